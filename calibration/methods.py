@@ -84,13 +84,13 @@ _POINTS = 4
 peak, steps are narrower than bins."""
 
 _NOTHING = 1e-10
-"""Replaces a share of zero by which the divergence would divide."""
+"""Replaces a share of zero, so that the divergence does not divide by it."""
 
 _Loss = Callable[[Histogram, np.ndarray, float, float], float]
 """A loss of a histogram, its populated bins, and the ends of a range."""
 
 
-def choose(seen: Histogram, method: Method, percentile: float = DEFAULT_PERCENTILE) -> Range:
+def choose(hist: Histogram, method: Method, percentile: float = DEFAULT_PERCENTILE) -> Range:
     """Returns the range of a tensor by one of the methods.
 
     `minmax`: all observed values. `percentile`: without (100 − percentile)/2 % of the values at
@@ -100,68 +100,68 @@ def choose(seen: Histogram, method: Method, percentile: float = DEFAULT_PERCENTI
     """
     match method:
         case "minmax":
-            low, high = seen.minimum, seen.maximum
+            low, high = hist.minimum, hist.maximum
         case "percentile":
-            low, high = _percentile(seen, percentile)
+            low, high = _percentile(hist, percentile)
         case "mse":
-            low, high = _best(seen, _squared_error)
+            low, high = _best(hist, _squared_error)
         case "entropy":
-            low, high = _best(seen, _divergence)
-    return Range(low=low, high=high, minimum=seen.minimum, maximum=seen.maximum, count=seen.count)
+            low, high = _best(hist, _divergence)
+    return Range(low=low, high=high, minimum=hist.minimum, maximum=hist.maximum, count=hist.count)
 
 
-def _percentile(seen: Histogram, percentile: float) -> tuple[float, float]:
+def _percentile(hist: Histogram, percentile: float) -> tuple[float, float]:
     """The range without the tails, at edges of bins that keep at least the requested share."""
-    tail = (100.0 - percentile) / 200.0 * seen.count
-    edges = seen.edges()
-    first = int(np.argmax(np.cumsum(seen.counts) > tail))
-    last = len(seen.counts) - 1 - int(np.argmax(np.cumsum(seen.counts[::-1]) > tail))
-    return max(float(edges[first]), seen.minimum), min(float(edges[last + 1]), seen.maximum)
+    tail = (100.0 - percentile) / 200.0 * hist.count
+    edges = hist.edges()
+    first = int(np.argmax(np.cumsum(hist.counts) > tail))
+    last = len(hist.counts) - 1 - int(np.argmax(np.cumsum(hist.counts[::-1]) > tail))
+    return max(float(edges[first]), hist.minimum), min(float(edges[last + 1]), hist.maximum)
 
 
-def _best(seen: Histogram, loss: _Loss) -> tuple[float, float]:
+def _best(hist: Histogram, loss: _Loss) -> tuple[float, float]:
     """The range clipped at the |x| with the smallest loss; the largest such |x| on a tie."""
-    # With less than a bin per level there is nothing to compare; values may all have one sign.
-    least = max(UINT8_LEVELS * seen.width, seen.minimum, -seen.maximum)
-    thresholds = np.geomspace(seen.peak, least, _CANDIDATES)
-    ranges = [(max(seen.minimum, -t), min(seen.maximum, t)) for t in thresholds.tolist()]
-    populated = np.flatnonzero(seen.counts)
-    losses = [loss(seen, populated, low, high) for low, high in ranges]
+    # Below one bin per level, thresholds do not differ; values may all have one sign.
+    least = max(UINT8_LEVELS * hist.width, hist.minimum, -hist.maximum)
+    thresholds = np.geomspace(hist.peak, least, _CANDIDATES)
+    ranges = [(max(hist.minimum, -t), min(hist.maximum, t)) for t in thresholds.tolist()]
+    populated = np.flatnonzero(hist.counts)
+    losses = [loss(hist, populated, low, high) for low, high in ranges]
     return ranges[int(np.argmin(losses))]
 
 
-def _squared_error(seen: Histogram, populated: np.ndarray, low: float, high: float) -> float:
+def _squared_error(hist: Histogram, populated: np.ndarray, low: float, high: float) -> float:
     """The mean squared error of values that are clipped to a range and rounded to its levels."""
     scale = Range(
-        low=low, high=high, minimum=seen.minimum, maximum=seen.maximum, count=seen.count
+        low=low, high=high, minimum=hist.minimum, maximum=hist.maximum, count=hist.count
     ).affine()
     inside = (np.arange(_POINTS) + 0.5) / _POINTS
-    values = (populated[:, None] - HALF + inside) * seen.width
+    values = (populated[:, None] - HALF + inside) * hist.width
     # Bins at the ends extend beyond the observed values.
-    values = np.clip(values, seen.minimum, seen.maximum)
+    values = np.clip(values, hist.minimum, hist.maximum)
     # Zero is a level itself, which matters if most values are close to it, as after a ReLU.
     numbers = np.clip(np.round(values / scale.scale) + scale.zero_point, 0, UINT8_LEVELS)
     rounded = (numbers - scale.zero_point) * scale.scale
     error = np.square(values - rounded).mean(axis=1)
-    return float((error * seen.counts[populated]).sum() / seen.count)
+    return float((error * hist.counts[populated]).sum() / hist.count)
 
 
-def _divergence(seen: Histogram, populated: np.ndarray, low: float, high: float) -> float:
+def _divergence(hist: Histogram, populated: np.ndarray, low: float, high: float) -> float:
     """The divergence between the counts clipped to a range, P, and the same in 256 levels, Q.
 
     As in TensorRT's calibrator, P adds the clipped values to its outermost bins, and Q spreads each
     level's count evenly over its nonempty bins.
     """
-    first = math.floor(low / seen.width) + HALF
-    last = min(math.floor(high / seen.width) + HALF, len(seen.counts) - 1)
+    first = math.floor(low / hist.width) + HALF
+    last = min(math.floor(high / hist.width) + HALF, len(hist.counts) - 1)
     bins = np.clip(populated, first, last)
-    p = np.bincount(bins - first, weights=seen.counts[populated], minlength=last - first + 1)
-    kept = seen.counts[first : last + 1].astype(np.float64)
+    p = np.bincount(bins - first, weights=hist.counts[populated], minlength=last - first + 1)
+    kept = hist.counts[first : last + 1].astype(np.float64)
     levels = np.arange(len(kept)) * (UINT8_LEVELS + 1) // len(kept)
-    holds = kept > 0
+    filled = kept > 0
     total = np.bincount(levels, weights=kept)
-    share = total / np.maximum(np.bincount(levels, weights=holds), 1)
-    q = np.where(holds, share[levels], 0.0)
+    share = total / np.maximum(np.bincount(levels, weights=filled), 1)
+    q = np.where(filled, share[levels], 0.0)
     p, q = p / p.sum(), q / max(q.sum(), 1.0)
     some = p > 0
     return float((p[some] * np.log(p[some] / np.maximum(q[some], _NOTHING))).sum())

@@ -81,7 +81,7 @@ class _Observers:
         return added
 
     def tensor(self, b: Builder, key: str, name: str, value: ir.Value) -> list[ir.Value]:
-        """Observes one tensor: its range if it may be quantised, else its peak."""
+        """Observes one tensor: its range if it may be quantised, or its peak."""
         if not is_ranged(name):
             peak = _peak(b, value, f"observed/{name}")
             self.peaks[key] = _named(peak)
@@ -94,17 +94,17 @@ class _Observers:
 def observing_graph(traced: ir.Model, layers: Mapping[str, Layer[Any]]) -> ObservingGraph:
     """Returns a copy of a traced model whose outputs are observations.
 
-    Ranges are taken of the inputs of the backbone's linear layers and of the taps of each MoE
-    layer's lowering (`names.range_key`), which must compute only the selected rows. Peaks are taken
+    Ranges are those of the inputs of the backbone's linear layers and of the taps of each MoE
+    layer's lowering (`names.range_key`), which must compute only the selected rows. Peaks are those
     of every other float value of the backbone's or an expert's ops.
     """
     model = traced.clone()
     observers = _Observers()
-    answers = list(model.graph.outputs)
+    originals = list(model.graph.outputs)
     _observe_backbone(model.graph, observers)
     lowered = lower(model, layers, observers.layer).model
     graph = lowered.graph
-    for value in [v for v in graph.outputs if v.name in {a.name for a in answers}]:
+    for value in [v for v in graph.outputs if v.name in {o.name for o in originals}]:
         graph.outputs.remove(value)
     return ObservingGraph(model=lowered, ranged=observers.ranged, peaks=observers.peaks)
 
@@ -122,14 +122,14 @@ def _observe_backbone(graph: ir.Graph, observers: _Observers) -> None:
 
     for linear in backbone_linears(graph):
         observe(linear.key, INPUT, linear.input)
-    for node, value in _made(graph):
+    for node, value in _float_outputs(graph):
         assert node.name is not None
         observe(node.name, "output", value)
     graph.extend(nodes)
     graph.outputs.extend(outputs)
 
 
-def _made(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value]]:
+def _float_outputs(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value]]:
     """The float outputs of the backbone's ops, with their nodes."""
     for node in list(graph):
         if node.op_type not in _MOVES and node.outputs[0].dtype == ir.DataType.FLOAT:
@@ -202,7 +202,7 @@ def _named(value: ir.Value) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Observations:
-    """The observations: a histogram of each ranged tensor, the largest |x| of each other.
+    """The observations: a histogram of each ranged tensor, the largest |x| of each other one.
 
     `unseen` are ranged tensors that no input has reached.
     """
@@ -214,8 +214,8 @@ class Observations:
     def __add__(self, other: Observations) -> Observations:
         """The union of both observations: exact, and independent of the order."""
         histograms = dict(self.histograms)
-        for key, seen in other.histograms.items():
-            histograms[key] = histograms[key] + seen if key in histograms else seen
+        for key, new in other.histograms.items():
+            histograms[key] = histograms[key] + new if key in histograms else new
         peaks = {key: max(peak, other.peaks[key]) for key, peak in self.peaks.items()}
         return Observations(histograms=histograms, peaks=peaks, unseen=self.unseen & other.unseen)
 
@@ -225,8 +225,8 @@ class Observations:
             raise CalibrationError(
                 f"{key}: no input reached this tensor", hint="the feed contains no inputs"
             )
-        for key, seen in self.histograms.items():
-            if seen.peak == 0.0:
+        for key, histogram in self.histograms.items():
+            if histogram.peak == 0.0:
                 raise CalibrationError(
                     f"{key} is zero for all inputs: there is no scale",
                     hint="give a feed of real inputs; if the model's own weights are zero here, it "
@@ -247,9 +247,9 @@ def observe(
     peaks = dict.fromkeys(graph.peaks, 0.0)
     for first, batch in batches:
         values = run(batch)
-        for key, observed in graph.ranged.items():
-            seen = _seen(key, values, observed, f"inputs {first} to {first + row_count(batch) - 1}")
-            histograms[key] = histograms[key] + seen if key in histograms else seen
+        for key, names in graph.ranged.items():
+            new = _observed(key, values, names, f"inputs {first} to {first + row_count(batch) - 1}")
+            histograms[key] = histograms[key] + new if key in histograms else new
         for key, output in graph.peaks.items():
             peaks[key] = max(peaks[key], float(values[output]))
     return Observations(
@@ -257,7 +257,7 @@ def observe(
     )
 
 
-def _seen(
+def _observed(
     key: str, values: Mapping[str, np.ndarray], names: TensorOutputs, where: str
 ) -> Histogram:
     magnitude = float(values[names.magnitude])
@@ -265,7 +265,7 @@ def _seen(
         kind = "NaN" if math.isnan(magnitude) else "infinite values"
         raise CalibrationError(
             f"{key} contains {kind} for {where}: it has no range",
-            hint="the model itself gives no usable answer for these inputs: check their "
+            hint="the model itself computes no usable output for these inputs: check their "
             "values, or leave them out of the feed",
         )
     return Histogram(

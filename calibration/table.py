@@ -1,4 +1,4 @@
-"""`calibration.json`: the ranges of a model's tensors, and the origin of these figures."""
+"""`calibration.json`: the ranges of a model's tensors, and their origin."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Origin:
 class CalibrationTable:
     """Ranges by tensor (`names.range_key`), and the largest absolute values of the others.
 
-    `peaks` holds max|x| of every float value of the backbone by its name in the traced graph, and
+    `peaks` has max|x| of every float value of the backbone by its name in the traced graph, and
     of the values inside MoE layers that do not enter a matrix product: a 16-bit float must
     represent them without overflow. `moexport` is the version that wrote the table.
     """
@@ -61,7 +61,7 @@ class CalibrationTable:
         """Returns the range of one tensor; raises `CalibrationError` if there is none."""
         if key not in self.ranges:
             raise CalibrationError(
-                f"{key}: the calibration table holds no range of this tensor",
+                f"{key}: the calibration table has no range for this tensor",
                 hint="calibrate this model again: `moexport calibrate MODEL --data FEED`",
             )
         return self.ranges[key]
@@ -91,7 +91,7 @@ class CalibrationTable:
                 f"{path}: schema {schema!r}, but this version reads schema {SCHEMA}",
                 hint="calibrate again with this version of moexport",
             )
-        what = f"{path}: not a whole calibration table"
+        what = f"{path}: not a complete calibration table"
         table = from_data(CalibrationTable, content, what, error=refused)
         _check(path, table)
         return table

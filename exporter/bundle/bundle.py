@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Bundle:
     """An exported model: a folder with a manifest, ONNX graphs and their weights.
 
-    Opened files are first compared with the manifest's hashes, once per file and change: a file is
-    then read whole, at 1 to 2 GB per second. `check` False skips this.
+    A file is compared with its hash in the manifest before it is opened, once after each change.
+    This reads the whole file, at 1 to 2 GB per second; `check=False` skips it.
     """
 
     path: Path
@@ -59,7 +59,7 @@ class Bundle:
             if name in (None, record.file, *record.lowerings.values()):
                 return record
         known = ", ".join(record.file for record in self.manifest.graphs)
-        raise UsageError(f"{self.path}: contains no graph '{name}'", hint=f"it contains {known}")
+        raise UsageError(f"{self.path} has no graph '{name}'", hint=f"it has {known}")
 
     @speaks_python
     def session(
@@ -78,22 +78,21 @@ class Bundle:
     ) -> Session:
         """Returns a graph of the bundle, ready to run.
 
-        Without a name, where the bundle holds graphs for several sizes of the batch, each call
-        takes the one for its own (`SessionByBatch`); to observe inner values or to profile, it is
-        the main graph.
+        Without a name, if the bundle has graphs for several batch sizes, each call uses the one for
+        its size (`SessionByBatch`); observing inner values and profiling use the main graph.
 
         Args:
             graph: A graph's file or lowering. Default: the one for the batch.
-            options: Options for all that the keywords leave out.
+            options: Options that the keywords do not set.
             runtime: `onnxruntime`, or that of a plugin (`openvino`). Default: that of the bundle's
                 target.
             provider: ONNX Runtime's execution provider, `cpu`, `cuda` or `tensorrt`. Default: cpu.
             threads: The number of threads. Default: the runtime's choice.
             spin_ms: How long threads spin after a call, waiting for the next one. Default: the
-                runtime's choice, some 35 ms; with 0 they rest, and leave the cores to others.
-            prepack: Keep a re-ordered copy of each weight: faster, in as much memory again.
+                runtime's choice, some 35 ms; with 0 they sleep, and leave the cores to others.
+            prepack: Keep a re-ordered copy of each weight: faster, but in twice the memory.
                 Default: True.
-            profile: Time every node, into a file whose name begins so. Default: no file.
+            profile: Time every node, and write a file with this prefix. Default: no file.
             cuda_graphs: Replay repeated runs on `cuda` as CUDA graphs. Default: True.
             of_plugins: Options of the runtime's plugin, as its page and the help of `run` list
                 them.
@@ -172,7 +171,7 @@ class Bundle:
     ) -> EngineSession:
         """Returns an engine of the bundle, ready to run; `EngineSession` describes the arguments.
 
-        Raises as `engine_record` and loading the engine do.
+        Raises what `engine_record` and loading the engine raise.
         """
         from ..tensorrt.session import EngineSession  # needed for engines only
 
@@ -203,7 +202,7 @@ class Bundle:
                 hint=f"choose one of: {', '.join(RUNTIMES.names)}{left_out()}",
             )
         raise EngineError(
-            f"{self.path}: contains no {backend} engine of {wanted}",
+            f"{self.path} has no {backend} engine of {wanted}",
             hint=f"`moexport build {self.path} --target {backend}` builds one",
         )
 
@@ -217,7 +216,7 @@ class Bundle:
     ) -> Iterator[Check]:
         """Yields the checks: every file's hash, every graph's validity, every graph's parity.
 
-        With `data` also the accuracy on its labels, and the difference from the outputs in it.
+        With `data`, it also yields the accuracy on its labels and the difference from its outputs.
 
         Without `atol` and `rtol` the bounds of the bundle's precision apply. Engines that were
         built elsewhere only run with `trust_engine`, because a plan is code.

@@ -27,8 +27,8 @@ from .manifest import MANIFEST_FILE
 def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) -> None:
     """Raises `BundleError`, before any work is done, if a bundle cannot be written there.
 
-    With `force` an existing bundle may be replaced, and an empty folder always; anything else is
-    never replaced, nor a bundle that contains files of the user's own.
+    An empty folder may be replaced, and with `force` also a bundle without files of the user's own.
+    Anything else is never replaced.
     """
     try:
         destination.lstat()
@@ -63,7 +63,7 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
     parent = nearest(destination.absolute().parent)
     if not parent.is_dir():
         raise BundleError(
-            f"{parent}: not a folder, so {destination.name} cannot lie in it",
+            f"{parent}: not a folder, so {destination.name} cannot be in it",
             hint="choose another -o",
         )
     find_temporary_folder(parent)
@@ -123,7 +123,7 @@ def atomic_directory(destination: Path, *, force: bool) -> Iterator[Path]:
 def _files_of_bundle(folder: Path) -> set[str] | None:
     """The files of the bundle in this folder; None if it is not a bundle.
 
-    Other programs write a `manifest.json`, too.
+    Other programs also write a `manifest.json`.
     """
     content = object_in(folder / MANIFEST_FILE)
     if not {"schema", "moexport", "layers"} <= content.keys():

@@ -19,9 +19,9 @@ CALLS = 2
 
 
 def with_peak_memory(directory: Path, manifest: Manifest) -> Manifest:
-    """Returns the manifest with the peak, if the graphs are for CPUs such as this machine's.
+    """Returns the manifest with the peak memory, if the graphs are for CPUs.
 
-    The process is Python with the runtime, without PyTorch; it runs inputs of the check.
+    The process runs inputs of the check in Python with the runtime, but without PyTorch.
     """
     if not for_cpus(manifest.target) or not (directory / PARITY_FILE).is_file():
         return manifest
@@ -38,7 +38,7 @@ def with_peak_memory(directory: Path, manifest: Manifest) -> Manifest:
         check=False,
     )
     if done.returncode or not done.stdout.strip().isdigit():
-        why = done.stderr.strip().rpartition("\n")[2] or f"it ended with code {done.returncode}"
+        why = done.stderr.strip().rpartition("\n")[2] or f"it exited with code {done.returncode}"
         note = f"the memory of one input could not be measured: {why}"
         return replace(manifest, notes=[*manifest.notes, note])
     return replace(manifest, peak_memory_bytes=int(done.stdout) or None)

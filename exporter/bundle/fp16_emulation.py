@@ -45,12 +45,12 @@ def fp16_emulation(model: ModelProto) -> ModelProto:
 def _round(graph: GraphProto, halves: dict[str, int], weights: set[str]) -> None:
     """Makes every node with a 16-bit output compute in FP32, and rounds the output.
 
-    A Gather that selects a few of many weights takes them as stored; they need no rounding.
+    A Gather that selects a few of many weights reads them as stored; they need no rounding.
     """
     nodes: list[NodeProto] = []
     for node in graph.node:
-        made = [(index, name) for index, name in enumerate(node.output) if name in halves]
-        if node.op_type == "Cast" and made:
+        rounded = [(index, name) for index, name in enumerate(node.output) if name in halves]
+        if node.op_type == "Cast" and rounded:
             node.attribute[0].i = TensorProto.FLOAT
         nodes.append(node)
         if node.op_type == "Gather" and not node.domain and node.input[0] in weights:
@@ -58,13 +58,13 @@ def _round(graph: GraphProto, halves: dict[str, int], weights: set[str]) -> None
             node.input[0] = f"{node.input[0]}/stored"
             nodes.append(_cast(node.output[0], name, TensorProto.FLOAT))
             continue
-        for index, name in made:
+        for index, name in rounded:
             node.output[index] = f"{name}/exact"
             nodes.append(_cast(f"{name}/exact", f"{name}/rounded", halves[name]))
             nodes.append(_cast(f"{name}/rounded", name, TensorProto.FLOAT))
     del graph.node[:]
     graph.node.extend(nodes)
-    del graph.value_info[:]  # they hold the old types
+    del graph.value_info[:]  # these have the old types
     for value in graph.output:
         if value.name in halves:
             value.type.tensor_type.elem_type = TensorProto.FLOAT

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from ..tensorrt.cuda import Stream
 
 GRAPHS = 32
-"""The number of graphs that a session captures: each keeps its kernels, inputs and outputs."""
+"""The most graphs that a session captures: each keeps its kernels, inputs and outputs."""
 
-SEEN = 256
-"""The number of shapes that occurred once and are remembered."""
+REMEMBERED = 256
+"""The most shapes that ran once and are remembered."""
 
 GRAPH_ID = "gpu_graph_id"
 PLAIN = "-1"
@@ -94,7 +94,7 @@ def nodes_on_cpu(session: ort.InferenceSession) -> str:
 
 
 class CaptureLock:
-    """Allows concurrent runs, but a capture only alone."""
+    """Allows concurrent runs, or one capture alone."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -148,7 +148,7 @@ class _Captures:
     """The captured graphs of a session, and the outputs (shape, element type) of single runs."""
 
     graphs: dict[GraphKey, _Graph] = field(default_factory=dict)
-    seen: OrderedDict[GraphKey, list[tuple[list[int], int]]] = field(default_factory=OrderedDict)
+    single: OrderedDict[GraphKey, list[tuple[list[int], int]]] = field(default_factory=OrderedDict)
 
     def room(self) -> bool:
         """Whether another graph may be captured."""
@@ -156,9 +156,9 @@ class _Captures:
 
     def remember(self, key: GraphKey, outputs: list[tuple[list[int], int]]) -> None:
         """Records a plain run, and forgets the oldest if there are too many."""
-        self.seen[key] = outputs
-        while len(self.seen) > SEEN:
-            self.seen.popitem(last=False)
+        self.single[key] = outputs
+        while len(self.single) > REMEMBERED:
+            self.single.popitem(last=False)
 
 
 class GpuRuns:
@@ -228,7 +228,7 @@ class GpuRuns:
     # --- the runs ------------------------------------------------------------------------------
 
     def _in_turn(self, call: Callable[[object], T]) -> T:
-        """Makes a call in the thread that may make it; any thread, if the session has no graphs."""
+        """Makes a call in a thread that may run graphs; in any thread if the session has none."""
         if self.refused is not None:
             return call(get_ident())
         with self._lock:
@@ -244,14 +244,14 @@ class GpuRuns:
         with self._lock:
             return call(OTHERS)
 
-    # --- how it runs -----------------------------------------------------------------------------
+    # --- one run ---------------------------------------------------------------------------------
 
     def _run(
         self, thread: object, wanted: Sequence[str], feeds: Feeds, *, stays: bool
     ) -> list[Any]:
         key = _key(thread, wanted, feeds)
         graph = self._captures.graphs.get(key)
-        if graph is None and key in self._captures.seen and self._captures.room():
+        if graph is None and key in self._captures.single and self._captures.room():
             graph = self._capture(key, wanted, feeds)
         elif graph is not None:
             with CAPTURING.shared():
@@ -274,7 +274,7 @@ class GpuRuns:
         self.replayed = False
         if self.refused is None:
             self._captures.remember(key, [(y.shape(), y.element_type()) for y in outputs])
-        return [_kept(y) if stays else y.numpy() for y in outputs]
+        return [_torch_view(y) if stays else y.numpy() for y in outputs]
 
     def _outputs(self, binding: ort.IOBinding, wanted: Sequence[str]) -> list[ort.OrtValue]:
         for name in wanted:
@@ -293,7 +293,7 @@ class GpuRuns:
             value = ort.OrtValue.ortvalue_from_numpy(value, self.device, 0)
             binding.bind_ortvalue_input(name, value)
         else:
-            _settle(value)
+            _wait_for(value)
             shape, dtype = tuple(value.shape), _numpy_type(value)
             binding.bind_input(name, self.device, 0, dtype, shape, value.data_ptr())
         return value
@@ -312,7 +312,7 @@ class GpuRuns:
             self._give_up(words(error))
             return None
         self._captures.graphs[key] = graph
-        del self._captures.seen[key]
+        del self._captures.single[key]
         return graph
 
     def _prepared(self, name: str, key: GraphKey, wanted: Sequence[str], feeds: Feeds) -> _Graph:
@@ -326,7 +326,7 @@ class GpuRuns:
         inputs = {
             n: buffer(value.shape, _numpy_type(value)) for n, value in feeds.items() if n != K_INPUT
         }
-        outputs = [buffer(shape, element) for shape, element in self._captures.seen[key]]
+        outputs = [buffer(shape, element) for shape, element in self._captures.single[key]]
         for n, value in inputs.items():
             binding.bind_ortvalue_input(n, value)
         for n, value in zip(wanted, outputs, strict=True):
@@ -344,9 +344,9 @@ class GpuRuns:
             if isinstance(value, np.ndarray):
                 buffer.update_inplace(value)
             else:
-                view = _kept(buffer)
+                view = _torch_view(buffer)
                 view.copy_(value)
-                _settle(view)
+                _wait_for(view)
 
     def _timed(self, thread: object, wanted: Sequence[str], feeds: Feeds, stream: Stream) -> float:
         from ..tensorrt.cuda import Stopwatch
@@ -375,7 +375,7 @@ class GpuRuns:
             finally:
                 stream.synchronize()
                 watch.close()
-                held.clear()  # inputs that the run has read by now
+                held.clear()  # the run has read these inputs
 
     def _options(self, graph: str) -> ort.RunOptions:
         from ...common.onnx_runtime import ort
@@ -384,7 +384,7 @@ class GpuRuns:
         options.add_run_config_entry(GRAPH_ID, graph)
         return options
 
-    # --- whether it captures ---------------------------------------------------------------------
+    # --- the session -----------------------------------------------------------------------------
 
     def _open(self) -> ort.InferenceSession:
         if self.refused is not None:
@@ -440,7 +440,7 @@ def _numpy_type(value: Any) -> Any:
     return np.dtype(str(value.dtype).removeprefix("torch."))
 
 
-def _settle(tensor: Any) -> None:
+def _wait_for(tensor: Any) -> None:
     """Waits until torch's work on the GPU for a tensor is done."""
     if tensor.is_cuda:
         import torch
@@ -448,7 +448,7 @@ def _settle(tensor: Any) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def _kept(value: ort.OrtValue) -> Any:
+def _torch_view(value: ort.OrtValue) -> Any:
     """A torch tensor that shares a value's memory."""
     import torch
 
@@ -459,8 +459,8 @@ def _kept(value: ort.OrtValue) -> Any:
 def _copied(value: ort.OrtValue, *, stays: bool) -> Any:
     """A copy of a graph's output, which the next replay overwrites."""
     if stays:
-        tensor = _kept(value).clone()
-        _settle(tensor)
+        tensor = _torch_view(value).clone()
+        _wait_for(tensor)
         return tensor
     array: np.ndarray = value.numpy()
     return array if array.flags.owndata else array.copy()

@@ -302,7 +302,7 @@ class Manifest:
     the user's own model (`answers.Answers.record`), how often experts are chosen
     (`checks.choices`)."""
     plugins: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Additions of plugins' steps, by their names: only the plugins read them, all keep them."""
+    """Additions of plugins' steps, by their names; only the plugins read them."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -363,7 +363,7 @@ class Manifest:
         return min((g for g in self.graphs if g.batches), key=distance) if main.batches else main
 
     def _problems(self) -> Iterator[str]:
-        """Values of the right type that no export writes."""
+        """Values of the correct type that no export writes."""
         for name in self.files:
             if not all(map(is_plain_name, name.split("/"))):
                 yield f"{name!r} is not the name of a file in the bundle's folder"
@@ -377,7 +377,7 @@ class Manifest:
             if (layer.k or 1) > layer.experts:
                 yield f"layer {layer.name} has {layer.experts} experts and a k of {layer.k}"
             if layer.k_levels and len(layer.k_levels) != len(layer.levels):
-                yield f"layer {layer.name} has {len(layer.levels)} levels and {layer.kept} of them"
+                yield f"layer {layer.name} has {len(layer.levels)} levels, but a k of {layer.kept}"
 
 
 def is_plain_name(name: str) -> bool:

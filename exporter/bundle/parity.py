@@ -1,9 +1,9 @@
 """Compares a graph with PyTorch's results: names, shapes, values, and choices of its layers.
 
-`Tolerance` are the bounds; `Reference` is what PyTorch computed, kept as `parity.npz`; a
+`Tolerance` has the bounds; `Reference` has PyTorch's results, stored as `parity.npz`; a
 `Comparison` runs a graph on its inputs, at several sizes; `Parity` is the result, a section of the
-manifest. None of it needs PyTorch (`exporter.reference` makes the references), so `verify` does
-what an export did.
+manifest. None of this needs PyTorch (`exporter.reference` makes the references), so `verify`
+repeats the comparison of the export.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ if TYPE_CHECKING:
     from ..session import GraphSession
 
 PARITY_FILE = "parity.npz"
-MOST_KEPT = 32  # inputs in it, where fewer do not reach every expert
-MOST_BYTES_AT_A_K = 16 << 20  # of outputs with another k in it, and one input: a text's are large
-FEW = 8  # experts that are named; of more, how many there are
+MOST_KEPT = 32  # inputs in it, if fewer do not reach every expert
+MOST_BYTES_AT_A_K = 16 << 20  # of outputs in it for each further k; one input is always stored
+FEW = 8  # the most experts or layers that a message names
 
 # Relative to the k-th score, or to max|y|.
-TIE = 1e-5  # of FP32 scores this close either order is right
-ROUNDED_RTOL = 1e-3  # of FP32 graphs that round values to BF16 on the way
-GPU_RTOL = 1e-3  # of FP32 on a GPU, which sums products in another order
-SILENT = 1e-3  # the least scale of outputs for quiet inputs: below it, only rounding is left
+TIE = 1e-5  # FP32 scores this close may be in either order
+ROUNDED_RTOL = 1e-3  # for FP32 graphs that round intermediate values to BF16
+GPU_RTOL = 1e-3  # for FP32 on a GPU, which sums products in another order
+SILENT = 1e-3  # the least scale of an input's outputs, relative to quiet inputs
 
 # Shares of the inputs, or of the choices.
-OUTLIERS = 0.05  # that may be outliers, rounded down, where a precision allows any
-MOST_TIES = 0.75  # that may be ties: what ties is not compared
-CHOICES_BY_CHANCE = 0.005  # that may differ, and one at least, between graphs that round alike
-FEW_NUMBERS = 8  # of fewer the largest may be near zero by chance, and no direction is known
+OUTLIERS = 0.05  # that may be outliers, rounded down, if a precision allows any
+MOST_TIES = 0.75  # that may be ties, which are not compared
+CHOICES_BY_CHANCE = 0.005  # that may differ, at least one, between graphs that round alike
+FEW_NUMBERS = 8  # fewer outputs may all be near zero by chance, and have no clear direction
 
-# At another size of the batch or number of tokens, of few inputs.
+# For a few inputs, at another batch size or number of tokens.
 Axis = Literal["batch", "tokens"]
-# Ties between scores so far apart that no rounding changes their order; with other numbers of
-# tokens, where other tokens are compared, sound graphs reach 6.
+# Rounding does not change the order of scores that are this many ties apart; with other numbers of
+# tokens, at which other tokens are compared, sound graphs reach 6.
 _FAR: Mapping[Axis, float] = {"batch": 4.0, "tokens": 12.0}
 FLIPS_AT_TOKENS = 3.0  # times the share of choices that may differ; sound graphs reach 1.3
-OUTLIER_IN_A_BATCH = 1.5  # times as far off as an outlier is anyway
+OUTLIER_IN_A_BATCH = 1.5  # times as far off as the same outlier in the usual batch
 OUTLIER_AT_TOKENS = 1.5  # times as far off as most may be
-FURTHER_AT_TOKENS = 2.0  # times as far off as the furthest at the usual number
+FURTHER_AT_TOKENS = 2.0  # times as far off as the worst input at the usual number
 
 Item = TypeVar("Item")
 _SIZED = re.compile(r"parity-(\d+)-tokens\.npz")
@@ -65,19 +65,19 @@ _KEPT = re.compile(r"(k=[1-9]\d*/)?kept/")
 class Tolerance:
     """Bounds of a parity check.
 
-    Outputs agree where |difference| ≤ `atol` + `rtol` · max|y|, of each input and each output by
-    itself: in their own scale, unless an absolute difference is allowed. One input in twenty may be
+    Outputs agree if |difference| ≤ `atol` + `rtol` · max|y|, separately for each input and output:
+    in their own scale, unless an absolute difference is allowed. One input in twenty may be
     `outlier` times as far off, and none may have a cosine below `least_cosine`.
 
-    `routing` is the least share of inputs in which every layer must choose the same experts. A
-    choice between scores that are closer than `tie`, relative to the k-th, is a tie: what comes
-    before the layer is rounded, and may order them either way. A muMoE layer's coefficients, which
-    sum to 1, are the same choice if none differs by more than `coefficient`; below FP32 only
-    those count that one of both has dropped, and `routing` is of tokens.
+    `routing` is the least share of inputs for which every layer must choose the same experts. A
+    choice between scores that are closer than `tie`, relative to the k-th, is a tie: rounding
+    before the layer may order them either way. A muMoE layer's coefficients, which sum to 1, are
+    the same choice if none differs by more than `coefficient`; below FP32, only coefficients that
+    one of the two dropped count, and `routing` is a share of tokens.
 
-    A graph is also compared with the exact result for its own weights (`Rounded`): it may be
-    `roundings` times as far from that as that is from PyTorch. If that is less than once, the
-    last bit of its floats is allowed as well.
+    A graph is also compared with the exact result for its own weights (`Rounded`): its distance
+    from this may be `roundings` times as large as the distance between this and PyTorch. If
+    `roundings` is below 1, a difference in the last bit of its floats is also allowed.
     """
 
     atol: float = 0.0
@@ -90,7 +90,7 @@ class Tolerance:
     least_cosine: float = 0.99
 
     def asked(self, atol: float | None, rtol: float | None) -> Tolerance:
-        """Returns these bounds with a user's in their place; wider ones allow any direction."""
+        """Returns these bounds with a user's; if those are wider, any cosine is allowed."""
         given = {"atol": atol, "rtol": rtol}
         asked = replace(self, **{name: value for name, value in given.items() if value is not None})
         return replace(asked, least_cosine=-1.0) if asked.wider_than(self) else asked
@@ -99,7 +99,7 @@ class Tolerance:
         return self.atol > other.atol or self.rtol > other.rtol
 
     def no_wider(self, than: Tolerance) -> Tolerance:
-        """Returns these bounds, with those of another where they are wider, or not a number."""
+        """Returns the narrower of these bounds and another's, one by one; the other's for NaN."""
         pairs = {name: (getattr(than, name), value) for name, value in asdict(self).items()}
         at_least = ("routing", "least_cosine")
         return Tolerance(**{n: max(p) if n in at_least else min(p) for n, p in pairs.items()})
@@ -119,26 +119,26 @@ TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
         "int4": Tolerance(rtol=3e-1, routing=0.9, tie=5e-2, roundings=0.25, **_IN_INTEGERS),
     }
 )
-"""FP32: rounding in another order. FP16 keeps 11 bits and BF16 8, over a network's depth. INT8 has
-about 1% of error in each layer, INT4 10%. The ties are what such an error moves a score by.
+"""FP32 allows for sums in another order. FP16 keeps 11 bits and BF16 8, over a network's depth.
+INT8 has about 1% of error in each layer, INT4 10%. Ties are as wide as such errors in a score.
 
-`roundings`: where each of two graphs rounds values of its own, as 16-bit floats do, and INT8 on
-another CPU once some layers have passed on what differs by the last bit, they are √2 times as far
-from each other as from the exact result. INT4 rounds weights, which are the same in both. In FP32
-PyTorch's own rounding is the measure, and other orders of summing round more or less than that."""
+`roundings`: if each of two graphs rounds its own values, as in 16-bit floats, or in INT8 on another
+CPU after layers that amplify a difference in the last bit, they are √2 times as far from each other
+as from the exact result. INT4 rounds weights, which are the same in both. In FP32 the measure is
+PyTorch's own rounding, and sums in another order round more or less than that."""
 
 
 def tolerance_of(precision: str) -> Tolerance:
-    """Returns the bounds of a precision; of one that is not known, those of FP32."""
+    """Returns the bounds of a precision; those of FP32 if it is unknown."""
     known = (bounds for name, bounds in TOLERANCES.items() if name == precision)
     return next(known, TOLERANCES["fp32"])
 
 
 def recorded(parity: Mapping[str, Any] | None, precision: str = "fp32") -> Tolerance:
-    """Returns the bounds that a manifest's `parity` holds; without one, none may differ.
+    """Returns the bounds in a manifest's `parity`; without one, nothing may differ.
 
-    What an older one does not hold is that of the precision. Raises `BundleError` for what are no
-    bounds.
+    Bounds that an older manifest lacks are those of the precision. Raises `BundleError` for invalid
+    ones.
     """
     bounds = asdict(tolerance_of(precision)) | {"atol": 0.0, "rtol": 0.0}
     return from_data(
@@ -147,10 +147,10 @@ def recorded(parity: Mapping[str, Any] | None, precision: str = "fp32") -> Toler
 
 
 def on_gpu(bounds: Tolerance, precision: str, *, tf32: bool = False) -> Tolerance:
-    """Returns the bounds of a comparison that runs on a GPU: the one statement of them.
+    """Returns the bounds of every comparison that runs on a GPU.
 
-    FP32 may be `GPU_RTOL` off. TF32 keeps as many bits of a factor as FP16 does, and has its
-    bounds. Other precisions round more than any order of summing: theirs are the same everywhere.
+    FP32 may be `GPU_RTOL` off. TF32 keeps as many bits of a factor as FP16, and has its bounds. In
+    other precisions rounding exceeds the effect of the order of sums: their bounds are the same.
     """
     if precision != "fp32":
         return bounds
@@ -164,13 +164,12 @@ def on_gpu(bounds: Tolerance, precision: str, *, tf32: bool = False) -> Toleranc
 class Parity:
     """How far a graph is from its reference.
 
-    `max_abs` is the largest difference of an output where the experts are the same, `max_rel` the
-    largest over max|y| of the same input, `cosine` the smallest cosine of a sample's outputs;
-    `all_…` are those over all inputs, whatever was chosen. `routing_agreement` is the share of
-    samples in which every layer chose the same set, and of a muMoE below FP32 the share of the
-    choices that its tokens make: the share `agreeing` of `choices`, `chosen_by` inputs or tokens.
-    `ties` counts the samples that differ only where scores were equal up to rounding, `differing`
-    all that differ anywhere.
+    `max_abs` is the largest difference of an output with the same experts, `max_rel` the largest
+    over max|y| of the same input, `cosine` the smallest cosine of a sample's outputs; `all_…` are
+    those over all inputs, whatever was chosen. `routing_agreement` is the share of samples for
+    which every layer chose the same set, or for a muMoE below FP32 the share of its tokens'
+    choices: `agreeing` of `choices`, `chosen_by` inputs or tokens. `ties` counts the samples that
+    differ only in scores that are equal up to rounding, `differing` all that differ anywhere.
     `first_difference` names the layer where the first wrong set appears. `untouched_cosine`
     compares with the model before Algorithm 1. `jaccard` is the mean overlap of the sets, and
     `flip_margin` the largest margin, relative to the k-th score, of a set that differs (0 if
@@ -190,7 +189,7 @@ class Parity:
     jaccard: float = 1.0
     flip_margin: float = 0.0
     compared: int | None = None
-    """Inputs of which anything was compared."""
+    """The number of inputs of which some output was compared."""
     all_max_abs: float | None = None
     all_max_rel: float | None = None
     all_cosine: float | None = None
@@ -199,30 +198,30 @@ class Parity:
     choices: int | None = None
     agreeing: int | None = None
     tied: int = 0
-    """Of `choices`, those that differ by a tie: they agree, and nothing of them was compared."""
+    """Of `choices`, those that differ by a tie: they agree, but their outputs are not compared."""
     batches: tuple[int, ...] = ()
     """The batch sizes at which the graph was compared."""
     usual_rel: float | None = None
     """The 95th percentile over the inputs, in the unit of `max_rel`."""
     loudness: tuple[float, float] | None = None
-    """max|y| of the quietest input that is compared and of the loudest."""
+    """max|y| of the quietest and of the loudest compared input."""
     ks: tuple[int, ...] = ()
     """Each k that was compared, if it is an input of the graph."""
     k: int | None = None
-    """The one of `ks` whose figures these are: the furthest off."""
+    """The one of `ks` whose figures these are: the worst."""
     batch: int | None = None
-    """The batch size that misses the bounds where another meets them."""
+    """The batch size that misses the bounds, if the usual one meets them."""
     token_counts: tuple[int, ...] = ()
     """The numbers of tokens at which the graph was compared, besides those of the inputs."""
     tokens: int | None = None
-    """The number of tokens that misses the bounds where another meets them."""
+    """The number of tokens that misses the bounds, if the usual one meets them."""
     apart: float | None = None
-    """How far the graph is from what its numbers should give (`Rounded`), over how far that is from
-    PyTorch."""
+    """The graph's distance from the exact result for its weights (`Rounded`), over the distance
+    between this and PyTorch."""
     computed_in: str | None = None
     """The type in which the runtime reports that it computed matrix products."""
     whole_differing: float | None = None
-    """Of outputs of whole numbers (classes, masks), the share of the numbers that differ."""
+    """The share of numbers that differ in outputs of whole numbers (classes, masks)."""
 
     @property
     def mostly_ties(self) -> bool:
@@ -244,11 +243,11 @@ class Parity:
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> Parity:
-        """Returns the result that a manifest of any version holds."""
+        """Returns the result from a manifest of any version."""
         bounds = {each.name for each in fields(Tolerance)}
-        held = {name: value for name, value in record.items() if name in bounds}
+        known = {name: value for name, value in record.items() if name in bounds}
         rest = {name: value for name, value in record.items() if name not in bounds}
-        return Parity(**rest, bounds=Tolerance(**{"routing": 1.0, "tie": TIE, **held}))
+        return Parity(**rest, bounds=Tolerance(**{"routing": 1.0, "tie": TIE, **known}))
 
 
 _BOUNDS_AFTER = {
@@ -284,7 +283,7 @@ def describe(parity: Parity) -> str:
             f"(scores within {p.bounds.tie:g} of the k-th)"
         )
     if p.whole_differing:
-        text += f"; {p.whole_differing:.2%} of the whole numbers that it gives differ"
+        text += f"; {p.whole_differing:.2%} of its whole numbers differ"
     size = "" if p.batch is None else f"in a batch of {p.batch}: "
     size = size if p.tokens is None else f"with {p.tokens} tokens: "
     text = size + text
@@ -292,14 +291,14 @@ def describe(parity: Parity) -> str:
         other = (
             "float64 as PyTorch's float32 is"
             if p.bounds.routing == 1.0  # FP32
-            else "what another lowering gives in the same numbers as that is from PyTorch"
+            else "another lowering in the same precision as that is from PyTorch"
         )
         text += (
-            f"; {p.apart:.2g} TIMES as far from {other}, where {p.bounds.roundings:g} times is the "
-            "most"
+            f"; {p.apart:.2g} TIMES as far from {other}, but at most {p.bounds.roundings:g} times "
+            "is allowed"
         )
     if p.k is not None:
-        text = f"with k = {p.k}, the furthest off of {', '.join(map(str, p.ks))}: {text}"
+        text = f"with k = {p.k}, the worst of {', '.join(map(str, p.ks))}: {text}"
     if p.first_difference:
         text += f"; first difference in layer {p.first_difference}"
     if p.flip_margin:
@@ -323,20 +322,20 @@ def sized_file(tokens: int) -> str:
 
 
 def sized_files(files: Iterable[str]) -> dict[int, str]:
-    """Returns, of some names, those of records of other token counts, by these."""
+    """Returns the files among some names that are records of other token counts, by count."""
     found = {int(match[1]): file for file in files if (match := _SIZED.fullmatch(file))}
     return dict(sorted(found.items()))
 
 
 def by_expert(chosen: np.ndarray) -> np.ndarray:
-    """Returns the choices of all experts, e or e + n, [..., n] in any order, as [..., n, 1]."""
+    """Returns the choices of all experts (e or e + n), [..., n] in any order, as [..., n, 1]."""
     order = (chosen % chosen.shape[-1]).argsort(axis=-1)
     ordered: np.ndarray = np.take_along_axis(chosen, order, axis=-1)
     return ordered[..., None]
 
 
 def places(chosen: np.ndarray, *others: np.ndarray) -> np.ndarray:
-    """Returns the choices that count, [s, 1] or [s, m]: of experts that choose, what one took."""
+    """Returns which choices count, [s, 1] or [s, m]: if experts choose, those that one made."""
     shape = (len(chosen), -1)
     if chosen.ndim < len("smn1"):
         return np.ones(chosen.shape[:-1], dtype=bool).reshape(shape)
@@ -349,8 +348,8 @@ def places(chosen: np.ndarray, *others: np.ndarray) -> np.ndarray:
 class Rounded:
     """Outputs and choices that show how far rounding alone may move a graph.
 
-    Below FP32 what a graph of another lowering gives in the same numbers, and of FP32 graphs what
-    PyTorch gives in float64.
+    Below FP32 they are the results of another lowering in the same precision; for FP32 graphs,
+    those of PyTorch in float64.
     """
 
     y: np.ndarray
@@ -358,12 +357,12 @@ class Rounded:
 
     @property
     def exact(self) -> bool:
-        """Whether it is of float64, which shows differences far below FP32's bounds."""
+        """Whether they are float64 results, which show differences far below FP32's bounds."""
         return bool(self.y.dtype == np.float64)
 
     @property
     def half(self) -> bool:
-        """Whether its numbers are those of FP16, whose last bit may fall either way."""
+        """Whether all outputs are FP16 numbers, whose last bit may be rounded either way."""
         with np.errstate(over="ignore"):
             return bool((self.y == self.y.astype(np.float16)).all())
 
@@ -373,13 +372,13 @@ class Reference:
     """PyTorch's results for some inputs.
 
     `x` are the inputs, `y` the outputs with Algorithm 1, `dense` those of the untouched model with
-    all experts. By choice (`choice_key`), `selected` holds the chosen experts [s, k], ascending,
-    those of each token [s, m, k], the kept coefficients [s, m, n], or where each expert chooses for
+    all experts. By choice (`choice_key`), `selected` has the chosen experts [s, k], ascending,
+    those of each token [s, m, k], the kept coefficients [s, m, n], or if each expert chooses for
     itself [s, m, n, 1] (`by_expert`), and `margin` [s], [s, m] or [s, m, n] the gap from the k-th
     score to the next, relative to the k-th. `kept` is each layer's k.
-    `inputs` and `outputs` are those after the first, by name. `rounded` is what the precision of
-    the graphs makes of it, None if that is not known. If k is an input of the graphs,
-    `at_other_k` holds the results for the same inputs with other k.
+    `inputs` and `outputs` are those after the first, by name. `rounded` has the results in the
+    graphs' precision, None if they are unknown. If k is an input of the graphs, `at_other_k` has
+    the results for the same inputs with other k.
     """
 
     x: np.ndarray
@@ -405,7 +404,7 @@ class Reference:
     def rows(self, chosen: np.ndarray) -> Reference:
         """Returns the reference of some of the inputs, by their numbers or a mask."""
         if any(len(other.x) < len(self.x) for other in self.at_other_k.values()):
-            return replace(self, at_other_k={}).rows(chosen)  # a bundle holds fewer of them
+            return replace(self, at_other_k={}).rows(chosen)  # a bundle has fewer inputs for these
         arrays = {name: array[chosen] for name, array in self._arrays().items()}
         return Reference._of(arrays, self._kept())
 
@@ -423,7 +422,7 @@ class Reference:
     def compared(self, experts: Mapping[str, int]) -> dict[str, frozenset[int]]:
         """Returns, by choice, the experts that some input chose with some k.
 
-        `experts` are the numbers of the layers' experts: where a layer keeps all, all are compared.
+        `experts` are the numbers of the layers' experts: if a layer keeps all, all are compared.
         """
         found = self.reached()
         for one in self.at_other_k.values():
@@ -439,7 +438,7 @@ class Reference:
     def with_unreached(self, later: Reference, most: int) -> Reference:
         """Returns the reference with those inputs of a later one that choose other experts.
 
-        There are `most` at the most, and none if their shapes are others.
+        It has at most `most` inputs, and no new ones if their shapes differ.
         """
         if self.shapes() != later.shapes():
             return self
@@ -462,9 +461,9 @@ class Reference:
         return replace(self, rounded=None, at_other_k=others)
 
     def joined(self, later: Reference) -> Reference:
-        """Returns the reference of its own inputs and those of a later one, of the same shapes.
+        """Returns the reference with the inputs of a later one, of the same shapes, added.
 
-        What is `rounded` is left out unless both hold it.
+        `rounded` is left out unless both have it.
         """
         mine, theirs = self._arrays(), later._arrays()
         if mine.keys() != theirs.keys():
@@ -481,7 +480,7 @@ class Reference:
         arrays = replace(self, at_other_k={})._arrays()
         for k, other in self.at_other_k.items():
             own = other._own_arrays()
-            if np.array_equal(other.y, self.dense):  # as with all experts: once is enough
+            if np.array_equal(other.y, self.dense):  # equal to those with all experts
                 del own["y"]
             bytes_of_one = sum(array[:1].nbytes for array in own.values())
             count = max(1, MOST_BYTES_AT_A_K // max(1, bytes_of_one))
@@ -513,13 +512,13 @@ class Reference:
         return arrays
 
     def _own_arrays(self) -> dict[str, np.ndarray]:
-        """Those that are not the same with every k."""
+        """The arrays that depend on k."""
         return {name: array for name, array in self._arrays().items() if not _shared(name)}
 
     @staticmethod
     def load(path: Path) -> Reference:
-        """Reads a reference; `BundleError` when the file cannot be read."""
-        from ...data.feeds import npz_arrays  # what writes one reads none
+        """Reads a reference; raises `BundleError` if the file cannot be read."""
+        from ...data.feeds import npz_arrays  # not needed to write one
 
         try:
             arrays = dict(npz_arrays(path))
@@ -564,17 +563,17 @@ class Reference:
         arrays = [("x", self.x), ("y", self.y), ("dense", self.dense)]
         arrays += [item for group in groups for item in group.items()]
         if self.x.ndim == 0 or not self.x.size:
-            yield "it holds no inputs"
+            yield "it has no inputs"
         for name, array in arrays:
             if array.dtype.kind not in "fiub":
                 yield f"'{name}' is {array.dtype.name}, not numbers"
             elif array.shape[:1] != self.x.shape[:1] or not (array.size or name in self.inputs):
-                yield f"'{name}' is of shape {array.shape}, for inputs {self.x.shape}"
+                yield f"'{name}' has the shape {array.shape}, for inputs {self.x.shape}"
         if any(array.dtype.kind in "ub" for array in self.selected.values()):
             yield "its choices are neither indices nor weights"
         for other in (self.dense, rounded.y):
             if self.y.shape != other.shape:
-                yield f"outputs {self.y.shape} and {other.shape} are of different shapes"
+                yield f"outputs {self.y.shape} and {other.shape} have different shapes"
         if self.selected.keys() != self.margin.keys() or not self.kept:
             yield "its choices are not complete"
             return
@@ -585,19 +584,19 @@ class Reference:
                 record.kept.keys() != self.kept.keys()
                 or record.outputs.keys() != self.outputs.keys()
             ):
-                yield f"what it holds with k = {k} is not complete"
+                yield f"the results with k = {k} are not complete"
 
     def _problems_of_choices(self) -> Iterator[str]:
         """Why its choices are invalid."""
         for name, sets in (self.rounded.selected if self.rounded else {}).items():
             if name not in self.selected or sets.shape != self.selected[name].shape:
-                yield f"'rounded/{name}' is of shape {sets.shape}"
+                yield f"'rounded/{name}' has the shape {sets.shape}"
         for name, sets in self.selected.items():
             if sets.ndim < 2 or self.margin[name].size != math.prod(sets.shape[:-1]):
-                yield f"'margin/{name}' is of shape {self.margin[name].shape}"
+                yield f"'margin/{name}' has the shape {self.margin[name].shape}"
 
     def observed(self, values: Mapping[str, str]) -> dict[str, int]:
-        """Returns the ONNX element types of the values that hold recorded choices, by name."""
+        """Returns the ONNX element types of the values with recorded choices, by name."""
         types = {"f": onnx.TensorProto.FLOAT, "i": onnx.TensorProto.INT64}
         found: dict[str, int] = {}
         for one in (*self.at_other_k.values(), self):
@@ -607,7 +606,7 @@ class Reference:
 
 
 def holds_coefficients(chosen: np.ndarray) -> bool:
-    """Whether a choice holds coefficients [s, m, n], not the indices of a set [s, k]."""
+    """Whether a choice has coefficients [s, m, n], not the indices of a set [s, k]."""
     return chosen.dtype.kind == "f"
 
 
@@ -630,7 +629,7 @@ def chunks(arrays: Fields, size: int) -> Iterator[dict[str, np.ndarray]]:
 def not_compared(reached: Mapping[str, frozenset[int]], experts: Mapping[str, int]) -> str:
     """Returns in words which experts of each layer no input chose; empty if there are none.
 
-    `reached` are those of `Reference.reached`.
+    `reached` is the result of `Reference.reached`.
     """
     missing = {
         layer: sorted(frozenset(range(experts[layer])) - chosen)
@@ -657,8 +656,8 @@ def compare(
 ) -> Parity:
     """Runs a graph on the reference's inputs and returns how far it is off (`Comparison`).
 
-    The session may be of any runtime, which rounds as it likes within the bounds. Outputs with
-    another k are not compared.
+    The session may be of any runtime whose rounding stays within the bounds. Outputs with another
+    k are not compared.
     """
     expected = replace(expected, rounded=None, at_other_k={})
     comparison = Comparison(session, selected_values, batch=batch, tolerance=tolerance, k=k)
@@ -676,11 +675,11 @@ def furthest_off(parities: Mapping[int, Parity]) -> Parity:
 class Comparison:
     """A graph that is compared with its reference, some inputs at a time.
 
-    `selected_values` names the graph's value that holds a layer's chosen experts, for the layers
-    that choose. `batch` should differ from the size that was traced. The first of the inputs are
-    compared in batches of each size of `probed`, too: a size that was frozen in the trace, or
-    anything else that depends on the batch, is right in one of them at most. Inputs of which so
-    many are computed `together` stay so there.
+    `selected_values` names the graph's value with a layer's chosen experts, for the layers that
+    choose. `batch` should differ from the size that was traced. The first inputs are also compared
+    in batches of each size in `probed`: a graph with a size that was frozen in the trace, or
+    another dependence on the batch, is correct for at most one of them. Groups of inputs that are
+    computed `together` are not split.
     """
 
     session: GraphSession
@@ -693,14 +692,14 @@ class Comparison:
     together: int = 1
     _results: list[_PartResult] = field(default_factory=list, init=False)
     _at_sizes: dict[tuple[Axis, int], _PartResult] = field(default_factory=dict, init=False)
-    """Of the first inputs in batches of other sizes, and of inputs with other numbers of tokens."""
+    """Results in batches of other sizes, for the first inputs, and with other token counts."""
     _at_other_k: dict[int, Comparison] = field(default_factory=dict, init=False)
     _first: Reference = field(init=False, repr=False)
     _worst: Reference = field(init=False, repr=False)
     _furthest: float = field(default=0.0, init=False)
 
     def add(self, expected: Reference) -> None:
-        """Runs the graph on the reference's inputs, with each k that it holds outputs of."""
+        """Runs the graph on the reference's inputs, with each k of its outputs."""
         result = self._compared(expected, self.batch)
         furthest, is_first = result.everything.max_rel, not self._results
         if is_first or furthest > self._furthest:
@@ -717,14 +716,14 @@ class Comparison:
             self._at_other_k[k].add(other)
 
     def add_sized(self, expected: Reference, tokens: int) -> bool:
-        """Runs the graph on inputs with another number of tokens; whether it is within bounds."""
+        """Runs the graph on inputs with another token count; returns if it is within bounds."""
         result = self._at_sizes["tokens", tokens] = self._compared(expected, len(expected.x))
         return not self._missed("tokens", tokens, result)
 
     def with_rounded(self, expected: Reference) -> Reference:
         """Returns a reference with the graph's outputs and choices, for each k of this one.
 
-        That is the reference of other graphs in the same numbers.
+        It is the reference for other graphs in the same precision.
         """
         values, sets = self._run(expected, self.batch)
         sets = {
@@ -739,7 +738,7 @@ class Comparison:
         return replace(expected, rounded=rounded, at_other_k=others)
 
     def alone(self, expected: Reference) -> Parity:
-        """Returns how far the graph is off on these inputs without all others of their size."""
+        """Returns how far the graph is off on only these inputs, and at other token counts."""
         other = replace(self)
         other._at_sizes = {at: part for at, part in self._at_sizes.items() if at[0] == "tokens"}
         other.add(expected)
@@ -747,22 +746,22 @@ class Comparison:
 
     @property
     def worst(self) -> Reference:
-        """The inputs with the largest difference, as many as one batch where that matters."""
+        """The inputs with the largest difference; one batch of them if its size matters."""
         parity = self.parity()
         if parity.k in self._at_other_k:
             return self._at_other_k[parity.k].worst
         return self._worst if parity.batch is None else self._probe(parity.batch)
 
     def parity(self) -> Parity:
-        """Returns how far the graph is off, over all that was added.
+        """Returns how far the graph is off, over all inputs that were added.
 
-        It is that of one batch size where that alone misses the bounds, and of the k with which the
-        graph is furthest off, or misses them.
+        If only one batch size misses the bounds, it is that size's result; of several k, it is the
+        worst one's.
         """
         mine = self._at_one_k()
         if not self._at_other_k:
             return mine
-        assert self.k is not None, "references of several k are of a graph that takes it"
+        assert self.k is not None, "a reference with several k needs a graph with k as an input"
         parities = {self.k: mine, **{k: one.parity() for k, one in self._at_other_k.items()}}
         return furthest_off(parities)
 
@@ -774,7 +773,7 @@ class Comparison:
         for array, actual in outputs:
             if actual.shape != array.shape:
                 raise ParityError(
-                    f"the graph gives outputs {actual.shape}, the reference holds {array.shape}"
+                    f"the graph's outputs are {actual.shape}, but the reference's {array.shape}"
                 )
         return _part_result(expected, outputs, sets, self.tolerance)
 
@@ -805,13 +804,13 @@ class Comparison:
         )
 
     def _probe(self, size: int) -> Reference:
-        """The first inputs, and `again` if there are fewer than `size`."""
+        """The first inputs, repeated (`again`) if there are fewer than `size`."""
         return self._first.rows(again(len(self._first.x), size, self.together))
 
     def _at_one_k(self) -> Parity:
         """How far the graph is off with the k of this comparison.
 
-        A size that misses the bounds where the usual one meets them decides.
+        If the usual size meets the bounds but another misses them, the other one decides.
         """
         known: dict[str, Any] = {
             "computed_in": getattr(self.session, "computed_in", None),  # PyTorch does not report it
@@ -831,12 +830,12 @@ class Comparison:
         return [size for name, size in self._at_sizes if name == axis]
 
     def _missed(self, axis: Axis, size: int, probe: _PartResult) -> bool:
-        """Whether few inputs of another size miss the bounds where all others meet them.
+        """Whether a few inputs of another size miss the bounds that all others meet.
 
-        They are further off than is allowed, choose otherwise too often, or choose what no rounding
-        makes them choose: between scores that are far apart, unlike any input at the usual size.
-        With another number of tokens what chooses otherwise is not compared, so that little of it
-        may, at each number by itself.
+        They do if they are too far off, choose differently too often, or choose differently between
+        scores so far apart that rounding is not the reason, unlike any input at the usual size.
+        Tokens that choose differently with another number of tokens are not compared, so only a few
+        may, at each number.
         """
         bounds, usual = self.tolerance, _by_output(self._results)
         far = max(*(part.margin for part in self._results), bounds.tie * _FAR[axis])
@@ -844,7 +843,7 @@ class Comparison:
         if axis == "batch":
             rows = again(len(self._first.x), size, self.together)
             near = [a.like(b, rows, bounds) for a, b in zip(probe.same, usual, strict=True)]
-            # What is wrong for an input at the usual size, too, counts there alone.
+            # A choice that is also wrong at the usual size counts only there.
             flips = wrong - int(self._results[0].wrong[rows].sum())
             often = self._missed_routing(probe, max(0, flips))
         else:
@@ -856,8 +855,8 @@ class Comparison:
     def _missed_routing(self, probe: _PartResult, flips: int | None = None) -> bool:
         """Whether too many choices are wrong.
 
-        Of a few inputs one may choose otherwise by chance: the share is of all of them. Of those in
-        another batch only `flips` count that are right in the usual one.
+        One of a few inputs may choose differently by chance, so the share is that of all inputs. In
+        another batch, only the `flips` count: choices that are correct in the usual one.
         """
         parts = [*self._results, *self._at_sizes.values()]
         pooled, least = _parity(parts, self.tolerance), self.tolerance.routing
@@ -872,17 +871,17 @@ class Comparison:
 def _as_recorded(name: str, array: np.ndarray, wanted: tuple[int, ...]) -> np.ndarray | None:
     """A layer's choices in the graph, in the shape of the reference.
 
-    None if a layer sees tokens one after the other, and other tokens: the values alone decide.
+    None if a layer gets tokens one by one, and not the same ones: then only values are compared.
     """
     of_tokens = len(wanted) > array.ndim
     if len(wanted) == len("smn1") and array.shape[-1:] == wanted[-2:-1]:
         array = by_expert(array)
-    # One token, for which the layer in PyTorch has no axis.
+    # A single token, for which the layer in PyTorch has no axis.
     if array.shape == (wanted[0], 1, *wanted[1:]):
         array = array[:, 0]
     same_k = array.ndim > 0 and array.shape[-1] == wanted[-1]
     if not same_k or not (of_tokens or array.shape == wanted):
-        raise ParityError(f"layer {name}: the graph chose {array.shape}, the reference {wanted}")
+        raise ParityError(f"layer {name}: choices {array.shape} for {wanted} in the reference")
     return array.reshape(wanted) if array.size == math.prod(wanted) else None
 
 
@@ -947,11 +946,11 @@ def _by_output(parts: Sequence[_PartResult]) -> tuple[Distance, ...]:
 class _PartResult:
     """The results for one part of the inputs.
 
-    `ties` samples differ by a tie alone, `differing` anywhere. Of `choices`, made by each input or
-    `by_token`, this number of each input are `wrong`, and `tied` differ by a tie; `first` is the
-    first layer that truly differs, `jaccard` the mean overlap of the sets, `margin` the largest of
-    a choice that differs. `same` is of each output where the experts are the same, and `everything`
-    of the first, whatever was chosen.
+    `ties` samples differ only by a tie, `differing` ones anywhere. Of the `choices`, made by each
+    input or `by_token`, `wrong` has the number of wrong ones of each input, and `tied` differ by a
+    tie. `first` is the first layer with a wrong choice, `jaccard` the mean overlap of the sets,
+    `margin` the largest of a choice that differs. `same` has each output's distance with the same
+    experts, `everything` the first output's, whatever was chosen.
     """
 
     samples: int
@@ -969,7 +968,7 @@ class _PartResult:
     untouched_cosine: float
     rounding: _Rounding | None
     whole: tuple[int, int]
-    """Of the outputs of whole numbers, how many numbers differ, and how many there are."""
+    """The count of numbers that differ in outputs of whole numbers, and the count of all."""
 
 
 def _part_result(
@@ -980,12 +979,12 @@ def _part_result(
 ) -> _PartResult:
     """Compares values, each output with its expected values, and choices.
 
-    After the first difference of a sample its later layers see other inputs, so only the first
-    counts as a tie or a miss; all count for the overlap. Of tokens that choose for themselves,
-    and may differ here and there, each counts by itself.
+    After the first difference of a sample its later layers get other inputs, so only the first
+    counts as a tie or a miss; all count for the overlap. If tokens choose for themselves, each
+    token counts separately.
     """
     y = outputs[0][1]
-    # By layer, each [s, places that choose]; what differs by more than a tie is wrong.
+    # By layer, each [s, choices]; a difference by more than a tie is wrong.
     differs = {name: _different(sets[name], expected.selected[name], tolerance) for name in sets}
     margins = {name: expected.margin[name].reshape(differs[name].shape) for name in sets}
     wrong = {name: differs[name] & (margins[name] > tolerance.tie) for name in sets}
@@ -1010,7 +1009,7 @@ def _part_result(
         of_input = sum((counted[name] & wrong[name]).sum(axis=1) for name in sets)
         same = _same_tokens([*differs.values()], expected.y.shape)
         tied = sum(int((differs[name] & ~wrong[name]).sum()) for name in differs)
-    # Of classes and masks none is nearly right: they are counted.
+    # Classes and masks are never nearly right, so those that differ are counted.
     samples = np.logical_and.reduce(same.reshape(len(y), -1), axis=1)
     whole = [(a[samples], b[samples]) for a, b in outputs if a.dtype.kind != "f"]
     overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
@@ -1027,7 +1026,7 @@ def _part_result(
         margin=margin,
         same=(
             distance(expected.y, y, same),
-            # Where tokens differ by themselves others have their places elsewhere.
+            # Other outputs may not have the same tokens, so whole samples are compared.
             *(distance(wanted, actual, samples) for wanted, actual in outputs[1:]),
         ),
         everything=distance(expected.y, y, np.ones(len(y), dtype=bool)),
@@ -1040,8 +1039,8 @@ def _part_result(
 def _same_tokens(differs: Sequence[np.ndarray], output: tuple[int, ...]) -> np.ndarray:
     """The tokens to compare if each token chooses for itself and some may differ.
 
-    Those are the tokens [s, m] that chose alike in every layer, where outputs of this shape have
-    these tokens; else the samples [s] all of whose tokens did.
+    They are the tokens [s, m] that chose alike in every layer, if outputs of this shape have these
+    tokens; otherwise the samples [s] in which all tokens did.
     """
     tokens = all(mask.shape == output[:2] and len(output) > mask.ndim for mask in differs)
     each_alike = [~mask if tokens else ~mask.any(axis=1) for mask in differs]
@@ -1051,10 +1050,10 @@ def _same_tokens(differs: Sequence[np.ndarray], output: tuple[int, ...]) -> np.n
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far one output is off, by input [s]: the largest difference, and the cosine.
+    """How far one output is off for each input [s]: the largest difference, and the cosine.
 
-    `own` is the largest number that was expected of an input, and `numbers` how many there are.
-    Inputs are `counted` of which anything was compared.
+    `own` is the largest expected number of each input, and `numbers` the count of its numbers.
+    `counted` marks inputs of which some number was compared.
     """
 
     off: np.ndarray
@@ -1066,8 +1065,8 @@ class Distance:
     def scale(self) -> np.ndarray:
         """Returns the scale of each input's difference: its own largest absolute value.
 
-        An output of few numbers has the scale of most inputs at least, and one of zeros that of the
-        quiet inputs: the largest number of all would hide whatever happens to the others.
+        An output of few numbers has at least the median scale, and one of zeros that of quiet
+        inputs: the largest number of all would hide differences in the others.
         """
         some = self.own[self.counted & (self.own > 0)]
         if not some.size:
@@ -1110,35 +1109,35 @@ class Distance:
         return usual and self.within_outliers(bounds)
 
     def within_outliers(self, bounds: Tolerance) -> bool:
-        """Whether each of a few inputs is as near as an outlier may be."""
+        """Whether each input is within the bounds of an outlier."""
         largest = float(self._beyond(bounds.atol).max(initial=0.0))
         return largest <= bounds.outlier * bounds.rtol and not self.turned(bounds.least_cosine)
 
     def near(self, usual: Distance, bounds: Tolerance) -> bool:
-        """Whether a few inputs with another number of tokens are no far outliers.
+        """Whether a few inputs with another number of tokens are not too far off.
 
-        They may be further off where the furthest at the usual number are so, too.
+        They may be further off if the worst ones at the usual number also are.
         """
         largest = float(self._beyond(bounds.atol).max(initial=0.0))
         most = max(OUTLIER_AT_TOKENS * bounds.rtol, FURTHER_AT_TOKENS * usual.max_rel)
         return largest <= most and self.within_outliers(bounds)
 
     def _beyond(self, atol: float = 0.0) -> np.ndarray:
-        """By how much more than `atol` each input that is counted is off, in its scale."""
+        """The difference of each counted input beyond `atol`, in its scale."""
         excess: np.ndarray = (np.maximum(0.0, self.off - atol) / self.scale())[self.counted]
         return excess
 
     def turned(self, least: float) -> bool:
-        """Whether the outputs of an input point elsewhere, as far as they have a direction."""
+        """Whether a cosine is below `least`, among inputs whose outputs have a clear direction."""
         if self.numbers < FEW_NUMBERS:
             return False
-        heard = self.counted & (self.own >= self.scale())
-        return bool((self.cosine[heard] < least).any())
+        loud = self.counted & (self.own >= self.scale())
+        return bool((self.cosine[loud] < least).any())
 
     def like(self, other: Distance, rows: np.ndarray, bounds: Tolerance) -> bool:
-        """Whether inputs in another batch are as near as the bounds allow, or as they are anyway.
+        """Whether inputs in another batch are within the bounds, or as far off as in the usual one.
 
-        They are those `rows` of another, which determines their scales: a few rows are too few.
+        They are these `rows` of `other`, which has their scales: a few rows are too few for that.
         """
         allowed, off = bounds.atol + bounds.rtol * other.scale()[rows], other.off[rows]
         return bool((self.off <= np.where(off > allowed, OUTLIER_IN_A_BATCH * off, allowed)).all())
@@ -1154,7 +1153,7 @@ class Distance:
 
 
 def _usual(relative: np.ndarray) -> float:
-    """The largest value of all but the outliers."""
+    """The largest value without the outliers."""
     if not relative.size:
         return 0.0
     return float(np.sort(relative)[len(relative) - 1 - int(OUTLIERS * len(relative))])
@@ -1163,7 +1162,7 @@ def _usual(relative: np.ndarray) -> float:
 def distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> Distance:
     """How far outputs are off in the samples [s] or tokens [s, m] that are `same`.
 
-    Whole numbers are no distances: whoever compares counts those that differ.
+    Whole numbers have no distance: callers count those that differ.
     """
     if expected.dtype.kind != "f":
         expected = y = np.zeros(expected.shape)
@@ -1213,8 +1212,8 @@ def jaccard(chosen: np.ndarray, reference: np.ndarray) -> np.ndarray:
 def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -> np.ndarray:
     """Where two choices differ: [s, 1] for sets of experts [s, k], [s, m] for those of tokens.
 
-    Below FP32 the rounding before a layer moves its coefficients, so that experts count which only
-    one of both has kept.
+    Below FP32 rounding before a layer moves its coefficients, so only experts that one of the two
+    has dropped count.
     """
     if holds_coefficients(expected):
         off = np.abs(actual - expected)
@@ -1230,8 +1229,8 @@ def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -
 class _Rounding:
     """How far a graph is from the results of the same rounding, and how far those are from PyTorch.
 
-    Each as the largest difference of an output, the sum of squares, and how many choices differ;
-    `scale` holds those of the outputs themselves, and how many choices there are.
+    Both have the largest difference of an output, the sum of squares, and the number of choices
+    that differ; `scale` has the first two for the outputs themselves, and the number of choices.
     """
 
     off: tuple[float, float, float]
@@ -1242,12 +1241,12 @@ class _Rounding:
 
     @staticmethod
     def times(parts: Sequence[_Rounding]) -> float | None:
-        """Returns the quotient over all parts, the largest of the three; None without any.
+        """Returns the largest of the three quotients over all parts; None without parts.
 
         The tolerance of FP32 and the share of choices due to chance are subtracted. Against float64
-        it is the last bit, and choices are not counted: FP32 graphs make those of PyTorch anyway.
-        Where weights alone are rounded (`half`) a largest difference of FP16's last bit counts for
-        nothing: sums in another order are rounded to either neighbour.
+        the tolerance is the last bit, and choices are not counted: FP32 graphs make PyTorch's. If
+        only weights are rounded (`half`), a largest difference of FP16's last bit is ignored: sums
+        in another order are rounded to either neighbour.
         """
         if not parts:
             return None
@@ -1274,7 +1273,7 @@ class _Rounding:
     def of(
         expected: Reference, y: np.ndarray, sets: Mapping[str, np.ndarray], tolerance: Tolerance
     ) -> _Rounding | None:
-        """Compares all choices, and the outputs of inputs in which all are alike.
+        """Compares all choices, and the outputs of inputs whose choices are all alike.
 
         None without a record.
         """
@@ -1283,7 +1282,7 @@ class _Rounding:
             return None
 
         def differing(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> np.ndarray:
-            """How many choices of each input."""
+            """The number of choices that differ, for each input."""
             count = np.zeros(len(y))
             for name in one.keys() & other.keys():
                 count += _different(one[name], other[name], tolerance).sum(axis=1)
@@ -1294,7 +1293,7 @@ class _Rounding:
             differing(rounded.selected, expected.selected),
         )
         alike, exact = others == 0, own == 0
-        if not exact.any():  # each input has a token that rounding sends elsewhere
+        if not exact.any():  # each input has a token whose choice rounding changes
             exact = ~exact
         common = sets.keys() & rounded.selected.keys()
         made = sum(int(places(rounded.selected[name], sets[name]).sum()) for name in common)

@@ -23,7 +23,7 @@ CONTENTS = {
     "weights.bin": "the weights, shared by all graphs; keep it in the same folder",
     "parity.npz": "reference inputs and PyTorch's outputs, which `moexport verify` uses",
     "calibration.json": "the value ranges of tensors that quantisation used",
-    "substitutes.safetensors": "what takes the places of experts that were dropped or merged",
+    "substitutes.safetensors": "the arrays that replace experts that were dropped or merged",
     MANIFEST_FILE: "everything above and more, for programs; the hash of every file",
 }
 
@@ -73,7 +73,7 @@ def readme(manifest: Manifest, steps: Sequence[Step] = ()) -> str:
         f"An ONNX model (opset {manifest.opset}) for `{manifest.target}` in {manifest.precision}, "
         f"written by moexport {manifest.moexport} on {manifest.created[:10]}."
         + (
-            " For every input, each MoE layer selects k experts; the others have no part in its "
+            " For every input, each MoE layer selects k experts; the others do not affect its "
             "output."
         )
         * selects,
@@ -89,7 +89,7 @@ def readme(manifest: Manifest, steps: Sequence[Step] = ()) -> str:
         *engines,
         "## Run the graph" if engines else "## Run it",
         _program(manifest),
-        f"Input {_ports(manifest.inputs)}, output {_ports(manifest.outputs)}; named axes take "
+        f"Input {_ports(manifest.inputs)}, output {_ports(manifest.outputs)}; named axes may have "
         f"any size{_multiples(manifest.inputs[0])}. `moexport run` and `moexport verify` do the "
         "same from a shell."
         + (f" {ROUTING}" if any("/" in port.name for port in manifest.outputs) else "")
@@ -136,7 +136,7 @@ def _edits(manifest: Manifest) -> Edits:
     return Edits.from_records(manifest.edits, MANIFEST_FILE)
 
 
-ROUTING = "The outputs whose names begin with a layer's tell which experts it chose."
+ROUTING = "Outputs whose names begin with the name of a layer show which experts it chose."
 
 CACHE = (
     "To continue a text, pass each output `present.…` to the next call as the input "
@@ -157,16 +157,16 @@ def _content(manifest: Manifest, name: str) -> str:
         return f"the same for inputs of {next(iter(sized_files([name])))} tokens"
     folder = name.rpartition("/")[0]
     if folder:
-        return f"the same for {folder.partition('/')[0]}, by the names that it looks for"
+        return f"the same for {folder.partition('/')[0]}, with the file names that it expects"
     if not manifest.engines:
-        return "what a plugin added"
+        return "added by a plugin"
     from ..tensorrt.records import engine_files  # loaded if a bundle has an engine
 
-    return engine_files(manifest).get(name, "what a plugin added")
+    return engine_files(manifest).get(name, "added by a plugin")
 
 
 def _one(port: TensorSpec) -> str:
-    """The smallest sizes of a port: the fewest inputs, one token, nothing before it."""
+    """The smallest sizes of a port: the fewest inputs, one token, an empty cache."""
     least = {PAST_AXIS: 0, "batch": port.groups_of or 1}
     return ", ".join(
         str(size if isinstance(size, int) else least.get(size, 1)) for size in port.shape
@@ -174,7 +174,7 @@ def _one(port: TensorSpec) -> str:
 
 
 def _ports(ports: Sequence[TensorSpec]) -> str:
-    """The main port, and those of a network with several; without cache and routing."""
+    """The main port and a network's further ones, without cache and routing."""
     others = (p for p in ports[1:] if p.default is None and p.name != K_INPUT)
     own = (p for p in others if "/" not in p.name and not p.name.startswith(f"{PRESENT}."))
     return ", ".join(map(_port, (ports[0], *own)))
@@ -186,7 +186,7 @@ def _port(port: TensorSpec) -> str:
 
 def _multiples(port: TensorSpec) -> str:
     """The restriction on the batch if inputs are computed together."""
-    return f", the batch multiples of {port.groups_of}" if port.groups_of else ""
+    return f", the batch any multiple of {port.groups_of}" if port.groups_of else ""
 
 
 def _parity(manifest: Manifest) -> str:
@@ -198,9 +198,9 @@ def _parity(manifest: Manifest) -> str:
 
 
 ON_OTHER_CPUS = (
-    "This bundle was not run on another one; of other networks, graphs for CPUs in its precision "
-    "gave the same on emulated CPUs: ARM with and without FP16 arithmetic, and x86 with AVX2 and "
-    "with SSE4.2 alone."
+    "This bundle was not run on another CPU. CPU graphs of other networks in its precision gave "
+    "the same results on emulated CPUs: ARM with and without FP16 arithmetic, x86 with AVX2 and "
+    "x86 with SSE4.2 only."
 )
 
 
@@ -213,13 +213,13 @@ def _where(manifest: Manifest) -> Iterator[str]:
         same = f" {ON_OTHER_CPUS}" * (
             for_cpus(manifest.target) and manifest.precision in ("fp32", "fp16", "int8")
         )
-        yield f"It was checked on {machine}.{same} `moexport verify` checks it where it is to run."
+        yield f"It was checked on {machine}.{same} `moexport verify` checks it anywhere else."
     if not for_cpus(manifest.target):
-        yield "**Never run on a GPU**: it is for one, and an export compares graphs on the CPU."
+        yield "**Never run on a GPU**: it is for one, but an export compares graphs on the CPU."
     if manifest.peak_memory_bytes is not None:
         yield (
-            f"One input takes {size(manifest.peak_memory_bytes)} of memory at the most, Python and "
-            "the runtime included, as measured there."
+            f"One input needs at most {size(manifest.peak_memory_bytes)} of memory, including "
+            "Python and the runtime, as measured there."
         )
 
 

@@ -68,7 +68,7 @@ def run(
     feed = in_batches(_stacking(input_file, port), _sizes(record, options, total))
     first = next(feed, None)
     if first is None:
-        raise FeedError(f"{input_file}: contains no inputs")
+        raise FeedError(f"{input_file} contains no inputs")
     others = _others(input_file, record.inputs[1:], total)
     session = _opened(opened, options, first, k)
     progress.step(f"running {bundle_path.name}", total=total, unit="inputs")
@@ -76,21 +76,21 @@ def run(
     with whole_file(output_file) as partial, _Rows(partial, names[0], total) as rows:
         done = 0
         for x in chain([first], feed):
-            beside = {name: array[done : done + len(x)] for name, array in others.items()}
-            values = session.run({port.name: x, **beside} if beside else x, k, names)
+            further = {name: array[done : done + len(x)] for name, array in others.items()}
+            values = session.run({port.name: x, **further} if further else x, k, names)
             rows.add(values.pop(names[0]), values)
             progress.advance(len(x))
             done += len(x)
         if total is not None and rows.shape[0] != total:
-            raise FeedError(f"{input_file}: changed while it was read")
+            raise FeedError(f"{input_file} changed while it was read")
     return Outputs(shape=rows.shape, not_finite=rows.not_finite, further=rows.further)
 
 
 def _written(record: Manifest) -> list[str]:
-    """The outputs to write: all of the network's without its cache.
+    """The outputs to write: all but the cache.
 
-    Routing is included only with scores, which nobody exports for speed; with all experts, the
-    coefficients of a muMoE layer are complete.
+    Routing is written only if the graph has scores, or coefficients of a layer that keeps all
+    experts.
     """
     layers = {layer.name: layer.k == layer.experts for layer in record.layers}
     names = [port.name for port in record.outputs]
@@ -112,7 +112,7 @@ def _check_output(output: Path, source: Path, *, force: bool) -> None:
         )
     if output.exists() and source.exists() and output.samefile(source):
         raise UsageError(
-            f"--output {output}: that is the input, which would be lost", hint="choose another -o"
+            f"--output {output} is the input, which would be lost", hint="choose another -o"
         )
     if output.exists() and not force:
         raise OutputError(f"{output}: a file exists there", hint="--force replaces it")
@@ -127,7 +127,7 @@ def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -
             **options.session_options,
         )
     assert options.engine is not None
-    # Impossible runs are refused before anything is loaded, also on a machine without a GPU.
+    # Impossible runs are refused before anything is loaded, even on a machine without a GPU.
     port = bundle.manifest.inputs[0]
     record = bundle.engine_record(options.engine, options.graph)
     check_array(x, port)
@@ -148,7 +148,7 @@ def _check_groups(size: int | None, total: int | None, port: TensorSpec, source:
         raise UsageError(f"--batch-size {size}: {reason}", hint=f"choose a multiple of {together}")
     if total is not None and total % together:
         raise FeedError(
-            f"{source}: contains {total} inputs, but {reason}",
+            f"{source} contains {total} inputs, but {reason}",
             hint=f"give a multiple of {together} inputs: padding would change other outputs",
         )
 
@@ -197,11 +197,11 @@ def _stacking(path: Path, port: TensorSpec) -> Iterator[np.ndarray]:
         if part.shape[1:] != shape:
             shapes = ", ".join(map(str, sorted({part.shape[1:], shape})))
             raise FeedError(
-                f"{path}: its arrays do not stack: inputs of {shapes}",
+                f"{path}: the arrays do not stack; their inputs have the shapes {shapes}",
                 hint="run inputs of each size separately",
             )
         x = with_axes(part, port)
-        # Of any length: batches are made of them.
+        # The length is not checked: these parts are divided into batches.
         check_array(x, replace(port, shape=("batch", *port.shape[1:])))
         yield x
 
@@ -241,10 +241,10 @@ def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nda
 
 
 class _Rows:
-    """An `.npz` archive of an array that grows by rows; a context manager that ends it.
+    """An `.npz` archive of an array that grows by rows; a context manager that completes it.
 
     The length is written before the rows: if it is unknown, they are kept until the end, like
-    further arrays, since an archive has one array after the other.
+    further arrays, since an archive stores one array after the other.
     """
 
     def __init__(self, path: Path, name: str, total: int | None) -> None:

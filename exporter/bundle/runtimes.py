@@ -44,8 +44,8 @@ def _has_provider(record: TargetRecord) -> None:
 class RuntimeRecord:
     """One runtime: `title` is its name in texts, and `extra` of pyproject.toml installs it.
 
-    `open` opens a graph: a runtime that no target uses needs nothing else. `takes` are the session
-    options of its own that it accepts (`session.OWN_OPTIONS`, and those of plugins' panels for
+    `open` opens a graph: a runtime that no target uses needs nothing else. `takes` are the optional
+    session options that it accepts (`session.OWN_OPTIONS`, and those of plugins' panels for
     `run`). `options` returns the session options for a target's graphs with a number of threads,
     which spin for a number of ms. `check_runs` raises a `MoexportError` if this machine cannot run
     a target's graphs, `check_computes` if it cannot compute a precision for a target, so that
@@ -108,11 +108,11 @@ def check_options(options: SessionOptions) -> None:
     """Raises `UsageError` for an option that the named runtime does not accept."""
     own = SessionOptions()
     theirs = of_plugins() if options.of_plugins else {}  # loads the plugins
-    usual = theirs | {name: getattr(own, name) for name in OWN_OPTIONS}
+    defaults = theirs | {name: getattr(own, name) for name in OWN_OPTIONS}
     stated = {name: getattr(options, name) for name in OWN_OPTIONS} | {**options.of_plugins}
     for name, value in stated.items():
-        usual_one = name in usual and value == usual[name]
-        if usual_one or name in RUNTIMES[options.runtime].takes:
+        is_default = name in defaults and value == defaults[name]
+        if is_default or name in RUNTIMES[options.runtime].takes:
             continue
         runtime, title = owner_of(name)
         if not runtime and name in options.of_plugins:
@@ -128,7 +128,7 @@ def check_options(options: SessionOptions) -> None:
 def opened(path: Path | str, options: SessionOptions | None = None) -> Session:
     """Returns a graph, opened in the runtime that the options name.
 
-    Raises `UsageError` for an option that it does not accept, and as opening the graph does.
+    Raises `UsageError` for an option that it does not accept, and what opening the graph raises.
     """
     options = options or SessionOptions()
     check_options(options)
@@ -145,7 +145,7 @@ def options_for(
 def check_runs(target: Target) -> None:
     """Raises `MissingExtraError`, `UsageError` or `EngineError` if its graphs cannot run here.
 
-    Engines have another check.
+    Engines are checked by `check_engine`.
     """
     RUNTIMES[runtime_of(target)].check_runs(TARGETS[target])
 

@@ -16,10 +16,7 @@ SUBSTITUTES_FILE = "substitutes.safetensors"
 
 
 def substitutes_bytes(edits: Edits) -> bytes:
-    """Returns the file of the arrays that replace experts (`Edits.substitutes`).
-
-    Empty without any.
-    """
+    """Returns the file of the arrays that replace experts (`Edits.substitutes`), or empty bytes."""
     return save(edits.substitutes) if edits.substitutes else b""
 
 

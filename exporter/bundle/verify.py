@@ -50,7 +50,7 @@ AS_RECORDED = "SHA-256 as recorded"
 CHANGED = "the content has changed"
 
 LARGE_WEIGHTS_BYTES = 1 << 27
-"""Beyond this a check runs without copies of weights: slower, at a third of the memory."""
+"""Above this a check runs without copies of weights: slower, but in a third of the memory."""
 
 
 def checks(
@@ -64,9 +64,9 @@ def checks(
 ) -> Iterator[Check]:
     """Yields the checks: every file's hash, every graph's validity, every graph's parity.
 
-    With `data` that have labels or outputs of the user's own model, every graph runs them, too.
-    Engines that were built elsewhere are run with `trust_engine` alone. A check that damage would
-    only make fail in less clear words is left out.
+    Every graph also runs `data` with labels or outputs of the user's own model. Engines that were
+    built elsewhere only run with `trust_engine`. If a file is damaged, only hashes are checked:
+    later checks would fail with less clear messages.
     """
     same = is_as_written(directory)
     yield Check(f"hash of {MANIFEST_FILE}", same, AS_RECORDED if same else CHANGED)
@@ -89,7 +89,7 @@ def checks(
         ports = {port.name for port in (*manifest.inputs, *manifest.outputs)}
         unknown = sorted({*expected.inputs, *expected.outputs} - ports)
         if unknown:
-            yield Check("parity", False, f"{PARITY_FILE} holds {unknown[0]!r}, which no graph has")
+            yield Check("parity", False, f"{PARITY_FILE} has {unknown[0]!r}, but no graph does")
             return
         for graph in valid:
             bounds = _bounds(directory, manifest, graph, atol, rtol)
@@ -117,14 +117,14 @@ def checks(
 
 
 def missed_parity(directory: Path, manifest: Manifest, graph: GraphRecord) -> str | None:
-    """Returns how a graph misses the comparison that it was exported with.
+    """Returns how a graph fails the comparison of its export.
 
-    None if it meets it, was never compared, or was exported with wider bounds.
+    None if it passes, was never compared, or was exported with wider bounds.
     """
     if graph.parity is None or PARITY_FILE not in manifest.files:
         return None
     bounds = _bounds(directory, manifest, graph, None, None)
-    # They may be wider, as whoever exported it chose.
+    # A user may have exported it with wider bounds.
     if recorded(manifest.parity, manifest.precision).wider_than(bounds):
         return None
     expected = Reference.load(directory / PARITY_FILE)
@@ -140,10 +140,10 @@ def checking_session(
     threads: int | None = None,
     rounded: bool | None = None,
 ) -> Session:
-    """Returns a graph of a bundle, or of one being written, opened for its values to be compared.
+    """Returns a session of a graph, in a bundle or one being written, to compare its values.
 
-    `rounded`: not as this machine computes 16-bit floats, but rounded as a GPU rounds them. By
-    default so are the graphs of targets that are no CPUs.
+    With `rounded` it rounds 16-bit floats as a GPU does, not as this machine. This is the default
+    for targets that are not CPUs.
     """
     options = SessionOptions(
         runtime=runtime_of(target),
@@ -157,7 +157,7 @@ def checking_session(
 
 
 def is_large(directory: Path) -> bool:
-    """Whether the graphs in a folder, which are open together, have to do without copies."""
+    """Whether the graphs in a folder are too large to be open together with copies of weights."""
     weights = sum(file.stat().st_size for file in directory.glob("*.bin"))
     return weights * len(list(directory.glob("*.onnx"))) >= LARGE_WEIGHTS_BYTES
 
@@ -182,7 +182,7 @@ def _graph_check(directory: Path, manifest: Manifest, graph: GraphRecord) -> Che
     path = directory / graph.file
     name = f"ONNX check of {path.name}"
     if graph.file not in manifest.files:
-        return Check(name, False, f"{MANIFEST_FILE} lists no hash of it")
+        return Check(name, False, f"{MANIFEST_FILE} lists no hash for it")
     try:
         onnx.checker.check_model(str(path))
         model = onnx.load(path, load_external_data=False)
@@ -200,7 +200,7 @@ def _graph_check(directory: Path, manifest: Manifest, graph: GraphRecord) -> Che
 def _differences(model: onnx.ModelProto, manifest: Manifest, graph: GraphRecord) -> Iterator[str]:
     """How a graph differs from the manifest."""
     for file in sorted(external_files(model) - manifest.files.keys()):
-        yield f"it keeps weights in {file}, of which {MANIFEST_FILE} lists no hash"
+        yield f"it keeps weights in {file}, for which {MANIFEST_FILE} lists no hash"
     takes_k = {"k"} if manifest.k == "input" else set()
     stored = {tensor.name for tensor in model.graph.initializer}
     for what, names, listed in (
@@ -209,7 +209,7 @@ def _differences(model: onnx.ModelProto, manifest: Manifest, graph: GraphRecord)
     ):
         wanted = {port.name for port in listed} | (takes_k if what == "inputs" else set())
         if not wanted <= names or (what == "inputs" and names != wanted):
-            yield f"its {what} are {_listed(names)}, and {MANIFEST_FILE} lists {_listed(wanted)}"
+            yield f"its {what} are {_listed(names)}, but {MANIFEST_FILE} lists {_listed(wanted)}"
     facts = GraphFacts.of(model, graph.file)
     if facts is None:
         yield "it has no metadata of moexport"
@@ -219,12 +219,12 @@ def _differences(model: onnx.ModelProto, manifest: Manifest, graph: GraphRecord)
         k = "k" if layer.k is None else layer.k
         lowering = graph.lowerings.get(layer.name)
         if described != LayerFacts(n=layer.experts, k=k, lowering=str(lowering)):
-            says = "does not name it"
+            found = "does not name it"
             if described is not None:
-                says = f"says {described.n} experts, k {described.k}, lowering {described.lowering}"
+                found = f"has {described.n} experts, k {described.k}, lowering {described.lowering}"
             yield (
-                f"layer {layer.name}: {MANIFEST_FILE} says {layer.experts} experts, k {k}, "
-                f"lowering {lowering}, and the graph {says}"
+                f"layer {layer.name}: {MANIFEST_FILE} lists {layer.experts} experts, k {k}, "
+                f"lowering {lowering}, but the graph {found}"
             )
 
 
@@ -233,10 +233,10 @@ def _listed(names: set[str]) -> str:
 
 
 def _why_no_reference(manifest: Manifest) -> str:
-    """A bundle that was never compared is distinguished from one that has lost its reference."""
+    """Why there is no reference: the bundle was never compared, or has lost it."""
     if manifest.parity is None and all(graph.parity is None for graph in manifest.graphs):
         return "the bundle was exported with --no-verify: no reference"
-    return f"{MANIFEST_FILE} tells of a comparison and does not list {PARITY_FILE}: it is not whole"
+    return f"{MANIFEST_FILE} records a comparison but does not list {PARITY_FILE}: it is incomplete"
 
 
 def _bounds(
@@ -246,11 +246,11 @@ def _bounds(
     atol: float | None,
     rtol: float | None,
 ) -> Tolerance:
-    """The bounds of a comparison: those given, else those of the export.
+    """The bounds of a comparison: those given, or those of the export.
 
-    If one is given in FP32 rounding is no bound, as in an export. What the manifest holds may be
-    no wider than an export chooses by itself for the precision, or for a `graph` that rounds to
-    BF16: whoever changes a bundle may write anything.
+    If one is given for FP32, `roundings` does not apply, as in an export. The manifest's bounds may
+    not be wider than the defaults of the precision, or for a `graph` that rounds to BF16: an edited
+    manifest may contain anything.
     """
     usual = tolerance_of(manifest.precision)
     known = manifest.parity is not None
@@ -288,9 +288,9 @@ def _parity_check(
     here = for_cpus(manifest.target)
     compared = partial(_compared, directory, manifest, graph, expected, bounds)
     try:
-        parity = meant = compared(rounded=not here)
+        parity = intended = compared(rounded=not here)
         if here and not parity.passed and manifest.numbers.get("rest") == "fp16":
-            meant = compared(rounded=True)
+            intended = compared(rounded=True)
     except MoexportError as error:
         absent = isinstance(error, MissingExtraError | PluginError)
         return Check(name, False, error.message, error.hint if absent else None)
@@ -299,30 +299,30 @@ def _parity_check(
     missing = not_compared(expected.compared(experts), experts)
     detail += f"; {missing}" if missing else ""
     if bounds.rtol == ROUNDED_RTOL > tolerance_of(manifest.precision).rtol:
-        detail += f"; held to {bounds.rtol:g} of max|y|, since the graph rounds to BF16"
+        detail += f"; the bound is {bounds.rtol:g} of max|y|, since the graph rounds to BF16"
     if not parity.passed:
         runtime = runtime_of(manifest.target)
         provider = CPU if runtime == "onnxruntime" else RUNTIMES[runtime].title
         detail += f"; computed by {provider} on {cpu_features()}"
-    if meant.passed and not parity.passed:
+    if intended.passed and not parity.passed:
         detail += (
-            f", which sums its FP16 products in FP16: in FP32, rounded to FP16, the same graph is "
-            f"right ({describe(meant)}). Export it again: this version's FP16 graphs for CPUs are "
-            "computed in FP32"
+            f", which sums FP16 products in FP16: summed in FP32 and rounded to FP16, the graph is "
+            f"correct ({describe(intended)}). Export it again: FP16 graphs for CPUs now compute in "
+            "FP32"
         )
     exported = recorded(manifest.parity, manifest.precision)
     if not parity.passed and exported.wider_than(bounds):
         detail += (
-            f"; it was exported with wider bounds than {manifest.precision} has by itself: "
+            f"; it was exported with wider bounds than the default for {manifest.precision}: "
             f"`verify --atol {exported.atol:g} --rtol {exported.rtol:g}` compares with those"
         )
     return Check(name, parity.passed, detail)
 
 
 def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]]:
-    """The batch sizes in which a graph is compared: that of all inputs, and those of the first.
+    """The batch sizes of a comparison: the one for all inputs, and those for the first inputs.
 
-    They are those of the export; of an older one, and of one that was not compared, the smallest.
+    They are those of the export; if it recorded none, the smallest.
     """
     port = manifest.inputs[0]
     if isinstance(port.shape[0], int):
@@ -344,7 +344,7 @@ def _compared(
     *,
     rounded: bool,
 ) -> Parity:
-    """How far a graph is off on this machine, or with `rounded` as `checking_session` has it."""
+    """How far a graph is off on this machine; `rounded` as in `checking_session`."""
     path, observe = directory / graph.file, expected.observed(graph.selected)
     batch, probed = _batches(manifest, graph)
     comparison = Comparison(

@@ -1,6 +1,6 @@
 """Labels and a user's own outputs in a feed: correct answers, and distances between outputs.
 
-None of it needs PyTorch: an export, and `verify` without PyTorch, score graphs in the same way.
+None of this needs PyTorch: `verify` scores graphs without it in the same way as an export.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WHOLE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How many answers are right, of those with a label."""
+    """The number of correct answers, of those with a label."""
 
     right: int = 0
     of: int = 0
@@ -54,15 +54,15 @@ class Score:
 
 
 def one_per_sample(y: np.ndarray, labels: Labels | None) -> np.ndarray:
-    """Scores [b, 1, c] of a head that takes a vector for a token as [b, c]; tokens as they are."""
+    """Returns scores [b, 1, c] of a head that sees a vector as one token as [b, c]; else y."""
     tokens = labels is not None and labels.shape == y.shape[:2]
     return y[:, 0] if y.ndim == 3 and y.shape[1] == 1 and not tokens else y
 
 
 def score(y: np.ndarray, labels: Labels) -> Score | None:
-    """Returns how many answers are the labels; None for what are no such scores.
+    """Returns how many answers equal the labels; None for outputs that are not such scores.
 
-    Of classes the largest output is the answer; of attributes [b, o], 0 or 1, the sign of each.
+    For classes, the answer is the largest output; for attributes [b, o], 0 or 1, each sign.
     """
     y = one_per_sample(y, labels)
     if y.dtype.kind != "f":
@@ -85,7 +85,7 @@ def graph_score(
     model_inputs: Iterator[Fields],
     labelled: int,
 ) -> Score | None:
-    """Returns the accuracy of what runs batches of inputs and their labels (`LABEL`)."""
+    """Returns the accuracy of `run` on batches of inputs with labels (`LABEL`); None if unknown."""
     total = Score()
     for part in model_inputs:
         labels = part.pop(LABEL)
@@ -100,9 +100,9 @@ def graph_score(
 class GraphAnswers:
     """A graph's results on a feed: its accuracy, and how far it is from a user's own outputs.
 
-    `apart` holds, of each input, the largest difference of an output over its max|y|; empty if
-    the feed has no outputs. `agreeing` inputs have the same largest number in the first. `unscored`
-    is the output that labels of the feed do not fit; None if they do, or there are none.
+    `apart` has, for each input, the largest difference of an output over its max|y|; empty if the
+    feed has no outputs. `agreeing` inputs have the same largest number in the first output.
+    `unscored` is the output that labels of the feed do not fit; None if they do, or without labels.
     """
 
     inputs: int
@@ -127,7 +127,7 @@ def measured(
     batch: int,
     fixed: Mapping[str, int],
 ) -> GraphAnswers | None:
-    """Returns a graph's results on the first inputs of a feed, of which `run` computes batches.
+    """Returns a graph's results on the first inputs of a feed; `run` computes batches of them.
 
     None if the feed has neither labels nor outputs. Raises `FeedError` for inputs and outputs
     that do not fit.
@@ -160,7 +160,7 @@ def measured(
 
 
 def _apart(theirs: Fields, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Of each input how far its outputs are apart, over max|y|; of whole numbers what differs."""
+    """How far each input's outputs are apart, over max|y|; for whole numbers, the share of them."""
     rows = row_count(theirs)
     apart = np.zeros(rows)
     for name, array in theirs.items():
@@ -177,7 +177,7 @@ def _apart(theirs: Fields, values: Mapping[str, np.ndarray]) -> np.ndarray:
 def labelled_parts(
     model: Ports, data: Feed, count: int, batch: int, fixed: Mapping[str, int] | None = None
 ) -> Iterator[Fields]:
-    """Yields inputs with their labels in batches of `batch`, whole ones if it is `fixed`."""
+    """Yields inputs with their labels in batches of `batch`; only whole ones if it is `fixed`."""
     whole = "batch" in (fixed or {})
     fields = (
         {name: array for name, array in part.items() if name not in output_names(model)}
@@ -191,7 +191,7 @@ def labelled_parts(
 
 
 def arrays_of(part: Fields, model: Ports, fixed: Mapping[str, int] | None) -> Fields:
-    """All inputs of a batch; strengths that are left out change nothing."""
+    """Returns all inputs of a batch; missing strengths are zeros, which have no effect."""
     rows = row_count(part)
     zeros = {
         spec.name: np.zeros(spec.concrete({"batch": rows}), dtype=spec.dtype)
@@ -206,7 +206,7 @@ def output_names(model: Ports) -> list[str]:
 
 
 def fields_of(model: Ports, data: Feed, count: int) -> Iterator[Fields]:
-    """Yields the inputs of a feed with what may be labels and outputs of the user's own model."""
+    """Yields the inputs of a feed with any labels and outputs of the user's own model."""
     names, outputs = [spec.name for spec in model.inputs], output_names(model)
     several = outputs if len(outputs) > 1 else ()
     read = named_batches(data, names, labelled=True, outputs=several, own=outputs, strict=False)
@@ -214,7 +214,7 @@ def fields_of(model: Ports, data: Feed, count: int) -> Iterator[Fields]:
 
 
 def of_images(data: Feed) -> bool:
-    """Whether a feed is files of images, or a text: their readers handle them."""
+    """Whether a feed consists of image files, or is a text; other code reads these."""
     if not isinstance(data, str | Path):
         return False
     shards = shards_of(data)
@@ -227,7 +227,7 @@ def of_images(data: Feed) -> bool:
 
 
 def labelled_output(model: Ports, data: Feed) -> int:
-    """The number of the output that labels are of: the first, unless they are called as one is."""
+    """Returns the index of the labelled output: the first, unless a label has another's name."""
     outputs = output_names(model)
     if len(outputs) < 2 or not isinstance(data, str | Path):
         return 0
@@ -253,28 +253,28 @@ def unread_arrays(model: Ports, data: Feed | None) -> list[str]:
 
 
 def distances(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each input the largest difference, and the largest number, in float64."""
+    """Returns each input's largest difference, and its largest number, in float64."""
     rows = len(one)
     one, other = (np.asarray(y, np.float64).reshape(rows, -1) for y in (one, other))
     return np.abs(one - other).max(axis=1, initial=0.0), np.abs(one).max(axis=1, initial=0.0)
 
 
 def epsilon(array: np.ndarray) -> float:
-    """The rounding of outputs by the feed's type: relevant only for FP16."""
+    """Returns the rounding of outputs by the feed's type: relevant only for FP16."""
     return float(np.finfo(array.dtype).eps) if array.dtype == np.float16 else 0.0
 
 
 def check_own(theirs: np.ndarray, ours: np.ndarray, name: str) -> None:
-    """Raises `FeedError` for what cannot be outputs of this model."""
+    """Raises `FeedError` for arrays that cannot be outputs of this model."""
     if theirs.shape != ours.shape:
         raise FeedError(
-            f"--data: the outputs of your own model are {('batch', *theirs.shape[1:])}, and "
+            f"--data: the outputs of your own model are {('batch', *theirs.shape[1:])}, but "
             f"'{name}' of this one is {('batch', *ours.shape[1:])}",
-            hint="save what the model gives for the inputs, before any argmax or softmax, as "
+            hint="save the outputs of the model for these inputs, before any argmax or softmax, as "
             f"'{OUTPUT}' or '{name}'",
         )
     if theirs.dtype.kind == "f" and not np.isfinite(theirs).all():
         raise FeedError(
-            f"--data: the outputs of your own model hold NaN or Inf ('{name}')",
+            f"--data: the outputs of your own model contain NaN or Inf ('{name}')",
             hint="leave such inputs out",
         )

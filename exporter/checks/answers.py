@@ -1,8 +1,8 @@
 """A model's results on a user's data: its accuracy, and how far it is from the user's own model.
 
-A checkpoint holds no code: "PyTorch" is the network that moexport builds from it and the settings.
-With a wrong setting, the network is another one, and every graph agrees with it. Labels show it in
-the accuracy; outputs of the user's own model, an array `output` next to the inputs, are compared.
+A checkpoint has no code: "PyTorch" is the network that moexport builds from it and the settings.
+With a wrong setting, this is another network, and every graph agrees with it. With labels, the
+accuracy shows this; outputs of the user's own model, an array `output`, are compared with it.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ ROUNDINGS = TOLERANCES["fp32"].roundings
 """How many times further from float64 outputs may be than those of PyTorch's float32."""
 
 SMALL = 1e-2
-"""Below this share of max|y| a difference may come of arithmetic, or of a minor setting."""
+"""Below this share of max|y| a difference may be due to arithmetic, or a minor setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnOutputs:
-    """How far a rebuilt model is from what the user's own model gave for the same inputs.
+    """How far a rebuilt model is from the user's own model's outputs for the same inputs.
 
-    `max_rel` is relative to max|y| of the same input. `roundings` is how many times as far it is
-    from float64 as the rebuilt one, None if that is not known. `tied` inputs, of which rounding
-    may change what a router chooses, were not compared. `agreeing` have the same largest output.
+    `max_rel` is relative to max|y| of the same input. `roundings` is the user's distance from
+    float64 over that of the rebuilt model, None if unknown. `tied` inputs, for which rounding may
+    change a router's choice, were not compared. `agreeing` have the same largest output.
     """
 
     inputs: int
@@ -65,9 +65,9 @@ class OwnOutputs:
     @property
     def text(self) -> str:
         """In words: how far apart they are."""
-        said = f"max |difference| {self.max_abs:.2g} ({self.max_rel:.2g} of max|y|)"
-        said += f" over {self.inputs:,} inputs"
-        return said + (f", {self.tied} of them tied and not compared" if self.tied else "")
+        text = f"max |difference| {self.max_abs:.2g} ({self.max_rel:.2g} of max|y|)"
+        text += f" over {self.inputs:,} inputs"
+        return text + (f", {self.tied} of them tied and not compared" if self.tied else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class Answers:
     """A model's results on a feed that has labels, or outputs of the user's own model, or both.
 
     `accuracy` is PyTorch's and `own_accuracy` that of the outputs in the feed; None if there are
-    no labels, or the outputs are no scores of classes. `labels` are of the output number `labelled`
-    and stand in the order of the inputs. `notes` are further remarks for the user.
+    no labels, or the outputs are not class scores. `labels` are those of the output number
+    `labelled`, in the order of the inputs. `notes` are further remarks for the user.
     """
 
     inputs: int
@@ -119,13 +119,13 @@ def texts(answers: Answers, model: Model) -> list[str]:
 def what_pytorch_is(answers: Answers, model: Model) -> list[str]:
     """Returns a sentence on how "PyTorch" differs from the user's own model, if so."""
     if answers.own is not None:
-        return [f"PyTorch gives what your own model gives: {answers.own.text}"]
+        return [f"PyTorch gives the same outputs as your own model: {answers.own.text}"]
     return [] if model.host.own_code else [WHAT_PYTORCH_IS]
 
 
 WHAT_PYTORCH_IS = (
-    "PyTorch is the network that is built from the checkpoint and its settings: an array 'output' "
-    "in --data, what your own model gives for the inputs, is compared with it"
+    "PyTorch is the network that is built from the checkpoint and its settings; to compare it with "
+    "your own model, add that model's outputs for the inputs to --data, as an array 'output'"
 )
 
 
@@ -141,11 +141,11 @@ def answers_of(
 ) -> Answers | None:
     """Returns a model's results on the first `count` inputs of a feed.
 
-    None if it has neither labels nor outputs of the user's own model. `batch` is the size of
-    batches that the network takes alone, and `fixed` are the sizes of axes. The outputs may differ
-    by `ROUNDINGS`, or by the `bounds` if these were `asked` for, or float64 is unusable.
-    Raises `ParityError` if the feed has outputs of the user's own model and those of the rebuilt
-    one are not the same, but for rounding, and `FeedError` for what cannot be such outputs.
+    None if it has neither labels nor outputs of the user's own model. `batch` is the only batch
+    size of the network, if it has one, and `fixed` are the sizes of axes. The outputs may differ by
+    `ROUNDINGS`, or by the `bounds` if these were `asked` for, or float64 is unusable.
+    Raises `ParityError` if the user's own outputs in the feed differ from those of the rebuilt
+    model by more than rounding, and `FeedError` for arrays that cannot be such outputs.
     """
     if data is None or of_images(data):
         return None
@@ -156,24 +156,24 @@ def answers_of(
     usual = bounds or TOLERANCES["fp32"]
     if model.rounded:
         usual = replace(usual, rtol=max(usual.rtol, ROUNDED_RTOL))
-    held = not asked and not model.rounded
+    rounding = not asked and not model.rounded
     of = batch or model.batch_of
     size = of * max(1, BATCH // of)
-    seen = _Seen(model, labelled_output(model, data), usual, held)
+    results = _Results(model, labelled_output(model, data), usual, rounding)
     for part in rebatched(_alike(first, fields), size):
         whole = row_count(part) // of * of
         if whole:
-            seen.add({name: array[:whole] for name, array in part.items()}, fixed)
-    if not seen.inputs:
+            results.add({name: array[:whole] for name, array in part.items()}, fixed)
+    if not results.inputs:
         return None
-    answers = seen.answers()
+    answers = results.answers()
     if answers.own is not None and answers.own.wrong:
-        raise _other_outputs(model, answers, seen, option=bounds is not None)
+        raise _other_outputs(model, answers, results, option=bounds is not None)
     return answers
 
 
 def check_own_outputs(model: Model, data: Feed | None) -> None:
-    """Raises what `answers_of` raises, where a feed has outputs of the user's own model."""
+    """Raises what `answers_of` raises, if a feed has outputs of the user's own model."""
     if data is None or isinstance(data, np.ndarray | Iterator) or of_images(data):
         return
     first = next(fields_of(model, data, 1), {})
@@ -188,14 +188,14 @@ def _alike(first: Fields, rest: Iterator[Fields]) -> Iterator[Fields]:
         missing = next((name for name in first if name not in fields), None)
         if missing is not None:
             raise FeedError(
-                f"--data: some batches have '{missing}' and some have not",
+                f"--data: some batches have '{missing}', but others do not",
                 hint="give it with all of them, or with none",
             )
         yield {name: fields[name] for name in first}
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Results:
     """The results of the batches so far."""
 
     model: Model
@@ -210,7 +210,7 @@ class _Seen:
     scored: bool = True
     own: OwnOutputs | None = None
     others: dict[str, None] = field(default_factory=dict)
-    """The outputs that are not those of the user's model, in their order."""
+    """The names of outputs that differ from the user's, in their order."""
     probabilities: bool = True
     """Whether the user's outputs are the softmax of ours, or its logarithm."""
 
@@ -314,7 +314,7 @@ def _exact_outputs(model: Model, x: Fields) -> list[np.ndarray] | None:
 
 
 def _tied_inputs(model: Model, x: Fields) -> np.ndarray:
-    """The inputs [b] of which rounding may change what the untouched model chooses."""
+    """The inputs [b] for which rounding may change the choices of the untouched model."""
     ours = model.module if model.as_trained is None else model.as_trained
     trained = replace(model, module=ours, as_trained=None)
     kept = {name: layer.spec.trained_k for name, layer in trained.layers.items()}
@@ -327,12 +327,12 @@ def _tied_inputs(model: Model, x: Fields) -> np.ndarray:
 
 
 def _rounding(ours: np.ndarray, exact: np.ndarray) -> float:
-    """How far PyTorch's float32 is from float64, of max|y|: the last bit at the least."""
+    """How far PyTorch's float32 is from float64, over max|y|: at least the last bit."""
     return max(_most(*distances(ours, exact)), float(np.finfo(np.float32).eps))
 
 
 def _most(off: np.ndarray, of: np.ndarray) -> float:
-    """The largest share of some distances."""
+    """The largest of some distances, as a share of `of`."""
     return float((off / np.where(of > 0, of, 1.0)).max(initial=0.0))
 
 
@@ -343,8 +343,8 @@ def _is_softmax(theirs: np.ndarray, ours: np.ndarray) -> bool:
     return any(np.allclose(theirs, wanted, atol=1e-3) for wanted in (shares, logarithms))
 
 
-def _other_outputs(model: Model, answers: Answers, seen: _Seen, *, option: bool) -> ParityError:
-    """The error for a network that is not the user's own; `option`: the command takes bounds."""
+def _other_outputs(model: Model, answers: Answers, found: _Results, *, option: bool) -> ParityError:
+    """The error for a network that is not the user's own; `option`: the command accepts bounds."""
     own = answers.own
     assert own is not None
     settings = _settings(model)
@@ -352,41 +352,41 @@ def _other_outputs(model: Model, answers: Answers, seen: _Seen, *, option: bool)
     share = ""
     if own.roundings is not None and own.max_rel < SMALL:
         share = (
-            f", {own.roundings:.0f} times as far from float64 as PyTorch's float32 is, where "
-            f"{ROUNDINGS:g} times is the most: a setting that changes little is another (norm_eps, "
+            f", {own.roundings:.0f} times as far from float64 as PyTorch's float32 is, but at most "
+            f"{ROUNDINGS:g} times is allowed: a minor setting may be wrong (norm_eps, "
             "act_layer), or yours were computed with less precision"
         )
     if own.agreeing is not None:
         share += f"; the largest output is the same in {own.agreeing:,} of them"
-    named = ", ".join(f"'{name}'" for name in seen.others)
+    named = ", ".join(f"'{name}'" for name in found.others)
     which = f" {named}" if len(output_names(model)) > 1 else ""
-    said = (
+    text = (
         f"{model.source.path}: the network that is {built} gives other outputs{which} than your "
         f"own model in {own.wrong:,} of {own.inputs:,} inputs of --data: {own.text}{share}"
     )
     if answers.accuracy is not None and answers.own_accuracy is not None:
-        said += (
+        text += (
             f"; its accuracy is {answers.accuracy.text}, that of your outputs "
             f"{answers.own_accuracy.text}"
         )
-    if seen.probabilities:
+    if found.probabilities:
         hint = "yours are the softmax of these: save the logits, before the softmax"
     else:
         hint = (
-            "correct the settings with --set or --config, or the inputs: the array is what "
-            "model.eval() gives for them in float32 on a CPU"
+            "correct the settings with --set or --config, or the array, which should have the "
+            "outputs of model.eval() for these inputs in float32 on a CPU"
         )
         hint += (
-            "; --rtol 1e-3 allows for outputs of a GPU"
+            "; --rtol 1e-3 accepts outputs of a GPU"
             if option
             else f"; without the array '{OUTPUT}' nothing is compared"
         )
-    return ParityError(said, hint=hint)
+    return ParityError(text, hint=hint)
 
 
 def _settings(model: Model) -> str:
     """The settings that shapes do not determine, with the values in use."""
-    from ..families import FAMILIES  # of an error alone
+    from ..families import FAMILIES  # only needed for an error
 
     questions = FAMILIES[model.family].questions if model.family in FAMILIES else model.config
     taken = {key: model.config[key] for key in questions if key in model.config}

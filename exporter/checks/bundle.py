@@ -1,4 +1,4 @@
-"""How well a bundle answers a user's data: its accuracy, and how far the user's own outputs are."""
+"""Checks of a bundle on a user's data: its accuracy, and its distance from the user's outputs."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ class _Ports:
 
 
 def recorded_checks(answers: Mapping[str, Any]) -> Iterator[Check]:
-    """Yields what an export found on its data, as the manifest holds it."""
+    """Yields the results of an export on its data, as the manifest records them."""
     scores = {
         "your own outputs": answers.get("own"),
         "PyTorch": answers.get("pytorch"),
         "PyTorch as exported": answers.get("pytorch_at_k"),
         **answers.get("graphs", {}),
     }
-    said = [f"{name} {Score(**found).text}" for name, found in scores.items() if found]
-    if said:
-        yield Check("accuracy when it was exported", True, ", ".join(said))
+    texts = [f"{name} {Score(**found).text}" for name, found in scores.items() if found]
+    if texts:
+        yield Check("accuracy when it was exported", True, ", ".join(texts))
     own = answers.get("own_outputs")
     if own:
         yield Check(
-            "PyTorch beside your own model, when it was exported",
+            "PyTorch and your own model, when it was exported",
             True,
             f"max |difference| {own['max_abs']:.2g} ({own['max_rel']:.2g} of max|y|) over "
             f"{own['inputs']:,} inputs",
@@ -74,17 +74,17 @@ def data_checks(
 ) -> Iterator[Check]:
     """Yields the accuracy of each graph on labelled data, and its distance to a user's outputs.
 
-    Also whether the data choose other experts than those of the export did. `sessions` open the
-    graphs, by their files.
+    The last check compares the chosen experts with those of the export. `sessions` open the graphs,
+    by their files.
 
-    The outputs are compared where the graph computes what the model was trained to, with all of the
-    experts that it chooses; with fewer, only the number of equal answers is reported. Raises
-    `FeedError` for data without labels and outputs, or that do not fit.
+    The distance is judged if the graph computes the trained model; with fewer experts or edits, the
+    number of equal answers is only reported. Raises `FeedError` for data without labels and
+    outputs, or that do not fit.
     """
     if of_images(data):
         raise FeedError(
             "--data: verify reads arrays, but these are files of images",
-            hint="save them as the model takes them: np.savez(path, input=x, label=labels)",
+            hint="save them as inputs of the model: np.savez(path, input=x, label=labels)",
         )
     ports = _Ports(
         tuple(port for port in manifest.inputs if port.name != K_INPUT), tuple(manifest.outputs)
@@ -107,26 +107,26 @@ def data_checks(
         if found is None and counted:
             break
         if found is None:
-            raise _tells_nothing(manifest)
+            raise _nothing_to_compare(manifest)
         if found.accuracy is not None:
             yield Check(f"accuracy of {file}", True, found.accuracy.text + at_k)
         if found.unscored is not None:
-            advice = "classes are whole numbers from 0 on, below the number of outputs"
+            advice = "classes are whole numbers from 0 to the number of outputs - 1"
             yield Check(f"accuracy of {file}", True, no_accuracy(found.unscored), advice)
         if len(found.apart):
             passed = not whole or _within(found.apart, bounds)
             detail = (
-                f"{float(found.apart.max()):.2g} of max|y| apart at the most, the largest output "
+                f"at most {float(found.apart.max()):.2g} of max|y| apart; the largest output "
                 f"is the same in {found.agreeing:,} of {found.inputs:,} inputs{at_k}"
             )
-            detail += "" if whole else "; not judged: the graph computes fewer experts, or edits"
+            detail += "" if whole else "; not judged: the graph has fewer experts, or edits"
             hint = None
             if not passed:
                 hint = (
                     "was it exported with the settings of your model? export it again with this "
                     "--data, which compares PyTorch first"
                 )
-            yield Check(f"{file} beside your own model", passed, detail, hint)
+            yield Check(f"{file} and your own model", passed, detail, hint)
     if main is not None and counted:
         batches = _inputs(ports, data, size, fixed)
         yield from drift_checks(manifest, lambda observe: main(observe=observe), batches, expected)
@@ -134,24 +134,24 @@ def data_checks(
         yield _routing_unknown(manifest)
 
 
-def _tells_nothing(manifest: Manifest) -> FeedError:
+def _nothing_to_compare(manifest: Manifest) -> FeedError:
     """The error for data without an accuracy, a distance or drift."""
     nothing = ", and no layer chooses among its experts" if _keeps_all(manifest) else ""
     routing = f"; {_COEFFICIENTS}" if _coefficients_alone(manifest) else ""
     return FeedError(
-        f"--data: holds neither labels nor outputs of your own model{nothing}",
-        hint="verify compares a bundle by itself; np.savez(path, input=x, label=labels, "
-        f"output=y) tells the accuracy, and compares it with what your model gave{routing}",
+        f"--data has neither labels nor outputs of your own model{nothing}",
+        hint="without --data, verify compares the bundle with PyTorch; np.savez(path, input=x, "
+        f"label=labels, output=y) adds the accuracy, and a comparison with your model{routing}",
     )
 
 
-_COEFFICIENTS = "an export with --expose-routing and --data keeps coefficients to compare"
+_COEFFICIENTS = "an export with --expose-routing and --data records coefficients to compare"
 
 
 def _routing_unknown(manifest: Manifest) -> Check:
-    """The line on the routing of new inputs where the export kept none to compare it with."""
+    """The check of the routing of new inputs, if the export recorded none to compare it with."""
     if not _keeps_all(manifest):
-        return Check(ROUTING, True, "not compared: the export kept no choices of inputs of --data")
+        return Check(ROUTING, True, "not compared: the export recorded no choices for its --data")
     hint = _COEFFICIENTS if _coefficients_alone(manifest) else None
     return Check(ROUTING, True, "not compared: every layer keeps all of its experts", hint)
 
@@ -166,16 +166,16 @@ def _coefficients_alone(manifest: Manifest) -> bool:
 
 
 def _inputs(ports: _Ports, data: Feed, size: int, fixed: Mapping[str, int]) -> Iterator[Fields]:
-    """The inputs of a feed without labels and outputs, in batches that a graph takes."""
-    beside = {LABEL, *output_names(ports)}
+    """The inputs of a feed without labels and outputs, in batches that a graph accepts."""
+    others = {LABEL, *output_names(ports)}
     for part in rebatched(fields_of(ports, data, COUNT), size):
-        inputs = {name: array for name, array in part.items() if name not in beside}
+        inputs = {name: array for name, array in part.items() if name not in others}
         if "batch" not in fixed or row_count(inputs) == size:
             yield arrays_of(inputs, ports, fixed)
 
 
 def _within(apart: np.ndarray, bounds: Tolerance) -> bool:
-    """Whether outputs are within the bounds, but for outliers where the precision has such."""
+    """Whether outputs are within the bounds, apart from outliers if the precision allows any."""
     if bounds.atol:  # it is absolute, so a user's value applies as it is
         return True
     allowed = 1.0 - bounds.routing + (OUTLIERS if bounds.outlier > 1 else 0.0)
@@ -196,7 +196,7 @@ def _computes_the_model(expected: Reference | None, k: int | None) -> bool:
 
 
 def _batch(manifest: Manifest) -> tuple[int, dict[str, int]]:
-    """The size of batches that every graph takes, and the axes that are constants."""
+    """The batch size that every graph accepts, and the axes that are constants."""
     port = manifest.inputs[0]
     if isinstance(port.shape[0], int):
         return port.shape[0], {"batch": port.shape[0]}

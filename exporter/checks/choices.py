@@ -1,6 +1,6 @@
-"""How often a graph chooses each expert: the histogram that an export keeps of its data.
+"""How often a graph chooses each expert: the histogram that an export records for its data.
 
-A layer that keeps all of its experts chooses nothing, and has none.
+A layer that keeps all of its experts chooses nothing, and has no histogram.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ CHOICES = "choices"
 
 
 def real_tokens(inputs: Fields, rows: int, tokens: int) -> np.ndarray | None:
-    """Returns which tokens [rows, tokens] a mask among the inputs counts; None without one."""
+    """Returns which tokens [rows, tokens] a mask among the inputs keeps; None without a mask."""
     if any(name.startswith(("encoder", "decoder")) for name in inputs):
-        return None  # its tokens are of two texts
+        return None  # the tokens belong to two texts
     masks = [array for name, array in inputs.items() if name.endswith("mask") and array.ndim == 2]
     fitting = [mask[:, -tokens:] != 0 for mask in masks if len(mask) == rows]
     return next((mask for mask in fitting if mask.shape == (rows, tokens)), None)
@@ -36,8 +36,8 @@ def by_input(
     """Returns how often each input chose each expert, [rows, n], and how many it lost, [rows].
 
     `chosen` are indices, or the coefficients of all experts, whose sums are returned. A choice that
-    a capacity drops is lost, and counts as made. None if every expert is chosen by every token,
-    and where choices are those of no single input.
+    exceeds an expert's capacity is lost, but counted. None if every token chooses every expert, or
+    if choices do not belong to single inputs.
     """
     if not rows or len(chosen) % rows:
         return None
@@ -50,21 +50,21 @@ def by_input(
     if by_token.shape[2] >= experts:
         return None
     mask = real_tokens(inputs, rows, by_token.shape[1])
-    made = (
+    counted = (
         np.ones(by_token.shape, bool)
         if mask is None
         else np.broadcast_to(mask[..., None], by_token.shape)
     )
     counts = np.zeros((rows, experts))
     row = np.broadcast_to(np.arange(rows)[:, None, None], by_token.shape)
-    np.add.at(counts, (row[made], by_token[made] % experts), 1)
-    return counts, ((by_token >= experts) & made).sum(axis=(1, 2)).astype(np.float64)
+    np.add.at(counts, (row[counted], by_token[counted] % experts), 1)
+    return counts, ((by_token >= experts) & counted).sum(axis=(1, 2)).astype(np.float64)
 
 
 def deviations(counts: np.ndarray) -> np.ndarray:
     """Returns each input's contribution to each expert's excess share, from counts [s, n].
 
-    Their variance is the noise of the shares: tokens of one input are no independent draws.
+    Their variance is the noise of the shares: tokens of one input are not independent draws.
     """
     totals = counts.sum(axis=1)
     shares = counts.sum(axis=0) / max(1.0, totals.sum())
@@ -89,7 +89,7 @@ class Choices:
     lost: dict[str, float] = field(default_factory=dict)
 
     def add(self, choice: str, counts: np.ndarray, lost: np.ndarray) -> None:
-        """Adds those of some more inputs."""
+        """Adds the choices of further inputs."""
         self.counts.setdefault(choice, []).append(counts)
         self.lost[choice] = self.lost.get(choice, 0.0) + float(lost.sum())
 
@@ -98,10 +98,10 @@ class Choices:
         return np.concatenate(self.counts[choice])
 
     def record(self) -> dict[str, Any]:
-        """Returns their entry in a manifest.
+        """Returns the entry in a manifest.
 
-        `counts` [n] are those of all inputs, and `spread` [n] the standard deviation of what single
-        inputs add to the share of each expert (`deviations`).
+        `counts` [n] are those of all inputs, and `spread` [n] is the standard deviation of single
+        inputs' contributions to the share of each expert (`deviations`).
         """
         layers: dict[str, Any] = {}
         for choice in self.counts:
@@ -126,9 +126,9 @@ def choices_of(
     batches: Iterable[Fields],
     k: int | None,
 ) -> Choices:
-    """Runs a graph that shows its choices on some inputs, and returns its choices.
+    """Runs a graph that outputs its choices on some inputs, and returns its choices.
 
-    `k` is the number of experts where that is an input.
+    `k` is the number of experts if that is an input.
     """
     experts = {layer.name: layer.experts for layer in manifest.layers}
     found = Choices()
@@ -143,14 +143,14 @@ def choices_of(
 
 
 def chosen_k(manifest: Manifest, expected: Reference) -> int | None:
-    """Returns the k with which choices are counted where it is an input: that of the comparison."""
+    """Returns the k for counting choices if it is an input: that of the comparison."""
     return expected.main_k if manifest.k == "input" else None
 
 
 def recorded_histograms(answers: Mapping[str, Any]) -> dict[str, ChoiceHistogram] | None:
     """Returns the histograms of a manifest, by choice.
 
-    None if an export kept none. Raises `BundleError` for invalid ones.
+    None if an export recorded none. Raises `BundleError` for invalid ones.
     """
     if CHOICES not in answers:
         return None
@@ -163,12 +163,12 @@ def recorded_histograms(answers: Mapping[str, Any]) -> dict[str, ChoiceHistogram
             )
             for choice, layer in answers[CHOICES]["layers"].items()
         }
-        right = all(map(_is_histogram, found.values()))
+        valid = all(map(_is_histogram, found.values()))
     except (KeyError, TypeError, ValueError, AttributeError):
-        right = False
-    if not right:
+        valid = False
+    if not valid:
         raise BundleError(
-            f"manifest.json: its '{CHOICES}' are no histogram", hint="export the bundle again"
+            f"manifest.json: '{CHOICES}' is not a histogram", hint="export the bundle again"
         )
     return found
 

@@ -1,10 +1,10 @@
 """Whether new inputs choose other experts than those of the export: a distance, and its interval.
 
 The distance of two histograms p and q is Σ|p − q| / 2: the share of the choices that would have to
-be of other experts. Chance alone makes it larger than 0, the more experts there are. So the noise
-is simulated, from how much single inputs differ: tokens of one input are no independent draws. The
-interval holds the distances λ·|p − q| at which the noise explains the observation, and the distance
-is the one at which it does so in the middle: 0 if chance explains all of it.
+be of other experts. Chance alone makes it larger than 0, more so with more experts. So the noise is
+simulated, from how much single inputs differ: tokens of one input are not independent draws. The
+interval has the distances λ·|p − q| for which the observation is within the noise, and the distance
+is the one for which it is the median: 0 if chance explains all of it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ..session import Session
 from .choices import ChoiceHistogram, choices_of, chosen_k, deviations, recorded_histograms
 
 LEVEL = 0.99
-"""Of the intervals of all layers together: one bundle in a hundred is wrongly found to drift."""
+"""The level of all layers' intervals together: one bundle in a hundred is wrongly reported."""
 
 LEAST = 8
-"""With fewer inputs, their spread is unknown."""
+"""The fewest inputs with a known spread."""
 
 DRAWS = 500
 
@@ -35,7 +35,7 @@ NAME = "routing of --data"
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How far the choices of a layer have moved: a share of them, with the ends of its interval."""
+    """The share of a layer's choices that have moved, with the ends of its interval."""
 
     layer: str
     distance: float
@@ -67,7 +67,7 @@ def drift_of(layer: str, before: ChoiceHistogram, now: np.ndarray, level: float 
     """
     totals = now.sum(axis=1)
     moved = now.sum(axis=0) / totals.sum() - before.counts / before.counts.sum()
-    seen = float(np.abs(moved).sum()) / 2
+    observed = float(np.abs(moved).sum()) / 2
     noise = _noise(before, now)
 
     def quantile(times: float, z: float) -> float:
@@ -77,10 +77,10 @@ def drift_of(layer: str, before: ChoiceHistogram, now: np.ndarray, level: float 
         return math.pow(max(0.0, float(powers.mean() + z * powers.std())), 1.5)
 
     def true(z: float) -> float:
-        return seen * _where(lambda times: quantile(times, z) - seen) if seen else 0.0
+        return observed * _root(lambda times: quantile(times, z) - observed) if observed else 0.0
 
     z = NormalDist().inv_cdf((1 + level) / 2)
-    high = true(-z) if seen else quantile(0.0, z)
+    high = true(-z) if observed else quantile(0.0, z)
     return Drift(layer, true(0.0), true(z), min(1.0, high))
 
 
@@ -89,21 +89,21 @@ def _noise(before: ChoiceHistogram, now: np.ndarray) -> np.ndarray:
     count, random = len(now), np.random.default_rng(0)
     own = deviations(now)
     noise: np.ndarray = random.standard_normal((DRAWS, count)) @ own / np.sqrt(count - 1)
-    # Experts that new inputs choose less evenly than they do, by chance, vary as they did before.
+    # If new inputs vary less by chance, the variance is that of both sets of inputs.
     variance = (own**2).sum(axis=0) / (count - 1)
     both = (before.inputs * before.spread**2 + count * variance) / (before.inputs + count)
     more = np.sqrt(np.maximum(0.0, both - variance))
     noise += more * random.standard_normal(noise.shape)
-    # Shorter inputs before vary more.
+    # Inputs of the export vary more if they are shorter.
     longer = max(1.0, float(now.sum() / count * before.inputs / before.counts.sum()))
     noise *= np.sqrt(longer / before.inputs + 1 / count)
-    # As in a t-test: of few inputs their variance is not known well.
+    # As in a t-test: the variance of a few inputs is not known well.
     noise *= np.sqrt((count - 1) / random.chisquare(count - 1, (DRAWS, 1)))
     return noise
 
 
-def _where(rises: Callable[[float], float]) -> float:
-    """Where a function that rises from λ = 0 reaches 0; 0 if it begins above."""
+def _root(rises: Callable[[float], float]) -> float:
+    """The λ ≥ 0 at which a rising function reaches 0; 0 if it begins above."""
     if rises(0.0) >= 0:
         return 0.0
     low, high = 0.0, 1.0
@@ -123,8 +123,8 @@ def drift_checks(
 ) -> Iterator[Check]:
     """Yields whether new inputs choose other experts than those of the export.
 
-    `opened` returns the main graph with further values as outputs. Nothing is yielded
-    of a bundle that keeps no histogram.
+    `opened` returns the main graph with further values as outputs. Yields nothing for a bundle
+    without histograms.
     """
     before = recorded_histograms(manifest.answers)
     if not before or expected is None:
@@ -138,9 +138,9 @@ def drift_checks(
     fewest = min(one.inputs for one in before.values())
     if count < LEAST or fewest < LEAST:
         whose = f"{count} inputs" if count < LEAST else f"the {fewest} inputs of the export"
-        said = f"{whose} are too few to tell whether routing has drifted"
-        export = "" if count < LEAST else "export with --data of more: "
-        yield DriftCheck(NAME, True, said, f"{export}{LEAST} or more are needed")
+        text = f"{whose} are too few to tell whether routing has drifted"
+        export = "" if count < LEAST else "export with more inputs in --data: "
+        yield DriftCheck(NAME, True, text, f"{export}{LEAST} or more are needed")
         return
     level = 1 - (1 - LEVEL) / len(now)  # Bonferroni
     drift = tuple(
@@ -149,20 +149,20 @@ def drift_checks(
         if counts.sum() > 0 and len(before[choice].counts) == counts.shape[1]
     )
     at_k = "" if k is None else f", with k = {k}"
-    yield _told(drift, count, max(one.inputs for one in before.values()), at_k)
+    yield _drift_check(drift, count, max(one.inputs for one in before.values()), at_k)
 
 
-def _told(drift: tuple[Drift, ...], now: int, before: int, at_k: str) -> DriftCheck:
+def _drift_check(drift: tuple[Drift, ...], now: int, before: int, at_k: str) -> DriftCheck:
     drifted = sorted((one for one in drift if one.drifted), key=lambda one: -one.distance)
     compared = (
         f"{now:,} inputs compared with the {before:,} of the export{at_k}, intervals of {LEVEL:.0%}"
     )
     if not drifted:
         furthest = max(drift, key=lambda one: (one.distance, one.high))
-        said = f"no drift: {furthest.text} of the choices changed"
+        text = f"no drift: {furthest.text} of the choices changed"
         if len(drift) > 1:
-            said += f" in layer {furthest.layer}, the furthest of {len(drift)}"
-        return DriftCheck(NAME, True, f"{said} ({compared})", drift=drift)
+            text += f" in layer {furthest.layer}, the most of {len(drift)} layers"
+        return DriftCheck(NAME, True, f"{text} ({compared})", drift=drift)
     where = ", ".join(f"{one.text} in layer {one.layer}" for one in drifted[:FEW])
     more = len(drifted) - FEW
     where += f", and less in {more} more" if more > 0 else ""
@@ -170,6 +170,6 @@ def _told(drift: tuple[Drift, ...], now: int, before: int, at_k: str) -> DriftCh
         NAME,
         True,
         f"DRIFTED: other experts are chosen than in the export, {where} ({compared})",
-        "measure the accuracy on new labels, or export again with --data like these inputs",
+        "measure the accuracy on new labels, or export again with these inputs as --data",
         drift,
     )

@@ -48,16 +48,16 @@ def with_scores(
     answers: Answers | None,
     progress: Progress,
 ) -> Manifest:
-    """Returns a manifest with the accuracies of what lies in a folder, and sentences on them.
+    """Returns a manifest with the accuracies of the graphs in a folder, and notes on them.
 
-    Also with how often the main graph chooses each expert for the inputs that were compared.
+    It also records how often the main graph chooses each expert for the compared inputs.
     """
     unread = unread_arrays(job.model, job.options.data)
     manifest = replace(manifest, notes=[*manifest.notes, *unread])
     if answers is not None:
         manifest = _with_accuracies(job, manifest, directory, answers, progress)
     if not job.options.verify or not manifest.graphs[0].selected:
-        return manifest  # where all experts are kept nothing is chosen
+        return manifest  # if all experts are kept, nothing is chosen
     progress.step("counting how often each expert is chosen", unit="inputs")
     found = _counted(job, manifest, directory, progress)
     if not found.counts:
@@ -66,7 +66,7 @@ def with_scores(
 
 
 def _counted(job: ExportJob, manifest: Manifest, directory: Path, progress: Progress) -> Choices:
-    """The main graph's choices for the inputs of the comparison, as `verify` counts it."""
+    """The main graph's choices for the inputs of the comparison, counted as in `verify`."""
     graph = manifest.graphs[0]
     expected = Reference.load(directory / PARITY_FILE)
     observe = expected.observed(graph.selected)
@@ -116,13 +116,13 @@ def _accuracies(
     options = job.options
     ranged = job.needs_ranges and options.data is not None and options.calibration is None
     same = (
-        "; the ranges come from the same inputs: give a --calibration of others" if ranged else ""
+        "; the ranges come from the same inputs: give a --calibration from others" if ranged else ""
     )
     return f"accuracy on labelled inputs: {', '.join(parts)}{same}"
 
 
 def _shared_k(job: ExportJob) -> int | None:
-    """The k that graphs are scored with which take it: the largest that all layers have."""
+    """The k for scoring graphs that have it as an input: the largest that all layers have."""
     return job.fewest_experts if None in job.k.values() else None
 
 
@@ -140,7 +140,7 @@ def _graph_score(
 
 
 def _kept_score(job: ExportJob, labelled: int) -> Score | None:
-    """PyTorch's accuracy with the experts and edits of the export, where those are others."""
+    """PyTorch's accuracy with the experts and edits of the export; None if it is as trained."""
     kept = kept_experts(job, _shared_k(job))
     trained = {name: layer.spec.trained_k for name, layer in job.model.layers.items()}
     if kept == trained and not job.options.renormalize and job.model.as_trained is None:
@@ -155,7 +155,7 @@ def _kept_score(job: ExportJob, labelled: int) -> Score | None:
 
 
 def _parts(job: ExportJob) -> Iterator[Fields]:
-    """The labelled inputs of a job's data, in batches that its graphs take."""
+    """The labelled inputs of a job's data, in batches that its graphs accept."""
     data = job.options.data
     assert data is not None, "there are labels"
     of = job.whole_batch or 1

@@ -1,6 +1,6 @@
-"""Shapes of inputs: advice for shapes that a model does not take, and suspicious sizes.
+"""Shapes of inputs: advice for shapes that a model does not accept, and suspicious sizes.
 
-Sizes of a rebuilt network that hardly any image has are a sign that something was read wrongly.
+If hardly any image has the sizes of a rebuilt network, something was probably read wrongly.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ MOST_AXES = 5
 """Arrays of more axes are not searched for a permutation."""
 
 COLOURS = (1, 3, 4)
-"""The channels that images of files have."""
+"""The numbers of channels of image files."""
 
-ELSE = "`moexport inspect` shows what a model takes"
+INSPECT = "`moexport inspect` shows the inputs that a model accepts"
 
 
 def shape_hint(sizes: Sequence[int], shape: Sequence[object]) -> str:
-    """Returns how to turn an array of some sizes into a shape, whose named axes may vary."""
+    """Returns how to turn an array of these sizes into a shape, whose named axes may vary."""
     order = _order(sizes, shape)
     if order is not None:
-        return f"the axes stand in another order: x = x.transpose{order}"
+        return f"the axes are in another order: x = x.transpose{order}"
     if fits((1, *sizes), shape):
         return "the batch axis is missing: x = x[None]"
     if fits((1, 1, *sizes), shape):
-        return "the axes of batch and channels are missing: x = x[None, None]"
+        return "the batch and channel axes are missing: x = x[None, None]"
     for at in range(1, len(shape)):
         if shape[at] == 1 and fits((*sizes[:at], 1, *sizes[at:]), shape):
             index = ", ".join([":"] * at + ["None"])
@@ -36,21 +36,21 @@ def shape_hint(sizes: Sequence[int], shape: Sequence[object]) -> str:
     wanted = [size for size in shape[1:] if isinstance(size, int)]
     if len(wanted) == len(shape) - 1 and len(sizes) == 2 and sizes[1] == math.prod(wanted):
         return f"its rows are flat: {_of_flat(wanted)}"
-    return _image_hint(sizes, shape) or ELSE
+    return _image_hint(sizes, shape) or INSPECT
 
 
 def _of_flat(wanted: Sequence[int]) -> str:
-    """How flat rows become arrays: for images that depends on where their channels stand."""
+    """How flat rows become arrays: for images, this depends on the order of the channels."""
     rows = f"x = x.reshape({', '.join(map(str, (-1, *wanted)))})"
     if len(wanted) != 3 or wanted[0] == 1:
         return rows
     channels, height, width = wanted
     last = f"x = x.reshape(-1, {height}, {width}, {channels}).transpose(0, 3, 1, 2)"
-    return f"{rows} where a row holds one channel after the other, {last} where it holds pixels"
+    return f"{rows} if a row is one channel after the other, {last} if it is pixel after pixel"
 
 
 def _image_hint(sizes: Sequence[int], shape: Sequence[object]) -> str:
-    """The errors of images that have another size, or channels on another axis."""
+    """Advice for images that have another size, or channels on another axis."""
     if len(sizes) != 4 or len(shape) != 4 or not all(isinstance(n, int) for n in shape[1:]):
         return ""
     first = shape[1] in COLOURS
@@ -59,25 +59,22 @@ def _image_hint(sizes: Sequence[int], shape: Sequence[object]) -> str:
         return ""
     if first and sizes[1] != shape[1] and sizes[3] == shape[1]:
         return (
-            f"the channels stand last: x = x.transpose(0, 3, 1, 2), and resize the images to "
+            f"the channels are last: x = x.transpose(0, 3, 1, 2), and resize the images to "
             f"{shape[2]} x {shape[3]}"
         )
     if last and sizes[3] != shape[3] and sizes[1] == shape[3]:
         return (
-            f"the channels stand first: x = x.transpose(0, 2, 3, 1), and resize the images to "
+            f"the channels are first: x = x.transpose(0, 2, 3, 1), and resize the images to "
             f"{shape[1]} x {shape[2]}"
         )
     channels, height, width = (1, 2, 3) if first else (3, 1, 2)
     if sizes[channels] == shape[channels]:
         return f"resize the images to {shape[height]} x {shape[width]}, as in training"
-    return f"the model takes images of {shape[channels]} channels; {ELSE}"
+    return f"the model accepts images with {shape[channels]} channels; {INSPECT}"
 
 
 def _order(sizes: Sequence[int], shape: Sequence[object]) -> tuple[int, ...] | None:
-    """The order of axes in which an array fits, one that is moved before several; the batch stays.
-
-    Axes of any size are no reason to turn others: at least one number must come to its place.
-    """
+    """The order of axes in which an array fits; orders that move one axis are tried first."""
     if len(sizes) != len(shape) or not 2 < len(sizes) <= MOST_AXES:
         return None
     return next((order for order in _orders(len(sizes)) if _in_order(sizes, order, shape)), None)
@@ -116,25 +113,25 @@ def odd_sizes(shape: Sequence[object]) -> Iterator[str]:
     channels, height, width = (last, first, middle) if channels_last else (first, middle, last)
     if channels > MOST_CHANNELS:
         yield (
-            f"looks odd: the network takes images of {channels} channels{_as_patch(channels)}; "
-            "check what says so: the shape of the first layer, or --set patch_size, channels"
+            f"looks odd: the network expects images of {channels} channels{_as_patch(channels)}; "
+            "check the shape of the first layer, or --set patch_size, channels"
         )
     if height * width <= FEWEST_PIXELS or max(height, width) > LONGEST_SIDE:
-        yield f"looks odd: the network takes images of {height} x {width} pixels"
+        yield f"looks odd: the network expects images of {height} x {width} pixels"
     elif max(height, width) > LONGEST_RATIO * min(height, width):
         yield (
-            f"looks odd: the network takes images of {height} x {width} pixels; height and width "
-            "are one number, or both: --set img_size=224,192"
+            f"looks odd: the network expects images of {height} x {width} pixels; set height and "
+            "width: --set img_size=224,192"
         )
 
 
 def _as_patch(channels: int) -> str:
-    """The patch that has as many numbers, if there is one."""
+    """The patch with this many numbers, if there is one."""
     for colours in (3, 1, 4):
         side = math.isqrt(channels // colours)
         if side > 1 and side * side * colours == channels:
             return (
-                f", as many as a patch of {side} x {side} pixels has numbers in {colours} "
+                f", the size of a patch of {side} x {side} pixels with {colours} "
                 f"channel{'s' if colours > 1 else ''}"
             )
     return ""

@@ -39,10 +39,10 @@ from ..write import graph_record, write_graphs
 from .precision import KeptPart, Measure, Retention, quantised_parts
 
 RANKED = 64
-"""The number of inputs that a ranking compares."""
+"""The most inputs that a ranking compares."""
 
 SAMPLES = 512
-"""The number of inputs for retention: each is 0.002 of it."""
+"""The most inputs for retention: each is 0.002 of it."""
 
 BATCH = 16
 
@@ -75,8 +75,8 @@ def rank(
 ) -> tuple[LayerSensitivity, ...]:
     """Returns the sensitivity of each layer in an INT8 export for ONNX Runtime.
 
-    Measured on the first `samples` inputs of a feed, at most `RANKED`. Raises `LoweringError` for a
-    layer that INT8 does not support.
+    It is measured on the first `samples` inputs of a feed, at most `RANKED`. Raises `LoweringError`
+    for a layer that INT8 does not support.
     """
     options = ExportOptions(k=k, target="ort-cpu", renormalize=renormalize, precision="int8")
     job = export_job(model, options, data=data, calibration=table)
@@ -94,8 +94,8 @@ def floats_for_retention(
     count as one part; then the most sensitive part becomes floats, and the next, until the
     requested share is reached on up to `SAMPLES` inputs of the feed.
 
-    Raises as `reference_outputs` does for unsuitable inputs, and `ParityError` if even floats alone
-    do not reach it.
+    Raises what `reference_outputs` raises for unsuitable inputs, and `ParityError` if even floats
+    alone do not reach it.
     """
     least = job.options.min_retention
     if least is None:
@@ -224,7 +224,7 @@ class ReferenceOutputs:
     Inputs and answers are files in `folder`, one per batch, so that neither is held in memory. The
     answers are the classes [b] or [b, m] with the highest scores; the signs of the logits if labels
     are `attributes` [b, o]; and for a model without class scores its outputs. `labels` are the
-    right answers, by batch, if the feed has them.
+    correct answers, by batch, if the feed has them.
     """
 
     folder: Path
@@ -294,7 +294,7 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
     """
     classes = _gives_classes(job.model)
     unlabelled = attributes = False
-    batches = seen = right = 0
+    batches = samples = right = 0
     by_batch: list[Labels] = []
     for x, y, labels in _computed(job, progress):
         unlabelled |= labels is None
@@ -308,10 +308,10 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
         answers = _answers(y, attributes=attributes) if classes else y
         np.save(folder / f"y-{batches}.npy", answers)
         if classes and not unlabelled and labels is not None:
-            _check_labels(labels, y, seen, attributes=attributes)
+            _check_labels(labels, y, samples, attributes=attributes)
             right += _right(answers, labels)
             by_batch.append(labels)
-        batches, seen = batches + 1, seen + len(x)
+        batches, samples = batches + 1, samples + len(x)
         progress.advance(len(x))
     if not batches:
         size = job.whole_batch
@@ -319,22 +319,22 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
         raise FeedError(
             f"--data: the feed contains no {least} to measure retention on",
             hint="give at least one array; a generator can be read only once, and the "
-            "ranges have used it up",
+            "ranges have read it",
         )
     if not classes or unlabelled:
         return ReferenceOutputs(
-            folder=folder, batches=batches, samples=seen, classes=classes, labels=None
+            folder=folder, batches=batches, samples=samples, classes=classes, labels=None
         )
     if not right:
         raise FeedError(
-            f"--data: FP32 predicts none of {seen} labels, so there is no accuracy to retain",
+            f"--data: FP32 predicts none of {samples} labels, so there is no accuracy to retain",
             hint="are they this model's classes, counted from 0? Without labels the agreement "
             "with FP32 is measured",
         )
     return ReferenceOutputs(
         folder=folder,
         batches=batches,
-        samples=seen,
+        samples=samples,
         classes=classes,
         labels=tuple(by_batch),
         attributes=attributes,
@@ -346,7 +346,7 @@ def _computed(
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None, Labels | None]]:
     """Inputs of the feed in batches, the model's outputs, and labels, if any.
 
-    Batches smaller than the model takes have no outputs.
+    Batches that are too small for the model have no outputs.
     """
     model, data, fixed = job.model, job.options.data, dict(job.fixed)
     assert data is not None
@@ -369,7 +369,7 @@ def _computed(
         y = one_per_sample(y, labels)
         if y.ndim < 2 or y[0].size < 2:
             raise UsageError(
-                f"--min-retention: the model's outputs {y.shape} hold one number per input, which "
+                f"--min-retention: the model's outputs {y.shape} have one number per input, which "
                 "is neither class scores nor a direction",
                 hint="--rtol bounds its error; `calibrate --sensitivity` ranks the layers",
             )

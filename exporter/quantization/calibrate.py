@@ -31,7 +31,7 @@ from ..session import SessionOptions, graph_call
 from ..trace import HELD, Held, trace
 
 STANDARD = "onnx"
-"""The target of observing graphs: standard ops, which the runtime here has."""
+"""The target of observing graphs: standard ops, which ONNX Runtime has."""
 
 GRAPH_FILE = "observing.onnx"
 
@@ -40,8 +40,8 @@ GRAPH_FILE = "observing.onnx"
 class CalibrationJob:
     """A checked calibration (`exporter.job` creates it); `k` is the number kept by each layer.
 
-    `fixed` are the sizes of axes that are constants of the graph. The batch among them is run at
-    once, because a layer's result may depend on all of it.
+    `fixed` are the sizes of axes that are constants of the graph. A fixed batch runs as a whole,
+    because a layer's result may depend on all of it.
     """
 
     model: Model
@@ -56,26 +56,26 @@ class CalibrationJob:
         together = self.model.batch_of
         return self.fixed.get(BATCH) or -(-self.options.batch // together) * together
 
-    def inputs(self, seen: FeedHash) -> Iterator[Fields]:
+    def inputs(self, digest: FeedHash) -> Iterator[Fields]:
         """Yields the inputs of the feed, up to the limit, and adds them to a hash."""
         for batch in limited(feed_batches(self.model, self.data), self.options.samples):
-            seen.update(*batch.values())
+            digest.update(*batch.values())
             yield batch
 
     def whole_origin(self) -> Origin:
         """The origin of a table of this job; reads all inputs."""
-        seen = FeedHash()
-        for _ in self.inputs(seen):
+        digest = FeedHash()
+        for _ in self.inputs(digest):
             pass
-        return self.origin(seen)
+        return self.origin(digest)
 
-    def origin(self, seen: FeedHash) -> Origin:
+    def origin(self, digest: FeedHash) -> Origin:
         """The origin of a table from these inputs."""
         options = self.options
         return Origin(
             model=fingerprint(self.model),
-            feed=seen.hexdigest(),
-            samples=seen.samples,
+            feed=digest.hexdigest(),
+            samples=digest.samples,
             k=self.k,
             method=options.method,
             percentile=options.share if options.method == "percentile" else None,
@@ -87,7 +87,7 @@ class CalibrationJob:
 class Observed:
     """Observations of a model's tensors, from which a method chooses ranges."""
 
-    seen: Observations
+    observations: Observations
     origin: Origin
 
     def table(self, method: Method, percentile: float = DEFAULT_PERCENTILE) -> CalibrationTable:
@@ -97,9 +97,9 @@ class Observed:
             origin=replace(self.origin, method=method, percentile=share),
             ranges={
                 key: choose(histogram, method, percentile)
-                for key, histogram in sorted(self.seen.histograms.items())
+                for key, histogram in sorted(self.observations.histograms.items())
             },
-            peaks=dict(sorted(self.seen.peaks.items())),
+            peaks=dict(sorted(self.observations.peaks.items())),
             moexport=metadata.version("moexport"),
         )
 
@@ -114,11 +114,11 @@ def find_ranges(
     """Returns the ranges of a model's tensors over the inputs of a feed.
 
     `traced` is the model's trace for the job's sizes, if it exists. Raises `CalibrationError`
-    naming a tensor whose values give no range, and as `observe_model` does.
+    naming a tensor whose values give no range, and what `observe_model` raises.
     """
     with job.model.source.changes_told():
-        seen = observe_model(job, workspace=workspace, progress=progress, traced=traced)
-        return seen.table(job.options.method, job.options.share)
+        observed = observe_model(job, workspace=workspace, progress=progress, traced=traced)
+        return observed.table(job.options.method, job.options.share)
 
 
 def observe_model(
@@ -134,7 +134,7 @@ def observe_model(
     `FeedError` for inputs that do not fit, and `CalibrationError` naming a tensor without a range.
     """
     observed = observe_share(job, (0, 1), workspace=workspace, progress=progress, traced=traced)
-    observed.seen.check()
+    observed.observations.check()
     return observed
 
 
@@ -176,10 +176,10 @@ def observe_share(
         )
         # A pre-packed copy of every weight would double the memory.
         run = graph_call(path, SessionOptions(prepack=False))
-        seen = observe(run, graph, islice(_numbered(whole, progress), share[0], None, share[1]))
+        found = observe(run, graph, islice(_numbered(whole, progress), share[0], None, share[1]))
         if total is None:  # the number was unknown before
-            progress.step(f"the feed gave {feed_hash.samples} inputs")
-    return Observed(seen=seen, origin=job.origin(feed_hash))
+            progress.step(f"the feed has {feed_hash.samples} inputs")
+    return Observed(observations=found, origin=job.origin(feed_hash))
 
 
 def _write(job: CalibrationJob, traced: ir.Model, path: Path) -> ObservingGraph:
@@ -221,7 +221,7 @@ AGAIN = "calibrate again: `moexport calibrate MODEL --data FEED -o {path}`"
 def calibrate_to(
     path: Path, job: CalibrationJob, *, force: bool = False, progress: Progress | None = None
 ) -> CalibrationTable:
-    """Returns the table at `path`, created unless it exists; raises as `kept_table` does."""
+    """Returns the table at `path`, created unless it exists; raises what `kept_table` raises."""
 
     def make() -> CalibrationTable:
         return find_ranges(job, workspace=path.absolute().parent, progress=progress)
@@ -251,7 +251,7 @@ def kept_table(
         reason = _difference(table.origin, origin())
         if reason is not None:
             raise CalibrationError(
-                f"{path}: a calibration table exists there, of {reason}",
+                f"{path}: the calibration table there is for {reason}",
                 hint="--force replaces it, -o writes elsewhere",
             )
         progress.step(f"{path} is up to date: same model, feed, k and method")
@@ -265,7 +265,7 @@ def kept_table(
 def _difference(existing: Origin, wanted: Origin) -> str | None:
     """The difference between the origins of two tables as text, or None."""
     if existing.model != wanted.model:
-        return "another model, or of this one with other weights, configuration or edits"
+        return "another model, or this one with other weights, configuration or edits"
     if (existing.feed, existing.samples) != (wanted.feed, wanted.samples):
         return f"another feed ({existing.samples} inputs)"
     if dict(existing.k) != dict(wanted.k):
@@ -273,7 +273,7 @@ def _difference(existing: Origin, wanted: Origin) -> str | None:
     if (existing.method, existing.percentile) != (wanted.method, wanted.percentile):
         return f"the method {_method(existing)}, not {_method(wanted)}"
     if existing.renormalize != wanted.renormalize:
-        return f"a model {renormalised(existing)}"
+        return f"the model {renormalised(existing)}"
     return None
 
 

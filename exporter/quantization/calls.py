@@ -28,7 +28,7 @@ def calibrate(model: AnyModel, data: Feed, options: CalibrateRequest) -> Calibra
     Raises:
         UsageError: an option is invalid.
         FeedError: the inputs do not fit the model.
-        CalibrationError: a tensor's values give no range, or the table at `out` is of another
+        CalibrationError: a tensor's values give no range, or the table at `out` has another
             origin.
         ClusterError: the cluster cannot be reached, lacks the resource, or loses its nodes.
     """

@@ -64,8 +64,8 @@ class Retention:
     """The share of the FP32 model's answers on the inputs of a feed that INT8 retains.
 
     `reached` is `measure` (`accuracy_search.ReferenceOutputs`) over `samples` inputs, with the
-    parts `kept` in `floats`, in the order in which they became floats. `whole`: nothing is left in
-    INT8.
+    parts `kept` in `floats`, in the order in which they became floats. If `whole`, nothing is left
+    in INT8.
     """
 
     asked: float
@@ -98,7 +98,7 @@ class Retention:
         if 0 < 1 - self.asked < 1 / self.samples:
             notes.append(
                 f"one of {self.samples} inputs is {1 / self.samples:.2g} of the retention: more "
-                "inputs in --data measure it more precisely"
+                "inputs in --data make it more precise"
             )
         return tuple(notes)
 
@@ -218,8 +218,8 @@ def _layer(
 ) -> ComputeTypes:
     """The types of a layer; `left_out` is why it stays in floats although INT8 is requested."""
     inner = FLOAT_TYPES[options.float_name]
-    seen_by = None if options.fp16_weights else table  # FP32 represents all observed values
-    problem = _overflow(name, layer, inner, seen_by)
+    observed = None if options.fp16_weights else table  # FP32 represents all observed values
+    problem = _overflow(name, layer, inner, observed)
     if problem is not None:
         inner = ir.DataType.FLOAT
     if options.in_blocks:
@@ -239,8 +239,8 @@ def _layer(
         if dynamic:
             return DYNAMIC_ROW
         assert table is not None, "a job without ranges is refused (`export_job`)"
-        seen = table.range(range_key(name, operand))
-        return activation_scale(seen, inner, qdq=form == "qdq", levels=levels)
+        observed = table.range(range_key(name, operand))
+        return activation_scale(observed, inner, qdq=form == "qdq", levels=levels)
 
     scales = {
         part.name: scale(operand)
@@ -294,7 +294,7 @@ def _overflow(
 
     for key, peak in _peaks(name, layer, table):
         if beyond(peak, inner):
-            return f"{key} was seen to reach {peak:.3g}"
+            return f"{key} reached {peak:.3g} in calibration"
     for part in layer.stored():
         if part.name.startswith(CONVERTED):
             for array in part.parts:
@@ -310,7 +310,7 @@ def _peaks(
     """The observations within a layer: name and largest absolute value."""
     if table is None:
         return
-    operands = [met for part in layer.stored() if (met := operand_of(part.name)) is not None]
+    operands = [o for part in layer.stored() if (o := operand_of(part.name)) is not None]
     for tensor in (*operands[:1], EXPERT_PRODUCTS, *operands[1:], EXPERT_OUTPUTS):
         key = range_key(name, tensor)
         if key in table.ranges:

@@ -31,7 +31,7 @@ from . import cuda
 class Gpu:
     """Name, compute capability (`8.9`) and driver of one GPU.
 
-    The driver is the version that its own tool reports, or the newest CUDA that it supports.
+    The driver is the version that nvidia-smi reports, or the newest CUDA that it supports.
     """
 
     name: str
@@ -44,7 +44,7 @@ def first_gpu() -> Gpu | None:
     """Returns the NVIDIA GPU on which engines are built and run, or None.
 
     CUDA selects it (`CUDA_VISIBLE_DEVICES`, its own order), also on a Jetson; without the Python
-    binding, the driver's own tool is used.
+    binding, nvidia-smi does.
     """
     if gpu := _by_cuda():
         return gpu
@@ -140,7 +140,7 @@ class Backend:
         return all(importlib.util.find_spec(name) for name in (self.module, "polygraphy"))
 
     def version(self) -> str:
-        """Returns the installed version; `MissingExtraError` without one."""
+        """Returns the installed version; `MissingExtraError` if there is none."""
         if importlib.util.find_spec(self.module) is None:
             raise self.missing(self.title)
         for name in self.distributions:
@@ -175,7 +175,7 @@ class Backend:
         first, last = self.versions
         if not first <= release < last:
             raise MissingExtraError(
-                f"{self.title} {version} is installed, and moexport works with "
+                f"{self.title} {version} is installed, but moexport works with "
                 f"{'.'.join(map(str, first))} to {last[0] - 1}",
                 hint=self.install,
             )
@@ -198,8 +198,8 @@ class Backend:
         """Raises an error for an unsupported GPU; the hint names alternatives."""
         if not self.serves(gpu.compute_capability):
             raise error(
-                f"{self.title} does not serve {gpu.name} (compute capability "
-                f"{gpu.compute_capability}); it serves {self.served}",
+                f"{self.title} does not support {gpu.name} (compute capability "
+                f"{gpu.compute_capability}); it supports {self.served}",
                 hint=instead(gpu.compute_capability),
             )
 
@@ -256,10 +256,10 @@ TENSORRT_RTX = Backend(
     oldest="7.5",
     refused=MappingProxyType(
         {
-            "timing_cache": "it times nothing while it builds; its runtime keeps a cache of "
+            "timing_cache": "it times no kernels in a build; its runtime keeps a cache of "
             "compiled kernels instead",
             "version_compatible": "its engines run in the version that built them",
-            "hardware_compatible": "its engines are traced by --compute-capability",
+            "hardware_compatible": "--compute-capability names the GPUs of its engines",
         }
     ),
     records_itself=True,
@@ -289,7 +289,7 @@ def instead(compute_capability: str) -> str:
             f"use {able[0].title} there (--target {able[0].name}){brings}, or run the graph in "
             "ONNX Runtime (--provider cuda)"
         )
-    return "run the graph in ONNX Runtime there: --provider cuda if its CUDA still has it, or cpu"
+    return "run the graph in ONNX Runtime there: --provider cuda if its CUDA supports it, or cpu"
 
 
 def _number(compute_capability: str) -> tuple[int, ...]:

@@ -51,8 +51,8 @@ def rewritten(
     import onnx
 
     model = onnx.load(path, load_external_data=False)
-    there = {output.name for output in model.graph.output}
-    for name in (output for output in outputs if output not in there):
+    existing = {output.name for output in model.graph.output}
+    for name in (output for output in outputs if output not in existing):
         sets = name.endswith(f"/{SELECTED}")
         kind = onnx.TensorProto.INT64 if sets else onnx.TensorProto.FLOAT  # muMoE: coefficients
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
@@ -190,14 +190,14 @@ def experts_of(folder: Path, graph: str, wanted: Sequence[BoundWeight]) -> list[
     Raises `EngineError` if it has no such graph, or one with other experts.
     """
     if not (folder / graph).is_file():
-        raise EngineError(f"{folder}: contains no {graph}", hint="export it as the engine's bundle")
+        raise EngineError(f"{folder} has no {graph}", hint="export it like the engine's bundle")
     layers = [layer.name for layer in Manifest.read(folder).layers]
     weights = {weight.name: weight for weight in rewritten(folder / graph, layers, bind=True)[1]}
     for weight in wanted:
         other = weights.get(weight.name)
         if other is None or (other.shape, other.nbytes) != (weight.shape, weight.nbytes):
             raise EngineError(
-                f"{folder}: its {weight.name} is not of the engine's size and type",
+                f"{folder}: the size or type of {weight.name} differs from the engine's",
                 hint="export it with the same options, from a checkpoint of the same shapes",
             )
     return [weights[weight.name] for weight in wanted]

@@ -1,8 +1,8 @@
 """Compiles a graph to an engine in a separate process, and explains failures.
 
-There are two kinds of memory to run out of, with different remedies. The machine's memory holds the
+There are two kinds of memory to run out of, with different remedies. The machine's memory has the
 weights several times and little else: no build option changes that (`docs/engines.md`). The GPU's
-memory holds the kernels that TensorRT tries, for the largest sizes of the profiles, with as much
+memory has the kernels that TensorRT tries, for the largest sizes of the profiles, with as much
 scratch memory as the workspace allows.
 """
 
@@ -47,8 +47,8 @@ def build_engine(
     """Compiles a graph of a bundle to the file `output`; returns what was read back.
 
     `model` is a graph to compile instead, with its weights. Raises `EngineError`, without leaving a
-    file, if it cannot be compiled. An interrupt cancels the build and leaves nothing behind,
-    either.
+    file, if it cannot be compiled. An interrupt cancels the build, and also leaves nothing
+    behind.
     """
     request = {
         "flavour": plan.backend.name,
@@ -164,7 +164,7 @@ def explained(lines: Sequence[str], plan: EnginePlan) -> EngineError:
     first = _short(reported[0]) if reported else "no reason was given"
     return EngineError(
         f"{title} cannot compile the graph: {first}",
-        hint="another --lowering may compile; --verbose shows all of its messages",
+        hint="another --lowering may compile; --verbose shows all messages",
     )
 
 
@@ -191,7 +191,7 @@ def ended(status: int, printed: Sequence[str], plan: EnginePlan) -> EngineError:
 
 
 def killed(plan: EnginePlan) -> EngineError:
-    """Returns the error for a build that the system ended, as Linux does for want of memory."""
+    """Returns the error for a build that the system killed, as Linux does without memory."""
     return EngineError(
         f"{plan.backend.title}: the build was killed, as the system does when memory runs out "
         f"(this machine has {size(memory_bytes())})",
@@ -207,7 +207,7 @@ def less_host_memory(plan: EnginePlan) -> str:
         else ("several", "close other programs, or give the machine more memory")
     )
     return (
-        f"a build takes {several} times the weights ({size(plan.weights_bytes)}), and 0.3 GB: "
+        f"a build needs {several} times the weights ({size(plan.weights_bytes)}) and 0.3 GB: "
         f"export with --precision fp16, which halves them; {elsewhere}; --workspace and the "
         "profile change little"
     )
@@ -222,7 +222,7 @@ def less_gpu_memory(plan: EnginePlan) -> str:
         f"lower --workspace ({'all of the GPU' if workspace is None else size(workspace)}), the "
         f"profile's MAX ({largest or 'as exported'}) or --optimization-level "
         f"({DEFAULT_LEVEL if level is None else level}); export with --lowering conditional, which "
-        "copies no weights, or --precision fp16; free what other programs hold (nvidia-smi)"
+        "copies no weights, or --precision fp16; free memory of other programs (nvidia-smi)"
     )
 
 
@@ -258,8 +258,8 @@ EXPLANATIONS = (
     # Our own messages come first: TensorRT has often reported something else before them.
     Explanation(
         r"DishonouredError: timing_cache",
-        "the timing cache cannot be used, and was left as it is",
-        "name another file with --timing-cache, which a build makes, or remove this one",
+        "the timing cache cannot be used, and was left unchanged",
+        "name another file with --timing-cache, which a build creates, or remove this one",
     ),
     Explanation(
         r"DishonouredError",
@@ -292,12 +292,12 @@ EXPLANATIONS = (
     Explanation(
         r"No space left on device|Disk quota exceeded",
         "there is no room for the engine on the disk",
-        "free some space where the bundle is; an engine takes about as much as the weights",
+        "free some space where the bundle is; an engine is about as large as the weights",
     ),
     Explanation(
         r"FP32 GEMM is not supported|check_turing_op_compatibility",
-        "compute capability 7.5 does not compile this graph",
-        "leave 7.5 out of --compute-capability: a router computes in FP32 at every precision, "
+        "this graph does not compile for compute capability 7.5",
+        "leave 7.5 out of --compute-capability: a router computes in FP32 in every precision, "
         "but TensorRT-RTX has no such products on these cards; ONNX Runtime runs the graph there",
     ),
     Explanation(

@@ -52,7 +52,7 @@ def engine_key(parts: Mapping[str, Any]) -> str:
 def take(folder: Path, key: str, destination: Path) -> Compiled | None:
     """Copies the engine of a key to `destination` and returns the facts of its build.
 
-    None without one; a damaged one is removed.
+    None if there is none; a damaged one is removed.
     """
     try:
         with locked(folder):
@@ -110,7 +110,7 @@ def keep(folder: Path, key: str, plan: Path, digest: str, compiled: Compiled) ->
     """Copies an engine with this SHA-256 into the cache, and the facts of its build.
 
     A folder that is not writable stays unchanged. The facts are written last: an engine without
-    them does not count.
+    them is ignored.
     """
     place, notes = _files(folder, key)
     try:

@@ -40,7 +40,7 @@ NO_MEMORY = "cudaErrorMemoryAllocation"
 
 
 def runtime() -> Any:
-    """Returns CUDA's runtime in Python; `MissingExtraError` without the binding."""
+    """Returns CUDA's runtime in Python; `MissingExtraError` if the binding is missing."""
     try:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:
@@ -56,9 +56,9 @@ def bindings_for(driver: int | None) -> str:
 
 
 def driver_problem() -> str | None:
-    """Returns why the installed binding cannot work with this driver, with a remedy; else None.
+    """Returns why the installed binding cannot work with this driver, with a remedy, or None.
 
-    The version is that of the loaded driver library, or else the driver's: NVIDIA's package
+    The version is that of the loaded driver library, or of the driver: NVIDIA's package
     `cuda-compat` provides the library of a newer driver (CUDA Compatibility, "Forward
     Compatibility": data-centre GPUs, some RTX cards for servers and Jetsons).
     """
@@ -70,11 +70,11 @@ def driver_problem() -> str | None:
     elif driver is None or driver >= needed:
         return None
     number = "" if driver is None else f" {driver}"
-    serves = "" if served is None else f", which serves CUDA {served[0]}.{served[1]}"
+    serves = "" if served is None else f", which supports CUDA {served[0]}.{served[1]}"
     return (
         f"cuda-bindings {installed} needs a driver of {needed} or newer, but this one is{number}"
-        f"{serves}: update the driver, or put cuda-compat-{installed}-0 before it (data-centre "
-        f"cards), or, in an environment of their own, pip install '{bindings_for(driver or 0)}' "
+        f"{serves}: update the driver, or install cuda-compat-{installed}-0 (data-centre cards), "
+        f"or, in an environment of their own, pip install '{bindings_for(driver or 0)}' "
         "and tensorrt-cu12 or tensorrt-rtx-cu12"
     )
 
@@ -118,14 +118,14 @@ def call(name: str, *arguments: Any) -> Any:
         )
     if error.name == NO_COMPAT:
         raise EngineError(
-            "CUDA's compatibility package (cuda-compat) does not serve this card",
-            hint=f"take it out of LD_LIBRARY_PATH and update the driver: {NEEDED}",
+            "CUDA's compatibility package (cuda-compat) does not support this card",
+            hint=f"remove it from LD_LIBRARY_PATH and update the driver: {NEEDED}",
         )
     raise EngineError(
         f"CUDA: {name} failed: {error.name}",
         hint=driver_problem() or f"`nvidia-smi` shows whether the driver works; {NEEDED}"
         if error.name in MISMATCH
-        else "`moexport doctor` shows what is installed; another program may hold the GPU",
+        else "`moexport doctor` shows what is installed; another program may be using the GPU",
     )
 
 
@@ -167,11 +167,11 @@ class Captured:
     """Recorded work that is launched as one; freed with the last reference."""
 
     def __init__(self, graph: Any) -> None:
-        with ExitStack() as made:
-            made.callback(call, "cudaGraphDestroy", graph)
+        with ExitStack() as stack:
+            stack.callback(call, "cudaGraphDestroy", graph)
             self._ready = call("cudaGraphInstantiate", graph, 0)
-            made.callback(call, "cudaGraphExecDestroy", self._ready)
-            self.close = closing_once(self, made.pop_all().close)
+            stack.callback(call, "cudaGraphExecDestroy", self._ready)
+            self.close = closing_once(self, stack.pop_all().close)
 
     def launch(self, stream: Stream) -> None:
         """Queues the recorded work on a stream."""

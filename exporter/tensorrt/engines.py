@@ -41,7 +41,7 @@ DEFAULT_CARDS = ("8.6", "8.9", "12.0")
 """TensorRT-RTX's default in its support matrix, named explicitly for the record."""
 
 FP8_CARDS = ("8.9", "12.0")
-"""Those of them that multiply 8-bit floats: Ada and newer."""
+"""The default cards that multiply 8-bit floats: Ada and newer."""
 
 
 def plan_engines(
@@ -69,17 +69,17 @@ def plan_engines(
     ]
     if not records:
         known = ", ".join(record.file for record in manifest.graphs)
-        raise UsageError(f"the bundle contains no graph '{graph}'", hint=f"it contains {known}")
+        raise UsageError(f"the bundle has no graph '{graph}'", hint=f"it has {known}")
     defaults = exported_ranges(manifest) | dict(ranges or {})
     port = manifest.inputs[0]
     experts = min(layer.experts for layer in manifest.layers) if manifest.k == "input" else None
-    wishes = options.profiles or ({},)
-    _check_axes(port, wishes, ranges or {})
-    profiles = tuple(profile(port, wish, defaults, experts) for wish in wishes)
+    requested = options.profiles or ({},)
+    _check_axes(port, requested, ranges or {})
+    profiles = tuple(profile(port, one, defaults, experts) for one in requested)
     if len(set(profiles)) < len(profiles):
         again = next(profile for profile in profiles if profiles.count(profile) > 1)
         raise UsageError(
-            f"--profile: two are the same ({again})",
+            f"--profile: two profiles are the same ({again})",
             hint="give each once: every profile makes the engine larger",
         )
     usual = FP8_CARDS if manifest.precision == "fp8" else DEFAULT_CARDS
@@ -87,7 +87,7 @@ def plan_engines(
     weights = sum(r.bytes for name, r in manifest.files.items() if name.endswith(".bin"))
     plans = []
     for record in records:
-        capped_profiles, notes = within_copies(manifest, record, chosen, profiles, wishes)
+        capped_profiles, notes = within_copies(manifest, record, chosen, profiles, requested)
         plans.append(
             EnginePlan(
                 graph=record.file,
@@ -109,7 +109,7 @@ def within_copies(
     graph: GraphRecord,
     chosen: Backend,
     profiles: Sequence[Profile],
-    wishes: Sequence[AxisRanges],
+    requested: Sequence[AxisRanges],
 ) -> tuple[tuple[Profile, ...], tuple[str, ...]]:
     """Returns a graph's profiles without a k at which `gather` copies too much, with notes.
 
@@ -124,15 +124,15 @@ def within_copies(
         matrix = layer.dim * (layer.hidden or layer.dim)
         copies = most_copies(matrix)
         fitting = min(copies, most_copies(matrix, 2 * matrix * width, memory))
-        for index, (wanted, wishes_of_it) in enumerate(zip(new_profiles, wishes, strict=True)):
+        for index, (wanted, ranges_of_it) in enumerate(zip(new_profiles, requested, strict=True)):
             k = layer.k if wanted.k is None else wanted.k.max
             assert k is not None, "k belongs to the layer, or is an input of the graph"
-            named = wanted.k is None or K_INPUT in wishes_of_it
+            named = wanted.k is None or K_INPUT in ranges_of_it
             if named and wanted.max[0] * k > copies:
                 raise UsageError(
                     f"{graph.file}: at --batch {wanted.max[0]} and --k {k} `gather` copies "
                     f"{wanted.max[0] * k} experts of layer {layer.name}, but a tensor of less than "
-                    f"2^31 elements holds {copies}",
+                    f"2^31 elements has room for {copies}",
                     hint="name smaller ones (--profile batch=MIN:OPT:MAX,k=MIN:OPT:MAX), or export "
                     "with --lowering dense or block-grouped",
                 )
@@ -140,9 +140,9 @@ def within_copies(
                 new_profiles[index] = capped(wanted, fitting)
                 notes.append(
                     f"{graph.file}: at batch {wanted.max[0]} `gather` can copy {fitting} experts "
-                    f"of layer {layer.name}: its engine takes k up to "
+                    f"of layer {layer.name}: its engine accepts k up to "
                     f"{fitting // wanted.max[0]} of {layer.experts}; a smaller batch in --profile "
-                    "allows more, and --lowering dense all"
+                    "allows more, and --lowering dense any k"
                 )
     return tuple(new_profiles), tuple(notes)
 
@@ -187,12 +187,12 @@ def add_engines(
 ) -> list[EnginePlan]:
     """Builds engines, adds them to a bundle and its page (by `describe`), and returns them.
 
-    Raises as `make_engines` does, and `BundleError` for a folder that is not writable.
+    Raises what `make_engines` raises, and `BundleError` for a folder that is not writable.
     """
     with staging(directory) as staged:
-        made = list(make_engines(directory, manifest, plans, staged, progress, rebuild=rebuild))
-        add_to_bundle(directory, made, staged, describe)
-    return made
+        built = list(make_engines(directory, manifest, plans, staged, progress, rebuild=rebuild))
+        add_to_bundle(directory, built, staged, describe)
+    return built
 
 
 def check_for_export(target: str, engine: EngineOptions | bool) -> None:
@@ -227,10 +227,10 @@ def build_for_export(
             note = f"no engine was built: {error.message}; {error.hint}"
             return replace(manifest, notes=[*manifest.notes, note])
     plans = plan_engines(manifest, manifest.target, options)
-    made = list(make_engines(directory, manifest, plans, directory, progress))
+    built = list(make_engines(directory, manifest, plans, directory, progress))
     notes = [note for plan in plans for note in plan.notes]
-    notes += [n for e in made for n in precision_notes(e.built.file, e.built.kernels)]
-    return with_engines(replace(manifest, notes=[*manifest.notes, *notes]), made)
+    notes += [n for e in built for n in precision_notes(e.built.file, e.built.kernels)]
+    return with_engines(replace(manifest, notes=[*manifest.notes, *notes]), built)
 
 
 def _check_can_build(chosen: Backend) -> None:
@@ -270,9 +270,9 @@ def make_engines(
     for plan in plans:
         check_graph(directory / plan.graph, plan.backend, manifest.layers)
         key = _key(plan, weights)
-        there = None if rebuild else _in_bundle(directory, manifest, plan, key)
-        if there is not None:
-            yield replace(plan, record=there, reused="bundle")
+        existing = None if rebuild else _in_bundle(directory, manifest, plan, key)
+        if existing is not None:
+            yield replace(plan, record=existing, reused="bundle")
             continue
         yield _make(plan, key, directory, manifest, output, progress, rebuild=rebuild)
 
@@ -330,7 +330,7 @@ def _make(
     compiled = cache.take(folder, key, path) if folder is not None and not rebuild else None
     reused = None if compiled is None else "cache"
     if compiled is not None:
-        progress.step(f"took {plan.file} from the cache")
+        progress.step(f"copied {plan.file} from the cache")
     else:
         with scratch_folder("build") as place:
             changed = None
@@ -476,7 +476,7 @@ KERNEL_TYPES = {
 
 TYPE_KEYS = ("datatype", "format/datatype", "format")
 """Keys of a tensor's type in the inspector's output, in lower case, the most reliable first:
-`Format/Datatype` in TensorRT 10, `Datatype` besides `Format` from 11 on (NVIDIA's page "Migrating
+`Format/Datatype` in TensorRT 10, `Datatype` and `Format` since 11 (NVIDIA's page "Migrating
 IEngineInspector Usage from TensorRT 10.x to 11.x")."""
 
 

@@ -38,7 +38,7 @@ NO_IMPORTER = frozenset(_NO_IMPORTER.split())
 REFUSED_BY: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "tensorrt": {},
-        "tensorrt-rtx": {"NonZero": "its output's size depends on values, and no kernel does that"},
+        "tensorrt-rtx": {"NonZero": "no kernel has an output whose size depends on values"},
     }
 )
 """Ops that an importer lists but the backend does not compile, with the reason."""
@@ -133,7 +133,7 @@ def _reason(
     if node.op_type == "TopK":
         k = constants.get(node.input[1])
         if k is not None and _values(k).max(initial=0) > MAX_K:
-            return f"TopK takes a k of at most {MAX_K}"
+            return f"TopK supports a k of at most {MAX_K}"
     for name in node.input:
         kind = QUANTIZED.get(constants[name].data_type) if name in constants else None
         if kind is not None:
@@ -144,7 +144,7 @@ def _reason(
 def _unknown(node: onnx.NodeProto, backend: Backend) -> str | None:
     """Why the op is not supported."""
     if node.domain not in STANDARD_DOMAINS:
-        return f"the domain {node.domain} is not its own"
+        return f"it does not support the domain {node.domain}"
     if node.op_type in NO_IMPORTER:
         return "its ONNX importer does not support the op"
     return REFUSED_BY[backend.name].get(node.op_type)

@@ -122,7 +122,7 @@ class EngineOptions:
             if name not in backend.options:
                 why = backend.refused[name]
                 raise UsageError(
-                    f"{spelled(EngineOptions, name)}: {backend.title} does not have it: {why}",
+                    f"{spelled(EngineOptions, name)}: {backend.title} does not support it: {why}",
                     hint=f"leave {spelled(EngineOptions, name)} out for --target {backend.name}",
                 )
         level = self.optimization_level
@@ -130,11 +130,11 @@ class EngineOptions:
             raise UsageError(
                 f"--optimization-level {level}: {backend.title} has levels 0 to "
                 f"{backend.max_level}",
-                hint="3 is its default; higher levels build longer",
+                hint="3 is its default; builds at higher levels take longer",
             )
         if self.workspace is not None and self.workspace < 1:
             raise UsageError(
-                f"--workspace {self.workspace}: a number of bytes above 0",
+                f"--workspace {self.workspace}: the number of bytes must be above 0",
                 hint="for example --workspace 2GiB",
             )
         if self.weight_streaming not in (None, AUTO):
@@ -160,7 +160,7 @@ class EngineOptions:
             return
         if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
             raise UsageError(
-                f"--timing-cache {file}: cannot be written there",
+                f"--timing-cache {file} cannot be written",
                 hint="name a file in a folder that exists and that you may write to",
             )
 
@@ -169,7 +169,7 @@ class EngineOptions:
 
         text = ",".join(self.compute_capabilities)
         if len(set(self.compute_capabilities)) < len(self.compute_capabilities):
-            raise UsageError(f"--compute-capability {text}: one is repeated", hint="name each once")
+            raise UsageError(f"--compute-capability {text} has duplicates", hint="name each once")
         for card in self.compute_capabilities:
             if card != CURRENT and card not in backend.cards:
                 raise UsageError(
@@ -180,7 +180,7 @@ class EngineOptions:
                 )
         if CURRENT in self.compute_capabilities and len(self.compute_capabilities) > 1:
             raise UsageError(
-                f"--compute-capability {text}: {CURRENT} stands alone",
+                f"--compute-capability {text}: {CURRENT} must be the only one",
                 hint=f"name capabilities, or give {CURRENT} for the GPU of this machine",
             )
 
@@ -200,8 +200,8 @@ class EngineOptions:
             )
         if self.strip_plan:
             raise UsageError(
-                f"--strip-plan: {backend.title} compiles engines without weights only where there "
-                "is an NVIDIA GPU, but there is none here",
+                f"--strip-plan: {backend.title} compiles engines without weights only with an "
+                "NVIDIA GPU, but there is none here",
                 hint="leave --strip-plan out, or build on the machine with the card",
             )
 

@@ -33,7 +33,7 @@ PIP_LIBRARIES = "tensorrt_libs"
 
 
 def load_libraries(runtime: Path | None = None) -> None:
-    """Loads the libraries that the provider was linked with; `MissingExtraError` without them.
+    """Loads the libraries that the provider was linked with; `MissingExtraError` if one is missing.
 
     They belong to one version of TensorRT: a provider that needs `libnvinfer.so.10` does not start
     with TensorRT 11. `runtime` is the folder of ONNX Runtime's libraries.
@@ -78,7 +78,7 @@ def provider_options(graph: Path) -> dict[str, str]:
 
     Engines are cached in a folder for these weights, this GPU and this version, none of which the
     provider checks itself. If k is an input, one engine serves every k and batch of the export;
-    without a profile each new k would cause another build. A variable that the user has set stays.
+    without a profile each new k would cause another build. A TF32 variable of the user's is kept.
     """
     os.environ.setdefault(*NO_TF32)
     if not (graph.parent / MANIFEST_FILE).is_file():

@@ -43,7 +43,7 @@ def check_runs_here(plan: PlanFile) -> None:
         return
     if record.version != installed and not record.options.get("version_compatible"):
         raise ForeignEngineError(
-            f"{plan.path}: built by {plan.backend.title} {record.version}, but {installed} is "
+            f"{plan.path} was built by {plan.backend.title} {record.version}, but {installed} is "
             "installed; an engine only runs in the version that built it",
             hint=f"build it again here with `moexport build {plan.path.parent}`, or in an "
             f"environment of its own: {plan.backend.install_version(f'=={record.version}')}",
@@ -62,7 +62,7 @@ def _check_gpu(plan: PlanFile, record: EngineRecord, gpu: Gpu) -> None:
     if gpu.compute_capability not in record.compute_capabilities:
         option = "--compute-capability" if plan.backend.cards else "--hardware-compatible"
         raise ForeignEngineError(
-            f"{plan.path}: built for {record.device or 'cards'} of compute capability "
+            f"{plan.path} was built for {record.device or 'cards'} of compute capability "
             f"{', '.join(record.compute_capabilities)}, but this machine has {gpu.name} "
             f"({gpu.compute_capability})",
             hint=f"build it again here with `moexport build {plan.path.parent}`; {option} builds "
@@ -127,8 +127,8 @@ def reason_of(trt: Any, diagnostics: int) -> Reason | None:
 def collecting_logger(trt: Any) -> Any:
     """Returns the logger that collects a backend's errors, in `lines`.
 
-    TensorRT has one logger per process: the first, which it keeps using after its engine is closed.
-    So it is never released.
+    TensorRT has one logger per process: the first, which it uses even after its engine is closed,
+    so it is never released.
     """
 
     class Logger(trt.ILogger):  # type: ignore[misc]  # the package carries no types
@@ -160,7 +160,7 @@ def load_engine(plan: PlanFile, *, host_weights: bool = False) -> tuple[Any, Any
     runtime = trt.Runtime(logger)
     if hasattr(runtime, "get_engine_validity"):
         _check_validity(plan, trt, runtime, content)
-    # The lean runtime inside such a plan is code, too; a plan without a record is trusted
+    # The lean runtime inside such a plan is also code; a plan without a record is trusted
     # explicitly.
     if plan.record is None or plan.record.options.get("version_compatible"):
         runtime.engine_host_code_allowed = True
@@ -170,8 +170,8 @@ def load_engine(plan: PlanFile, *, host_weights: bool = False) -> tuple[Any, Any
     if plan.record is not None and plan.record.options.get("strip_plan"):
         _refit(plan, trt, logger, engine)
     if plan.record is not None and plan.record.options.get("weight_streaming"):
-        beside = 0 if host_weights else sum(weight["nbytes"] for weight in plan.record.bound)
-        _stream_weights(plan, engine, beside, logger.lines)
+        bound = 0 if host_weights else sum(weight["nbytes"] for weight in plan.record.bound)
+        _stream_weights(plan, engine, bound, logger.lines)
     return trt, runtime, engine
 
 
@@ -179,16 +179,16 @@ KEPT_FREE = 512 << 20
 """GPU memory that streamed weights leave for inputs, outputs, kernels and CUDA graphs, in bytes."""
 
 
-def streaming_budget(streamable: int, free: int, context: int, beside: int = 0) -> int:
+def streaming_budget(streamable: int, free: int, context: int, bound: int = 0) -> int:
     """Returns how many of an engine's `streamable` bytes of weights fit on the GPU.
 
     `free` is its free memory without any of them, `context` the size of the execution context with
-    all of them streamed, and `beside` the size of the engine's bindings on the GPU.
+    all of them streamed, and `bound` the size of the engine's bound weights on the GPU.
     """
-    return min(streamable, max(0, free - context - beside - KEPT_FREE))
+    return min(streamable, max(0, free - context - bound - KEPT_FREE))
 
 
-def _stream_weights(plan: PlanFile, engine: Any, beside: int, lines: Sequence[str]) -> None:
+def _stream_weights(plan: PlanFile, engine: Any, bound: int, lines: Sequence[str]) -> None:
     """Sets how many bytes of weights are on the GPU, before the engine has a context.
 
     TensorRT's own `get_weight_streaming_automatic_budget` fails above 2 GiB: its Python binding
@@ -201,7 +201,7 @@ def _stream_weights(plan: PlanFile, engine: Any, beside: int, lines: Sequence[st
         free, _ = cuda.call("cudaMemGetInfo")
         # The context's memory includes the buffer through which weights are streamed.
         context = int(engine.device_memory_size_v2)
-        budget = streaming_budget(int(engine.streamable_weights_size), free, context, beside)
+        budget = streaming_budget(int(engine.streamable_weights_size), free, context, bound)
     else:
         budget = min(parse_size(setting, "weight_streaming"), int(engine.streamable_weights_size))
     _set_budget(plan, engine, budget, lines)
@@ -213,7 +213,7 @@ def _set_budget(plan: PlanFile, engine: Any, budget: int, lines: Sequence[str]) 
     if kept != budget:
         detail = f": {lines[-1]}" if lines else ""
         raise EngineError(
-            f"{plan.path}: {plan.backend.title} was to keep {budget} bytes of the weights on the "
+            f"{plan.path}: {plan.backend.title} should keep {budget} bytes of the weights on the "
             f"GPU, but keeps {kept}{detail}",
             hint="build it again with fewer bytes in --weight-streaming, or free the GPU's memory",
         )
@@ -247,8 +247,8 @@ def _refit(plan: PlanFile, trt: Any, logger: Any, engine: Any) -> None:
     graph: Path = plan.path.parent / plan.record.graph
     if not graph.is_file():
         raise EngineError(
-            f"{plan.path}: built with --strip-plan: its weights are in {graph.name}, which is not "
-            "next to it",
+            f"{plan.path} was built with --strip-plan: its weights are in {graph.name}, which is "
+            "not next to it",
             hint="keep the bundle together, or build without --strip-plan",
         )
     refitter = trt.Refitter(engine, logger)
@@ -261,8 +261,8 @@ def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
     """Returns the facts of an engine as plain data.
 
     `read_from` is their source: the engine, which needs a GPU, or the record of its build;
-    `not_loaded` is why it was not loaded, on a machine with a GPU. Raises as `find_plan` does, and
-    `EngineError` for a damaged engine.
+    `not_loaded` is why it was not loaded, on a machine with a GPU. Raises what `find_plan` raises,
+    and `EngineError` for a damaged engine.
     """
     plan = find_plan(path, trust=trust)
     facts: dict[str, Any] = {

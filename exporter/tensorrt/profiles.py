@@ -85,14 +85,14 @@ def parse_profile(text: str) -> dict[str, AxisRange]:
 
 
 def profile(
-    port: TensorSpec, wishes: AxisRanges, defaults: AxisRanges, experts: int | None
+    port: TensorSpec, requested: AxisRanges, defaults: AxisRanges, experts: int | None
 ) -> Profile:
     """Returns the profile for a graph's data input, and for its k of at most `experts`.
 
     Raises `UsageError` for an axis that the graph does not have and for a size that it fixes.
     """
     names = [size for size in port.shape if isinstance(size, str)]
-    for axis, wanted in wishes.items():
+    for axis, wanted in requested.items():
         if axis != K_INPUT and axis not in names:
             fixed = _fixed_size(port, axis)
             if fixed is not None and (wanted.min, wanted.max) == (fixed, fixed):
@@ -102,13 +102,13 @@ def profile(
                 f"--profile {axis}={wanted}: {axis} is {state} of the graph's input '{port.name}'",
                 hint=f"its dynamic axes are {', '.join(names) or 'none'}; export again for others",
             )
-    ranges = {axis: _clipped(axis, wishes, defaults, port) for axis in names}
+    ranges = {axis: _clipped(axis, requested, defaults, port) for axis in names}
     shapes = [
         tuple(getattr(ranges[size], end) if isinstance(size, str) else size for size in port.shape)
         for end in ("min", "opt", "max")
     ]
     return Profile(
-        input=port.name, min=shapes[0], opt=shapes[1], max=shapes[2], k=_k_range(wishes, experts)
+        input=port.name, min=shapes[0], opt=shapes[1], max=shapes[2], k=_k_range(requested, experts)
     )
 
 
@@ -118,16 +118,16 @@ def _fixed_size(port: TensorSpec, axis: str) -> int | None:
     return first if axis == "batch" and isinstance(first, int) else None
 
 
-def _clipped(axis: str, wishes: AxisRanges, defaults: AxisRanges, port: TensorSpec) -> AxisRange:
+def _clipped(axis: str, requested: AxisRanges, defaults: AxisRanges, port: TensorSpec) -> AxisRange:
     """The requested range, or the default within the model's limits."""
     most = port.limits.get(axis)
-    if axis in wishes:
-        if most is not None and wishes[axis].max > most:
+    if axis in requested:
+        if most is not None and requested[axis].max > most:
             raise UsageError(
-                f"--profile {axis}={wishes[axis]}: the model takes at most {most} {axis}",
-                hint=f"--profile {axis}=1:{most}:{most} covers all that it can take",
+                f"--profile {axis}={requested[axis]}: the model accepts at most {most} {axis}",
+                hint=f"--profile {axis}=1:{most}:{most} covers all sizes that it accepts",
             )
-        return wishes[axis]
+        return requested[axis]
     default = defaults.get(axis)
     if default is None:  # height or width of a square image with that many pixels
         pixels = defaults["tokens"]
@@ -137,13 +137,13 @@ def _clipped(axis: str, wishes: AxisRanges, defaults: AxisRanges, port: TensorSp
     return AxisRange(min(default.min, most), min(default.opt, most), min(default.max, most))
 
 
-def _k_range(wishes: AxisRanges, experts: int | None) -> AxisRange | None:
-    wanted = wishes.get(K_INPUT)
+def _k_range(requested: AxisRanges, experts: int | None) -> AxisRange | None:
+    wanted = requested.get(K_INPUT)
     if experts is None:
         if wanted is not None:
             raise UsageError(
                 f"--profile k={wanted}: the graph's k is baked in",
-                hint="export with --k input for an engine that takes k at run time",
+                hint="export with --k input for an engine with k as an input",
             )
         return None
     most = min(experts, MAX_K)
@@ -212,7 +212,7 @@ def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> 
 def _k_outside(profiles: Sequence[Profile], k: int) -> UsageError:
     return UsageError(
         f"k = {k}: outside the engine's profile ({_listed(profiles)})",
-        hint="choose a --k inside it, run a graph of the bundle that takes more (--graph dense), "
+        hint="choose a --k inside it, run a graph of the bundle with more (--graph dense), "
         "or build the engine again with --profile k=MIN:OPT:MAX,batch=MIN:OPT:MAX",
     )
 

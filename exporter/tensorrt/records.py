@@ -28,8 +28,8 @@ class EngineRecord:
     identifies graph, weights, options, version and device: engines with equal keys are equal.
     `peak_memory_bytes` is the build's peak of the machine's memory. `kernels` has, by MoE layer,
     the types that the engine's own layers of its experts read and write, if it was inspected on a
-    GPU; `bound` the weights that are its inputs. By `signature` the user who built it recognises it
-    on that machine.
+    GPU; `bound` the weights that are its inputs. `signature` identifies the user and the machine
+    that built it.
     """
 
     file: str
@@ -70,7 +70,7 @@ class EngineRecord:
 class EnginePlan:
     """One engine to build from a graph, and then its record in the manifest.
 
-    `weights_bytes` is the size of the bundle's weights; `on_gpu`: there is a GPU to try kernels on.
+    `weights_bytes` is the size of the bundle's weights; `on_gpu`: a GPU can try kernels.
     `notes` are remarks on the profiles for users. A built engine has a `record` and the new
     `files`; `reused` is `bundle` or `cache` if it existed before.
     """
@@ -114,12 +114,12 @@ def engines_of(manifest: Manifest) -> list[EngineRecord]:
     return records
 
 
-def with_engines(manifest: Manifest, made: Sequence[EnginePlan]) -> Manifest:
+def with_engines(manifest: Manifest, built: Sequence[EnginePlan]) -> Manifest:
     """Returns the manifest with these engines in place of those with the same files."""
-    new = {engine.built.file: engine.built for engine in made}
+    new = {engine.built.file: engine.built for engine in built}
     old = [record for record in engines_of(manifest) if record.file not in new]
     files = dict(manifest.files)
-    for engine in made:
+    for engine in built:
         files.update(engine.files)
     engines: list[dict[str, Any]] = [record.as_json() for record in (*old, *new.values())]
     return replace(manifest, engines=engines, files=dict(sorted(files.items())))
@@ -141,7 +141,7 @@ Describe = Callable[[Path, Manifest], Manifest]
 
 
 def add_to_bundle(
-    directory: Path, made: Sequence[EnginePlan], staged: Path, describe: Describe | None = None
+    directory: Path, built: Sequence[EnginePlan], staged: Path, describe: Describe | None = None
 ) -> None:
     """Moves built engines into a bundle and lists them in its manifest and, by `describe`, page.
 
@@ -149,7 +149,7 @@ def add_to_bundle(
     and the new one is listed when its files are there. Concurrent builds take turns, and each keeps
     the engines of the other.
     """
-    names = sorted({name for engine in made for name in engine.files})
+    names = sorted({name for engine in built for name in engine.files})
     with _write_errors(directory), locked(directory):
         if names:
             for name in names:
@@ -157,12 +157,12 @@ def add_to_bundle(
             before = Manifest.read(directory)
             if not _is_as_written(directory / PAGE, before):
                 describe = None  # a page that a user wrote stays unchanged
-            struck = {*names, PAGE} if describe else {*names}
-            _write_manifest(directory, without_files(before, struck))
+            removed = {*names, PAGE} if describe else {*names}
+            _write_manifest(directory, without_files(before, removed))
             for name in names:
                 (staged / name).replace(directory / name)
             manifest = with_engines(
-                Manifest.read(directory), [engine for engine in made if engine.files]
+                Manifest.read(directory), [engine for engine in built if engine.files]
             )
             if describe is not None:
                 manifest = describe(directory, manifest)
@@ -203,7 +203,7 @@ def _write_manifest(directory: Path, manifest: Manifest) -> None:
 NEVER_RUN = (
     "**Never run**: building an engine does not run it, and any comparison above is of the graph "
     "in ONNX Runtime. On the machine with the GPU, `moexport verify . --trust-engine` "
-    "compares each engine with PyTorch. An engine may execute code: trust those alone that you "
+    "compares each engine with PyTorch. An engine may execute code: trust only engines that you "
     "built. From this folder:"
 )
 
@@ -236,7 +236,7 @@ def gpus(record: EngineRecord) -> str:
     cards = BACKENDS[record.flavour].cards
     wide = record.options.get("hardware_compatible")
     if record.device is not None and not wide:
-        return f"{record.device} ({', '.join(record.compute_capabilities)}) alone"
+        return f"{record.device} ({', '.join(record.compute_capabilities)}) only"
     names = [f"{cards[c]} ({c})" if c in cards else c for c in record.compute_capabilities]
     if wide == "ampere-plus":
         return "compute capability 8.0 and newer"
@@ -274,7 +274,7 @@ def _python(manifest: Manifest, record: EngineRecord) -> str:
 
 
 def _alone(manifest: Manifest, record: EngineRecord) -> Iterator[str]:
-    """Python code that runs it by TensorRT and PyTorch alone, if the plan contains its weights."""
+    """Python code that runs it without moexport, if the plan contains its weights."""
     title = BACKENDS[record.flavour].title
     outside = ("strip_plan", "weight_streaming")
     if record.bound or any(record.options.get(name) for name in outside):
@@ -284,7 +284,7 @@ def _alone(manifest: Manifest, record: EngineRecord) -> Iterator[str]:
         )
         return
     yield (
-        f"By {title} {record.version} and PyTorch alone, without moexport (not run either):\n\n"
+        f"With {title} {record.version} and PyTorch, without moexport (also never run):\n\n"
         f"```python\n{_program(manifest, record)}\n```"
     )
 
@@ -295,7 +295,7 @@ def _program(manifest: Manifest, record: EngineRecord) -> str:
     names: Sequence[str] = record.settings.get("outputs") or list(dtypes)
     outputs = ", ".join(f'"{name}": torch.{dtypes.get(name, "int64")}' for name in names)
     on_host = [
-        f"k = torch.tensor([{_k(manifest, record)}]).pin_memory()  # which is read on the host",
+        f"k = torch.tensor([{_k(manifest, record)}]).pin_memory()  # read on the host",
         f'context.set_tensor_address("{K_INPUT}", k.data_ptr())',
     ]
     return "\n".join(

@@ -82,7 +82,7 @@ class EngineSession:
     `capture` records repeated work as CUDA graphs. `eager` compiles for each shape before its first
     result (TensorRT-RTX), which takes seconds and makes all runs equally fast. For an engine with
     experts' weights as inputs, `host_weights` leaves them in host memory, and `experts` is another
-    bundle whose experts replace its own. Raises as `find_plan` and `load_engine` do. Only one
+    bundle whose experts replace its own. Raises what `find_plan` and `load_engine` raise. Only one
     thread at a time may call it. The GPU's memory is freed by `close`, or with the last reference.
     """
 
@@ -195,8 +195,8 @@ class EngineSession:
         if source is None:
             dtype = str(getattr(x, "dtype", type(x).__name__)).removeprefix("torch.")
             raise FeedError(
-                f"input '{name}' takes {wanted}, not {dtype}",
-                hint="cast the array; `moexport inspect` shows what a model takes",
+                f"input '{name}' must be {wanted}, not {dtype}",
+                hint="cast the array; `moexport inspect` shows the inputs that a model accepts",
             )
         if source.on_gpu and source.array.device.index != self._device:
             raise FeedError(
@@ -293,7 +293,7 @@ class LoadedEngine:
 
     `graphs` lets TensorRT-RTX record the work itself (for TensorRT the caller does); `eager` makes
     it compile a shape's kernels before its first run, instead of using general ones until they are
-    ready. Raises as `load_engine` does.
+    ready. Raises what `load_engine` raises.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class LoadedEngine:
         inputs = [name for name in names if name not in others]
         if len(inputs) != 1:
             raise EngineError(
-                f"{self.path}: has {', '.join(inputs) or 'no inputs'}; one is expected, besides k",
+                f"{self.path} has {', '.join(inputs) or 'no inputs'}; expected one input besides k",
                 hint="keep the engine in its bundle, whose manifest describes its inputs",
             )
         (self.input_name,) = inputs
@@ -359,7 +359,7 @@ class LoadedEngine:
         before = read_kernels(name)
         if before:
             runtime_cache.deserialize(before)
-        # Also when the process ends without closing its engine.
+        # This also runs if the process ends without closing its engine.
         self._kernels = weakref.finalize(self, _keep_kernels, name, runtime_cache, before)
         self._runtime_cache = runtime_cache  # must outlive the context
         return runtime_cache
@@ -379,7 +379,7 @@ class LoadedEngine:
         host = self._trt.TensorLocation.HOST
         if self.takes_k and self._engine.get_tensor_location(K_INPUT) != host:
             raise EngineError(
-                f"{self.path}: takes k on the GPU, where it determines no size",
+                f"{self.path} reads k on the GPU, where it determines no size",
                 hint="build an engine from a graph that `moexport export --k input` wrote",
             )
 
@@ -448,7 +448,7 @@ class LoadedEngine:
         """Returns a tensor's numpy type; `EngineError` if numpy has none."""
         dtype = self._engine.get_tensor_dtype(name).name
         if dtype not in TYPES:
-            raise EngineError(f"{self.path}: '{name}' is {dtype}, which numpy does not have")
+            raise EngineError(f"{self.path}: '{name}' is {dtype}, which numpy does not support")
         return TYPES[dtype]
 
     def close(self) -> None:
@@ -469,7 +469,7 @@ class LoadedEngine:
             if request():
                 return
         raise EngineError(
-            f"{self.path}: the engine does not take {what}",
+            f"{self.path}: the engine refuses {what}",
             hint="build the engine again; `moexport inspect` shows its profiles",
         )
 

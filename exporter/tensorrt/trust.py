@@ -1,8 +1,7 @@
 """Trust in engines: one is loaded only if its user built it here, or explicitly trusts it.
 
-A plan is code that TensorRT runs. So it must be byte for byte the file in the bundle's manifest,
-with a signature that only this user can make; and a cache folder that others may write to is not
-used.
+A plan is code that TensorRT runs. It must be byte for byte the file in the bundle's manifest, with
+a signature that only this user can make, and a cache folder that others may write to is not used.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..bundle.manifest import MANIFEST_FILE, FileRecord, Manifest
 from .backends import BACKENDS, TENSORRT_RTX, Backend, backend_named
 from .records import EngineRecord, engines_of
 
-TRUST = "--trust-engine loads it all the same: do that only for a file of your own"
+TRUST = "--trust-engine loads it anyway: use it only for a file of your own"
 
 MAGIC = {b"vtrt": TENSORRT_RTX}
 """First bytes of a plan by TensorRT-RTX 1.7.1; others are recognised by their record."""
@@ -32,7 +31,7 @@ SIZE_AT, VERSION_AT, HEADER_BYTES = 16, 24, 64
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """A plan file, its record if a manifest lists it, and its SHA-256 if that must hold.
+    """A plan file, its record if a manifest lists it, and its SHA-256 if that must match.
 
     `version` is the backend's, from the start of the file, if it is known. `trusted`: this user
     built it here, or trusts it.
@@ -75,14 +74,14 @@ def find_plan(path: Path, *, trust: bool = False) -> PlanFile:
         whole = size if known is None else known.bytes
     if size < whole:
         raise EngineError(
-            f"{path}: truncated: {size} of {whole} bytes",
+            f"{path} is truncated: {size} of {whole} bytes",
             hint="copy it again from an intact copy, or build it again with `moexport build`",
         )
     if record is None and not trust:
         raise EngineError(f"{path}: no manifest next to it lists this engine", hint=TRUST)
     if known is not None and not trust and known_sha256(path) != known.sha256:
         raise EngineError(
-            f"{path}: not the engine in {MANIFEST_FILE} (SHA-256 differs): it is "
+            f"{path} is not the engine in {MANIFEST_FILE} (SHA-256 differs): it is "
             "damaged or was replaced",
             hint=f"build it again with `moexport build`; {TRUST}",
         )
@@ -103,7 +102,7 @@ def _backend(path: Path, record: EngineRecord | None, wrote: Backend | None) -> 
         listed = backend_named(record.flavour)
         if wrote is not None and wrote != listed:
             raise EngineError(
-                f"{path}: an engine of {wrote.title}, but {MANIFEST_FILE} lists one of "
+                f"{path} is an engine of {wrote.title}, but {MANIFEST_FILE} lists one of "
                 f"{listed.title}",
                 hint=f"build it again with `moexport build {path.parent} --target {listed.name}`",
             )
@@ -113,7 +112,7 @@ def _backend(path: Path, record: EngineRecord | None, wrote: Backend | None) -> 
     named = [backend for name, backend in BACKENDS.items() if name in path.name]
     if not named:
         raise EngineError(
-            f"{path}: does not begin like a plan of {TENSORRT_RTX.title}, and nothing else "
+            f"{path} does not begin like a plan of {TENSORRT_RTX.title}, and nothing else "
             "identifies its backend",
             hint="rename it to engine-tensorrt.plan if it is TensorRT's",
         )
@@ -133,13 +132,13 @@ def trusted_content(plan: PlanFile) -> bytes:
     """Returns the bytes of an engine that may run; exactly these bytes were hashed."""
     if not plan.trusted:
         raise UntrustedEngineError(
-            f"{plan.path}: was not built by you on this machine, and an engine is code",
+            f"{plan.path} was not built by you on this machine, and an engine is code",
             hint=f"build it here: `moexport build {plan.path.parent}`; or, if you know who made "
             "the bundle, load it with --trust-engine",
         )
     content = plan.path.read_bytes()
     if plan.sha256 is not None and hashlib.sha256(content).hexdigest() != plan.sha256:
-        raise EngineError(f"{plan.path}: was replaced while it was being loaded")
+        raise EngineError(f"{plan.path} was replaced while it was being loaded")
     return content
 
 

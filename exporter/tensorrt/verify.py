@@ -39,10 +39,10 @@ def checks(
     *,
     trust: bool,
 ) -> Iterator[Check]:
-    """Yields the checks of a bundle's engines, as `bundle.runtimes.engine_checks` has them."""
+    """Yields the checks of a bundle's engines; see `bundle.runtimes.engine_checks`."""
     for engine in engines_of(manifest):
-        held = bounds(bool(engine.options.get("tf32")))
-        yield from _engine_check(directory, manifest, engine, expected, held, trust=trust)
+        tolerance = bounds(bool(engine.options.get("tf32")))
+        yield from _engine_check(directory, manifest, engine, expected, tolerance, trust=trust)
 
 
 def engine_parity(
@@ -72,14 +72,14 @@ def engine_parity(
     for k, one in {expected.main_k: expected, **expected.at_other_k}.items():
         try:
             parities[k] = at(one)
-        except (FeedError, UsageError):  # its profiles do not contain this k, or all is tied
+        except (FeedError, UsageError):  # its profiles do not contain this k, or all choices tie
             if one is expected:
                 raise
     return furthest_off(parities)
 
 
 def _exposed(session: EngineSession, manifest: Manifest, record: EngineRecord) -> dict[str, str]:
-    """The engine's outputs that hold its layers' choices, by choice."""
+    """The engine's outputs with its layers' choices, by choice."""
     graph = next((entry for entry in manifest.graphs if entry.file == record.graph), None)
     named = {} if graph is None else graph.selected
     return {choice: value for choice, value in named.items() if value in session.output_names}
@@ -101,7 +101,7 @@ def _runs(
 def settled(expected: Reference, tie: float) -> Reference:
     """Returns the reference without the samples in which some choice is a tie.
 
-    For runtimes that do not report choices: in those samples either choice would be right.
+    For runtimes that do not report choices: in those samples either choice would be correct.
     Raises `FeedError` if none is left.
     """
     clear = np.ones(len(expected.x), dtype=bool)
@@ -109,7 +109,7 @@ def settled(expected: Reference, tie: float) -> Reference:
         clear &= (margin.reshape(len(clear), -1) > tie).all(axis=1)
     if not clear.any():
         raise FeedError(
-            "in every reference input some experts are chosen by less than rounding may change",
+            "in every reference input, rounding may change the choice of some experts",
             hint="export again with other or more --data",
         )
     return expected.rows(clear)
@@ -124,7 +124,7 @@ def _engine_check(
     *,
     trust: bool,
 ) -> Iterator[Check]:
-    """An engine's parity where it can run here, else why it was not run."""
+    """An engine's parity if it can run here, or why it was not run."""
     why_not = None if first_gpu() is not None else "there is no NVIDIA GPU here"
     try:
         if expected is not None:

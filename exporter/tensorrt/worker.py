@@ -68,12 +68,12 @@ def _build(
     G_LOGGER.python_logger.propagate = False
     parent = os.getppid()
 
-    def go_on(per_mille: int) -> bool:
+    def on_step(per_mille: int) -> bool:
         """Reports the progress; returns False on an interrupt, or if the parent is gone."""
         events.say("step", done=per_mille)
         return not stop.is_set() and os.getppid() == parent
 
-    plan, compiled = compile_engine(loaders, request, go_on)
+    plan, compiled = compile_engine(loaders, request, on_step)
     with Path(request["output"]).open("wb") as file:
         file.write(memoryview(plan))
     seconds = round(time.monotonic() - started, 3)
@@ -118,8 +118,8 @@ def compile_engine(
 ) -> tuple[Any, Compiled]:
     """Returns an engine's bytes, as TensorRT's own buffer, and the facts of its build.
 
-    `on_step` receives the progress in per mille, and returns whether to continue. Raises as
-    Polygraphy does, and `DishonouredError`.
+    `on_step` receives the progress in per mille, and returns whether to continue. Raises
+    Polygraphy's errors, and `DishonouredError`.
     """
     trt = importlib.import_module(BACKENDS[request["flavour"]].module)
     network = _network(loaders, trt, request)
@@ -253,9 +253,9 @@ def _finish_config(
     _same("profiles", len(request["profiles"]), read_back["profiles"])
 
 
-def _same(name: str, wish: Any, got: Any) -> None:
-    if wish != got:
-        raise DishonouredError(f"{name}: asked {wish}, got {got}")
+def _same(name: str, wanted: Any, got: Any) -> None:
+    if wanted != got:
+        raise DishonouredError(f"{name}: requested {wanted}, got {got}")
 
 
 def check_timing_cache(builder: Any, file: Path) -> None:
@@ -308,8 +308,8 @@ def network_products(network: Any) -> list[Product]:
     """Returns the network's products and convolutions, each with the type that it computes in.
 
     The network is strongly typed, so these are the engine's types: a builder may fuse layers, but
-    not change their types. A product of dequantised values is an INT8 one; whether its kernel
-    multiplies integers if a Gather lies between, only a GPU's inspector shows.
+    not change their types. A product of dequantised values is an INT8 one; with a Gather between,
+    only the inspector on a GPU shows whether its kernel multiplies integers.
     """
     stored = {}  # the type that a tensor was dequantised from
     for layer in network:
@@ -328,7 +328,7 @@ def network_products(network: Any) -> list[Product]:
         inputs = [port for port in inputs if port is not None]
         kinds = {PRECISIONS.get(port.dtype.name, port.dtype.name.lower()) for port in inputs[:2]}
         both = {stored.get(port.name) for port in inputs[:2]}
-        # 4-bit weights meet floats; with 8 bits, both factors are of one kind.
+        # 4-bit weights are multiplied by floats; with 8 bits, both factors have one type.
         own = "int4" if "int4" in both else both.pop() if len(both) == 1 else None
         precision = own or "+".join(sorted(kinds))
         products.append(Product(name=layer.name, kind=layer.type.name.lower(), precision=precision))
@@ -338,7 +338,7 @@ def network_products(network: Any) -> list[Product]:
 def inspect_plan(trt: Any, plan: Any, logger: Any) -> dict[str, Any] | None:
     """Returns the inspector's report of an engine on this GPU, None for engines of other GPUs.
 
-    It is empty if that is not JSON: the network's types have proved the precision already.
+    It is empty if the report is not JSON: the network's types have proved the precision already.
     """
     runtime = trt.Runtime(logger)  # the builder's own, so that failures have its message
     if hasattr(runtime, "get_engine_validity"):
@@ -405,7 +405,7 @@ class Fraction:
 
 
 NOISE = ("Thread context has not been set",)
-"""Messages that TensorRT calls errors but that mean nothing."""
+"""Messages that TensorRT logs as errors, but that are harmless."""
 
 
 class ErrorLines(logging.Handler):

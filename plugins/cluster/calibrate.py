@@ -78,9 +78,9 @@ def merged(parts: list[Observed]) -> Observed:
             "the nodes do not read the same model and inputs",
             hint="compare the files that the path names on each node, or give a URL",
         )
-    seen = reduce(add, (part.seen for part in parts))
-    seen.check()
-    return replace(first, seen=seen)
+    found = reduce(add, (part.observations for part in parts))
+    found.check()
+    return replace(first, observations=found)
 
 
 def _all_of(

@@ -64,7 +64,9 @@ KINDS = [name for name in SOFT_MOE if name not in ("soft_moe_vit", "soft_moe_vit
 @pytest.mark.parametrize("name", KINDS)
 def test_exactly_the_rows_of_the_selection_are_observed(name: str) -> None:
     model, x, k = loaded(name), read_case(name).x, 2
-    seen = observe_model(calibration_job(model, x, CalibrateRequest(k=k, batch=2))).seen.histograms
+    seen = observe_model(
+        calibration_job(model, x, CalibrateRequest(k=k, batch=2))
+    ).observations.histograms
     expected = expert_rows(model, x, k)
     assert expected.keys() == {key for key in seen if "experts." in key}
     for key, values in expected.items():
@@ -83,7 +85,7 @@ def test_exactly_the_rows_of_the_selection_are_observed(name: str) -> None:
 @torch.no_grad()
 def test_the_backbone_is_observed_too() -> None:
     model, x = loaded("soft_moe_vit"), read_case("soft_moe_vit").x
-    seen = observe_model(calibration_job(model, x, CalibrateRequest(batch=1))).seen
+    seen = observe_model(calibration_job(model, x, CalibrateRequest(batch=1))).observations
     inputs: dict[str, torch.Tensor] = {}
     for name, module in model.module.named_modules():
         if isinstance(module, torch.nn.Linear):
@@ -107,7 +109,9 @@ def test_the_backbone_is_observed_too() -> None:
 @pytest.mark.parametrize("name", ["mumoe_cp_2level", "mumoe_gpt2_tr"])
 def test_factors_of_mumoe_layers_are_observed(name: str) -> None:
     model = loaded(name)
-    seen = observe_model(calibration_job(model, read_case(name).x, CalibrateRequest(batch=2))).seen
+    seen = observe_model(
+        calibration_job(model, read_case(name).x, CalibrateRequest(batch=2))
+    ).observations
     for layer, module in mumoe_layers(model.module).items():
         for index in range(len(module.spec.tensors)):
             assert f"{layer}/tensor.{index}.input" in seen.histograms

@@ -39,7 +39,7 @@ def test_a_missing_tensor_is_named() -> None:
         ("{", "not valid JSON"),
         ("[]", "schema None"),
         ('{"schema": 9}', "schema 9"),
-        ('{"schema": 1}', "not a whole calibration table"),
+        ('{"schema": 1}', "not a complete calibration table"),
     ],
 )
 def test_what_is_no_table_is_refused(tmp_path: Path, content: str, says: str) -> None:

@@ -64,7 +64,7 @@ def test_a_feed_of_shards_says_how_many_inputs_it_gave(tmp_path: Path) -> None:
     data, place = tmp_path / "x.parquet", tmp_path / "table.json"
     outcome = run("calibrate", WEIGHTS, "--data", data, "-o", place, "--k", "2")
     assert outcome.code == 0, outcome.err
-    assert "the feed gave 12 inputs" in outcome.err
+    assert "the feed has 12 inputs" in outcome.err
 
 
 def test_the_same_calibration_uses_the_table_that_is_there(table: Path, feed: Path) -> None:
@@ -79,10 +79,10 @@ def test_the_same_calibration_uses_the_table_that_is_there(table: Path, feed: Pa
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--k", "1"), "of k = 2, not 1"),
+        (("--k", "1"), "for k = 2, not 1"),
         (("--k", "2", "--method", "minmax"), "method percentile 99.99, not minmax"),
         (("--k", "2", "--percentile", "99"), "method percentile 99.99, not percentile 99"),
-        (("--k", "2", "--samples", "11"), "of another feed (12 inputs)"),
+        (("--k", "2", "--samples", "11"), "for another feed (12 inputs)"),
         (("--k", "2", "--renormalize"), "without --renormalize"),
     ],
 )

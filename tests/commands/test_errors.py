@@ -237,7 +237,7 @@ def test_run_refuses_k_where_it_is_baked(exported: Path, tmp_path: Path) -> None
 def test_run_lists_the_graphs_there_are(exported: Path, tmp_path: Path) -> None:
     x = np.zeros((1, 3, 32, 32), np.float32)
     outcome = run_layer(exported, tmp_path, "--graph", "dense", x=x)
-    assert_refused(outcome, "contains no graph 'dense'", "model.onnx, model-grouped.onnx")
+    assert_refused(outcome, "has no graph 'dense'", "model.onnx, model-grouped.onnx")
     (tmp_path / "x.npz").unlink()
     assert run_layer(exported, tmp_path, "--graph", "grouped", x=x).code == 0
 
@@ -278,7 +278,7 @@ def test_run_does_not_write_over_its_input(exported: Path, tmp_path: Path) -> No
     before = (tmp_path / "x.npz").read_bytes()
     for name in ("x.npz", "same.npz"):
         outcome = run("run", exported, "-i", tmp_path / "x.npz", "-o", tmp_path / name)
-        assert_refused(outcome, "that is the input, which would be lost", "choose another -o")
+        assert_refused(outcome, "is the input, which would be lost", "choose another -o")
     assert (tmp_path / "x.npz").read_bytes() == before
 
 
@@ -304,7 +304,8 @@ def test_run_takes_all_inputs_of_a_folder(exported: Path, tmp_path: Path) -> Non
         assert arrays["output"].shape == (2, 10)
     np.save(tmp_path / "c.npy", np.zeros((1, 3, 16, 16), np.float32))
     outcome = run("run", exported, "-i", tmp_path, "-o", tmp_path / "z.npz")
-    assert_refused(outcome, "do not stack: inputs of (3, 16, 16), (3, 32, 32)", "each size", code=1)
+    shapes = "have the shapes (3, 16, 16), (3, 32, 32)"
+    assert_refused(outcome, f"do not stack; their inputs {shapes}", "each size", code=1)
     assert not (tmp_path / "z.npz").exists()
 
 

@@ -77,7 +77,7 @@ def test_of_large_outputs_a_record_keeps_fewer_with_other_k(
     [
         ("k=2/y", np.zeros((3, 5), np.float32), "with k = 2, outputs"),
         ("k=2/selected/moe", np.zeros((3, 2), np.uint8), "neither indices nor weights"),
-        ("k=2/kept/other", np.array(2), "what it holds with k = 2 is not complete"),
+        ("k=2/kept/other", np.array(2), "the results with k = 2 are not complete"),
         ("k=3/kept/moe", np.array(3), None),
     ],
 )
@@ -112,7 +112,7 @@ def any_k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = ("export", many_experts(folder, 16), "-o", folder / "out", "--k", "input")
     outcome = run(*arguments, "--data", folder / "x.npz", "--lowering", "gather", "--threads", "1")
     assert outcome.code == 0, outcome.err
-    assert "the furthest off of 1, 4, 8, 16: max |difference|" in outcome.err
+    assert "the worst of 1, 4, 8, 16: max |difference|" in outcome.err
     assert "were not compared" not in outcome.err
     return folder / "out"
 
@@ -124,7 +124,7 @@ def test_an_export_with_any_k_compares_four_and_with_all_each_expert(any_k: Path
     assert len(chosen["layer"]) < 16
     verified = run("verify", any_k)
     assert verified.code == 0
-    assert "the furthest off of 1, 4, 8, 16" in verified.out
+    assert "the worst of 1, 4, 8, 16" in verified.out
     assert "were not compared" not in verified.out
 
 
@@ -139,7 +139,7 @@ def test_verify_refuses_what_is_wrong_with_one_k(k: int, any_k: Path, tmp_path: 
 
     change_reference(bundle, damage)
     (detail,) = failed_checks(bundle).values()
-    assert detail.startswith(f"with k = {k}, the furthest off of 1, 4, 8, 16")
+    assert detail.startswith(f"with k = {k}, the worst of 1, 4, 8, 16")
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_a_bundle_that_was_compared_at_one_k_verifies_as_before(
     change_reference(bundle, forget)
     verified = run("verify", bundle)
     assert verified.code == 0
-    assert "furthest off" not in verified.out
+    assert "the worst of" not in verified.out
     assert "experts that no input chose were not compared" in verified.out
 
 

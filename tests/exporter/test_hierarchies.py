@@ -133,7 +133,7 @@ def test_routing_of_new_inputs_needs_the_coefficients(
     told = run("verify", tmp_path / "plain", "--data", data).out
     assert "noted   routing of --data: not compared: every layer keeps all" in told
     refused = run("verify", tmp_path / "plain", "--data", tmp_path / "new.npz")
-    assert refused.code == 1 and "--expose-routing and --data keeps coefficients" in refused.hint
+    assert refused.code == 1 and "--expose-routing and --data records coefficients" in refused.hint
     told = run("verify", tmp_path / "shown", "--data", tmp_path / "new.npz").out
     assert "ok      routing of --data: no drift: 0.0%" in told
 

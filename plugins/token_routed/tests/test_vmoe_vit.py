@@ -149,11 +149,11 @@ def test_verify_holds_what_rounds_to_bfloat16_to_the_bound_of_its_export(tmp_pat
     assert 1e-4 < parity["max_rel"] < parity["rtol"] == ROUNDED
     verified = run("verify", out)
     assert verified.code == 0
-    assert "held to 0.001 of max|y|, since the graph rounds to BF16" in verified.out
+    assert "the bound is 0.001 of max|y|, since the graph rounds to BF16" in verified.out
 
     def shift(arrays: dict[str, np.ndarray]) -> None:
         arrays["y"] = arrays["y"] + 2e-3 * np.abs(arrays["y"]).max()
 
     change_reference(out, shift)
     change_manifest(out, lambda m: m["parity"].update(rtol=0.5))
-    assert "held to 0.001" in failed_checks(out)["parity of model.onnx"]
+    assert "the bound is 0.001" in failed_checks(out)["parity of model.onnx"]

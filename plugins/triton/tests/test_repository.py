@@ -151,7 +151,7 @@ def test_what_cannot_be_served_so_is_refused(
 def test_a_bundle_without_a_tensorrt_engine_is_told_how_to_get_one(
     bundles: Bundles, tmp_path: Path
 ) -> None:
-    with pytest.raises(EngineError, match="contains no tensorrt engine") as caught:
+    with pytest.raises(EngineError, match="has no tensorrt engine") as caught:
         moexport.triton(bundles["2"], tmp_path / "models", backend="tensorrt")
     assert 'target="tensorrt"' in str(caught.value.hint)
 

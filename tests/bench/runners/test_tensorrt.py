@@ -133,7 +133,7 @@ def test_a_bundle_takes_part_with_the_engine_that_it_holds(exported: Path) -> No
     assert [source.engine for source in candidate.graphs] == [BACKEND] * 2
     source = candidate.graphs[0].loader
     assert isinstance(source, EngineLoader)
-    with pytest.raises(EngineError, match=r"contains no tensorrt-rtx engine of model\.onnx"):
+    with pytest.raises(EngineError, match=r"has no tensorrt-rtx engine of model\.onnx"):
         source()
 
 

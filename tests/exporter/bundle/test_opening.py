@@ -75,7 +75,7 @@ def test_weights_that_no_hash_is_known_of_are_not_opened(bundle: Path) -> None:
     with pytest.raises(BundleError, match=r"weights\.bin: the manifest does not list it"):
         Bundle.open(bundle).session()
     assert set(failed_checks(bundle).values()) == {
-        "it keeps weights in weights.bin, of which manifest.json lists no hash"
+        "it keeps weights in weights.bin, for which manifest.json lists no hash"
     }
 
 
@@ -183,13 +183,13 @@ def test_every_field_of_another_type_is_an_error_and_no_defect(bundle: Path) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m["layers"][0].update(experts=9), "manifest.json says 9 experts, k 4"),
-        (lambda m: m["layers"][0].update(k=5), "says 8 experts, k 5"),
+        (lambda m: m["layers"][0].update(experts=9), "manifest.json lists 9 experts, k 4"),
+        (lambda m: m["layers"][0].update(k=5), "lists 8 experts, k 5"),
         (lambda m: m["graphs"][0]["lowerings"].update({"blocks.2.mlp": "dense"}), "lowering dense"),
         (lambda m: m["layers"][0].update(name="other"), "the graph does not name it"),
-        (lambda m: m["inputs"][0].update(name="x"), "its inputs are input, and manifest.json"),
-        (lambda m: m["outputs"][0].update(name="z"), "and manifest.json lists z"),
-        (lambda m: m["files"].pop("model.onnx"), "manifest.json lists no hash of it"),
+        (lambda m: m["inputs"][0].update(name="x"), "its inputs are input, but manifest.json"),
+        (lambda m: m["outputs"][0].update(name="z"), "but manifest.json lists z"),
+        (lambda m: m["files"].pop("model.onnx"), "manifest.json lists no hash for it"),
     ],
 )
 def test_a_manifest_that_says_otherwise_than_its_graph_is_found(
@@ -230,8 +230,8 @@ def test_the_wider_bound_of_graphs_that_round_is_that_of_no_others(bundle: Path)
 def test_a_lost_reference_is_told_from_one_that_never_was(bundle: Path) -> None:
     change_manifest(bundle, lambda m: m["files"].pop("parity.npz"))
     assert failed_checks(bundle) == {
-        "parity": "manifest.json tells of a comparison and does not list parity.npz: it is not "
-        "whole"
+        "parity": "manifest.json records a comparison but does not list parity.npz: it is "
+        "incomplete"
     }
 
 
@@ -252,9 +252,9 @@ def test_where_nothing_was_compared_no_difference_is_told(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda a: a.update(x=a["x"][:0]), "it holds no inputs"),
+        (lambda a: a.update(x=a["x"][:0]), "it has no inputs"),
         (lambda a: a.update(y=np.array(["a"] * 8)), "'y' is str32, not numbers"),
-        (lambda a: a.update(y=a["y"][:3]), "'y' is of shape (3, 10)"),
+        (lambda a: a.update(y=a["y"][:3]), "'y' has the shape (3, 10)"),
         (lambda a: a.pop("margin/blocks.2.mlp"), "its choices are not complete"),
         (lambda a: a.update({"kept/blocks.2.mlp": np.ones(3)}), "not a readable parity record"),
         (lambda a: a.pop("dense"), "dense"),

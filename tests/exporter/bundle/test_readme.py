@@ -108,7 +108,7 @@ def test_the_page_s_program_gives_a_whole_group_of_images(
     outcome = run("export", case.index, "-o", tmp_path / "out", *given)
     assert outcome.code == 0, outcome.err
     page = (tmp_path / "out" / README_FILE).read_text(encoding="utf-8")
-    assert "named axes take any size, the batch multiples of 4." in page
+    assert "named axes may have any size, the batch any multiple of 4." in page
     monkeypatch.chdir(tmp_path / "out")
     names: dict[str, np.ndarray] = {}
     exec(PROGRAM.findall(page)[0], names)

@@ -122,7 +122,7 @@ def test_the_command_notes_a_drift_and_does_not_fail(data: Path, tmp_path: Path)
     assert outcome.code == 0
     (line,) = [line for line in outcome.out.splitlines() if NAME in line]
     assert line.startswith(f"noted   {NAME}: DRIFTED")
-    assert "export again with --data like these" in line
+    assert "export again with these inputs as --data" in line
     outcome = run("verify", tmp_path / "out", "--data", data / "shifted.npz", "--json")
     (check,) = [c for c in json.loads(outcome.out)["checks"] if c["name"] == NAME]
     assert check["passed"] and 0 < check["drift"][0]["low"] < check["drift"][0]["high"]
@@ -148,12 +148,12 @@ def test_where_nothing_is_chosen_or_known_no_drift_is_told(data: Path, tmp_path:
     outcome = run("verify", tmp_path / "without", "--data", data / "same.npz")
     assert outcome.code == 1 and "neither labels nor outputs" in outcome.error
     outcome = run("verify", tmp_path / "without", "--data", tmp_path / "own.npz")
-    assert f"ok      {NAME}: not compared: the export kept no choices" in outcome.out
+    assert f"ok      {NAME}: not compared: the export recorded no choices" in outcome.out
 
 
 @pytest.mark.parametrize("layer", [{}, {"inputs": 3, "counts": [0, 0], "spread": [0, 0]}, 7])
 def test_what_is_no_histogram_is_refused(layer: Any) -> None:
-    with pytest.raises(BundleError, match="its 'choices' are no histogram"):
+    with pytest.raises(BundleError, match="'choices' is not a histogram"):
         recorded_histograms({CHOICES: {"layers": {"layer": layer}}})
     assert recorded_histograms({}) is None
 

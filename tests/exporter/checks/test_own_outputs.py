@@ -156,7 +156,7 @@ def test_right_settings_pass_and_the_bundle_tells_its_accuracy(
     best = accuracy(own.y, own.labels)
     outcome = exported(tmp_path, *RIGHT, "--data", data, "--k", k, "--lowering", "dense")
     assert f"your own outputs {best}, PyTorch {best}" in outcome.err
-    assert "PyTorch gives what your own model gives" in outcome.err
+    assert "PyTorch gives the same outputs as your own model" in outcome.err
     bundle = moexport.Bundle.open(tmp_path / "out")
     y = bundle.session()(own.x, **({"k": 8} if k == "input" else {}))
     here = accuracy(y, own.labels)
@@ -178,7 +178,7 @@ def test_verify_fails_for_a_bundle_that_is_not_the_user_s_model(
     assert run("verify", tmp_path / "out").code == 0
     outcome = run("verify", tmp_path / "out", "--data", data)
     assert outcome.code == 3
-    assert "FAILED  model.onnx beside your own model" in outcome.out
+    assert "FAILED  model.onnx and your own model" in outcome.out
     outcome = run("verify", tmp_path / "out", "--data", own.save(tmp_path / "labelled.npz"))
     assert outcome.code == 0
     np.savez(tmp_path / "bare.npz", input=own.x)

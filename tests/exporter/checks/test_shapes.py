@@ -53,7 +53,7 @@ def test_the_line_of_a_hint_gives_the_shape(
 
 def test_pixels_in_a_flat_row_are_not_taken_for_channels() -> None:
     hint = shape_hint((5, 3 * 32 * 24), ("batch", 3, 32, 24))
-    pixels = hint[hint.rindex("x = ") : hint.index(" where it holds pixels")]
+    pixels = hint[hint.rindex("x = ") : hint.index(" if it is pixel after pixel")]
     images = np.random.default_rng(0).standard_normal((5, 3, 32, 24))
     scope = {"x": images.transpose(0, 2, 3, 1).reshape(5, -1)}
     exec(pixels, scope)
@@ -75,8 +75,8 @@ def test_a_patch_that_was_taken_for_channels_is_told(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "linear.pt")
     outcome = run("inspect", tmp_path / "linear.pt", *VIT_SETS, "--set", "img_size=4")
     assert outcome.code == 0, outcome.err
-    assert "looks odd: the network takes images of 192 channels" in outcome.out
-    assert "a patch of 8 x 8 pixels has numbers in 3 channels" in outcome.out
+    assert "looks odd: the network expects images of 192 channels" in outcome.out
+    assert "a patch of 8 x 8 pixels with 3 channels" in outcome.out
     assert not [
         note
         for note in moexport.load(case.weights, config=VIT_CONFIG).notes
@@ -87,8 +87,8 @@ def test_a_patch_that_was_taken_for_channels_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
-        (("batch", 588, 16, 16), "588 channels, as many as a patch of 14 x 14 pixels"),
-        (("batch", 16, 16, 588), "588 channels, as many as a patch of 14 x 14 pixels"),
+        (("batch", 588, 16, 16), "588 channels, the size of a patch of 14 x 14 pixels"),
+        (("batch", 16, 16, 588), "588 channels, the size of a patch of 14 x 14 pixels"),
         (("batch", 3, 1, 196), "1 x 196 pixels"),
         (("batch", 3, 2, 2), "2 x 2 pixels"),
     ],

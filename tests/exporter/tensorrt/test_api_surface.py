@@ -307,5 +307,5 @@ def test_another_version_is_refused_with_the_versions_that_work(
     if works:
         backend.check_version(version)
         return
-    with pytest.raises(MissingExtraError, match=rf"{version} is installed, and moexport works"):
+    with pytest.raises(MissingExtraError, match=rf"{version} is installed, but moexport works"):
         backend.check_version(version)

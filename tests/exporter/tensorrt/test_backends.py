@@ -48,14 +48,14 @@ def test_the_refusal_names_the_gpu_and_the_way_out() -> None:
     TENSORRT.check_serves(H100)
     with pytest.raises(ForeignEngineError) as found:
         TENSORRT_RTX.check_serves(H100)
-    assert "does not serve NVIDIA H100 80GB HBM3 (compute capability 9.0)" in found.value.message
+    assert "does not support NVIDIA H100 80GB HBM3 (compute capability 9.0)" in found.value.message
     assert "8.9 (RTX 40 series)" in found.value.message
     brings = "" if TENSORRT.installed() else f", installed with {TENSORRT.install}"
     assert found.value.hint == (
         f"use TensorRT there (--target tensorrt){brings}, or run the graph in ONNX Runtime "
         "(--provider cuda)"
     )
-    with pytest.raises(EngineError, match=r"it serves compute capability 7\.5 and newer") as old:
+    with pytest.raises(EngineError, match=r"it supports compute capability 7\.5 and newer") as old:
         TENSORRT.check_serves(V100, EngineError)
     assert old.value.hint is not None
     assert old.value.hint.startswith("run the graph in ONNX Runtime there")
@@ -123,7 +123,7 @@ def on(gpu: Gpu, folder: Path, *arguments: str | Path) -> Outcome:
 def test_a_build_for_a_gpu_that_is_not_served_is_refused(bundle: Path, tmp_path: Path) -> None:
     outcome = on(H100, tmp_path, "build", bundle, "--compute-capability", "current")
     assert (outcome.code, outcome.out) == (2, "")
-    assert "TensorRT-RTX does not serve NVIDIA H100 80GB HBM3" in outcome.error
+    assert "TensorRT-RTX does not support NVIDIA H100 80GB HBM3" in outcome.error
     assert "--target tensorrt" in outcome.hint
 
 
@@ -131,7 +131,7 @@ def test_a_build_for_a_gpu_that_is_not_served_is_refused(bundle: Path, tmp_path:
 @pytest.mark.parametrize(
     ("gpu", "message", "hint"),
     [
-        (H100, "TensorRT-RTX does not serve NVIDIA H100", "--target tensorrt"),
+        (H100, "TensorRT-RTX does not support NVIDIA H100", "--target tensorrt"),
         (
             Gpu("NVIDIA GeForce RTX 5090", "12.0", "580.65.06"),
             "built for cards of compute capability 8.9, but this machine has NVIDIA GeForce RTX",

@@ -85,7 +85,7 @@ NO_KERNEL = (
             "there is no NVIDIA GPU, or its driver is too old",
             "moexport doctor",
         ),
-        (["DishonouredError: tf32: asked True, got False"], "did not apply", "leave that"),
+        (["DishonouredError: tf32: requested True, got False"], "did not apply", "leave that"),
         (["No importer registered for op: NonZero"], "its ONNX importer refused", "--target"),
         (["something new"], "cannot compile the graph: something new", "another --lowering"),
     ],

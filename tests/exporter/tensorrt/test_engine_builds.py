@@ -186,18 +186,18 @@ def test_a_dry_run_says_what_would_be_built(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message", "hint"),
     [
-        (("--timing-cache", "t"), "TensorRT-RTX does not have it: it times nothing", "leave"),
+        (("--timing-cache", "t"), "TensorRT-RTX does not support it: it times no kernels", "leave"),
         (("--version-compatible",), "its engines run in the version that built them", "leave"),
-        (("--hardware-compatible", "ampere-plus"), "traced by --compute-capability", "leave"),
+        (("--hardware-compatible", "ampere-plus"), "--compute-capability names the GPUs", "leave"),
         (("--optimization-level", "9"), "TensorRT-RTX has levels 0 to 5", "3 is its default"),
         (("--workspace", "lots"), "--workspace lots: not a number of bytes", "2GiB"),
         (("--compute-capability", "9.0"), "9.0: TensorRT-RTX compiles for", "use TensorRT there"),
-        (("--compute-capability", "8.9,8.9"), "one is repeated", "once"),
-        (("--compute-capability", "current,8.9"), "current stands alone", "name capabilities"),
+        (("--compute-capability", "8.9,8.9"), "has duplicates", "once"),
+        (("--compute-capability", "current,8.9"), "current must be the only", "name capabilities"),
         (("--profile", "rows=1"), "--profile rows=1: expected AXIS", "axes: batch, tokens"),
         (("--profile", "k=1:2:7"), "--profile k=1:2:7: k is at most 6", "covers every k"),
-        (("--graph", "dense"), "contains no graph 'dense'", "it contains model.onnx"),
-        (("--profile", "batch=1", "--profile", "batch=1"), "two are the same", "give each once"),
+        (("--graph", "dense"), "has no graph 'dense'", "it has model.onnx"),
+        (("--profile", "batch=1", "--profile", "batch=1"), "are the same", "give each once"),
         (
             ("--batch", "1:2:4", "--profile", "batch=1"),
             "--batch 1:2:4: every --profile names batch itself",
@@ -226,7 +226,7 @@ def test_an_engine_cache_that_cannot_be_made_is_refused(bundle: Path) -> None:
 
 def test_a_timing_cache_that_cannot_be_written_is_refused_before_the_build(tmp_path: Path) -> None:
     for file in (tmp_path, tmp_path / "no" / "kernels.cache"):
-        with pytest.raises(UsageError, match=r"--timing-cache .*: cannot be written there"):
+        with pytest.raises(UsageError, match=r"--timing-cache .* cannot be written"):
             EngineOptions(timing_cache=file).check(TENSORRT)
     EngineOptions(timing_cache=tmp_path / "kernels.cache").check(TENSORRT)
 
@@ -237,7 +237,7 @@ def test_a_timing_cache_that_cannot_be_written_is_refused_before_the_build(tmp_p
     ("options", "message"),
     [
         (("--compute-capability", "current"), "there is no NVIDIA GPU here"),
-        (("--strip-plan",), "compiles engines without weights only where there is an NVIDIA GPU"),
+        (("--strip-plan",), "compiles engines without weights only with an NVIDIA GPU"),
         (("--weight-streaming", "much"), "--weight-streaming much: not a number of bytes"),
     ],
 )
@@ -254,8 +254,8 @@ def test_what_needs_a_gpu_to_build_says_so(
         (("--workspace", "1KiB", *CARD), "the workspace is too small", "raise --workspace"),
         (
             ("--compute-capability", "7.5"),
-            "compute capability 7.5 does not compile this graph",
-            "a router computes in FP32 at every precision",
+            "this graph does not compile for compute capability 7.5",
+            "a router computes in FP32 in every precision",
         ),
     ],
 )
@@ -277,7 +277,7 @@ def test_a_build_that_the_system_kills_for_memory_says_what_to_lower(bundle: Pat
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "the build was killed, as the system does when memory runs out (this machine has" in err
-    assert "hint: a build takes about three times the weights (" in err
+    assert "hint: a build needs about three times the weights (" in err
     assert leftovers(bundle) == []
     assert not list(bundle.glob("*.plan"))
 
@@ -297,7 +297,7 @@ def test_a_build_that_runs_out_of_memory_says_what_to_lower(bundle: Path) -> Non
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert "memory ran out" in done.stderr
-    assert "hint: a build takes about three times the weights (" in done.stderr
+    assert "hint: a build needs about three times the weights (" in done.stderr
     assert "--precision fp16" in done.stderr
     assert {path.name: path.read_bytes() for path in bundle.iterdir()} == before
 
@@ -473,7 +473,7 @@ def test_an_engine_that_was_exchanged_is_not_loaded_unless_it_is_trusted(
 @needs_rtx
 def test_a_bundle_without_that_engine_says_how_to_build_it(with_engine: Path) -> None:
     outcome = run_engine(with_engine, engine="tensorrt")
-    assert "contains no tensorrt engine of model.onnx" in outcome.error
+    assert "has no tensorrt engine of model.onnx" in outcome.error
     assert f"moexport build {with_engine} --target tensorrt" in outcome.hint
 
 

@@ -69,7 +69,7 @@ CASES: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray], str | None]]
     "an op of a runtime's own": (
         [helper.make_node("MoE", ["x"], ["y"], domain="com.microsoft")],
         {},
-        "the domain com.microsoft is not its own",
+        "does not support the domain com.microsoft",
     ),
 }
 

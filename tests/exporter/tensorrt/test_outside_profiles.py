@@ -60,7 +60,7 @@ LISTED = "(input 1:2:4×4:8:16×24, k 2:2:3; input 8×5×24, k 4)"
             "2",
             1,
             "(batch, tokens, 24), not float32 (2, 8, 23)",
-            "`moexport inspect` shows what a model takes",
+            "`moexport inspect` shows the inputs",
         ),
         ((2, 0, 24), "2", 1, "input 'input' is empty: (2, 0, 24)", "its axis tokens is at least 1"),
     ],

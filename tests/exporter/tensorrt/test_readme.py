@@ -89,7 +89,7 @@ def test_a_page_that_a_user_changed_stays(tmp_path: Path) -> None:
         ({"compute_capabilities": ["8.6", "12.0"]}, "RTX 30 series (8.6), RTX 50 series (12.0)"),
         (
             {"flavour": "tensorrt", "device": "NVIDIA H100", "compute_capabilities": ["9.0"]},
-            "NVIDIA H100 (9.0) alone",
+            "NVIDIA H100 (9.0) only",
         ),
         (
             {"flavour": "tensorrt", "options": {"hardware_compatible": "ampere-plus"}},

@@ -170,7 +170,7 @@ def test_the_drivers_library_is_believed_before_its_number(
     problem = cuda.driver_problem()
     assert (problem is None) == fits
     if problem is not None:
-        assert "this one is 535, which serves CUDA 12.2: update the driver" in problem
+        assert "this one is 535, which supports CUDA 12.2: update the driver" in problem
         assert "cuda-compat-13-0" in problem
         assert "'cuda-bindings>=12,<13'" in problem
 
@@ -178,7 +178,7 @@ def test_the_drivers_library_is_believed_before_its_number(
 def test_a_compatibility_package_for_another_card_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = Cuda(error="cudaErrorCompatNotSupportedOnDevice", fails={"cudaMalloc"})
     monkeypatch.setattr(cuda, "runtime", lambda: stand_in)
-    with pytest.raises(EngineError, match=r"cuda-compat\) does not serve this card") as caught:
+    with pytest.raises(EngineError, match=r"cuda-compat\) does not support this card") as caught:
         cuda.DeviceBuffer(8)
     assert "update the driver: CUDA 13 needs a driver of 580" in str(caught.value.hint)
 

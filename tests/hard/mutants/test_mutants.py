@@ -72,7 +72,7 @@ def test_damage_at_any_k_that_is_compared_is_refused_by_the_export_and_verify(
         bundle = damaged_bundle(base, graph, tmp_path / "damaged")
         _, at_export = by_export(base, bundle)
         at_verify = by_verify(bundle)
-        wanted = f"with k = {k}, the furthest off of {', '.join(map(str, ks))}: "
+        wanted = f"with k = {k}, the worst of {', '.join(map(str, ks))}: "
         assert at_export is not None and at_export.startswith(wanted)
         assert at_verify is not None and wanted in at_verify
 
