@@ -153,7 +153,7 @@ def test_what_a_network_in_memory_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(moexport.UsageError, match="has no values yet") as lazy:
         moexport.load(nn.Sequential(nn.LazyLinear(3)), example=inputs())
     assert "call the network once" in str(lazy.value.hint)
-    with pytest.raises(moexport.FamilyError, match="holds no Soft MoE layer"):
+    with pytest.raises(moexport.FamilyError, match="has no Soft MoE or muMoE layer"):
         moexport.load(nn.Sequential(nn.Linear(6, 3)), example=inputs())
     plain = TwoInputs()
     wrong: Any = 3

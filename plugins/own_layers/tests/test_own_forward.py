@@ -132,8 +132,8 @@ def without_the_input(layer: Layer, experts: Any, x: Tensor) -> Any:
         (lambda layer, experts: 1, {}, "its forward failed: TypeError"),
         (lambda layer, experts, x: experts(x[..., :4], weights=x[..., :N]), {}, r"tokens \(…, 8\)"),
         (right, {"activation": "relu"}, "it matches with activation='gelu'$"),
-        (right, {"limit": 2.0}, "limit and up_offset go with a gate"),
-        (without_the_input, {}, "once x is taken from y: the layer adds its input$"),
+        (right, {"limit": 2.0}, "limit and up_offset need a gate"),
+        (without_the_input, {}, "once x is subtracted from y: the layer adds its input$"),
         (right, {"router": right}, "router and forward are both given"),
     ],
 )
@@ -201,7 +201,7 @@ class Branching(Odd):
         (Branching(), "its forward cannot be read: TraceError"),
         (nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()), "not supported in an expert: a Tanh"),
         (nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3))), "a further linear map"),
-        (nn.Identity(), "returns no expert's output"),
+        (nn.Identity(), "does not return an expert's output"),
     ],
 )
 def test_experts_of_any_other_modules_are_refused_with_the_step(

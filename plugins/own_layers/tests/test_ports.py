@@ -126,8 +126,8 @@ ADAPTER = ("--adapter", "ports_net:adapt")
         ("own_net:own does=noise", "a different result each time it is called", "self.training"),
         ("own_net:own does=turned", "'output' has shape (10, 4, 5)", "movedim(1, 0)"),
         ("own_net:odd what=k", "has an input 'k'", "another name"),
-        ("own_net:odd what=shared", "'t' is of shape [1], and 'x' holds 4", "x.expand(b)"),
-        ("own_net:odd what=number", "'t' of example_input is a int", "the factory's arguments"),
+        ("own_net:odd what=shared", "'t' has shape [1], but 'x' has 4", "x.expand(b)"),
+        ("own_net:odd what=number", "'t' of example_input is a int", "arguments of the factory"),
         ("own_net:odd what=complex", "'t' of example_input is complex64", "uint8"),
     ],
 )
@@ -225,7 +225,7 @@ def test_a_network_of_one_length_says_so() -> None:
     given = ("--set", "does=fixed positions", "--tokens", "4:8:16")
     outcome = run("export", "own_net:own", *ADAPTER, *given, "-o", "out")
     assert outcome.code == 2
-    assert "takes no other length of its input 'input' (batch, 10, 12)" in outcome.error
+    assert "accepts no other length of its input 'input' (batch, 10, 12)" in outcome.error
 
 
 def net(form: str, dtype: str = "float32") -> moexport.Model:

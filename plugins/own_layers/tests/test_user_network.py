@@ -399,7 +399,7 @@ def test_weights_of_another_size_name_both_shapes(weights: Path) -> None:
 def test_integers_where_a_network_has_floats_are_named(weights: Path) -> None:
     state = torch.load(weights, weights_only=True)
     torch.save({**state, "stem.weight": torch.ones(8, 3, dtype=torch.int8)}, weights)
-    with pytest.raises(CheckpointError, match=r"stem\.weight holds integers \(int8\)"):
+    with pytest.raises(CheckpointError, match=r"stem\.weight contains integers \(int8\)"):
         load("mynet:tokens", config=SHAPE, weights=weights)
 
 
@@ -433,7 +433,7 @@ def test_a_layer_with_more_parameters_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("plain", "holds no Soft MoE layer"),
+        ("plain", "has no Soft MoE or muMoE layer"),
         ("masked", "more than its tokens"),
         ("holds_itself", "does not call the replacement of the layer early"),
         ("ByClass", "does not call the replacement of the layer late"),

@@ -135,9 +135,9 @@ def test_the_bundle_keeps_what_was_asked_on_inputs_that_the_search_did_not_see(
     for end in (low, high):
         assert abs(end - accuracy) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / n))
     page = (tuned.bundle.path / "README.md").read_text(encoding="utf-8")
-    assert f"On {n} inputs that `moexport tune` did not search with, it keeps" in page
+    assert f"On {n} inputs that the search of `moexport tune` did not use, it keeps" in page
     assert f"(95% interval {quality.low:.1%} to {quality.high:.1%})" in page
-    assert f"an accuracy of {accuracy:.1%} ({low:.1%} to {high:.1%}), where PyTorch has" in page
+    assert f"an accuracy of {accuracy:.1%} ({low:.1%} to {high:.1%}); PyTorch has" in page
     assert "The bundle had to keep 97% of the accuracy" in page
     session = tuned.bundle.session()
     right = (session(digits.test.inputs).argmax(axis=1) == digits.test.labels).mean()
@@ -244,7 +244,7 @@ def test_dropped_experts_leave_constants_which_lie_beside_the_recipe(
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda place: place.unlink(), "does not lie beside it"),
+        (lambda place: place.unlink(), "is not in its folder"),
         (lambda place: place.write_bytes(place.read_bytes()[:-4]), "is not the file that"),
     ],
 )
@@ -273,7 +273,7 @@ def test_constants_that_changed_since_they_were_confirmed_are_not_written(
     assert trained
     for path in trained:
         save_file({name: 2 * array for name, array in load_file(path).items()}, path)
-    with pytest.raises(ContractError, match="were changed or deleted since"):
+    with pytest.raises(ContractError, match="were changed or deleted after"):
         search(checkpoint, digits.test, tmp_path, Silent())
     assert not (tmp_path / "out").exists()
     # Those of another search are never read.
@@ -301,7 +301,7 @@ def test_a_graph_that_is_too_far_from_pytorch_gives_way_to_the_next_that_was_con
     steps = Steps()
     found = search(checkpoint, digits.test, tmp_path, steps)
     assert len(asked) == 2
-    assert "left out: model.onnx differs from PyTorch" in steps.told
+    assert "skipped: model.onnx differs from PyTorch" in steps.told
     held = [each for each in holding(found.sequence, 0.97) if each.trial.bytes <= MAX_BYTES]
     assert found.chosen in held
     assert sum(each.trial.ms < found.chosen.trial.ms for each in held) == 1
@@ -491,7 +491,7 @@ def test_bounds_that_contradict_each_other_are_all_named_with_the_nearest(
     )
     assert isinstance(error, ContractError)
     bounds = 'keep=0.97 with max_latency="0.001ms" and max_bytes=1000'
-    assert f"{bounds}: no point that was found meets this" in str(error)
+    assert f"{bounds}: no point meets these bounds" in str(error)
     assert "the nearest takes" in str(error)
 
 
