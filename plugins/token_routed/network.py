@@ -73,8 +73,7 @@ class TransformersNetwork(nn.Module):
             # Without a config every layer keeps all keys and values: a sliding window is then done
             # by the mask, as in the graph.
             cache = DynamicCache(pairs)
-            # Keys and values of the encoder's output are computed again: the cache does not hold
-            # them.
+            # Keys and values of the encoder's output are not in the cache and computed again.
             arguments[PAST] = EncoderDecoderCache(cache, DynamicCache()) if decodes else cache
         arguments["use_cache"] = self.cached
         return arguments
@@ -95,7 +94,7 @@ def encoded(hidden: Tensor) -> Any:
 
 
 def self_attention(cache: Any) -> Any:
-    """Returns the part of a cache that holds earlier tokens: all of it, except for a decoder's."""
+    """Returns the part of a cache for earlier tokens: all of it, except for a decoder's cache."""
     return getattr(cache, "self_attention_cache", cache)
 
 
@@ -134,7 +133,7 @@ def cache_shapes(past: Any) -> dict[str, tuple[int, int]] | None:
     shapes: dict[str, tuple[int, int]] = {}
     for index, layer in enumerate(cache.layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            return None  # its subclasses hold more
+            return None  # its subclasses contain more
         for part in ("key", "value"):
             held = getattr(layer, f"{part}s", None)
             if not isinstance(held, torch.Tensor) or held.ndim != 4:

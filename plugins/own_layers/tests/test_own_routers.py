@@ -317,5 +317,5 @@ def test_a_router_that_gives_another_number_than_it_is_asked_for_is_refused() ->
     routed = model.module.moe
     assert isinstance(routed, OwnForward) and isinstance(routed.experts, MoELayer)
     model.module.moe = OwnForward(routed.experts, Code(None, stubborn), Plain())
-    with pytest.raises(UsageError, match="was called with k=1 but gives 2"):
+    with pytest.raises(UsageError, match="was called with k=1, but returns 2"):
         export_job(model, ExportOptions(k=1))

@@ -172,7 +172,7 @@ def test_scales_of_a_type_that_is_not_read_are_refused(mixtral: Path, tmp_path: 
 def test_weights_that_are_quantised_otherwise_are_refused(mixtral: Path, tmp_path: Path) -> None:
     method = {"quant_method": "mxfp4"}
     folder = changed(mixtral, tmp_path / "fp4", dict, quantization_config=method)
-    refused(folder, "quantised already", "bfloat16")
+    refused(folder, "already quantised", "bfloat16")
 
 
 def _packed(weights: Weights, **more: Tensor) -> Weights:
@@ -313,7 +313,7 @@ ODD: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "integers": (
         lambda w: {**w, f"{Q}.weight": torch.ones(32, 32, dtype=torch.int8)},
-        (f"{Q}.weight holds integers (int8)",),
+        (f"{Q}.weight has integers (int8)",),
     ),
     "lora without alpha": (
         lambda w: {**w, **factors(w)},
@@ -352,7 +352,7 @@ ODD: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "a prefix of the head's module": (
         lambda w: {f"transformer.{k}": t for k, t in w.items()},
-        ("place for transformer.lm_head.weight (and ", "keys); lm_head.weight is missing"),
+        ("no parameter transformer.lm_head.weight (and ", "keys); lm_head.weight is missing"),
     ),
     "a router": (
         _left_out(f"{LAYER}block_sparse_moe.gate"),
