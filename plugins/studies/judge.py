@@ -1,7 +1,7 @@
 """Credits for answers to single inputs: by class, by attribute, or by output of a regression.
 
-The credit of an input is whether its class is right, or for each output a number [o]: whether the
-attribute is right, or 1 − (y − t)² / var(t), whose mean over the inputs is R².
+The credit of an input is whether its class is correct, or for each output a number [o]: whether the
+attribute is correct, or 1 − (y − t)² / var(t), whose mean over the inputs is R².
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 For expert e, d_c = |ŷ_c − y_c| / y_c is the share of class c's accuracy that its removal changes.
 The distance of d to the one-hot vector of its largest entry is the expert's class polysemanticity
-(Eq. 4 of the muMoE paper): 0 for an expert without which one class is lost and no other changes. If
+(Eq. 4 of the muMoE paper): 0 if without the expert one class is lost and no other changes. If
 labels have a number for each output (`judge.py`), outputs replace the classes: attributes with
 their accuracy, and for a regression each output's R².
 
@@ -116,7 +116,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Favour:
-    """The requested rewriting: a class, its subgroup as the data have it, the strength.
+    """The requested rewriting: a class, its subgroup with its type in the data, and the strength.
 
     `strength` is |λ|; for None a search finds the best that costs at most `budget` of the accuracy.
     """
@@ -133,8 +133,8 @@ class Favour:
             return None
         if groups is None:
             raise UsageError(
-                f"--rewrite-class {request.rewrite_class}: it needs subgroups, but none are named",
-                hint="name the array that holds them with --group-by",
+                f"--rewrite-class {request.rewrite_class}: it needs subgroups, but there are none",
+                hint="name their array with --group-by",
             )
         group = find_group(request.rewrite_group, groups)
         budget = BUDGET if request.budget is None else request.budget
@@ -222,9 +222,9 @@ def specialise(
 ) -> Specialisation:
     """Returns the effect of each expert of a layer, by default the last, on the accuracy by class.
 
-    One pass over the data, and one per expert over the inputs with a nonzero coefficient; the
-    others cannot change. Mean coefficients are those of the subgroups in the request, which are
-    then compared, else those of the classes. One more pass, with k experts, counts the choices.
+    It takes one pass over the data, and one per expert over the inputs with a nonzero coefficient;
+    the others cannot change. Mean coefficients are those of the subgroups in the request, which are
+    then compared, or those of the classes. One more pass, with k experts, counts the choices.
     Raises UsageError for an unknown layer, class or subgroup, FeedError for data without labels or
     a model that does not classify.
     """
@@ -245,7 +245,7 @@ def specialise(
         )
     if labels is None:
         raise FeedError(
-            f"accuracy by class needs labels, and '{held.input_name}' has none",
+            f"accuracy by class needs labels, but '{held.input_name}' has none",
             hint="save them with the inputs: numpy.savez(path, input=…, label=…); --examples 9 "
             "shows inputs without them",
         )
@@ -290,8 +290,8 @@ class _JudgedInputs:
     """The results of one pass over the inputs, and their judge.
 
     `scores` [s, classes]; by level `means`, the mean coefficients of each input [s, n], and
-    `taken`, whether an input has a nonzero coefficient [s, n]: for a layer without coefficients
-    always.
+    `taken`, whether an input has a nonzero coefficient [s, n]: always True
+    for a layer without coefficients.
     """
 
     scores: Array
@@ -396,7 +396,7 @@ def _check_rewritable(layer: MoELayer, name: str) -> None:
     if not layer.spec.rewritable:
         raise UsageError(
             f"--rewrite-class: layer {name} is a {layer.spec.kind} layer, without coefficients to "
-            "rewrite an output by",
+            "rewrite an output with",
             hint="only muMoE layers can be rewritten",
         )
 
@@ -422,7 +422,7 @@ def _check_head(
         raise UsageError(
             f"--rewrite-class {wanted.output}: layer {layer.spec.name} does not compute the class "
             "scores itself, so its outputs are not classes",
-            hint="name the head with --layer; `export --rewrite` takes any output of any layer",
+            hint="choose the head with --layer; `export --rewrite` accepts any output of any layer",
         )
 
 
@@ -540,7 +540,7 @@ def polysemanticity(
 ) -> float | None:
     """Returns ‖d − 1‖ for d_c = |change_c| / accuracy_c and the one-hot vector of the largest d_c.
 
-    Classes without inputs, or without right answers before, do not count; None if d = 0.
+    Classes without inputs, or without correct answers before, do not count; None if d = 0.
     """
     shares = [
         abs(c) / y for y, c in zip(accuracy, change, strict=True) if y and y > 0 and c is not None
@@ -552,9 +552,9 @@ def polysemanticity(
 def _groups(
     means: Sequence[Array], groups: Array | None, judge: Judge
 ) -> Iterator[SubgroupCoefficients]:
-    """Each subgroup with its mean coefficients, of those [s, n] of the levels.
+    """Each subgroup with its mean coefficients, from those [s, n] of each input, by level.
 
-    Without subgroups each class, or the inputs with each attribute.
+    Without subgroups, it is each class, or the inputs with each attribute.
     """
     if groups is not None or judge.judged == "classes":
         by = judge.labels if groups is None else groups
@@ -570,12 +570,12 @@ def _groups(
 
 
 def _scores(module: nn.Module, x: Array) -> Array:
-    """Class scores [b, classes]; a muMoE head on vectors gives [b, 1, classes]."""
+    """Class scores [b, classes]; a muMoE head on vectors returns [b, 1, classes]."""
     output: torch.Tensor = module(torch.from_numpy(np.ascontiguousarray(x)))
     scores = one_per_sample(output.numpy())
     if scores.ndim != 2:
         raise FeedError(
-            f"accuracy by class needs outputs of shape (batch, classes), and the model gives "
+            f"accuracy by class needs outputs of shape (batch, classes), but the model returns "
             f"{scores.shape}",
             hint="a layer or a language model does not classify its inputs",
         )

@@ -47,7 +47,7 @@ def _check_subgroups(request: BenchRequest, listed: Sequence[Model | Bundle]) ->
     name = request.asked(StudyOptions).group_by or ""
     if not isinstance(request.data, str | Path | Mapping):
         raise UsageError(
-            f"--group-by {name}: names an array of a file, but the data are not a file",
+            f"--group-by {name}: this is an array of a file, but the data are not a file",
             hint="save inputs, labels and subgroups in an .npz",
         )
 

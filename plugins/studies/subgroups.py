@@ -81,7 +81,7 @@ def _predicted(runner: Runner, data: LabelledData, name: str) -> tuple[Array, La
         return predicted_by(scores, labels), labels, scores.shape[1]
     if scores.ndim != 2:
         raise FeedError(
-            f"--group-by: {name} gives outputs of shape {scores.shape}, not a score for each class",
+            f"--group-by: {name} returns outputs of shape {scores.shape}, not a score per class",
             hint="leave it out for models that do not classify",
         )
     data.check_classes(scores.shape[1])

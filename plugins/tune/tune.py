@@ -280,7 +280,7 @@ def _recipe_kept(model: Model, options: ExportOptions, folder: Path) -> Iterator
     free = free_place(place) if place.exists() else place
     words = ["moexport", "export", source.path, "--recipe", str(folder / RECIPE_FILE)]
     line = shlex.join([*words, "-o", str(free), *checked_on, *read_again(source)])
-    again = f"the result of the search is confirmed; export it with `{line}`"
+    again = f"the result of the search is confirmed; this command exports it: `{line}`"
     try:
         yield
     except MoexportError as error:

@@ -217,7 +217,7 @@ REFUSED = {
     "studies": {
         "--analysis foo": "--analysis foo: no such analysis",
         "--max-subsets 3": "--max-subsets 3: no subsets are tried",
-        "--group-by age": "--group-by age: names an array of a file",
+        "--group-by age": "--group-by age: this is an array of a file",
     },
     "tune": {
         "--keep 2": "--keep 2: the share must be above 0 and below 1",

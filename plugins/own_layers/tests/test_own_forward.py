@@ -162,7 +162,7 @@ def soft(layer: Layer) -> moexport.SoftMoE:
 
 
 def test_what_the_network_reads_of_a_layer_is_named() -> None:
-    with pytest.raises(FamilyError, match=r"reads \.width of a layer") as refused:
+    with pytest.raises(FamilyError, match=r"reads the attribute width of a layer") as refused:
         loaded(soft, reads=True)
     assert "an adapter with a forward" in str(refused.value.hint)
 

@@ -60,8 +60,8 @@ class Contents:
 def contents_of(inputs: Array, model: Model, data: Any) -> Contents:
     """Returns the contents to show of a model's inputs, as they come from `data`.
 
-    These are arrays `image` and `text` in the file of the inputs, else inputs that are images
-    themselves; and a tokenizer next to the model or the data. Raises `FeedError` for arrays that do
+    These are arrays `image` and `text` in the file of the inputs, or inputs that are images
+    themselves, and a tokenizer next to the model or the data. Raises `FeedError` for arrays that do
     not fit.
     """
     path = local(data) if isinstance(data, str | Path) else None
@@ -85,10 +85,7 @@ def contents_of(inputs: Array, model: Model, data: Any) -> Contents:
 
 
 def _arrays(data: Any, count: int) -> dict[str, Array]:
-    """The arrays of images and texts in the file of the inputs.
-
-    Raises `FeedError` for invalid ones.
-    """
+    """The arrays of images and texts in the file of the inputs; `FeedError` for invalid ones."""
     arrays: dict[str, Array] = {}
     if isinstance(data, Mapping):
         arrays = {name: np.asarray(data[name]) for name in (*IMAGES, *TEXTS) if name in data}

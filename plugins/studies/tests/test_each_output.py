@@ -148,7 +148,7 @@ def test_every_figure_of_an_attribute_is_counted_as_it_is_defined() -> None:
     assert first.equality_of_opportunity is not None
     assert first.equality_of_opportunity.value == abs(1 / 2 - 1)
     assert second.equality_of_opportunity is None
-    assert second.undefined == "subgroup a holds no input with attribute 1"
+    assert second.undefined == "subgroup a has no input with attribute 1"
 
 
 def test_the_strength_for_an_attribute_is_the_best_of_a_fine_grid() -> None:

@@ -135,7 +135,7 @@ def test_gates_of_dropped_tokens_do_not_count_and_groups_stay_whole() -> None:
     for expert in range(experts):
         gates = np.where(index.numpy() == expert, weights.double().numpy(), 0).max(axis=1)
         assert_weights(found, 1, expert, gates.reshape(16, -1).max(axis=1))
-    with pytest.raises(moexport.errors.FeedError, match="holds 6 inputs, and the model computes 4"):
+    with pytest.raises(moexport.errors.FeedError, match="6 inputs, but the model computes 4"):
         examples_of(model, LabelledData(x[:6], None))
 
 

@@ -202,7 +202,7 @@ def test_a_layer_whose_experts_change_nothing_is_drawn_too(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "options", "message", "hint"),
     [
-        ({"label": None}, (), "needs labels, and 'input' has none", "label=…"),
+        ({"label": None}, (), "needs labels, but 'input' has none", "label=…"),
         ({"label": np.full(360, 10)}, (), "labels outside 0..9", "10 classes"),
         ({}, ("--layer", "head"), "--layer head: the model has no such", "its MoE layers: layer"),
         ({}, ("--group-by", "sex"), "no array 'sex' to group", "it contains input, label, odd"),

@@ -361,18 +361,18 @@ def _own_scores(title: str, function: Function, y: Array, labels: Labels | None)
         scores = np.asarray(function(y, labels), dtype=np.float64)
     except Exception as error:  # user code may raise anything
         raise UsageError(
-            f"--metric {title} failed: {type(error).__name__}: {error}",
+            f"--metric {title}: the function failed: {type(error).__name__}: {error}",
             hint="it takes outputs [b, …] and labels, and returns a score of each input [b]",
         ) from error
     if scores.shape != (len(y),):
         raise UsageError(
-            f"--metric {title} returned {scores.shape} for {len(y)} inputs",
+            f"--metric {title}: the function returned {scores.shape} for {len(y)} inputs",
             hint="it takes outputs [b, …] and labels, and returns a score of each input [b]",
         )
     if not np.isfinite(scores).all():
         at = int(np.flatnonzero(~np.isfinite(scores))[0])
         raise UsageError(
-            f"--metric {title} returned {scores[at]} for an input",
+            f"--metric {title}: the function returned {scores[at]} for an input",
             hint="a score must be a finite number: leave such inputs out, or return 0 for them",
         )
     return scores
