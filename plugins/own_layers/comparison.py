@@ -73,7 +73,7 @@ def _made_within(
     parts = [
         (name, part)
         for name, part in layer.named_modules()
-        if name and (held := [*part.parameters()]) and not experts & {p.data_ptr() for p in held}
+        if name and (own := [*part.parameters()]) and not experts & {p.data_ptr() for p in own}
     ]
     args, named = copied_in_depth((call.args, dict(call.named)))
     with ExitStack() as watching:

@@ -125,10 +125,10 @@ def contents_of(layer: nn.Module) -> LayerContents:
 
 
 def _forms(
-    description: D, default: Activation, held: LayerContents
+    description: D, default: Activation, own: LayerContents
 ) -> Iterator[tuple[dict[str, str], D]]:
     """Yields a description with other activations, and with its weights read in other ways."""
-    experts = description.with_biases(held.biases)
+    experts = description.with_biases(own.biases)
     if experts is not None:
         yield {"experts": "with their biases"}, replace(description, experts=experts)
     form = description.form()
@@ -266,17 +266,17 @@ class SoftMoEDescription(ExpertArguments):
             )
 
     def variants(
-        self, held: LayerContents
+        self, own: LayerContents
     ) -> Iterator[tuple[dict[str, str], SoftMoEDescription | ExpertsDescription]]:
         """Yields the same weights with other options, and what changed.
 
         These are all combinations of activation, normalisation and source of slots, and each other
-        option by itself. `held` is the contents of the user's layer: a number may be a temperature.
+        option by itself. `own` is the contents of the user's layer: a number may be a temperature.
         """
         d = self.phi.shape[0]
         given = self._normalisation(d)
         norms = dict.fromkeys([given[:2], *((kind, eps) for kind in TRIED for eps in TRIED[kind])])
-        forms = list(_forms(self, "gelu", held))
+        forms = list(_forms(self, "gelu", own))
         for (norm, eps), source, (experts, other), root in product(
             norms, get_args(SlotSource), forms, (False, True)
         ):
@@ -298,13 +298,13 @@ class SoftMoEDescription(ExpertArguments):
                 changed["gain"] = "d**0.5" if given[2] is None else "d**0.5 * gain"
             options = {"norm": norm, "eps": eps, "gain": gain, "shift": shift}
             yield changed, replace(other, **options, slots_from=source)
-        yield from self._rescaled(held)
+        yield from self._rescaled(own)
         yield from self._other_axes()
 
-    def _rescaled(self, held: LayerContents) -> Iterator[tuple[dict[str, str], SoftMoEDescription]]:
+    def _rescaled(self, own: LayerContents) -> Iterator[tuple[dict[str, str], SoftMoEDescription]]:
         """Yields other temperatures, phi without its bias, and other orders of phi's columns."""
         d, phi = self.phi.shape[0], self.phi
-        numbers = held.numbers
+        numbers = own.numbers
         factors = {"d**0.5": d**0.5, "d**-0.5": d**-0.5}
         factors |= {f"layer.{name}": value for name, value in numbers.items() if value > 0}
         factors |= {f"1 / layer.{name}": 1 / value for name, value in numbers.items() if value > 0}
@@ -315,7 +315,7 @@ class SoftMoEDescription(ExpertArguments):
         if self.bias is not None:
             yield {"bias": "None"}, replace(self, bias=None)
         else:
-            for name, parameter in held.parameters.items():
+            for name, parameter in own.parameters.items():
                 if parameter.numel() == phi[0].numel() and parameter.data_ptr() != phi.data_ptr():
                     yield {"bias": f"layer.{name}"}, replace(self, bias=parameter)
         normed = phi / phi.norm(dim=0, keepdim=True).clamp_min(1e-12)
@@ -484,9 +484,9 @@ class MuMoEDescription:
         )
         return MuMoE(spec, weights).eval()
 
-    def variants(self, held: LayerContents) -> Iterator[tuple[dict[str, str], MuMoEDescription]]:
+    def variants(self, own: LayerContents) -> Iterator[tuple[dict[str, str], MuMoEDescription]]:
         """Yields the same weights with every combination of the few options, and what changed."""
-        del held
+        del own
         if self.gates is None:
             yield {}, self
             return
@@ -652,11 +652,9 @@ class ExpertsDescription(ExpertArguments):
         if self.router is not None and self.forward is not None:
             raise UsageError("router and forward are both given", hint="give one of them")
 
-    def variants(self, held: LayerContents) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
+    def variants(self, own: LayerContents) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
         """Yields the same weights with other options, and what changed."""
-        for (changed, other), weights_on in product(
-            _forms(self, "silu", held), get_args(WeightsOn)
-        ):
+        for (changed, other), weights_on in product(_forms(self, "silu", own), get_args(WeightsOn)):
             more = {} if weights_on == self.weights_on else {"weights_on": repr(weights_on)}
             yield changed | more, replace(other, weights_on=weights_on)
 

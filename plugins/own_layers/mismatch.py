@@ -65,21 +65,21 @@ def mismatch(
     description: Description,
     call: LayerCall,
     run: DescribedRun,
-    held: LayerContents,
+    layer: LayerContents,
     made: Mapping[str, Tensor],
     at: str,
 ) -> ParityError | None:
     """Explains why a layer is not what its adapter describes; None if they agree.
 
-    `held` is the contents of the user's layer, and `made` the outputs of its parts in the call that
-    have the shape of y. The text begins with `at`.
+    `layer` is the contents of the user's layer, and `made` the outputs of its parts in the call
+    that have the shape of y. The text begins with `at`.
     """
     off = difference(call.y, run(description, call))
     if description.code is None:
         count = slice(TRIED_INPUTS)
         call = replace(call, args=(call.x[count], *call.further), y=call.y[count])
         made = {name: values[count] for name, values in made.items()}
-    trials = _tried(description, call, run, held, made)
+    trials = _tried(description, call, run, layer, made)
     closer = _closer(trials)
     if off <= TOLERANCE and not closer:
         return None
@@ -97,13 +97,13 @@ def _tried(
     description: Description,
     call: LayerCall,
     run: DescribedRun,
-    held: LayerContents,
+    layer: LayerContents,
     made: Mapping[str, Tensor],
 ) -> list[_Trial]:
     """Trials of changed options, the fewest changes first, up to the first that matches."""
     trials: list[_Trial] = []
     addends = dict(_addends(call, made))
-    variants = sorted(description.variants(held), key=lambda variant: len(variant[0]))
+    variants = sorted(description.variants(layer), key=lambda variant: len(variant[0]))
     for _, group in groupby(variants, key=lambda variant: len(variant[0])):
         for changed, variant in group:
             try:

@@ -135,7 +135,7 @@ def _parse_ablate(text: str) -> list[Ablation | AblatedCombination]:
 
 def _read_json(path: Path) -> Any:
     try:
-        return read_document(path, "json", lambda said: UsageError(said, hint=REWRITTEN))
+        return read_document(path, "json", lambda message: UsageError(message, hint=REWRITTEN))
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be read: {error.strerror}", hint="check --rewrite"

@@ -196,8 +196,8 @@ def fairness(
     random = np.random.default_rng(0)
     decided = []
     for output in range(classes):
-        said, of_class = answers_of(predicted, output), answers_of(labels, output)
-        right = said == of_class
+        answers, of_class = answers_of(predicted, output), answers_of(labels, output)
+        right = answers == of_class
         rights = (inside & right).sum(axis=1)
         positives = (inside & of_class).sum(axis=1)
         found_positives = (inside & of_class & right).sum(axis=1)
@@ -238,8 +238,8 @@ def fairness(
 
 def predicted_by(scores: Array, labels: Labels) -> Array:
     """Returns the class [s] of each input, or for labels [s, o] its attributes, bool [s, o]."""
-    said: Array = decided(scores) if labels.ndim == 2 else scores.argmax(axis=1)
-    return said
+    answers: Array = decided(scores) if labels.ndim == 2 else scores.argmax(axis=1)
+    return answers
 
 
 def answers_of(classes: Array, output: int) -> Array:
@@ -260,19 +260,19 @@ def overall(predicted: Array, labels: Labels) -> Estimate:
     return Estimate(float(right.mean()), interval.low, interval.high)
 
 
-def share(right: int, seen: int) -> Estimate:
-    """Returns the share `right` / `seen`, with Wilson's interval."""
-    interval = wilson(right, seen)
-    return Estimate(right / seen, interval.low, interval.high)
+def share(right: int, total: int) -> Estimate:
+    """Returns the share `right` / `total`, with Wilson's interval."""
+    interval = wilson(right, total)
+    return Estimate(right / total, interval.low, interval.high)
 
 
-def _drawn(random: np.random.Generator, right: Array, seen: Array) -> Array:
+def _drawn(random: np.random.Generator, right: Array, total: Array) -> Array:
     """Draws shares [g, draws] from Jeffreys' posterior for the counts [g].
 
     Unlike resampled inputs they vary even if all or none were right.
     """
     drawn: Array = random.beta(
-        (right + 0.5)[:, None], (seen - right + 0.5)[:, None], (len(seen), DRAWS)
+        (right + 0.5)[:, None], (total - right + 0.5)[:, None], (len(total), DRAWS)
     )
     return drawn
 
@@ -293,14 +293,14 @@ def _opportunity(
 ) -> tuple[Estimate | None, str | None]:
     """Equality of opportunity between the subgroup `at` and all others, or why there is none."""
     own = np.array([hits[at], hits.sum() - hits[at]])
-    seen = np.array([positives[at], positives.sum() - positives[at]])
+    total = np.array([positives[at], positives.sum() - positives[at]])
     for count, who in zip(
-        seen, (f"subgroup {rates[at].group!s}", f"all but {rates[at].group!s}"), strict=True
+        total, (f"subgroup {rates[at].group!s}", f"all but {rates[at].group!s}"), strict=True
     ):
         if not count:
             return None, f"{who} has no input {what}"
-    first, second = own / seen
-    draws = _drawn(random, own, seen)
+    first, second = own / total
+    draws = _drawn(random, own, total)
     return _within(float(abs(first - second)), np.abs(draws[0] - draws[1])), None
 
 
@@ -331,9 +331,9 @@ def sign_of(predicted: Labels, labels: Labels, inside: Array, output: int) -> in
     It is 1 if more of its inputs have a missed class than a wrongly found one, otherwise −1.
     Raises UsageError if no answer is wrong.
     """
-    wanted, said = answers_of(labels, output), answers_of(predicted, output)
-    missed = int((inside & wanted & ~said).sum())
-    false = int((inside & ~wanted & said).sum())
+    wanted, answers = answers_of(labels, output), answers_of(predicted, output)
+    missed = int((inside & wanted & ~answers).sum())
+    false = int((inside & ~wanted & answers).sum())
     if not missed and not false:
         raise UsageError(
             f"--rewrite-class {output}: the subgroup has no wrong answer there",
@@ -359,7 +359,7 @@ def best_strength(
     threshold.
     """
     predicted = predicted_by(scores, labels)
-    said, wanted = answers_of(predicted, output), answers_of(labels, output)
+    answers, wanted = answers_of(predicted, output), answers_of(labels, output)
     own = scores[:, output].astype(np.float64)
     if labels.ndim == 2:
         limit = np.zeros(len(own))
@@ -369,7 +369,7 @@ def best_strength(
         limit = others.max(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         turn = sign * (limit - own) / alike
-    moved = np.flatnonzero(np.isfinite(turn) & (turn > 0) & (said == (sign < 0)))
+    moved = np.flatnonzero(np.isfinite(turn) & (turn > 0) & (answers == (sign < 0)))
     moved = moved[np.argsort(turn[moved], kind="stable")]
     turns = turn[moved]
     of_class = wanted[moved]
@@ -380,7 +380,7 @@ def best_strength(
         before = (predicted == labels)[moved].astype(int)
         after = of_class if sign > 0 else rival[moved] == labels[moved]
         change = after.astype(int) - before
-    right = said == wanted
+    right = answers == wanted
     subgroups = np.unique(groups)
     # Accuracy of each subgroup, [g, λ], after a number of inputs have changed their answer.
     shares = np.stack(

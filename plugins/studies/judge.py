@@ -53,9 +53,9 @@ class Judge:
         None for a class without inputs, and for an output whose targets are all the same.
         """
         if self.judged == "classes":
-            seen = self.samples
+            counts = self.samples
             hits = np.bincount(self.labels[credit], minlength=self.outputs)
-            return tuple(float(h / n) if n else None for h, n in zip(hits, seen, strict=True))
+            return tuple(float(h / n) if n else None for h, n in zip(hits, counts, strict=True))
         known = self.spread > 0
         means = credit.mean(axis=0)
         return tuple(float(m) if k else None for m, k in zip(means, known, strict=True))

@@ -190,8 +190,8 @@ def _random(studies: Sequence[ExpertStudy], path: Path) -> None:
         for one, c in choices:
             ends = {"low": c.mean - c.std, "high": c.mean + c.std}
             rows += curve(1, label, [(one.experts, c.mean)], **ends)
-        looks = {"ink": REFERENCE, "dash": DASHED, "symbol": BARE}
-        rows += curve(0, "all experts", [(one.experts, one.top1) for one, _ in choices], **looks)
+        style = {"ink": REFERENCE, "dash": DASHED, "symbol": BARE}
+        rows += curve(0, "all experts", [(one.experts, one.top1) for one, _ in choices], **style)
         title = "top-1 accuracy" if fraction == shares[0] else ""
         panels.append((f"k = n/{fraction}", curves(_experts_axis(studies), _percent(title)), rows))
     draw(path, panels, columns=3)

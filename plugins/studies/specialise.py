@@ -254,18 +254,18 @@ def specialise(
     if wanted is not None:
         _check_rewritable(watched, name)
     progress.step(f"accuracy by class of {model.source.path}", total=len(x))
-    seen = _one_pass(module, watched, held, x, wanted, progress)
-    judge = seen.judge
-    before = judge.figures(judge.credit(seen.scores))
-    effects = tuple(_effects(module, watched, x, seen, progress))
-    by_group = tuple(_groups(seen.means, groups, judge))
+    results = _one_pass(module, watched, held, x, wanted, progress)
+    judge = results.judge
+    before = judge.figures(judge.credit(results.scores))
+    effects = tuple(_effects(module, watched, x, results, progress))
+    by_group = tuple(_groups(results.means, groups, judge))
     fair = rewriting = None
     if groups is not None and judge.judged != "targets":
-        predicted = predicted_by(seen.scores, judge.labels)
+        predicted = predicted_by(results.scores, judge.labels)
         fair = fairness(predicted, judge.labels, groups, judge.outputs)
     if wanted is not None:
         assert groups is not None  # `Favour.of` has checked them
-        rewriting = _rewriting(model, name, wanted, x, groups, seen, by_group)
+        rewriting = _rewriting(model, name, wanted, x, groups, results, by_group)
     counted = replace(held, inputs=x)
     return Specialisation(
         model=model.source.path,
@@ -277,7 +277,7 @@ def specialise(
         samples=judge.samples,
         experts=effects,
         groups=by_group,
-        load=seen.load,
+        load=results.load,
         fairness=fair,
         rewriting=rewriting,
         judged=judge.judged,
@@ -309,21 +309,21 @@ def _one_pass(
     wanted: Favour | None,
     progress: Progress,
 ) -> _JudgedInputs:
-    said: list[Array] = []
+    outputs: list[Array] = []
     means, takes_in = [], []
     loads = [_Loads(n) for n in watched.spec.levels] if watched.spec.rewritable else []
     for rows in held.batches(BATCH):
         with _coefficients(watched) as coefficients:
             scores = _scores(module, x[rows])
-        if wanted is not None and not said:
+        if wanted is not None and not outputs:
             _check_head(wanted, watched, module, x[rows], scores)
-        said.append(scores)
+        outputs.append(scores)
         means.append([a.mean(axis=1, dtype=np.float64) for a in coefficients])
         takes_in.append([(a != 0).any(axis=1) for a in coefficients])
         for load, a in zip(loads, coefficients, strict=True):
             load.add(a)
         progress.advance(len(scores))
-    whole = np.concatenate(said)
+    whole = np.concatenate(outputs)
     return _JudgedInputs(
         whole,
         list(map(np.concatenate, zip(*means, strict=True))),
@@ -338,19 +338,19 @@ def _effects(
     module: nn.Module,
     watched: MoELayer,
     x: Array,
-    seen: _JudgedInputs,
+    results: _JudgedInputs,
     progress: Progress,
 ) -> Iterator[ExpertEffect]:
     """The effect of removing each expert, one after the other."""
-    judge = seen.judge
-    base = judge.credit(seen.scores)
+    judge = results.judge
+    base = judge.credit(results.scores)
     before = judge.figures(base)
     places = [(level, e) for level, n in enumerate(watched.spec.levels) for e in range(n)]
-    work = sum(int(seen.taken[level][:, e].sum()) for level, e in places)
+    work = sum(int(results.taken[level][:, e].sum()) for level, e in places)
     progress.step(f"removing each of {len(places)} experts of {watched.spec.name}", total=work)
     for level, expert in places:
         watched.edits = Edits((Ablation(watched.spec.name, expert, level + 1),))
-        inputs = np.flatnonzero(seen.taken[level][:, expert])
+        inputs = np.flatnonzero(results.taken[level][:, expert])
         right_now = base.copy()
         for part in np.split(inputs, range(BATCH, len(inputs), BATCH)):
             if part.size:
@@ -432,12 +432,13 @@ def _rewriting(
     wanted: Favour,
     x: Array,
     groups: Array,
-    seen: _JudgedInputs,
+    results: _JudgedInputs,
     by_group: Sequence[SubgroupCoefficients],
 ) -> Rewriting:
     """The requested rewriting, with the results of the edited model."""
-    output, group, scores, labels = wanted.output, wanted.group, seen.scores, seen.judge.labels
-    if seen.judge.judged == "targets":
+    output, group, judge = wanted.output, wanted.group, results.judge
+    scores, labels = results.scores, judge.labels
+    if judge.judged == "targets":
         raise UsageError(
             f"--rewrite-class {output}: the labels are the targets of a regression, which has no "
             "wrong answers",
@@ -447,7 +448,7 @@ def _rewriting(
     predicted = predicted_by(scores, labels)
     sign = sign_of(predicted, labels, groups == group, output)
     if wanted.strength is None:
-        alike = math.prod(a @ np.array(mean) for a, mean in zip(seen.means, means, strict=True))
+        alike = math.prod(a @ np.array(mean) for a, mean in zip(results.means, means, strict=True))
         places = (scores, np.asarray(alike), labels, groups, output, sign)
         best = best_strength(*places, wanted.budget)
         if best is None:

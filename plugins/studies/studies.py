@@ -63,10 +63,10 @@ def _begin_subgroups(
     held = data.head(sys.maxsize)
     source = given if isinstance(given, Mapping) else Path(given)
     groups = load_groups(source, name, held.skipped + len(held))[held.skipped :]
-    seen = held.head(len(held) if request.samples is None else request.samples)
+    sample = held.head(len(held) if request.samples is None else request.samples)
     watcher = request.progress or Silent()
     each = [own for candidate in candidates for own in candidate.each]
-    found = compared(each, seen, groups[: len(seen)], name, watcher)
+    found = compared(each, sample, groups[: len(sample)], name, watcher)
     return StudyRun(lambda: found)
 
 

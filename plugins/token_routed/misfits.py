@@ -124,10 +124,10 @@ def _surplus_error(
 ) -> CheckpointError:
     # The most informative keys come first: the factors of a layer, not its bias.
     first, what, hint = wrong[0], "", ""
-    for pattern, (looks, advice) in KINDS_OF_KEYS.items():
+    for pattern, (origin, advice) in KINDS_OF_KEYS.items():
         match = next((key for key in wrong if re.search(pattern, key)), None)
         if match is not None:
-            first, what, hint = match, f", which looks like {looks}", advice
+            first, what, hint = match, f", which looks like {origin}", advice
             break
     if what.endswith("not have"):
         hint = _bias_hint(model)
@@ -180,12 +180,12 @@ def check_experts(place: Path, keys: Iterable[str]) -> None:
         if match is not None:
             numbers[match[1]][match[3]].add(int(match[2]))
     for layer, kinds in numbers.items():
-        count = max(max(held) for held in kinds.values()) + 1
-        for kind, held in kinds.items():
-            gone = sorted(set(range(count)) - held)
+        count = max(max(numbers) for numbers in kinds.values()) + 1
+        for kind, numbers in kinds.items():
+            gone = sorted(set(range(count)) - numbers)
             if gone:
                 raise CheckpointError(
-                    f"{place}: {layer}{gone[0]}{kind} is missing, but {len(held)} other experts "
+                    f"{place}: {layer}{gone[0]}{kind} is missing, but {len(numbers)} other experts "
                     "have theirs",
                     hint=ALL_EXPERTS,
                 )

@@ -103,8 +103,8 @@ def token_specs(vocabulary: int, positions: int | None, *, cached: bool) -> tupl
     # With a cache the bound applies to past and new tokens together.
     limits = {} if positions is None or cached else {"tokens": positions}
     ids = TensorSpec("input_ids", "int64", TOKENS, limits, below=vocabulary)
-    seen = "past + tokens" if cached else "tokens"
-    mask = TensorSpec("attention_mask", "int64", ("batch", seen), default="ones")
+    axis = "past + tokens" if cached else "tokens"
+    mask = TensorSpec("attention_mask", "int64", ("batch", axis), default="ones")
     if not cached:
         return ids, mask
     return ids, mask, TensorSpec("position_ids", "int64", TOKENS, default="positions")
@@ -135,8 +135,8 @@ def cache_shapes(past: Any) -> dict[str, tuple[int, int]] | None:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return None  # its subclasses contain more
         for part in ("key", "value"):
-            held = getattr(layer, f"{part}s", None)
-            if not isinstance(held, torch.Tensor) or held.ndim != 4:
+            values = getattr(layer, f"{part}s", None)
+            if not isinstance(values, torch.Tensor) or values.ndim != 4:
                 return None
-            shapes[f"{index}.{part}"] = (held.shape[1], held.shape[3])
+            shapes[f"{index}.{part}"] = (values.shape[1], values.shape[3])
     return shapes or None

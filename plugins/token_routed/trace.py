@@ -127,9 +127,9 @@ def _windows_of_tokens() -> Iterator[None]:
 
     def prepared(*arguments: Any, **named: Any) -> Any:
         inputs = prepare(*arguments, **named)
-        seen = inputs[1]
+        mask = inputs[1]
         counts[0] = (
-            seen.cumsum(dim=-1) if isinstance(seen, torch.Tensor) and seen.ndim == 2 else None
+            mask.cumsum(dim=-1) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
         )
         return inputs
 

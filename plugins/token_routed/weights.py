@@ -200,11 +200,11 @@ def _narrowed(
     model: nn.Module, tensors: Mapping[str, Tensor], taken: set[str], main: torch.dtype
 ) -> bool:
     """Whether tensors of wider types than most were rounded to the type of most."""
-    held = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    used = {tensor.data_ptr() for tensor in model.state_dict().values()}
     return any(
         tensor.is_floating_point()
         and torch.promote_types(tensor.dtype, main) != main
-        and tensor.data_ptr() not in held
+        and tensor.data_ptr() not in used
         for tensor in (tensors[key] for key in taken)
     )
 

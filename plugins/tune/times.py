@@ -101,8 +101,8 @@ class LayerTimes:
     def _scale(self, layer: str, choice: LayerRecipe) -> float:
         """The factor between such layers' time in a whole graph and alone (`corrected`)."""
         whole = self._whole(layer, choice.form)
-        seen = (self._ratios.get((choice.precision, computed)) for computed in (whole, True))
-        ratios = next((ratio for ratio in seen if ratio), None)
+        known = (self._ratios.get((choice.precision, computed)) for computed in (whole, True))
+        ratios = next((ratio for ratio in known if ratio), None)
         return 1.0 if ratios is None else geometric_mean(ratios.values())
 
     def _same_kind(self, layer: str, form: LayerForm, wanted: LayerForm) -> bool:

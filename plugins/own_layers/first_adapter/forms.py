@@ -387,9 +387,9 @@ class RoutedForms:
         yield from FORMS
         n = self.guess.reading.count
         layer = self.guess.layer
-        held = [*self.guess.others]
-        held += [(code_of(layer, name), b) for name, b in layer.named_buffers()]  # type: ignore[misc]
-        for bias, tensor in held:
+        tensors = [*self.guess.others]
+        tensors += [(code_of(layer, name), b) for name, b in layer.named_buffers()]  # type: ignore[misc]
+        for bias, tensor in tensors:
             if tuple(tensor.shape) == (n,) and tensor.is_floating_point():
                 for form, squash in itertools.product(CORRECTED, ("sigmoid()", "softmax(dim=-1)")):
                     yield form.replace("{bias}", bias).replace("{squash}", squash)
@@ -406,31 +406,31 @@ class RoutedForms:
     def _plain_gates(self) -> Iterator[str]:
         guess = self.guess
         d, n, x = guess.reading.dim, guess.reading.count, guess.call.x
-        seen = ["{x}", *(f"{norm}(x)" for norm in guess.norms)]
+        inputs = ["{x}", *(f"{norm}(x)" for norm in guess.norms)]
         for name, value in guess.further.items():
             if value.shape == (*x.shape[:-1], n):
                 yield name
             elif value.shape == x.shape and value.is_floating_point():
-                seen.append(name)
+                inputs.append(name)
             elif value.shape == (len(x), d):
-                seen.append(f"{name}.unsqueeze(1).expand_as(x)")
+                inputs.append(f"{name}.unsqueeze(1).expand_as(x)")
         maps: list[str] = []
         for path, module in guess.layer.named_modules():
             if any(id(p) in guess.reading.own for p in module.parameters()) or not path:
                 continue
             if isinstance(module, nn.Linear) and module.weight.shape == (n, d):
-                yield from (f"{code_of(guess.layer, path)}({value})" for value in seen)
+                yield from (f"{code_of(guess.layer, path)}({value})" for value in inputs)
                 maps.append(path)
             elif not isinstance(module, nn.Linear) and self._gives_logits(module, x, n):
                 maps.append(path)
-                yield from (f"{code_of(guess.layer, path)}({value})" for value in seen)
-        yield from self._two_layer_gates(seen)
+                yield from (f"{code_of(guess.layer, path)}({value})" for value in inputs)
+        yield from self._two_layer_gates(inputs)
         inside = {id(p) for path in maps for p in guess.layer.get_submodule(path).parameters()}
         for code, given, width in self._matrices(inside):
             if (given, width) == (d, n):
-                yield from (code.format(value) for value in seen)
+                yield from (code.format(value) for value in inputs)
 
-    def _two_layer_gates(self, seen: Sequence[str]) -> Iterator[str]:
+    def _two_layer_gates(self, inputs: Sequence[str]) -> Iterator[str]:
         """Yields routers of two linear maps that are attributes of the layer, as code of `{x}`."""
         layer, n, d = self.guess.layer, self.guess.reading.count, self.guess.reading.dim
         maps: list[CodeOfMap] = []
@@ -445,7 +445,7 @@ class RoutedForms:
         between = [*GATE_ACTIVATIONS, *self._modules_between()]
         for (first, given, width), (second, middle, out) in itertools.permutations(maps, 2):
             if (given, middle, out) == (d, width, n):
-                for act, value in itertools.product(between, seen):
+                for act, value in itertools.product(between, inputs):
                     yield second.format(act.format(first.format(value)))
 
     def _matrices(self, inside: Collection[int]) -> Iterator[CodeOfMap]:
@@ -453,9 +453,9 @@ class RoutedForms:
 
         `inside` are the ids of the parameters of modules that are maps themselves.
         """
-        held = [(code, p) for code, p in self.guess.others if id(p) not in inside]
-        vectors = [(code, len(p)) for code, p in held if p.ndim == 1]
-        for code, p in held:
+        parameters = [(code, p) for code, p in self.guess.others if id(p) not in inside]
+        vectors = [(code, len(p)) for code, p in parameters if p.ndim == 1]
+        for code, p in parameters:
             if p.ndim != 2:
                 continue
             rows, columns = p.shape
@@ -491,8 +491,8 @@ class RoutedForms:
     def _ks(self) -> list[str]:
         """The candidates for k, as code, and none."""
         n, numbers = self.guess.reading.count, self.guess.numbers()
-        held = [code for code, value in numbers.items() if value.is_integer() and 0 < value < n]
-        return ["", *held, *(str(k) for k in range(1, min(n, 5)) if not held)]
+        names = [code for code, value in numbers.items() if value.is_integer() and 0 < value < n]
+        return ["", *names, *(str(k) for k in range(1, min(n, 5)) if not names)]
 
     def _addends(self, h: str) -> list[tuple[str, Tensor]]:
         """Terms that may be added to the experts' sum, as code, with their values for a call."""

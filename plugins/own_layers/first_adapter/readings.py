@@ -164,7 +164,7 @@ def _paired(layer: nn.Module) -> Iterator[ExpertsReading]:
             if shapes[-1][1] != shapes[0][0] or {*shapes[:-1]} != {shapes[0]}:
                 continue
             codes = ", ".join(code_of(layer, path) for path in names)
-            held = [parameter for one in itertools.chain(*parts) for parameter in one.parameters()]
+            own = [parameter for one in itertools.chain(*parts) for parameter in one.parameters()]
             firsts = [_called(name, LAST) for name in names[:-1]]
             odd = sum(firsts) - _called(names[-1], LAST) + (number > 2 and _called(names[0], UP))
             yield _checked(
@@ -173,7 +173,7 @@ def _paired(layer: nn.Module) -> Iterator[ExpertsReading]:
                     words=f"{' and '.join(names)} as the maps of {len(parts[0])} experts",
                     count=len(parts[0]),
                     dim=int(shapes[0][1]),
-                    own=frozenset(map(id, held)),
+                    own=frozenset(map(id, own)),
                     uses=frozenset(name.split(".")[0] for name in names),
                     arguments={"experts": [*zip(*parts, strict=True)]},
                     matrices=number,

@@ -130,8 +130,8 @@ class WatchedForward(TorchFunctionMode):
             for place in self.places.values()
             if (True not in place.outcomes if place.name in LIMITS else len(place.outcomes) == 1)
         ]
-        for file, seen, functions in self._run_places():
-            lines += _branches(file, seen, functions)
+        for file, reached, functions in self._run_places():
+            lines += _branches(file, reached, functions)
         return list(dict.fromkeys(lines))
 
     def _run_places(self) -> Iterator[tuple[str, set[CodePlace], set[int]]]:
@@ -143,21 +143,21 @@ class WatchedForward(TorchFunctionMode):
                 if 2 * index in ran and line is not None and column is not None:
                     points[code.co_filename].add((line, column))
             functions[code.co_filename].add(code.co_firstlineno)
-        yield from ((file, seen, functions[file]) for file, seen in points.items())
+        yield from ((file, reached, functions[file]) for file, reached in points.items())
 
     def all_places(self) -> list[str]:
         """Returns the lines with limits, masks and branches, with any outcomes."""
         lines = [place.text for place in self.places.values()]
-        for file, seen, functions in self._run_places():
-            lines += [_line(file, node.lineno) for node in _decisions(file, seen, functions)]
+        for file, reached, functions in self._run_places():
+            lines += [_line(file, node.lineno) for node in _decisions(file, reached, functions)]
         return list(dict.fromkeys(lines))
 
     def sizes(self) -> list[int]:
         """Returns the numbers that branches compare sizes with, if they can be sizes."""
         found = [
             value
-            for file, seen, functions in self._run_places()
-            for node in _decisions(file, seen, functions)
+            for file, reached, functions in self._run_places()
+            for node in _decisions(file, reached, functions)
             for part in ast.walk(node.test)
             for value in self._values(part)
         ]
@@ -245,16 +245,16 @@ def _line(file: str, line: int) -> str:
     return f"{Path(file).name} line {line}: `{linecache.getline(file, line).strip()}`"
 
 
-def _branches(file: str, seen: set[CodePlace], functions: set[int]) -> Iterator[str]:
+def _branches(file: str, reached: set[CodePlace], functions: set[int]) -> Iterator[str]:
     """Yields the branches of a file's functions that were called without taking them."""
-    for node in _decisions(file, seen, functions):
+    for node in _decisions(file, reached, functions):
         for body, what in ((node.body, "was not taken"), (node.orelse, "was always taken")):
             part = body if isinstance(body, list) else [body]
-            if part and not _run(part[0], part[-1], seen) and not _only_raises(part):
+            if part and not _run(part[0], part[-1], reached) and not _only_raises(part):
                 yield f"{_line(file, node.lineno)} (it {what})"
 
 
-def _decisions(file: str, seen: set[CodePlace], functions: set[int]) -> Iterator[Decision]:
+def _decisions(file: str, reached: set[CodePlace], functions: set[int]) -> Iterator[Decision]:
     """Yields the conditions in called functions whose results may differ for other inputs."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
@@ -269,17 +269,17 @@ def _decisions(file: str, seen: set[CodePlace], functions: set[int]) -> Iterator
                 node
                 for node in ast.walk(function)
                 if isinstance(node, Decision)
-                and _run(node.test, node.test, seen)
+                and _run(node.test, node.test, reached)
                 and _matters(node)
                 and (node.orelse or isinstance(node.body, ast.AST) or not _only_raises(node.body))
             )
 
 
-def _run(first: ast.stmt | ast.expr, last: ast.stmt | ast.expr, seen: set[CodePlace]) -> bool:
+def _run(first: ast.stmt | ast.expr, last: ast.stmt | ast.expr, reached: set[CodePlace]) -> bool:
     """Whether anything ran from the beginning of one part of a file to the end of another."""
     begin = first.lineno, first.col_offset
     end = last.end_lineno or last.lineno, last.end_col_offset or 0
-    return any(begin <= point < end for point in seen)
+    return any(begin <= point < end for point in reached)
 
 
 def _only_raises(body: Sequence[ast.AST]) -> bool:

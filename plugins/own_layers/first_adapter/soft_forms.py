@@ -70,14 +70,14 @@ class SoftForms:
                 if self._off(form.text) <= CLOSE:
                     yield form
             return
-        held, found = contents_of(guess.layer), {}
+        contents, found = contents_of(guess.layer), {}
         for phi, norm in itertools.product(self.phis(), ["", *guess.norms]):
             options = [f"phi={phi.code}", *([f"bias={phi.bias}"] if phi.bias else [])]
             options += [guess.reading.keywords, *([f"norm={norm}"] if norm else [])]
             description = guess.described(call_text("moexport.SoftMoE", options))
             if isinstance(description, SoftMoEDescription):
                 try:
-                    found[phi, norm] = options, [*description.variants(held)]
+                    found[phi, norm] = options, [*description.variants(contents)]
                 except USERS_CODE:
                     continue
         for simple in (True, False):

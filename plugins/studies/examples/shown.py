@@ -68,9 +68,9 @@ def contents_of(inputs: Array, model: Model, data: Any) -> Contents:
     if np.issubdtype(np.dtype(model.input.dtype), np.integer):
         places = [local(model.source.path)] + ([] if path is None else [path])
         return Contents(ids=inputs, decode=_decoder(places))
-    beside = _arrays(data if path is None else path, len(inputs))
-    images = next((beside[name] for name in IMAGES if name in beside), None)
-    texts = next((beside[name] for name in TEXTS if name in beside), None)
+    arrays = _arrays(data if path is None else path, len(inputs))
+    images = next((arrays[name] for name in IMAGES if name in arrays), None)
+    texts = next((arrays[name] for name in TEXTS if name in arrays), None)
     pixels = None
     if len(model.input.shape) == 4:
         images = inputs if images is None else images

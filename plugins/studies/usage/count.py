@@ -352,8 +352,8 @@ def _watched(module: nn.Module) -> Iterator[dict[str, Sequence[_Taken]]]:
         def record(layer: nn.Module, args: tuple[Tensor, ...], name: str) -> None:
             assert isinstance(layer, MoELayer)
             if layer.spec.flat:
-                seen = probabilities.take(len(args[1]), layer.spec.experts)
-                found[name] = [_routed(layer, args[1], args[2], seen)]
+                rates = probabilities.take(len(args[1]), layer.spec.experts)
+                found[name] = [_routed(layer, args[1], args[2], rates)]
             else:
                 found[name] = list(_mixed(layer, args))
 

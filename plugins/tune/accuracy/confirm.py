@@ -192,15 +192,15 @@ def holding(points: Sequence[Confirmed], keep: float | None) -> list[Confirmed]:
     sequences it is at most 5% (Bonferroni). This is fixed sequence testing with two starts,
     Angelopoulos et al., Learn then Test, 2021.
     """
-    held: list[Confirmed] = []
+    passed: list[Confirmed] = []
     for promising in (False, True):
         for point in points:
             if point.promising != promising:
                 continue
             if keep is not None and point.quality.low < keep:
                 break
-            held.append(point)
-    return held
+            passed.append(point)
+    return passed
 
 
 def shortfall(point: Confirmed, keep: float) -> ContractError:
@@ -317,12 +317,12 @@ def contract(job: SearchJob, result: SearchResult, progress: Progress) -> Contra
     else:
         checked = confirmed(result.graphs, sequences, job.holdout, progress)
         job.journal.add("confirmed", points=[msgspec.to_builtins(point) for point in checked])
-    held = holding(checked, keep)
-    if keep is not None and not held:
+    passed = holding(checked, keep)
+    if keep is not None and not passed:
         raise shortfall(checked[0], keep)
-    within = [point for point in held if job.within(point.trial)]
+    within = [point for point in passed if job.within(point.trial)]
     if not within:
-        raise _nearest(job, held)
+        raise _nearest(job, passed)
     if keep is None:
         return ContractResult(checked, sorted(within, key=lambda point: -point.trial.quality.kept))
     within.sort(key=lambda point: (point.trial.ms, point.trial.bytes))
@@ -370,7 +370,7 @@ def check_same(job: SearchJob, trial: Trial, result: SearchResult) -> None:
         )
 
 
-def _nearest(job: SearchJob, held: Sequence[Confirmed]) -> MoexportError:
+def _nearest(job: SearchJob, passed: Sequence[Confirmed]) -> MoexportError:
     """The error if no point meets the bounds; it names the nearest one."""
     request = job.request
 
@@ -378,7 +378,7 @@ def _nearest(job: SearchJob, held: Sequence[Confirmed]) -> MoexportError:
         slow = point.trial.ms / (request.latency_ms or math.inf)
         return max(slow, point.trial.bytes / (request.most_bytes or math.inf))
 
-    nearest = min(held, key=beyond).trial
+    nearest = min(passed, key=beyond).trial
     bounds = []
     if request.latency_ms is not None:
         bounds.append(f"--max-latency {request.latency_ms:g}ms")

@@ -92,8 +92,8 @@ class Holdout:
             for name in inputs[0]
         }
         main = whole.pop(data.input_name)
-        seen = LabelledData(main, searched_labels, data.input_name, beside=whole)
-        return Holdout(data=data, search=seen)
+        searching = LabelledData(main, searched_labels, data.input_name, beside=whole)
+        return Holdout(data=data, search=searching)
 
     def fewer(self, count: int) -> Holdout:
         """Returns the same halves with only the first `count` inputs in the search's half."""

@@ -64,8 +64,8 @@ def _search(results: Results) -> SectionContent | None:
             continue
         confirmed: tuple[Cell, Cell] = (("–", "quiet"), "")
         if point.confirmed is not None and point.confirmed_kept is not None:
-            held = search.keep is None or point.confirmed.low >= search.keep
-            kind = "good" if held else "bad"
+            enough = search.keep is None or point.confirmed.low >= search.keep
+            kind = "good" if enough else "bad"
             confirmed = ((percent(point.confirmed_kept), kind), _interval_text(point.confirmed))
         chosen = " (chosen)" if point.chosen else ""
         lines.append(
