@@ -180,12 +180,12 @@ def check_experts(place: Path, keys: Iterable[str]) -> None:
         if match is not None:
             numbers[match[1]][match[3]].add(int(match[2]))
     for layer, kinds in numbers.items():
-        count = max(max(numbers) for numbers in kinds.values()) + 1
-        for kind, numbers in kinds.items():
-            gone = sorted(set(range(count)) - numbers)
+        count = max(max(present) for present in kinds.values()) + 1
+        for kind, present in kinds.items():
+            gone = sorted(set(range(count)) - present)
             if gone:
                 raise CheckpointError(
-                    f"{place}: {layer}{gone[0]}{kind} is missing, but {len(numbers)} other experts "
+                    f"{place}: {layer}{gone[0]}{kind} is missing, but {len(present)} other experts "
                     "have theirs",
                     hint=ALL_EXPERTS,
                 )
