@@ -1,4 +1,4 @@
-"""Layers in a user's own words, said by an adapter: to a verified bundle, or to a clear error."""
+"""A user's layers with adapters end in a verified bundle or in a clear error."""
 
 from __future__ import annotations
 
@@ -491,7 +491,7 @@ def test_a_benchmark_opens_the_layer_in_another_process_too() -> None:
         assert pickle.loads(pickle.dumps(loader))() is not None
     adapt = vars(sys.modules["own"])["adapt"]
     assert load("own:soft", example=FEED, adapter=adapt).source.elsewhere
-    adapt.__module__ = "__main__"  # as one that a notebook holds
+    adapt.__module__ = "__main__"  # as in a notebook
     here = load("own:soft", example=FEED, adapter=adapt)
     loader, *_ = loaders(Candidate("own", here, (2,), ())).values()
     with pytest.raises(TypeError, match="another process"):

@@ -1,4 +1,4 @@
-"""A user's network is compared on two different inputs at least, and its layers one by one."""
+"""A user's network is compared on at least two different inputs, and its layers one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A first adapter for a layer: found, and right; or what was not recognised is said."""
+"""A first adapter for a layer is found and correct, or the unrecognised part is named."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    # Layers without the adapters that the example has for them.
+    # Layers without the example's adapters.
     source = (ROOT / "examples" / "own_layers.py").read_text(encoding="utf-8")
     source = source.replace("@moexport.adapts(", "@(lambda *_: lambda adapter: adapter)(")
     (tmp_path / "bare_layers.py").write_text(source)
@@ -344,7 +344,7 @@ def test_a_search_ends_when_its_time_is_over_and_says_so(tmp_path: Path) -> None
     again = run(*words)
     assert (again.out, again.error) == (done.out, done.error)
     assert "an earlier search" in again.err
-    whole = run(*words[:-2])  # what was cut is not the result of a search that was not
+    whole = run(*words[:-2])  # an interrupted search is not cached
     assert "was searched before" not in whole.err
     assert "usual forms were tried" in whole.error
 

@@ -1,4 +1,4 @@
-"""Networks in memory and dicts of arrays are taken where their files are."""
+"""Networks in memory and dicts of arrays are accepted in place of files."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_dict_and_the_file_of_it_give_the_same_bundle(tmp_path: Path) -> None:
 
 
 class TwoInputs(nn.Module):
-    """Adds a vector to the tokens that a Soft MoE layer is given."""
+    """Adds a vector to the input tokens of a Soft MoE layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A user's own forward around a bank of experts: what is wrong with it is in the message."""
+"""A user's own forward around a bank of experts: the message names its mistake."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Calls the layer, and may read of it, or call it with more."""
+    """Calls the layer, and may read its attributes or pass more arguments."""
 
     def __init__(self, reads: bool = False, more: bool = False) -> None:
         super().__init__()

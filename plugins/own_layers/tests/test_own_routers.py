@@ -1,4 +1,4 @@
-"""Experts with a router of a user's own, said by an adapter: what they may be, and clear errors."""
+"""Experts with a user's own router, described by an adapter: supported forms, and clear errors."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_gated_experts_of_ones_own_become_a_verified_bundle(
 
 
 def test_an_export_says_what_a_share_came_to_and_which_layer_stays_in_floats() -> None:
-    """0.25 of the 2 experts of the training is no half of one; 40 rows are no blocks of 32."""
+    """0.25 of the 2 trained experts is less than one; 40 rows are not a multiple of 32."""
     np.save("x.npy", X)
     asked = ("--k", "0.25", "--precision", "int4", "--target", "ort-cpu", "--no-verify")
     told = run("export", "routed:two", "--data", "x.npy", "-o", "out", *asked)
@@ -206,7 +206,7 @@ def test_the_network_may_be_the_layer_itself() -> None:
 
 
 def adapted(**changes: Any) -> Any:
-    """An adapter that says something else than the right one."""
+    """An adapter that differs from the correct one."""
 
     def adapt(layer: Any) -> Experts:
         routed = sys.modules["routed"]

@@ -240,7 +240,7 @@ def in_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """Of another network than the factory's own first weights."""
+    """Weights that differ from the factory's initial ones."""
     import importlib
 
     sys.path.insert(0, str(tmp_path))
@@ -324,7 +324,7 @@ def test_a_layer_under_two_names_is_one_layer(called: str, tmp_path: Path) -> No
     assert list(model.layers) == ["first"]
     bundle = moexport.export(model, tmp_path / "out", k=2)
     assert [layer.name for layer in bundle.manifest.layers] == ["first"]
-    assert isinstance(getattr(model.module, called), SoftMoE)  # tracing left it in its place
+    assert isinstance(getattr(model.module, called), SoftMoE)  # tracing did not move it
 
 
 def test_layers_of_the_package_in_a_users_network_are_found(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def exported(layer: str, *options: str) -> moexport.Bundle:
 
 
 def off(bundle: moexport.Bundle, layer: str, x: np.ndarray) -> float:
-    """How far a bundle is from the network in float64, with the buffers that it begins with."""
+    """The error of a bundle against the network in float64 with its initial buffers."""
     build = __import__("kept").build
     with torch.no_grad():
         y = build(layer).double()(torch.from_numpy(x).double()).numpy()

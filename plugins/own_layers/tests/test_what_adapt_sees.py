@@ -1,4 +1,4 @@
-"""`moexport adapt`: a limit, a mask or a branch is not lost, and any name is read."""
+"""`moexport adapt` does not miss a limit, a mask or a branch, and reads any name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_right(name: str, code: str) -> None:
-    """What the code of an adapter gives is what its layer does, with other weights and inputs."""
+    """The code of an adapter computes the same as its layer, with other weights and inputs."""
     Path("found.py").write_text(code)
     torch.manual_seed(5)
     layer = getattr(importlib.import_module("mine"), name)().eval()
@@ -89,7 +89,7 @@ def test_what_an_adapter_has_not_is_said_and_no_success(name: str, words: str, l
     assert f"of max|y| for {words}; its forward also has mine.py line " in outcome.error
     assert line in outcome.error
     text = Path("found.py").read_text()
-    assert f"of max|y| for {words}." in text and line in text  # and the adapter that comes nearest
+    assert f"of max|y| for {words}." in text and line in text  # and the nearest adapter
     assert "return experts(x, index, w)" in text
 
 
@@ -108,7 +108,7 @@ def test_what_no_input_reaches_is_said() -> None:
 
 @pytest.mark.slow
 def test_a_layer_is_tried_with_the_sizes_of_the_user() -> None:
-    assert run("adapt", "mine:Batched").code == 0  # it differs from 36 on
+    assert run("adapt", "mine:Batched").code == 0  # it differs from a batch of 36 on
     outcome = run("adapt", "mine:Batched", "--batch", "1:4:40")
     assert outcome.code == 3 and "for a batch of 40" in outcome.error
     (missing, *_) = moexport.adapt("mine:Long").missing

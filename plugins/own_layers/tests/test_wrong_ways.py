@@ -1,4 +1,4 @@
-"""An adapter that is wrong is told in which way, whichever of the usual ways that is."""
+"""The message about a wrong adapter names the mistake, for all usual mistakes."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_soft_moe_that_is_wrong_in_one_way_is_told_that_way(
 def routed(
     forward: Callable[[Any, Any, Tensor, Tensor], Any] | None = None, **more: Any
 ) -> Callable[[Any], moexport.Experts]:
-    """An adapter whose forward takes the layer, the bank, x and what the norm makes of it."""
+    """An adapter whose forward takes the layer, the bank, x and the normalised x."""
 
     def right(layer: Any, experts: Any, x: Tensor, h: Tensor) -> Any:
         return x + layer.shared(h) + experts(h, *layer.route(h))

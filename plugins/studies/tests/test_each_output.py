@@ -32,7 +32,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def entmax15(z: np.ndarray) -> np.ndarray:
-    """By bisection on the threshold, in float64."""
+    """The entmax by bisection on the threshold, in float64."""
     z = z / 2
     low, high = z.max(axis=-1, keepdims=True) - 1, z.max(axis=-1, keepdims=True)
     for _ in range(100):

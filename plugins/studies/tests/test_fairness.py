@@ -1,4 +1,4 @@
-"""Fairness is counted as it is defined, and a rewriting is what the edited model then does."""
+"""Fairness follows its definition, and a reported rewriting equals the edited model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def unfair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 @pytest.fixture(scope="module")
 def rewritten(unfair: tuple[Path, Path, Path]) -> Path:
-    """What `specialise` writes for the mirrored sevens."""
+    """The output of `specialise` for the mirrored sevens."""
     head, choose, _ = unfair
     outcome = run(
         *("specialise", head, *ENTMAX, "--data", choose, "-o", head.parent / "found"),
@@ -61,7 +61,7 @@ def test_every_figure_is_counted_as_it_is_defined() -> None:
     groups = np.array(["a", "a", "b", "b", "b", "c", "c", "c"])
     found = fairness(said, labels, groups, 2)
     assert found.accuracy.value == 6 / 8
-    one = found.classes[1]  # told right: a 1 of 2, b 3 of 3, c 2 of 3
+    one = found.classes[1]  # correct: a 1 of 2, b 3 of 3, c 2 of 3
     assert [each.accuracy.value for each in one.subgroups] == [1 / 2, 1, 2 / 3]
     assert [each.positives for each in one.subgroups] == [0, 2, 2]
     rates = [each.true_positive_rate for each in one.subgroups]
@@ -182,7 +182,7 @@ def test_a_strength_gets_the_sign_of_the_right_answer(unfair: tuple[Path, Path, 
         )
         assert found.rewriting is not None
         assert (found.rewriting.strength, found.rewriting.tried) == (5.0, 1)
-    wrong = moexport.specialise(  # ones among them are taken for others', and too many for a one
+    wrong = moexport.specialise(  # some ones are missed, and too many others are taken for a one
         model, choose, group_by="style", rewrite_class=1, rewrite_group=RARE, strength=5
     )
     assert wrong.rewriting is not None and wrong.rewriting.strength == -5.0

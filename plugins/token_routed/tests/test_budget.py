@@ -1,4 +1,4 @@
-"""A `config.json` that asks for more than its weights hold is refused before anything is built."""
+"""A `config.json` with larger sizes than its weights is refused before anything is built."""
 
 from __future__ import annotations
 

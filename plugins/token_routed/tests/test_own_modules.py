@@ -1,4 +1,4 @@
-"""Switch Transformers and NLLB-MoE, whose experts are modules of their own."""
+"""Switch Transformers and NLLB-MoE, whose experts are separate modules."""
 
 from __future__ import annotations
 
