@@ -330,7 +330,7 @@ def _miss(expected: Tensor, actual: Tensor) -> str | None:
     if difference(expected, actual) <= TOLERANCE:
         return None
     error, largest = float((expected - actual).abs().max()), float(expected.abs().max())
-    return f"off by {error:.2e} where max|y| is {largest:.2e}"
+    return f"off by {error:.2e} (max|y| is {largest:.2e})"
 
 
 def layout_of(call: LayerCall) -> Literal["tokens", "pixels", "vectors"]:

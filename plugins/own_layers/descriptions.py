@@ -62,7 +62,7 @@ def _soft_moe(
     activation: Activation,
     **weights: Tensor | None,
 ) -> SoftMoE:
-    """A Soft MoE layer with these experts; `spec` holds the other properties."""
+    """A Soft MoE layer with these experts; `spec` has the other properties."""
     form = form.in_halves()
     kind: ExpertKind = "mlp" if form.gate == "none" else "gated"
     whole = SoftMoESpec(
@@ -385,7 +385,7 @@ TensorForm = Tensor | Factors | tuple[Tensor, Factors]
 class MuMoEDescription:
     """A muMoE layer: y = W(a_1, …, a_E, x) for each token, a_e = activation(norm(x·gate_e)).
 
-    `gates` holds a matrix [d, n_e] or an `nn.Linear` per level of experts. `weights` is the whole
+    `gates` has a matrix [d, n_e] or an `nn.Linear` per level of experts. `weights` is the whole
     tensor [n_1, …, d, o]; its CP factors [n_1, R], …, [d, R], [o, R] or TR cores [r1, n_1, r2], …,
     [r, d, r'], [r', o, r1] as a list; or for Tucker (core, factors). One more row of the input
     mode, d + 1, is the bias. `second` is a second tensor in the same form, after a GELU.

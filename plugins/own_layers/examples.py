@@ -140,7 +140,7 @@ def _random(source: str, module: nn.Module, shape: object) -> Tensor:
 
 
 def _input(source: str, what: str, value: object) -> Tensor:
-    """A user's inputs [b, …] as a tensor; floats become float32, as the network does."""
+    """A user's inputs [b, …] as a tensor; floats become float32, like the network."""
     if isinstance(value, np.ndarray):
         try:
             value = torch.from_numpy(np.ascontiguousarray(value))

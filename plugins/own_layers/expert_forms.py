@@ -33,7 +33,7 @@ TRANSPOSED = "nn.Linear and lists have [out, in], w1 and w2 [n, in, out]"
 class ExpertForm:
     """Experts as they were given: the properties of `AroundMaps`, and their weights.
 
-    `w1` and `w2` hold a matrix [in, out] for each expert; with a gate, `gate` is the order of the
+    `w1` and `w2` have a matrix [in, out] for each expert; with a gate, `gate` is the order of the
     columns of `w1` and `b1`. `w2` is None for experts of one map. If `activation` is None, the
     caller chooses it.
     """
@@ -679,7 +679,7 @@ def _value(graph: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -
 
 
 def _of_weights(graph: fx.GraphModule, node: fx.Node, args: list[Any]) -> Any:
-    """The value of an operation on parameters or on a pair of halves, else None."""
+    """The value of an operation on parameters or on a pair of halves; None for others."""
     if node.op == "get_attr":
         owner: Any = graph
         for part in str(node.target).split("."):

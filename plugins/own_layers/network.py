@@ -114,7 +114,7 @@ def load_module(
     except FamilyError as error:
         if not any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
             raise
-        hint = 'model.save_pretrained("folder"), and give the folder; or an adapter for its layers'
+        hint = 'call model.save_pretrained("folder") and pass the folder, or write an adapter'
         raise FamilyError(error.message, hint=hint) from error
 
 

@@ -165,7 +165,7 @@ class SpecialiseRequest(Request):
         at_least(self, "examples", 1)
         if self.k is not None and parse_k(self.k) == "input":
             raise UsageError(
-                "--k input: experts are counted at one k", hint="give a number or a share: --k 4"
+                "--k input: experts are counted at one k", hint="use a number or a share: --k 4"
             )
         if self.rewrite_class is None or self.rewrite_group is None:
             parts = {

@@ -253,7 +253,7 @@ def _config(folder: Path) -> Any:
         return library.AutoConfig.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # every class of configurations has errors of its own
+    except Exception as error:  # every class of configurations has its own errors
         own = "auto_map" in object_in(folder / "config.json")
         raise FamilyError(
             f"{folder}: transformers {library.__version__} cannot read its config.json: "

@@ -153,7 +153,7 @@ def read_recipe(path: Path) -> Recipe:
     if schema != SCHEMA:
         raise UsageError(
             f"--recipe {path} has schema {schema!r}, but this version reads schema {SCHEMA}",
-            hint="give the recipe.yaml that `moexport tune` wrote",
+            hint="pass the recipe.yaml that `moexport tune` wrote",
         )
     recipe = from_data(Recipe, content, f"--recipe {path}", error=UsageError)
     if recipe.target not in TARGETS:
@@ -308,7 +308,7 @@ def _check(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
         yield (
             "--recipe: the recipe is for another model, or for this one with other weights or "
             "configuration",
-            "give the checkpoint and the settings of the search, or tune again",
+            "use the checkpoint and the settings of the search, or tune again",
         )
 
 

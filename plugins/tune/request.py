@@ -190,7 +190,7 @@ class TuneRequest(AxisSizes, Request):
             yield (
                 f"--target {target}: tune measures graphs in ONNX Runtime or OpenVINO, not in the "
                 "engines of this target",
-                "tune for ort-cuda on the machine with the GPU, and give its k to export",
+                "tune for ort-cuda on the machine with the GPU, and pass its k to export",
             )
         keep = self.kept
         if keep is not None and not 0 < keep < 1:

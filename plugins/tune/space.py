@@ -1,6 +1,6 @@
 """The search space: k, experts and precision of each MoE layer, and the rest of the network.
 
-A `Point` is one model of a `Space`; a `Space` holds the choices that a target supports.
+A `Point` is one model of a `Space`; a `Space` has the choices that a target supports.
 """
 
 from __future__ import annotations

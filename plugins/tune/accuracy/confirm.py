@@ -173,7 +173,7 @@ def confirmed(
     with graphs.opened(points, spin_ms=0) as sessions:
         tallies = graphs.evaluate(batches())(sessions)
     if not tallies[0].inputs:
-        raise FeedError("--data: one half has no inputs", hint="give some hundreds of inputs")
+        raise FeedError("--data: one half has no inputs", hint="give a few hundred inputs")
     return [
         Confirmed(
             trial=trial,

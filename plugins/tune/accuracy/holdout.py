@@ -85,7 +85,7 @@ class Holdout:
             if held >= MOST_HELD or held_bytes >= MOST_HELD_BYTES:
                 break
         if held < 1:
-            raise FeedError("--data: one half has no inputs", hint="give some hundreds of inputs")
+            raise FeedError("--data: one half has no inputs", hint="give a few hundred inputs")
         searched_labels = np.concatenate(labels) if data.labelled else None
         whole = {
             name: np.concatenate([batch_arrays[name] for batch_arrays in inputs])
