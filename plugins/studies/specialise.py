@@ -289,9 +289,8 @@ def specialise(
 class _JudgedInputs:
     """The results of one pass over the inputs, and their judge.
 
-    `scores` [s, classes]; by level `means`, the mean coefficients of each input [s, n], and
-    `taken`, whether an input has a nonzero coefficient [s, n]: always True
-    for a layer without coefficients.
+    `scores` [s, classes]; by level `means`, the mean coefficients of each input [s, n], and `taken`
+    [s, n], whether an input has a nonzero coefficient: True for a layer without coefficients.
     """
 
     scores: Array
