@@ -152,7 +152,7 @@ def read_recipe(path: Path) -> Recipe:
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
         raise UsageError(
-            f"--recipe {path} has schema {schema!r}, but this version reads schema {SCHEMA}",
+            f"--recipe {path}: schema {schema!r}, but this version reads schema {SCHEMA}",
             hint="pass the recipe.yaml that `moexport tune` wrote",
         )
     recipe = from_data(Recipe, content, f"--recipe {path}", error=UsageError)

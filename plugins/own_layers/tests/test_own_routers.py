@@ -255,7 +255,7 @@ def of(index: Any, weights: Any = None) -> Any:
 @pytest.mark.parametrize(
     ("router", "said"),
     [
-        (of([0, 6]), "the layer moe: its router chose expert 6, but there are 6"),
+        (of([0, 6]), "the layer moe: its router chose expert 6, but the experts are 0 to 5"),
         (of([-1]), "its router chose expert -1"),
         (of([0.5]), "its router returned index float32"),
         (of([0, 1], torch.ones(4, 6, 1)), "its router returned index int64 [4, 6, 2] and weights"),
