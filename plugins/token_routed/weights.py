@@ -85,7 +85,7 @@ def folder_files(place: Path) -> FolderFiles:
     for file in others:
         if file.name not in left and file not in adapters:
             raise CheckpointError(
-                f"{file} has weights that are not used, because {weights.files[0].name} is used",
+                f"{file} has weights that are not read, because {weights.files[0].name} is read",
                 hint="move it out of the folder, or give the path of the correct weights",
             )
     notes = (f"left out {', '.join(left)}: weights by names that are not the library's",)
