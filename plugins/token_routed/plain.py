@@ -71,7 +71,7 @@ def plain_tensors(
     config = weights.files[0].parent / lora.CONFIG
     if place.is_dir() and config.is_file() and not pairs:
         raise CheckpointError(
-            f"{config}: the file describes an adapter, but {place} has no factors of one",
+            f"{config}: the file names an adapter, but {place} has no factors of one",
             hint="remove the file if the adapter is already merged",
         )
     rest = {_without_base(key, pairs): tensor for key, tensor in rest.items()}
