@@ -41,7 +41,7 @@ def adapts(*classes: type[nn.Module]) -> Callable[[A], A]:
     for class_ in classes:
         if not _is_layer_class(class_):
             raise UsageError(
-                f"adapts({class_!r}): not a class of layers",
+                f"adapts({class_!r}): this is not a layer class",
                 hint="@moexport.adapts(MyLayer), where MyLayer is an nn.Module class",
             )
 
@@ -62,8 +62,8 @@ def adapter_name(adapter: Adapter) -> str:
 def adapters_for(adapters: Sequence[Adapter | str]) -> dict[type, Adapter]:
     """Returns the adapters of a call by class; they are given by name or as functions.
 
-    The class is that of `adapts`, or else that of the first parameter's annotation. Raises
-    UsageError if there is none, if two are for one class, and for a name that cannot be imported.
+    The class comes from `adapts` or else from the first parameter's annotation. Raises UsageError
+    if there is none, if two are for one class, and for a name that cannot be imported.
     """
     classes: dict[type, Adapter] = {}
     for entry in adapters:
@@ -110,12 +110,12 @@ def describe(adapter: Adapter, layer: nn.Module, where: str) -> Description:
 
 
 def _enter(table: dict[type, Adapter], cls: type, adapter: Adapter) -> None:
-    """Enters an adapter for a class; a function that is defined again replaces itself."""
+    """Registers an adapter for a class; redefining a function replaces it."""
     known = table.get(cls, adapter)
     if known is not adapter and adapter_name(known) != adapter_name(adapter):
         raise UsageError(
             f"{cls.__name__} has two adapters: {adapter_name(known)} and {adapter_name(adapter)}",
-            hint="leave one of them out; a subclass may have its own",
+            hint="remove one of them; a subclass may have its own",
         )
     table[cls] = adapter
 
@@ -131,7 +131,7 @@ def _annotated(adapter: Adapter) -> tuple[type, ...]:
     classes = get_args(annotation) or (annotation,)
     if not all(_is_layer_class(class_) for class_ in classes):
         raise UsageError(
-            f"the adapter {what} does not name the class of layers that it is for",
+            f"the adapter {what} does not name the layer class that it describes",
             hint="@moexport.adapts(MyLayer) above it, or def adapt(layer: MyLayer)",
         )
     return classes

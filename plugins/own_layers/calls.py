@@ -24,8 +24,8 @@ FITS = "check that the example, or --set input_shape=…, fits the network"
 class LayerCall:
     """One call of a layer: its arguments, x first, and its return value, with its result y.
 
-    All are copies from the time of the call. `structure` is what was returned if that is more than
-    a tensor. `in_place`: the layer changed x. `direct`: the network called its `forward`, not the
+    All are copies from the time of the call. `structure` is the return value if that is more than a
+    tensor. `in_place`: the layer changed x. `direct`: the network called its `forward`, not the
     module.
     """
 
@@ -75,7 +75,7 @@ def forward_pass(
 ) -> ForwardPass:
     """Runs the network once on `inputs`; returns its outputs and the calls of its MoE layers.
 
-    It takes a tensor for each input, in their order. Raises UsageError, with `hint`, if its forward
+    It takes a tensor for each input, in order. Raises UsageError, with `hint`, if its forward
     fails, and FamilyError if a layer is called with more than its tokens, if something is not
     computed in float32, or for an output of an unsupported type. A layer with user code around it
     may be called with more.
@@ -90,9 +90,9 @@ def forward_pass(
             result = module(*(tensor.clone() for tensor in inputs.values()))
     if autocast.dtype is not None:
         raise FamilyError(
-            f"{what}: its forward computes in {_dtype(autocast.dtype)} under torch.autocast, and "
-            "moexport takes a network that computes in float32",
-            hint="give a factory that can leave autocast out, for example by --set amp=false; "
+            f"{what}: its forward computes in {_dtype(autocast.dtype)} under torch.autocast, but "
+            "moexport needs a network that computes in float32",
+            hint="use a factory that can disable autocast, for example by --set amp=false; "
             "--precision sets what the exported graph computes in",
         )
     by_path = {place.path: place for place in places}
@@ -123,8 +123,7 @@ class _Watch:
         """Records calls of the layer within the context."""
         replaced = "forward" in vars(self.layer)
         hooks = (
-            # This hook comes before the user's, because the layer's replacement does not have
-            # those.
+            # This hook runs before the user's, which the layer's replacement does not have.
             self.layer.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             self.layer.register_forward_hook(self._after, with_kwargs=True),
         )
@@ -144,7 +143,7 @@ class _Watch:
         self.under_way.append((copies, {key: _copied(value) for key, value in named.items()}, args))
 
     def _after(self, _: nn.Module, args: object, named: object, returned: object) -> None:
-        del args, named  # as the user's hooks changed them
+        del args, named  # the user's hooks may have changed them
         self._enter(returned, direct=False)
 
     def _forward(self, *args: Any, **named: Any) -> Any:
@@ -221,13 +220,13 @@ def _check_call(place: LayerPlace, call: LayerCall, what: str) -> None:
     if not isinstance(call.y, Tensor):
         raise FamilyError(
             f"{what}: {place.at} returns a {type(call.structure).__name__} without a tensor",
-            hint="a layer returns y, alone or with others: (y, loss), or {'y': y, …}",
+            hint="a layer must return y, alone or with others: (y, loss), or {'y': y, …}",
         )
     if not call.args or not isinstance(call.x, Tensor):
         raise FamilyError(
             f"{what}: {place.at} is called with no tensor before its named arguments "
             f"({', '.join(call.named)})",
-            hint="the network calls it as layer(x, …), the tokens first",
+            hint="the network must call it as layer(x, …), with the tokens first",
         )
     if (len(call.args) > 1 or call.named) and not place.own_code:
         more = [*map(_describe_argument, call.args[1:])]
@@ -235,13 +234,13 @@ def _check_call(place: LayerPlace, call: LayerCall, what: str) -> None:
         names = ", ".join([*(f"a{i}" for i in range(1, len(call.args))), *call.named])
         raise FamilyError(
             f"{what}: {place.at} is called with more than its tokens: {', '.join(more)}",
-            hint=f"an adapter takes them with a forward: moexport.Experts(forward=lambda experts, "
-            f"x, {names}: …, experts=…)",
+            hint=f"an adapter with a forward accepts them: moexport.Experts(forward=lambda "
+            f"experts, x, {names}: …, experts=…)",
         )
     for verb, tensor in (("is called on", call.x), ("returns", call.y)):
         if tensor.dtype != torch.float32:
             raise FamilyError(
-                f"{what}: {place.at} {verb} {_dtype(tensor.dtype)}, and moexport takes layers that "
+                f"{what}: {place.at} {verb} {_dtype(tensor.dtype)}, but moexport needs layers that "
                 "compute in float32",
                 hint="remove the cast; --precision sets what the exported graph computes in",
             )

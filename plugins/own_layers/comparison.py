@@ -42,8 +42,8 @@ def _check_described(
         ours = run(description, call)
         if ours.shape != y.shape:
             raise ParityError(
-                f"{at} gives {list(y.shape)} for {list(x.shape)}, but its adapter's description "
-                f"gives {list(ours.shape)}",
+                f"{at} returns {list(y.shape)} for {list(x.shape)}, but its adapter's description "
+                f"returns {list(ours.shape)}",
                 hint="check whether the experts' last weights belong to another layer or are "
                 "transposed",
             )
@@ -73,7 +73,7 @@ def _made_within(
     parts = [
         (name, part)
         for name, part in layer.named_modules()
-        if name and (held := [*part.parameters()]) and not experts & {p.data_ptr() for p in held}
+        if name and (own := [*part.parameters()]) and not experts & {p.data_ptr() for p in own}
     ]
     args, named = copied_in_depth((call.args, dict(call.named)))
     with ExitStack() as watching:
@@ -89,7 +89,7 @@ def _made_within(
             f"{at} gives a different result each time it is called, even in eval mode",
             hint="add noise in training only: if self.training",
         )
-    return {name: made[name] for name, _ in parts if name in made}  # a container of other modules
+    return {name: made[name] for name, _ in parts if name in made}  # outer modules first
 
 
 TRIED_ALONE = 4
@@ -98,7 +98,7 @@ TRIED_ALONE = 4
 def check_alone(place: LayerPlace, layer: nn.Module, call: LayerCall, source: str) -> None:
     """Raises ParityError if a layer's result for an input depends on the others of its batch.
 
-    The exported layers' results never do. A user's router is part of the graph and compared there.
+    Those of the exported layer never do. A user's router is part of the graph and compared there.
     """
     if place.own_code is not None:
         return
@@ -125,8 +125,8 @@ def check_alone(place: LayerPlace, layer: nn.Module, call: LayerCall, source: st
             hint="add noise in training only: if self.training",
         )
     raise ParityError(
-        f"{source}: {place.at} mixes the inputs of its batch: the result of one is off by "
-        f"{off:.2g} of max|y| from its result alone",
+        f"{source}: {place.at} mixes the inputs of its batch: the result for one is off by "
+        f"{off:.2g} of max|y| from the result for it alone",
         hint="softmax, sums, statistics and reshapes of the layer must not include its first axis",
     )
 
@@ -157,7 +157,7 @@ def check_adapter(place: LayerPlace, layer: nn.Module, one_pass: ForwardPass, so
     ranks = (2, 3, 4, 5) if spec.routes_tokens else (3, 4, 5)
     if call.x.ndim not in ranks or call.x.shape[1 if pixels else -1] != spec.dim:
         raise UsageError(
-            f"{at} is called on {list(call.x.shape)}, but its adapter's description takes tokens "
+            f"{at} is called on {list(call.x.shape)}, but its adapter's description expects tokens "
             f"(b, m, {spec.dim}) or pixels (b, {spec.dim}, height, width)",
             hint="phi is [d, n, p], a gate [d, n]: d is the width of a token",
         )
@@ -199,8 +199,8 @@ def result_of_code(
     counted = tried if tried is not None else _Counted(layer)
     what = "router" if code.router is not None else "forward"
     hint = (
-        f"it is called with {'' if what == 'router' else 'our layer and '}what the layer is called "
-        f"with ({', '.join(_words(call))}); --verbose shows where it was raised"
+        f"it gets {'' if what == 'router' else 'our layer and '}the layer's arguments "
+        f"({', '.join(_words(call))}); --verbose shows where it was raised"
     )
     try:
         with torch.no_grad(), user_code(f"its {what} failed", hint):
@@ -213,7 +213,7 @@ def result_of_code(
     if y is None:
         raise UsageError(
             f"{at}: its forward returned a {type(returned).__name__} without a tensor in it",
-            hint="it returns what the layer does, or the layer's first tensor alone",
+            hint="it must return the layer's result, or only its first tensor",
         )
     if counted.calls != 1:
         raise UsageError(
@@ -267,8 +267,8 @@ def check_same(
         if read is None:
             raise
         raise FamilyError(
-            f"{source}: the network around reads .{read} of a layer, and the exported layer has "
-            "none",
+            f"{source}: the network reads the attribute {read} of a layer, but the exported layer "
+            "has none",
             hint="an adapter with a forward keeps the layer's attributes: "
             "moexport.SoftMoE(…, forward=lambda moe, x: moe(x))",
         ) from error
@@ -292,12 +292,12 @@ def check_same(
     changing = [place.at for place in called if own.layers[place.path].in_place]
     if changing:
         raise ParityError(
-            f"{source}: {changing[0]} changes its input in place, and the network then uses that",
-            hint="in the layer write x = x + … in place of x += … or x.add_(…)",
+            f"{source}: {changing[0]} changes its input in place, and the network then uses it",
+            hint="in the layer, write x = x + … instead of x += … or x.add_(…)",
         )
     if not wrong:
         raise ParityError(
-            f"{source}: every MoE layer agrees, but the result does not: {result}",
+            f"{source}: every MoE layer matches, but the network's result does not: {result}",
             hint="check that the network is deterministic in eval mode",
         )
     place, miss = wrong[0]
@@ -330,7 +330,7 @@ def _miss(expected: Tensor, actual: Tensor) -> str | None:
     if difference(expected, actual) <= TOLERANCE:
         return None
     error, largest = float((expected - actual).abs().max()), float(expected.abs().max())
-    return f"off by {error:.2e} where max|y| is {largest:.2e}"
+    return f"off by {error:.2e} (max|y| is {largest:.2e})"
 
 
 def layout_of(call: LayerCall) -> Literal["tokens", "pixels", "vectors"]:

@@ -2,7 +2,7 @@
 
 An adapter (`adapters`) returns one of the three descriptions, which `moexport` exports as
 `SoftMoE`, `MuMoE` and `Experts`. Each checks shapes, builds the layer of `graphs.layers` that
-computes with the tensors, and yields the few options that could be meant otherwise (`variants`).
+computes with the tensors, and yields the same layer with other options (`variants`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TRIED: Mapping[NormKind, tuple[float, ...]] = {
     "l2-rsqrt": (1e-6,),
     "layernorm": (1e-5, 1e-6, 1e-12),
 }
-"""Each normalisation with its usual eps: real tokens are too long to distinguish others."""
+"""Each normalisation with its usual values of eps: tokens of usual length hide other values."""
 
 
 def _soft_moe(
@@ -62,7 +62,7 @@ def _soft_moe(
     activation: Activation,
     **weights: Tensor | None,
 ) -> SoftMoE:
-    """A Soft MoE layer with these experts; `spec` holds the other properties."""
+    """A Soft MoE layer with these experts; `spec` has the other properties."""
     form = form.in_halves()
     kind: ExpertKind = "mlp" if form.gate == "none" else "gated"
     whole = SoftMoESpec(
@@ -98,8 +98,8 @@ D = TypeVar("D", bound=ExpertArguments)
 class LayerContents:
     """The contents of a user's layer.
 
-    `numbers` are attributes, and parameters and buffers of one element; parameters are by name, the
-    biases of maps by the memory address of their weights.
+    `numbers` has numeric attributes, and parameters and buffers of one element, by name; `biases`
+    has the biases of maps by the memory address of their weights.
     """
 
     numbers: Mapping[str, float]
@@ -125,10 +125,10 @@ def contents_of(layer: nn.Module) -> LayerContents:
 
 
 def _forms(
-    description: D, default: Activation, held: LayerContents
+    description: D, default: Activation, own: LayerContents
 ) -> Iterator[tuple[dict[str, str], D]]:
     """Yields a description with other activations, and with its weights read in other ways."""
-    experts = description.with_biases(held.biases)
+    experts = description.with_biases(own.biases)
     if experts is not None:
         yield {"experts": "with their biases"}, replace(description, experts=experts)
     form = description.form()
@@ -251,14 +251,14 @@ class SoftMoEDescription(ExpertArguments):
             what = "experts[0]: its first weight" if self.experts is not None else "w1"
             shape = list(form.w1[0].T.shape if self.experts is not None else form.w1[0].shape)
             raise UsageError(
-                f"{what} has the shape {shape}, and phi {list(self.phi.shape)} is for d = {d}",
+                f"{what} has the shape {shape}, but phi {list(self.phi.shape)} is for d = {d}",
                 hint="check whether phi ([d, n, p]) or a weight is transposed (nn.Linear and "
                 "lists have [out, in], w1 and w2 [n, in, out])",
             )
         if form.count != n:
             slots = n // form.count if n % form.count == 0 else 0
             raise UsageError(
-                f"experts has {form.count} entries, and phi {list(self.phi.shape)} is for n = {n}",
+                f"experts has {form.count} entries, but phi {list(self.phi.shape)} is for n = {n}",
                 hint=f"{slots} slots per expert: phi.unflatten(1, ({form.count}, {slots})) if an "
                 "expert's slots are consecutive"
                 if slots and self.phi.ndim == 2
@@ -266,17 +266,17 @@ class SoftMoEDescription(ExpertArguments):
             )
 
     def variants(
-        self, held: LayerContents
+        self, own: LayerContents
     ) -> Iterator[tuple[dict[str, str], SoftMoEDescription | ExpertsDescription]]:
         """Yields the same weights with other options, and what changed.
 
         These are all combinations of activation, normalisation and source of slots, and each other
-        option by itself. `held` is the contents of the user's layer: a number may be a temperature.
+        option by itself. `own` is the contents of the user's layer: a number may be a temperature.
         """
         d = self.phi.shape[0]
         given = self._normalisation(d)
         norms = dict.fromkeys([given[:2], *((kind, eps) for kind in TRIED for eps in TRIED[kind])])
-        forms = list(_forms(self, "gelu", held))
+        forms = list(_forms(self, "gelu", own))
         for (norm, eps), source, (experts, other), root in product(
             norms, get_args(SlotSource), forms, (False, True)
         ):
@@ -298,13 +298,13 @@ class SoftMoEDescription(ExpertArguments):
                 changed["gain"] = "d**0.5" if given[2] is None else "d**0.5 * gain"
             options = {"norm": norm, "eps": eps, "gain": gain, "shift": shift}
             yield changed, replace(other, **options, slots_from=source)
-        yield from self._rescaled(held)
+        yield from self._rescaled(own)
         yield from self._other_axes()
 
-    def _rescaled(self, held: LayerContents) -> Iterator[tuple[dict[str, str], SoftMoEDescription]]:
+    def _rescaled(self, own: LayerContents) -> Iterator[tuple[dict[str, str], SoftMoEDescription]]:
         """Yields other temperatures, phi without its bias, and other orders of phi's columns."""
         d, phi = self.phi.shape[0], self.phi
-        numbers = held.numbers
+        numbers = own.numbers
         factors = {"d**0.5": d**0.5, "d**-0.5": d**-0.5}
         factors |= {f"layer.{name}": value for name, value in numbers.items() if value > 0}
         factors |= {f"1 / layer.{name}": 1 / value for name, value in numbers.items() if value > 0}
@@ -315,7 +315,7 @@ class SoftMoEDescription(ExpertArguments):
         if self.bias is not None:
             yield {"bias": "None"}, replace(self, bias=None)
         else:
-            for name, parameter in held.parameters.items():
+            for name, parameter in own.parameters.items():
                 if parameter.numel() == phi[0].numel() and parameter.data_ptr() != phi.data_ptr():
                     yield {"bias": f"layer.{name}"}, replace(self, bias=parameter)
         normed = phi / phi.norm(dim=0, keepdim=True).clamp_min(1e-12)
@@ -365,7 +365,7 @@ class SoftMoEDescription(ExpertArguments):
         choice("norm", norm, NormKind)
         if eps is None:
             if norm not in DEFAULT_EPS:
-                raise UsageError(f"norm={norm!r} needs its eps", hint="for example eps=1e-6")
+                raise UsageError(f"norm={norm!r} needs an eps", hint="for example eps=1e-6")
             eps = DEFAULT_EPS[norm]
         if shift is not None and norm != "layernorm":
             raise UsageError(f"shift goes with norm='layernorm', but norm is {norm!r}")
@@ -385,7 +385,7 @@ TensorForm = Tensor | Factors | tuple[Tensor, Factors]
 class MuMoEDescription:
     """A muMoE layer: y = W(a_1, …, a_E, x) for each token, a_e = activation(norm(x·gate_e)).
 
-    `gates` holds a matrix [d, n_e] or an `nn.Linear` per level of experts. `weights` is the whole
+    `gates` has a matrix [d, n_e] or an `nn.Linear` per level of experts. `weights` is the whole
     tensor [n_1, …, d, o]; its CP factors [n_1, R], …, [d, R], [o, R] or TR cores [r1, n_1, r2], …,
     [r, d, r'], [r', o, r1] as a list; or for Tucker (core, factors). One more row of the input
     mode, d + 1, is the bias. `second` is a second tensor in the same form, after a GELU.
@@ -438,7 +438,7 @@ class MuMoEDescription:
         elif self.norm == "ln":
             if any(bias.any() for bias in biases):
                 raise UsageError(
-                    "norm='ln' normalises x·gate, and the gate also has a bias",
+                    "norm='ln' normalises x·gate, but the gate also has a bias",
                     hint="such a layer cannot be exported",
                 )
         else:
@@ -458,8 +458,8 @@ class MuMoEDescription:
             width = specs[-1].out
         if len({spec.form for spec in specs}) > 1:
             raise UsageError(
-                f"weights is in the form {specs[0].form} and second in {specs[1].form}",
-                hint="both tensors of a layer are in one form",
+                f"weights is in the form {specs[0].form}, but second in {specs[1].form}",
+                hint="both tensors of a layer must have the same form",
             )
         gain = shift = None
         if self.input_norm is not None:
@@ -484,9 +484,9 @@ class MuMoEDescription:
         )
         return MuMoE(spec, weights).eval()
 
-    def variants(self, held: LayerContents) -> Iterator[tuple[dict[str, str], MuMoEDescription]]:
+    def variants(self, own: LayerContents) -> Iterator[tuple[dict[str, str], MuMoEDescription]]:
         """Yields the same weights with every combination of the few options, and what changed."""
-        del held
+        del own
         if self.gates is None:
             yield {}, self
             return
@@ -504,7 +504,7 @@ class MuMoEDescription:
         """The width of a token and the number of experts by level, taken from the weights."""
         if self.forward is None:
             raise UsageError(
-                "gates is not given, and no forward that gives the coefficients",
+                "neither gates nor a forward that computes the coefficients is given",
                 hint="gates=[layer.gate], or forward=lambda mumoe, x: mumoe(x, coefficients)",
             )
         named = _named("weights", self.weights)
@@ -522,7 +522,7 @@ class MuMoEDescription:
         gates = several(self.gates)
         if not gates:
             raise UsageError(
-                "gates is not a list of a gate per level of experts", hint="gates=[layer.gate]"
+                "gates is not a list with a gate per level of experts", hint="gates=[layer.gate]"
             )
         for level, gate in enumerate(gates):
             what, bias = f"gates[{level}]", None
@@ -562,8 +562,8 @@ class MuMoEDescription:
 class ExpertsDescription(ExpertArguments):
     """A bank of experts, and user code around it, which is traced as it is.
 
-    `forward(experts, …)` takes the bank, then the arguments of the user's layer, and returns what
-    that does. It calls the bank once:
+    `forward(experts, …)` takes the bank, then the arguments of the user's layer, and returns the
+    layer's result. It calls the bank once:
 
     - `experts(x, index, weights)`: each token of x [..., d] through the experts index [..., k],
       whole numbers from 0 to n - 1; returns Σ_k weights[..., k] · expert(x), [..., o]
@@ -607,7 +607,7 @@ class ExpertsDescription(ExpertArguments):
         choice("weights_on", self.weights_on, WeightsOn)
         self._check_code()
         if form.gate == "none" and (self.limit is not None or self.up_offset):
-            raise UsageError("limit and up_offset go with a gate", hint="leave them out")
+            raise UsageError("limit and up_offset need a gate", hint="leave them out")
         spec = ExpertsSpec(
             name=name,
             experts=form.count,
@@ -633,7 +633,7 @@ class ExpertsDescription(ExpertArguments):
         self._check_code()
         if self.limit is not None or self.up_offset or self.weights_on != "output":
             raise UsageError(
-                "limit, up_offset and weights_on go with experts(x, index, weights), and forward "
+                "limit, up_offset and weights_on need experts(x, index, weights), but forward "
                 "calls experts(slots, combine=…)",
                 hint="leave them out",
             )
@@ -652,11 +652,9 @@ class ExpertsDescription(ExpertArguments):
         if self.router is not None and self.forward is not None:
             raise UsageError("router and forward are both given", hint="give one of them")
 
-    def variants(self, held: LayerContents) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
+    def variants(self, own: LayerContents) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
         """Yields the same weights with other options, and what changed."""
-        for (changed, other), weights_on in product(
-            _forms(self, "silu", held), get_args(WeightsOn)
-        ):
+        for (changed, other), weights_on in product(_forms(self, "silu", own), get_args(WeightsOn)):
             more = {} if weights_on == self.weights_on else {"weights_on": repr(weights_on)}
             yield changed | more, replace(other, weights_on=weights_on)
 
@@ -665,7 +663,7 @@ def _from_module(norm: nn.Module, d: int) -> tuple[NormKind, float, Tensor | Non
     """A normalisation layer in the terms of `SoftMoESpec`."""
     gain, shape = getattr(norm, "weight", None), getattr(norm, "normalized_shape", None)
     if isinstance(norm, nn.LayerNorm | nn.RMSNorm) and tuple(shape or ()) != (d,):
-        raise UsageError(f"norm is over {list(shape or ())}, and phi is for tokens of width {d}")
+        raise UsageError(f"norm is over {list(shape or ())}, but phi is for tokens of width {d}")
     if isinstance(norm, nn.LayerNorm):
         return "layernorm", norm.eps, gain, norm.bias
     if isinstance(norm, nn.RMSNorm):
@@ -674,7 +672,7 @@ def _from_module(norm: nn.Module, d: int) -> tuple[NormKind, float, Tensor | Non
         gain = torch.ones(d) if gain is None else gain
         return "l2-rsqrt", d * eps, gain * d**0.5, None
     raise UsageError(
-        f"norm is a {type(norm).__name__}", hint="nn.LayerNorm, nn.RMSNorm, or norm='l2' and so on"
+        f"norm is a {type(norm).__name__}", hint="give nn.LayerNorm, nn.RMSNorm, norm='l2', …"
     )
 
 
@@ -682,8 +680,8 @@ def _input_norm(norm: nn.LayerNorm, d: int) -> tuple[Tensor, Tensor]:
     """Gain and shift [d] of an input normalisation; the lowerings fix its eps."""
     if not isinstance(norm, nn.LayerNorm) or norm.normalized_shape != (d,) or norm.eps != NORM_EPS:
         raise UsageError(
-            f"input_norm is {norm}",
-            hint=f"nn.LayerNorm({d}, eps={NORM_EPS:g}) is the supported form",
+            f"input_norm={norm} is not supported",
+            hint=f"nn.LayerNorm({d}, eps={NORM_EPS:g}) is supported",
         )
     gain, shift = (
         vector("input_norm", norm.weight, (d,)),

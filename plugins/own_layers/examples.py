@@ -52,8 +52,8 @@ def example_of(
     for name, tensor in inputs.items():
         if len(tensor) != count:
             raise UsageError(
-                f"{source}: the input '{name}' is of shape {list(tensor.shape)}, and "
-                f"'{next(iter(inputs))}' holds {count} inputs: the first axis of each is the batch",
+                f"{source}: the input '{name}' has shape {list(tensor.shape)}, but "
+                f"'{next(iter(inputs))}' has {count} inputs: the first axis of each is the batch",
                 hint="give a value for each input, x.expand(b), or keep shared values as buffers "
                 "of the network",
             )
@@ -68,7 +68,7 @@ def _own_example(source: str, module: nn.Module, *, needed: bool) -> object:
     own = getattr(module, EXAMPLE_INPUT, None)
     if not callable(own):
         return own
-    hint = "it takes no arguments and returns inputs [b, …]; or give inputs by --data"
+    hint = "it must take no arguments and return inputs [b, …]; or pass inputs with --data"
     try:
         with user_code(f"{source}: {EXAMPLE_INPUT}() failed", hint):
             return own()
@@ -131,7 +131,7 @@ def _random(source: str, module: nn.Module, shape: object) -> Tensor:
     needed = required(module)
     if len(needed) > 1:
         raise UsageError(
-            f"{source}: its forward takes {', '.join(needed)}, and {INPUT_SHAPE} is of one input",
+            f"{source}: its forward takes {', '.join(needed)}, but {INPUT_SHAPE} sets one input",
             hint=f"--data with an .npz of those arrays, or an attribute {EXAMPLE_INPUT} on the "
             f"network: {GIVE}",
         )
@@ -140,7 +140,7 @@ def _random(source: str, module: nn.Module, shape: object) -> Tensor:
 
 
 def _input(source: str, what: str, value: object) -> Tensor:
-    """A user's inputs [b, …] as a tensor; floats become float32, as the network does."""
+    """A user's inputs [b, …] as a tensor; floats become float32, like the network."""
     if isinstance(value, np.ndarray):
         try:
             value = torch.from_numpy(np.ascontiguousarray(value))
@@ -151,11 +151,11 @@ def _input(source: str, what: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise UsageError(
             f"{source}: {what} is a {type(value).__name__}, not a tensor or an array",
-            hint="give a tensor (b, …); other values belong to the factory's arguments",
+            hint="give a tensor (b, …); pass other values as arguments of the factory",
         )
     if value.ndim == 0 or value.numel() == 0:
         raise UsageError(
-            f"{source}: {what} has the shape {list(value.shape)}, which has no batch",
+            f"{source}: {what} has the shape {list(value.shape)}, which has no batch axis",
             hint="give at least one input [b, …]",
         )
     dtype = str(value.dtype).removeprefix("torch.")
@@ -179,7 +179,7 @@ def all_random_like(inputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
 def random_like(inputs: Tensor) -> Iterator[Tensor]:
     """Yields further random inputs of the same kind, the most plausible first.
 
-    Floats are normal with the example's mean and scale (1 if constant); then, as other types are,
+    Floats are normal with the example's mean and scale (1 if constant); then, like other types,
     drawn from the example's values. A constant integer is drawn from itself and one more or less.
     All have the example's shape and differ from it.
     """

@@ -1,4 +1,4 @@
-"""Reads the experts that a user gives: lists of maps, stacked tensors, or whole modules."""
+"""Reads the experts that a user passes: lists of maps, stacked tensors, or whole modules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRANSPOSED = "nn.Linear and lists have [out, in], w1 and w2 [n, in, out]"
 class ExpertForm:
     """Experts as they were given: the properties of `AroundMaps`, and their weights.
 
-    `w1` and `w2` hold a matrix [in, out] for each expert; with a gate, `gate` is the order of the
+    `w1` and `w2` have a matrix [in, out] for each expert; with a gate, `gate` is the order of the
     columns of `w1` and `b1`. `w2` is None for experts of one map. If `activation` is None, the
     caller chooses it.
     """
@@ -152,8 +152,7 @@ class ExpertArguments:
             )
         if self.alpha != 1.0 and activation not in (None, "silu"):
             raise UsageError(
-                f"alpha={self.alpha:g} goes with activation='silu', and activation is "
-                f"{activation!r}",
+                f"alpha={self.alpha:g} needs activation='silu', but activation is {activation!r}",
                 hint="leave it out",
             )
         after = form.out_activation if self.out_activation is None else self.out_activation
@@ -166,8 +165,8 @@ class ExpertArguments:
     def with_biases(self, biases: Mapping[int, Tensor]) -> Sequence[Expert] | None:
         """Returns the experts with the biases of maps that were given as weights only.
 
-        `biases` are those of a layer by the memory address of their weights. None if there are
-        none.
+        `biases` are those of a layer by the memory address of their weights. None if
+        there are none.
         """
         if self.experts is None or not all(isinstance(e, list | tuple) for e in self.experts):
             return None
@@ -204,14 +203,14 @@ class ExpertArguments:
         if self.w2 is None:
             if gate != "none" or self.b2 is not None:
                 extra = f"gate={gate!r}" if gate != "none" else "b2"
-                raise UsageError(f"{extra} goes with two maps, but w2 is not given")
+                raise UsageError(f"{extra} needs two maps, but w2 is not given")
             return ExpertForm(w1=w1, b1=b1)
         w2 = _matrices("w2", self.w2, "[n, h, o]")
         rows, out = w2[0].shape
         names = f"w1 {[n, d, inner]}", f"w2 {[len(w2), rows, out]}"
         _check_hidden(names, gate, inner, (rows, out))
         if len(w2) != n:
-            raise UsageError(f"w1 is of {n} experts and w2 of {len(w2)}")
+            raise UsageError(f"w1 has {n} experts, but w2 has {len(w2)}")
         b2 = vector("b2", self.b2, (n, out), "as many columns as w2")
         return ExpertForm(w1=w1, b1=b1, w2=w2, b2=b2, gate=gate)
 
@@ -229,8 +228,8 @@ class ExpertArguments:
                 raise UsageError(f"some experts have {counts[0]} maps and others {counts[1]}")
             if part.around != first.around:
                 raise UsageError(
-                    f"experts[{e}] differs from experts[0] in something else than weights",
-                    hint="experts may differ only in their weights: move the others to forward",
+                    f"experts[{e}] differs from experts[0] in more than its weights",
+                    hint="experts may differ only in their weights: move the rest to forward",
                 )
         three = len(first.maps) == 3
         if three and self.gate not in (None, "concatenated"):
@@ -258,7 +257,7 @@ class ExpertArguments:
         )
         if len(swapped[0]) == 1:
             if gate != "none":
-                raise UsageError(f"gate={gate!r} goes with two maps, but the experts have one")
+                raise UsageError(f"gate={gate!r} needs two maps, but the experts have one")
             return form
         out, columns = swapped[0][1][0].shape
         names = f"experts[0]: its first weight {[inner, d]}", f"its second {[out, columns]}"
@@ -285,7 +284,7 @@ def _check_hidden(maps: tuple[str, str], gate: Gate, inner: int, second: tuple[i
     else:
         hint = f"both must belong to one expert; {TRANSPOSED}"
     raise UsageError(
-        f"{maps[0]} gives {hidden} numbers after its activation, and {maps[1]} takes {rows}",
+        f"{maps[0]} returns {hidden} numbers after its activation, but {maps[1]} expects {rows}",
         hint=hint,
     )
 
@@ -299,7 +298,7 @@ def _matrices(what: str, value: Tensor | Sequence[Tensor], expected: str) -> Mat
         for e, matrix in enumerate(several(value))
     ]
     if not matrices or len({matrix.shape for matrix in matrices}) > 1:
-        raise UsageError(f"{what} holds {len(matrices)} matrices of different shapes")
+        raise UsageError(f"{what} contains {len(matrices)} matrices of different shapes")
     return tuple(matrices)
 
 
@@ -341,7 +340,7 @@ def _joined(parts: ExpertParts) -> tuple[Map, ...]:
     if gate[0].shape != up[0].shape:
         raise UsageError(
             f"a gated expert's first two weights are {list(gate[0].shape)} and {list(up[0].shape)}",
-            hint="of three maps the first two have the same shape, [h, d]",
+            hint="of three maps, the first two must have the same shape, [h, d]",
         )
     biases = _biases([gate, up])
     both = torch.cat([gate[0], up[0]]), None if biases is None else biases.flatten()
@@ -544,7 +543,7 @@ def parts_of(what: str, module: nn.Module) -> ExpertParts:
             value = known.get(node.args[0])
             if isinstance(value, _Value) and value.at != "input":
                 return value.parts()
-            raise UsageError(f"{name}: its forward returns no expert's output", hint=READ)
+            raise UsageError(f"{name}: its forward does not return an expert's output", hint=READ)
         try:
             known[node] = _value(graph, node, known)
         except _UnknownStepError as error:
@@ -563,7 +562,7 @@ class _UnknownStepError(Exception):
 class _Value:
     """A value in an expert's forward: the maps before it, and its position among them.
 
-    `half` is the part of the first map's output that it is. A `sigmoid` becomes a SiLU if it is
+    `half` says which part of the first map's output this is. A `sigmoid` becomes a SiLU if it is
     multiplied with its input.
     """
 
@@ -680,7 +679,7 @@ def _value(graph: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -
 
 
 def _of_weights(graph: fx.GraphModule, node: fx.Node, args: list[Any]) -> Any:
-    """The value of an operation on parameters or on a pair of halves, else None."""
+    """The value of an operation on parameters or on a pair of halves; None for others."""
     if node.op == "get_attr":
         owner: Any = graph
         for part in str(node.target).split("."):

@@ -1,7 +1,7 @@
-"""Finds the MoE layers of a user's network in one of three ways.
+"""Finds the MoE layers of a user's network.
 
-By an adapter for their class (`adapters`), as moexport's own classes, or by the names and shapes of
-their parameters, which are then those of a published layer.
+They have an adapter for their class (`adapters`), are of moexport's own classes, or have parameters
+with the names and shapes of a published layer.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def find_in_module(
     if not places:
         names = ", ".join(list(tensors)[:6])
         raise FamilyError(
-            f"{type(module).__name__} holds no Soft MoE layer and no muMoE layer that moexport "
+            f"{type(module).__name__} has no Soft MoE or muMoE layer that moexport "
             f"knows (its parameters: {names}, …)",
             hint=f"{_adapt(module)}; layers known by the names and "
             f"shapes of their parameters: {', '.join(all_names())}; the layer must be a module of "
@@ -128,8 +128,8 @@ def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, L
         cls, adapter = next(iter(unused.items()))
         own = ", ".join(cls.__name__ for cls in _own_classes(module))
         raise UsageError(
-            f"the adapter {adapter_name(adapter)} is for {cls.__name__}, and "
-            f"{type(module).__name__} holds no such layer",
+            f"the adapter {adapter_name(adapter)} is for {cls.__name__}, but "
+            f"{type(module).__name__} has no such layer",
             hint=f"classes in it: {own or 'only those of torch.nn'}",
         )
     return places

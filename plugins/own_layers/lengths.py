@@ -55,7 +55,7 @@ def with_token_axis(model: Model, option: str) -> Model:
                 )
             problem = after
     raise UsageError(
-        f"{option}: the network takes no other length of its input '{model.input.name}' "
+        f"{option}: the network accepts no other length of its input '{model.input.name}' "
         f"({', '.join(map(str, model.input.shape))}): {problem}",
         hint="leave --tokens out: the graph then has the sizes of the example",
     )

@@ -53,13 +53,13 @@ def _refuses(source: str, request: LoadRequest) -> None:
         return
     if options.weights is not None:
         raise UsageError(
-            f"--weights goes with package.module:factory, and {source} is a checkpoint already",
+            f"--weights needs a package.module:factory, but {source} is already a checkpoint",
             hint="leave --weights out",
         )
     if options.adapter:
         raise UsageError(
-            f"--adapter describes the layers of a network, and {source} holds only weights",
-            hint=f"give the network: package.module:factory --weights {source}",
+            f"--adapter describes the layers of a network, but {source} contains only weights",
+            hint=f"pass the network: package.module:factory --weights {source}",
         )
 
 

@@ -1,6 +1,6 @@
 """Explains how a layer differs from its adapter's description.
 
-Options, parts and weights are tried.
+It tries other options, parts and weights.
 """
 
 from __future__ import annotations
@@ -65,21 +65,21 @@ def mismatch(
     description: Description,
     call: LayerCall,
     run: DescribedRun,
-    held: LayerContents,
+    layer: LayerContents,
     made: Mapping[str, Tensor],
     at: str,
 ) -> ParityError | None:
     """Explains why a layer is not what its adapter describes; None if they agree.
 
-    `held` is the contents of the user's layer, and `made` the outputs of its parts in the call that
-    have the shape of y. The text begins with `at`.
+    `layer` is the contents of the user's layer, and `made` the outputs of its parts in the call
+    that have the shape of y. The text begins with `at`.
     """
     off = difference(call.y, run(description, call))
     if description.code is None:
         count = slice(TRIED_INPUTS)
         call = replace(call, args=(call.x[count], *call.further), y=call.y[count])
         made = {name: values[count] for name, values in made.items()}
-    trials = _tried(description, call, run, held, made)
+    trials = _tried(description, call, run, layer, made)
     closer = _closer(trials)
     if off <= TOLERANCE and not closer:
         return None
@@ -97,13 +97,13 @@ def _tried(
     description: Description,
     call: LayerCall,
     run: DescribedRun,
-    held: LayerContents,
+    layer: LayerContents,
     made: Mapping[str, Tensor],
 ) -> list[_Trial]:
     """Trials of changed options, the fewest changes first, up to the first that matches."""
     trials: list[_Trial] = []
     addends = dict(_addends(call, made))
-    variants = sorted(description.variants(held), key=lambda variant: len(variant[0]))
+    variants = sorted(description.variants(layer), key=lambda variant: len(variant[0]))
     for _, group in groupby(variants, key=lambda variant: len(variant[0])):
         for changed, variant in group:
             try:
@@ -111,7 +111,7 @@ def _tried(
             except (MoexportError, RuntimeError):
                 if not changed:
                     raise
-                continue  # these weights cannot be read so
+                continue  # these weights cannot be read in this way
             trials.append(_trial(changed, ours, call.y, addends))
         if any(min(trial.off, trial.off_without) <= CLOSE for trial in trials):
             break
@@ -182,7 +182,7 @@ def _something_added(
         hint = f"add it in the adapter's forward: return {summed} + experts(…)"
     return ParityError(
         f"{begins}; it matches with {_list_options(trial.changed)} once {trial.added} "
-        f"{'are' if both else 'is'} taken from y: the layer adds {adds}",
+        f"{'are' if both else 'is'} subtracted from y: the layer adds {adds}",
         hint=hint,
     )
 
@@ -210,7 +210,7 @@ def _another_input(
         if min(difference(call.y - x, ours) for x in added) > TOLERANCE:
             continue
         return ParityError(
-            f"{begins}; it matches where it takes what layer.{name} returns, and not x",
+            f"{begins}; it matches if its input is what layer.{name} returns, not x",
             hint=f"norm=layer.{name} in the adapter"
             if own
             else f"in the adapter's forward: experts(layer.{name}(x), …)",
@@ -219,7 +219,7 @@ def _another_input(
 
 
 def _other_weights(begins: str, description: Description, call: LayerCall) -> ParityError | None:
-    """The explanation if the experts are right, and other weights of them produce y."""
+    """The explanation if the experts are correct, and other weights for them produce y."""
     if not isinstance(description, ExpertsDescription) or description.weights_on != "output":
         return None
     bank = Tried(description)
@@ -240,8 +240,8 @@ def _other_weights(begins: str, description: Description, call: LayerCall) -> Pa
     token = int((fitting - weights).abs().amax(1).argmax())
     has, takes = (_weighted(values[token]) for values in (weights, fitting))
     return ParityError(
-        f"{begins}; its experts are right but their weights are not: token {token} "
-        f"has {has}, and y takes {takes}",
+        f"{begins}; its experts are correct, but their weights are not: token {token} "
+        f"has {has}, but y needs {takes}",
         hint="check how the adapter computes the weights: the axis of a softmax, a temperature, a "
         "bias or a norm before the router, weights divided by their sum",
     )
@@ -266,12 +266,12 @@ def _nothing_that_fits(
     errors = ", ".join(f"{_list_options(trial.changed)}: {_share(trial.off)}" for trial in shown)
     code = description.code
     parts = ", ".join(f"layer.{name}" for name in made if "." not in name)
-    around = code is None or code.router is not None  # parts that a forward would run, too
+    around = code is None or code.router is not None  # parts that a forward would also run
     around &= not isinstance(getattr(description, "norm", None), nn.Module)
-    besides = f"the layer also runs {parts}, which needs a forward; " if parts and around else ""
+    extra = f"the layer also runs {parts}, which needs a forward; " if parts and around else ""
     return ParityError(
         f"{begins}; none of {len(trials)} combinations of options matches ({errors})",
-        hint=f"{besides}{description.advice} ({PAGE})",
+        hint=f"{extra}{description.advice} ({PAGE})",
     )
 
 

@@ -74,10 +74,10 @@ def load_factory(
 ) -> Model:
     """Returns the network that a factory builds, its MoE layers replaced by ours.
 
-    `config` are the factory's arguments, and `input_shape` without the batch if the network has no
+    `config` has the factory's arguments, and `input_shape` without the batch if the network has no
     `example_input` and no `example` [b, …] is given. Both networks run on that input, and on a
-    random one if it holds no two different inputs; a difference is a ParityError. The user's own
-    module is kept as `Model.original`.
+    random one if it has no two different inputs; a difference is a ParityError. `Model.original` is
+    the user's own module.
     """
     arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
     module = module_made(source, "a factory", arguments, ARGUMENTS)
@@ -93,8 +93,8 @@ def load_module(
 ) -> Model:
     """Returns a network in memory as `load_factory` does for a factory's; it is not changed.
 
-    The model shares its weights if they are in float32 on the CPU. `example` are the network's
-    arguments, as an `example_input` is; or a file of inputs.
+    The model shares its weights if they are in float32 on the CPU. `example` is the network's
+    arguments, like an `example_input`, or a file of inputs.
     """
     source = f"{type(getattr(module, COMPILED, module)).__name__}{IN_MEMORY}"
     wrong = sorted(config.keys() - {INPUT_SHAPE})
@@ -114,7 +114,7 @@ def load_module(
     except FamilyError as error:
         if not any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
             raise
-        hint = 'model.save_pretrained("folder"), and give the folder; or an adapter for its layers'
+        hint = 'call model.save_pretrained("folder") and pass the folder, or write an adapter'
         raise FamilyError(error.message, hint=hint) from error
 
 
@@ -147,7 +147,7 @@ def _model_of(
         files, mapped = checkpoint.files, checkpoint.mapped
     else:
         if origin.held is None:
-            notes += (f"no --weights: the network has the weights that {source} gave it",)
+            notes += (f"no --weights: the network keeps the weights from {source}",)
         own = {key: p for key, p in module.named_parameters() if not is_lazy(p)}
         check_finite(source, own, Reading())
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters()):
@@ -203,7 +203,7 @@ def own_copy(module: nn.Module, source: str) -> nn.Module:
         if is_lazy(p) or p.is_meta:
             raise UsageError(
                 f"{source}: its parameter {name} has no values yet",
-                hint="call the network once, or load its weights, before it is given",
+                hint="call the network once, or load its weights, before you pass it",
             )
         memo[id(p)] = nn.Parameter(_on_cpu(p), requires_grad=False)
     for _, buffer in module.named_buffers():
@@ -255,7 +255,7 @@ def _ports(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
 
 
 def _uncompiled(module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """The network without `torch.compile`, and a note: compiled code holds its own layers."""
+    """The network without `torch.compile`, and a note: compiled code keeps its own layers."""
     paths = []
     while (first := next(_compiled(module), None)) is not None:
         path, inner = first
@@ -294,14 +294,14 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: str) -> None:
     problems += wrong[:6]
     if problems:
         raise CheckpointError(
-            f"{checkpoint.files[0]}: not the weights of {source}: {'; '.join(problems)}",
+            f"{checkpoint.files[0]} does not fit {source}: {'; '.join(problems)}",
             hint="check that the factory's arguments (--set) match the checkpoint",
         )
     for key, tensor in tensors.items():
         if expected[key].is_floating_point() and not tensor.is_floating_point():
             raise CheckpointError(
-                f"{checkpoint.files[0]}: {key} holds integers "
-                f"({str(tensor.dtype).removeprefix('torch.')}), and {source} has floats there",
+                f"{checkpoint.files[0]}: {key} contains integers "
+                f"({str(tensor.dtype).removeprefix('torch.')}), but {source} has floats there",
                 hint="save it as float32, multiplied by its scales",
             )
     module.load_state_dict(tensors, assign=True)
@@ -330,7 +330,7 @@ def _passes(
     alone, notes = _with_kept_buffers(module, places, inputs, source)
     if differ(*inputs.values()):
         return [alone], notes
-    begins = "the example holds no two different inputs: the replaced layers were checked on"
+    begins = "the example has no two different inputs: the replaced layers were"
     for made in all_random_like([*inputs.values()]):
         further = dict(zip(inputs, made, strict=True))
         both = {name: torch.cat([x, further[name]]) for name, x in inputs.items()}
@@ -341,9 +341,9 @@ def _passes(
             except MoexportError:
                 continue
             if more.finite:
-                return [*before, more], (*notes, f"{begins} random ones, too")
-    why = "as the network cannot run on random ones; --data with real inputs checks more"
-    return [alone], (*notes, f"{begins} it alone, {why}")
+                return [*before, more], (*notes, f"{begins} also checked on random ones")
+    why = "because the network cannot run on random ones; --data with real inputs checks more"
+    return [alone], (*notes, f"{begins} checked on it alone, {why}")
 
 
 def _with_kept_buffers(
@@ -402,8 +402,8 @@ def _called(
         raise FamilyError(
             f"{source}: the network calls none of the layers that moexport found in it on "
             f"{shapes_of(passes[0].inputs)}: {', '.join(left)}",
-            hint="a layer is called as y = layer(x); if another branch calls it, take that by "
-            "real inputs (--data) or by another argument (--set)",
+            hint="a layer is called as y = layer(x); if another branch calls it, select that with "
+            "real inputs (--data) or another argument (--set)",
         )
     notes = tuple(f"{path} is not called: left as it is" for path in left)
     return tuple(by_path[path] for path in called), notes
@@ -412,7 +412,7 @@ def _called(
 def _with_code(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) -> OwnForward:
     """Our layer with the user's code around it, which reads a copy of the user's layer.
 
-    The copy shares the parameters, without the experts' own, which ours holds.
+    The copy shares the parameters, except those of the experts, which our layer has.
     """
     assert place.adapter is not None
     host, returned = sharing_weights(layer), call.structure

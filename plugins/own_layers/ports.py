@@ -1,6 +1,6 @@
 """Named tensors for a network's arguments and results: its ports.
 
-A network may take several tensors, or dictionaries of them, and return as many. The code that
+A network may take several tensors, or dictionaries of them, and return several. The code that
 traces, runs and compares it uses one tensor for each input and output; `ported` makes such a
 network of it.
 """
@@ -35,7 +35,7 @@ GIVE = (
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A network's arguments, in which a name stands for each tensor."""
+    """A network's arguments, with a name in place of each tensor."""
 
     args: tuple[Any, ...] = (INPUT,)
     named: Mapping[str, Any] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def arguments_of(
                 hint="give that parameter of its forward another name",
             )
     if not found:
-        raise UsageError(f"{source}: the example holds no tensor", hint=GIVE)
+        raise UsageError(f"{source}: the example contains no tensor", hint=GIVE)
     return form, found
 
 
@@ -151,7 +151,7 @@ def _names(name: str, value: object) -> Any:
 def outputs_of(result: object, taken: Sequence[str], what: str) -> dict[str, Tensor]:
     """Returns the tensors that a network's forward returned, by name; None is left out.
 
-    The names are the keys of a dictionary, else numbers. `taken` are the names of the inputs, which
+    The names are the keys of a dictionary, or numbers. `taken` are the names of the inputs, which
     no output can have. Raises FamilyError for anything but tensors.
     """
     found: dict[str, Tensor] = {}
@@ -166,7 +166,7 @@ def outputs_of(result: object, taken: Sequence[str], what: str) -> dict[str, Ten
         twin = next((other for other, tensor in found.items() if tensor is value), None)
         if twin is not None:
             raise FamilyError(
-                f"{what}: its outputs '{twin}' and '{name}' are one tensor",
+                f"{what}: its outputs '{twin}' and '{name}' are the same tensor",
                 hint="return it once: the outputs of a graph are different values",
             )
         found[name] = value
@@ -234,7 +234,7 @@ class Ported(nn.Module):
 
 
 def ported(network: nn.Module, arguments: Arguments, takes: Sequence[str]) -> nn.Module:
-    """Returns a network that takes a tensor for each of `takes`; itself if it does so already.
+    """Returns a network that takes a tensor for each of `takes`; itself if it already does.
 
     Its tensors are shared.
     """

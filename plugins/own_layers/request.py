@@ -24,7 +24,7 @@ class NetworkOptions:
     )
     adapter: Adapter | str | Sequence[Adapter | str] = option(
         (),
-        "Adapter for the factory's own MoE layers.",
+        "An adapter for the factory's own MoE layers.",
         unset="none",
     )
 

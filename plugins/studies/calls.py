@@ -33,7 +33,7 @@ def specialise(
 
     Raises:
         UsageError: there is no such layer, class or subgroup, or no wrong answer to rewrite.
-        FeedError: the data have no labels, or name one subgroup.
+        FeedError: the data have no labels, or only one subgroup.
     """
     check_pytorch("specialise")
     from ...bench.data import LabelledData
@@ -59,7 +59,7 @@ def specialise(
             progress=request.progress,
         )
     if only_counts(loaded, data):
-        if examples is not None:  # the class that owns the layer
+        if examples is not None:  # the layer's owner
             request = replace(request, layer=None)
         return replace(usage_only(loaded, data, request), examples=examples)
     needs_labels = request.group_by is not None or request.rewrite_class is not None

@@ -36,14 +36,14 @@ API = 1
 
 _STEERED = re.compile(r"(.+?):(?:(\d+)\.)?(\d+)(?::([^:]+))?")
 _STEER_WRITTEN = (
-    "--steer LAYER:EXPERT or LAYER:EXPERT:STRENGTH, LAYER:LEVEL.EXPERT of a hierarchy; more after "
-    "commas; --steer input as well makes the strengths an input of the graph"
+    "--steer LAYER:EXPERT or LAYER:EXPERT:STRENGTH, LAYER:LEVEL.EXPERT in a hierarchy; more after "
+    "commas; --steer input also makes the strengths an input of the graph"
 )
 _EXPERT = re.compile(r"(?:(\d+)\.)?(\d+)")
 _TOGETHER = re.compile(r"\d+(?:\+\d+)+")
 _WRITTEN = (
-    "--ablate LAYER:EXPERT; of a hierarchy LAYER:LEVEL.EXPERT, or LAYER:EXPERT+EXPERT for one of "
-    "each level together; more after commas"
+    "--ablate LAYER:EXPERT; in a hierarchy LAYER:LEVEL.EXPERT, or LAYER:EXPERT+EXPERT for a "
+    "combination of one per level; more after commas"
 )
 
 
@@ -64,7 +64,7 @@ def read_edits(
     where = str(rewrite) if isinstance(rewrite, str | Path) else "rewrite"
     entries = _read_json(Path(rewrite)) if isinstance(rewrite, str | Path) else rewrite
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise UsageError(f"{where}: holds no re-written outputs", hint=REWRITTEN)
+        raise UsageError(f"{where}: it has no rewritten outputs", hint=REWRITTEN)
     rewrites = (rewrite_of(entry, f"{where}: entry {i}") for i, entry in enumerate(entries))
     return Edits((*removed, *rewrites, *steers))
 
@@ -80,11 +80,11 @@ def _parse_steers(texts: Sequence[str]) -> tuple[Steer, ...]:
     for part in (entry for entry in parts if entry != AT_RUN_TIME):
         match = _STEERED.fullmatch(part)
         if match is None:
-            raise UsageError(f"--steer {part}: names no expert of a layer", hint=_STEER_WRITTEN)
+            raise UsageError(f"--steer {part}: this is no expert of a layer", hint=_STEER_WRITTEN)
         layer, level, expert, strength = match.groups()
         if at_run_time and strength is not None:
             raise UsageError(
-                f"--steer {part}: with --steer input its strength is given at run time",
+                f"--steer {part}: with --steer input, its strength is an input of the graph",
                 hint=f"leave :{strength} out, or leave --steer input out",
             )
         value = None if at_run_time else _strength(part, strength or "1")
@@ -94,7 +94,7 @@ def _parse_steers(texts: Sequence[str]) -> tuple[Steer, ...]:
                 f"--steer {part}: this expert is named twice", hint="give the sum of its strengths"
             )
     if at_run_time and not steers:
-        raise UsageError("--steer input: no expert to steer by is named", hint=_STEER_WRITTEN)
+        raise UsageError("--steer input: no expert is named", hint=_STEER_WRITTEN)
     return tuple(steers)
 
 
@@ -103,7 +103,7 @@ def _strength(part: str, text: str) -> float:
         value = float(text)
     except ValueError:
         raise UsageError(f"--steer {part}: {text} is not a strength", hint=_STEER_WRITTEN) from None
-    if not abs(value) <= LARGEST:  # false for NaN, too
+    if not abs(value) <= LARGEST:  # also false for NaN
         raise UsageError(
             f"--steer {part}: a strength of {value} is not finite",
             hint="a strength of 1 moves tokens by the length of the expert's cluster centre",
@@ -122,7 +122,7 @@ def _parse_ablate(text: str) -> list[Ablation | AblatedCombination]:
         expert, together = _EXPERT.fullmatch(number), _TOGETHER.fullmatch(number)
         if (expert is None and together is None) or (not layer and (colon or not ablations)):
             raise UsageError(
-                f"--ablate {text}: '{part.strip()}' names no expert of a layer", hint=_WRITTEN
+                f"--ablate {text}: '{part.strip()}' is no expert of a layer", hint=_WRITTEN
             )
         name = layer or ablations[-1].layer
         if expert is None:
@@ -135,7 +135,7 @@ def _parse_ablate(text: str) -> list[Ablation | AblatedCombination]:
 
 def _read_json(path: Path) -> Any:
     try:
-        return read_document(path, "json", lambda said: UsageError(said, hint=REWRITTEN))
+        return read_document(path, "json", lambda message: UsageError(message, hint=REWRITTEN))
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be read: {error.strerror}", hint="check --rewrite"

@@ -2,8 +2,7 @@
 
 There are two ways with equal scores. `Passes` runs the model for every choice. If the model has one
 MoE layer and the rest after it is affine, the scores are a sum of the experts' contributions:
-`ContributionSums` takes them from n + 1 passes, and any number of choices is then a matter of
-additions.
+`ContributionSums` computes them in n + 1 passes, and every choice then takes only additions.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ SUMS_BYTES = 1 << 30
 PROBED, TRIALS = 32, 4
 
 TOLERANCE = 1e-4
-"""Relative to the largest score: sums in another order differ by rounding, about 1e-6."""
+"""The tolerance relative to the largest score: sums in another order differ by about 1e-6."""
 
 BLOCK = 1 << 23
 """The number of class scores in memory at once while subsets are tried."""
@@ -175,7 +174,7 @@ def classifier(
 ) -> Classifier:
     """Returns a classifier over the data, by sums if the model's scores are sums.
 
-    That is measured: on a few inputs, sums over random sets must equal the model's scores. Raises
+    A test decides: on a few inputs, sums over random sets must equal the model's scores. Raises
     UsageError for a model without Soft MoE layers, FeedError for data without labels or a model
     without class scores.
     """
@@ -188,7 +187,7 @@ def classifier(
     size = 4 * len(data) * probe.parts.shape[1] * probe.parts.shape[2]
     if size > SUMS_BYTES or not adds_up(probe, first):
         return passes
-    (progress or Silent()).step(f"{name}: the class scores are sums; taking each expert's part")
+    (progress or Silent()).step(f"{name}: the class scores are sums; computing each expert's part")
     return contributions(passes)
 
 
@@ -196,7 +195,7 @@ def check(name: str, model: Model, data: LabelledData) -> None:
     """Raises UsageError and FeedError for models and data that cannot be analysed."""
     if not soft_moe_layers(model.module):
         raise UsageError(
-            f"{name} has no Soft MoE layer: there are no k experts to choose per input",
+            f"{name} has no Soft MoE layer: there is no choice of k experts per input",
             hint="leave --analysis out; it is about the choices of Soft MoE layers",
         )
     if data.labels is None:
@@ -207,7 +206,7 @@ def check(name: str, model: Model, data: LabelledData) -> None:
     output = untouched(model).infer(data.inputs[:1])
     if output.ndim != 2:
         raise FeedError(
-            f"the analyses need class scores of shape (batch, classes), and {name} gives "
+            f"the analyses need class scores of shape (batch, classes), but {name} returns "
             f"{output.ndim} axes: {output.shape}",
             hint="leave --analysis out for models that do not classify",
         )
@@ -268,7 +267,7 @@ def study(
 ) -> ExpertStudy:
     """Returns the analyses of a model on labelled data, for the ks below n.
 
-    Raises what `classifier` raises for a model or data that cannot be analysed.
+    Raises the errors of `classifier` for a model or data that cannot be analysed.
     """
     watcher = progress or Silent()
     model = classifier(name, of, data, batch, renormalize=renormalize, progress=watcher)
@@ -329,7 +328,7 @@ def studied(
 ) -> list[dict[str, Any]]:
     """Returns the studies of several models for `results.json`.
 
-    They cover each one's ks below n. The first `samples` inputs are held in memory, all of them for
+    They cover each one's ks below n. The first `samples` inputs are kept in memory, or all for
     None.
     """
     held = data.head(sys.maxsize if samples is None else samples)
@@ -353,15 +352,15 @@ def studied(
 def accuracy(scores: Tensor, labels: Tensor) -> float:
     """Returns the share of inputs whose largest score [b, c] is that of their label [b].
 
-    For attributes [b, c] the mean over attributes of the share that the sign decides right.
+    For attributes [b, c] it is the mean over attributes of the share with the correct sign.
     """
-    return float(_right(scores, labels).mean())
+    return float(_correct(scores, labels).mean())
 
 
-def _right(scores: Tensor, labels: Tensor) -> Tensor:
-    """Whether inputs' classes [b] are right, for scores [..., b, c].
+def _correct(scores: Tensor, labels: Tensor) -> Tensor:
+    """Whether inputs' classes [b] are correct, for scores [..., b, c].
 
-    For attributes it is the share of right ones.
+    For attributes it is the share of correct ones.
     """
     if labels.ndim == 2:
         return ((scores > 0) == (labels == 1)).double().mean(dim=-1)
@@ -393,7 +392,7 @@ def random_choice(model: Classifier, labels: Tensor, k: int, seeds: int) -> Rand
 def best_subsets(model: Classifier, labels: Tensor, k: int, limit: int) -> BestSubsets:
     """Returns the results of all subsets of k experts on every input (Table 1).
 
-    Only counts them if they are more than `limit`, or if layers differ in n.
+    It only counts them if there are more than `limit`, or if layers differ in n.
     """
     sizes = set(model.experts.values())
     n = max(sizes)
@@ -404,15 +403,15 @@ def best_subsets(model: Classifier, labels: Tensor, k: int, limit: int) -> BestS
     sets = torch.tensor(list(combinations(range(n), k)))
     least = torch.full(labels.shape[:1], torch.inf)
     best = torch.zeros(len(labels), dtype=torch.int64)
-    most_right = torch.zeros(len(labels), dtype=torch.float64)
-    rights = []  # per subset, the number of inputs that it classifies right
+    most_correct = torch.zeros(len(labels), dtype=torch.float64)
+    rights = []  # per subset, the number of inputs that it classifies correctly
     done = 0
     for scores in model.subsets(sets):  # [s, b, c]
         loss, index = _losses(scores, labels).min(dim=0)
         better = loss < least
         least, best = torch.where(better, loss, least), torch.where(better, index + done, best)
-        right = _right(scores, labels)
-        most_right = torch.maximum(most_right, right.max(dim=0).values)
+        right = _correct(scores, labels)
+        most_correct = torch.maximum(most_correct, right.max(dim=0).values)
         rights.append(right.sum(dim=1))
         done += len(scores)
     shares = torch.cat(rights) / len(labels)
@@ -420,7 +419,7 @@ def best_subsets(model: Classifier, labels: Tensor, k: int, limit: int) -> BestS
         k=k,
         subsets=count,
         algorithm_1=chosen,
-        best=float(most_right.mean()),
+        best=float(most_correct.mean()),
         fixed=float(shares.max()),
         average=float(shares.mean()),
         distinct=len(set(best.tolist())),
@@ -431,7 +430,7 @@ def _losses(scores: Tensor, labels: Tensor) -> Tensor:
     """Returns values [s, b] in the order of the cross-entropy, for scores [s, b, c] and labels [b].
 
     These are log((1 - p) / p) of a label's probability p: the cross-entropy -log p itself rounds to
-    0 if the label leads by far, and many sets of experts would seem equally good. For attributes
+    0 if the label leads by far, so many sets of experts would seem equally good. For attributes
     [b, c] it is the mean of their cross-entropies.
     """
     if labels.ndim == 2:

@@ -1,8 +1,8 @@
-"""How fair a classifier is to subgroups of its inputs, and the rewriting that helps one.
+"""How fair a classifier is to subgroups of its inputs, and the rewriting that helps one of them.
 
 Each class is a separate question, as an attribute is in the muMoE paper (§4.2): is this input of
-the class? A subgroup's accuracy is the share of its inputs for which the answer is right, its
-true-positive rate the same over those that are of the class. A model that decides attributes has
+the class? A subgroup's accuracy is the share of its inputs with the correct answer, its
+true-positive rate the same over those of the class. A model that decides attributes has
 one such question for each: labels [s, o] of 0 and 1, and the sign of each logit.
 """
 
@@ -42,7 +42,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class SubgroupRates:
-    """How often a class is decided right in one subgroup.
+    """How often the answer for a class is correct in one subgroup.
 
     It is measured over all inputs, and over those of the class. `true_positive_rate` is None for a
     subgroup without `positives`, inputs of the class.
@@ -57,7 +57,7 @@ class SubgroupRates:
 
 @dataclass(frozen=True, slots=True)
 class ClassFairness:
-    """How often a class is decided right in two subgroups or more.
+    """How often the answer for a class is correct in two or more subgroups.
 
     `target` is the examined subgroup, `target_accuracy` its accuracy. `equality_of_opportunity` is
     |difference| of the true-positive rates of the target and of all other inputs; None if one of
@@ -79,9 +79,9 @@ class ClassFairness:
 
 @dataclass(frozen=True, slots=True)
 class Fairness:
-    """The accuracy of a classifier (the share of inputs whose class is right), and each class.
+    """The accuracy of a classifier (the share of inputs with the correct class), and each class.
 
-    With `attributes` these replace the classes, and the accuracy is the mean of theirs.
+    With `attributes`, these replace the classes, and the accuracy is the mean over them.
     """
 
     accuracy: Estimate
@@ -107,7 +107,7 @@ class Rewriting:
     """The rewriting of a class's output for a subgroup (Eq. 5), and its effect.
 
     `strength` is λ and `coefficients` the subgroup's mean coefficients ā, by level. `tried` counts
-    the λ that were compared, 1 for a given one; `budget` is the accuracy that they might cost.
+    the compared λ, 1 for a given one; `budget` is the accuracy that they may cost.
     `before` and `after` are of that class, `accuracy_before` and `accuracy_after` of all.
     `threshold` is None if no constant improves the lowest accuracy of a subgroup.
     """
@@ -138,7 +138,7 @@ class Rewriting:
 
 @dataclass(frozen=True, slots=True)
 class ModelFairness:
-    """A model of a benchmark, as trained and, if it is, `edited`.
+    """A model of a benchmark, as trained and, if there are edits, `edited`.
 
     Each class has the same target in both. `rewritten` are the classes whose outputs are rewritten,
     `k` is that of the edited model.
@@ -171,7 +171,7 @@ def check_groups(groups: Array, name: str) -> None:
     if len(names) < 2:
         held = "none" if not len(names) else f"only {names[0]!s}"
         raise FeedError(
-            f"{name} holds one subgroup ({held}), and fairness compares two or more",
+            f"{name} has one subgroup ({held}), but fairness compares two or more",
             hint="for one subgroup and the rest, save True for its inputs and False for the others",
         )
 
@@ -196,8 +196,8 @@ def fairness(
     random = np.random.default_rng(0)
     decided = []
     for output in range(classes):
-        said, of_class = answers_of(predicted, output), answers_of(labels, output)
-        right = said == of_class
+        answers, of_class = answers_of(predicted, output), answers_of(labels, output)
+        right = answers == of_class
         rights = (inside & right).sum(axis=1)
         positives = (inside & of_class).sum(axis=1)
         found_positives = (inside & of_class & right).sum(axis=1)
@@ -238,8 +238,8 @@ def fairness(
 
 def predicted_by(scores: Array, labels: Labels) -> Array:
     """Returns the class [s] of each input, or for labels [s, o] its attributes, bool [s, o]."""
-    said: Array = decided(scores) if labels.ndim == 2 else scores.argmax(axis=1)
-    return said
+    answers: Array = decided(scores) if labels.ndim == 2 else scores.argmax(axis=1)
+    return answers
 
 
 def answers_of(classes: Array, output: int) -> Array:
@@ -249,7 +249,7 @@ def answers_of(classes: Array, output: int) -> Array:
 
 
 def overall(predicted: Array, labels: Labels) -> Estimate:
-    """Returns the share of inputs whose class is right, or the mean accuracy of attributes."""
+    """Returns the share of inputs whose class is correct, or the mean accuracy of attributes."""
     right = predicted == labels
     if right.ndim == 1:
         return share(int(right.sum()), len(labels))
@@ -260,19 +260,19 @@ def overall(predicted: Array, labels: Labels) -> Estimate:
     return Estimate(float(right.mean()), interval.low, interval.high)
 
 
-def share(right: int, seen: int) -> Estimate:
-    """Returns the share `right` / `seen`, with Wilson's interval."""
-    interval = wilson(right, seen)
-    return Estimate(right / seen, interval.low, interval.high)
+def share(right: int, total: int) -> Estimate:
+    """Returns the share `right` / `total`, with Wilson's interval."""
+    interval = wilson(right, total)
+    return Estimate(right / total, interval.low, interval.high)
 
 
-def _drawn(random: np.random.Generator, right: Array, seen: Array) -> Array:
+def _drawn(random: np.random.Generator, right: Array, total: Array) -> Array:
     """Draws shares [g, draws] from Jeffreys' posterior for the counts [g].
 
     Unlike resampled inputs they vary even if all or none were right.
     """
     drawn: Array = random.beta(
-        (right + 0.5)[:, None], (seen - right + 0.5)[:, None], (len(seen), DRAWS)
+        (right + 0.5)[:, None], (total - right + 0.5)[:, None], (len(total), DRAWS)
     )
     return drawn
 
@@ -293,14 +293,14 @@ def _opportunity(
 ) -> tuple[Estimate | None, str | None]:
     """Equality of opportunity between the subgroup `at` and all others, or why there is none."""
     own = np.array([hits[at], hits.sum() - hits[at]])
-    seen = np.array([positives[at], positives.sum() - positives[at]])
+    total = np.array([positives[at], positives.sum() - positives[at]])
     for count, who in zip(
-        seen, (f"subgroup {rates[at].group!s}", f"all but {rates[at].group!s}"), strict=True
+        total, (f"subgroup {rates[at].group!s}", f"all but {rates[at].group!s}"), strict=True
     ):
         if not count:
-            return None, f"{who} holds no input {what}"
-    first, second = own / seen
-    draws = _drawn(random, own, seen)
+            return None, f"{who} has no input {what}"
+    first, second = own / total
+    draws = _drawn(random, own, total)
     return _within(float(abs(first - second)), np.abs(draws[0] - draws[1])), None
 
 
@@ -326,14 +326,14 @@ class Strength:
 
 
 def sign_of(predicted: Labels, labels: Labels, inside: Array, output: int) -> int:
-    """Returns the sign of λ that moves a subgroup's wrong answers towards the right ones.
+    """Returns the sign of λ that moves a subgroup's wrong answers towards the correct ones.
 
-    It is 1 if more of its inputs of the class are missed than others are taken for it, else −1.
+    It is 1 if more of its inputs have a missed class than a wrongly found one, otherwise −1.
     Raises UsageError if no answer is wrong.
     """
-    wanted, said = answers_of(labels, output), answers_of(predicted, output)
-    missed = int((inside & wanted & ~said).sum())
-    false = int((inside & ~wanted & said).sum())
+    wanted, answers = answers_of(labels, output), answers_of(predicted, output)
+    missed = int((inside & wanted & ~answers).sum())
+    false = int((inside & ~wanted & answers).sum())
     if not missed and not false:
         raise UsageError(
             f"--rewrite-class {output}: the subgroup has no wrong answer there",
@@ -353,13 +353,13 @@ def best_strength(
 ) -> Strength | None:
     """Returns the λ of the best max-min that costs no more than `budget` of the accuracy.
 
-    Scores [s, classes] of a class change by λ·`alike` [s], so each input changes its answer at one
-    λ of its own; between two of these nothing changes, so one λ from each interval is tried. The
-    smallest of equals is taken; None if none improves it. An `alike` of 1 everywhere finds a blind
+    Scores [s, classes] of a class change by λ·`alike` [s], so each input changes its answer at its
+    own λ; between two of these nothing changes, and one λ from each interval is tried. The
+    smallest of equals wins; None if none improves it. An `alike` of 1 everywhere finds a blind
     threshold.
     """
     predicted = predicted_by(scores, labels)
-    said, wanted = answers_of(predicted, output), answers_of(labels, output)
+    answers, wanted = answers_of(predicted, output), answers_of(labels, output)
     own = scores[:, output].astype(np.float64)
     if labels.ndim == 2:
         limit = np.zeros(len(own))
@@ -369,7 +369,7 @@ def best_strength(
         limit = others.max(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         turn = sign * (limit - own) / alike
-    moved = np.flatnonzero(np.isfinite(turn) & (turn > 0) & (said == (sign < 0)))
+    moved = np.flatnonzero(np.isfinite(turn) & (turn > 0) & (answers == (sign < 0)))
     moved = moved[np.argsort(turn[moved], kind="stable")]
     turns = turn[moved]
     of_class = wanted[moved]
@@ -380,7 +380,7 @@ def best_strength(
         before = (predicted == labels)[moved].astype(int)
         after = of_class if sign > 0 else rival[moved] == labels[moved]
         change = after.astype(int) - before
-    right = said == wanted
+    right = answers == wanted
     subgroups = np.unique(groups)
     # Accuracy of each subgroup, [g, λ], after a number of inputs have changed their answer.
     shares = np.stack(
@@ -391,7 +391,7 @@ def best_strength(
         ]
     )
     whole = (predicted == labels).mean() + np.r_[0, np.cumsum(change)] / len(labels)
-    # A λ between two changes; equal ones happen together.
+    # A λ between two changes; equal ones coincide.
     ends = np.flatnonzero(np.r_[turns[1:] > turns[:-1], True]) if len(turns) else np.array([], int)
     stops = np.r_[0, ends + 1].astype(int)
     following = np.r_[turns[ends[:-1] + 1], turns[-1] * 1.1] if len(turns) else np.array([])

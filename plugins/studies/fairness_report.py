@@ -78,9 +78,9 @@ def rewriting_text(rewriting: Rewriting) -> str:
 
 
 def compared_rows(model: ModelFairness) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields rows under `FAIR_HEADS`, each with its class: as trained, and edited if it is.
+    """Yields rows under `FAIR_HEADS`, each with its class: as trained and, if it has edits, edited.
 
-    For an edited model these are the classes whose outputs are rewritten, else all.
+    For an edited model these are the classes whose outputs are rewritten, otherwise all.
     """
     for output in model.rewritten or range(len(model.untouched.classes)):
         yield str(output), fair_row("as trained", model.untouched.classes[output])

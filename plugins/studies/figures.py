@@ -25,10 +25,10 @@ BARE = "M-1.8,-.15H1.8V.15H-1.8Z"
 ChartRows = list[dict[str, Any]]
 
 
-def curve(number: int, name: str, points: Iterable[tuple[float, Any]], **looks: Any) -> ChartRows:
+def curve(number: int, name: str, points: Iterable[tuple[float, Any]], **style: Any) -> ChartRows:
     """Returns the rows of a line in the colour and with the symbol of its number."""
     ink, symbol = INKS[number % len(INKS)], SYMBOLS[number % len(SYMBOLS)]
-    own = {"line": name, "ink": ink, "symbol": symbol, "dash": SOLID, **looks}
+    own = {"line": name, "ink": ink, "symbol": symbol, "dash": SOLID, **style}
     return [{"x": x, "y": y, "bare": own["symbol"] == BARE, **own} for x, y in points]
 
 

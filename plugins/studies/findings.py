@@ -18,7 +18,7 @@ SUMS, PASSES = "sums", "passes"
 class KeptAccuracy:
     """Algorithm 1 with k experts: its accuracy, 0..1, and its share of all experts' accuracy.
 
-    `retention` is None if the untouched model gets nothing right.
+    `retention` is None if the untouched model gives no correct answer.
     """
 
     k: int
@@ -30,8 +30,8 @@ class KeptAccuracy:
 class RandomChoice:
     """Algorithm 1 compared with k experts drawn at random for each input and layer.
 
-    `accuracies` has one value per seed; `std` is their sample standard deviation. `sigmas` is how
-    many of them Algorithm 1 is above `mean`; None if all seeds agree.
+    `accuracies` has one value per seed; `std` is their sample standard deviation. `sigmas` is the
+    number of them by which Algorithm 1 is above `mean`; None if all seeds agree.
     """
 
     k: int
@@ -46,7 +46,7 @@ class RandomChoice:
 class BestSubsets:
     """All C(n, k) sets of experts tried on every input; the same set in every layer.
 
-    `best` is the share of inputs that some set classifies right: what an oracle could reach.
+    `best` is the share of inputs that some set classifies correctly: the limit of an oracle.
     `distinct` counts the sets that have the least loss for at least one input. `average` is the
     exact mean accuracy over all sets; `fixed` that of the best single set for all inputs. If C(n,
     k) is beyond the limit, nothing was tried and all are None.
@@ -100,7 +100,7 @@ class ExpertStudy:
 
 
 def plain(studies: Sequence[ExpertStudy]) -> list[dict[str, Any]]:
-    """Returns studies as plain data, in the form in which they are read again."""
+    """Returns studies as plain data, in the form in which they are read."""
     import msgspec
 
     return [msgspec.to_builtins(one) for one in studies]

@@ -1,7 +1,7 @@
 """Credits for answers to single inputs: by class, by attribute, or by output of a regression.
 
-The credit of an input is whether its class is right, or for each output a number [o]: whether the
-attribute is right, or 1 − (y − t)² / var(t), whose mean over the inputs is R².
+The credit of an input is whether its class is correct, or for each output a number [o]: whether the
+attribute is correct, or 1 − (y − t)² / var(t), whose mean over the inputs is R².
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Judge:
         None for a class without inputs, and for an output whose targets are all the same.
         """
         if self.judged == "classes":
-            seen = self.samples
+            counts = self.samples
             hits = np.bincount(self.labels[credit], minlength=self.outputs)
-            return tuple(float(h / n) if n else None for h, n in zip(hits, seen, strict=True))
+            return tuple(float(h / n) if n else None for h, n in zip(hits, counts, strict=True))
         known = self.spread > 0
         means = credit.mean(axis=0)
         return tuple(float(m) if k else None for m, k in zip(means, known, strict=True))

@@ -190,8 +190,8 @@ def _random(studies: Sequence[ExpertStudy], path: Path) -> None:
         for one, c in choices:
             ends = {"low": c.mean - c.std, "high": c.mean + c.std}
             rows += curve(1, label, [(one.experts, c.mean)], **ends)
-        looks = {"ink": REFERENCE, "dash": DASHED, "symbol": BARE}
-        rows += curve(0, "all experts", [(one.experts, one.top1) for one, _ in choices], **looks)
+        style = {"ink": REFERENCE, "dash": DASHED, "symbol": BARE}
+        rows += curve(0, "all experts", [(one.experts, one.top1) for one, _ in choices], **style)
         title = "top-1 accuracy" if fraction == shares[0] else ""
         panels.append((f"k = n/{fraction}", curves(_experts_axis(studies), _percent(title)), rows))
     draw(path, panels, columns=3)
@@ -252,7 +252,7 @@ def _shares(studies: Sequence[ExpertStudy], path: Path) -> None:
     rows += curve(0, "all alike", alike, ink=REFERENCE, dash=DASHED, symbol=BARE)
     x = _shares_axis(axis("x", "x", "share of the experts", "k"))
     y = _percent("mean; 10th to 90th percentile of inputs")
-    draw(path, [("What the top experts hold of ΣC", curves(x, y), rows)], columns=1)
+    draw(path, [("The top experts' share of ΣC", curves(x, y), rows)], columns=1)
 
 
 def _differ(studies: Sequence[ExpertStudy]) -> bool:
@@ -261,7 +261,7 @@ def _differ(studies: Sequence[ExpertStudy]) -> bool:
 
 
 def _shades(count: int) -> list[str]:
-    """Colours that grow darker, for models of growing n; the first colour for one alone."""
+    """Colours that grow darker with n, by model; the first colour for a single model."""
     if count == 1:
         return [INKS[0]]
     shares = [index / (count - 1) for index in range(count)]

@@ -22,7 +22,7 @@ class StudyOptions:
 
     analysis: str = option(
         "",
-        "Analyse the experts, a list: retention, random, subsets, shares, or all; needs labels.",
+        "Analyse the experts: any of retention, random, subsets, shares, or all; needs labels.",
         unset="none",
     )
     max_subsets: int | None = option(
@@ -66,8 +66,8 @@ class Analyses:
             )
         if self.seeds < 2:
             raise UsageError(
-                f"{self.seeds} seeds: a standard deviation takes two or more",
-                hint="the paper takes 10",
+                f"{self.seeds} seeds: a standard deviation needs two or more",
+                hint="the paper uses 10",
             )
 
 
@@ -75,7 +75,7 @@ def parse_analyses(text: str) -> tuple[str, ...]:
     """Returns the analyses in `--analysis`: a list, or `all`. Raises UsageError."""
     names = tuple(dict.fromkeys(split_list(text)))
     if not names:
-        raise UsageError("--analysis: no analysis named", hint=f"known are {', '.join(NAMES)}")
+        raise UsageError("--analysis: no analysis named", hint=f"choose from {', '.join(NAMES)}")
     return NAMES if names == ("all",) else Analyses(names).names
 
 
@@ -131,7 +131,7 @@ class SpecialiseRequest(Request):
     k: K | None = option(
         None,
         "Count which experts are chosen at this k: 4, 0.25, n/4, or one for each layer.",
-        unset="as the model was trained",
+        unset="the k of training",
     )
     group_by: str | Sequence[int | bool | str] | None = option(
         None,
@@ -156,16 +156,16 @@ class SpecialiseRequest(Request):
     )
     budget: float | None = option(
         None,
-        "The share of the accuracy that the search for it may cost.",
+        "The share of the accuracy that the search may cost.",
         unset="0.01",
     )
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for incomplete options of a rewriting, and for no examples."""
+        """Raises `UsageError` for incomplete options of a rewriting or examples."""
         at_least(self, "examples", 1)
         if self.k is not None and parse_k(self.k) == "input":
             raise UsageError(
-                "--k input: experts are counted at one k", hint="give a number or a share: --k 4"
+                "--k input: experts are counted at one k", hint="use a number or a share: --k 4"
             )
         if self.rewrite_class is None or self.rewrite_group is None:
             parts = {
@@ -182,16 +182,16 @@ class SpecialiseRequest(Request):
                     )
         if self.strength is not None and self.budget is not None:
             raise UsageError(
-                "--budget applies to a search, and --strength needs none",
+                "--budget applies to a search, but --strength needs none",
                 hint="leave one of them out",
             )
         if self.strength is not None and not 0 < abs(self.strength) < math.inf:
             raise UsageError(
-                f"--strength {self.strength}: not a finite number other than 0",
+                f"--strength {self.strength}: it must be a finite number other than 0",
                 hint="only its size counts: the sign follows from the wrong answers",
             )
         if self.budget is not None and not 0 <= self.budget < 1:
             raise UsageError(
-                f"--budget {self.budget}: a share of the accuracy, from 0 to below 1",
-                hint="--budget 0.01 lets a search cost one in a hundred right answers",
+                f"--budget {self.budget}: it must be a share of the accuracy, from 0 to below 1",
+                hint="with --budget 0.01 a search may cost one in a hundred correct answers",
             )

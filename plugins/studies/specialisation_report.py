@@ -26,7 +26,7 @@ REWRITE_FILE = "rewrite.json"
 SEVERAL_FILE, SEVERAL_FIGURE = "polysemanticity.json", "polysemanticity.png"
 
 SHOWN, DRAWN = 10, 40
-"""Experts in the text and in the figure, those of the largest change; the JSON holds all."""
+"""Experts in the text and in the figure, those of the largest change; the JSON has all."""
 
 
 def to_json(result: Specialisation) -> str:
@@ -92,15 +92,14 @@ def _write_usage(usage: Usage, directory: Path) -> Path:
 def write_several(several: Sequence[Specialisation], directory: Path) -> tuple[Path, ...]:
     """Writes each model's files into a folder of its name, and a comparison; returns the latter.
 
-    Models with only the use of experts have no figure.
-
-    Raises UsageError for two models of one name.
+    Models with only the use of experts have no figure. Raises UsageError for two models of one
+    name.
     """
     names = [Path(model.model).stem for model in several]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(
-                f"{name}: two of the models have this name, and each has a folder of its name",
+                f"{name}: two of the models have this name, but each needs a folder of its name",
                 hint="rename one of the files",
             )
     for name, model in zip(names, several, strict=True):
@@ -118,8 +117,8 @@ def write_several(several: Sequence[Specialisation], directory: Path) -> tuple[P
 def text(result: Specialisation) -> str:
     """Returns the experts of the largest effect, how many have none, and the load.
 
-    If subgroups were named, also each class's fairness, and the rewriting, if there is one. At the
-    end how often every layer chooses each expert.
+    With subgroups, it adds each class's fairness, and the rewriting, if there is one; at the end,
+    how often every layer chooses each expert.
     """
     if not result.accuracy:
         parts = [f"model       {result.model} ({result.family})"]
@@ -241,7 +240,7 @@ def _compared_text(several: Sequence[Specialisation]) -> str:
 
 
 CAVEAT = """Polysemanticity is a mean over the experts whose removal changes a class. The others
-have none: with many of them the mean does not describe the layer as a whole."""
+have none: if these are many, the mean does not describe the whole layer."""
 
 
 def _by_size(several: Sequence[Specialisation]) -> list[Specialisation]:
@@ -297,7 +296,7 @@ def draw_effects(result: Specialisation, path: Path) -> None:
 
 
 def draw_load(result: Specialisation, path: Path) -> None:
-    """Writes a PNG: how many tokens each expert works for, and how large coefficients get."""
+    """Writes a PNG: the tokens of each expert, and the largest coefficients."""
     panels: list[ChartPanel] = []
     percent = axis("y", "y", "", "percent")
     for load in result.load:

@@ -2,7 +2,7 @@
 
 For expert e, d_c = |ŷ_c − y_c| / y_c is the share of class c's accuracy that its removal changes.
 The distance of d to the one-hot vector of its largest entry is the expert's class polysemanticity
-(Eq. 4 of the muMoE paper): 0 for an expert without which one class is lost and no other changes. If
+(Eq. 4 of the muMoE paper): 0 if without the expert one class is lost and no other changes. If
 labels have a number for each output (`judge.py`), outputs replace the classes: attributes with
 their accuracy, and for a regression each output's R².
 
@@ -116,7 +116,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Favour:
-    """The requested rewriting: a class, its subgroup as the data have it, the strength.
+    """The requested rewriting: a class, its subgroup with its type in the data, and the strength.
 
     `strength` is |λ|; for None a search finds the best that costs at most `budget` of the accuracy.
     """
@@ -133,8 +133,8 @@ class Favour:
             return None
         if groups is None:
             raise UsageError(
-                f"--rewrite-class {request.rewrite_class}: it needs subgroups, but none are named",
-                hint="name the array that holds them with --group-by",
+                f"--rewrite-class {request.rewrite_class}: it needs subgroups, but there are none",
+                hint="name their array with --group-by",
             )
         group = find_group(request.rewrite_group, groups)
         budget = BUDGET if request.budget is None else request.budget
@@ -222,9 +222,9 @@ def specialise(
 ) -> Specialisation:
     """Returns the effect of each expert of a layer, by default the last, on the accuracy by class.
 
-    One pass over the data, and one per expert over the inputs with a nonzero coefficient; the
-    others cannot change. Mean coefficients are those of the subgroups in the request, which are
-    then compared, else those of the classes. One more pass, with k experts, counts the choices.
+    It takes one pass over the data, and one per expert over the inputs with a nonzero coefficient;
+    the others cannot change. Mean coefficients are those of the subgroups in the request, which are
+    then compared, or those of the classes. One more pass, with k experts, counts the choices.
     Raises UsageError for an unknown layer, class or subgroup, FeedError for data without labels or
     a model that does not classify.
     """
@@ -245,7 +245,7 @@ def specialise(
         )
     if labels is None:
         raise FeedError(
-            f"accuracy by class needs labels, and '{held.input_name}' has none",
+            f"accuracy by class needs labels, but '{held.input_name}' has none",
             hint="save them with the inputs: numpy.savez(path, input=…, label=…); --examples 9 "
             "shows inputs without them",
         )
@@ -254,18 +254,18 @@ def specialise(
     if wanted is not None:
         _check_rewritable(watched, name)
     progress.step(f"accuracy by class of {model.source.path}", total=len(x))
-    seen = _one_pass(module, watched, held, x, wanted, progress)
-    judge = seen.judge
-    before = judge.figures(judge.credit(seen.scores))
-    effects = tuple(_effects(module, watched, x, seen, progress))
-    by_group = tuple(_groups(seen.means, groups, judge))
+    results = _one_pass(module, watched, held, x, wanted, progress)
+    judge = results.judge
+    before = judge.figures(judge.credit(results.scores))
+    effects = tuple(_effects(module, watched, x, results, progress))
+    by_group = tuple(_groups(results.means, groups, judge))
     fair = rewriting = None
     if groups is not None and judge.judged != "targets":
-        predicted = predicted_by(seen.scores, judge.labels)
+        predicted = predicted_by(results.scores, judge.labels)
         fair = fairness(predicted, judge.labels, groups, judge.outputs)
     if wanted is not None:
         assert groups is not None  # `Favour.of` has checked them
-        rewriting = _rewriting(model, name, wanted, x, groups, seen, by_group)
+        rewriting = _rewriting(model, name, wanted, x, groups, results, by_group)
     counted = replace(held, inputs=x)
     return Specialisation(
         model=model.source.path,
@@ -277,7 +277,7 @@ def specialise(
         samples=judge.samples,
         experts=effects,
         groups=by_group,
-        load=seen.load,
+        load=results.load,
         fairness=fair,
         rewriting=rewriting,
         judged=judge.judged,
@@ -289,9 +289,8 @@ def specialise(
 class _JudgedInputs:
     """The results of one pass over the inputs, and their judge.
 
-    `scores` [s, classes]; by level `means`, the mean coefficients of each input [s, n], and
-    `taken`, whether an input has a nonzero coefficient [s, n]: for a layer without coefficients
-    always.
+    `scores` [s, classes]; by level `means`, the mean coefficients of each input [s, n], and `taken`
+    [s, n], whether an input has a nonzero coefficient: True for a layer without coefficients.
     """
 
     scores: Array
@@ -309,21 +308,21 @@ def _one_pass(
     wanted: Favour | None,
     progress: Progress,
 ) -> _JudgedInputs:
-    said: list[Array] = []
+    outputs: list[Array] = []
     means, takes_in = [], []
     loads = [_Loads(n) for n in watched.spec.levels] if watched.spec.rewritable else []
     for rows in held.batches(BATCH):
         with _coefficients(watched) as coefficients:
             scores = _scores(module, x[rows])
-        if wanted is not None and not said:
+        if wanted is not None and not outputs:
             _check_head(wanted, watched, module, x[rows], scores)
-        said.append(scores)
+        outputs.append(scores)
         means.append([a.mean(axis=1, dtype=np.float64) for a in coefficients])
         takes_in.append([(a != 0).any(axis=1) for a in coefficients])
         for load, a in zip(loads, coefficients, strict=True):
             load.add(a)
         progress.advance(len(scores))
-    whole = np.concatenate(said)
+    whole = np.concatenate(outputs)
     return _JudgedInputs(
         whole,
         list(map(np.concatenate, zip(*means, strict=True))),
@@ -338,19 +337,19 @@ def _effects(
     module: nn.Module,
     watched: MoELayer,
     x: Array,
-    seen: _JudgedInputs,
+    results: _JudgedInputs,
     progress: Progress,
 ) -> Iterator[ExpertEffect]:
     """The effect of removing each expert, one after the other."""
-    judge = seen.judge
-    base = judge.credit(seen.scores)
+    judge = results.judge
+    base = judge.credit(results.scores)
     before = judge.figures(base)
     places = [(level, e) for level, n in enumerate(watched.spec.levels) for e in range(n)]
-    work = sum(int(seen.taken[level][:, e].sum()) for level, e in places)
+    work = sum(int(results.taken[level][:, e].sum()) for level, e in places)
     progress.step(f"removing each of {len(places)} experts of {watched.spec.name}", total=work)
     for level, expert in places:
         watched.edits = Edits((Ablation(watched.spec.name, expert, level + 1),))
-        inputs = np.flatnonzero(seen.taken[level][:, expert])
+        inputs = np.flatnonzero(results.taken[level][:, expert])
         right_now = base.copy()
         for part in np.split(inputs, range(BATCH, len(inputs), BATCH)):
             if part.size:
@@ -396,7 +395,7 @@ def _check_rewritable(layer: MoELayer, name: str) -> None:
     if not layer.spec.rewritable:
         raise UsageError(
             f"--rewrite-class: layer {name} is a {layer.spec.kind} layer, without coefficients to "
-            "rewrite an output by",
+            "rewrite an output with",
             hint="only muMoE layers can be rewritten",
         )
 
@@ -422,7 +421,7 @@ def _check_head(
         raise UsageError(
             f"--rewrite-class {wanted.output}: layer {layer.spec.name} does not compute the class "
             "scores itself, so its outputs are not classes",
-            hint="name the head with --layer; `export --rewrite` takes any output of any layer",
+            hint="choose the head with --layer; `export --rewrite` accepts any output of any layer",
         )
 
 
@@ -432,12 +431,13 @@ def _rewriting(
     wanted: Favour,
     x: Array,
     groups: Array,
-    seen: _JudgedInputs,
+    results: _JudgedInputs,
     by_group: Sequence[SubgroupCoefficients],
 ) -> Rewriting:
     """The requested rewriting, with the results of the edited model."""
-    output, group, scores, labels = wanted.output, wanted.group, seen.scores, seen.judge.labels
-    if seen.judge.judged == "targets":
+    output, group, judge = wanted.output, wanted.group, results.judge
+    scores, labels = results.scores, judge.labels
+    if judge.judged == "targets":
         raise UsageError(
             f"--rewrite-class {output}: the labels are the targets of a regression, which has no "
             "wrong answers",
@@ -447,7 +447,7 @@ def _rewriting(
     predicted = predicted_by(scores, labels)
     sign = sign_of(predicted, labels, groups == group, output)
     if wanted.strength is None:
-        alike = math.prod(a @ np.array(mean) for a, mean in zip(seen.means, means, strict=True))
+        alike = math.prod(a @ np.array(mean) for a, mean in zip(results.means, means, strict=True))
         places = (scores, np.asarray(alike), labels, groups, output, sign)
         best = best_strength(*places, wanted.budget)
         if best is None:
@@ -540,7 +540,7 @@ def polysemanticity(
 ) -> float | None:
     """Returns ‖d − 1‖ for d_c = |change_c| / accuracy_c and the one-hot vector of the largest d_c.
 
-    Classes without inputs, or without right answers before, do not count; None if d = 0.
+    Classes without inputs, or without correct answers before, do not count; None if d = 0.
     """
     shares = [
         abs(c) / y for y, c in zip(accuracy, change, strict=True) if y and y > 0 and c is not None
@@ -552,9 +552,9 @@ def polysemanticity(
 def _groups(
     means: Sequence[Array], groups: Array | None, judge: Judge
 ) -> Iterator[SubgroupCoefficients]:
-    """Each subgroup with its mean coefficients, of those [s, n] of the levels.
+    """Each subgroup with its mean coefficients, from those [s, n] of each input, by level.
 
-    Without subgroups each class, or the inputs with each attribute.
+    Without subgroups, it is each class, or the inputs with each attribute.
     """
     if groups is not None or judge.judged == "classes":
         by = judge.labels if groups is None else groups
@@ -570,12 +570,12 @@ def _groups(
 
 
 def _scores(module: nn.Module, x: Array) -> Array:
-    """Class scores [b, classes]; a muMoE head on vectors gives [b, 1, classes]."""
+    """Class scores [b, classes]; a muMoE head on vectors returns [b, 1, classes]."""
     output: torch.Tensor = module(torch.from_numpy(np.ascontiguousarray(x)))
     scores = one_per_sample(output.numpy())
     if scores.ndim != 2:
         raise FeedError(
-            f"accuracy by class needs outputs of shape (batch, classes), and the model gives "
+            f"accuracy by class needs outputs of shape (batch, classes), but the model returns "
             f"{scores.shape}",
             hint="a layer or a language model does not classify its inputs",
         )

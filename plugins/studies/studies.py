@@ -47,7 +47,7 @@ def _check_subgroups(request: BenchRequest, listed: Sequence[Model | Bundle]) ->
     name = request.asked(StudyOptions).group_by or ""
     if not isinstance(request.data, str | Path | Mapping):
         raise UsageError(
-            f"--group-by {name}: names an array of a file, but the data are not a file",
+            f"--group-by {name}: this is an array of a file, but the data are not a file",
             hint="save inputs, labels and subgroups in an .npz",
         )
 
@@ -63,10 +63,10 @@ def _begin_subgroups(
     held = data.head(sys.maxsize)
     source = given if isinstance(given, Mapping) else Path(given)
     groups = load_groups(source, name, held.skipped + len(held))[held.skipped :]
-    seen = held.head(len(held) if request.samples is None else request.samples)
+    sample = held.head(len(held) if request.samples is None else request.samples)
     watcher = request.progress or Silent()
     each = [own for candidate in candidates for own in candidate.each]
-    found = compared(each, seen, groups[: len(seen)], name, watcher)
+    found = compared(each, sample, groups[: len(sample)], name, watcher)
     return StudyRun(lambda: found)
 
 

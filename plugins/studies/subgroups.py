@@ -45,16 +45,16 @@ def compared(
     for candidate in candidates:
         progress.step(f"{candidate.name}: subgroups by {group_by}")
         edits, k = candidate.model.edits, (candidate.ks or (candidate.experts,))[0]
-        said, labels, classes = _predicted(untouched(candidate.model), data, candidate.name)
-        before = fairness(said, labels, groups, classes)
+        predicted, labels, classes = _predicted(untouched(candidate.model), data, candidate.name)
+        before = fairness(predicted, labels, groups, classes)
         after = None
         if edits:
             runner = with_algorithm_1(
                 candidate.model, k, "masked", renormalize=candidate.renormalize
             )
-            said, _, _ = _predicted(runner, data, candidate.name)
+            predicted, _, _ = _predicted(runner, data, candidate.name)
             targets = [one.target for one in before.classes]
-            after = fairness(said, labels, groups, classes, targets=targets)
+            after = fairness(predicted, labels, groups, classes, targets=targets)
         outputs = sorted({one.output for one in edits.rewrites} & {*range(classes)})
         models.append(
             ModelFairness(
@@ -81,7 +81,7 @@ def _predicted(runner: Runner, data: LabelledData, name: str) -> tuple[Array, La
         return predicted_by(scores, labels), labels, scores.shape[1]
     if scores.ndim != 2:
         raise FeedError(
-            f"--group-by: {name} gives outputs of shape {scores.shape}, not a score for each class",
+            f"--group-by: {name} returns outputs of shape {scores.shape}, not a score per class",
             hint="leave it out for models that do not classify",
         )
     data.check_classes(scores.shape[1])

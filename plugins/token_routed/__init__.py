@@ -9,7 +9,7 @@ API = 1
 LOWERINGS = LoweringNames(
     "experts", ("dense", "grouped", "conditional", "block-grouped", "fused", "slots")
 )
-"""The names of their lowerings, which load none of them."""
+"""The names of their lowerings, listed without loading any."""
 
 CONFIG_FILE = "config.json"
 """The settings of a `transformers` model, in its folder."""

@@ -1,8 +1,8 @@
-"""Limits what a `config.json` may ask for by the headers of the weights next to it.
+"""Limits the sizes in a `config.json` by the headers of the weights next to it.
 
-`transformers` builds any configuration, and a small file may ask for a million experts.
-So its counts are first compared with the weights' headers, and the model that it builds without
-weights afterwards.
+`transformers` builds any configuration, and a small file may demand a million experts. Its counts
+are therefore compared with the weights' headers, and afterwards the model that it builds without
+weights.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WeightSizes:
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(
                     f"{path}: cannot be read: {error}",
-                    hint="copy or download the file again; it may not be whole",
+                    hint="copy or download the file again; it may be incomplete",
                 ) from error
         return cls(folder=folder, tensors=tensors, numbers=numbers, longest=longest)
 
@@ -71,7 +71,7 @@ class WeightSizes:
         file = self.folder / CONFIG_FILE
         left = [read_document(file, "json", CheckpointError)]
         if not isinstance(left[0], dict):
-            raise CheckpointError(f"{file}: holds a {type(left[0]).__name__}, not keys and values")
+            raise CheckpointError(f"{file} has a {type(left[0]).__name__}, not keys and values")
         most = max(UNSUSPECTED, self.tensors, self.longest)
         while left:
             node = left.pop()
@@ -79,21 +79,21 @@ class WeightSizes:
             for key, value in node.items() if isinstance(node, dict) else ():
                 if isinstance(value, int | float) and value > most and COUNTS.search(key):
                     raise CheckpointError(
-                        f"{file}: {key} is {value}, and the weights are {self.tensors} tensors, "
+                        f"{file}: {key} is {value}, but the weights are {self.tensors} tensors, "
                         f"none longer than {self.longest}",
                         hint=SAME,
                     )
 
     def check_built(self, model: nn.Module, *, packed: bool) -> None:
-        """Raises CheckpointError for a model with more numbers than the weights could hold.
+        """Raises CheckpointError for a model with more numbers than the weights could contain.
 
-        Each of the `packed` numbers holds several.
+        Each of the `packed` numbers contains several.
         """
         wanted = sum(weight.numel() for weight in model.parameters())
         if wanted > (16 if packed else SLACK) * self.numbers + UNSUSPECTED**2:
             raise CheckpointError(
-                f"{self.folder / CONFIG_FILE}: a model of {wanted} parameters, and the weights "
-                f"hold {self.numbers}",
+                f"{self.folder / CONFIG_FILE}: the model has {wanted} parameters, but the weights "
+                f"have {self.numbers}",
                 hint=SAME,
             )
 
@@ -111,8 +111,8 @@ class WeightSizes:
             made += 1
             if made > most:
                 raise CheckpointError(
-                    f"{self.folder / CONFIG_FILE}: a model of more than {most} modules and "
-                    f"parameters, and the weights are {self.tensors} tensors",
+                    f"{self.folder / CONFIG_FILE}: the model has more than {most} modules and "
+                    f"parameters, but the weights are {self.tensors} tensors",
                     hint=SAME,
                 )
 

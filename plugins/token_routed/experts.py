@@ -67,7 +67,7 @@ def check_layer(layer: Experts, module: nn.Module) -> None:
     """Raises `FamilyError` if a layer does not compute what the module does; reads weights."""
     spec, generator = layer.spec, torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, spec.dim, generator=generator)
-    # All experts are computed in the same way: a few are enough, and the others need not be read.
+    # All experts are computed in the same way: a few are enough, so the others are not read.
     some = torch.randperm(spec.experts, generator=generator)[: spec.k + 2]
     index = some[torch.rand(ROWS, len(some), generator=generator).topk(spec.k).indices]
     weights = torch.rand(ROWS, spec.k, generator=generator)

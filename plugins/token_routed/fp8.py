@@ -35,7 +35,7 @@ def scales_of(key: str, tensors: Mapping[str, Tensor], place: Path) -> str:
     kind = str(tensors[key].dtype).removeprefix("torch.")
     what = "two scales" if found else "no scales"
     raise CheckpointError(
-        f"{place}: {key} is {kind} and has {what}: one is expected, "
+        f"{place}: {key} is {kind} and has {what}, but needs one: "
         f"{key}{SCALES[0]} or {key}{SCALES[1]}",
         hint=DEQUANTISED,
     )
@@ -69,7 +69,7 @@ def dequantised(
             f"{place}: {name} is {scale.dtype} of shape {list(scale.shape)}, so it is unclear "
             f"which part of {key}, {list(weight.shape)}, each scale belongs to: the whole, rows, "
             f"or blocks{of}",
-            hint='name their size in config.json, "quantization_config": {"weight_block_size": '
+            hint='give their size in config.json, "quantization_config": {"weight_block_size": '
             f"[rows, columns]}}, or {DEQUANTISED}",
         )
     return weight.float() * spread
@@ -97,7 +97,7 @@ def _block(size: int, count: int, given: int | None) -> int | None:
     """The length of each of `count` blocks of an axis; the last may be shorter.
 
     If it is not given, it is 1, the whole axis, or a power of two that follows from the number of
-    blocks. None if other equal blocks would have that number, too.
+    blocks. None if other equal blocks would also have that number.
     """
     if count in (1, size):
         return size // count

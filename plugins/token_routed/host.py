@@ -46,7 +46,7 @@ class TransformersHost(Host):
         return "language" if causal else None
 
     def experts_form(self, model: Model) -> str | None:
-        """Returns the library's name for the way in which it computes its experts."""
+        """Returns the library's name for its implementation of the experts."""
         network = model.original
         if not isinstance(network, TransformersNetwork):
             return None

@@ -147,7 +147,7 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
     k, reading = k_of(config.get_text_config()), Reading(mapped, watched)
     if k and experts and k[1] > min(experts):
         raise CheckpointError(
-            f"{folder / CONFIG_FILE}: {k[0]} is {k[1]}, and a layer has {min(experts)} experts",
+            f"{folder / CONFIG_FILE}: {k[0]} is {k[1]}, but a layer has {min(experts)} experts",
             hint=SAME,
         )
     with sizes.building(version):
@@ -206,7 +206,7 @@ def _replace_blocks(network: nn.Module, original: nn.Module, *, check: bool) -> 
 def _configuration(
     config: Any, routers: Routers | None, kind: _Kind, *, cached: bool
 ) -> dict[str, Any]:
-    """The configuration for the manifest: sizes that a reader looks for, and the cache."""
+    """The configuration for the manifest: the usual sizes, and the cache."""
     text = config.get_text_config()
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     record = {name: getattr(text, name) for name in names if hasattr(text, name)}
@@ -227,10 +227,10 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
         )
     if settings.get("part", "encoder") not in get_args(ModelPart):
         raise UsageError(
-            f"--set part={settings['part']}: {' or '.join(get_args(ModelPart))} is expected"
+            f"--set part={settings['part']}: it must be {' or '.join(get_args(ModelPart))}"
         )
     if not isinstance(settings.get("use_cache", True), bool):
-        raise UsageError(f"--set use_cache={settings['use_cache']}: true or false is expected")
+        raise UsageError(f"--set use_cache={settings['use_cache']}: it must be true or false")
 
 
 def transformers_library() -> Any:
@@ -239,7 +239,7 @@ def transformers_library() -> Any:
         import transformers
     except ImportError as error:
         raise MissingExtraError(
-            f"transformers, which models of this kind need, is not installed ({error})",
+            f"models of this kind need transformers, which is not installed ({error})",
             hint=install("transformers"),
         ) from error
     transformers.logging.set_verbosity_error()
@@ -253,13 +253,13 @@ def _config(folder: Path) -> Any:
         return library.AutoConfig.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # every class of configurations has errors of its own
+    except Exception as error:  # every class of configurations has its own errors
         own = "auto_map" in object_in(folder / "config.json")
         raise FamilyError(
             f"{folder}: transformers {library.__version__} cannot read its config.json: "
             f"{one_line(error)}",
             hint="the architecture is code that comes with the checkpoint, which is never run: "
-            "give the network as package.module:factory, with --adapter"
+            "pass the network as package.module:factory, with --adapter"
             if own
             else "a newer transformers may know the architecture",
         ) from error
@@ -278,7 +278,7 @@ def _check_padding(folder: Path, config: Any) -> None:
     if isinstance(token, int) and isinstance(words, int) and not -words <= token < words:
         named = "pad_token_id" in object_in(folder / CONFIG_FILE)
         raise CheckpointError(
-            f"{folder / CONFIG_FILE}: pad_token_id is {token}{'' if named else ' by default'}, and "
+            f"{folder / CONFIG_FILE}: pad_token_id is {token}{'' if named else ' by default'}, but "
             f"the vocabulary ends at {words - 1}",
             hint='set "pad_token_id" to a token of the vocabulary, or to null for none',
         )
@@ -290,12 +290,12 @@ def _cache_note(folder: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
         return ()
     return (
         f'"use_cache": false of {CONFIG_FILE} is a setting for training: exported with a cache '
-        "(--set use_cache=false exports without)",
+        "(--set use_cache=false exports without it)",
     )
 
 
 def _leave_out_further_outputs(config: Any) -> tuple[str, ...]:
-    """Makes a configuration ask only for a model's result, in place; returns a note on a change.
+    """Removes all outputs but a model's result from its configuration; returns a note on a change.
 
     The other outputs do not affect the result. Some of them, such as the load-balancing loss,
     cannot be traced.
@@ -322,14 +322,14 @@ def _class(folder: Path, config: Any) -> Any:
     if names:
         raise FamilyError(
             f"{folder}: transformers {library.__version__} has no {names[0]}",
-            hint="code that comes with a checkpoint is never run: give the network as "
+            hint="code that comes with a checkpoint is never run: pass the network as "
             "package.module:factory",
         )
     try:
         return library.AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:
         raise FamilyError(
-            f"{folder}: its config.json names no architectures",
+            f"{folder}: its config.json has no architectures",
             hint='add "architectures": ["…ForCausalLM"], the class that was saved',
         ) from None
 
@@ -350,7 +350,7 @@ def _check_positions(file: Path, text: Any) -> None:
             same = "equal up to the trained length" if kind == "dynamic" else "different"
             raise FamilyError(
                 f"{file}: {what} {kind!r} is not exported: its rotary embedding branches on the "
-                "length of the text, and a graph has one form for all lengths",
+                "length of the text, but a graph has one form for all lengths",
                 hint='with "rope_type": "default" in config.json the model can be exported; its '
                 f"values are {same}",
             )
@@ -433,7 +433,7 @@ def _experts(folder: Path, skeleton: nn.Module, config: Any) -> list[str]:
     if paths or sparse_blocks(skeleton):
         return paths
     raise FamilyError(
-        f"{folder}: {config.model_type} has no experts that go through the experts interface of "
+        f"{folder}: {config.model_type} has no experts that use the experts interface of "
         "transformers",
         hint=f"{OWN_MODULES}; optimum exports architectures without experts",
     )
@@ -464,7 +464,7 @@ def _ports(
         note = "exported without a cache; to generate, export --set part=encoder and part=decoder"
         return (*inputs, more), (output,), (note,)
     if shapes is None:
-        missing = ("its cache holds more than keys and values: exported without",) if cached else ()
+        missing = ("its cache has more than keys and values: exported without",) if cached else ()
         return inputs, (output,), missing
     pasts, presents = cache_specs(shapes)
     return (*inputs, *pasts), (output, *presents), ()
@@ -479,7 +479,7 @@ def _shapes(skeleton: nn.Module, kind: _Kind, hidden: int) -> dict[str, tuple[in
             arguments = {DECODED: ids, "encoder_outputs": encoded(torch.zeros(2, 3, hidden))}
         try:
             outputs = skeleton(**arguments, use_cache=True)
-        except _FAILURES:  # it needs something that a cache of keys and values does not have
+        except _FAILURES:  # it needs more than a cache of keys and values
             return None
     return cache_shapes(getattr(outputs, "past_key_values", None))
 
@@ -497,8 +497,8 @@ _LOOPED = 4
 def _loops(skeleton: nn.Module) -> bool:
     """Whether a model calls more operators for more tokens.
 
-    Such a loop over tokens, or over blocks of them, is unrolled in a trace: the graph is then for
-    one length only. A branch changes the number at most once, a loop each time.
+    Such a loop over tokens, or over blocks of them, is unrolled in a trace: the graph then has
+    only one length. A branch changes the number at most once, a loop each time.
     """
     counts: list[int] = []
     with _without_weights(skeleton):

@@ -1,7 +1,7 @@
 """Merges LoRA factors in a folder of `transformers` as peft does: W + α/r · B A.
 
-They are in files of their own next to the weights, or among the weights. Only `adapter_config.json`
-has α. Any other change that an adapter makes is refused by name.
+They are in separate files next to the weights, or among the weights. Only `adapter_config.json` has
+α. Any other change by an adapter is refused by name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ INERT = {
 """Fields of the configuration that are read here, or have no effect after training."""
 
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")
-"""Initial values of factors; other initialisations change the weights, too."""
+"""Initial values of factors; other initialisations also change the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def factors_in(keys: Mapping[str, Any], place: Path) -> dict[str, LoraPair]:
             names.add(match["name"])
     if len(names) > 1:
         listed = ", ".join(sorted(name or "one without a name" for name in names))
-        raise CheckpointError(f"{place}: holds several LoRA adapters: {listed}", hint=MERGE)
+        raise CheckpointError(f"{place} has several LoRA adapters: {listed}", hint=MERGE)
     for module, pair in found.items():
         if len(pair) == 1:
             key = next(iter(pair.values()))
@@ -80,7 +80,7 @@ def check_config(file: Path) -> dict[str, Any]:
     """Returns an adapter's configuration; raises `CheckpointError` for anything but plain LoRA."""
     if not file.is_file():
         raise CheckpointError(
-            f"{file.parent}: holds LoRA factors but no {CONFIG} with their α", hint=MERGE
+            f"{file.parent} has LoRA factors, but no {CONFIG} with their α", hint=MERGE
         )
     config = read_document(file, "json", CheckpointError)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

@@ -35,7 +35,7 @@ KINDS_OF_KEYS: Mapping[str, tuple[str, str]] = {
         f'name the class that was saved in {CONFIG_FILE}: "architectures"',
     ),
 }
-"""Patterns of keys that have no place, with their probable origin and a remedy."""
+"""Patterns of keys that the network lacks, with their probable origin and a remedy."""
 
 LAYER = re.compile(r"^(.*?(?:^|\.)(?:layers|h|blocks?))\.(\d+)\.")
 """The prefix of a layer's key, up to the number of the layer."""
@@ -53,8 +53,7 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Fields of a configuration with the number of experts of a layer."""
 
 ALL_EXPERTS = (
-    "save all experts of the layer; a network with pruned experts is given as "
-    "package.module:factory"
+    "save all experts of the layer; pass a network with pruned experts as package.module:factory"
 )
 
 _MOVED = "save the weights and config.json together: model.save_pretrained(folder)"
@@ -63,7 +62,7 @@ _MOVED = "save the weights and config.json together: model.save_pretrained(folde
 def check_surplus(
     place: Path, model: Any, left: Iterable[str], report: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Returns a note on keys that the network has no place for, and does not need.
+    """Returns a note on keys that the network lacks and does not need.
 
     They are on the list of the class, or belong to layers that predict further tokens. Any other
     key is a `CheckpointError`.
@@ -79,7 +78,7 @@ def check_surplus(
         and not any(re.search(p, key) for p in patterns if not _names_own_layer(p, model, key))
     ]
     if wrong:
-        raise _without_place(place, model, wrong, report)
+        raise _surplus_error(place, model, wrong, report)
     left = [key for key in left if not any(re.search(p, key) for p in COMPUTED)]
     if not left:
         return ()
@@ -120,15 +119,15 @@ def _beginning(key: str) -> str:
     return match[0] + "…" if match else ".".join(key.split(".")[:2]) + ("." in key) * "…"
 
 
-def _without_place(
+def _surplus_error(
     place: Path, model: Any, wrong: list[str], report: Mapping[str, Any]
 ) -> CheckpointError:
     # The most informative keys come first: the factors of a layer, not its bias.
     first, what, hint = wrong[0], "", ""
-    for pattern, (looks, advice) in KINDS_OF_KEYS.items():
+    for pattern, (origin, advice) in KINDS_OF_KEYS.items():
         match = next((key for key in wrong if re.search(pattern, key)), None)
         if match is not None:
-            first, what, hint = match, f", which looks like {looks}", advice
+            first, what, hint = match, f", which looks like {origin}", advice
             break
     if what.endswith("not have"):
         hint = _bias_hint(model)
@@ -138,7 +137,7 @@ def _without_place(
         what = f", and {CONFIG_FILE} has {count} layers"
     missing = sorted(report["missing_keys"])
     behind = next((key for key in wrong if missing and key.endswith(f".{missing[0]}")), None)
-    if behind is not None:  # the network is there, within another
+    if behind is not None:  # the network is part of another one
         first, what = behind, ""
         begin = first.removesuffix(missing[0])
         hint = f"save only the network, without {begin} before its keys: its save_pretrained"
@@ -146,7 +145,7 @@ def _without_place(
         what += f"; {missing[0]} is missing"
     more = f" (and {len(wrong) - 1} more keys)" if len(wrong) > 1 else ""
     return CheckpointError(
-        f"{place}: {type(model).__name__} has no place for {first}{more}{what}", hint=hint or SAME
+        f"{place}: {type(model).__name__} has no parameter {first}{more}{what}", hint=hint or SAME
     )
 
 
@@ -160,12 +159,12 @@ def _bias_hint(model: Any) -> str:
 
 
 def check_names(place: Path, base: str, keys: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` for a weight with two names, of which the library would take one."""
+    """Raises `CheckpointError` for a weight with two names, one of which would be ignored."""
     for key in keys:
         if key.startswith(f"{base}.") and key.removeprefix(f"{base}.") in keys:
             raise CheckpointError(
-                f"{place}: holds {key} and {key.removeprefix(f'{base}.')}, two names of one weight",
-                hint="save only the right weights",
+                f"{place} has {key} and {key.removeprefix(f'{base}.')}, two names of one weight",
+                hint="save only the correct weights",
             )
 
 
@@ -181,12 +180,12 @@ def check_experts(place: Path, keys: Iterable[str]) -> None:
         if match is not None:
             numbers[match[1]][match[3]].add(int(match[2]))
     for layer, kinds in numbers.items():
-        count = max(max(held) for held in kinds.values()) + 1
-        for kind, held in kinds.items():
-            gone = sorted(set(range(count)) - held)
+        count = max(max(present) for present in kinds.values()) + 1
+        for kind, present in kinds.items():
+            gone = sorted(set(range(count)) - present)
             if gone:
                 raise CheckpointError(
-                    f"{place}: {layer}{gone[0]}{kind} is missing, and {len(held)} other experts "
+                    f"{place}: {layer}{gone[0]}{kind} is missing, but {len(present)} other experts "
                     "have theirs",
                     hint=ALL_EXPERTS,
                 )
@@ -232,10 +231,10 @@ def check_mismatched(place: Path, model: Any, report: Mapping[str, Any]) -> None
             None,
         )
         if field is not None:
-            hint = f'set "{field}": {held[0]} in {CONFIG_FILE}, if the model was saved so'
+            hint = f'set "{field}": {held[0]} in {CONFIG_FILE}, if the model was saved like this'
         alike = {name for name in model.state_dict() if _unnumbered(name) == _unnumbered(key)}
         if field in EXPERTS and alike - {name for name, *_ in wrong}:
             hint = ALL_EXPERTS  # other layers have theirs
     raise CheckpointError(
-        f"{place}: {key} is {list(held)}, and {CONFIG_FILE} makes it {list(asked)}", hint=hint
+        f"{place}: {key} is {list(held)}, but {CONFIG_FILE} makes it {list(asked)}", hint=hint
     )

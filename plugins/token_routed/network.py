@@ -73,8 +73,7 @@ class TransformersNetwork(nn.Module):
             # Without a config every layer keeps all keys and values: a sliding window is then done
             # by the mask, as in the graph.
             cache = DynamicCache(pairs)
-            # Keys and values of the encoder's output are computed again: the cache does not hold
-            # them.
+            # Keys and values of the encoder's output are not in the cache and computed again.
             arguments[PAST] = EncoderDecoderCache(cache, DynamicCache()) if decodes else cache
         arguments["use_cache"] = self.cached
         return arguments
@@ -95,7 +94,7 @@ def encoded(hidden: Tensor) -> Any:
 
 
 def self_attention(cache: Any) -> Any:
-    """Returns the part of a cache that holds earlier tokens: all of it, except for a decoder's."""
+    """Returns the part of a cache for earlier tokens: all of it, except for a decoder's cache."""
     return getattr(cache, "self_attention_cache", cache)
 
 
@@ -104,8 +103,8 @@ def token_specs(vocabulary: int, positions: int | None, *, cached: bool) -> tupl
     # With a cache the bound applies to past and new tokens together.
     limits = {} if positions is None or cached else {"tokens": positions}
     ids = TensorSpec("input_ids", "int64", TOKENS, limits, below=vocabulary)
-    seen = "past + tokens" if cached else "tokens"
-    mask = TensorSpec("attention_mask", "int64", ("batch", seen), default="ones")
+    axis = "past + tokens" if cached else "tokens"
+    mask = TensorSpec("attention_mask", "int64", ("batch", axis), default="ones")
     if not cached:
         return ids, mask
     return ids, mask, TensorSpec("position_ids", "int64", TOKENS, default="positions")
@@ -134,10 +133,10 @@ def cache_shapes(past: Any) -> dict[str, tuple[int, int]] | None:
     shapes: dict[str, tuple[int, int]] = {}
     for index, layer in enumerate(cache.layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            return None  # its subclasses hold more
+            return None  # its subclasses contain more
         for part in ("key", "value"):
-            held = getattr(layer, f"{part}s", None)
-            if not isinstance(held, torch.Tensor) or held.ndim != 4:
+            values = getattr(layer, f"{part}s", None)
+            if not isinstance(values, torch.Tensor) or values.ndim != 4:
                 return None
-            shapes[f"{index}.{part}"] = (held.shape[1], held.shape[3])
+            shapes[f"{index}.{part}"] = (values.shape[1], values.shape[3])
     return shapes or None

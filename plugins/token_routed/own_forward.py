@@ -1,7 +1,7 @@
 """User code around one of our layers: it runs and is traced unchanged.
 
-`OwnForward` replaces the user's layer. If a router chooses experts for tokens, k is the router's: a
-parameter `k` of it allows a smaller one.
+`OwnForward` replaces the user's layer. If a router chooses experts for tokens, k is the router's,
+which can change if it has a parameter `k`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class OwnForward(nn.Module):
         return y if self.returned is None or not isinstance(y, Tensor) else like(self.returned, y)
 
     def _called(self, *args: Any, **named: Any) -> Tensor:
-        """The callable that the code gets in place of the experts."""
+        """The callable that the code receives in place of the experts."""
         spec = self.spec
         bank = isinstance(spec, ExpertsSpec) or (
             isinstance(spec, SoftMoESpec) and spec.external_routing
@@ -150,24 +150,24 @@ class OwnForward(nn.Module):
         return _through_rows(self.experts, call)
 
     def _check_slots(self, slots: int) -> None:
-        """Raises UsageError for another number of slots than the layer has."""
+        """Raises UsageError if the number of slots is not the layer's."""
         assert isinstance(self.spec, SoftMoESpec)
         wanted, follows = self.spec.slots, isinstance(slots, torch.SymInt)
         if not follows and slots == wanted:
             return
         given = "a number of slots that follows the input's size" if follows else f"{slots} slots"
         raise UsageError(
-            f"layer {self.spec.name}: its forward gives experts(slots, combine=C) {given}, and "
-            f"{wanted} for the inputs with which the layer was read",
+            f"layer {self.spec.name}: its forward passes {given} to experts(slots, combine=C), but "
+            f"{wanted} for the inputs with which the layer was loaded",
             hint="in a graph an expert has one number of slots: make it independent of the batch "
             "and the tokens, or fix both (--batch N and an example of N inputs)",
         )
 
 
 class Code:
-    """A user's function around a bank of experts, or a router, which is short for one.
+    """A user's function around a bank of experts, or a router, a short form of one.
 
-    It is not a module, though it may hold modules: those are part of its host already.
+    It is not a module, though it may contain modules: those are already part of its host.
     """
 
     def __init__(self, forward: Forward | None, router: Router | None = None) -> None:
@@ -210,7 +210,7 @@ class Tried:
 
     @property
     def all_weights(self) -> bool:
-        """Whether the code gave the weights of all experts."""
+        """Whether the code passed the weights of all experts."""
         return self.call is not None and self.call.index is None and self.call.combine is None
 
     @property
@@ -336,7 +336,7 @@ def _order(returned: object) -> list[Any]:
 
 
 def _by_name(returned: object) -> list[tuple[Any, Any]]:
-    """The results that a layer returns by name or number, the most likely first."""
+    """The results that a layer returns, by name or number, the most likely first."""
     keys = _order(returned)
     first = [key for key in RESULTS if key in keys]
     get = getattr if is_dataclass(returned) and not isinstance(returned, Mapping) else _item
@@ -385,19 +385,19 @@ class ExpertsCall:
         for key, value in tensors.items():
             if not isinstance(value, Tensor):
                 raise UsageError(
-                    f"its forward gives experts(…) a {_kind(value)} as {key}", hint=CALLS
+                    f"its forward passes a {_kind(value)} as {key} to experts(…)", hint=CALLS
                 )
         if tensors.keys() == {"x", "combine"}:
             call._check_slots(n)
         elif tensors.keys() == {"x", "weights"}:
             if call.weights.shape != (*call.x.shape[:-1], n):  # type: ignore[union-attr]
                 raise UsageError(
-                    f"its forward gives experts(x, weights=w) {_sizes(tensors)}, and w is "
+                    f"its forward passes {_sizes(tensors)} to experts(x, weights=w), but w must be "
                     f"[..., {n}] for the tokens x [..., d]",
                     hint=CALLS,
                 )
         elif tensors.keys() == {"x", "index", "weights"}:
-            whose = "its forward gives experts(x, index, weights)"
+            whose = "its forward passes to experts(x, index, weights)"
             x, index, weights = (tensors[key] for key in ("x", "index", "weights"))
             call.index, call.weights = _fitting(whose, x, index, weights, CALLS)
         else:
@@ -412,14 +412,14 @@ class ExpertsCall:
         fits = x.ndim == combine.ndim == 4 and x.shape[1] == n and x.shape[0] == combine.shape[0]
         if not fits or combine.shape[2:] != x.shape[1:3]:
             raise UsageError(
-                f"its forward gives experts(slots, combine=C) slots {list(x.shape)} and C "
-                f"{list(combine.shape)}, but there are {n} experts",
+                f"its forward passes slots {list(x.shape)} and C {list(combine.shape)} to "
+                f"experts(slots, combine=C), but there are {n} experts",
                 hint="slots are [b, n, p, d] and C is [b, m, n, p]: an expert's slots are a "
                 "separate axis (unflatten)",
             )
 
     def check(self, d: int) -> None:
-        """Raises UsageError for tokens of another width than d."""
+        """Raises UsageError if the width of the tokens is not d."""
         if self.x.shape[-1] != d:
             raise UsageError(
                 f"its forward calls experts(…) with shape {list(self.x.shape)}, but the experts "
@@ -517,16 +517,16 @@ def check_experts(index: Tensor, experts: int) -> None:
     low, high = int(index.min()), int(index.max())
     if low < 0 or high >= experts:
         raise UsageError(
-            f"its router chose expert {low if low < 0 else high}, but there are {experts}, counted "
-            "from 0",
-            hint="experts holds n of them, in the order of the router's numbers",
+            f"its router chose expert {low if low < 0 else high}, but the experts are 0 to "
+            f"{experts - 1}",
+            hint="experts must have n entries, in the order of the router's numbers",
         )
 
 
 def with_router_k(model: Model, k: Mapping[str, int | None]) -> Model:
     """Returns a model whose own routers use each layer's k, weights shared.
 
-    The model itself if every k is the default. Raises `UsageError` for a k that a router does not
+    The same model if every k is the default. Raises `UsageError` for a k that a router does not
     support: it has no parameter `k`, or returns another number.
     """
     for layer in model.module.modules():
@@ -538,8 +538,8 @@ def with_router_k(model: Model, k: Mapping[str, int | None]) -> Model:
             raise UsageError(
                 f"--k: every expert of layer {layer.spec.name} has the same sum of the combine "
                 "weights C, by which Algorithm 1 chooses",
-                hint="leave --k out: a C that is a softmax over the tokens gives every expert the "
-                "same",
+                hint="leave --k out: a C that is a softmax over the tokens has the same sum for "
+                "every expert",
             )
     routed = _routed(model)
     changes = {name: k[name] for name, layer in routed.items() if k[name] != layer.current_k}
@@ -579,8 +579,8 @@ def _check_change(name: str, routed: OwnForward, wanted: int | None) -> None:
     n, trained = routed.spec.experts, routed.spec.trained_k
     if wanted is None:
         raise UsageError(
-            f"--k input: the router of layer {name} is part of the graph, with the k that it is "
-            "exported with",
+            f"--k input: the router of layer {name} is part of the graph, with one k, which "
+            "cannot change",
             hint="export a bundle for each k"
             if routed.takes_k
             else "leave --k out: this router supports only its own k",
@@ -615,9 +615,9 @@ def _try(model: Model, changes: Mapping[str, int | None]) -> None:
         for layer in model.layers.values()
         if isinstance(layer, Experts)
     ]
-    said = ", ".join(f"{name} {wanted}" for name, wanted in changes.items())
+    text = ", ".join(f"{name} {wanted}" for name, wanted in changes.items())
     try:
-        with torch.no_grad(), user_code(f"--k ({said}): the router failed", ROUTER_K):
+        with torch.no_grad(), user_code(f"--k ({text}): the router failed", ROUTER_K):
             arrays = by_name(model.example, model.inputs).values()
             model.module(*map(torch.from_numpy, arrays))
     finally:
@@ -626,7 +626,7 @@ def _try(model: Model, changes: Mapping[str, int | None]) -> None:
     for name, wanted in changes.items():
         if widths[name] != wanted:
             raise UsageError(
-                f"--k {wanted}: the router of layer {name} was called with k={wanted} but gives "
+                f"--k {wanted}: the router of layer {name} was called with k={wanted}, but returns "
                 f"{widths[name]}",
                 hint="its parameter k must be the number of experts of each token",
             )

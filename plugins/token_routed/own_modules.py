@@ -31,7 +31,7 @@ class SparseBlock(nn.Module):
         super().__init__()
         self.router = block.router
         self.experts = experts
-        self.spec = experts.spec  # while the model is traced another module replaces them
+        self.spec = experts.spec  # during tracing, another module replaces them
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Maps tokens [b, m, d] to the same shape."""
@@ -45,7 +45,7 @@ class SparseBlock(nn.Module):
 
 
 class _Switch(SparseBlock):
-    """One expert for each token while it has room: an expert's capacity is for each input."""
+    """One expert for each token while it has room; the capacity applies to each input."""
 
     def __init__(self, block: Any, experts: Experts) -> None:
         super().__init__(block, experts)
@@ -87,7 +87,7 @@ class _Nllb(SparseBlock):
         router = block.router
         if router.second_expert_policy != "all":
             raise FamilyError(
-                f"layer {experts.spec.name}: its router takes the second expert at random "
+                f"layer {experts.spec.name}: its router selects the second expert at random "
                 f"(second_expert_policy '{router.second_expert_policy}'), at inference as well",
                 hint='set "second_expert_policy": "all" in config.json',
             )
@@ -106,7 +106,7 @@ class _Nllb(SparseBlock):
 
     def choice(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
         _, gates, _ = self.router(x.reshape(-1, x.shape[-1]), padding)  # [t, n], two are not zero
-        # Stable, as TopK of ONNX is: of several zeros the first is taken.
+        # Stable, like ONNX's TopK: of several zeros the first is taken.
         values, index = gates.sort(dim=-1, descending=True, stable=True)
         k = self.spec.k
         return index[:, :k], values[:, :k] * self.scale
@@ -116,7 +116,7 @@ class _Nllb(SparseBlock):
 class _BlockNames:
     """The names in a class of sparse blocks.
 
-    They are those of an expert's two maps, and of a token's number of experts.
+    They name an expert's two maps, and a token's number of experts.
     """
 
     first: str

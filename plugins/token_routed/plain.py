@@ -1,4 +1,4 @@
-"""The tensors of a folder of `transformers` in the form its class takes: plain floats, its names.
+"""The tensors of a folder of `transformers` as plain floats with the names of its class.
 
 Prefixes that training put around a module are removed, eight-bit weights are multiplied by their
 scales, and LoRA factors are merged.
@@ -62,17 +62,17 @@ def plain_tensors(
     rest = {k: t for k, t in tensors.items() if k not in factors}
     pairs = lora.factors_in(factors, place)
     if adapter is not None:
-        beside = dict(read_file(adapter))
-        other = next((key for key in beside if not lora.FACTOR.fullmatch(key)), None)
+        held = dict(read_file(adapter))
+        other = next((key for key in held if not lora.FACTOR.fullmatch(key)), None)
         if other is not None or pairs:
-            what = f"{other} is more than plain LoRA" if other else "and the weights hold LoRA, too"
+            what = f"{other} is more than plain LoRA" if other else "the weights also contain LoRA"
             raise CheckpointError(f"{adapter}: {what}", hint=lora.MERGE)
-        factors, pairs = beside, lora.factors_in(beside, adapter)
+        factors, pairs = held, lora.factors_in(held, adapter)
     config = weights.files[0].parent / lora.CONFIG
     if place.is_dir() and config.is_file() and not pairs:
         raise CheckpointError(
-            f"{config}: the file names an adapter, but {place} holds no factors of one",
-            hint="remove the file if the adapter is merged already",
+            f"{config}: the file names an adapter, but {place} has no factors of one",
+            hint="remove the file if the adapter is already merged",
         )
     rest = {_without_base(key, pairs): tensor for key, tensor in rest.items()}
     computed, read = _dequantised(rest, place, fp8.blocks_of(quantisation))
@@ -118,7 +118,7 @@ def _without_base(key: str, pairs: Mapping[str, lora.LoraPair]) -> str:
 def _dequantised(
     tensors: Mapping[str, Tensor], place: Path, blocks: tuple[int, int] | None
 ) -> tuple[dict[str, Compute], dict[str, Tensor]]:
-    """How to compute each eight-bit weight, and the scales that this uses."""
+    """How to compute each eight-bit weight, and the scales for it."""
     packed = [key for key, tensor in tensors.items() if fp8.is_packed(tensor)]
     scales = {key: fp8.scales_of(key, tensors, place) for key in packed}
     read = {scale: tensors[scale] for scale in scales.values()}
@@ -146,7 +146,7 @@ def _merge(
         key = f"{module}.weight"
         if key not in tensors:
             raise CheckpointError(
-                f"{source}: {pair.a} is a factor of {key}, which the folder does not hold",
+                f"{source}: {pair.a} is a factor of {key}, which the folder does not have",
                 hint=lora.MERGE,
             )
         computed[key] = partial(compute, key, computed.get(key), pair)

@@ -1,7 +1,7 @@
 """k of a `transformers` model: makes a model with another k from the one loaded.
 
-What depends on k is found by building the model twice without weights, for two k, and comparing the
-attributes of its modules.
+The model is built twice without weights, for two k, to find the attributes of its modules that
+depend on k.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Routers:
 
 
 def k_of(config: Any) -> tuple[str, int] | None:
-    """Returns the field of a configuration that holds k, and k; None if there is none."""
+    """Returns the field of a configuration with k, and k; None if there is none."""
     for field in FIELDS:
         value = getattr(config, field, None)
         if isinstance(value, int) and value >= 1:
@@ -47,7 +47,7 @@ def k_of(config: Any) -> tuple[str, int] | None:
 def find_routers(build: Callable[[Any], nn.Module], config: Any, experts: int) -> Routers | None:
     """Returns the places of k in the models that `build` makes of a configuration, without weights.
 
-    None if k cannot be changed.
+    Returns None if k cannot change.
     """
     text = config.get_text_config()
     field_and_k = k_of(text)
@@ -74,8 +74,8 @@ def find_routers(build: Callable[[Any], nn.Module], config: Any, experts: int) -
 def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
     """Returns a model with each layer's k, as if its configuration had it, weights shared.
 
-    The model itself if it was trained so, or has no routers. Raises `UsageError` for a k that its
-    architecture does not support.
+    The same model if it was trained with these k, or has no routers. Raises `UsageError` for a k
+    that its architecture does not support.
     """
     network = model.module
     routers = getattr(network, "routers", None)
@@ -86,14 +86,14 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
     assert isinstance(routers, Routers)
     if None in k.values():
         raise UsageError(
-            "--k input: the router of this model chooses a k that is part of its graph",
+            "--k input: the router of this model has its k in the graph",
             hint="export a bundle for each k: --k 4",
         )
     if set(k.values()) == {routers.trained}:
         return model
     if not routers.attributes:
         raise UsageError(
-            f"--k: {model.family} models only support k = {routers.trained}",
+            f"--k: {model.family} models support only k = {routers.trained}",
             hint="leave --k out",
         )
     changed = sharing_weights(network)

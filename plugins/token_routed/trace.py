@@ -63,14 +63,14 @@ def traced_program(
         with _windows_of_tokens() if network.cached else nullcontext():
             exporter = _recording_programs(OnnxExporter, DynamoExporter)
             exported = exporter.export(network.wrapped, arguments, config=config)
-    except ImportError as error:  # it requires specific versions
+    except ImportError as error:  # the exporter requires specific versions
         raise _no_exporter(error) from error
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         cause = error.__cause__ or error
         raise TraceError(
             f"transformers cannot trace this {type(network.wrapped).__name__}: "
             f"{(str(cause).strip().splitlines() or [type(cause).__name__])[0]}",
-            hint="its exporter to ONNX is experimental and does not know every architecture; "
+            hint="its exporter to ONNX is experimental and does not support every architecture; "
             "--verbose shows its own report",
         ) from error
     graph = graph_of(exported)
@@ -110,7 +110,7 @@ def _no_exporter(error: ImportError) -> MissingExtraError:
     return MissingExtraError(
         f"the exporter to ONNX of transformers {metadata.version('transformers')}, which traces "
         f"this model, cannot be used: {error}",
-        hint=f"{install('transformers')}; its exporter asks for PyTorch 2.11 or newer",
+        hint=f"{install('transformers')}; its exporter needs PyTorch 2.11 or newer",
     )
 
 
@@ -118,8 +118,8 @@ def _no_exporter(error: ImportError) -> MissingExtraError:
 def _windows_of_tokens() -> Iterator[None]:
     """Counts a sliding window in tokens within the context, whatever a mask excludes.
 
-    The library counts places in the cache, which is the same if padding comes before all tokens.
-    Padding on the right of a prompt stays between it and the generated tokens.
+    The library counts places in the cache, which is the same if padding comes before all tokens,
+    but padding on the right of a prompt stays between it and the generated tokens.
     """
     from transformers import masking_utils
 
@@ -127,9 +127,9 @@ def _windows_of_tokens() -> Iterator[None]:
 
     def prepared(*arguments: Any, **named: Any) -> Any:
         inputs = prepare(*arguments, **named)
-        seen = inputs[1]
+        mask = inputs[1]
         counts[0] = (
-            seen.cumsum(dim=-1) if isinstance(seen, torch.Tensor) and seen.ndim == 2 else None
+            mask.cumsum(dim=-1) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
         )
         return inputs
 

@@ -5,7 +5,7 @@ group up to its capacity, and drops the other choices (Riquelme et al., 2021). O
 chooses its tokens. E3 gives every member of an ensemble its own experts (Allingham et al., 2021):
 the tokens are repeated for each before the first of the layers.
 
-The parameters do not contain a token's number of experts, the group size and the capacity.
+The parameters do not contain a token's number of experts, the group size or the capacity.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class TokensChoose(GroupRouter):
         """Returns the margin of each token's choices and drops, [b, m].
 
         A choice is dropped by its place in a queue, which shifts by one if a token enters or leaves
-        the queue. If c tokens must do so, the margin is the c-th smallest of theirs.
+        the queue. If it takes c tokens, the margin is the c-th smallest of their gaps.
         """
         k = self.k if k is None else k
         ranked, order = self._ranked(x)
@@ -210,7 +210,7 @@ class ExpertsChoose(GroupRouter):
         return index, torch.where(chosen, gates, torch.zeros_like(gates))
 
     def margin(self, x: Tensor, k: int | None = None) -> Tensor:
-        """Returns how near each expert is to choosing otherwise for a token, [b, m, n]."""
+        """Returns how close each expert's decision on a token is, [b, m, n]."""
         del k
         gates = (x @ self.kernel).softmax(dim=-1)
         if self.capacity == self.group:
@@ -286,7 +286,7 @@ ASKED = {
         "the capacity of an expert in a group, relative to its share; null for no limit",
         fits=False,
     ),
-    "capacity_multiple_of": Question(4, "a capacity is raised to a multiple of it"),
+    "capacity_multiple_of": Question(4, "the capacity is raised to a multiple of this number"),
     "batch_priority": Question(
         False, "whether the tokens with the largest weights come first", fits=False
     ),
@@ -317,7 +317,7 @@ def _questions(settings: Config, read: Config, tokens: int | None) -> dict[str, 
     lifted = "capacity_factor" in settings and settings["capacity_factor"] is None
     if settings.get("capacity") is not None:
         del questions["capacity_factor"]
-    elif lifted:  # of any group everything is taken
+    elif lifted:  # without a capacity, the group has no effect
         questions = {
             key: question
             for key, question in questions.items()
@@ -330,7 +330,7 @@ def _questions(settings: Config, read: Config, tokens: int | None) -> dict[str, 
 
 
 def capacity_of(share: int, experts: int, config: Config) -> int:
-    """Returns an expert's capacity if `share` choices are to be taken by all experts.
+    """Returns an expert's capacity if all experts together take `share` choices.
 
     Raises FamilyError for a factor that leaves no slot.
     """
@@ -360,7 +360,7 @@ class GroupRouting:
     """How the layers of one model route.
 
     `k` is the number of experts of a token, of `members` in an ensemble. `group` tokens are routed
-    together, those of `images`, of which a batch is a multiple; `capacities` are the tokens that an
+    together, those of `images`; a batch is a multiple of it. `capacities` are the tokens that an
     expert takes of them, by k, and empty if there is no limit.
     """
 
@@ -391,7 +391,7 @@ class GroupRouting:
             raise FamilyError(
                 f"{NAME}: ensemble_size={members} and num_selected_experts={k} do not fit "
                 f"{n} experts",
-                hint="give the values that the model was trained with",
+                hint="use the values that the model was trained with",
             )
         if config["ensemble"] not in ("members", "mean"):
             raise FamilyError(f"{NAME}: ensemble={config['ensemble']} is neither members nor mean")
@@ -449,7 +449,7 @@ class GroupRouting:
     def note(self) -> str:
         """A sentence on the groups of routing and on dropped choices."""
         if not self.capacities:
-            return "the capacity of the experts is lifted: no choice of a token is dropped"
+            return "the experts have no capacity limit: no choice of a token is dropped"
         of = "one image" if self.images == 1 else f"{self.images} images"
         rest = "chooses them" if self.experts_choose else "drops the others that chose it"
         capacity = self.capacities[self.k - 1]
@@ -458,7 +458,7 @@ class GroupRouting:
             return taken
         return (
             f"{taken}: an output depends on the other images of its "
-            f"group and on its place among them, and a batch is a multiple of {self.images}"
+            f"group and on its place among them, and a batch must be a multiple of {self.images}"
         )
 
 

@@ -31,7 +31,7 @@ from .plain import PlainTensors, plain_tensors
 class FolderFiles:
     """The weights of a folder, and of an adapter next to them.
 
-    `place` is what the user named: the folder, or one file in it; the other files are then ignored.
+    `place` is what the user gave: the folder, or one file in it; other files are then ignored.
     """
 
     place: Path
@@ -66,11 +66,11 @@ def folder_files(place: Path) -> FolderFiles:
     for file in weights.files:
         if file.suffix != ".safetensors":
             raise CheckpointError(
-                f"{file}: weights of transformers' models are only read from safetensors",
+                f"{file}: weights of transformers models are read only from safetensors",
                 hint="save it again: model.save_pretrained(folder)",
             )
-    beside = weights.files[0].parent / lora.CONFIG
-    config = beside if beside.is_file() else None
+    file = weights.files[0].parent / lora.CONFIG
+    config = file if file.is_file() else None
     if not place.is_dir():
         return FolderFiles(place, weights, adapter_config=config)
     others = sorted(
@@ -85,8 +85,8 @@ def folder_files(place: Path) -> FolderFiles:
     for file in others:
         if file.name not in left and file not in adapters:
             raise CheckpointError(
-                f"{file}: holds weights that are not read, as {weights.files[0].name} is read",
-                hint="move it out of the folder, or give the path of the right weights",
+                f"{file} has weights that are not read, because {weights.files[0].name} is read",
+                hint="move it out of the folder, or give the path of the correct weights",
             )
     notes = (f"left out {', '.join(left)}: weights by names that are not the library's",)
     adapter = adapters[0] if adapters else None
@@ -123,7 +123,7 @@ def load_weights(found: FolderFiles, class_: Any, config: Any, watched: Watched)
     if quantisation is not None:
         if not plain.dequantised:
             raise CheckpointError(
-                f"{found.folder}: its weights are quantised already", hint=DEQUANTISED
+                f"{found.folder}: its weights are already quantised", hint=DEQUANTISED
             )
         config = copy.deepcopy(config)
         del config.quantization_config  # its scales are in the weights now
@@ -168,7 +168,7 @@ def _read(
             state_dict={key: _OnDemand(key, tensor, taken) for key, tensor in tensors.items()},
             dtype=dtype,
             attn_implementation=attention_of(class_),
-            ignore_mismatched_sizes=True,  # given by name
+            ignore_mismatched_sizes=True,  # they are reported by name
             output_loading_info=True,
         )
     except MemoryError:
@@ -200,11 +200,11 @@ def _narrowed(
     model: nn.Module, tensors: Mapping[str, Tensor], taken: set[str], main: torch.dtype
 ) -> bool:
     """Whether tensors of wider types than most were rounded to the type of most."""
-    held = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    used = {tensor.data_ptr() for tensor in model.state_dict().values()}
     return any(
         tensor.is_floating_point()
         and torch.promote_types(tensor.dtype, main) != main
-        and tensor.data_ptr() not in held
+        and tensor.data_ptr() not in used
         for tensor in (tensors[key] for key in taken)
     )
 
@@ -219,8 +219,8 @@ def _check_numbers(place: Path, model: Any, tensors: Mapping[str, Tensor], taken
             whole[tuple(tensor.shape)] -= 1
             if whole[tuple(tensor.shape)] < 0:
                 raise CheckpointError(
-                    f"{place}: {key} holds integers ({str(tensor.dtype).removeprefix('torch.')}), "
-                    "and the network computes with floats",
+                    f"{place}: {key} has integers ({str(tensor.dtype).removeprefix('torch.')}), "
+                    "but the network computes with floats",
                     hint=DEQUANTISED,
                 )
     sums, tied = {0}, set(getattr(model, "all_tied_weights_keys", None) or ())
@@ -230,8 +230,8 @@ def _check_numbers(place: Path, model: Any, tensors: Mapping[str, Tensor], taken
     given = sum(tensors[key].numel() for key in taken)
     if given > own and given - own not in sums:
         raise CheckpointError(
-            f"{place}: holds {given} numbers for {own} parameters, some by two names",
-            hint="save the weights that are meant alone",
+            f"{place} has {given} numbers for {own} parameters, some under two names",
+            hint="save only the correct weights",
         )
 
 

@@ -1,7 +1,4 @@
-"""The time limit of a search: the time left, and the time that steps and the end will take.
-
-A step starts only if it fits.
-"""
+"""The time limit of a search: the time left, and the time for a step and for the end."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ TRACE, EFFECT = "trace", "effect"
 UNTOUCHED_SHARE, RANGES_SHARE, TIMES_SHARE, EFFECTS_SHARE, TRIALS_SHARE = 0.1, 0.3, 0.5, 0.6, 0.85
 """The share of the time limit that is over when each phase ends: the untouched model's outputs, the
 ranges, timing single layers, changing single layers, whole graphs. The rest is for training the
-most promising points. Confirming and writing are not included."""
+most promising points. It excludes confirming and writing."""
 
 LAST_SHARE = 0.5
 """The share of the remaining time that the last training takes."""
@@ -58,12 +55,12 @@ speed within tenths of a second, and the median over many rounds is then more re
 
 SPIN_MS = 1.0
 """How long the runtime's threads spin after a call of a layer or a short graph. The calls take as
-long as with the usual 35 ms, and the next case need not wait until the threads rest, which would be
-four fifths of a short round."""
+long as with the usual 35 ms, but the next case need not wait until the threads rest, which would
+take four fifths of a short round."""
 
 
 def protocol_for(ms: float, *, careful: bool = False) -> Protocol:
-    """Returns the timing protocol for graphs about as slow as the one of the model as trained."""
+    """Returns the timing protocol for graphs about as slow as that of the model as trained."""
     if ms >= SHORT_MS:
         return CAREFUL if careful else QUICK
     return replace(QUICK, rounds=MORE_CAREFUL if careful else MORE_QUICK)
@@ -161,7 +158,7 @@ class End:
         timed_s += careful.rounds * (WAIT_S if spin_for(base_ms) is None else LOOK_S)
         once_s = untouched_s + confirming * one_s + open_s + VERIFIED * (2 * one_s + run_s)
         if routed:
-            # two traces to find where k is, and one of the k that was found
+            # two traces to find the places of k, and one of the chosen k
             once_s += 2 * longest[TRACE]
         return End(
             timing_s=open_s + timed_s + ways_s,

@@ -34,9 +34,9 @@ def tune(
     """Finds the fastest bundle that keeps an accuracy, confirms it on unseen data and writes it.
 
     The search varies k of each layer, a fixed subset of its experts, the precision of each layer
-    and of the network around the layers, and the lowerings, by the time that they take on this
-    machine. One half of the labelled `data` is for the search; the other is read once, to confirm.
-    A call that was interrupted continues if `report` is the same folder.
+    and of the rest of the network, and the lowerings, by their time on this machine. One half of
+    the labelled `data` is for the search; the other is read once, to confirm. A call that was
+    interrupted continues if `report` is the same folder.
 
     Raises:
         UsageError: before the search, if an argument is invalid.
@@ -63,7 +63,7 @@ def tune(
     place = None if request.report is None else Path(request.report)
     if place is not None:
         check_folder(place, "--report")
-    from .findings import write_findings  # these load PyTorch: all is refused before that can be
+    from .findings import write_findings  # load PyTorch only after the checks
     from .shards import evaluate_here
     from .tune import search_and_export
 

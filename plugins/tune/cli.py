@@ -85,7 +85,7 @@ def tune(
     ] = None,
     force: Annotated[bool, option_for(TuneRequest, "force", "Options")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the size of the search, and do not search.")
+        bool, typer.Option("--dry-run", help="Print the size of the search without searching.")
     ] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -166,5 +166,5 @@ def recipe_options(
         Path | None, option_for(RecipeOptions, "recipe", metavar="RECIPE.YAML", parser=typed_recipe)
     ] = None,
 ) -> RecipeOptions:
-    """Returns the options of `export` that are about recipes."""
+    """Returns the options of `export` for recipes."""
     return RecipeOptions(recipe=recipe)

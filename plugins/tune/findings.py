@@ -135,7 +135,7 @@ def text(tuned: Tuned, report: Path | None = None, command: str = "") -> str:
         f"{table(header, rows)}\n\n"
         f"{place}: {judged_by} kept {quality.kept:.2%}, between "
         f"{quality.low:.2%} and {quality.high:.2%} on {quality.inputs} inputs that the search did "
-        f"not see;\n{tuned.chosen.trial.ms:.3g} ms a batch, {times:.3g} times as fast as k = n in "
+        f"not use;\n{tuned.chosen.trial.ms:.3g} ms a batch, {times:.3g} times as fast as k = n in "
         f"FP32; {tuned.trials} graphs in {tuned.seconds:.0f} s\n"
         f"{''.join(f'{sentence}{chr(10)}' for sentence in why if sentence)}"
         f"again: {again}" + ("" if report is None else f"\nreport: {report / 'report.html'}")

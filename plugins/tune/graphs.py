@@ -90,7 +90,7 @@ class Graphs:
     def trial(self, point: Point) -> Trial:
         """Returns the trial of a point; writes, runs and times its graph the first time.
 
-        Raises what planning and running a graph raise.
+        Raises the errors of planning and running a graph.
         """
         if point.key not in self.trials:
             lowerings = self.times[point.target].lowerings(point)
@@ -149,7 +149,7 @@ class Graphs:
                 self._baseline = None
 
     def _spin_ms(self, trial: Trial | None = None) -> float | None:
-        """How long threads spin: as long as those of the baseline, if there is one."""
+        """How long threads spin: as long as for the baseline, if there is one."""
         baseline = trial if self._baseline is None else self._baseline[0]
         return None if baseline is None else spin_for(baseline.ms)
 

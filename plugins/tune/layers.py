@@ -2,7 +2,7 @@
 
 Every layer's inputs and outputs are computed once. When one layer is changed, the layers before it
 return their recorded outputs and those after it are computed again. A model whose routers choose k
-is run as a whole.
+runs as a whole.
 """
 
 from __future__ import annotations

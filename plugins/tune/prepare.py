@@ -1,6 +1,6 @@
-"""Preparation of a search: the data split, the ranges, and what the layers may become.
+"""Preparation of a search: the data split, the ranges, and the search space.
 
-What can be refused without a search is refused here.
+It refuses what can be refused without a search.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .space import RANGED, Point, Space, Trial, computed_on, ks_of, space_of
 from .substitutes.substitutes import FOLDER
 
 CALIBRATED, CALIBRATED_FEW = 256, 32
-"""Inputs of the search's half from which the INT8 ranges are taken; the second number if time is
+"""Inputs of the search's half that set the INT8 ranges; the second number applies if time is
 short."""
 
 OBSERVED = 4.0
@@ -89,8 +89,8 @@ class SearchJob:
     def fewer(self, name: str, kept: Callable[[int], tuple[int, ...]]) -> list[LayerRecipe]:
         """Choices with fewer experts.
 
-        For Soft MoE halves and quarters, all computed or half of them; for muMoE one expert in
-        place of all. `kept` returns the experts of a subset of a given size.
+        For Soft MoE halves and quarters, all computed or half of them; for muMoE one expert instead
+        of all. `kept` returns the experts of a subset of a given size.
         """
         spec = self.model.layers[name].spec
         # If a router chooses for other layers, single layers' inputs are not recorded.
@@ -158,7 +158,7 @@ def prepare(
     """Prepares a search; refuses what can be refused without searching."""
     if data.output:
         raise UsageError(
-            f"--data: its labels are of the output '{model.outputs[data.output].name}', but tune "
+            f"--data: the labels are of the output '{model.outputs[data.output].name}', but tune "
             f"keeps the accuracy of the first, '{model.output.name}'",
             hint=f"save the labels of {model.output.name} as label",
         )
@@ -224,13 +224,13 @@ def base_job(model: Model, request: TuneRequest) -> ExportJob:
     """Returns the export of the model as trained; refuses what cannot be searched or exported."""
     options = ExportOptions(batch=request.batch, tokens=request.tokens, verify=False)
     first, *others = request.targets
-    for target in others:  # refuse before the search, not only after it
+    for target in others:  # refuse before the search
         export_job(model, replace(options, target=target))
     return export_job(model, replace(options, target=first))
 
 
 def _samples(clock: Clock, one_s: float) -> int:
-    """The number of inputs to take ranges from in the time; 0 if there is too little time."""
+    """The number of inputs that the time allows for ranges; 0 if there is too little time."""
     if not math.isfinite(clock.left):
         return CALIBRATED
     until = RANGES_SHARE * (clock.seconds - clock.reserve) - (clock.seconds - clock.left)
@@ -248,7 +248,7 @@ def _ranges(
     traced: ir.Model,
     progress: Progress,
 ) -> CalibrationTable:
-    """The ranges of a model's tensors over the search's half; kept in the folder."""
+    """The ranges of a model's tensors over the search's half, stored in the folder."""
     path = folder / CALIBRATION_FILE
     if not (journal.resumed and path.is_file()):
         request = CalibrateRequest(samples=samples)

@@ -1,4 +1,4 @@
-"""`recipe.yaml`: what `tune` found for each layer, so that it can be exported again bit for bit."""
+"""`recipe.yaml`: the choices of `tune` for each layer, to export them again bit for bit."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class LayerRecipe:
     """How one MoE layer is exported, and why.
 
     `experts` are those that stay, by their numbers in the checkpoint; empty if all do. `k` of them
-    are computed. If `constant`, the others return constants, else they are removed. If `merged`,
-    one expert replaces all. `lowering` is empty while a search has not chosen it.
+    are computed. If `constant`, the others return constants, otherwise they are removed. If
+    `merged`, one expert replaces all. `lowering` is empty until a search chooses it.
     """
 
     k: int
@@ -90,8 +90,8 @@ class Recipe:
     `model` is the model's fingerprint and `data` the SHA-256 of the search's data; layers are in
     the order of execution. `calibration` and `substitutes` are the SHA-256 of files in the recipe's
     folder: the table of ranges, and the arrays that replace removed or merged experts; empty if not
-    needed. `family` and `config` are the settings with which the model was read, empty if its files
-    hold them. `contract` has the bounds and the confirmed result.
+    needed. `family` and `config` are the settings with which the model was read, empty if its
+    files contain them. `contract` has the bounds and the confirmed result.
     """
 
     model: str
@@ -146,20 +146,20 @@ class Recipe:
 def read_recipe(path: Path) -> Recipe:
     """Reads a recipe; raises `UsageError` with the place of a mistake."""
     try:
-        content = read_document(path, "yaml", lambda said: UsageError(f"--recipe {said}"))
+        content = read_document(path, "yaml", lambda message: UsageError(f"--recipe {message}"))
     except OSError as error:
         raise no_such_recipe(path, error.strerror) from error
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
         raise UsageError(
             f"--recipe {path}: schema {schema!r}, but this version reads schema {SCHEMA}",
-            hint="give the recipe.yaml that `moexport tune` wrote",
+            hint="pass the recipe.yaml that `moexport tune` wrote",
         )
     recipe = from_data(Recipe, content, f"--recipe {path}", error=UsageError)
     if recipe.target not in TARGETS:
         raise UsageError(
             f"--recipe {path}: target is {recipe.target!r}, which no installed package provides",
-            hint="install the plugin that runs it; there is "
+            hint="install the plugin that provides it; the targets are "
             f"{', '.join(TARGETS.names)}{left_out()}",
         )
     for name, layer in recipe.layers.items():
@@ -180,7 +180,7 @@ def checked_file(path: Path, digest: str, file: str) -> Path | None:
     place = path.parent / file
     if not place.is_file():
         raise UsageError(
-            f"--recipe {path}: {file}, which it needs, does not lie beside it",
+            f"--recipe {path}: {file}, which it needs, is not in its folder",
             hint=f"copy {file} from the bundle of this recipe",
         )
     if sha256(place) != digest:
@@ -266,7 +266,7 @@ def free_place(bundle: Path) -> Path:
 
 
 def _reading(reading: LoadRequest, request: ExportOptions, source: str) -> LoadRequest:
-    """The recipe's settings, if the command names no file of them; `--set` changes some."""
+    """The recipe's settings, unless the command names a settings file; `--set` changes some."""
     path = request.asked(RecipeOptions).recipe
     if path is None or reading.config is not None:
         return reading
@@ -293,8 +293,8 @@ def _change(options: ExportOptions) -> ExportOptions:
     path = Path(options.asked(RecipeOptions).recipe or "")
     recipe = read_recipe(path)
     ranges = checked_file(path, recipe.calibration, CALIBRATION_FILE)
-    beside = checked_file(path, recipe.substitutes, SUBSTITUTES_FILE)
-    substitutes = None if beside is None else read_substitutes(beside.parent)
+    arrays = checked_file(path, recipe.substitutes, SUBSTITUTES_FILE)
+    substitutes = None if arrays is None else read_substitutes(arrays.parent)
     return replace(recipe_options(recipe, options, substitutes), calibration=ranges)
 
 
@@ -306,9 +306,9 @@ def _check(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
 
     if [*model.layers] != [*recipe.layers] or recipe.model not in ("", fingerprint(model)):
         yield (
-            "--recipe: the recipe belongs to another model, or to this one with other weights or "
+            "--recipe: the recipe is for another model, or for this one with other weights or "
             "configuration",
-            "give the checkpoint and the settings of the search, or tune again",
+            "use the checkpoint and the settings of the search, or tune again",
         )
 
 
@@ -319,18 +319,18 @@ def _page(manifest: Manifest) -> Iterator[str]:
         return  # a recipe written by hand or by an older version
     keep, latency_ms, most = (found["asked"].get(name) for name in ("keep", "latency_ms", "bytes"))
     bounds = [] if keep is None else [f"to keep {100 * keep:g}% of the {found['metric']}"]
-    bounds += [] if latency_ms is None else [f"to take {latency_ms:g} ms at the most"]
-    bounds += [] if most is None else [f"to take {size(most)} at the most"]
+    bounds += [] if latency_ms is None else [f"to take at most {latency_ms:g} ms"]
+    bounds += [] if most is None else [f"to take at most {size(most)}"]
     yield "## What it keeps"
     low, high = found["interval"]
     text = (
-        f"On {found['inputs']:,} inputs that `moexport tune` did not search with, it keeps "
+        f"On {found['inputs']:,} inputs that the search of `moexport tune` did not use, it keeps "
         f"{found['kept']:.1%} of the {found['metric']} (95% interval {low:.1%} to {high:.1%})"
     )
     if "accuracy" in found:
         low, high = found["accuracy_interval"]
         text += (
-            f": an accuracy of {found['accuracy']:.1%} ({low:.1%} to {high:.1%}), where PyTorch "
+            f": an accuracy of {found['accuracy']:.1%} ({low:.1%} to {high:.1%}); PyTorch "
             f"has {found['untouched_accuracy']:.1%}"
         )
     asked = f" The bundle had {' and '.join(bounds)}." if bounds else ""
@@ -355,5 +355,5 @@ RECIPE = Step(
     finish=_finish,
     page=_page,
     reading=_reading,
-    contents={RECIPE_FILE: "what `moexport tune` found for each layer, to export it again"},
+    contents={RECIPE_FILE: "the choices of `moexport tune` for each layer, to export it again"},
 )

@@ -36,7 +36,7 @@ def no_such_recipe(path: Path, why: str | None) -> UsageError:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
-    """The options of an export that are about recipes."""
+    """The options of an export for recipes."""
 
     recipe: AnyPath | None = option(
         None,
@@ -59,11 +59,11 @@ class TuneRequest(AxisSizes, Request):
 
     keep: str | float | None = option(
         None,
-        "The share of the untouched model's quality to keep, 99% or 0.99.",
+        "The share of the untouched model's quality to keep, for example 99% or 0.99.",
         unset="99%, if there is no other requirement",
     )
     max_latency: str | float | None = option(
-        None, "The largest latency of a batch of OPT, 5ms.", unset="any"
+        None, "The largest latency of a batch of OPT, for example 5ms.", unset="any"
     )
     max_bytes: str | int | None = option(
         None,
@@ -83,25 +83,23 @@ class TuneRequest(AxisSizes, Request):
     )
     target: str = option(
         "ort-cpu",
-        "The runtime of the graph: onnx, ort-cpu, ort-cuda or openvino; a list searches all of it.",
+        "The runtime of the graph: onnx, ort-cpu, ort-cuda or openvino; or a list to search.",
     )
     batch: Sizes = option("1:1:32", "The range of batch sizes, optimised for OPT.")
-    tokens: Sizes = option(
-        "1:196:1024", "The same for the number of tokens, if that axis is dynamic."
-    )
+    tokens: Sizes = option("1:196:1024", "The range of token counts, if that axis is dynamic.")
     precision: str | None = option(
-        None, "The precisions to try, as fp32,int8.", unset="all that the target computes"
+        None, "The precisions to try, such as fp32,int8.", unset="all that the target computes"
     )
     all_experts: bool = option(False, "Do not remove or merge experts.")
     time: str | float | None = option(
         None,
-        "The time limit of the search, 10min.",
+        "The time limit of the search, for example 10min.",
         unset="until no better candidate is expected",
     )
     threads: int | None = option(
         None,
         "Threads of every engine.",
-        unset="those with which the untouched model is fastest",
+        unset="the number with which the untouched model is fastest",
     )
     pixels: str | None = option(
         None, "The scale of images: unit, symmetric or imagenet.", unset="none; images need it"
@@ -109,11 +107,11 @@ class TuneRequest(AxisSizes, Request):
     report: AnyPath | None = option(
         None,
         "The folder for results and report.",
-        unset="in a shell BUNDLE-report, in Python nothing is written",
+        unset="in a shell BUNDLE-report; in Python, nothing is written",
         is_path=True,
     )
     command: str = option(
-        "", "What the results say they were made by.", unset="nothing", in_shell=False
+        "", "The command that the results name as their origin.", unset="nothing", in_shell=False
     )
     force: bool = option(False, "Replace an existing bundle.")
 
@@ -123,7 +121,7 @@ class TuneRequest(AxisSizes, Request):
 
     @property
     def kept(self) -> float | None:
-        """The share of the untouched model's quality to keep; None if other bounds count."""
+        """The share of the untouched model's quality to keep; None if only other bounds apply."""
         if self.keep is not None:
             return parse_share(self.keep, "--keep")
         alone = self.max_latency is None and self.max_bytes is None
@@ -192,24 +190,24 @@ class TuneRequest(AxisSizes, Request):
             yield (
                 f"--target {target}: tune measures graphs in ONNX Runtime or OpenVINO, not in the "
                 "engines of this target",
-                "tune for ort-cuda on the machine with the GPU, and give its k to export",
+                "tune for ort-cuda on the machine with the GPU, and pass its k to export",
             )
         keep = self.kept
         if keep is not None and not 0 < keep < 1:
             yield (
-                f"--keep {keep:.6g}: a share above 0 and below 1",
+                f"--keep {keep:.6g}: the share must be above 0 and below 1",
                 "--keep 99% keeps 99% of the untouched model's accuracy; no number of inputs shows "
                 "that all of it is kept",
             )
         if self.threads is not None and self.threads < 1:
             yield (
-                f"--threads {self.threads}: at least 1",
-                "leave it out: the best number is found by measuring",
+                f"--threads {self.threads}: the number must be at least 1",
+                "leave it out: tune measures which number is fastest",
             )
         if self.scenario is not None and self.latency_ms is None:
             yield (
                 f"--scenario {self.scenario}: the latency bound is missing",
-                "for example --max-latency 50ms, which then holds for 99% of the requests",
+                "for example --max-latency 50ms, which then applies to 99% of the requests",
             )
         unknown = [name for name in self.precisions if name not in PRECISIONS]
         if unknown:
@@ -226,7 +224,7 @@ class TuneRequest(AxisSizes, Request):
                 )
         if self.precisions and "fp32" not in self.precisions:
             yield (
-                f"--precision {','.join(self.precisions)}: fp32 is missing, and tune compares "
+                f"--precision {','.join(self.precisions)}: fp32 is missing, but tune compares "
                 "everything with it",
                 "add fp32 to the list",
             )

@@ -2,7 +2,7 @@
 
 k is a constant of the graph outside the experts. Tracing a language model takes seconds to minutes,
 so two traces, of two k, find the places of k, and any other k is written there. The point that a
-search chooses is traced as it is.
+search chooses is traced again.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _constant(value: ir.Value | None) -> np.ndarray | None:
     """An integer constant as an array; None for any other value."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     if tensor is None or tensor.dtype not in (ir.DataType.INT64, ir.DataType.INT32):
-        return None  # weights do not hold k
+        return None  # weights do not contain k
     array: np.ndarray = tensor.numpy()
     return array
 
@@ -197,7 +197,7 @@ def _write(model: ir.Model, node: ir.Node, place: _Place, k: int) -> None:
         value.shape = ir.Shape(sizes)
         return
     array = _constant(node.inputs[place.index])
-    assert array is not None, "the place held a constant before"
+    assert array is not None, "the place had a constant before"
     array = array.copy()
     array.flat[list(place.elements)] = k
     name = f"{node.name}.k{place.index}"

@@ -145,10 +145,10 @@ class Search:
         return (True,) if alone else (False, True)
 
     def _try_uniform(self) -> None:
-        """Tries what `bench` would compare: one k and one precision for all layers.
+        """Tries the models that `bench` compares: one k and one precision for all layers.
 
-        Smaller k in integers are tried only if integers are faster than floats at the largest k and
-        only those that pay in floats. These graphs correct the measured times of layers.
+        Smaller k in integers are tried only if integers are faster than floats at the largest k,
+        and only those that are faster in floats. These graphs correct the measured times of layers.
         """
         first, pays, job, space = None, set(), self.job, self.space
         for floats in space.floats:
@@ -284,7 +284,7 @@ class Search:
                     least = k
 
     def _move(self, integer: Precision) -> None:
-        """Measures how far each part alone moves the outputs in some integers."""
+        """Measures how far each part alone moves the outputs in an integer precision."""
         parts, start = self.space.integers[integer], self.start
         base = self.graphs.trial(start)
         self.progress.step(f"trying each part in {integer}", total=len(parts), unit="parts")
@@ -307,7 +307,7 @@ class Search:
     def _options(
         self, floats: Precision, integer: Precision | None, *, by_size: bool
     ) -> dict[str, list[Option]]:
-        """The options of each part in some floats, with one width of integers or none.
+        """The options of each part in one float type, with one width of integers or none.
 
         Their cost is time, or bytes.
         """
@@ -338,7 +338,7 @@ class Search:
     def best(self) -> Trial | None:
         """Returns the fastest point so far that meets all bounds on the search's half.
 
-        Without a share to keep, the one that keeps most.
+        Without a share to keep, it is the one that keeps most.
         """
         meets = [
             trial for trial in self.trials if self._enough(trial) and not self._too_large(trial)
@@ -441,7 +441,7 @@ def _shifts(
     progress: Progress,
 ) -> dict[tuple[str, LayerRecipe], float]:
     """How far each choice of each layer alone moves the outputs."""
-    # As it was trained, a layer moves nothing.
+    # A layer as trained does not move the outputs.
     shifts = dict.fromkeys(job.start.layers, 0.0)
     for piece in job.journal.pieces("effect"):
         choice = msgspec.convert(piece["choice"], LayerRecipe)

@@ -1,6 +1,6 @@
-"""The search space: k, experts and precision of each MoE layer, and the network around the layers.
+"""The search space: k, experts and precision of each MoE layer, and the rest of the network.
 
-A `Point` is one model of a `Space`; a `Space` holds the choices that a target supports.
+A `Point` is one model of a `Space`; a `Space` has the choices that a target supports.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Point:
     """A whole model that can be exported: a choice for each layer, and what is quantised.
 
     `target` is the runtime. `quantize` is `all` if the linear layers outside the MoE layers are
-    integers, too. All integers have one width.
+    integers as well. All integers have one width.
     """
 
     layers: tuple[tuple[str, LayerRecipe], ...]
@@ -81,10 +81,10 @@ class Point:
             if len(names_of) == 1
             else [f"{', '.join(names)}: {text}" for text, names in names_of.items()]
         )
-        around = "" if self.around == "fp32" else f"; around them {self.around}"
+        rest = "" if self.around == "fp32" else f"; the rest {self.around}"
         runtime = runtime_of(self.target)
         place = "" if runtime == "onnxruntime" else f"; in {RUNTIMES[runtime].title}"
-        return "; ".join(parts) + around + place
+        return "; ".join(parts) + rest + place
 
     @property
     def fewer(self) -> bool:
@@ -147,7 +147,7 @@ def sizes_measured(listed: Sequence[LayerRecipe]) -> list[LayerRecipe]:
     if n <= FEW:
         return [*listed]
     sizes = [*ks_of(n)]
-    # The largest subset is measured, too: otherwise it would get the time of the next larger size.
+    # The largest subset is also measured: otherwise it would get the next larger size's time.
     measured = {*sizes[::2], sizes[1], sizes[-1]}
     return [choice for choice in listed if (choice.n or choice.k) in measured]
 

@@ -67,14 +67,14 @@ class LayerTimes:
         self._ratios: dict[tuple[Precision, bool], dict[Point, float]] = {}
 
     def of(self, layer: str, choice: LayerRecipe) -> FormTime | None:
-        """Returns a layer's measured time; None if no lowering serves that form."""
+        """Returns a layer's measured time; None if no lowering supports that form."""
         return self.forms.get((layer, choice.form))
 
     def known(self, layer: str, choice: LayerRecipe) -> FormTime | None:
         """Returns a layer's time: measured, or interpolated between two sizes.
 
         Forms are measured one after the other while the machine may change its speed, so times are
-        made monotonic in size. None if no similar form was measured.
+        made monotonic in size. Returns None if no similar form was measured.
         """
         near = self._near(layer, choice)
         if not near:
@@ -101,15 +101,14 @@ class LayerTimes:
     def _scale(self, layer: str, choice: LayerRecipe) -> float:
         """The factor between such layers' time in a whole graph and alone (`corrected`)."""
         whole = self._whole(layer, choice.form)
-        seen = (self._ratios.get((choice.precision, computed)) for computed in (whole, True))
-        ratios = next((ratio for ratio in seen if ratio), None)
+        known = (self._ratios.get((choice.precision, computed)) for computed in (whole, True))
+        ratios = next((ratio for ratio in known if ratio), None)
         return 1.0 if ratios is None else geometric_mean(ratios.values())
 
     def _same_kind(self, layer: str, form: LayerForm, wanted: LayerForm) -> bool:
         """Whether a form differs in size only: all computed, or k of all, or k of some.
 
-        The layer as trained is one of those that compute all, and the largest of those that compute
-        k of all.
+        The layer as trained computes all, and is also the largest that computes k of all.
         """
         if self._whole(layer, wanted):
             return self._whole(layer, form)

@@ -66,7 +66,7 @@ from .space import RANGED, Trial, recipe_of
 from .substitutes.distill import longest_s
 
 INPUTS_FILE = "inputs.npz"
-"""A few inputs in the folder of a kept recipe, if the model needs some to be read."""
+"""A few inputs in the folder of a stored recipe, if loading the model needs some."""
 
 FINISH_S, REPORT_S = 1.5, 3.0
 """Estimated seconds to finish a bundle, without its graph and check, and to write a report."""
@@ -175,8 +175,8 @@ def export_best(
 ) -> tuple[Confirmed, Bundle]:
     """Writes the best point that can be exported; returns it with its bundle.
 
-    If an export refuses a point because its graph is too far from PyTorch, the next is taken: the
-    ranges are the untouched model's, and the point's answers may be right all the same.
+    If an export refuses a point because its graph is too far from PyTorch, the next is tried: the
+    ranges are the untouched model's, but the point's answers may still be correct.
     """
     for chosen in ranked:
         try:
@@ -186,10 +186,10 @@ def export_best(
         except ParityError as error:
             if chosen is ranked[-1]:
                 raise
-            progress.step(f"left out: {error.message}")
+            progress.step(f"skipped: {error.message}")
         else:
             return chosen, bundle
-    raise AssertionError("a contract has a point, or is refused")
+    raise AssertionError("a contract without a point is refused")
 
 
 def export_point(
@@ -245,7 +245,7 @@ def export_point(
 def recipe_folder(destination: Path, work: Path | None) -> Path:
     """Returns the folder that holds a bundle's recipe until the bundle is complete.
 
-    It is in the search's folder if that is kept, else a new one next to the bundle.
+    It is in the search's folder if that remains, otherwise a new one next to the bundle.
     """
     if work is not None:
         return work / "recipe"
@@ -271,7 +271,7 @@ def _recipe_kept(model: Model, options: ExportOptions, folder: Path) -> Iterator
             shutil.copyfile(options.calibration, folder / options.calibration.name)
         recipe.write(folder / RECIPE_FILE)
         checked_on = []
-        if names_code(source.path):  # such a network is checked with inputs when it is read
+        if names_code(source.path):  # loading such a network needs inputs
             few = feed_inputs(model, options.data, SAMPLES) if options.data is not None else {}
             np.savez(folder / INPUTS_FILE, **few)  # type: ignore[arg-type]
             checked_on = ["--data", str(folder / INPUTS_FILE)]
@@ -296,8 +296,8 @@ def _recipe_kept(model: Model, options: ExportOptions, folder: Path) -> Iterator
 class SearchPlan:
     """How large a search is: the number of models, and what will be measured.
 
-    `choices` are those of single layers, `forms` those timed alone and `graphs` the whole graphs,
-    at the most; `seconds` is about how long all of it takes.
+    `choices` are those of single layers, `forms` those timed alone, and `graphs` the largest number
+    of whole graphs; `seconds` is about the total time.
     """
 
     models: int

@@ -217,10 +217,10 @@ REFUSED = {
     "studies": {
         "--analysis foo": "--analysis foo: no such analysis",
         "--max-subsets 3": "--max-subsets 3: no subsets are tried",
-        "--group-by age": "--group-by age: names an array of a file",
+        "--group-by age": "--group-by age: this is an array of a file",
     },
     "tune": {
-        "--keep 2": "--keep 2: a share above 0 and below 1",
+        "--keep 2": "--keep 2: the share must be above 0 and below 1",
         "--max-latency x": "--max-latency x: not a time",
         "--max-bytes x": "--max-bytes x: not a number of bytes",
         "--scenario server": "--scenario server: the latency bound is missing",
@@ -233,7 +233,7 @@ REFUSED = {
         "--time x": "--time x: not a time",
         "--pixels rgb": "--pixels rgb: there is no such scale",
         "--report notes.txt": "notes.txt: not a folder",
-        "--dry-run --keep 3": "--keep 3: a share above 0",
+        "--dry-run --keep 3": "--keep 3: the share must be above 0",
     },
     "specialise": {
         "--k 1.0": "--k 1.0: one expert, or all of them?",

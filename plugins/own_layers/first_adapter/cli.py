@@ -48,7 +48,7 @@ def adapt(
     if output is not None:
         check_file(output)
         if output.exists() and not force:
-            raise OutputError(f"{output}: a file exists there", hint="--force replaces it")
+            raise OutputError(f"{output} already exists", hint="--force replaces it")
     with Console(verbose=verbose, quiet=quiet) as console:
         request = AdaptRequest(
             sets=sets or (), batch=batch, tokens=tokens, time=time, progress=console

@@ -1,7 +1,7 @@
 """The candidates for an adapter around a reading of the experts, as text, and their results.
 
-A text runs like a user's adapter. Cheap checks come first: for experts
-that a router chooses, whether any weights of theirs can produce y.
+A text runs like a user's adapter. Cheap checks come first: for experts that a router
+chooses, whether any weights of the experts can produce y.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from .readings import ExpertsReading, code_of, further_inputs
 from .start import joined
 
 USERS_CODE = (MoexportError, RuntimeError, AttributeError, TypeError, ValueError, LookupError)
-"""The exceptions of a wrong guess: it does not describe this layer."""
+"""The exceptions that a wrong guess may raise."""
 
 ClampBounds = tuple[float | None, float | None]
 """The bounds of a clamp."""
 
 
 def distance(expected: Tensor, actual: Tensor | None) -> float:
-    """The largest error of a result over its inputs; infinite if it is no result."""
+    """The largest error of a result over its inputs; infinite without a result."""
     if actual is None or actual.shape != expected.shape:
         return inf
     return max(difference(a, b) for a, b in zip(expected, actual, strict=True))
 
 
-SAID_EVERY = 50
+STEP_EVERY = 50
 """The number of forms tried between two lines of progress."""
 
 
@@ -52,13 +52,13 @@ class OutOfTimeError(Exception):
 class FormCount:
     """The number of forms tried for one reading, and the error of the best.
 
-    `ends` is the CPU time (`time.process_time`) after which no form is tried.
+    `ends` is the CPU time (`time.process_time`) after which no further form is tried.
     """
 
     def __init__(self, progress: Progress, what: str, ends: float = inf) -> None:
         self.forms, self.nearest = 0, inf
         self._progress, self._what, self._ends = progress, what, ends
-        self.say("its forward is read")
+        self.say("reading its forward")
 
     def say(self, doing: str) -> None:
         """Reports the current step; raises `OutOfTimeError` if there is no time for it."""
@@ -72,7 +72,7 @@ class FormCount:
         self.nearest = min(self.nearest, off)
         if process_time() > self._ends:
             raise OutOfTimeError
-        if self.forms % SAID_EVERY == 0:
+        if self.forms % STEP_EVERY == 0:
             self.say(f"{self.forms} forms")
 
 
@@ -147,7 +147,7 @@ class Guess:
         return [turn + n for n, v in named if v.dtype == torch.bool for turn in ("~", "")]
 
     def numbers(self) -> dict[str, float]:
-        """The numbers that the layer and its parts hold, by the code that reads them."""
+        """The numbers in the layer and its parts, by the code that reads them."""
         found: dict[str, float] = {}
         for path, module in self.layer.named_modules():
             own = any(id(p) in self.reading.own for p in module.parameters())
@@ -169,7 +169,7 @@ class Guess:
 
 
 def call_text(name: str, options: Sequence[str]) -> str:
-    """A return of a call, on several lines where it is long."""
+    """A return of a call, on several lines if it is long."""
     one = f"return {name}({', '.join(options)})"
     if len(one) <= 90:
         return one
@@ -278,7 +278,7 @@ class RoutedForms:
 
     @property
     def fits(self) -> bool:
-        """Whether the layer takes tokens of the experts' width, and returns as many."""
+        """Whether the layer takes tokens of the experts' width and returns the same number."""
         x, y = self.guess.call.x, self.guess.call.y
         return (
             x.ndim <= 3 and x.shape[-1] == self.guess.reading.dim and y.shape[:-1] == x.shape[:-1]
@@ -387,9 +387,9 @@ class RoutedForms:
         yield from FORMS
         n = self.guess.reading.count
         layer = self.guess.layer
-        held = [*self.guess.others]
-        held += [(code_of(layer, name), b) for name, b in layer.named_buffers()]  # type: ignore[misc]
-        for bias, tensor in held:
+        tensors = [*self.guess.others]
+        tensors += [(code_of(layer, name), b) for name, b in layer.named_buffers()]  # type: ignore[misc]
+        for bias, tensor in tensors:
             if tuple(tensor.shape) == (n,) and tensor.is_floating_point():
                 for form, squash in itertools.product(CORRECTED, ("sigmoid()", "softmax(dim=-1)")):
                     yield form.replace("{bias}", bias).replace("{squash}", squash)
@@ -406,32 +406,32 @@ class RoutedForms:
     def _plain_gates(self) -> Iterator[str]:
         guess = self.guess
         d, n, x = guess.reading.dim, guess.reading.count, guess.call.x
-        seen = ["{x}", *(f"{norm}(x)" for norm in guess.norms)]
+        inputs = ["{x}", *(f"{norm}(x)" for norm in guess.norms)]
         for name, value in guess.further.items():
             if value.shape == (*x.shape[:-1], n):
                 yield name
             elif value.shape == x.shape and value.is_floating_point():
-                seen.append(name)
+                inputs.append(name)
             elif value.shape == (len(x), d):
-                seen.append(f"{name}.unsqueeze(1).expand_as(x)")
+                inputs.append(f"{name}.unsqueeze(1).expand_as(x)")
         maps: list[str] = []
         for path, module in guess.layer.named_modules():
             if any(id(p) in guess.reading.own for p in module.parameters()) or not path:
                 continue
             if isinstance(module, nn.Linear) and module.weight.shape == (n, d):
-                yield from (f"{code_of(guess.layer, path)}({value})" for value in seen)
+                yield from (f"{code_of(guess.layer, path)}({value})" for value in inputs)
                 maps.append(path)
             elif not isinstance(module, nn.Linear) and self._gives_logits(module, x, n):
                 maps.append(path)
-                yield from (f"{code_of(guess.layer, path)}({value})" for value in seen)
-        yield from self._two_layer_gates(seen)
+                yield from (f"{code_of(guess.layer, path)}({value})" for value in inputs)
+        yield from self._two_layer_gates(inputs)
         inside = {id(p) for path in maps for p in guess.layer.get_submodule(path).parameters()}
         for code, given, width in self._matrices(inside):
             if (given, width) == (d, n):
-                yield from (code.format(value) for value in seen)
+                yield from (code.format(value) for value in inputs)
 
-    def _two_layer_gates(self, seen: Sequence[str]) -> Iterator[str]:
-        """Yields routers of two linear maps that the layer holds one by one, as code of `{x}`."""
+    def _two_layer_gates(self, inputs: Sequence[str]) -> Iterator[str]:
+        """Yields routers of two linear maps that are attributes of the layer, as code of `{x}`."""
         layer, n, d = self.guess.layer, self.guess.reading.count, self.guess.reading.dim
         maps: list[CodeOfMap] = []
         inside: set[int] = set()
@@ -445,7 +445,7 @@ class RoutedForms:
         between = [*GATE_ACTIVATIONS, *self._modules_between()]
         for (first, given, width), (second, middle, out) in itertools.permutations(maps, 2):
             if (given, middle, out) == (d, width, n):
-                for act, value in itertools.product(between, seen):
+                for act, value in itertools.product(between, inputs):
                     yield second.format(act.format(first.format(value)))
 
     def _matrices(self, inside: Collection[int]) -> Iterator[CodeOfMap]:
@@ -453,9 +453,9 @@ class RoutedForms:
 
         `inside` are the ids of the parameters of modules that are maps themselves.
         """
-        held = [(code, p) for code, p in self.guess.others if id(p) not in inside]
-        vectors = [(code, len(p)) for code, p in held if p.ndim == 1]
-        for code, p in held:
+        parameters = [(code, p) for code, p in self.guess.others if id(p) not in inside]
+        vectors = [(code, len(p)) for code, p in parameters if p.ndim == 1]
+        for code, p in parameters:
             if p.ndim != 2:
                 continue
             rows, columns = p.shape
@@ -491,8 +491,8 @@ class RoutedForms:
     def _ks(self) -> list[str]:
         """The candidates for k, as code, and none."""
         n, numbers = self.guess.reading.count, self.guess.numbers()
-        held = [code for code, value in numbers.items() if value.is_integer() and 0 < value < n]
-        return ["", *held, *(str(k) for k in range(1, min(n, 5)) if not held)]
+        names = [code for code, value in numbers.items() if value.is_integer() and 0 < value < n]
+        return ["", *names, *(str(k) for k in range(1, min(n, 5)) if not names)]
 
     def _addends(self, h: str) -> list[tuple[str, Tensor]]:
         """Terms that may be added to the experts' sum, as code, with their values for a call."""
@@ -571,7 +571,7 @@ def _spanned(target: Tensor, outputs: Tensor) -> bool:
 
 
 def _named(ratio: float, numbers: dict[str, float]) -> list[str]:
-    """The code of a factor: empty for 1, else the layer's numbers with this value."""
+    """The code of a factor: empty for 1, otherwise the layer's numbers with this value."""
     if ratio == 1.0:
         return [""]
     return [code for code, value in numbers.items() if abs(value - ratio) <= 1e-4 * abs(ratio)]

@@ -1,4 +1,4 @@
-"""Keeps earlier findings for a layer in the user's cache folder, because a search takes time."""
+"""Caches the results of searches in the user's cache folder, because a search takes time."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def key_of(layer: nn.Module, source: str, config: Mapping[str, Any], sizes: Trie
     folders = {Path(file).parent for file in own}
     modules = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
     near = {Path.cwd(), *folders}
-    beside = sorted({file for file in modules if near & {*Path(file).parents}})
+    neighbours = sorted({file for file in modules if near & {*Path(file).parents}})
     here = sorted(map(str, Path(__file__).parents[1].rglob("*.py")))
     digest = hashlib.sha256()
-    for file in dict.fromkeys([*own, *beside, *here]):
+    for file in dict.fromkeys([*own, *neighbours, *here]):
         with suppress(OSError):
             digest.update(sha256(Path(file)).encode())
-    said = [source, sorted(config.items(), key=str), sizes, metadata.version("torch")]
-    digest.update(repr(said).encode())
+    inputs = [source, sorted(config.items(), key=str), sizes, metadata.version("torch")]
+    digest.update(repr(inputs).encode())
     for name, value in layer.state_dict().items():
         digest.update(f"{name} {list(value.shape)}".encode())
         digest.update(value.detach().contiguous().cpu().numpy().tobytes())
@@ -42,14 +42,11 @@ def key_of(layer: nn.Module, source: str, config: Mapping[str, Any], sizes: Trie
 
 
 MOST_KEPT = 200
-"""Layers whose adapters are kept: those that were searched last."""
+"""The number of layers whose adapters stay in the cache, the latest."""
 
 
 def kept_adapter(key: str) -> dict[str, Any] | None:
-    """Returns the entry of a key; None if it is missing or damaged.
-
-    None from a file that others may have written, too.
-    """
+    """Returns the entry of a key; None if it is missing, damaged, or writable by others."""
     file = _file(key)
     if file is None or not file.is_file() or why_not_private(file.parents[1]) is not None:
         return None
@@ -65,11 +62,11 @@ def _are_texts(value: Any) -> TypeGuard[list[str]]:
 
 
 def keep_adapter(key: str, **found: Any) -> None:
-    """Keeps the findings under a key, if the cache folder can be written."""
+    """Stores results under a key if the cache folder can be written."""
     file = _file(key)
     if file is None:
         return
-    with suppress(OSError, OutputError):  # a cache is no promise
+    with suppress(OSError, OutputError):  # the cache is optional
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_text(json.dumps(found, indent=1) + "\n", file)
         kept = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)

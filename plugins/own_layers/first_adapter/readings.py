@@ -24,18 +24,18 @@ TABLES = (nn.ModuleDict, nn.ParameterDict)
 MOST_READINGS = 12
 
 INPUTS, TOKENS = 3, 7
-"""Those that a layer is tried on if no other numbers are given."""
+"""The batch and the number of tokens to try a layer with if no others are given."""
 
 SMALL = 1e-3
-"""The last input is multiplied by it: short tokens distinguish normalisations."""
+"""A factor for the last input: tokens near 0 distinguish normalisations."""
 
 
 def code_of(layer: nn.Module, path: str) -> str:
-    """Returns the code by which an adapter reads what a layer holds under a dotted name."""
+    """Returns the code with which an adapter reads a layer's attribute with a dotted name."""
     code, owner = "layer", layer
     for name in path.split(".") if path else []:
-        held = getattr(owner, name)
-        if isinstance(owner, LISTS) and name.isdigit() and owner[int(name)] is held:
+        value = getattr(owner, name)
+        if isinstance(owner, LISTS) and name.isdigit() and owner[int(name)] is value:
             code += f"[{name}]"
         elif isinstance(owner, TABLES):
             code += f"[{name!r}]"
@@ -43,7 +43,7 @@ def code_of(layer: nn.Module, path: str) -> str:
             code += f".{name}"
         else:
             code = f"getattr({code}, {name!r})"
-        owner = held
+        owner = value
     return code
 
 
@@ -52,7 +52,7 @@ class ExpertsReading:
     """A candidate for a layer's experts, as arguments of a description.
 
     `words` describe it to the user; `problem` is the reason if they cannot be read. `uses` are the
-    names of the layer's attributes that hold them, and `own` the ids of their parameters.
+    names of the layer's attributes with them, and `own` the ids of their parameters.
     """
 
     keywords: str
@@ -80,7 +80,7 @@ def readings_of(layer: nn.Module) -> list[ExpertsReading]:
         return found
     names = ", ".join(f"{n} {list(p.shape)}" for n, p in layer.named_parameters())
     raise FamilyError(
-        f"{type(layer).__name__} holds no experts that moexport recognises: neither an "
+        f"{type(layer).__name__} has no experts that moexport recognises: neither an "
         f"nn.ModuleList of modules of one class, nor stacked weights [n, in, out] ({names})",
         hint="write its adapter: docs/own-layer.md",
     )
@@ -146,7 +146,7 @@ def _listed(layer: nn.Module) -> Iterator[ExpertsReading]:
 
 
 def _paired(layer: nn.Module) -> Iterator[ExpertsReading]:
-    """Experts whose maps lie in a list for each map: `zip(layer.up, layer.down)`, or three lists.
+    """Experts with a list for each map: `zip(layer.up, layer.down)`, or three lists.
 
     The first map's output is the last one's input; of three maps, the first two have equal sizes.
     """
@@ -164,7 +164,7 @@ def _paired(layer: nn.Module) -> Iterator[ExpertsReading]:
             if shapes[-1][1] != shapes[0][0] or {*shapes[:-1]} != {shapes[0]}:
                 continue
             codes = ", ".join(code_of(layer, path) for path in names)
-            held = [parameter for one in itertools.chain(*parts) for parameter in one.parameters()]
+            own = [parameter for one in itertools.chain(*parts) for parameter in one.parameters()]
             firsts = [_called(name, LAST) for name in names[:-1]]
             odd = sum(firsts) - _called(names[-1], LAST) + (number > 2 and _called(names[0], UP))
             yield _checked(
@@ -173,7 +173,7 @@ def _paired(layer: nn.Module) -> Iterator[ExpertsReading]:
                     words=f"{' and '.join(names)} as the maps of {len(parts[0])} experts",
                     count=len(parts[0]),
                     dim=int(shapes[0][1]),
-                    own=frozenset(map(id, held)),
+                    own=frozenset(map(id, own)),
                     uses=frozenset(name.split(".")[0] for name in names),
                     arguments={"experts": [*zip(*parts, strict=True)]},
                     matrices=number,
@@ -187,12 +187,12 @@ def _values(module: nn.Module, code: str) -> str:
 
 
 def _checked(reading: ExpertsReading) -> ExpertsReading:
-    """The reading, with why it cannot be one."""
+    """The reading, with the reason if it cannot be read as experts."""
     try:
         ExpertArguments(**reading.arguments).form()
     except UsageError as error:
-        said = error.message.replace("experts[", f"{reading.words.split(' as ')[0]}[", 1)
-        return replace(reading, problem=said)
+        problem = error.message.replace("experts[", f"{reading.words.split(' as ')[0]}[", 1)
+        return replace(reading, problem=problem)
     return reading
 
 
@@ -200,7 +200,7 @@ def _checked(reading: ExpertsReading) -> ExpertsReading:
 class _Stack:
     """A matrix for each expert [n, in, out], the code that reads them, and where they are.
 
-    `listed` is code that reads them as a list, if they are no tensor.
+    `listed` is code that reads them as a list, if they are not one tensor.
     """
 
     code: str
@@ -231,7 +231,7 @@ def _stacks(layer: nn.Module) -> Iterator[_Stack]:
 def _stacked(layer: nn.Module) -> Iterator[ExpertsReading]:
     """Experts whose weights are stacked: two matrices each, a gate and up in the first, or three.
 
-    The first that fit are taken, with each choice of biases that fit, those called biases first.
+    Takes the first that fit, with each choice of biases that fit, those called biases first.
     """
     stacks = list(_stacks(layer))
     for one, two in itertools.permutations(stacks, 2):
@@ -325,9 +325,9 @@ def _called_bias(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TriedSizes:
-    """The batches and the numbers of tokens that a layer is tried with, the first one everywhere.
+    """The batches and the numbers of tokens to try a layer with; the first is used everywhere.
 
-    `asked`: the user gave them, so that a layer must take each.
+    `asked_…`: the user gave them, so the layer must accept each.
     """
 
     batches: tuple[int, ...] = (INPUTS, 1, 8)
@@ -362,11 +362,11 @@ def called(
     names = further_inputs(layer)
     more = f" with {', '.join(names)}" if names else ""
     raise UsageError(
-        f"{source}: its forward takes no tokens {list(shapes[0])}{more}: {type(problem).__name__}: "
+        f"{source}: its forward rejects tokens {list(shapes[0])}{more}: {type(problem).__name__}: "
         f"{problem} (moexport read {reading.words}, for tokens of width {reading.dim})",
-        hint="--set input_shape=… gives what it takes, without the batch, --batch and --tokens how "
-        "many; further inputs that are no mask [b, m], tokens [b, m, d], vectors [b, d] or logits "
-        "[b, m, n] need an adapter with a forward (docs/own-layer.md)",
+        hint="--set input_shape=… sets the input's shape without the batch, --batch and --tokens "
+        "sizes; further inputs other than a mask [b, m], tokens [b, m, d], vectors [b, d] or "
+        "logits [b, m, n] need an adapter with a forward (docs/own-layer.md)",
     )
 
 

@@ -13,11 +13,11 @@ from ....graphs.sizes import Sizes, parse_range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptRequest(Request):
-    """How a layer is made that an adapter is written for."""
+    """How to make the layer and how to search for its adapter."""
 
     sets: Sequence[str] = option(
         (),
-        "An argument of the layer: --set dim=64. input_shape=12,64 is what it is tried on.",
+        "An argument of the layer: --set dim=64. input_shape=12,64 sets the trial input's shape.",
         unset="none",
         flag="--set",
     )
@@ -26,16 +26,16 @@ class AdaptRequest(Request):
     )
     batch: Sizes | None = option(
         None,
-        "The batch sizes that the layer is tried with, each of the three.",
-        unset="3, and 1 and 8 if the layer takes them",
+        "The batch sizes to try the layer with.",
+        unset="3, and 1 and 8 if the layer accepts them",
     )
     tokens: Sizes | None = option(
         None,
-        "The same for the number of tokens, without input_shape.",
-        unset="7, and 16 if the layer takes them",
+        "The numbers of tokens to try the layer with, without input_shape.",
+        unset="7, and 16 if the layer accepts it",
     )
     time: str | float | None = option(
-        None, "The time of the processor that the search may take, 10min.", unset="60s"
+        None, "The CPU time that the search may take, for example 10min.", unset="60s"
     )
 
     def __post_init__(self) -> None:

@@ -57,8 +57,8 @@ MOST_NEARLY = 4
 class FirstAdapter:
     """An adapter as Python code.
 
-    `missing` is the part that was not recognised, empty if it matches. `notes` tell what the
-    layer's forward also has and no input reached, so that the adapter may lack it.
+    `missing` is the part that was not recognised, empty if it matches. `notes` list the parts of
+    the layer's forward that no input reached, which the adapter may lack.
     """
 
     code: str
@@ -75,8 +75,8 @@ def first_adapter(
 ) -> FirstAdapter:
     """Returns an adapter for the layer that `package.module:Class` makes with `config`.
 
-    No more than some `seconds` of the processor are taken. Raises UsageError if it cannot be
-    made, or does not accept the requested sizes.
+    The search takes about `seconds` of CPU time at most. Raises UsageError if the layer cannot be
+    made or does not accept the requested sizes.
     """
     sizes, progress = sizes or TriedSizes(), progress or Silent()
     arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
@@ -87,10 +87,10 @@ def first_adapter(
         if parameter.ndim < 2 or float(parameter.std()) == 0:
             parameter.data.add_(0.3 * torch.randn_like(parameter))
     key = key_of(layer, source, config, sizes)
-    ended = f"{key[:24]}-{seconds:g}s"  # what another time may find is kept apart
+    ended = f"{key[:24]}-{seconds:g}s"  # another limit may find another adapter
     known = kept_adapter(key) or kept_adapter(ended)
     if known is not None:
-        progress.step(f"{source} was searched before: its result is taken again")
+        progress.step(f"using the result of an earlier search of {source}")
         return FirstAdapter(**known)
     # The layers are small: more threads than one take longer, on a busy machine far longer.
     with with_threads(1):
@@ -108,7 +108,7 @@ def arguments_of(source: str) -> str:
     try:
         signature = inspect.signature(callable_named(source, "a layer"))
     except (TypeError, ValueError):
-        return "--set KEY=VALUE gives its arguments"
+        return "--set KEY=VALUE sets its arguments"
     taken = [each for each in signature.parameters.values() if each.kind in kinds]
     if not taken:
         return f"{source} takes no arguments by name"
@@ -150,7 +150,7 @@ class _Tried:
 
 
 class _Search:
-    """The guesses for one layer, for one reading of its experts after the other."""
+    """The guesses for one layer, one reading of its experts after the other."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class _Search:
                 found = self._matching(one)
             except (UsageError, ParityError) as error:
                 if self.sizes.asked_batches or self.sizes.asked_tokens:
-                    raise  # other sizes may be taken
+                    raise  # the layer may accept other sizes
                 refused = refused or error
                 continue
             except OutOfTimeError:
@@ -200,8 +200,8 @@ class _Search:
         """The parts of the search that were left out, and how to continue it."""
         forms = sum(one.guess.count.forms for one in tried)
         return (
-            f"the search ended after {self.seconds:g} s of the processor and {forms} forms, of "
-            f"which none matches: --time {2 * self.seconds:g}s searches for longer"
+            f"the search ended after {self.seconds:g} s of CPU time and {forms} forms, none "
+            f"of which matches: --time {2 * self.seconds:g}s searches longer"
         )
 
     def _start(self, tried: Sequence[_Tried], readings: Sequence[ExpertsReading]) -> FirstAdapter:
@@ -211,10 +211,10 @@ class _Search:
         start = start_of(self.layer, reading)
         lines = [*start.before, f"def forward({start.parameters}):", joined(start.lines), ""]
         call = call_text("moexport.Experts", [reading.keywords, "forward=forward"])
-        missing = [*map(_said, tried)]
+        missing = [*map(_result, tried)]
         missing += [f"the experts: {each.problem}" for each in readings if each.problem is not None]
         code = self._whole("\n".join([*lines, call]), start.imports)
-        return FirstAdapter(code, tuple(missing[:MOST_SAID]))
+        return FirstAdapter(code, tuple(missing[:MOST_REPORTED]))
 
     def _bare_start(self, error: FamilyError) -> FirstAdapter:
         """The layer's own forward if no part of it was recognised as its experts."""
@@ -234,14 +234,14 @@ class _Search:
         return FirstAdapter(self._whole(body, start.imports), (error.message,))
 
     def _likely_experts(self) -> list[str]:
-        """The attributes that are called experts; else all that hold weights and are no router."""
+        """The attributes named like experts; otherwise all with weights that are not a router."""
         names = [name.partition(".")[0] for name, _ in self.layer.named_parameters()]
         called = [name for name in names if "expert" in name.lower()]
         routers = ("gate", "rout")
         return called or [n for n in names if not any(word in n.lower() for word in routers)]
 
     def _guess(self, reading: ExpertsReading) -> _Tried:
-        """A reading with a call that the layer takes; raises UsageError if it takes none."""
+        """A reading with a call that the layer accepts; raises UsageError if there is none."""
         watched = WatchedForward(self.layer)
         call = called(self.layer, reading, self.shape, self.sizes, self.source)
         before = {name: buffer.clone() for name, buffer in self.layer.named_buffers()}
@@ -249,18 +249,18 @@ class _Search:
             again = call_of(self.layer, (call.x, *call.further))
         if difference(call.y, again.y) > TOLERANCE:
             changed = changed_buffers(self.layer, before)
-            because = f", as it changes {', '.join(changed)}" if changed else ""
+            because = f", because it changes {', '.join(changed)}" if changed else ""
             raise ParityError(
-                f"{self.source} gives another result each time that it is called, in eval mode, "
-                f"too{because}",
-                hint="noise, and changes of buffers, belong into training alone: if self.training",
+                f"{self.source} gives a different result each time it is called, even in eval "
+                f"mode{because}",
+                hint="add noise and change buffers in training only: if self.training",
             )
         what = f"trying {self.source} with {reading.words}"
         count = FormCount(self.progress, what, self.ends)
         return _Tried(Guess(self.layer, reading, call, self.source, count), watched)
 
     def _matching(self, one: _Tried) -> str | None:
-        """The first text that matches every call; `one` learns what came near."""
+        """The first text that matches every call; `one` records the near misses."""
         guess = one.guess
         tries = Tries(guess, self.sizes, one.watched)
         routed, soft = RoutedForms(guess), SoftForms(guess)
@@ -280,7 +280,7 @@ class _Search:
                 if nearly == MOST_NEARLY:
                     break
             one.whole = True
-        finally:  # also where the time is over
+        finally:  # even if the time is up
             one.right_experts, one.fits = routed.right_experts, routed.fits
         return None
 
@@ -288,7 +288,7 @@ class _Search:
     def _candidates(routed: RoutedForms, soft: SoftForms) -> Iterator[tuple[str, Any]]:
         """Yields texts that may match, with their forms."""
         yield from ((routed.text(form), form) for form in routed.matching())
-        if not routed.right_experts:  # else each token is an expert's input, and no slot is
+        if not routed.right_experts:  # they take tokens, not slots
             yield from ((form.text, form) for form in soft.matching())
 
     @staticmethod
@@ -303,23 +303,22 @@ class _Search:
                 yield from soft.limited(form, limit)
 
     def _notes(self, watched: WatchedForward) -> Iterator[str]:
-        """Yields what the layer's forward has that no input reached."""
+        """Yields notes on parts of the layer's forward that no input reached."""
         for each in watched.unreached():
-            yield f"no input that was tried reached {each}: look whether the adapter needs it"
+            yield f"no trial input reached {each}: check whether the adapter needs it"
         left = optional_inputs(self.layer)
         if left:
-            yield f"the layer also takes {', '.join(left)}: the adapter was tried without"
+            yield f"the layer also accepts {', '.join(left)}: the adapter was tried without"
 
     def _nearly(self, one: _Tried) -> FirstAdapter:
-        """The text that matches usual inputs, with what the layer does besides."""
+        """The text that matches usual inputs, with the other operations of the layer."""
         text, words, off = one.nearly[0]
         also = one.watched.all_places()
         has = f"; its forward also has {'; '.join(also)}" if also else ""
         missing = (
-            f"what was found matches usual inputs, and is off by {off:.2g} of max|y| for "
-            f"{words}{has}"
+            f"the adapter matches usual inputs, but is off by {off:.2g} of max|y| for {words}{has}"
         )
-        comments = [f"# Not all of the layer: off by {off:.2g} of max|y| for {words}."]
+        comments = [f"# Incomplete: off by {off:.2g} of max|y| for {words}."]
         comments += [f"# Its forward also has {each}" for each in also]
         return FirstAdapter(self._whole("\n".join([*comments, text])), (missing,))
 
@@ -338,21 +337,21 @@ class _Search:
         return "\n".join([*lines, joined(body.splitlines()), ""])
 
 
-MOST_SAID = 2
+MOST_REPORTED = 2
 """Readings of the experts that are reported with their results."""
 
 MOST_LISTED = 6
 
 
-def _said(one: _Tried) -> str:
+def _result(one: _Tried) -> str:
     """The result for a reading, in words."""
     guess = one.guess
     read, count = f"moexport read {guess.reading.words}", guess.count
     given = ", ".join(guess.further)
-    around = "what is around the experts" + (f", with {given}" if given else "")
+    around = "the code around the experts" + (f", with {given}" if given else "")
     if one.right_experts:
         return (
-            f"{around}: {read}; their outputs are right, and what they are weighted with was not "
+            f"{around}: {read}; their outputs are correct, but their weights were not "
             f"found ({count.forms} usual forms were tried)"
         )
     if count.nearest < inf:
@@ -361,10 +360,10 @@ def _said(one: _Tried) -> str:
             f"{count.nearest:.2g} of max|y|"
         )
     if not one.whole:
-        return f"{around}: {read}, and not all forms were tried"
+        return f"{around}: {read}, but not all forms were tried"
     if not one.fits:
         x, y = list(guess.call.x.shape), list(guess.call.y.shape)
-        return f"{around}: {read}, and no usual form gives {y} for {x}"
+        return f"{around}: {read}, but no usual form returns {y} for {x}"
     others = [f"{code} {list(p.shape)}" for code, p in guess.others]
     listed = ", ".join([*others[:MOST_LISTED], *(["…"] if len(others) > MOST_LISTED else [])])
-    return f"the router: {read}, and none of the other parameters fits one ({listed or 'none'})"
+    return f"the router: {read}, but none of the other parameters fits one ({listed or 'none'})"

@@ -1,7 +1,7 @@
 """Finds limits, masks and branches of a layer's forward that no trial input reached.
 
-An adapter is compared with the layer on some inputs. What none of them reaches may be missing in
-the adapter without notice.
+An adapter is compared with the layer on some inputs. Code that none of them reaches may be
+missing from the adapter unnoticed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MASKS = frozenset(("where", "masked_fill", "masked_fill_", "masked_scatter", "ma
 
 COMPARED = frozenset(("lt", "le", "gt", "ge", "less", "greater", "__lt__", "__le__"))
 COMPARED |= {"__gt__", "__ge__"}
-"""Comparisons that a mask is made by."""
+"""Comparisons that make a mask."""
 
 
 CodePlace = tuple[int, int]
@@ -40,12 +40,12 @@ CodePlace = tuple[int, int]
 Decision = ast.If | ast.While | ast.IfExp
 
 MOST_SIZE = 2048
-"""Of a batch, or of tokens, that is tried because a branch compares something with it."""
+"""The largest batch or number of tokens to try because a branch compares something with it."""
 
 
 @dataclass(slots=True)
 class Place:
-    """A line of the user's at which a value may be changed, or decide: which outcomes were seen."""
+    """A line of the user's code with a limit, a mask or a comparison, and the outcomes of calls."""
 
     text: str
     name: str
@@ -53,8 +53,8 @@ class Place:
     constants: tuple[float | None, float | None] | None = None
 
     @property
-    def said(self) -> str:
-        """The line, and what no input did there."""
+    def description(self) -> str:
+        """The line, and the outcome that no input had there."""
         if self.name not in LIMITS:
             which = "True" if self.outcomes == {False} else "False"
             return f"{self.text} (its mask was never {which})"
@@ -62,7 +62,7 @@ class Place:
 
 
 class WatchedForward(TorchFunctionMode):
-    """Records what a layer's own code does in the calls that are made within."""
+    """Records what a layer's own code does in the calls within the context."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class WatchedForward(TorchFunctionMode):
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Within the context the layer is called."""
+        """Records within the context, in which the caller calls the layer."""
         before = sys.gettrace()
         sys.settrace(self._trace)
         try:
@@ -114,7 +114,7 @@ class WatchedForward(TorchFunctionMode):
         if frame.f_code.co_filename not in self._files:
             return None
         ran = self._ran[frame.f_code]
-        frame.f_trace_opcodes = True  # two branches may stand on one line
+        frame.f_trace_opcodes = True  # two branches may be on one line
 
         def local(inner: FrameType, event: str, argument: object) -> Any:
             del event, argument
@@ -125,14 +125,14 @@ class WatchedForward(TorchFunctionMode):
 
     def unreached(self) -> list[str]:
         """Returns the limits, masks of one value, and branches that no call reached."""
-        said = [
-            place.said
+        lines = [
+            place.description
             for place in self.places.values()
             if (True not in place.outcomes if place.name in LIMITS else len(place.outcomes) == 1)
         ]
-        for file, seen, functions in self._run_places():
-            said += _branches(file, seen, functions)
-        return list(dict.fromkeys(said))
+        for file, reached, functions in self._run_places():
+            lines += _branches(file, reached, functions)
+        return list(dict.fromkeys(lines))
 
     def _run_places(self) -> Iterator[tuple[str, set[CodePlace], set[int]]]:
         """Yields each file with what ran in it, and the lines on which its functions begin."""
@@ -143,21 +143,21 @@ class WatchedForward(TorchFunctionMode):
                 if 2 * index in ran and line is not None and column is not None:
                     points[code.co_filename].add((line, column))
             functions[code.co_filename].add(code.co_firstlineno)
-        yield from ((file, seen, functions[file]) for file, seen in points.items())
+        yield from ((file, reached, functions[file]) for file, reached in points.items())
 
     def all_places(self) -> list[str]:
-        """Returns the lines with limits, masks and branches, whatever was seen there."""
-        said = [place.text for place in self.places.values()]
-        for file, seen, functions in self._run_places():
-            said += [_line(file, node.lineno) for node in _decisions(file, seen, functions)]
-        return list(dict.fromkeys(said))
+        """Returns the lines with limits, masks and branches, with any outcomes."""
+        lines = [place.text for place in self.places.values()]
+        for file, reached, functions in self._run_places():
+            lines += [_line(file, node.lineno) for node in _decisions(file, reached, functions)]
+        return list(dict.fromkeys(lines))
 
     def sizes(self) -> list[int]:
-        """Returns the numbers that branches compare sizes with, as far as they may be sizes."""
+        """Returns the numbers that branches compare sizes with, if they can be sizes."""
         found = [
             value
-            for file, seen, functions in self._run_places()
-            for node in _decisions(file, seen, functions)
+            for file, reached, functions in self._run_places()
+            for node in _decisions(file, reached, functions)
             for part in ast.walk(node.test)
             for value in self._values(part)
         ]
@@ -166,7 +166,7 @@ class WatchedForward(TorchFunctionMode):
         ]
 
     def _values(self, part: ast.AST) -> Iterator[object]:
-        """Yields what a part of a condition may be: numbers in it, of the layer or its module."""
+        """Yields the values that a part of a condition may have, in the layer or its module."""
         if isinstance(part, ast.Constant):
             yield part.value
         for module in self._layer.modules():
@@ -177,7 +177,7 @@ class WatchedForward(TorchFunctionMode):
 
     @property
     def limits(self) -> list[tuple[float | None, float | None]]:
-        """The bounds of clamps by numbers, in the order in which they were met."""
+        """The numerical bounds of clamps, in the order of their first calls."""
         found = (place.constants for place in self.places.values() if place.name in LIMITS)
         return list(dict.fromkeys(bounds for bounds in found if bounds is not None))
 
@@ -189,7 +189,7 @@ def _note(
     args: Sequence[Any],
     named: Mapping[str, Any],
 ) -> None:
-    """Notes what a call did at a place."""
+    """Records the outcome of a call at a place."""
     try:
         if place.name in LIMITS:
             same = before is not None and torch.equal(before, returned)
@@ -200,14 +200,14 @@ def _note(
             masks = [v for v in values if isinstance(v, Tensor) and v.dtype == torch.bool]
             for mask in masks[:1]:
                 place.outcomes |= {bool(mask.any()), bool(mask.all())}
-    except RuntimeError:  # values within vmap cannot be looked at
+    except RuntimeError:  # values within vmap cannot be inspected
         return
 
 
 def _bounds(
     name: str, args: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[float | None, float | None] | None:
-    """The numbers that a clamp bounds by; None for tensors and other functions."""
+    """The numerical bounds of a clamp; None for tensors and other functions."""
     given = [*args[1:], None, None]
     low, high = named.get("min", given[0]), named.get("max", given[1])
     if name.startswith("clamp_min"):
@@ -245,17 +245,17 @@ def _line(file: str, line: int) -> str:
     return f"{Path(file).name} line {line}: `{linecache.getline(file, line).strip()}`"
 
 
-def _branches(file: str, seen: set[CodePlace], functions: set[int]) -> Iterator[str]:
-    """Yields the branches of functions that were called, but not taken, in a file."""
-    for node in _decisions(file, seen, functions):
+def _branches(file: str, reached: set[CodePlace], functions: set[int]) -> Iterator[str]:
+    """Yields the branches of a file's functions that were called without taking them."""
+    for node in _decisions(file, reached, functions):
         for body, what in ((node.body, "was not taken"), (node.orelse, "was always taken")):
             part = body if isinstance(body, list) else [body]
-            if part and not _run(part[0], part[-1], seen) and not _only_raises(part):
+            if part and not _run(part[0], part[-1], reached) and not _only_raises(part):
                 yield f"{_line(file, node.lineno)} (it {what})"
 
 
-def _decisions(file: str, seen: set[CodePlace], functions: set[int]) -> Iterator[Decision]:
-    """Yields what decided in the functions that were called, and may decide otherwise."""
+def _decisions(file: str, reached: set[CodePlace], functions: set[int]) -> Iterator[Decision]:
+    """Yields the conditions in called functions whose results may differ for other inputs."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -269,17 +269,17 @@ def _decisions(file: str, seen: set[CodePlace], functions: set[int]) -> Iterator
                 node
                 for node in ast.walk(function)
                 if isinstance(node, Decision)
-                and _run(node.test, node.test, seen)
+                and _run(node.test, node.test, reached)
                 and _matters(node)
                 and (node.orelse or isinstance(node.body, ast.AST) or not _only_raises(node.body))
             )
 
 
-def _run(first: ast.stmt | ast.expr, last: ast.stmt | ast.expr, seen: set[CodePlace]) -> bool:
+def _run(first: ast.stmt | ast.expr, last: ast.stmt | ast.expr, reached: set[CodePlace]) -> bool:
     """Whether anything ran from the beginning of one part of a file to the end of another."""
     begin = first.lineno, first.col_offset
     end = last.end_lineno or last.lineno, last.end_col_offset or 0
-    return any(begin <= point < end for point in seen)
+    return any(begin <= point < end for point in reached)
 
 
 def _only_raises(body: Sequence[ast.AST]) -> bool:
@@ -287,7 +287,7 @@ def _only_raises(body: Sequence[ast.AST]) -> bool:
 
 
 def _matters(node: Decision) -> bool:
-    """Whether a branch may be taken by other inputs: not by training, arguments or parts alone."""
+    """Whether other inputs may take a branch, not only training mode, arguments or parts."""
     text = ast.unparse(node.test)
     if "training" in text or " is None" in text or " is not None" in text:
         return False

@@ -67,17 +67,17 @@ class SoftForms:
         guess = self.guess
         if guess.call.further:
             for form in self._masked():
-                if self._seen(form.text) <= CLOSE:
+                if self._off(form.text) <= CLOSE:
                     yield form
             return
-        held, found = contents_of(guess.layer), {}
+        contents, found = contents_of(guess.layer), {}
         for phi, norm in itertools.product(self.phis(), ["", *guess.norms]):
             options = [f"phi={phi.code}", *([f"bias={phi.bias}"] if phi.bias else [])]
             options += [guess.reading.keywords, *([f"norm={norm}"] if norm else [])]
             description = guess.described(call_text("moexport.SoftMoE", options))
             if isinstance(description, SoftMoEDescription):
                 try:
-                    found[phi, norm] = options, [*description.variants(held)]
+                    found[phi, norm] = options, [*description.variants(contents)]
                 except USERS_CODE:
                     continue
         for simple in (True, False):
@@ -122,8 +122,8 @@ class SoftForms:
             return phi
         return f"{phi}.unsqueeze(2)" if value.ndim == 2 else phi
 
-    def _seen(self, text: str) -> float:
-        """How far off a text is, which is counted."""
+    def _off(self, text: str) -> float:
+        """Counts a text and returns how far off it is."""
         off = self.guess.off(text)
         self.guess.count.add(off)
         return off
@@ -136,7 +136,7 @@ class SoftForms:
         changed: Mapping[str, str],
         variant: Description,
     ) -> Iterator[SoftForm]:
-        """Yields the form of a description with changed options where that matches."""
+        """Yields the form of a description with changed options if that matches."""
         guess = self.guess
         ours, x, y = guess.result(variant, guess.call), guess.call.x, guess.call.y
         added = None if ours is None or x.shape != ours.shape else x + ours
@@ -148,7 +148,7 @@ class SoftForms:
         if DISPATCH in changed:
             if not residual and not phi.bias:
                 text = self._with_axes(changed, phi.code, norm)
-                if self._seen(text) <= CLOSE:
+                if self._off(text) <= CLOSE:
                     yield SoftForm(text, phi, norm, (("axes", "others"),))
             return
         named = {k: v.replace("phi", phi.code) if k == "phi" else v for k, v in changed.items()}
@@ -159,7 +159,7 @@ class SoftForms:
         text = call_text(
             "moexport.SoftMoE", [*kept, *more, *(["residual=True"] if residual else [])]
         )
-        if self._seen(text) <= CLOSE:
+        if self._off(text) <= CLOSE:
             yield SoftForm(text, phi, norm, tuple(named.items()), residual)
 
     def _masked(self) -> Iterator[SoftForm]:
@@ -207,7 +207,7 @@ class SoftForms:
                 continue
             try:
                 made = method()
-            except Exception:  # noqa: BLE001  a method may want anything
+            except Exception:  # noqa: BLE001  a method may need arguments
                 continue
             if isinstance(made, Tensor):
                 raw += [f"layer.{name}(){turn}" for turn in _turns(tuple(made.shape), d, n)]
@@ -224,7 +224,7 @@ class SoftForms:
 
 
 def _turns(shape: tuple[int, ...], d: int, n: int) -> list[str]:
-    """Code that makes a tensor of this shape [d, n, p], if it can be."""
+    """Code that turns a tensor of this shape into [d, n, p]; none if impossible."""
     if len(shape) == 3:
         orders = [
             order

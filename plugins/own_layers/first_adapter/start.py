@@ -32,7 +32,7 @@ EXPERTS, LAYER = "experts", "layer"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A forward: its parameters, the experts first, its lines, and what stands before it."""
+    """A forward: its parameters, the experts first, its lines, and the lines before it."""
 
     parameters: str
     lines: tuple[str, ...]
@@ -41,25 +41,25 @@ class Start:
 
 
 def start_of(layer: nn.Module, reading: ExpertsReading) -> Start:
-    """Returns a layer's forward as an adapter would have it, or a frame where it cannot be read."""
+    """Returns a layer's forward for an adapter, or a placeholder if its source cannot be read."""
     own = _OwnForward.of(layer)
     if own is None:
         names = ", ".join([EXPERTS, "x", *further_inputs(layer)])
-        lines = (*_said("What the layer computes", EXPERTS), "raise NotImplementedError")
+        lines = (*_help("What the layer computes", EXPERTS), "raise NotImplementedError")
         return Start(names, lines)
     bank = EXPERTS if EXPERTS not in own.names else "bank"
     whole = LAYER if LAYER not in own.names else "whole"
     return Start(
         parameters=", ".join([bank, *([own.parameters] if own.parameters else [])]),
-        lines=(*_said(f"The layer's forward ({own.place})", bank), *own.lines(whole, reading.uses)),
+        lines=(*_help(f"The layer's forward ({own.place})", bank), *own.lines(whole, reading.uses)),
         imports=tuple(own.imports()),
         before=() if whole == LAYER else (f"{whole} = {LAYER}",),
     )
 
 
-def _said(what: str, bank: str) -> Iterator[str]:
-    yield f"# {what}. The lines marked '<- experts' use them: put one"
-    yield "# call in their place, in one of three ways:"
+def _help(what: str, bank: str) -> Iterator[str]:
+    yield f"# {what}. Replace the lines marked '<- experts' with"
+    yield "# one call, in one of three ways:"
     yield from (f"#   {bank}{call}" for call in CALLS)
 
 
@@ -84,7 +84,7 @@ class _OwnForward:
             return None
         if not isinstance(tree, ast.FunctionDef) or not tree.args.args:
             return None
-        if "super(" in text and "forward" not in vars(kind):  # of a class that is not imported
+        if "super(" in text and "forward" not in vars(kind):  # another class defines it
             return None
         place = f"{file.replace(chr(92), '/').rsplit('/', 1)[-1]}, line {first}"
         return cls(tree, text, kind, place)
@@ -131,9 +131,9 @@ class _OwnForward:
     def _changes(
         self, nodes: Sequence[ast.Attribute | ast.Name], whole: str
     ) -> Iterator[tuple[int, int, int, str]]:
-        """Yields the places of `self`, and of names that only the class may write, with new texts.
+        """Yields the places of `self` and of names that are private to the class, with new texts.
 
-        A place is a line, and where in its bytes it begins and ends.
+        A place is a line, with its first byte and its end there.
         """
         for node in nodes:
             line, end = node.end_lineno or node.lineno, node.end_col_offset or 0
@@ -142,12 +142,12 @@ class _OwnForward:
             elif isinstance(node, ast.Attribute) and node.attr != self._whole_name(node.attr):
                 yield line, end - len(node.attr.encode()), end, self._whole_name(node.attr)
         for call in ast.walk(self.tree):
-            if _is_super(call) and not call.args:  # which Python reads in a class alone
+            if _is_super(call) and not call.args:  # it works only inside a class
                 line, end = call.end_lineno or call.lineno, call.end_col_offset or 0
                 yield line, call.col_offset, end, f"super({self.cls.__name__}, {whole})"
 
     def _whole_name(self, name: str) -> str:
-        """Python's form of a name in a class that begins with two underscores."""
+        """A name as Python mangles it in the class if it begins with two underscores."""
         if not name.startswith("__") or name.endswith("__"):
             return name
         return f"_{self.cls.forward.__qualname__.split('.')[-2].lstrip('_')}{name}"
@@ -196,21 +196,21 @@ def _is_super(node: ast.AST) -> TypeGuard[ast.Call]:
     )
 
 
-def _method_uses(kinds: Sequence[type], name: str, uses: frozenset[str], seen: set[str]) -> bool:
+def _method_uses(kinds: Sequence[type], name: str, uses: frozenset[str], visited: set[str]) -> bool:
     """Whether the method of the first of these classes that has it uses attributes of the layer.
 
-    Methods that it calls count, but for those in `seen`.
+    Methods that it calls count, except those in `visited`.
     """
     method = next((vars(kind)[name] for kind in kinds if name in vars(kind)), None)
-    if method is None or name in seen:
+    if method is None or name in visited:
         return False
-    seen.add(name)
+    visited.add(name)
     try:
         text = inspect.getsource(method)
     except (OSError, TypeError):
         return False
     named = set(ATTRIBUTE.findall(text))
-    return bool(named & uses) or any(_method_uses(kinds, other, uses, seen) for other in named)
+    return bool(named & uses) or any(_method_uses(kinds, other, uses, visited) for other in named)
 
 
 def joined(lines: Sequence[str], indent: str = "    ") -> str:

@@ -1,4 +1,4 @@
-"""Further calls of a layer that a text which matches must match, too: other scales, weights, sizes.
+"""Further calls of a layer that an adapter must match: other scales, weights and sizes.
 
 A limit or a mask in a layer's forward may change nothing for usual inputs and weights.
 """
@@ -22,18 +22,18 @@ SCALES = ((0.1, 1.0), (10.0, 1.0), (100.0, 1.0), (1.0, 10.0), (1.0, 100.0))
 """Factors of the inputs, and of the parameters outside the experts."""
 
 APART = 1e-3
-"""How far off a text may be, as a share of max|y|, beyond what rounding of the inputs changes."""
+"""How far off a text may be, as a share of max|y|, beyond the effect of rounded inputs."""
 
 ROUNDED, ROUNDING = 2e-7, 30
 """A change of inputs as small as rounding, and how many times its effect is rounding's own."""
 
 UNSTABLE = 0.01
-"""Where rounding changes results by more, nothing is compared."""
+"""If rounding changes results by more, nothing is compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """A call that a text must match: in words, the factor of the weights, and what is allowed."""
+    """A call that a text must match: its description, the factor of the weights, the tolerance."""
 
     words: str
     weights: float
@@ -42,7 +42,7 @@ class Try:
 
 
 class Tries:
-    """The further calls of a guess that its layer takes."""
+    """The further calls of a guess that its layer accepts."""
 
     def __init__(self, guess: Guess, sizes: TriedSizes, watched: WatchedForward) -> None:
         self._guess, self._watched = guess, watched
@@ -51,12 +51,12 @@ class Tries:
     def fails(self, text: str) -> tuple[str, float] | None:
         """Returns the first call that a text does not match, in words, and how far off it is."""
         for one in self._tries:
-            self._guess.count.say(f"an adapter is compared for {one.words}")
+            self._guess.count.say(f"comparing an adapter for {one.words}")
             with self._weights_times(one.weights):
                 ours = self._guess.result(self._guess.described(text), one.call)
             y = one.call.y
             if ours is None or ours.shape != y.shape:
-                return f"{one.words}, where it does not run", float("inf")
+                return f"{one.words}, for which it fails", float("inf")
             off = _apart(y, ours)
             beyond = off - one.allowed
             if bool((beyond > APART).any()) or not bool(ours.isfinite().all()):
@@ -65,17 +65,17 @@ class Tries:
 
     @contextmanager
     def _weights_times(self, factor: float) -> Iterator[None]:
-        """Within the context the layer's parameters are these times larger, its experts' not."""
+        """Scales the layer's parameters within the context, except those of its experts."""
         own = self._guess.reading.own
-        kept = [(p, p.detach().clone()) for p in self._guess.layer.parameters() if id(p) not in own]
+        old = [(p, p.detach().clone()) for p in self._guess.layer.parameters() if id(p) not in own]
         try:
             with torch.no_grad():
-                for p, _ in kept:
+                for p, _ in old:
                     p.mul_(factor)
             yield
         finally:
             with torch.no_grad():
-                for p, values in kept:
+                for p, values in old:
                     p.copy_(values)
 
     def _scaled(self) -> Iterator[Try]:
@@ -104,15 +104,15 @@ class Tries:
             )
             if one is None and asked:
                 raise UsageError(
-                    f"{self._guess.source}: its forward fails, or gives no numbers, for {words}",
-                    hint="give --batch and --tokens sizes that the layer takes",
+                    f"{self._guess.source}: its forward fails, or returns NaN, for {words}",
+                    hint="give --batch and --tokens sizes that the layer accepts",
                 )
             if one is not None:
                 yield one
 
     def _try(self, words: str, weights: float, args: tuple[Tensor, ...]) -> Try | None:
-        """A call of the layer, with what rounding does to it; None if it gives no numbers."""
-        self._guess.count.say(f"it is called with {words}")
+        """A call of the layer, with the effect of rounding; None if it fails."""
+        self._guess.count.say(f"calling it with {words}")
         generator = torch.Generator().manual_seed(3)
         layer, x = self._guess.layer, args[0]
         with self._weights_times(weights):

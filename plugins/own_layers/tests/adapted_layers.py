@@ -1,4 +1,4 @@
-"""Layers as people write them, for tests of `moexport adapt`: copied into a module of their own."""
+"""Layers in the style of public code, for tests of `moexport adapt` that copy them to a module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def combined(experts: nn.ModuleList, x: Tensor, index: Tensor, w: Tensor) -> Ten
 
 
 class TopTwo(nn.Module):
-    """Two experts for each token: what others here change a little."""
+    """Two experts for each token: the base of variants below."""
 
     def __init__(self, d: int = 16, n: int = 6) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class SoftClamped(SoftOnes):
 
 
 class NormedClamped(TopTwo):
-    """Larger inputs do not reach the clamp, larger weights do."""
+    """Larger inputs do not reach the clamp, but larger weights do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class LongUnreached(TopTwo):
 
 
 class Capacity(TopTwo):
-    """Experts have room for so many tokens of an input."""
+    """Experts with a capacity of tokens of an input."""
 
     def forward(self, x: Tensor) -> Tensor:
         w, index = self.logits(x).softmax(-1).topk(self.k, -1)
@@ -171,7 +171,7 @@ class InSequential(TopTwo):
 
 
 class InTables(nn.Module):
-    """Keys that are no names, and experts in a table."""
+    """Keys that are not identifiers, and experts in a `ModuleDict`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class NoIdentifier(TopTwo):
 
 
 class Nested(nn.Module):
-    """All of it a level further down, with a norm before it and the input added."""
+    """The whole mixture one level deeper, with a norm before it and the input added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Nested(nn.Module):
         return x + combined(self.moe.experts, h, index, w)
 
 
-# --- shared experts, and other lists than the experts ---------------------------------------------
+# --- shared experts, and lists other than the experts -----------------------------------------
 
 
 class SharedInSequential(TopTwo):
@@ -258,7 +258,7 @@ class SharedGated(TopTwo):
 
 
 class Corrected(TopTwo):
-    """A bias that decides the choice alone, and weights times a number of the layer."""
+    """A bias that affects only the choice, and weights times a number of the layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class ThreeStacks(nn.Module):
 
 
 class Halves(TopTwo):
-    """Gates, of which there are two, are no experts; no adapter of one call gives this."""
+    """Two gates, which are not experts; no adapter with one call computes this."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class Halves(TopTwo):
 
 
 class Mangled(nn.Module):
-    """Names that only the class may write."""
+    """Names that are private to the class."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an adapter describes, computed slowly in float64, expert by expert, as the page has it."""
+"""The layers of adapters, computed slowly in float64, expert by expert, as on their page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Rows] = {
 
 
 def forward_of(description: Description, k: int | None = None) -> Callable[..., Any]:
-    """Returns what stands for the user's layer, which computes k of its experts."""
+    """Returns a substitute for the user's layer that computes k of its experts."""
     if isinstance(description, SoftMoEDescription):
         return _around(description, lambda x: soft_moe(description, x, k))
     if isinstance(description, MuMoEDescription):
@@ -94,7 +94,7 @@ def _cp(d: MuMoEDescription, x: Tensor, coefficients: Tensor, k: int | None) -> 
 
 
 class Bank:
-    """What `experts` is in a forward."""
+    """The argument `experts` of a forward."""
 
     def __init__(self, description: ExpertsDescription, k: int | None) -> None:
         self.experts, self.k = experts_of(description, "silu"), k

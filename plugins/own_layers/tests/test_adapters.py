@@ -1,4 +1,4 @@
-"""Layers in a user's own words, said by an adapter: to a verified bundle, or to a clear error."""
+"""A user's layers with adapters end in a verified bundle or in a clear error."""
 
 from __future__ import annotations
 
@@ -491,7 +491,7 @@ def test_a_benchmark_opens_the_layer_in_another_process_too() -> None:
         assert pickle.loads(pickle.dumps(loader))() is not None
     adapt = vars(sys.modules["own"])["adapt"]
     assert load("own:soft", example=FEED, adapter=adapt).source.elsewhere
-    adapt.__module__ = "__main__"  # as one that a notebook holds
+    adapt.__module__ = "__main__"  # as in a notebook
     here = load("own:soft", example=FEED, adapter=adapt)
     loader, *_ = loaders(Candidate("own", here, (2,), ())).values()
     with pytest.raises(TypeError, match="another process"):
@@ -539,7 +539,7 @@ def test_data_that_cannot_be_the_example_says_so() -> None:
         ("wrong_norm", {"eps": 1e-12}, "it matches with norm='l2'$"),
         ("wrong_two", {"eps": 1e-12}, "it matches with norm='l2', activation='gelu'$"),
         ("wrong_slots", {}, "it matches with slots_from='normalised'$"),
-        ("adapt", {"residual": True}, "once x is taken from y: the layer adds its input$"),
+        ("adapt", {"residual": True}, "once x is subtracted from y: the layer adds its input$"),
         ("unscaled", {}, r"it matches with temperature=1 / layer\.sharpness$"),
         ("exchanged", {"kind": "geglu"}, "it matches with gate and up=exchanged$"),
         ("turned", {"h": 8}, "it matches with the first weight=transposed$"),
@@ -598,11 +598,11 @@ def test_a_mumoe_that_differs_says_what_matches() -> None:
             "own:<lambda>, the layer mix: AttributeError: .*nothing_of",
             "the traceback",
         ),
-        ("own:not_transposed", r"and phi \[4, 1, 8\] is for d = 4", "is transposed"),
+        ("own:not_transposed", r"but phi \[4, 1, 8\] is for d = 4", "is transposed"),
         ("own:returns_a_dict", "the layer mix: returned a dict", "moexport.SoftMoE"),
-        ("own:without_a_class", "does not name the class", "def adapt"),
-        ("own:of_any_module", "does not name the class", "adapts"),
-        ("own:for_tensors", "is for Tensors, and Net holds no such layer", "Net, Mixer"),
+        ("own:without_a_class", "does not name the layer class", "def adapt"),
+        ("own:of_any_module", "does not name the layer class", "adapts"),
+        ("own:for_tensors", "is for Tensors, but Net has no such layer", "Net, Mixer"),
         ("own:absent", "own has no absent", None),
         ("own:number", "number is a int, not callable", None),
         ("nowhere:adapt", "no module named nowhere", "run from the folder"),
@@ -638,13 +638,13 @@ def test_an_adapter_beside_a_checkpoint_is_a_mistake(tmp_path: Path) -> None:
 
 def test_what_is_no_class_of_layers_is_refused() -> None:
     for wrong in (nn.Module, nn.Linear(2, 2), int):
-        with pytest.raises(UsageError, match="not a class of layers"):
+        with pytest.raises(UsageError, match="not a layer class"):
             adapts(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("factory", ["soft", "plain"])
 def test_a_network_without_a_known_layer_names_the_way(factory: str) -> None:
-    with pytest.raises(FamilyError, match="holds no Soft MoE layer") as caught:
+    with pytest.raises(FamilyError, match="has no Soft MoE or muMoE layer") as caught:
         load(f"own:{factory}", example=FEED)
     name = "Mixer" if factory == "soft" else "MyLayer"
     assert f"@moexport.adapts({name})" in str(caught.value.hint)
@@ -722,20 +722,20 @@ def test_a_normalisation_layer_says_its_kind_and_eps(module: nn.Module) -> None:
     [
         ({"phi": PHI[0, 0]}, r"phi has the shape \[2\], expected \[d, n, p\]"),
         ({"phi": None}, "phi is a NoneType, not a tensor"),
-        ({"experts": pairs(n=3)}, "experts has 3 entries, and phi .* is for n = 4"),
+        ({"experts": pairs(n=3)}, "experts has 3 entries, but phi .* is for n = 4"),
         ({"experts": pairs(d=7)}, r"experts\[0\]: its first weight has the shape \[10, 7\]"),
         ({"experts": [*pairs(n=3), *pairs(h=9, n=1)]}, r"experts\[3\]: its first weight"),
         ({"experts": [*pairs(n=3), *pairs(o=9, n=1)]}, r"experts\[3\]: its last weight"),
-        ({"experts": [nn.Sequential()] * N}, r"experts\[0\] \(Sequential\): .* no expert's output"),
+        ({"experts": [nn.Sequential()] * N}, r"experts\[0\] \(Sequential\): .* an expert's output"),
         ({"experts": [(nn.Linear(D, H), nn.ReLU())] * N}, r"experts\[0\]\[1\] is a ReLU"),
         ({"experts": [*pairs(n=3), nn.Linear(D, OUT)]}, "some experts have 1 maps and others 2"),
-        ({"experts": [(nn.Linear(D, 2 * H), nn.Linear(H, OUT))] * N}, "gives 20 numbers after"),
+        ({"experts": [(nn.Linear(D, 2 * H), nn.Linear(H, OUT))] * N}, "returns 20 numbers after"),
         ({"experts": pairs(), "w1": PHI}, "given twice"),
         ({"experts": None}, "the experts are not given"),
-        ({"experts": None, "w1": torch.zeros(N, H, D)}, r"w1 has the shape \[10, 6\], and phi"),
+        ({"experts": None, "w1": torch.zeros(N, H, D)}, r"w1 has the shape \[10, 6\], but phi"),
         ({"activation": "tanh"}, "activation='tanh' is not one of 'gelu', 'gelu-tanh', 'relu'"),
         ({"norm": "rms"}, "norm='rms' is not one of"),
-        ({"norm": "l2-plus"}, "norm='l2-plus' needs its eps"),
+        ({"norm": "l2-plus"}, "norm='l2-plus' needs an eps"),
         ({"norm": nn.LayerNorm(D), "eps": 1e-6}, "eps, gain and shift belong to the LayerNorm"),
         ({"norm": nn.LayerNorm(7)}, r"norm is over \[7\]"),
         ({"norm": nn.GroupNorm(1, D)}, "norm is a GroupNorm"),
@@ -766,13 +766,13 @@ CP = [torch.randn(N, 3), torch.randn(D + 1, 3), torch.randn(OUT, 3)]
         ({"weights": torch.zeros(N, D)}, "need 3 axes"),
         ({"weights": "cp"}, "weights is a str, not a weight tensor"),
         ({"second": [torch.randn(N, 3), torch.randn(9, 3), torch.randn(OUT, 3)]}, "of width 9"),
-        ({"second": torch.randn(N, OUT, 3)}, "in the form cp and second in full"),
+        ({"second": torch.randn(N, OUT, 3)}, "in the form cp, but second in full"),
         ({"norm": "bn"}, "norm='bn' is neither 'none' nor 'ln' nor a list"),
         ({"norm": [nn.BatchNorm1d(N + 1)]}, r"norm\[0\]: its mean has the shape \[5\]"),
         ({"norm": [nn.BatchNorm1d(N, track_running_stats=False)]}, "without statistics"),
         ({"norm": "ln"}, "the gate also has a bias"),
         ({"activation": "relu"}, "activation='relu' is not one of"),
-        ({"input_norm": nn.LayerNorm(D, eps=1e-6)}, "input_norm is LayerNorm"),
+        ({"input_norm": nn.LayerNorm(D, eps=1e-6)}, "input_norm=LayerNorm"),
     ],
 )
 def test_a_mumoe_that_does_not_fit_names_what_was_expected(

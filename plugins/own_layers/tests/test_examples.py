@@ -1,4 +1,4 @@
-"""A user's network is compared on two different inputs at least, and its layers one by one."""
+"""A user's network is compared on at least two different inputs, and its layers one by one."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def adapt_router(layer: Router):
     pairs = list(zip(layer.enter, layer.leave))
     return moexport.Experts(router=layer.route, experts=pairs, activation="gelu")
 '''
-ONE = "the example holds no two different inputs: the replaced layers were checked on "
+ONE = "the example has no two different inputs: the replaced layers were "
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ def test_a_wrong_adapter_is_refused_where_the_example_is_zeros(config: dict[str,
 def test_inputs_that_are_equal_are_one_input(x: np.ndarray) -> None:
     model = loaded(example=x.astype(np.float32))
     assert model.example is not None and len(model.example) == 2 * len(x)
-    assert f"{ONE}random ones, too" in model.notes
+    assert f"{ONE}also checked on random ones" in model.notes
     again = loaded(example=model.example)
     assert np.array_equal(np.asarray(again.example), np.asarray(model.example))
     assert not [note for note in again.notes if note.startswith(ONE)]
@@ -159,14 +159,14 @@ def test_parity_sees_two_different_inputs(tmp_path: Path) -> None:
 def test_a_network_that_runs_on_one_input_at_a_time_is_checked_on_two() -> None:
     model = loaded(takes="one input")
     assert model.example is not None and len(model.example) == 1
-    assert f"{ONE}random ones, too" in model.notes
+    assert f"{ONE}also checked on random ones" in model.notes
 
 
 @pytest.mark.parametrize("takes", ["zeros", "roots"])
 def test_a_network_that_cannot_take_random_inputs_is_checked_on_its_example(takes: str) -> None:
     model = loaded(takes=takes)
     assert model.example is not None and len(model.example) == 1
-    assert any(note.startswith(f"{ONE}it alone") for note in model.notes)
+    assert any(note.startswith(f"{ONE}checked on it alone") for note in model.notes)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A first adapter for a layer: found, and right; or what was not recognised is said."""
+"""A first adapter for a layer is found and correct, or the unrecognised part is named."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    # Layers without the adapters that the example has for them.
+    # Layers without the example's adapters.
     source = (ROOT / "examples" / "own_layers.py").read_text(encoding="utf-8")
     source = source.replace("@moexport.adapts(", "@(lambda *_: lambda adapter: adapter)(")
     (tmp_path / "bare_layers.py").write_text(source)
@@ -164,7 +164,7 @@ def test_what_was_not_recognised_is_said_and_the_own_forward_is_a_start(
 ) -> None:
     outcome = run("adapt", "bare_layers:ExpertChoice", "-o", "found.py")
     assert outcome.code != 0
-    assert "what is around the experts: " in outcome.err and "usual forms were tried" in outcome.err
+    assert "the code around the experts: " in outcome.err and "usual forms were" in outcome.err
     text = (tmp_path / "found.py").read_text()
     assert "y = y + shares[..., e, None] * expert(seen)" in text
     assert "in enumerate(layer.experts):  # <- experts" in text
@@ -179,7 +179,7 @@ def test_a_layer_that_cannot_be_made_or_called_says_so() -> None:
         moexport.adapt("bare_layers:Net")
     assert refused.value.hint == 'it takes layer: config={"layer": …}'
     outside = moexport.adapt("bare_layers:Outside")
-    assert "takes no tokens [3, 7, 16] with logits" in outside.missing[0]
+    assert "rejects tokens [3, 7, 16] with logits" in outside.missing[0]
     assert "# <- experts" in outside.code
 
 
@@ -209,7 +209,7 @@ def test_a_layer_without_experts_that_are_known_has_its_own_forward_as_a_start(
     (tmp_path / "numbered.py").write_text(NUMBERED)
     outcome = run("adapt", "numbered:Numbered", "-o", "begun.py")
     assert outcome.code == 3
-    assert "Numbered holds no experts that moexport recognises" in outcome.error
+    assert "Numbered has no experts that moexport recognises" in outcome.error
     text = (tmp_path / "begun.py").read_text()
     assert "shares = layer.gate(x).softmax(-1)\n" in text
     assert "layer.expert_1(x, x)  # <- experts" in text
@@ -315,7 +315,7 @@ class Norms(Noisy):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("Noisy", "gives another result each time that it is called, in eval mode"),
+        ("Noisy", "gives a different result each time it is called, even in eval mode"),
         ("Choosy", "RuntimeError: 1000 tokens, please"),
     ],
 )
@@ -338,13 +338,13 @@ def test_a_search_ends_when_its_time_is_over_and_says_so(tmp_path: Path) -> None
     words = ("adapt", "given:Norms", "--set", "hidden=5", "--time", "20ms")
     done = run(*words)
     assert done.code == 3
-    assert "the search ended after 0.02 s of the processor and " in done.error
-    assert "--time 0.04s searches for longer" in done.error
+    assert "the search ended after 0.02 s of CPU time and " in done.error
+    assert "--time 0.04s searches longer" in done.error
     assert "<- experts" in done.out
     again = run(*words)
     assert (again.out, again.error) == (done.out, done.error)
-    assert "was searched before" in again.err
-    whole = run(*words[:-2])  # what was cut is not the result of a search that was not
+    assert "an earlier search" in again.err
+    whole = run(*words[:-2])  # an interrupted search is not cached
     assert "was searched before" not in whole.err
     assert "usual forms were tried" in whole.error
 
@@ -352,7 +352,7 @@ def test_a_search_ends_when_its_time_is_over_and_says_so(tmp_path: Path) -> None
 def test_adapt_leaves_a_file_of_the_users_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("mine")
     done = run("adapt", "bare_layers:Dense", "-o", "mine.py")
-    assert (done.code, done.error) == (1, "mine.py: a file exists there")
+    assert (done.code, done.error) == (1, "mine.py already exists")
     assert done.hint == "--force replaces it"
     assert (tmp_path / "mine.py").read_text() == "mine"
     assert run("adapt", "bare_layers:Dense", "-o", "mine.py", "--force").code == 0

@@ -1,4 +1,4 @@
-"""Networks in memory and dicts of arrays are taken where their files are."""
+"""Networks in memory and dicts of arrays are accepted in place of files."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_dict_and_the_file_of_it_give_the_same_bundle(tmp_path: Path) -> None:
 
 
 class TwoInputs(nn.Module):
-    """Adds a vector to the tokens that a Soft MoE layer is given."""
+    """Adds a vector to the input tokens of a Soft MoE layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_what_a_network_in_memory_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(moexport.UsageError, match="has no values yet") as lazy:
         moexport.load(nn.Sequential(nn.LazyLinear(3)), example=inputs())
     assert "call the network once" in str(lazy.value.hint)
-    with pytest.raises(moexport.FamilyError, match="holds no Soft MoE layer"):
+    with pytest.raises(moexport.FamilyError, match="has no Soft MoE or muMoE layer"):
         moexport.load(nn.Sequential(nn.Linear(6, 3)), example=inputs())
     plain = TwoInputs()
     wrong: Any = 3

@@ -1,4 +1,4 @@
-"""What adapters describe, in every lowering: right against float64, or refused in words."""
+"""The layers of adapters, in every lowering: equal to float64, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ EXPERTS: dict[str, Callable[[], dict[str, Any]]] = {
     "norm after a gate": listed(lambda: (*three(), nn.RMSNorm(D, eps=0.1)), activation="silu"),
     "out activation": listed(pair, activation="relu", out_activation="silu"),
 }
-"""The forms of experts that descriptions take."""
+"""The forms of experts that descriptions accept."""
 
 SOFT: dict[str, Callable[[], dict[str, Any]]] = {
     "temperature and bias": lambda: {"temperature": 0.7, "bias": torch.randn(N, P)},
@@ -132,7 +132,7 @@ def computed(
     k: int,
     inputs: Sequence[np.ndarray],
 ) -> np.ndarray:
-    """What a graph of the layer alone computes."""
+    """The output of a graph of the layer alone."""
     spec = layer.spec
     values = [
         ir.Value(
@@ -161,7 +161,7 @@ def computed(
 def assert_right_or_refused(
     layer: MoELayer, k: int, inputs: Sequence[Tensor], expected: Tensor
 ) -> None:
-    """Every lowering of the layer's kind gives what is expected, or says why it cannot."""
+    """Every lowering of the layer's kind returns the expected output, or a reason why it cannot."""
     able = 0
     for record in lowerings_of(layer.spec.kind).values():
         why = record.problem(layer.spec, "fp32", TARGET)

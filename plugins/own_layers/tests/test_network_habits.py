@@ -1,4 +1,4 @@
-"""What networks do besides computing: each way ends in a right bundle or in one clear error."""
+"""Side effects and other habits of networks end in a correct bundle or in one clear error."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def exported(*given: str) -> Outcome:
 
 
 def assert_right(does: str = "", **given: object) -> None:
-    """The bundle computes what the network does that the factory gives, in float32."""
+    """The bundle computes the same as the factory's network, in float32."""
     network = importlib.import_module("habits").net(does, **given).float().eval()
     x = RNG.standard_normal((3, 6, 3)).astype(np.float32)
     with torch.no_grad():

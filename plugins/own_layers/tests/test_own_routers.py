@@ -1,4 +1,4 @@
-"""Experts with a router of a user's own, said by an adapter: what they may be, and clear errors."""
+"""Experts with a user's own router, described by an adapter: supported forms, and clear errors."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_gated_experts_of_ones_own_become_a_verified_bundle(
 
 
 def test_an_export_says_what_a_share_came_to_and_which_layer_stays_in_floats() -> None:
-    """0.25 of the 2 experts of the training is no half of one; 40 rows are no blocks of 32."""
+    """0.25 of the 2 trained experts is less than one; 40 rows are not a multiple of 32."""
     np.save("x.npy", X)
     asked = ("--k", "0.25", "--precision", "int4", "--target", "ort-cpu", "--no-verify")
     told = run("export", "routed:two", "--data", "x.npy", "-o", "out", *asked)
@@ -206,7 +206,7 @@ def test_the_network_may_be_the_layer_itself() -> None:
 
 
 def adapted(**changes: Any) -> Any:
-    """An adapter that says something else than the right one."""
+    """An adapter that differs from the correct one."""
 
     def adapt(layer: Any) -> Experts:
         routed = sys.modules["routed"]
@@ -255,7 +255,7 @@ def of(index: Any, weights: Any = None) -> Any:
 @pytest.mark.parametrize(
     ("router", "said"),
     [
-        (of([0, 6]), "the layer moe: its router chose expert 6, but there are 6"),
+        (of([0, 6]), "the layer moe: its router chose expert 6, but the experts are 0 to 5"),
         (of([-1]), "its router chose expert -1"),
         (of([0.5]), "its router returned index float32"),
         (of([0, 1], torch.ones(4, 6, 1)), "its router returned index int64 [4, 6, 2] and weights"),
@@ -279,21 +279,21 @@ W = torch.zeros
     ("given", "said"),
     [
         ({"b1": W(4, 12)}, "the experts are not given"),
-        ({"w1": W(4, 8, 24), "w2": W(4, 12, 8)}, "w1 [4, 8, 24] gives 24 numbers"),
+        ({"w1": W(4, 8, 24), "w2": W(4, 12, 8)}, "w1 [4, 8, 24] returns 24 numbers"),
         (
             {"w1": W(4, 8, 12), "w2": W(4, 12, 8), "experts": [W(2, 2)]},
             "the experts are given twice",
         ),
-        ({"w1": [W(8, 12), W(8, 11)], "w2": W(2, 12, 8)}, "w1 holds 2 matrices"),
+        ({"w1": [W(8, 12), W(8, 11)], "w2": W(2, 12, 8)}, "w1 contains 2 matrices"),
         ({"experts": [(W(12, 8),) * 4]}, "experts[0] is a tuple, not (first, second)"),
         ({"experts": [(W(12, 8), W(8, 12)), (W(12, 8), W(8, 11))]}, "experts[1]: its last weight"),
         ({"experts": [(W(12, 8), W(11, 8), W(8, 12))]}, "a gated expert's first two weights"),
-        ({"experts": [(W(12, 8), W(8, 12))], "limit": 7.0}, "limit and up_offset go with a gate"),
+        ({"experts": [(W(12, 8), W(8, 12))], "limit": 7.0}, "limit and up_offset need a gate"),
         ({"experts": [(W(12, 8), W(8, 12))], "activation": "tanh"}, "activation='tanh'"),
         ({"w1": W(4, 8, 12), "w2": W(4, 12, 8), "b1": W(4, 8)}, "b1 has the shape [4, 8]"),
         (
             {"experts": [(W(12, 8), W(8, 12))], "activation": "relu", "alpha": 2.0},
-            "alpha=2 goes with activation='silu'",
+            "alpha=2 needs activation='silu'",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -317,5 +317,5 @@ def test_a_router_that_gives_another_number_than_it_is_asked_for_is_refused() ->
     routed = model.module.moe
     assert isinstance(routed, OwnForward) and isinstance(routed.experts, MoELayer)
     model.module.moe = OwnForward(routed.experts, Code(None, stubborn), Plain())
-    with pytest.raises(UsageError, match="was called with k=1 but gives 2"):
+    with pytest.raises(UsageError, match="was called with k=1, but returns 2"):
         export_job(model, ExportOptions(k=1))

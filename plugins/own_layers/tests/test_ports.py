@@ -1,4 +1,4 @@
-"""What networks take and return: served as it is, or refused before it is traced by its name."""
+"""The inputs and outputs of networks are served as they are, or refused by name before a trace."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ ADAPTER = ("--adapter", "ports_net:adapt")
         ("own_net:own does=noise", "a different result each time it is called", "self.training"),
         ("own_net:own does=turned", "'output' has shape (10, 4, 5)", "movedim(1, 0)"),
         ("own_net:odd what=k", "has an input 'k'", "another name"),
-        ("own_net:odd what=shared", "'t' is of shape [1], and 'x' holds 4", "x.expand(b)"),
-        ("own_net:odd what=number", "'t' of example_input is a int", "the factory's arguments"),
+        ("own_net:odd what=shared", "'t' has shape [1], but 'x' has 4", "x.expand(b)"),
+        ("own_net:odd what=number", "'t' of example_input is a int", "arguments of the factory"),
         ("own_net:odd what=complex", "'t' of example_input is complex64", "uint8"),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_network_that_cannot_be_traced_says_which_part(does: str, error: str, 
 
 @pytest.mark.parametrize("does", ["squeezed", "causal", "in place"])
 def test_what_pytorch_does_in_silence_is_right_in_the_graph(does: str) -> None:
-    """An axis of several stays, a causal mask is looked at, and an input is changed in place."""
+    """An axis of several stays, a causal mask is read, and an input is changed in place."""
     outcome = run("export", "own_net:own", *ADAPTER, "--set", f"does={does}", "-o", "out")
     assert outcome.code == 0, outcome.err
     network = importlib.import_module("own_net").own(does).eval()
@@ -175,7 +175,7 @@ def test_a_batch_that_a_network_refuses_is_named() -> None:
 
 
 def test_a_loop_over_bags_returns_values_of_its_own() -> None:
-    """Each branch of PyTorch's translation may return a value from outside of it."""
+    """Each branch of PyTorch's translation may return a value from outside the branch."""
     outcome = run("export", "own_net:own", *ADAPTER, "--set", "does=loop of bags", "-o", "out")
     assert outcome.code == 0, outcome.err
     network = sys.modules["own_net"].own("loop of bags")
@@ -225,7 +225,7 @@ def test_a_network_of_one_length_says_so() -> None:
     given = ("--set", "does=fixed positions", "--tokens", "4:8:16")
     outcome = run("export", "own_net:own", *ADAPTER, *given, "-o", "out")
     assert outcome.code == 2
-    assert "takes no other length of its input 'input' (batch, 10, 12)" in outcome.error
+    assert "accepts no other length of its input 'input' (batch, 10, 12)" in outcome.error
 
 
 def net(form: str, dtype: str = "float32") -> moexport.Model:

@@ -240,7 +240,7 @@ def in_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """Of another network than the factory's own first weights."""
+    """Weights that differ from the factory's initial ones."""
     import importlib
 
     sys.path.insert(0, str(tmp_path))
@@ -324,7 +324,7 @@ def test_a_layer_under_two_names_is_one_layer(called: str, tmp_path: Path) -> No
     assert list(model.layers) == ["first"]
     bundle = moexport.export(model, tmp_path / "out", k=2)
     assert [layer.name for layer in bundle.manifest.layers] == ["first"]
-    assert isinstance(getattr(model.module, called), SoftMoE)  # tracing left it in its place
+    assert isinstance(getattr(model.module, called), SoftMoE)  # tracing did not move it
 
 
 def test_layers_of_the_package_in_a_users_network_are_found(tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_weights_of_another_size_name_both_shapes(weights: Path) -> None:
 def test_integers_where_a_network_has_floats_are_named(weights: Path) -> None:
     state = torch.load(weights, weights_only=True)
     torch.save({**state, "stem.weight": torch.ones(8, 3, dtype=torch.int8)}, weights)
-    with pytest.raises(CheckpointError, match=r"stem\.weight holds integers \(int8\)"):
+    with pytest.raises(CheckpointError, match=r"stem\.weight contains integers \(int8\)"):
         load("mynet:tokens", config=SHAPE, weights=weights)
 
 
@@ -433,7 +433,7 @@ def test_a_layer_with_more_parameters_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("plain", "holds no Soft MoE layer"),
+        ("plain", "has no Soft MoE or muMoE layer"),
         ("masked", "more than its tokens"),
         ("holds_itself", "does not call the replacement of the layer early"),
         ("ByClass", "does not call the replacement of the layer late"),

@@ -166,7 +166,7 @@ def exported(layer: str, *options: str) -> moexport.Bundle:
 
 
 def off(bundle: moexport.Bundle, layer: str, x: np.ndarray) -> float:
-    """How far a bundle is from the network in float64, with the buffers that it begins with."""
+    """The error of a bundle against the network in float64 with its initial buffers."""
     build = __import__("kept").build
     with torch.no_grad():
         y = build(layer).double()(torch.from_numpy(x).double()).numpy()
@@ -199,16 +199,16 @@ def test_a_buffer_that_changes_results_is_the_cause_that_is_said() -> None:
     with pytest.raises(FamilyError, match=r"changes moe\.load .* its next result depends on that"):
         moexport.load("kept:build", config={"layer": "Balancing"})
     (missing,) = moexport.adapt("kept:Balancing").missing
-    assert re.search(r"another result each time .* as it changes load", missing)
+    assert re.search(r"a different result each time .* because it changes load", missing)
 
 
 @pytest.mark.slow
 def test_slots_that_follow_the_batch_need_a_fixed_one() -> None:
     outcome = run("export", "kept:build", "--set", "layer=Slots", "-o", "out")
     assert outcome.code == 2
-    assert "gives experts(slots, combine=C) a number of slots that follows" in outcome.error
+    assert "passes a number of slots that follows the input's size to experts(" in outcome.error
     assert "--batch N" in outcome.hint and not Path("out").exists()
     outcome = run("export", "kept:build", "--set", "layer=Slots", "-o", "out", "--batch", "2")
     assert outcome.code == 2
-    assert "gives experts(slots, combine=C) 2 slots, and 4 for the inputs" in outcome.error
+    assert "passes 2 slots to experts(slots, combine=C), but 4 for the inputs" in outcome.error
     assert off(exported("Slots", "--batch", "4"), "Slots", X) < 1e-5

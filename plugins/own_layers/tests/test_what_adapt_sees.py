@@ -1,4 +1,4 @@
-"""`moexport adapt`: a limit, a mask or a branch is not lost, and any name is read."""
+"""`moexport adapt` does not miss a limit, a mask or a branch, and reads any name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_right(name: str, code: str) -> None:
-    """What the code of an adapter gives is what its layer does, with other weights and inputs."""
+    """The code of an adapter computes the same as its layer, with other weights and inputs."""
     Path("found.py").write_text(code)
     torch.manual_seed(5)
     layer = getattr(importlib.import_module("mine"), name)().eval()
@@ -89,7 +89,7 @@ def test_what_an_adapter_has_not_is_said_and_no_success(name: str, words: str, l
     assert f"of max|y| for {words}; its forward also has mine.py line " in outcome.error
     assert line in outcome.error
     text = Path("found.py").read_text()
-    assert f"of max|y| for {words}." in text and line in text  # and the adapter that comes nearest
+    assert f"of max|y| for {words}." in text and line in text  # and the nearest adapter
     assert "return experts(x, index, w)" in text
 
 
@@ -98,7 +98,7 @@ def test_what_no_input_reaches_is_said() -> None:
     outcome = run("adapt", "mine:Unreached")
     assert outcome.code == 0
     assert "`logits = self.gate(x).clamp(-1e9, 1e9)` (no value reached it)" in outcome.err
-    assert "the layer also takes bias: the adapter was tried without" in outcome.err
+    assert "the layer also accepts bias: the adapter was tried without" in outcome.err
     assert "bias is not None" not in outcome.err
     outcome = run("adapt", "mine:LongUnreached")  # branches on one line with their conditions
     assert outcome.code == 0
@@ -108,13 +108,13 @@ def test_what_no_input_reaches_is_said() -> None:
 
 @pytest.mark.slow
 def test_a_layer_is_tried_with_the_sizes_of_the_user() -> None:
-    assert run("adapt", "mine:Batched").code == 0  # it differs from 36 on
+    assert run("adapt", "mine:Batched").code == 0  # it differs from a batch of 36 on
     outcome = run("adapt", "mine:Batched", "--batch", "1:4:40")
     assert outcome.code == 3 and "for a batch of 40" in outcome.error
     (missing, *_) = moexport.adapt("mine:Long").missing
     assert re.search(r"48 tokens at least.*moexport read layer.experts as 6", missing)
     assert moexport.adapt("mine:Long", tokens=48).missing == ()
-    with pytest.raises(UsageError, match="fails, or gives no numbers, for 12 tokens"):
+    with pytest.raises(UsageError, match="fails, or returns NaN, for 12 tokens"):
         moexport.adapt("mine:Long", tokens="12:48:64")
 
 
@@ -145,7 +145,8 @@ def test_a_start_is_the_layers_own_forward_with_the_experts_marked() -> None:
     outcome = run("adapt", "mine:Halves", "-o", "found.py")
     assert outcome.code == 3
     assert (
-        "read layer.experts as 6 experts (Expert), and no usual form gives [3, 2," in outcome.error
+        "read layer.experts as 6 experts (Expert), but no usual form returns [3, 2,"
+        in outcome.error
     )
     text = Path("found.py").read_text()
     assert "    whole = layer\n    def forward(experts, x):\n" in text  # `layer` is a name in it
@@ -182,13 +183,11 @@ def test_a_search_says_how_far_it_is_and_is_done_once(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     first, again, changed = Steps(), Steps(), Steps()
     found = moexport.adapt("mine:Waves", progress=first)
-    assert (
-        "their outputs are right, and what they are weighted with was not found" in found.missing[0]
-    )
+    assert "their outputs are correct, but their weights were not found" in found.missing[0]
     assert any(text.endswith(": 50 forms") for text in first.said)
     assert torch.get_num_threads() == before
     assert moexport.adapt("mine:Waves", progress=again) == found
-    assert again.said == ["mine:Waves was searched before: its result is taken again"]
+    assert again.said == ["using the result of an earlier search of mine:Waves"]
     (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text() + "\n# changed\n")
     moexport.adapt("mine:Waves", progress=changed)
     assert len(changed.said) > 1

@@ -1,4 +1,4 @@
-"""An adapter that is wrong is told in which way, whichever of the usual ways that is."""
+"""The message about a wrong adapter names the mistake, for all usual mistakes."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ def soft(layer: Any, **changes: Any) -> moexport.SoftMoE:
         (lambda layer: {"experts": maps(layer, "up")}, "the weights of up=transposed$"),
         (lambda layer: {"experts": maps(layer, "down")}, "the last weight=transposed$"),
         (lambda layer: {"activation": "gelu"}, "with activation='silu'$"),
-        (lambda layer: {"residual": False}, "x is taken from y: the layer adds its input$"),
+        (lambda layer: {"residual": False}, "x is subtracted from y: the layer adds its input$"),
         (lambda layer: {"experts": maps(layer, biases=False)}, "experts=with their biases$"),
         (lambda layer: {"bias": None}, "with bias=layer.bias$"),
         (lambda layer: {"experts": maps(layer, order="up gate down")}, "gate and up=exchanged$"),
         (lambda layer: {"temperature": 1.0}, "with temperature=layer.tau$"),
-        (lambda layer: {"norm": "none"}, "it takes what layer.norm returns, and not x$"),
-        (lambda layer: {"norm": "layernorm"}, "it takes what layer.norm returns, and not x$"),
+        (lambda layer: {"norm": "none"}, "its input is what layer.norm returns, not x$"),
+        (lambda layer: {"norm": "layernorm"}, "its input is what layer.norm returns, not x$"),
         (
             lambda layer: {"phi": layer.phi.reshape(D, P, N).mT},
             r"with phi=phi\.mT\.flatten\(1\)\.unflatten\(1, \(4, 2\)\)$",
@@ -146,7 +146,7 @@ def test_a_soft_moe_that_is_wrong_in_one_way_is_told_that_way(
 def routed(
     forward: Callable[[Any, Any, Tensor, Tensor], Any] | None = None, **more: Any
 ) -> Callable[[Any], moexport.Experts]:
-    """An adapter whose forward takes the layer, the bank, x and what the norm makes of it."""
+    """An adapter whose forward takes the layer, the bank, x and the normalised x."""
 
     def right(layer: Any, experts: Any, x: Tensor, h: Tensor) -> Any:
         return x + layer.shared(h) + experts(h, *layer.route(h))
@@ -170,7 +170,7 @@ def other_axis(layer: Any, experts: Any, x: Tensor, h: Tensor) -> Any:
     return x + layer.shared(h) + experts(h, index, weights)
 
 
-WEIGHTS = r"its experts are right but their weights are not: token \d+ has .* of expert"
+WEIGHTS = r"its experts are correct, but their weights are not: token \d+ has .* of expert"
 
 
 @pytest.mark.parametrize(
@@ -179,17 +179,17 @@ WEIGHTS = r"its experts are right but their weights are not: token \d+ has .* of
         (routed(lambda layer, e, x, h: x + e(h, *layer.route(h))), "what layer.shared", "shared("),
         (
             routed(lambda layer, e, x, h: layer.shared(h) + e(h, *layer.route(h))),
-            "x is taken from y: the layer adds its input$",
+            "x is subtracted from y: the layer adds its input$",
             "return x +",
         ),
         (
             routed(lambda layer, e, x, h: e(h, *layer.route(h))),
-            "once x and what layer.shared returns are taken from y: the layer adds both$",
+            "once x and what layer.shared returns are subtracted from y: the layer adds both$",
             "x + layer.shared(…)",
         ),
         (
             routed(lambda layer, e, x, h: x + layer.shared(x) + e(x, *layer.route(x))),
-            "it takes what layer.norm returns, and not x$",
+            "its input is what layer.norm returns, not x$",
             "layer.norm(x)",
         ),
         (

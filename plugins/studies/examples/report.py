@@ -1,6 +1,6 @@
 """Examples of experts as JSON, as text and as a page with the images or texts.
 
-The page is self-contained. An image is on it once, however many experts it belongs to; a map of its
+The page is self-contained. Each image is on it once, even if several experts have it; a map of its
 patches is drawn over it if the layer's tokens are patches.
 """
 
@@ -73,10 +73,7 @@ def _in_line(one: TopInput, found: Examples) -> str:
 
 
 def _words(one: TopInput, shown: Contents) -> tuple[str, str, str]:
-    """The text before a token, the token's, and the text after it.
-
-    For a whole input it is only its own.
-    """
+    """The text before a token, its own, and the text after it; for a whole input only its own."""
     if one.token is None:
         return "", shown.text(one.input), ""
     return shown.around(one.input, one.tokens[0][0])
@@ -119,9 +116,11 @@ def page(found: Examples) -> str:
         f"{found.weight}."
     )
     if sizes is not None and shown.images is not None:
-        about += f" Red: {found.share}, by patch; point at an image to see it without."
+        about += f" Red: {found.share}, by patch; point at an image to hide them."
     if len(there) > len(listed):
-        about += f" {len(there) - len(listed)} experts of smaller weights are only in {JSON_FILE}."
+        about += (
+            f" {len(there) - len(listed)} experts with smaller weights are only in {JSON_FILE}."
+        )
     if len(there) < len(found.experts):
         none = len(found.experts) - len(there)
         about += f" {none} experts have no example: no input gives them a weight."
@@ -194,8 +193,8 @@ def _png(image: Array, scale: float = 1.0) -> str:
 def _grid(found: Examples) -> tuple[int, int] | None:
     """The rows and columns of patches that are a layer's tokens; None if they are not patches.
 
-    There may be one token more, before them. Tokens of a layer that mixes patches are channels: its
-    width is then the number of the patches.
+    One more token may come before them. The tokens of a layer that mixes patches are channels; the
+    number of patches is then its width.
     """
     if found.shown.pixels is None or not found.shares:
         return None

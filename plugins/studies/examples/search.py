@@ -1,6 +1,6 @@
 """Finds the inputs, and their tokens, with the largest weights of each expert.
 
-An input's weight for an expert is the value that the layer chooses by. For Soft MoE it is the sum
+An input's weight for an expert is the value by which the layer chooses. For Soft MoE it is the sum
 of the expert's columns of C, and a token's weight is its share of the expert's slots, D averaged
 over the slots; for muMoE the largest coefficient of a token, and for token-routed experts the
 largest gate. If inputs are token ids, each token is an example by itself.
@@ -95,7 +95,7 @@ class Examples:
 def inputs_for_examples(
     data: str | Path | LabelledData | Mapping[str, Any], model: Model
 ) -> LabelledData:
-    """Returns the inputs in which to find examples; raises what reading them raises."""
+    """Returns the inputs in which to find examples; raises the errors of reading them."""
     if isinstance(data, LabelledData):
         return data
     sequences = benchmark_of(model)
@@ -115,9 +115,9 @@ def examples_of(
 ) -> Examples:
     """Returns the `count` inputs of the largest weights of each expert of a layer.
 
-    By default it is the last layer. One pass over the data. An expert without weight for any input
-    has no examples. Raises UsageError for an unknown layer, or one whose tokens are not those of
-    the inputs; and what reading data raises.
+    By default it is the last layer. It takes one pass over the data. An expert without weight for
+    any input has no examples. Raises UsageError for an unknown layer, or one whose tokens are not
+    those of the inputs, and the errors of reading data.
     """
     name = found_layer(model, layer)
     held = inputs_for_examples(data, model)
@@ -128,7 +128,7 @@ def examples_of(
     together = model.input.groups_of or 1
     if len(held) % together:
         raise FeedError(
-            f"--data: holds {len(held)} inputs, and the model computes {together} together",
+            f"--data: there are {len(held)} inputs, but the model computes {together} together",
             hint=f"give a multiple of {together} inputs",
         )
     done = 0
@@ -139,7 +139,7 @@ def examples_of(
             model.module(*(torch.from_numpy(np.ascontiguousarray(a)) for a in arrays.values()))
         if not levels:
             raise UsageError(
-                f"--examples: these inputs do not reach layer {name}", hint="name another --layer"
+                f"--examples: these inputs do not reach layer {name}", hint="choose another --layer"
             )
         mask = arrays.get(MASK)
         for kept, (scores, shares) in zip(best, levels, strict=True):
@@ -151,7 +151,7 @@ def examples_of(
         if progress is not None:
             progress.advance(rows)
     share = _weight_of(watched)
-    if isinstance(watched, SoftMoE):  # a layer that is given its slots has no D
+    if isinstance(watched, SoftMoE):  # a layer whose input is its slots has no D
         share = COMBINED if watched.spec.external_routing else SLOTS
     return Examples(
         model=model.source.path,
@@ -233,8 +233,8 @@ def _of_levels(
 
 def _other_tokens(layer: str) -> UsageError:
     return UsageError(
-        f"--examples: layer {layer} has other tokens than the inputs",
-        hint="name another --layer",
+        f"--examples: the tokens of layer {layer} are not those of the inputs",
+        hint="choose another --layer",
     )
 
 
@@ -280,7 +280,7 @@ class _Best:
             self.scores, self.places, self.shares = scores[:0], places[:0], own[:0]
         if m != self.tokens:
             raise FeedError(
-                f"--examples: inputs of {self.tokens} tokens and of {m}",
+                f"--examples: some inputs have {self.tokens} tokens, others {m}",
                 hint="give inputs of one length",
             )
         scores, places = (

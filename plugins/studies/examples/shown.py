@@ -60,17 +60,17 @@ class Contents:
 def contents_of(inputs: Array, model: Model, data: Any) -> Contents:
     """Returns the contents to show of a model's inputs, as they come from `data`.
 
-    These are arrays `image` and `text` in the file of the inputs, else inputs that are images
-    themselves; and a tokenizer next to the model or the data. Raises `FeedError` for arrays that do
+    These are arrays `image` and `text` in the file of the inputs, or inputs that are images
+    themselves, and a tokenizer next to the model or the data. Raises `FeedError` for arrays that do
     not fit.
     """
     path = local(data) if isinstance(data, str | Path) else None
     if np.issubdtype(np.dtype(model.input.dtype), np.integer):
         places = [local(model.source.path)] + ([] if path is None else [path])
         return Contents(ids=inputs, decode=_decoder(places))
-    beside = _arrays(data if path is None else path, len(inputs))
-    images = next((beside[name] for name in IMAGES if name in beside), None)
-    texts = next((beside[name] for name in TEXTS if name in beside), None)
+    arrays = _arrays(data if path is None else path, len(inputs))
+    images = next((arrays[name] for name in IMAGES if name in arrays), None)
+    texts = next((arrays[name] for name in TEXTS if name in arrays), None)
     pixels = None
     if len(model.input.shape) == 4:
         images = inputs if images is None else images
@@ -85,10 +85,7 @@ def contents_of(inputs: Array, model: Model, data: Any) -> Contents:
 
 
 def _arrays(data: Any, count: int) -> dict[str, Array]:
-    """The arrays of images and texts in the file of the inputs.
-
-    Raises `FeedError` for invalid ones.
-    """
+    """The arrays of images and texts in the file of the inputs; `FeedError` for invalid ones."""
     arrays: dict[str, Array] = {}
     if isinstance(data, Mapping):
         arrays = {name: np.asarray(data[name]) for name in (*IMAGES, *TEXTS) if name in data}

@@ -32,7 +32,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def entmax15(z: np.ndarray) -> np.ndarray:
-    """By bisection on the threshold, in float64."""
+    """The entmax by bisection on the threshold, in float64."""
     z = z / 2
     low, high = z.max(axis=-1, keepdims=True) - 1, z.max(axis=-1, keepdims=True)
     for _ in range(100):
@@ -148,7 +148,7 @@ def test_every_figure_of_an_attribute_is_counted_as_it_is_defined() -> None:
     assert first.equality_of_opportunity is not None
     assert first.equality_of_opportunity.value == abs(1 / 2 - 1)
     assert second.equality_of_opportunity is None
-    assert second.undefined == "subgroup a holds no input with attribute 1"
+    assert second.undefined == "subgroup a has no input with attribute 1"
 
 
 def test_the_strength_for_an_attribute_is_the_best_of_a_fine_grid() -> None:

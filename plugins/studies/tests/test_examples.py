@@ -1,4 +1,4 @@
-"""`specialise --examples` shows the inputs, and tokens, that an expert works for most."""
+"""`specialise --examples` shows the inputs and tokens with the largest weights of an expert."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def assert_weights(found: Examples, level: int, expert: int, scores: np.ndarray)
     """The examples of an expert have the largest of some scores, as numbers and as weights."""
     (of_expert,) = (e for e in found.experts if (e.level, e.expert) == (level, expert))
     wanted = largest(scores, 9)
-    # Where float64 does not tell a weight from zero, or two weights apart, either is right.
+    # If float64 does not distinguish a weight from zero, or two weights, either is correct.
     weights = [example.weight for example in of_expert.examples]
     shown = [weight for weight in weights if weight > 1e-6]
     expected = [weight for _, weight in wanted if weight > 1e-6]
@@ -122,7 +122,7 @@ def test_tokens_of_a_language_model_are_examples_by_their_gates(tmp_path: Path) 
 
 
 def test_gates_of_dropped_tokens_do_not_count_and_groups_stay_whole() -> None:
-    """V-MoE's experts have a capacity, and four images are computed together."""
+    """V-MoE's experts have a capacity, and four images are routed together."""
     case = vmoe_case("jax_vmoe_last2_k2")
     model = moexport.load(case.index, config=case.config)
     x = case.x(16)
@@ -135,7 +135,7 @@ def test_gates_of_dropped_tokens_do_not_count_and_groups_stay_whole() -> None:
     for expert in range(experts):
         gates = np.where(index.numpy() == expert, weights.double().numpy(), 0).max(axis=1)
         assert_weights(found, 1, expert, gates.reshape(16, -1).max(axis=1))
-    with pytest.raises(moexport.errors.FeedError, match="holds 6 inputs, and the model computes 4"):
+    with pytest.raises(moexport.errors.FeedError, match="6 inputs, but the model computes 4"):
         examples_of(model, LabelledData(x[:6], None))
 
 
@@ -155,7 +155,7 @@ def test_a_tokenizer_beside_the_model_gives_the_text_around_a_token(tmp_path: Pa
     assert example["text"] == " ".join(f"<w{i}>" for i in ids[example["input"]])
     page = (out / "examples.html").read_text()
     assert f"<mark> &lt;w{example['token']}&gt;</mark>" in page or "<mark>&lt;w" in page
-    assert "<w1>" not in page  # what a text holds is text
+    assert "<w1>" not in page  # the text is escaped
 
 
 def pictures(page: str) -> dict[int, np.ndarray]:
@@ -188,7 +188,7 @@ def test_the_page_shows_images_that_lie_beside_features_each_once(
         assert image.shape == (28, 28, 3)
         assert np.abs(image - expected[..., None]).max() <= 1
     assert "http" not in page and "6 experts have no example" in page
-    # What was shown without the option is there as before.
+    # The output without the option stays the same.
     assert (tmp_path / "out" / "specialise.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""What the analyses find is what running the model for every choice would find."""
+"""The analyses find the same as runs of the model for every choice."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def few(digits: Digits) -> LabelledData:
 
 @pytest.fixture(scope="module")
 def vit() -> tuple[Model, LabelledData]:
-    """Two layers of 8 experts and what they make of a few inputs: its scores are no sums."""
+    """A model of two layers of 8 experts, and its scores of a few inputs, which are not sums."""
     model = load(DATA / "soft_moe_vit" / "weights.pt", config=VIT_CONFIG)
     x = random_inputs(model, 6)
     labels = untouched(model).infer(x).argmax(axis=1)

@@ -1,6 +1,6 @@
 """Edits through the command line: done, recorded, shown, measured, and refused.
 
-What an ablation must give is had by another way: zeros in the checkpoint itself.
+The expected result of an ablation comes from zeros in the checkpoint itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moexport.tests.commands.test_errors import assert_refused
 from moexport.tests.graphs.mumoe_layers import mumoe_layers
 from moexport.tests.recorded import DATA, ENTMAX, VIT_CONFIG, VIT_SETS, read_case
 
-pytestmark = pytest.mark.plugins  # who types edits needs the plugin that reads them
+pytestmark = pytest.mark.plugins  # this plugin reads the edits
 
 VIT = DATA / "soft_moe_vit" / "weights.pt"  # blocks.2.mlp and blocks.3.mlp, 8 experts each
 TWO_LEVELS = DATA / "mumoe_tr_2level" / "weights.pt"  # 16 and 4 experts, 24 wide, 10 outputs
@@ -49,7 +49,7 @@ def in_pytorch(checkpoint: Path, x: np.ndarray, **config: Any) -> np.ndarray:
 
 
 def entry(**changes: Any) -> dict[str, Any]:
-    """A valid entry of a rewrite file for `TWO_LEVELS`, but for the changes."""
+    """A valid entry of a rewrite file for `TWO_LEVELS`, with some changes."""
     means = [[1 / 16] * 16, [0.25] * 4]
     return {"layer": "layer", "output": 7, "coefficients": means, "lambda": -30.0} | changes
 
@@ -88,7 +88,7 @@ def test_an_ablated_export_is_that_of_a_checkpoint_with_zeros(tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def mumoe_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Level 1 without expert 2 and level 2 without expert 0; output 7 re-written; k an input."""
+    """Level 1 without expert 2 and level 2 without expert 0; output 7 rewritten; k an input."""
     folder = tmp_path_factory.mktemp("edited")
     outcome = run(
         *(
@@ -115,14 +115,14 @@ def test_a_hierarchy_is_edited_by_level(mumoe_bundle: Path, tmp_path: Path) -> N
     expected = in_pytorch(other, x, act="entmax15")
     (layer,) = mumoe_layers(moexport.load(TWO_LEVELS, config={"act": "entmax15"}).module).values()
     first, second = (a.numpy().copy() for a in layer.coefficients(torch.from_numpy(x)))
-    first[..., 2], second[..., 0] = 0, 0  # what is ablated re-writes nothing either
+    first[..., 2], second[..., 0] = 0, 0  # an ablated expert does not rewrite either
     expected[..., 7] += -30.0 * first.mean(-1) * second.mean(-1)
     assert_close(Bundle.open(mumoe_bundle).session()(x, 16), expected)
 
 
 @pytest.mark.slow
 def test_the_coefficient_of_an_ablated_expert_counts_as_zero_in_a_rewrite(tmp_path: Path) -> None:
-    """As docs/mumoe.md says: where the subgroup has that expert alone, no output is re-written."""
+    """As in docs/mumoe.md: if the subgroup has only that expert, no output is rewritten."""
     x = read_case("mumoe_tr_2level").x[:, None].astype(np.float32)
     (layer,) = mumoe_layers(moexport.load(TWO_LEVELS, config={"act": "entmax15"}).module).values()
     first = layer.coefficients(torch.from_numpy(x))[0].double().numpy().copy()
@@ -172,7 +172,7 @@ def test_a_benchmark_keeps_the_untouched_model_beside_the_edited(
     assert untouched.engine == "pytorch-eager"
     assert untouched.parity is not None and untouched.parity.max_abs == 0
     assert [row.k for row in edited] == [16, 2]
-    for row in edited:  # each is right as the edited model, which is another one
+    for row in edited:  # each agrees with the edited model
         assert row.error is None and row.parity is not None and row.parity.cosine > 0.999999
     y, trained = bundle.session()(x, 16), in_pytorch(TWO_LEVELS, x, act="entmax15")
     assert np.abs(y - trained).max() > 0.1 * np.abs(trained).max()
@@ -234,8 +234,8 @@ def test_an_ablation_of_what_is_not_there(
     ("content", "message"),
     [
         ("{", "not valid JSON"),
-        ("{}", "holds no re-written outputs"),
-        ("[]", "holds no re-written outputs"),
+        ("{}", "it has no rewritten outputs"),
+        ("[]", "it has no rewritten outputs"),
         ("[1]", "entry 0 is a int, not an object"),
         ('[{"layer": "layer", "output": 1}]', "entry 0 lacks coefficients, lambda"),
         (json.dumps([entry(strength=2)]), "has the unknown key strength"),
@@ -260,8 +260,8 @@ def test_a_rewrite_file_that_cannot_be_read(content: str, message: str, tmp_path
 
 
 def test_no_entries_to_rewrite_are_refused() -> None:
-    """They are no default, which would be exported without a word."""
-    with pytest.raises(UsageError, match="rewrite: holds no re-written outputs"):
+    """Empty edits are not a default, and are refused."""
+    with pytest.raises(UsageError, match="rewrite: it has no rewritten outputs"):
         moexport.export(not_loaded, "out", rewrite=[])
 
 

@@ -1,4 +1,4 @@
-"""Fairness is counted as it is defined, and a rewriting is what the edited model then does."""
+"""Fairness follows its definition, and a reported rewriting equals the edited model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def unfair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 @pytest.fixture(scope="module")
 def rewritten(unfair: tuple[Path, Path, Path]) -> Path:
-    """What `specialise` writes for the mirrored sevens."""
+    """The output of `specialise` for the mirrored sevens."""
     head, choose, _ = unfair
     outcome = run(
         *("specialise", head, *ENTMAX, "--data", choose, "-o", head.parent / "found"),
@@ -61,7 +61,7 @@ def test_every_figure_is_counted_as_it_is_defined() -> None:
     groups = np.array(["a", "a", "b", "b", "b", "c", "c", "c"])
     found = fairness(said, labels, groups, 2)
     assert found.accuracy.value == 6 / 8
-    one = found.classes[1]  # told right: a 1 of 2, b 3 of 3, c 2 of 3
+    one = found.classes[1]  # correct: a 1 of 2, b 3 of 3, c 2 of 3
     assert [each.accuracy.value for each in one.subgroups] == [1 / 2, 1, 2 / 3]
     assert [each.positives for each in one.subgroups] == [0, 2, 2]
     rates = [each.true_positive_rate for each in one.subgroups]
@@ -70,7 +70,7 @@ def test_every_figure_is_counted_as_it_is_defined() -> None:
     assert (one.target, one.target_accuracy.value, one.max_min.value) == ("a", 1 / 2, 1 / 2)
     assert one.std_bias.value == pytest.approx(np.std([1 / 2, 1, 2 / 3]))
     assert one.equality_of_opportunity is None
-    assert one.undefined == "subgroup a holds no input of class 1"
+    assert one.undefined == "subgroup a has no input of class 1"
     of_c = fairness(said, labels, groups, 2, targets=["c", "c"]).classes[1]
     assert of_c.equality_of_opportunity is not None
     assert of_c.equality_of_opportunity.value == abs(1 / 2 - 2 / 2)  # c against a and b together
@@ -182,7 +182,7 @@ def test_a_strength_gets_the_sign_of_the_right_answer(unfair: tuple[Path, Path, 
         )
         assert found.rewriting is not None
         assert (found.rewriting.strength, found.rewriting.tried) == (5.0, 1)
-    wrong = moexport.specialise(  # ones among them are taken for others', and too many for a one
+    wrong = moexport.specialise(  # some ones are missed, and too many others are taken for a one
         model, choose, group_by="style", rewrite_class=1, rewrite_group=RARE, strength=5
     )
     assert wrong.rewriting is not None and wrong.rewriting.strength == -5.0
@@ -218,7 +218,7 @@ def test_a_benchmark_shows_the_edited_model_beside_the_untouched(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "names an array of a file, but the data are not a file"),
+        ((), "this is an array of a file, but the data are not a file"),
         (("--data", "held.npz", "--group-by", "colour"), "no array 'colour'"),
         (("--data", "plain.npz"), "needs labels"),
     ],
@@ -261,9 +261,9 @@ SEVENS = (*GROUPS, "--rewrite-class", "7", "--rewrite-group", RARE)
         ((*SEVENS[:-1], "sideways"), "--rewrite-group sideways: there is no such", "usual"),
         ((*GROUPS, "--rewrite-class", "10", *SEVENS[4:]), "has 10 classes", "0 to 9"),
         ((*GROUPS, "--rewrite-class", "0", *SEVENS[4:]), "no wrong answer", "specialise"),
-        ((*SEVENS, "--strength", "nan"), "--strength nan: not a finite number", "sign"),
-        ((*SEVENS, "--strength", "0"), "--strength 0.0: not a finite number", "sign"),
-        ((*SEVENS, "--budget", "1.5"), "--budget 1.5: a share", "0.01"),
+        ((*SEVENS, "--strength", "nan"), "--strength nan: it must be a finite number", "sign"),
+        ((*SEVENS, "--strength", "0"), "--strength 0.0: it must be a finite number", "sign"),
+        ((*SEVENS, "--budget", "1.5"), "--budget 1.5: it must be a share", "0.01"),
         (
             (*SEVENS, "--budget", "0.1", "--strength", "3"),
             "--budget applies to a search",
@@ -281,7 +281,7 @@ def test_a_rewriting_that_cannot_be_meant(
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"style": np.full(397, "usual")}, "holds one subgroup (only usual)"),
+        ({"style": np.full(397, "usual")}, "has one subgroup (only usual)"),
         ({"label": np.full(397, 12)}, "labels outside 0..9"),
         ({"label": np.full(397, 0.5)}, "'label'"),
     ],

@@ -1,4 +1,4 @@
-"""`specialise` tells what removing an expert does, as if it were tried one by one."""
+"""`specialise` reports the effect of removing each expert, as single removals show it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def said(checkpoint: Path) -> dict[str, str]:
-    """What the user of a checkpoint says beside its shapes."""
+    """The settings of a checkpoint that its shapes do not determine."""
     state = torch.load(checkpoint, weights_only=True)
     return {"act": "entmax15"} if "projs.0" in state else {}
 
@@ -69,7 +69,7 @@ def test_a_mumoe_s_experts_are_removed_one_by_one(head: tuple[Path, Path], tmp_p
         assert each.change == pytest.approx(differences(each, found))
         assert each.polysemanticity == polysemanticity(found.accuracy, each.change)
     assert any(e.polysemanticity is not None for e in found.experts)
-    assert any(e.inputs < sum(found.samples) for e in found.experts)  # zeros are passed over
+    assert any(e.inputs < sum(found.samples) for e in found.experts)  # zeros are skipped
 
 
 def test_a_soft_moe_s_experts_are_removed_one_by_one(trained: SoftMoEMnist, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_layer_whose_experts_change_nothing_is_drawn_too(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "options", "message", "hint"),
     [
-        ({"label": None}, (), "needs labels, and 'input' has none", "label=…"),
+        ({"label": None}, (), "needs labels, but 'input' has none", "label=…"),
         ({"label": np.full(360, 10)}, (), "labels outside 0..9", "10 classes"),
         ({}, ("--layer", "head"), "--layer head: the model has no such", "its MoE layers: layer"),
         ({}, ("--group-by", "sex"), "no array 'sex' to group", "it contains input, label, odd"),

@@ -28,7 +28,7 @@ MASK[1, 6:] = MASK[3, 2:] = 0
 
 @contextmanager
 def results_of(network: torch.nn.Module, kind: str) -> Iterator[list[Any]]:
-    """Within the context what the modules return whose class is called so, in their order."""
+    """Records within the context the results of the modules of a class, in order."""
     seen: list[Any] = []
     hooks = [
         module.register_forward_hook(lambda *made: seen.append(made[2]))

@@ -3,8 +3,8 @@
 An input of a Soft MoE chooses k experts (Algorithm 1), and a token of token-routed experts those
 that its router chooses. f_e is the share of the tokens that choose expert e, before a capacity
 drops any, and P_e the mean of the router's probability for it: E · Σ f_e P_e is the balance loss of
-the Switch Transformer, which is k if all experts are used equally. If all experts are kept nothing
-is chosen, and only the mean gates show which experts count: an expert's share of the combine
+the Switch Transformer, which is k if all experts are used equally. If all experts are kept, nothing
+is chosen, and only the mean gates show which experts matter: an expert's share of the combine
 weights (Soft MoE), coefficients (muMoE) or weights (token-routed), over all tokens.
 """
 
@@ -51,8 +51,8 @@ class GroupUsage:
 class LayerUsage:
     """The use of the experts of a layer, or of one level of it.
 
-    `chosen` [n] is the share of the `of` inputs or tokens (`chosen_by`) that take each expert, `k`
-    of them each; None if every expert is always taken. `gates` [n] are the mean gates.
+    `chosen` [n] is the share of the `of` inputs or tokens (`chosen_by`) that choose each expert,
+    `k` of them each; None if every expert is always used. `gates` [n] are the mean gates.
     `probabilities` [n] is P, and `balance_loss` E·Σf·P, for routers of tokens, None if the router's
     probabilities are unknown. For experts with a capacity `overflow` [n] is the share of each
     expert's choices that is dropped, None for an expert without choices, `dropped` that of all
@@ -187,7 +187,7 @@ class _LevelSums:
             self.probabilities += taken.probabilities[of].sum(axis=0)
 
     def usage(self, groups: Members) -> LayerUsage:
-        """Returns the usage from the sums; nothing for groups without members."""
+        """Returns the usage from the sums, without groups that have no members."""
         spec = self.layer.spec
         n = spec.levels[self.level]
         every = bool((self.chosen == self.of).all())
@@ -255,8 +255,8 @@ def usage_of(
 ) -> Usage:
     """Returns how the experts of every layer are used by the inputs of some data.
 
-    `k` is that of an export, the trained one by default. By class if the labels are classes or
-    attributes, or by `subgroups`. Raises `UsageError` for an invalid k, `FeedError` without inputs.
+    `k` is that of an export, by default the trained one. Counts are by class, attribute or one of
+    the `subgroups`. Raises `UsageError` for an invalid k, `FeedError` without inputs.
     """
     model, kept = _with_k(model, k)
     groups = Members.of(held.labels, subgroups, _tokens(model, held))
@@ -267,10 +267,10 @@ def usage_of(
     count = len(held) // of * of
     if not count:
         raise FeedError(
-            f"the model computes {of} inputs together, and the data hold {len(held)}",
+            f"the model computes {of} inputs together, but the data have {len(held)}",
             hint=f"give {of} or more",
         )
-    progress.step(f"how {model.source.path} uses its experts", total=count)
+    progress.step(f"counting the experts that {model.source.path} uses", total=count)
     with (
         torch.inference_mode(),
         algorithm_1(model.module, kept),
@@ -352,8 +352,8 @@ def _watched(module: nn.Module) -> Iterator[dict[str, Sequence[_Taken]]]:
         def record(layer: nn.Module, args: tuple[Tensor, ...], name: str) -> None:
             assert isinstance(layer, MoELayer)
             if layer.spec.flat:
-                seen = probabilities.take(len(args[1]), layer.spec.experts)
-                found[name] = [_routed(layer, args[1], args[2], seen)]
+                rates = probabilities.take(len(args[1]), layer.spec.experts)
+                found[name] = [_routed(layer, args[1], args[2], rates)]
             else:
                 found[name] = list(_mixed(layer, args))
 
@@ -378,8 +378,8 @@ def _mixed(layer: MoELayer, args: tuple[Tensor, ...]) -> Iterator[_Taken]:
 def _routed(layer: MoELayer, index: Tensor, weights: Tensor, probabilities: Array | None) -> _Taken:
     """The choices of a layer whose router chose experts for tokens, and the dropped ones.
 
-    A dropped choice is expert + n; or its only expert has a weight of zero, whichever is named. If
-    experts choose their tokens, expert + n is one that did not.
+    A dropped choice is expert + n, or a single expert with a weight of zero. If experts choose
+    their tokens, expert + n is one that did not.
     """
     n = layer.spec.experts
     experts, lost, shares = (index % n).numpy(), (index >= n).numpy(), weights.double().numpy()

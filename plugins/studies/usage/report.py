@@ -84,7 +84,7 @@ def _of_all(usage: Usage) -> Iterator[str]:
     if every:
         yield (
             f"all experts are kept in {_listed(every)}: nothing is chosen there, and only mean "
-            "gates show which experts count; --k K counts the choices of K experts"
+            "gates show which experts matter; --k K counts the choices of K experts"
         )
 
 
@@ -121,7 +121,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _by_group(usage: Usage, layer: LayerUsage) -> str:
-    """The experts that each class, attribute or subgroup takes most, in one layer."""
+    """The experts that each class, attribute or subgroup chooses most, in one layer."""
     what = "mean gate" if layer.chosen is None else f"share of its {layer.chosen_by}"
     rows = []
     for group in layer.groups[:MOST_GROUPS]:

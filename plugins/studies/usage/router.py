@@ -1,9 +1,9 @@
 """The probabilities of a router, recorded while it computes them.
 
-A router is code of the network around the layer, and passes only the chosen experts. Its operations
-on its logits are recorded from the calls of PyTorch: a softmax over all experts; else a sigmoid
-that is divided by its sum; else the softmax of a linear layer's outputs, one for each expert, or of
-the values that are ranked.
+A router is part of the network around the layer, and passes on only the chosen experts. Its
+operations on its logits are recorded from the calls of PyTorch. The first of these counts: a
+softmax over all experts; a sigmoid that is divided by its sum; the softmax of a linear layer's
+outputs, one for each expert, or of the values that are ranked.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RouterProbabilities(TorchFunctionMode):
     def take(self, rows: int, experts: int) -> np.ndarray | None:
         """Returns the probabilities [rows, n] of the tokens of a layer, and clears the record.
 
-        None if the router computes them in another way.
+        Returns None if the router computes them in another way.
         """
         last: dict[str, np.ndarray] = {}
         for kind, tensors in self._seen.items():

@@ -1,7 +1,4 @@
-"""The use of experts in models without an accuracy by class.
-
-These are models of texts, and of several inputs.
-"""
+"""The use of experts in models without an accuracy by class: of texts, or of several inputs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Token-routed experts in PyTorch: the arithmetic for a choice that the surrounding graph made.
+"""Token-routed experts in PyTorch: the computation after the surrounding graph chose them.
 
 A router gives each token k experts and a weight for each; this layer computes y_t = Σ_j weights[t,
-j] · expert_{index[t, j]}(x_t). It is the reference that exported graphs are compared with, so it
-loops over experts; the exported form is written independently, in `plugins.token_routed.lowerings`.
+j] · expert_{index[t, j]}(x_t). It is the reference for exported graphs and loops over experts;
+the exported form is written independently, in `plugins.token_routed.lowerings`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ....graphs.layers.expert import (
 from ....graphs.names import SELECTED
 
 Gate = Literal["none", "concatenated", "interleaved"]
-"""`none`: act(x·w1 + b1); else act(gate)·up, with the columns of x·w1 + b1 as [gate, up], or
+"""`none`: act(x·w1 + b1); otherwise act(gate)·up, with the columns of x·w1 + b1 as [gate, up], or
 interleaved: gate, up, gate, up, …"""
 
 WeightsOn = Literal["output", "input"]
@@ -148,7 +148,7 @@ class ExpertsSpec:
 class ExpertsWeights:
     """The weights of one layer, in canonical orientation.
 
-    `w1` holds n matrices [d, inner] and `w2` n matrices [h, o], or None; they may be transposed
+    `w1` has n matrices [d, inner] and `w2` n matrices [h, o], or None; they may be transposed
     views of a checkpoint's tensors, of any float type. `b1` [n, inner] and `b2` [n, o] may be None.
     With a gate the columns of `w1` and `b1` are in the order of the spec's `gate`. `scale` [o]
     belongs to `post_norm`.
@@ -262,7 +262,7 @@ class Experts(MoELayer):
             if weight is not None:
                 sizes = {"w1": (spec.dim, spec.inner), "w2": (spec.hidden, spec.out)}
                 size = sizes.get(key, (spec.inner if key in inner else spec.out,))
-                # If the first map is zero, too, no number overflows before the last one.
+                # If the first map is also zero, no number overflows before the last one.
                 unnormed = spec.linear or spec.hidden_norm is None
                 last = key in outer or (unnormed and key in ("w1", "b1"))
                 yield StoredPart(

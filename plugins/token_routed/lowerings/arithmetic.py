@@ -34,7 +34,7 @@ ExpertsLayer = Layer[ExpertsSpec]
 
 @dataclass(frozen=True, slots=True)
 class ScaledRows:
-    """The rows of a product; a unit of a row is worth `scale` [r, 1], or 1 if it is None."""
+    """The rows of a product; the true values are `scale` [r, 1] times these, if it is not None."""
 
     values: ir.Value
     scale: ir.Value | None = None
@@ -74,7 +74,7 @@ def outputs_type(layer: ExpertsLayer) -> ir.DataType:
     """The float type of the experts' outputs and of their weighted sum.
 
     It is FP32, except for a runtime whose 16-bit products accumulate in FP32, and in which a cast
-    is another kernel launch.
+    launches another kernel.
     """
     wide = layer.spec.post_norm or layer.spec.rounded or not TARGETS[layer.target].launches
     return ir.DataType.FLOAT if wide else layer.compute.inner

@@ -1,6 +1,6 @@
 """`block-grouped`: (token, expert) pairs in padded tiles, with one gathered matrix per tile.
 
-Every shape depends only on the inputs' shapes, as engines need it
+Every shape depends only on the inputs' shapes, as engines require
 (`graphs.lowerings.block_grouped`).
 """
 

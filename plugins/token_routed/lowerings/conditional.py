@@ -105,7 +105,7 @@ def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
 
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="conditional",
-    summary="an If per expert: all tokens through it if any chose it, else skipped",
+    summary="an If per expert: computes all tokens if any chose it, otherwise skipped",
     needs=lambda target: target.branches,
     branches=True,
     build=build,

@@ -1,4 +1,4 @@
-"""`dense`: every expert computes every token; the outputs that were not chosen are left out."""
+"""`dense`: every expert computes every token; outputs that were not chosen are left out."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
 
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="dense",
-    summary="all experts on all tokens in batched MatMuls; what was not chosen is left out",
+    summary="all experts on all tokens in batched MatMuls; other outputs are left out",
     build=build,
     predict_us=predict_us,
     no_kernel=no_blocks,

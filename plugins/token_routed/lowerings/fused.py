@@ -4,10 +4,10 @@ The op routes by itself, from logits: it weights the k experts of a row by the s
 logits. If the weights from the surrounding graph are known to be positive, each token is one row
 and its logits are the logarithms of these weights: the softmax returns each one's share of their
 sum, by which the output is multiplied. The CPU's kernels are slower that way, so there it is used
-only for integers, and on the input for weights that only they have.
+only for integers.
 
 Otherwise every (token, expert) pair is a row, whose logits send it to that expert with a weight of
-exactly 1; the weights, of any sign, are applied after.
+exactly 1; the weights, of any sign, are applied afterwards.
 
 `QMoE` has a fast kernel only for weights in blocks, and rounds a row block by block. INT8 has one
 scale for a column: the scale of all its blocks.
@@ -63,7 +63,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
         return by_token(b, layer, outputs, index, weights)
     assert isinstance(layer.k, int)
     rows = token_rows(b, layer, x)
-    spread = _spread(b, layer, index, weights)  # whose k largest are the chosen ones
+    spread = _spread(b, layer, index, weights)  # the k largest are the chosen ones
     if TARGETS[layer.target].on_cpu:
         return output(b, layer, moe_node(b, layer, experts, rows, spread, layer.k, weights=spread))
     logits = _log_weights(b, layer, spread)
@@ -89,7 +89,7 @@ def _weights_itself(layer: ExpertsLayer) -> bool:
     """Whether the op may weight the experts' outputs and sum them."""
     spec, on_cpu = layer.spec, TARGETS[layer.target].on_cpu
     summed = spec.weights_on == "output" and not (spec.post_norm or spec.rounded)
-    dropped = bool(spec.capacities) and not on_cpu  # whose outputs may be infinite
+    dropped = bool(spec.capacities) and not on_cpu  # their outputs may be infinite
     known = isinstance(layer.k, int) and layer.k <= spec.experts
     here = takes_integers(layer) or not on_cpu
     return here and summed and not dropped and known and _positive(layer.routed[1])
@@ -194,9 +194,9 @@ def _no_kernel(precision: Precision, target: Target) -> str | None:
     if precision not in record.moe and not (integers and (record.on_cpu or record.weight_only)):
         return f"com.microsoft.MoE has no {precision.upper()} kernel there"
     if integers and record.on_cpu and not record.new_kernels:
-        return "com.microsoft.QMoE takes the experts' weights in no onnxruntime-web up to 1.30"
+        return "com.microsoft.QMoE accepts the experts' weights in no onnxruntime-web up to 1.30"
     if integers and older("onnxruntime", ROUTED_WEIGHTS):
-        return "com.microsoft.QMoE takes the experts' weights from ONNX Runtime 1.31 on"
+        return "com.microsoft.QMoE accepts the experts' weights from ONNX Runtime 1.31 on"
     return None
 
 

@@ -1,7 +1,7 @@
 """`grouped`: the (token, expert) pairs are sorted by expert; each expert computes its own.
 
 An expert's weights are constants of 2-D products, which runtimes pack once. An expert that no token
-chose gets zero rows, which costs next to nothing. The operation between the two products is done
+chose has zero rows, which costs next to nothing. The operation between the two products is done
 once for all rows, so an expert costs two nodes.
 """
 
@@ -88,7 +88,7 @@ def _with_dropped(
 
 
 def _token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value, pairs: _Pairs) -> ScaledRows:
-    """The tokens of the pairs; if they become integers, that is before they are copied."""
+    """The tokens of the pairs; they are quantised, if at all, before they are copied."""
     rows = first_rows(b, layer, token_rows(b, layer, x))
     values = b.op("Gather", rows.values, pairs.token, axis=0, name="dispatch/rows")
     if rows.scale is None:

@@ -1,8 +1,8 @@
 """`slots`: experts with a capacity compute only their slots, in batched products of fixed sizes.
 
-Each group of tokens has C slots for each expert, whatever is chosen: the experts compute n·C rows a
-group, which is k times the capacity factor per token, not n. Only the number of groups may vary, as
-engines need it.
+Each group of tokens has C slots for each expert, for any choice: the experts compute n·C rows per
+group, which is k times the capacity factor per token, not n. Only the number of groups varies, as
+engines require.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     back = b.op("Reshape", outputs, b.ints(n, -1, capacity, spec.out), name="slots/outputs")
     back = b.op("Transpose", back, perm=[1, 0, 2, 3], name="slots/outputs_by_group")
     back = b.op("Reshape", back, b.ints(-1, slots, spec.out), name="slots/outputs_of_group")
-    # A dropped choice reads some slot, which is left out.
+    # A dropped choice reads any slot, and the result is left out.
     some = b.op("Min", slot, b.integer(slots - 1), name="slots/some_slot")
     place = b.op("Unsqueeze", some, b.ints(2), name="slots/place")
     picked = b.op("GatherND", back, place, batch_dims=1, name="slots/outputs_of_pair")
@@ -52,9 +52,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
 
 
 def _sizes(spec: ExpertsSpec, k: object) -> tuple[int, int, int]:
-    assert isinstance(k, int) and spec.group is not None, (
-        "a router chooses the number that it was set to"
-    )
+    assert isinstance(k, int) and spec.group is not None, "a router chooses the configured number"
     return k, spec.group, spec.capacities[k - 1]
 
 
@@ -77,7 +75,7 @@ def _slot_of_pair(b: Builder, chosen: ir.Value, n: int, capacity: int) -> ir.Val
 
 
 def _token_of_slot(b: Builder, slot: ir.Value, group: int, k: int, slots: int) -> ir.Value:
-    """The token of its group that each slot holds, [G, n·C, 1]; the first for an empty slot."""
+    """The token of its group in each slot, [G, n·C, 1]; the first for an empty slot."""
     groups = b.op("Shape", slot, start=0, end=1, name="slots/group_count")
     shape = b.op("Concat", groups, b.ints(slots + 1), axis=0, name="slots/table_shape")
     table = b.op("Expand", b.integer(0), shape, name="slots/empty")

@@ -1,6 +1,6 @@
 """Small models of `transformers` with random weights, and how each is compared with the library.
 
-Between them every option of the experts' layer occurs. A case is a class, its configuration and a
+Together they have every option of the experts' layer. A case is a class, its configuration and a
 second one.
 """
 
@@ -25,7 +25,7 @@ transformers: Any = pytest.importorskip(
 
 RTOL = 1e-4
 BATCH, STEPS = 3, (6, 3, 1)
-"""Inputs, and how many tokens come at once: none is what was traced, 2 inputs of 7 after 5."""
+"""Inputs, and the tokens of each step; all differ from the trace, 2 inputs of 7 after 5."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """A class of `transformers`, the configuration of a small one, and what another one changes."""
+    """A class of `transformers`, a small configuration, and the changes for a second one."""
 
     type: str
     name: str
@@ -118,7 +118,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         Architecture(
             "deepseek_v32",
             "DeepseekV32ForCausalLM",
-            # So many heads that no score of the indexer is a sum of zeros, as that of another is.
+            # Enough heads that no two scores of the indexer are sums of zeros.
             {
                 **_DEEPSEEK_MLA,
                 "head_dim": 4,
@@ -247,11 +247,11 @@ UNUSUAL: Mapping[str, Architecture] = {
         Architecture("minimax", "MiniMaxForCausalLM", {**_LOCAL, "head_dim": 8}),
     )
 }
-"""Models whose cache holds more than keys and values."""
+"""Models whose cache contains more than keys and values."""
 
 
 def save(architecture: Architecture, folder: Path, *, second: bool = False, **more: Any) -> Path:
-    """Writes a model with random weights of some size, so that every part of it counts."""
+    """Writes a model with random weights that are large enough for every part to matter."""
     torch.manual_seed(1 if second else 0)
     config = transformers.AutoConfig.for_model(
         architecture.type, **{**architecture.settings(second), **more}
@@ -273,7 +273,7 @@ def random_weights(model: torch.nn.Module) -> None:
 
 
 class Library:
-    """The model as the library runs it, with what its experts were given."""
+    """The model as the library runs it, with the inputs of its experts."""
 
     def __init__(self, architecture: Architecture, folder: Path, **config: Any) -> None:
         class_ = getattr(transformers, architecture.name)
@@ -298,7 +298,7 @@ class Library:
 
 
 def session_of(bundle: Bundle) -> Session:
-    """The graph with what its layers were given as further outputs."""
+    """The graph with the inputs of its layers as further outputs."""
     chosen = bundle.manifest.graphs[0].selected.values()
     observe = dict.fromkeys(chosen, onnx.TensorProto.INT64)
     return bundle.session(options=SessionOptions(observe=observe))
@@ -312,7 +312,7 @@ def check_values(y: np.ndarray, expected: np.ndarray) -> None:
 def check_chosen(values: Mapping[str, np.ndarray], bundle: Bundle, library: Library) -> None:
     selected = bundle.manifest.graphs[0].selected
     for layer, chosen in library.chosen.items():
-        if layer in selected:  # a layer that takes all its experts chooses nothing
+        if layer in selected:  # a layer that uses all its experts chooses nothing
             assert np.array_equal(np.sort(values[selected[layer]], axis=-1), chosen), layer
 
 

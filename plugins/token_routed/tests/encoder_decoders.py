@@ -1,4 +1,4 @@
-"""Small models with an encoder and a decoder, and how what is exported is compared with PyTorch."""
+"""Small models with an encoder and a decoder, and their comparison with PyTorch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeExperts
 VOCABULARY, BATCH = 61, 3
 
 STEPS = (4, 2, 1)
-"""How many tokens a decoder gets at once; 7 after 5 were traced."""
+"""The numbers of tokens in a decoder's steps; 7 after 5 were traced."""
 
 
 @dataclass(frozen=True)
 class EncoderDecoder:
-    """A class of `transformers`, the configuration of a small one, and what another one changes."""
+    """A class of `transformers`, a small configuration, and the changes for a second one."""
 
     type: str
     name: str
@@ -96,10 +96,10 @@ def save(case: EncoderDecoder, folder: Path, *, second: bool = False, **more: An
 
 
 def _by_gates(self: Any, x: torch.Tensor, mask: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """NLLB-MoE's experts as the paper has them: each token's sum of gate · expert, scaled.
+    """NLLB-MoE's experts as in the paper: each token's sum of gate · expert, scaled.
 
-    The library's own forward takes the mask of the first choices for indices, and computes experts
-    0 and 1 for every token.
+    The library's own forward uses the mask of the first choices as indices, and computes experts 0
+    and 1 for every token.
     """
     del mask
     outputs = torch.stack([self[f"expert_{e}"](x) for e in range(self.num_experts)], dim=1)
@@ -109,7 +109,7 @@ def _by_gates(self: Any, x: torch.Tensor, mask: torch.Tensor, gates: torch.Tenso
 
 @contextmanager
 def reference(case: EncoderDecoder, folder: Path) -> Iterator[Any]:
-    """Within the context, the library's model, whose experts compute what its router chose."""
+    """Yields the library's model with experts that follow its router."""
     model = getattr(transformers, case.name).from_pretrained(folder, dtype=torch.float32).eval()
     with mock.patch.object(NllbMoeExperts, "forward", _by_gates), torch.no_grad():
         yield model
@@ -154,7 +154,7 @@ def _check_encoder(bundle: Bundle, model: Any) -> None:
 
 
 def _check_decoder(bundle: Bundle, model: Any) -> None:
-    """Step by step, with the cache of earlier tokens, for what the encoder gave."""
+    """Runs the decoder step by step with its cache, on the encoder's output."""
     random, session = np.random.default_rng(0), session_of(bundle)
     encoder = _encoder_inputs(random)
     encoded = model.get_encoder()(**_tensors(encoder))

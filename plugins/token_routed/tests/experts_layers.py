@@ -1,4 +1,4 @@
-"""Token-routed experts with random weights, in every option, and what they compute in float64."""
+"""Token-routed experts with random weights, in every option, and their outputs in float64."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def experts(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Experts:
-    """A layer with random weights: `transposed` views, or matrices that lie `apart`."""
+    """A layer with random weights: `transposed` views, or separate matrices (`apart`)."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -93,7 +93,7 @@ def experts(
 def routed(
     spec: ExpertsSpec, tokens: int, *, k: int | None = None, seed: int = 1
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]:
-    """Tokens, k experts each in no order, and their weights."""
+    """Tokens, k unordered experts for each, and their weights."""
     random = np.random.default_rng(seed)
     k = spec.k if k is None else k
     x = random.standard_normal((tokens, spec.dim)).astype(np.float32)
@@ -170,7 +170,7 @@ def _array(tensor: torch.Tensor) -> Array:
 
 
 def computed(layer: Experts, *inputs: np.ndarray) -> np.ndarray:
-    """What PyTorch computes."""
+    """The output of PyTorch."""
     with torch.no_grad():
         y = layer(*(torch.from_numpy(each) for each in inputs))
     return np.asarray(y.numpy())
@@ -259,7 +259,7 @@ def session(made: Lowered, threads: int = 1) -> ort.InferenceSession:
 
 
 def run(made: Lowered | ort.InferenceSession, *inputs: np.ndarray) -> NDArray[Any]:
-    """What the graph computes."""
+    """The output of the graph."""
     found = session(made) if isinstance(made, Lowered) else made
     (y,) = found.run(None, dict(zip(("x", "index", "weights"), inputs, strict=True)))
     return np.asarray(y)
@@ -282,7 +282,7 @@ def computes_in(precision: Precision, layer: Experts, target: Target) -> Compute
 
 
 def rounded(layer: Experts, precision: Precision) -> Experts:
-    """A layer whose weights are the numbers that a precision of integers stands for."""
+    """A layer whose weights are the values of an integer precision."""
 
     def nearest(matrix: torch.Tensor) -> torch.Tensor:
         if precision == "int8":

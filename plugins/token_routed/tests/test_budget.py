@@ -1,4 +1,4 @@
-"""A `config.json` that asks for more than its weights hold is refused before anything is built."""
+"""A `config.json` with larger sizes than its weights is refused before anything is built."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def changed(folder: Path, tmp_path: Path, **values: Any) -> Path:
         ({"num_labels": 10**12}, "num_labels is"),
         ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is"),
         ({"num_hidden_layers": 1000}, "modules and parameters"),
-        ({"num_local_experts": 900}, "parameters, and the weights hold"),
-        ({"hidden_size": 10**6, "intermediate_size": 10**6}, "parameters, and the weights hold"),
-        ({"vocab_size": 10**12}, "parameters, and the weights hold"),
+        ({"num_local_experts": 900}, "parameters, but the weights have"),
+        ({"hidden_size": 10**6, "intermediate_size": 10**6}, "parameters, but the weights have"),
+        ({"vocab_size": 10**12}, "parameters, but the weights have"),
         ({"hidden_size": 2**62}, "cannot make a model"),
     ],
 )

@@ -24,16 +24,16 @@ from moexport.plugins.token_routed.tests.architectures import (
 )
 
 HALF = 5e-3
-"""Of max|y|: what the same networks' Soft MoE relatives are held to."""
+"""Of max|y|: the tolerance of Soft MoE networks in FP16."""
 
 AROUND = 5
 """The casts around all layers: of the mask, the positions, both tables of angles, the outputs."""
 
 ROUTER_AND_WEIGHTS = 2
-"""Those of a layer: its tokens for the router, and the weights that this gives."""
+"""The casts of a layer: its tokens for the router, and the router's weights."""
 
 OTHER = {"muse_spark_text": 11}
-"""Its experts' outputs are normalised in FP32, which is one cast more for each of two layers."""
+"""Its experts' outputs are normalised in FP32, which takes one more cast for each of two layers."""
 
 
 def ops_of(bundle: Bundle) -> Counter[str]:
@@ -64,7 +64,7 @@ def test_the_router_alone_and_its_weights_are_cast(name: str, tmp_path: Path) ->
     [
         ("mixtral", "fused", 10),
         ("gpt_oss", "fused", 10),
-        ("qwen2_moe", "fused", 11),  # its weights are no shares: their sum is cast, too
+        ("qwen2_moe", "fused", 11),  # its weights are no shares: their sum is also cast
         ("mixtral", "grouped", 11),  # the experts' rows are counted
     ],
 )
@@ -83,7 +83,7 @@ def test_other_lowerings_cast_hardly_more(
 def test_step_by_step_it_computes_what_the_library_does(
     name: str, lowering: str, tmp_path: Path
 ) -> None:
-    """With padding before the tokens of one input, whose places see no others."""
+    """With padding before the tokens of one input, at places that attend to no others."""
     bundle = exported(name, tmp_path, lowering=lowering)
     cache = [port for port in bundle.manifest.inputs if port.name.startswith("past_key_values")]
     assert {port.dtype for port in cache} == {"float16"}

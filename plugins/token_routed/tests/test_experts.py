@@ -130,7 +130,7 @@ CONFIG = SimpleNamespace(
     swiglu_limit=0.75,
     _experts_implementation="eager",
 )
-"""The words for the same sizes in the configurations of all these architectures."""
+"""The names of the same sizes in the configurations of all these architectures."""
 
 CLAMPED: dict[str, Any] = {"alpha": 1.702, "limit": 0.75, "up_offset": 1.0}
 
@@ -148,7 +148,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronHExperts", {"gate": "none", "activation": "relu2"}),
     "aria": ("AriaExperts", {}),
 }
-"""By architecture: its experts' class, and what our spec says of them."""
+"""By architecture: its experts' class, and the fields of our spec."""
 
 
 @pytest.mark.parametrize("architecture", list(PUBLISHED))

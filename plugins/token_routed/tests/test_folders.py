@@ -1,6 +1,6 @@
-"""Folders of `transformers`: every key of every file counts, or is named with what it looks like.
+"""Folders of `transformers`: every key of every file is used, or named with its probable origin.
 
-The right values are those of the library in float64, of a folder whose weights were computed here.
+The expected values are the library's in float64, for a folder with weights computed here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write(weights: Weights, file: Path) -> None:
 
 
 def changed(folder: Path, to: Path, change: Change, **config: Any) -> Path:
-    """A copy of a folder whose weights and configuration are other ones."""
+    """A copy of a folder with other weights and another configuration."""
     shutil.copytree(folder, to)
     weights = load_file(folder / "model.safetensors")
     write(
@@ -56,7 +56,7 @@ def changed(folder: Path, to: Path, change: Change, **config: Any) -> Path:
 
 
 def check_same(model: Model, right: Path) -> None:
-    """The model as loaded gives what the library gives of another folder, in float64."""
+    """The loaded model returns the same as the library for another folder, in float64."""
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 61, (3, 9)))
     library = transformers.MixtralForCausalLM.from_pretrained(
         right, dtype=torch.float64, experts_implementation="eager"
@@ -69,7 +69,7 @@ def check_same(model: Model, right: Path) -> None:
 
 
 def refused(place: Path, *words: str) -> None:
-    """Loading says each of the words, in its message or its hint, and it is no old hint."""
+    """The error of loading has each of the words in its message or hint, and not a generic hint."""
     with pytest.raises(MoexportError) as caught:
         moexport.load(place)
     text = f"{caught.value.message} {caught.value.hint}"
@@ -82,7 +82,7 @@ def refused(place: Path, *words: str) -> None:
 
 
 def quantised(weight: Tensor, blocks: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight in eight bits, a scale of each block, and what both mean, in float64."""
+    """A weight in eight bits, a scale of each block, and their product in float64."""
     o, i = weight.shape
     counts = -(-o // blocks[0]), -(-i // blocks[1])
     scales = np.random.default_rng(o * i).uniform(0.001, 0.01, counts).astype(np.float32)
@@ -172,7 +172,7 @@ def test_scales_of_a_type_that_is_not_read_are_refused(mixtral: Path, tmp_path: 
 def test_weights_that_are_quantised_otherwise_are_refused(mixtral: Path, tmp_path: Path) -> None:
     method = {"quant_method": "mxfp4"}
     folder = changed(mixtral, tmp_path / "fp4", dict, quantization_config=method)
-    refused(folder, "quantised already", "bfloat16")
+    refused(folder, "already quantised", "bfloat16")
 
 
 def _packed(weights: Weights, **more: Tensor) -> Weights:
@@ -187,7 +187,7 @@ RANK = 4
 
 
 def factors(weights: Weights) -> Weights:
-    """Random factors of two modules, by the keys that peft gives them in a file of theirs."""
+    """Random factors of two modules, by peft's keys in a separate file."""
     generator = torch.Generator().manual_seed(0)
     found: Weights = {}
     for module in (Q, V):
@@ -198,7 +198,7 @@ def factors(weights: Weights) -> Weights:
 
 
 def with_adapter(weights: Weights, scale: float) -> Weights:
-    """W + scale · B A, element by element as its definition is."""
+    """W + scale · B A, element by element."""
     pairs, out = factors(weights), {key: tensor.double() for key, tensor in weights.items()}
     for module in (Q, V):
         a, b = (pairs[f"{module}.lora_{which}.weight"].double() for which in "AB")
@@ -237,7 +237,7 @@ def test_lora_factors_are_merged_as_peft_merges_them(
     model = moexport.load(folder)
     check_same(model, changed(mixtral, tmp_path / "right", lambda w: with_adapter(w, scale)))
     assert any("merged the LoRA adapter" in note for note in model.notes)
-    # What was merged is hashed, and a change of it is another model.
+    # The merged files are hashed: a change to one makes another model.
     names = {file.name for file in model.source.files}
     own = {"adapter_model.safetensors"} if place is beside else set()
     assert names == {"model.safetensors", "adapter_config.json"} | own
@@ -313,7 +313,7 @@ ODD: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "integers": (
         lambda w: {**w, f"{Q}.weight": torch.ones(32, 32, dtype=torch.int8)},
-        (f"{Q}.weight holds integers (int8)",),
+        (f"{Q}.weight has integers (int8)",),
     ),
     "lora without alpha": (
         lambda w: {**w, **factors(w)},
@@ -352,7 +352,7 @@ ODD: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "a prefix of the head's module": (
         lambda w: {f"transformer.{k}": t for k, t in w.items()},
-        ("place for transformer.lm_head.weight (and ", "keys); lm_head.weight is missing"),
+        ("no parameter transformer.lm_head.weight (and ", "keys); lm_head.weight is missing"),
     ),
     "a router": (
         _left_out(f"{LAYER}block_sparse_moe.gate"),
@@ -416,7 +416,7 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_note(
 
 
 def test_a_key_of_a_layer_that_the_network_has_is_no_surplus_of_its_class(tmp_path: Path) -> None:
-    """GLM's class ignores the keys of its layers 46 and 92, whatever number of layers there is."""
+    """GLM's class ignores the keys of its layers 46 and 92, for any number of layers."""
     folder = save(ARCHITECTURES["glm4_moe"], tmp_path / "model")
     ignored = transformers.Glm4MoeForCausalLM._keys_to_ignore_on_load_unexpected
     assert any("46" in pattern for pattern in ignored)
@@ -544,7 +544,7 @@ print(json.dumps([sorted(weights), sorted(map(str, model.source.files))]))
 def test_the_weights_that_are_opened_are_those_that_are_hashed(
     mixtral: Path, tmp_path: Path
 ) -> None:
-    """A configuration and an adapter that name other weights make nobody open these."""
+    """Files that a configuration or an adapter names are not opened."""
     root = tmp_path.resolve()
     shutil.copytree(mixtral, root / "elsewhere")
     folder = changed(mixtral, root / "model", dict, transformers_weights="other.safetensors")

@@ -52,10 +52,10 @@ def test_attention_and_norms_are_one_op_each_with_the_values_of_the_library(
     bundle = Bundle.open(exported / "out")
     ops, sinks = ops_of(bundle), bundle.manifest.source.family == "gpt_oss"
     assert ops["GroupQueryAttention"] == 2, ops
-    assert ops["Attention"] == (0 if sinks else 2), ops  # which has no sinks
+    assert ops["Attention"] == (0 if sinks else 2), ops  # the op has no sinks
     assert ops["RotaryEmbedding"] == (0 if sinks else 4), ops
     of_sums = ops["SkipSimplifiedLayerNormalization"]
-    assert of_sums == 4 and not ops["Reciprocal"], ops  # all but the first norm are of a sum
+    assert of_sums == 4 and not ops["Reciprocal"], ops  # all norms but the first follow a sum
     assert ops["RMSNormalization"] + of_sums >= 5, ops
     assert bundle.manifest.opset == 23
     check_steps(bundle, Library(ARCHITECTURES[bundle.manifest.source.family], exported / "model"))
@@ -63,7 +63,7 @@ def test_attention_and_norms_are_one_op_each_with_the_values_of_the_library(
 
 @pytest.mark.parametrize(("rows", "new"), [(1, 1), (2, 1), (1, 3)])
 def test_a_token_is_appended_where_the_cache_is(rows: int, new: int, exported: Path) -> None:
-    """In a buffer with room for more: what the graph is given and what it writes are one."""
+    """In a buffer with room for more: the graph's input and output are the same memory."""
     session = ort.InferenceSession(exported / "out" / "model.onnx", providers=[CPU])
     bundle = Bundle.open(exported / "out")
     ids = np.arange(1, 1 + rows * (4 + new)).reshape(rows, -1)
@@ -124,7 +124,7 @@ def test_inputs_that_are_padded_on_the_left_are_not_attended_to(exported: Path) 
 def test_heads_that_the_op_in_place_does_not_take_have_another(
     name: str, sizes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Of 14 numbers; with sinks no other op has all it takes."""
+    """With a width of 14; with sinks, no other op supports everything."""
     folder = save(ARCHITECTURES[name], tmp_path / "model", **sizes)
     bundle = moexport.export(moexport.load(folder), tmp_path / "out", target="ort-cpu")
     ops = ops_of(bundle)
@@ -135,7 +135,7 @@ def test_heads_that_the_op_in_place_does_not_take_have_another(
 
 @pytest.mark.slow
 def test_a_head_that_is_also_the_embedding_becomes_integers(tmp_path: Path) -> None:
-    """It is stored as the embedding, and the graph transposes it, as it does with large heads."""
+    """The head is stored as the embedding, and the graph transposes it, like large heads."""
     folder = save(ARCHITECTURES["mixtral"], tmp_path / "model", tie_word_embeddings=True)
     model = moexport.load(folder, config={"use_cache": False})
     ids = np.arange(24).reshape(2, 12)
@@ -150,7 +150,7 @@ def test_a_head_that_is_also_the_embedding_becomes_integers(tmp_path: Path) -> N
     assert not around["MatMul"] and around["Gemm"] == 2, around  # the routers alone
     assert around["MatMulIntegerToFloat"] == 2 * 2 + 1, around  # queries, keys and values in one
     away = np.linalg.norm(bundle.session().run(ids)["logits"] - expected, axis=-1)
-    assert np.median(away / np.linalg.norm(expected, axis=-1)) <= 0.05  # a token may choose anew
+    assert np.median(away / np.linalg.norm(expected, axis=-1)) <= 0.05  # a token may choose others
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_a_head_that_is_also_the_embedding_becomes_integers(tmp_path: Path) -> N
 def test_a_language_model_for_cuda_has_no_branches_and_the_same_values(
     precision: str, tmp_path: Path
 ) -> None:
-    """At many tokens too, where an angle in FP16 has lost its place in a turn."""
+    """Also at many tokens, for which an angle in FP16 is too coarse."""
     folder = save(ARCHITECTURES["mixtral"], tmp_path / "model")
     options: dict[str, Any] = {"target": "ort-cuda", "precision": precision}
     bundle = moexport.export(moexport.load(folder), tmp_path / "out", **options)

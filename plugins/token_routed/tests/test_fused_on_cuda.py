@@ -1,6 +1,6 @@
 """The graphs of `fused` for CUDA compute the formulas, judged by the CPU's kernels of the same ops.
 
-What cannot run in CUDA's kernels is refused by name. Nothing here has run on a GPU.
+Anything that cannot run in CUDA's kernels is refused by name. Nothing here has run on a GPU.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_slots_are_rows_that_are_sent_to_their_experts(activation: Activation, s
 
 
 def turned(layer: TinyLayer) -> TinyLayer:
-    """The same gated layer, stored with the gate before what it multiplies."""
+    """The same gated layer, stored with the gate before up."""
     half = layer.spec.hidden
     spec = replace(layer.spec, gate_first=True)
     assert layer.b1 is not None
@@ -169,7 +169,7 @@ def test_gelu_is_taken_where_the_bound_holds_both_of_its_forms(
 
 
 def positive(layer: Experts, compute: ComputeTypes = FP32) -> Lowered:
-    """The layer in a graph whose weights come of a node that gives no negative number."""
+    """The layer in a graph whose weights come from a node without negative results."""
     spec = layer.spec
     k = spec.k
 
@@ -287,7 +287,7 @@ BLOCK = 64
 
 
 def in_blocks_of(layer: Experts, bits: Bits) -> Experts:
-    """A layer whose weights are the numbers that integers in blocks stand for."""
+    """A layer whose weights are the values of integers in blocks."""
 
     def nearest(matrix: torch.Tensor) -> torch.Tensor:
         integers, scale = in_blocks(matrix.numpy(), BLOCK, FLOAT_TYPES["fp16"], bits)
@@ -301,9 +301,9 @@ def in_blocks_of(layer: Experts, bits: Bits) -> Experts:
 
 
 def rounded_rows(row: np.ndarray, bits: Bits) -> np.ndarray:
-    """What the CPU's kernel multiplies weights of eight bits with: rows of as many, in blocks.
+    """The rows that the CPU's kernel multiplies with eight-bit weights: also eight bits, in blocks.
 
-    CUDA's kernels, and the CPU's for four bits, take the row as it is.
+    CUDA's kernels, and the CPU's for four bits, use the row as it is.
     """
     if bits == 4:
         return row
@@ -354,5 +354,5 @@ def test_weights_of_integers_are_those_of_qmoe(name: str, biases: bool, bits: Bi
     assert all(each is None for each in node.inputs[8:])
     y = experts_layers.run(made, *inputs)
     expected = in_float64(in_blocks_of(layer, bits), bits, *inputs)
-    # A hidden number between two steps may be rounded to either, by what FP16 lost before it.
+    # A hidden value between two steps may be rounded to either, due to earlier FP16 errors.
     assert error(y, expected) < (HALF if bits == 4 else 1e-2)

@@ -39,7 +39,7 @@ from moexport.plugins.token_routed.tests.experts_layers import (
 )
 
 TARGETS_HERE: tuple[Target, ...] = ("onnx", "ort-cpu", "tensorrt")
-"""TensorRT's graphs hold standard ops, which ONNX Runtime runs too."""
+"""TensorRT's graphs contain standard ops, which ONNX Runtime also runs."""
 
 CASES = [
     (name, target)
@@ -80,7 +80,7 @@ def test_one_graph_serves_any_number_of_tokens_and_any_choice(
         inputs = routed(PLAIN, tokens)
         assert error(run(graph, *inputs), formula(layer, *inputs)) < 1e-5
     x, _, weights = routed(PLAIN, 5)
-    to_two = np.tile(np.array([4, 1]), (5, 1))  # four experts get nothing
+    to_two = np.tile(np.array([4, 1]), (5, 1))  # four experts get no tokens
     assert error(run(graph, x, to_two, weights), formula(layer, x, to_two, weights)) < 1e-5
     if target != "tensorrt":  # an engine has at least one
         assert run(graph, *routed(PLAIN, 0)).shape == (0, PLAIN.out)
@@ -124,8 +124,8 @@ OPTIONS = {
 }
 
 PRECISE: dict[Precision, float] = {"fp16": 3e-3, "int8": 2e-2, "int4": 2e-2}
-"""What is lost at most beside what rounding the weights loses, of the largest output: integer
-kernels round the rows too."""
+"""The largest error beyond that of rounded weights, as a share of the largest output: integer
+kernels also round the rows."""
 
 
 @pytest.mark.parametrize("precision", list(PRECISE))
@@ -141,7 +141,7 @@ def test_every_precision(option: str, biases: bool, precision: Precision) -> Non
         if record.problem(layer.spec, precision, target) is not None or (
             target == "tensorrt" and precision == "int8"
         ):
-            continue  # engines take INT8 with ranges alone
+            continue  # engines need ranges for INT8
         compute = computes_in(precision, layer, target)
         graph = lowered(
             layer, lowering, target=target, compute=compute, width=layer.spec.k, opset=21
@@ -175,7 +175,7 @@ def test_what_integers_lose_of_random_weights(precision: Precision, most: float)
 def test_int8_of_engines_has_scales_that_a_calibration_found(option: str, lowering: str) -> None:
     layer = experts(OPTIONS[option], biases=True)
     inputs = routed(layer.spec, 7)
-    peak = 14.0 if option == "ungated" else 5.0  # of what relu² gives
+    peak = 14.0 if option == "ungated" else 5.0  # of relu²'s outputs
     steps = {"experts.w1": Scale(3.5 / 127, 0), "experts.w2": Scale(peak / 127, 0)}
     compute = ComputeTypes(quantized=QuantizedProducts("qdq", EIGHT_BITS, steps))
     made = lowered(layer, lowering, target="tensorrt", compute=compute, width=2, opset=21)

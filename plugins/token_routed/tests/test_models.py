@@ -1,4 +1,4 @@
-"""Models of `transformers`: exported, and what they compute compared with the library."""
+"""Models of `transformers` are exported and compared with the library."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(mixtral: Path) -> Bundle:
-    """Three experts in the first layer and one in the second, of two that were trained."""
+    """Three experts in the first layer and one in the second, instead of the trained two."""
     model = moexport.load(mixtral)
     return moexport.export(model, mixtral.parent / "out", k=[3, 1])
 
@@ -134,7 +134,7 @@ def test_one_k_is_the_model_whose_configuration_says_so(mixtral: Path, tmp_path:
 
 @pytest.mark.slow
 def test_fixed_tokens_leave_out_what_has_a_default(mixtral: Path, tmp_path: Path) -> None:
-    """An axis is then a sum with a constant, `past + 5`: of a mask that is left out, too."""
+    """An axis is then a sum with a constant, `past + 5`, also for a mask that is left out."""
     out = moexport.export(moexport.load(mixtral), tmp_path / "out", tokens=5)
     shapes = {port.name: port.shape for port in out.manifest.inputs}
     assert shapes["attention_mask"] == ("batch", "past + 5")
@@ -203,15 +203,15 @@ def test_further_outputs_that_a_configuration_asks_for_are_left_out(tmp_path: Pa
 def test_a_cache_of_more_than_keys_and_values_is_left_out_with_a_note(
     name: str, tmp_path: Path
 ) -> None:
-    """The keys of an indexer, states of a convolution or of an attention that is linear."""
+    """The keys of an indexer, states of a convolution or of linear attention."""
     model = moexport.load(save(UNUSUAL[name], tmp_path / "model"))
     assert [each.name for each in model.inputs] == ["input_ids", "attention_mask"]
-    assert "its cache holds more than keys and values: exported without" in model.notes
+    assert "its cache has more than keys and values: exported without" in model.notes
 
 
 @pytest.mark.parametrize("name", ["jamba", "qwen3_next"])
 def test_a_loop_over_the_tokens_is_refused_before_it_is_traced(name: str, tmp_path: Path) -> None:
-    """Each token, or each block of 64: a graph would be right for the number traced alone."""
+    """Loops over tokens, or over blocks of 64: a graph would fit only the traced number."""
     model = moexport.load(save(UNUSUAL[name], tmp_path / "model"))
     with pytest.raises(TraceError, match="runs over its tokens in a loop") as told:
         moexport.export(model, tmp_path / "out")
@@ -362,7 +362,7 @@ def test_a_folder_that_cannot_be_served_is_refused_with_a_reason(
         vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
     )
     transformers.LlamaForCausalLM(config).save_pretrained(llama)
-    with pytest.raises(FamilyError, match="llama has no experts that go through the experts int"):
+    with pytest.raises(FamilyError, match="llama has no experts that use the experts int"):
         moexport.load(llama)
     unknown = copied(mixtral, tmp_path)
     change_config(unknown, model_type="unheard-of", auto_map={"AutoModel": "code.Model"})
@@ -420,7 +420,7 @@ def test_without_the_library_the_user_is_told_the_extra(
     mixtral: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match="transformers, which models of this kind") as told:
+    with pytest.raises(MissingExtraError, match="models of this kind need transformers") as told:
         moexport.load(mixtral)
     assert "pip install '.[transformers]'" in str(told.value.hint)
 

@@ -1,4 +1,4 @@
-"""Switch Transformers and NLLB-MoE, whose experts are modules of their own."""
+"""Switch Transformers and NLLB-MoE, whose experts are separate modules."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_what_is_computed_when_a_bfloat16_checkpoint_is_loaded_is_float32(
 
 
 def test_a_part_that_cannot_be_is_refused(switch: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r'"part": "head".*: encoder or decoder is expected'):
+    with pytest.raises(UsageError, match=r'"part": "head".*: it must be encoder or decoder'):
         moexport.load(switch, config={"part": "head"})
     mixtral = save_usual(ARCHITECTURES["mixtral"], tmp_path / "mixtral")
     with pytest.raises(UsageError, match="has no encoder and decoder"):
@@ -100,7 +100,7 @@ def test_a_part_that_cannot_be_is_refused(switch: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"second_expert_policy": "random"}, "takes the second expert at random"),
+        ({"second_expert_policy": "random"}, "selects the second expert at random"),
         ({"moe_eval_capacity_token_fraction": 0.5}, "room for 0.5 of the tokens of a whole batch"),
         (
             {"moe_eval_capacity_token_fraction": -1.0},

@@ -1,4 +1,4 @@
-"""V-MoE routes, drops and computes as the authors' own code does, in PyTorch and in its graphs."""
+"""V-MoE routes, drops and computes like the authors' own code, in PyTorch and in its graphs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ E3 = "jax_e3_last2_m2"
 
 
 def loaded(case: JaxCase, **settings: Any) -> Model:
-    """The model with its run's configuration, and these settings over it."""
+    """The model with its run's configuration, overridden by these settings."""
     pairs = [f"{key}={'null' if each is None else each}" for key, each in settings.items()]
     return load(case.index, config=case.config, sets=pairs)
 
@@ -76,7 +76,7 @@ def test_routing_and_drops_are_those_of_the_authors(name: str) -> None:
             differing += int((np.sort(coded) != made.chosen.numpy()).any(axis=1).sum())
             assert spec.capacities[spec.k - 1] == case.routing(batch, block, "capacity")  # type: ignore[attr-defined]
             assert not kept.all()
-        # Recorded with rounding to bfloat16, which changes a choice of the deep network alone.
+        # Recorded with rounding to bfloat16, which changes a choice only in the deep network.
         assert differing <= (1 if "12_blocks" in name and batch == 16 else 0)
 
 
@@ -167,7 +167,7 @@ def test_an_ensemble_gives_the_mean_where_that_is_asked_for() -> None:
 
 @pytest.mark.slow
 def test_only_the_slots_are_computed(tmp_path: Path) -> None:
-    """The work is k times the capacity factor, whatever the number of experts."""
+    """The work is k times the capacity factor, for any number of experts."""
     import onnx
 
     case = read_case(CASES[0])
@@ -193,7 +193,7 @@ def test_only_the_slots_are_computed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tokens"), [(CASES[0], 17), (CASES[1], 65), (E3, 34)])
 def test_lowerings_are_predicted_for_the_tokens_of_the_batch(name: str, tokens: int) -> None:
-    """Of so many images as a batch has: not for a text of one token, or of 512."""
+    """The plan counts the images of a batch, not a text of one token or of 512."""
     job = export_job(loaded(read_case(name)))
     least = job.options.batches.min
     for layer in plan_traced(job, trace(job.model)).graphs[0].layers:
@@ -269,7 +269,7 @@ def changed(before: np.ndarray, after: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("off", [1e-4, 1e-3, 1e-2])
 @pytest.mark.parametrize("router", ["queue", "priority", "ensemble", "experts choose"])
 def test_a_choice_or_drop_with_a_larger_margin_survives_rounding(router: str, off: float) -> None:
-    """Where scores are off by less than a token's margin, it chooses and is dropped as before."""
+    """If scores are off by less than a token's margin, its choices and drops stay the same."""
     random, moved = torch.Generator().manual_seed(0), 0
     for _ in range(12):
         members = 2 if router == "ensemble" else 1
@@ -314,7 +314,7 @@ def test_other_tokens_are_refused_though_outputs_are_nearly_the_same(
     from moexport.tests.hard.mutants.judging import whole_graph as graph_of
 
     model = loaded(read_case(CASES[0]), **settings)
-    for layer in model.layers.values():  # what they return hardly counts
+    for layer in model.layers.values():  # their outputs hardly matter
         for name in ("w2", "b2"):
             getattr(layer, name).data *= 1e-7
     job = export_job(model, ExportOptions(destination=tmp_path / "out", lowering="slots"))
@@ -380,7 +380,7 @@ def test_experts_that_choose_are_exported_and_their_choices_compared(tmp_path: P
         assert apart(y, computed(model, case.x(5))) < CLOSE
 
 
-# --- what is asked for, and refused ------------------------------------------------------------
+# --- settings that are required or refused -------------------------------------------------------
 
 
 def test_what_no_parameter_says_is_asked_for() -> None:
@@ -500,7 +500,7 @@ def test_rounding_to_bfloat16_is_done_where_it_is_asked_for(name: str, tmp_path:
 
 @pytest.mark.slow
 def test_what_an_export_takes_verify_takes_too(tmp_path: Path) -> None:
-    """In BF16 97.8% of the choices of the first eight inputs are right, 98.5% of all sixteen."""
+    """In BF16 97.8% of the choices of the first eight inputs are correct, 98.5% of all sixteen."""
     case = read_case(E3)
     options = ExportOptions(precision="bf16", destination=tmp_path / "out", verify_samples=16)
     bundle = write_bundle(export_job(loaded(case), options, data=case.x(16)))

@@ -1,7 +1,7 @@
-"""The networks of google-research/vmoe compute what the authors' own code does.
+"""The networks of google-research/vmoe compute the same as the authors' own code.
 
-The cases are checkpoints that it wrote, with outputs and routing that it computed, in JAX. Outputs
-are those without the rounding to bfloat16 around the experts.
+The cases are checkpoints, outputs and routing of that code, in JAX. The outputs are without the
+rounding to bfloat16 around the experts.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from moexport.tests.recorded import DATA
 
 SOFT = ("jax_soft_gap_p1", "jax_soft_map_sincos_trainstate")
 CLOSE = 1e-5
-"""Of max|y|: what two frameworks are apart in float32."""
+"""Of max|y|: the difference of two frameworks in float32."""
 
 ROUNDED = 1e-3
-"""Of max|y|: what the rounding to bfloat16 changes."""
+"""Of max|y|: the effect of rounding to bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def test_soft_moe_computes_and_weighs_as_the_authors_do(name: str) -> None:
             block = int(layer.split(".")[1])
             sums = case.routing(batch, block, "combine_colsum_per_expert")
             assert made.scores is not None
-            # Recorded with the rounding, which the first layer has not seen yet.
+            # Recorded with the rounding, which does not affect the first layer.
             first = layer == next(iter(model.layers))
             assert apart(made.scores.numpy(), sums) < (CLOSE if first else ROUNDED)
 
@@ -139,7 +139,7 @@ def test_rounding_to_bfloat16_is_done_where_it_is_asked_for(name: str, tmp_path:
 
 @pytest.mark.slow
 def test_verify_holds_what_rounds_to_bfloat16_to_the_bound_of_its_export(tmp_path: Path) -> None:
-    """Of this case a number is on the boundary: that is more than FP32 may differ by."""
+    """A value of this case is at a rounding boundary, which exceeds the tolerance of FP32."""
     case, out = read_case(SOFT[1]), tmp_path / "out"
     config = config_file(case, tmp_path, whole=False)
     arguments = ("export", case.index.with_suffix(""), "--config", config, "-o", out)

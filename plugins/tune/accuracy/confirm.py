@@ -57,9 +57,8 @@ class Confirmed:
 class Sequences:
     """The points to confirm, in two orders that depend on the search's half only.
 
-    `conservative` starts with the model as trained and goes on from the safest point to the
-    riskiest. `promising` starts with the point of the largest expected gain and goes on to faster
-    ones.
+    `conservative` goes from the model as trained over the safest point to the riskiest. `promising`
+    starts with the point of the largest expected gain and goes on to faster ones.
     """
 
     conservative: tuple[Trial, ...]
@@ -96,7 +95,7 @@ def sequences_of(
     *,
     base_meets: bool = True,
 ) -> Sequences:
-    """Returns the points to confirm: those that keep enough on the search's half.
+    """Returns the points to confirm, which keep enough on the search's half.
 
     `base_meets`: the model as trained meets the bounds of time and size, so only faster points are
     worth confirming. The expected gain of a point is the logarithm of its speedup times the
@@ -150,8 +149,8 @@ def _likely(quality: Quality, keep: float) -> float:
 def _without_luck(quality: Quality) -> tuple[float, float]:
     """The kept share and the lower end of its interval, capped at 1.
 
-    A few more right answers than the untouched model has are luck: there were many candidates, and
-    the substitutes were trained on these inputs.
+    A few more correct answers than the untouched model gives are luck: there were many candidates,
+    and the substitutes were trained on these inputs.
     """
     luck = max(0.0, quality.kept - 1)
     return quality.kept - luck, quality.low - luck
@@ -174,7 +173,7 @@ def confirmed(
     with graphs.opened(points, spin_ms=0) as sessions:
         tallies = graphs.evaluate(batches())(sessions)
     if not tallies[0].inputs:
-        raise FeedError("--data: one half holds no inputs", hint="give some hundreds of inputs")
+        raise FeedError("--data: one half has no inputs", hint="give a few hundred inputs")
     return [
         Confirmed(
             trial=trial,
@@ -188,41 +187,40 @@ def confirmed(
 def holding(points: Sequence[Confirmed], keep: float | None) -> list[Confirmed]:
     """Returns the points that pass: in each sequence those before the first failure.
 
-    The lower end of a 95% interval is wrong in 2.5% of cases. In a sequence whose order was fixed
-    before, and which the first failure ends, the chance that any point passes wrongly is no larger;
-    for two sequences it is at most 5% (Bonferroni). This is fixed sequence testing with two starts,
+    The lower end of a 95% interval is wrong in 2.5% of cases. In a sequence with a fixed order that
+    ends at the first failure, the chance that any point passes wrongly is no larger; for two
+    sequences it is at most 5% (Bonferroni). This is fixed sequence testing with two starts,
     Angelopoulos et al., Learn then Test, 2021.
     """
-    held: list[Confirmed] = []
+    passed: list[Confirmed] = []
     for promising in (False, True):
         for point in points:
             if point.promising != promising:
                 continue
             if keep is not None and point.quality.low < keep:
                 break
-            held.append(point)
-    return held
+            passed.append(point)
+    return passed
 
 
 def shortfall(point: Confirmed, keep: float) -> ContractError:
-    """Returns the error of a point that is not confirmed, with how many inputs would decide."""
+    """Returns the error of a point that is not confirmed, with the number of inputs needed."""
     quality = point.quality
-    said = (
-        f"--keep {keep:.4g}: not confirmed: {quality.kept:.2%} is kept on {quality.inputs} inputs "
-        f"that the search did not see, between {quality.low:.2%} and {quality.high:.2%} with 95% "
-        "confidence"
+    message = (
+        f"--keep {keep:.4g} not confirmed: {quality.kept:.2%} is kept on {quality.inputs} inputs "
+        f"of the other half, between {quality.low:.2%} and {quality.high:.2%} with 95% confidence"
     )
-    return ContractError(said, hint=would_decide(quality, keep))
+    return ContractError(message, hint=would_decide(quality, keep))
 
 
 def would_decide(quality: Quality, keep: float) -> str:
     """Describes how many inputs would show that a share is kept."""
     if quality.kept <= keep:
-        return f"more inputs would not help: lower --keep; {quality.low:.3g} holds here"
+        return f"more inputs would not help: lower --keep to {quality.low:.3g}"
     needed = inputs_needed(quality.inputs, quality.kept, quality.low, keep)
     return (
         f"about {2 * math.ceil(needed)} inputs in --data, half of them to confirm, would decide; "
-        f"--keep {quality.low:.3g} holds here"
+        f"--keep {quality.low:.3g} is confirmed now"
     )
 
 
@@ -263,7 +261,7 @@ def shortlist(
     base: Trial,
     choices: dict[str, tuple[LayerRecipe, ...]],
 ) -> SearchResult:
-    """Returns the outcome of a search; times the points to confirm again, for longer."""
+    """Returns the outcome of a search, with longer timings of the points to confirm."""
     candidates = [*graphs.trials.values()]
     room = _points(job, base, timed=False)
     within = [trial for trial in candidates if job.within(trial)] or candidates
@@ -278,7 +276,7 @@ def shortlist(
         )
         for trial in again
     }
-    faster = timed[base.point.key].ms / base.ms  # all other times are relative to the base
+    faster = timed[base.point.key].ms / base.ms  # other times are relative to the base
     trials = [timed.get(trial.point.key, with_ms(trial, faster * trial.ms)) for trial in candidates]
     within = [trial for trial in trials if job.within(trial)] or trials
     front = front_of(within)
@@ -319,12 +317,12 @@ def contract(job: SearchJob, result: SearchResult, progress: Progress) -> Contra
     else:
         checked = confirmed(result.graphs, sequences, job.holdout, progress)
         job.journal.add("confirmed", points=[msgspec.to_builtins(point) for point in checked])
-    held = holding(checked, keep)
-    if keep is not None and not held:
+    passed = holding(checked, keep)
+    if keep is not None and not passed:
         raise shortfall(checked[0], keep)
-    within = [point for point in held if job.within(point.trial)]
+    within = [point for point in passed if job.within(point.trial)]
     if not within:
-        raise _nearest(job, held)
+        raise _nearest(job, passed)
     if keep is None:
         return ContractResult(checked, sorted(within, key=lambda point: -point.trial.quality.kept))
     within.sort(key=lambda point: (point.trial.ms, point.trial.bytes))
@@ -348,7 +346,7 @@ def contract(job: SearchJob, result: SearchResult, progress: Progress) -> Contra
 
 
 def _points(job: SearchJob, base: Trial, *, timed: bool) -> int:
-    """The number of points that there is time to confirm, the model as trained included."""
+    """The number of points that the time allows to confirm, including the model as trained."""
     clock = job.clock
     if not math.isfinite(clock.left):
         return MOST
@@ -367,20 +365,20 @@ def check_same(job: SearchJob, trial: Trial, result: SearchResult) -> None:
     if result.graphs.substitutes.digest(trial.point) != trial.substitutes:
         raise ContractError(
             f"{job.folder / FOLDER}: the substitutes for the removed experts were changed or "
-            "deleted since they were confirmed",
+            "deleted after they were confirmed",
             hint=f"remove {job.folder} and search again",
         )
 
 
-def _nearest(job: SearchJob, held: Sequence[Confirmed]) -> MoexportError:
-    """The error when nothing meets the bounds; names the nearest point."""
+def _nearest(job: SearchJob, passed: Sequence[Confirmed]) -> MoexportError:
+    """The error if no point meets the bounds; it names the nearest one."""
     request = job.request
 
     def beyond(point: Confirmed) -> float:
         slow = point.trial.ms / (request.latency_ms or math.inf)
         return max(slow, point.trial.bytes / (request.most_bytes or math.inf))
 
-    nearest = min(held, key=beyond).trial
+    nearest = min(passed, key=beyond).trial
     bounds = []
     if request.latency_ms is not None:
         bounds.append(f"--max-latency {request.latency_ms:g}ms")
@@ -388,7 +386,7 @@ def _nearest(job: SearchJob, held: Sequence[Confirmed]) -> MoexportError:
         bounds.append(f"--max-bytes {request.most_bytes}")
     keep = "" if request.kept is None else f"--keep {request.kept:g} with "
     return ContractError(
-        f"{keep}{' and '.join(bounds)}: no point that was found meets this; the nearest takes "
+        f"{keep}{' and '.join(bounds)}: no point meets these bounds; the nearest takes "
         f"{nearest.ms:.3g} ms and {nearest.bytes} bytes and keeps {nearest.quality.kept:.2%}",
         hint="relax the bounds, or raise --time",
     )

@@ -85,15 +85,15 @@ class Holdout:
             if held >= MOST_HELD or held_bytes >= MOST_HELD_BYTES:
                 break
         if held < 1:
-            raise FeedError("--data: one half holds no inputs", hint="give some hundreds of inputs")
+            raise FeedError("--data: one half has no inputs", hint="give a few hundred inputs")
         searched_labels = np.concatenate(labels) if data.labelled else None
         whole = {
             name: np.concatenate([batch_arrays[name] for batch_arrays in inputs])
             for name in inputs[0]
         }
         main = whole.pop(data.input_name)
-        seen = LabelledData(main, searched_labels, data.input_name, beside=whole)
-        return Holdout(data=data, search=seen)
+        searching = LabelledData(main, searched_labels, data.input_name, beside=whole)
+        return Holdout(data=data, search=searching)
 
     def fewer(self, count: int) -> Holdout:
         """Returns the same halves with only the first `count` inputs in the search's half."""

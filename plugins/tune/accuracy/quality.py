@@ -51,7 +51,7 @@ class Quality:
 
     `low` and `high` are the ends of the 95% interval, paired input by input. `shift` is how far the
     outputs moved: it ranks candidates that classify alike. `score` is the mean of the metric and
-    `untouched` that of the untouched model; `tokens` are those of token models. `answers` holds the
+    `untouched` that of the untouched model; `tokens` are those of token models. `answers` has the
     metrics of labels with one number for each output.
     """
 
@@ -118,7 +118,7 @@ class Metric:
             return Tally(inputs=len(y), base=losses, shift=moved, tokens=tokens)
         if self.each_output:
             pair = None if labels is None else per_output(y, labels, where="--data")
-            assert pair is not None  # `metric_for` has seen such labels
+            assert pair is not None  # `metric_for` checked the labels
             own_numbers, wanted = pair
             base_numbers = base.reshape(own_numbers.shape)
             counts = (
@@ -191,8 +191,8 @@ class Metric:
             raise FeedError(
                 f"--metric {self.title or self.name}: the untouched model scores {base:g} on "
                 f"{inputs} inputs, so there is nothing to keep",
-                hint="are the labels those of this model: classes counted from 0, attributes, or "
-                "the numbers that it predicts?",
+                hint="check that the labels fit this model: classes counted from 0, attributes, or "
+                "the numbers that it predicts",
             )
 
     def _of_each_output(self, tally: Tally) -> Quality:
@@ -201,8 +201,8 @@ class Metric:
         base = tally.base_answers.answers(tally.base_answers)
         if own.accuracy is None and self.name == "accuracy":
             raise FeedError(
-                "--data: some of its labels are 0 or 1 as attributes are, and others are not",
-                hint="save attributes as 0 and 1; --metric r2 for other numbers",
+                "--data: some labels are 0 or 1, like attributes, but others are not",
+                hint="save attributes as 0 and 1; use --metric r2 for other numbers",
             )
         score = _score(own)
         untouched = _score(base)
@@ -225,7 +225,7 @@ class Metric:
     def needed(self, keep: float, share: float) -> int | None:
         """Returns how many confirming inputs are needed, if all agree, to show `keep`.
 
-        `share` is the untouched model's accuracy; the result is None if no number is known before.
+        `share` is the untouched model's accuracy; None if the number is not known in advance.
         """
         if self.tokens:  # the information in an input depends on its tokens
             return None
@@ -278,14 +278,14 @@ def check_enough(metric: Metric, keep: float | None, holdout: Holdout, outputs: 
     count = holdout.confirming_count
     if needed is not None and count is not None and count < needed:
         raise FeedError(
-            f"--data: {count} of its inputs confirm; to show that {keep:.4g} is kept "
-            f"takes at least {needed}, if all agree",
-            hint=f"give at least {2 * needed} inputs, half of them to confirm, or ask for less",
+            f"--data: {count} of the inputs confirm, but to show that {keep:.4g} is kept "
+            f"takes at least {needed}, even if all agree",
+            hint=f"give at least {2 * needed} inputs, half of them to confirm, or lower --keep",
         )
 
 
 def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | None) -> Metric:
-    """Returns the metric that the user asks for, or the one that the data allow.
+    """Returns the metric that the user chose, or the one that the data allow.
 
     `outputs` are the untouched model's for inputs x. Raises `UsageError` for a metric that does not
     fit them, `FeedError` if all labels are the same.
@@ -334,9 +334,9 @@ def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | Non
         check_classes(counted, classes.shape[-1], "--data")
         if len(np.unique(counted)) < 2:
             raise FeedError(
-                f"--data: all {labels.size} labels are of one class, so accuracy cannot be "
+                f"--data: all {labels.size} labels are the same class, so accuracy cannot be "
                 "measured",
-                hint="give inputs of every class, mixed",
+                hint="give a mix of inputs of every class",
             )
     of_metric: Any = name
     return Metric(of_metric, title=name, tokens=tokens)
@@ -350,7 +350,7 @@ def _each_output(name: str | None, labels: Labels) -> Metric:
             raise FeedError(
                 f"--data: all {len(labels)} inputs have the same labels, so accuracy cannot be "
                 "measured",
-                hint="give inputs with each attribute and without, mixed",
+                hint="give a mix of inputs with and without each attribute",
             )
         return Metric("accuracy", title="accuracy", each_output=True)
     return Metric("r2", title="R²", each_output=True)
@@ -361,19 +361,19 @@ def _own_scores(title: str, function: Function, y: Array, labels: Labels | None)
         scores = np.asarray(function(y, labels), dtype=np.float64)
     except Exception as error:  # user code may raise anything
         raise UsageError(
-            f"--metric {title}: it failed: {type(error).__name__}: {error}",
+            f"--metric {title}: the function failed: {type(error).__name__}: {error}",
             hint="it takes outputs [b, …] and labels, and returns a score of each input [b]",
         ) from error
     if scores.shape != (len(y),):
         raise UsageError(
-            f"--metric {title}: it returned {scores.shape} for {len(y)} inputs",
+            f"--metric {title}: the function returned {scores.shape} for {len(y)} inputs",
             hint="it takes outputs [b, …] and labels, and returns a score of each input [b]",
         )
     if not np.isfinite(scores).all():
         at = int(np.flatnonzero(~np.isfinite(scores))[0])
         raise UsageError(
-            f"--metric {title}: it returned {scores[at]} for an input",
-            hint="a score is a finite number for each input: leave such inputs out, or give them 0",
+            f"--metric {title}: the function returned {scores[at]} for an input",
+            hint="a score must be a finite number: leave such inputs out, or return 0 for them",
         )
     return scores
 

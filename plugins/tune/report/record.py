@@ -21,7 +21,7 @@ class FrontPoint:
     """One point: its time for a batch, its size, and the quality it keeps.
 
     `searched` is the interval on the search's half, `confirmed` on the other (None if the point was
-    not confirmed). `text` describes the layers; older files hold a list of them.
+    not confirmed). `text` describes the layers; older files have a list of them.
     """
 
     ms: float

@@ -43,12 +43,12 @@ def _bounds_text(search: TuningRecord) -> str:
     if search.keep is not None:
         bounds.append(f"to keep {percent(search.keep)} of the {search.metric}")
     if search.max_latency_ms is not None:
-        bounds.append(f"to take {search.max_latency_ms:g} ms at the most")
+        bounds.append(f"to take at most {search.max_latency_ms:g} ms")
     if search.max_bytes is not None:
-        bounds.append(f"to take {size(search.max_bytes)} at the most")
+        bounds.append(f"to take at most {size(search.max_bytes)}")
     return (
         f"The bundle had {' and '.join(bounds)}; the result is confirmed on "
-        f"{search.confirming:,} inputs that the search did not see."
+        f"{search.confirming:,} inputs that the search did not use."
     )
 
 
@@ -57,15 +57,15 @@ def _search(results: Results) -> SectionContent | None:
     search = tuning_in(results.analyses)
     if search is None:
         return None
-    heads = ("ms", "size", "kept", "95% interval", "confirmed", "95% interval", "what it is")
+    heads = ("ms", "size", "kept", "95% interval", "confirmed", "95% interval", "model")
     lines: list[Sequence[Cell]] = []
     for point in search.points:
         if not point.front and point.confirmed is None:
             continue
         confirmed: tuple[Cell, Cell] = (("–", "quiet"), "")
         if point.confirmed is not None and point.confirmed_kept is not None:
-            held = search.keep is None or point.confirmed.low >= search.keep
-            kind = "good" if held else "bad"
+            enough = search.keep is None or point.confirmed.low >= search.keep
+            kind = "good" if enough else "bad"
             confirmed = ((percent(point.confirmed_kept), kind), _interval_text(point.confirmed))
         chosen = " (chosen)" if point.chosen else ""
         lines.append(
@@ -79,9 +79,9 @@ def _search(results: Results) -> SectionContent | None:
             )
         )
     intro = (
-        f"{len(search.points)} graphs were made in {search.seconds:.0f} s. The search saw "
-        f"{search.searching} inputs; {search.confirming} others, read once, confirm what it found. "
-        f"Kept is of the untouched model's {search.metric}."
+        f"{len(search.points)} graphs were made in {search.seconds:.0f} s. The search used "
+        f"{search.searching} inputs; {search.confirming} others, read once, confirm its result. "
+        f"Kept is the share of the untouched model's {search.metric}."
     )
     groups = {f"{search.model}, batch {search.batch}": lines}
     table = TableContent("", heads, groups)
@@ -121,7 +121,7 @@ def _point(index: int, point: FrontPoint) -> dict[str, Any]:
 
 
 def _precision(point: FrontPoint) -> str:
-    """The precision whose colour a point has: that of integers where any layer has them."""
+    """The precision whose colour a point has: that of integers if any layer has them."""
     layers = point.layers.values() if isinstance(point.layers, dict) else ()
     names = [*(layer.precision for layer in layers), point.around]
     return next((name for name in names if name and name != "fp32"), "fp32")
@@ -139,7 +139,7 @@ def _hover_lines(point: FrontPoint) -> list[str]:
 
 SECTION = ReportSection(
     name="search",
-    title="What tune found",
+    title="Result of tune",
     place=30,
     content=_search,
     shows=TUNING,

@@ -62,7 +62,7 @@ def distil(
 
     The training starts from the parameters or from the `other` arrays, whichever have the smaller
     loss on held-out batches. The loss is the Kullback-Leibler divergence if outputs are class
-    scores (`scores`), else the squared distance. The returned arrays did best on the held-out
+    scores (`scores`), or the squared distance. The returned arrays did best on the held-out
     batches: the initial ones if training did not help.
     """
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Searches of these tests measure graphs by the processor's time."""
+"""Searches of these tests measure graphs by CPU time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moexport.common import timing
 
 @pytest.fixture(autouse=True, scope="module")
 def processor_time() -> Iterator[None]:
-    """Other programs add nothing to it: a graph that computes less is faster beside them, too."""
+    """Other programs do not add to CPU time, so a graph that computes less is always faster."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(timing.measure.__kwdefaults__ or {}, "clock_ns", time.process_time_ns)
         yield

@@ -11,7 +11,7 @@ from moexport.plugins.tune.tune import Tuned
 
 
 def small_search(folder: Path, **options: Any) -> Tuned:
-    """Returns what a search finds that keeps 90%; bundle `out` and `report` are in the folder."""
+    """Returns the result of a search for 90%; bundle `out` and `report` are in the folder."""
     digits = load_digits(test_share=0.5)
     training = Training(8, hidden=16, normalise=True, scale=16.0, epochs=6, batch=64)
     save(train(training, digits.train), folder / "digits.pt")

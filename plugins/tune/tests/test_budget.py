@@ -1,4 +1,4 @@
-"""`--time` is kept: steps that cannot be interrupted begin only where they still end in time."""
+"""`--time` is kept: steps that cannot be interrupted start only if they still end in time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COSTS |= {"open": 0.5, "run": 0.5, "ways": 1.0}
 
 
 class Simulated(Clock):
-    """A clock on which nothing but steps takes time, each as long as `COSTS` says."""
+    """A clock on which only steps take time, each as long as in `COSTS`."""
 
     def __init__(self, seconds: float) -> None:
         self.at = 0.0

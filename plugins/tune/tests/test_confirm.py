@@ -1,6 +1,6 @@
 """What is confirmed: the interval covers, the orders are fixed before, and together they err in 5%.
 
-What a search half says of candidates here is drawn apart from what the other half says.
+The results of both halves are drawn independently here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moexport.plugins.tune.recipe import LayerRecipe
 from moexport.plugins.tune.space import Point, Trial
 
 KEEP, RIGHT = 0.99, 430
-"""What is asked, and how many inputs at least one of two models has right."""
+"""The share to keep, and the number of inputs that at least one of two models answers correctly."""
 
 
 def trial(ms: float, kept: float = 1.0, low: float = 0.99, shift: float = 0.0) -> Trial:
@@ -125,7 +125,7 @@ def test_where_the_fastest_fails_slower_ones_are_left_at_every_factor_of_time() 
 
 
 def test_together_they_pass_a_point_that_keeps_too_little_in_5_percent_at_the_most() -> None:
-    # Of six points all keep a little less than asked; some lose the same inputs, some their own.
+    # All six points keep a little less than required; some lose the same inputs, others not.
     random = np.random.default_rng(0)
     names, runs, wrong = 6, 3000, 0
     known: dict[tuple[int, int], float] = {}
@@ -154,4 +154,4 @@ def test_together_they_pass_a_point_that_keeps_too_little_in_5_percent_at_the_mo
             found.append(Confirmed(each, quality, index >= len(asked.conservative)))
         wrong += len(holding(found, KEEP)) > 1
     assert wrong / runs <= 0.05
-    assert wrong  # it is a test of what may go wrong
+    assert wrong  # the test covers wrong confirmations

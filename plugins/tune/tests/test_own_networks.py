@@ -181,12 +181,12 @@ def weights(data: LabelledData, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of the points is the fastest plays no part."""
+    """The test does not depend on which point is the fastest."""
     monkeypatch.setattr(timing, "LONGEST_S", 0.0)
 
 
 class Occupies(Silent):
-    """Puts a file where the bundle is to be, when the search is over."""
+    """Writes a file at the bundle's place after the search."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -293,7 +293,7 @@ def test_the_line_that_exports_again_runs_as_printed(data: LabelledData, tmp_pat
 
 @pytest.mark.usefixtures("untimed")
 def test_a_recipe_holds_the_settings_that_the_model_was_read_with(tmp_path: Path) -> None:
-    """The line for another day: neither `num_heads` nor what the shapes do not tell is typed."""
+    """The printed command needs neither `num_heads` nor other settings that the shapes lack."""
     case = read_case("soft_moe_vit")
     x = np.random.default_rng(0).standard_normal((400, *case.x.shape[1:]), dtype=np.float32)
     np.savez(tmp_path / "data.npz", input=x)
@@ -353,7 +353,7 @@ def test_the_ranges_of_a_network_serve_what_has_fewer_experts_or_computes_fewer(
     options = replace(ExportOptions(verify=False), calibration=table)
     job = export_job(model, recipe_options(recipe, options, substitutes))
     assert job.table is table
-    # Those of a network with other weights do not serve.
+    # Those of a network with other weights are refused.
     next(trained.parameters()).data.add_(1e-3)
     with pytest.raises(CalibrationError, match="another model"):
         export_job(model, replace(options, precision="int8"))

@@ -55,12 +55,12 @@ def test_what_is_kept_is_paired_input_by_input() -> None:
     base = np.ones(1000)
     base[:100] = 0
     own = base.copy()
-    own[100:110] = 0  # ten of those that the untouched model has right
+    own[100:110] = 0  # ten of the untouched model's correct answers
     metric = Metric("accuracy")
     x = np.zeros((1000, 1), np.float32)
     quality = metric.quality(metric.tally(scores(own), scores(base), x, labels))
     assert quality.kept == pytest.approx(890 / 900)
-    # Unpaired, 1,000 inputs tell no more than ±3%.
+    # Unpaired, 1,000 inputs give no more than ±3%.
     assert 0.975 < quality.low < quality.kept < quality.high < 1.0
     same = metric.quality(metric.tally(scores(base), scores(base), x, labels))
     assert same.kept == 1
@@ -156,7 +156,7 @@ def test_the_predicted_front_is_that_of_all_combinations() -> None:
     assert found.keys() == wanted.keys()
     assert all(found[row] == pytest.approx(wanted[row]) for row in wanted)
     assert [each.cost for each in front] == sorted((c for c, _ in wanted.values()), reverse=True)
-    # Every step of the path lies on it.
+    # Every step of the path is on it.
     assert {tuple(c.k for _, c in p.layers) for p in steps(start, options)} <= {*wanted}
 
 
@@ -205,7 +205,7 @@ def test_a_whole_graph_corrects_the_times_of_single_layers() -> None:
     times.corrected(point, 5.0)
     assert times.predicted_ms(point) == pytest.approx(5.0)
     smaller = times.predicted_ms(point.with_layer("a", LayerRecipe(4)))
-    times.corrected(point, 6.0)  # what is around them is known by now
+    times.corrected(point, 6.0)  # the time around them is known now
     assert times.predicted_ms(point) == pytest.approx(6.0)
     assert times.predicted_ms(point.with_layer("a", LayerRecipe(4))) > smaller
 
@@ -219,7 +219,7 @@ def test_a_whole_graph_that_computes_some_experts_corrects_what_computes_some_al
     assert times.predicted_ms(point) == pytest.approx(5.0)
     mixed = point.with_layer("a", LayerRecipe(4))
     assert times.predicted_ms(mixed) == pytest.approx((5.0 + 8.0) / 2)
-    times.corrected(mixed, 100.0)  # of which of the two it tells is not known
+    times.corrected(mixed, 100.0)  # it is unknown which of the two this corrects
     assert times.predicted_ms(mixed) == pytest.approx((5.0 + 8.0) / 2)
 
 

@@ -64,7 +64,7 @@ def test_the_report_says_why_that_runtime(tuned: Tuned) -> None:
     assert why in text(tuned, report)
     page = (report / "report.html").read_text(encoding="utf-8")
     assert why in page
-    # It is listed whether or not another point beat it on the search's half.
+    # It is listed even if another point beats it on the search's half.
     assert f"{chosen.text} (chosen)" in page
 
 

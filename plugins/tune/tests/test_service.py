@@ -1,4 +1,4 @@
-"""A search for requests per second: what holds is served, and the fastest service is exported."""
+"""A search for requests per second serves the confirmed points and exports the fastest one."""
 
 from __future__ import annotations
 

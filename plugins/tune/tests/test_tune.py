@@ -53,7 +53,7 @@ def digits() -> Digits:
 
 @pytest.fixture(scope="module")
 def checkpoint(digits: Digits, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 16 experts few are needed."""
+    """A network that needs few of its 16 experts."""
     path = tmp_path_factory.mktemp("tune") / "digits.pt"
     asked = Training(16, hidden=16, normalise=True, scale=16.0, epochs=6, batch=64)
     save(train(asked, digits.train), path)
@@ -61,7 +61,7 @@ def checkpoint(digits: Digits, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 class Steps(Silent):
-    """Keeps what is told."""
+    """Records the steps."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -82,11 +82,11 @@ class EndedAt(Silent):
 
 
 MAX_BYTES = 300_000
-"""Less than all experts take: whether few are faster on a busy machine plays no part then."""
+"""A bound below the size of all experts, so that a busy machine does not matter."""
 
 
 def search(checkpoint: Path, data: LabelledData, folder: Path, progress: Progress) -> Tuned:
-    """A search in FP32 for 97% with fewer experts, with its report beside the bundle."""
+    """A search in FP32 for 97% with fewer experts, with its report next to the bundle."""
     return moexport.tune(
         moexport.load(checkpoint),
         data,
@@ -102,7 +102,7 @@ def search(checkpoint: Path, data: LabelledData, folder: Path, progress: Progres
 
 @pytest.fixture(scope="module")
 def tuned(checkpoint: Path, digits: Digits, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
-    """A search that was ended in its middle and went on."""
+    """A search that was interrupted and continued."""
     folder = tmp_path_factory.mktemp("tuned")
 
     with pytest.raises(KeyboardInterrupt):
@@ -110,7 +110,7 @@ def tuned(checkpoint: Path, digits: Digits, tmp_path_factory: pytest.TempPathFac
     assert not (folder / "out").exists()
     steps = Steps()
     found = search(checkpoint, digits.test, folder, steps)
-    # What was measured is not measured again.
+    # Nothing is measured twice.
     assert not [each for each in steps.told if each.startswith("measuring")]
     assert any(each.startswith("continuing") for each in steps.told)
     return found
@@ -126,7 +126,7 @@ def test_the_bundle_keeps_what_was_asked_on_inputs_that_the_search_did_not_see(
     contract = tuned.bundle.manifest.contract
     assert contract["interval"] == [quality.low, quality.high]
     assert contract["asked"]["keep"] == 0.97
-    # The page has what it keeps and its accuracy, each with its interval: Wilson's, whose ends p
+    # The page has the kept share and the accuracy, each with its interval: Wilson's, whose ends p
     # solve |p - a| = z · sqrt(p (1 - p) / n).
     accuracy, n = contract["accuracy"], contract["inputs"]
     assert accuracy * n == pytest.approx(round(accuracy * n))
@@ -135,9 +135,9 @@ def test_the_bundle_keeps_what_was_asked_on_inputs_that_the_search_did_not_see(
     for end in (low, high):
         assert abs(end - accuracy) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / n))
     page = (tuned.bundle.path / "README.md").read_text(encoding="utf-8")
-    assert f"On {n} inputs that `moexport tune` did not search with, it keeps" in page
+    assert f"On {n} inputs that the search of `moexport tune` did not use, it keeps" in page
     assert f"(95% interval {quality.low:.1%} to {quality.high:.1%})" in page
-    assert f"an accuracy of {accuracy:.1%} ({low:.1%} to {high:.1%}), where PyTorch has" in page
+    assert f"an accuracy of {accuracy:.1%} ({low:.1%} to {high:.1%}); PyTorch has" in page
     assert "The bundle had to keep 97% of the accuracy" in page
     session = tuned.bundle.session()
     right = (session(digits.test.inputs).argmax(axis=1) == digits.test.labels).mean()
@@ -221,7 +221,7 @@ def test_dropped_experts_leave_constants_which_lie_beside_the_recipe(
     assert tuned.bundle.manifest.edits == [
         {"edit": "keep", "layer": name, "experts": [*kept], "constant": True}
     ]
-    # The bundle stands beside the untouched model, not beside one with constants.
+    # The bundle is compared with the untouched model, not with one with constants.
     results = moexport.bench(
         [checkpoint, place], data=digits.test, round_s=0.0, memory=False, parts=False
     )
@@ -244,7 +244,7 @@ def test_dropped_experts_leave_constants_which_lie_beside_the_recipe(
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda place: place.unlink(), "does not lie beside it"),
+        (lambda place: place.unlink(), "is not in its folder"),
         (lambda place: place.write_bytes(place.read_bytes()[:-4]), "is not the file that"),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_recipe_without_its_constants_is_refused(
 def test_constants_that_changed_since_they_were_confirmed_are_not_written(
     checkpoint: Path, digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "LONGEST_S", 0.0)  # times play no part here
+    monkeypatch.setattr(timing, "LONGEST_S", 0.0)  # times do not matter here
 
     with pytest.raises(KeyboardInterrupt):
         search(checkpoint, digits.test, tmp_path, EndedAt("writing weights"))
@@ -273,7 +273,7 @@ def test_constants_that_changed_since_they_were_confirmed_are_not_written(
     assert trained
     for path in trained:
         save_file({name: 2 * array for name, array in load_file(path).items()}, path)
-    with pytest.raises(ContractError, match="were changed or deleted since"):
+    with pytest.raises(ContractError, match="were changed or deleted after"):
         search(checkpoint, digits.test, tmp_path, Silent())
     assert not (tmp_path / "out").exists()
     # Those of another search are never read.
@@ -301,7 +301,7 @@ def test_a_graph_that_is_too_far_from_pytorch_gives_way_to_the_next_that_was_con
     steps = Steps()
     found = search(checkpoint, digits.test, tmp_path, steps)
     assert len(asked) == 2
-    assert "left out: model.onnx differs from PyTorch" in steps.told
+    assert "skipped: model.onnx differs from PyTorch" in steps.told
     held = [each for each in holding(found.sequence, 0.97) if each.trial.bytes <= MAX_BYTES]
     assert found.chosen in held
     assert sum(each.trial.ms < found.chosen.trial.ms for each in held) == 1
@@ -408,14 +408,14 @@ def test_a_second_search_for_the_same_bundle_is_refused_at_once(
 
 def test_too_few_inputs_say_how_many_it_takes(model: Model, digits: Digits, tmp_path: Path) -> None:
     error = refused(model, few(digits, 60), tmp_path)
-    assert "30 of its inputs confirm" in str(error)
+    assert "30 of the inputs confirm" in str(error)
     assert "give at least" in str(getattr(error, "hint", ""))
 
 
 def test_labels_of_one_class_say_nothing(model: Model, digits: Digits, tmp_path: Path) -> None:
     labels = np.zeros(len(digits.test), np.int64)
     data = LabelledData(digits.test.inputs, labels, "input", "label")
-    assert "of one class" in str(refused(model, data, tmp_path))
+    assert "the same class" in str(refused(model, data, tmp_path))
 
 
 def nan_score(outputs: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -451,7 +451,7 @@ def test_what_cannot_be_meant_is_refused(
 
 
 def noisy_score(outputs: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """A score of which a hundred inputs tell little."""
+    """A score that needs more than a hundred inputs."""
     return np.where(outputs.argmax(axis=1) == labels, 1.0, 0.0)
 
 
@@ -491,7 +491,7 @@ def test_bounds_that_contradict_each_other_are_all_named_with_the_nearest(
     )
     assert isinstance(error, ContractError)
     bounds = 'keep=0.97 with max_latency="0.001ms" and max_bytes=1000'
-    assert f"{bounds}: no point that was found meets this" in str(error)
+    assert f"{bounds}: no point meets these bounds" in str(error)
     assert "the nearest takes" in str(error)
 
 
@@ -509,7 +509,7 @@ def test_floats_of_16_bits_are_tried_where_the_target_computes_them() -> None:
 def test_weights_of_integers_are_candidates_on_a_gpu(
     precision: Precision, op: str, tmp_path: Path
 ) -> None:
-    """In layers of whole blocks, with the network around in FP16."""
+    """INT4 in layers of whole blocks, with the rest of the network in FP16."""
     torch.save(vit_state(d=64, heads=4, moe_h=128), tmp_path / "vit.pt")
     loaded = moexport.load(tmp_path / "vit.pt", config={**VIT, "num_heads": 4})
     base = export_job(loaded, ExportOptions(target="ort-cuda", verify=False))

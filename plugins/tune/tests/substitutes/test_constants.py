@@ -1,4 +1,4 @@
-"""Which experts are dropped first, and constants by least squares of what goes missing."""
+"""The order of dropped experts, and the constants that replace them by least squares."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def soft_moe(model: Model) -> SoftMoE:
 
 
 def tokens_of(model: Model, images: torch.Tensor) -> list[torch.Tensor]:
-    """What the model's layer is given, in three batches."""
+    """The inputs of the model's layer, in three batches."""
     tokens: list[torch.Tensor] = []
     hook = soft_moe(model).register_forward_hook(lambda _, args, __: tokens.append(args[0].clone()))
     with torch.inference_mode():
@@ -45,7 +45,7 @@ def tokens_of(model: Model, images: torch.Tensor) -> list[torch.Tensor]:
 
 
 def both(layer: SoftMoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What all experts give, [b, n, p, o], and C with the experts first, [b, n, m, p]."""
+    """The outputs of all experts, [b, n, p, o], and C with the experts first, [b, n, m, p]."""
     outputs, combine = layer.computed(x)
     return outputs, combine.transpose(1, 2)
 
@@ -66,7 +66,7 @@ def test_constants_are_the_least_squares_of_what_goes_missing(
     weights = np.square(combine).sum(axis=2)  # [b, n, p]
     alone = np.einsum("bnp,bnpo->npo", weights, outputs) / weights.sum(axis=0)[..., None]
     alone = alone.reshape(found.shape)
-    # Drawn to those of each slot alone: as many more rows, in which these are the answer.
+    # The ridge towards each slot's own constants, as further rows of which they are the solution.
     root = np.sqrt(RIDGE * np.square(a).sum() / len(found))
     rows, wanted = np.vstack([a, root * np.eye(len(found))]), np.vstack([b, root * alone])
     best, *_ = np.linalg.lstsq(rows, wanted, rcond=None)
@@ -81,7 +81,7 @@ def test_an_expert_that_always_gives_the_same_goes_first_and_nothing_is_lost(
     model = moexport.load(DATA / "soft_moe_mnist" / "weights.pt")
     layer = soft_moe(model)
     assert isinstance(layer.w2, torch.nn.ParameterList)
-    layer.w2[1].zero_()  # without biases it gives zeros for every input
+    layer.w2[1].zero_()  # without biases it returns zeros for every input
     n = layer.spec.experts
     tokens = tokens_of(model, images)
     constants = ConstantExperts(layer, tokens)

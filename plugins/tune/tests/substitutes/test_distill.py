@@ -1,4 +1,4 @@
-"""Constants that are trained bring the model nearer to the untouched one, or stay as they came."""
+"""Training brings the model nearer to the untouched one, or leaves the constants unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch import nn
 pytestmark = pytest.mark.slow
 
 AMPLE_S = 3600.0
-"""More than any training takes here: all its steps are done on a busy machine, too."""
+"""More than any training takes here, so that all steps run even on a busy machine."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def as_long_as_users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> tuple[moexport.Model, Samples, Samples]:
-    """A trained network, and what it gives for inputs to fit on and for others."""
+    """A trained network, and its outputs for inputs to fit on and for others."""
     data = digits.load_digits(test_share=0.5)
     path: Path = tmp_path_factory.mktemp("distill") / "digits.pt"
     asked = digits.Training(16, hidden=16, normalise=True, scale=16.0, epochs=6, batch=64)
@@ -97,7 +97,7 @@ def test_without_time_the_constants_stay_as_they_came(
 ) -> None:
     model, samples, _ = network
     with changed(model) as (module, constants, start):
-        # There is none to fit on in the second.
+        # The second has none to fit on.
         for part, seconds in ((samples, 0.0), (samples[:1], AMPLE_S)):
             found = distil(PyTorch(module), constants, part, scores=True, seconds=seconds)
             assert np.array_equal(found["layer"], start)
@@ -146,7 +146,7 @@ def test_training_begins_with_what_does_better_on_inputs_that_are_held_out(
 
 
 class Fragile(nn.Module):
-    """A network that fails where its outputs are no numbers, as sparse gates do."""
+    """A network that fails on NaN outputs, like sparse gates."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def test_training_that_does_not_help_inputs_that_are_held_out_is_left(
     model, samples, _ = network
     with changed(model) as (module, constants, start):
         runner = PyTorch(module)
-        # What is held out agrees with the constants as they came; what is fitted to says another.
+        # The held-out inputs agree with the initial constants, the others with different ones.
         mixed = [
             (x, runner.infer(x) if index % HELD_OUT == 0 else np.roll(base, 1, axis=1))
             for index, (x, base) in enumerate(samples)

@@ -1,4 +1,4 @@
-"""One expert in place of all of a muMoE layer: the mean of the experts, and what a search finds."""
+"""One expert in place of all of a muMoE layer: the mean of the experts, and a search."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SPECS = [spec for form in FORMS for spec in layers_of(form)]
 def test_experts_that_always_mix_alike_are_merged_without_a_loss(spec: MuMoESpec) -> None:
     layer = random_layer(spec)
     for projection in layer.projections:
-        projection.zero_()  # every token gets the same coefficients
+        projection.zero_()  # every token has the same coefficients
     tokens = torch.randn(3, 40, spec.dim, generator=torch.Generator().manual_seed(1))
     matrices = merged_matrices(layer, [tokens])
     assert [each.shape for each in matrices] == [(t.dim + 1, t.out) for t in spec.tensors]
@@ -73,7 +73,7 @@ def test_a_matrix_is_the_least_squares_of_what_the_experts_give(activation: Gate
     )
     z = np.hstack([z, np.ones((len(z), 1))])
     root = np.sqrt(RIDGE * np.square(z).sum() / 7)
-    # Drawn to the mean of the experts: as many more rows, in which it is the answer.
+    # The ridge towards the mean of the experts, as further rows of which it is the solution.
     best, *_ = np.linalg.lstsq(np.vstack([z, root * np.eye(7)]), np.vstack([y, root * mean]))
     assert np.abs(found - best).max() <= 1e-5 * np.abs(best).max()
     left, least, all_of_it = (np.square(z @ each - y).sum() for each in (found, mean, 0 * mean))
@@ -104,7 +104,7 @@ def test_a_family_with_merged_experts_is_exported_without_a_gate(name: str, tmp_
     assert own
     gates = {"ReduceL2", "TopK", "Softmax", "Relu", "ReduceMax"}
     assert not {node.op_type for node in own} & gates
-    # As it was, the network gives something else.
+    # Unchanged, the network returns something different.
     reference = np.load(bundle.path / "parity.npz")
     assert np.abs(reference["y"] - reference["dense"]).max() > 1e-3
 

@@ -1,4 +1,4 @@
-"""What takes the places of experts in a whole model: trained once, and found again."""
+"""The substitutes of a whole model are trained once and found again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def images() -> torch.Tensor:
 
 
 def recording(model: Model, images: torch.Tensor) -> Recording:
-    """What the model's layer is given, in batches, and the model's outputs."""
+    """The inputs of the model's layer, in batches, and the model's outputs."""
     ((name, layer),) = model.layers.items()
     tokens: list[torch.Tensor] = []
     hook = layer.register_forward_hook(lambda _, args, __: tokens.append(args[0].clone()))
@@ -59,7 +59,7 @@ def test_what_was_trained_is_the_same_when_a_search_goes_on(
     assert first.digest(point) == ""
     trained, different = first.trained_for(point)[name], first.trained_for(other)[name]
     assert trained.shape != different.shape
-    # Another that has no time to train, and saw less, finds what the first one kept.
+    # Another without time to train, and with fewer inputs, finds the arrays of the first.
     again = Substitutes(model, recording(model, images[:32]), tmp_path, lambda: 0.0)
     assert np.array_equal(again.trained_for(point)[name], trained)
     assert again.digest(point) == first.digest(point) != first.digest(other)
