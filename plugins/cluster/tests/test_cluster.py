@@ -178,7 +178,7 @@ def test_each_kind_of_node_has_its_report_and_one_table_says_which_k_on_which(
     )
     assert outcome.code == 0, outcome.err
     assert "second: Of 2 rows in both files 2 are faster and 0 slower" in outcome.err
-    assert "CPU: the earlier run has no results of this kind: not compared" in outcome.err
+    assert "CPU: not compared: the earlier run has no results of this kind" in outcome.err
     outcome_of_one = run(  # earlier results of one kind, for two
         *("bench", WEIGHTS, "-o", tmp_path / "again", "--ray", nodes.address, "--on", "second,CPU"),
         *("--compare", tmp_path / "out" / "CPU" / "results.json"),
@@ -222,12 +222,12 @@ def test_each_kind_is_compared_with_itself_and_all_that_are_slower_are_named(
     assert isinstance(failure, CheckError)
     assert re.match(r"A100: \d+ of \d+ rows are slower by more than 5%.*; T4: ", failure.message)
     assert "L4: Of" in lines[0]
-    assert lines[-1] == "H100: the earlier run has no results of this kind: not compared"
+    assert lines[-1] == "H100: not compared: the earlier run has no results of this kind"
     assert compare_kinds(before, found, None)[1] is None
     assert earlier_kinds(folder / "T4", None, ["T4"], wanted=True) == {"T4": before["T4"]}
     assert earlier_kinds(folder, None, ["T4"], wanted=True) == {"T4": before["T4"]}
     assert not earlier_kinds(tmp_path, None, kinds, wanted=True)  # the first run of all
-    with pytest.raises(UsageError, match="holds no results of H100 or B200"):
+    with pytest.raises(UsageError, match="has no results of H100 or B200"):
         earlier_kinds(tmp_path / "out", folder, ["H100", "B200"], wanted=False)
 
 

@@ -107,7 +107,7 @@ def test_a_folder_that_is_no_demo_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     outcome = run("demo", "--family", "mumoe", "-o", tmp_path, "--force")
     assert outcome.code == 1
-    assert "is not a demo" in outcome.error
+    assert "but is not a demo" in outcome.error
     with pytest.raises(BundleError):
         run_mumoe_demo(tmp_path, Silent())
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
