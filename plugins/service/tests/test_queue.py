@@ -58,7 +58,7 @@ def test_a_full_queue_refuses_at_once_loses_nothing_and_recovers() -> None:
         busy(queue, instance)
         accepted = [queue.submit(number) for number in (1, 2, 3)]
         for _ in range(5):
-            with pytest.raises(QueueFullError, match="the queue is full: 3 requests wait"):
+            with pytest.raises(QueueFullError, match="the queue is full: 3 requests are waiting"):
                 queue.submit(4)
         instance.go.set()
         assert [each.result(30) for each in accepted] == [1, 4, 9]

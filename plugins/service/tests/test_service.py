@@ -244,7 +244,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_run(
 def test_a_library_that_is_larger_than_the_data_is_refused(model: Model) -> None:
     data = LabelledData(np.zeros((8, 1, 28, 28), np.float32), None)
     request = asking(QUICK, scenario="offline", library=100)
-    with pytest.raises(UsageError, match="--library 100: the data have 8 inputs"):
+    with pytest.raises(UsageError, match="--library 100: the data has only 8 inputs"):
         bench([Candidate("digits", model)], data, request)
 
 
@@ -252,7 +252,7 @@ def test_a_library_that_is_larger_than_the_data_is_refused(model: Model) -> None
 def test_a_bound_that_nothing_keeps_names_the_nearest() -> None:
     request = asking(QUICK, scenario="server", latency_bound="1us", duration="0.2s")
     (sentence,) = answers(bench_as(WEIGHTS, request))
-    assert re.search(r"no rate keeps p99 ≤ 0.001 ms\. The nearest is .*: [\d.]+ ms\.", sentence)
+    assert re.search(r"no rate meets p99 ≤ 0.001 ms\. The nearest is .*: [\d.]+ ms\.", sentence)
 
 
 @pytest.mark.slow
@@ -357,14 +357,14 @@ def test_a_valid_run_is_the_answer_before_a_faster_one_that_is_not(results: Resu
 
 
 def test_a_bound_that_others_do_not_keep_is_not_divided_by(results: Results) -> None:
-    none = {"reason": "no rate keeps it", "nearest_ms": 33.0}
+    none = {"reason": "no rate meets it", "nearest_ms": 33.0}
     report = with_services(
         results, served(16, None, **PYTORCH, **none), served(16, None, **none), served(4, 310.0)
     )
     (sentence,) = answers(report)
-    assert sentence.endswith("kept at no rate by all experts, kept at no rate by PyTorch.")
+    assert sentence.endswith("met at no rate by all experts, met at no rate by PyTorch.")
     (sentence,) = answers(with_services(results, served(16, None, **none)))
-    assert "no rate keeps p99 ≤ 20 ms. The nearest is ONNX Runtime, grouped, INT8" in sentence
+    assert "no rate meets p99 ≤ 20 ms. The nearest is ONNX Runtime, grouped, INT8" in sentence
     assert "k = 16: 33.0 ms" in sentence
 
 

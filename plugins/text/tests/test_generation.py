@@ -178,11 +178,11 @@ def test_configurations_are_those_of_the_graph(bundle: Bundle, folder: Path) -> 
 def test_what_cannot_generate_says_so(tmp_path: Path) -> None:
     no_tokenizer = save(ARCHITECTURES["mixtral"], tmp_path / "model")
     bundle = moexport.export(moexport.load(no_tokenizer), tmp_path / "none", verify=False)
-    assert bundle.manifest.notes[-1].endswith(f"{no_tokenizer}: holds no tokenizer.json")
+    assert bundle.manifest.notes[-1].endswith(f"{no_tokenizer} has no tokenizer.json")
     small = text_model("mixtral", tmp_path / "small", vocab_size=200)
     bundle = moexport.export(moexport.load(small), tmp_path / "small-out", verify=False)
     assert (
-        "it has the token 299, and this model's vocabulary ends at 199"
+        "it has the token 299, but this model's vocabulary ends at 199"
         in (bundle.manifest.notes[-1])
     )
     fixed = moexport.export(moexport.load(small), tmp_path / "fixed", tokens=5, verify=False)

@@ -230,10 +230,10 @@ def test_without_a_tokenizer_ids_are_random_and_tell_no_perplexity(tmp_path: Pat
 
 def test_what_cannot_be_a_language_models_data_is_refused(model: Model, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("def", encoding="utf-8")
-    with pytest.raises(FeedError, match=r"short.txt: \d tokens, and a prompt with the token after"):
+    with pytest.raises(FeedError, match=r"short.txt: \d tokens, but a prompt and the token after"):
         token_windows(tmp_path / "short.txt", model, PROMPT)
     (tmp_path / "no.txt").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(FeedError, match="is not text in UTF-8"):
+    with pytest.raises(FeedError, match="is not UTF-8 text"):
         token_windows(tmp_path / "no.txt", model, PROMPT)
     (tmp_path / "no.npy").write_bytes(b"no array")
     with pytest.raises(FeedError, match="not a readable"):

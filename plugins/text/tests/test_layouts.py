@@ -256,7 +256,7 @@ def test_a_layout_of_what_writes_no_text_is_refused(folder: Path, tmp_path: Path
     model = moexport.load(folder)
     with pytest.raises(UsageError, match="a causal language model with a cache"):
         moexport.export(model, tmp_path / "out", tokens=5, layout="optimum")
-    with pytest.raises(UsageError, match='no name for precision="bf16"'):
+    with pytest.raises(UsageError, match='does not support precision="bf16"'):
         moexport.export(model, tmp_path / "out", precision="bf16", layout="transformers-js")
     bare = tmp_path / "bare"
     shutil.copytree(folder, bare)
@@ -264,6 +264,6 @@ def test_a_layout_of_what_writes_no_text_is_refused(folder: Path, tmp_path: Path
     done = run("export", bare, "-o", tmp_path / "out", "--layout", "transformers-js")
     assert (done.code, done.error) == (
         2,
-        f"--layout transformers-js: {bare} holds no tokenizer.json",
+        f"--layout transformers-js: {bare} has no tokenizer.json",
     )
     assert not (tmp_path / "out").exists()

@@ -174,7 +174,7 @@ def test_200000_keys_of_a_message_are_refused_at_once(server: Server) -> None:
     keys = {f"{key:x}": 0 for key in range(90_000)}
     said = [{"role": "user", "content": "x", **keys}]
     answer = post(server.port, {"messages": said, "max_tokens": 1}, CHATS)
-    assert answer.status == 400 and "this server does not have it" in answer.error
+    assert answer.status == 400 and "this server does not support it" in answer.error
     assert answer.seconds < 5
     many = [{"role": "user", "content": ""}] * (CONTEXT + 1)
     answer = post(server.port, {"messages": many}, CHATS)
@@ -346,7 +346,7 @@ def test_a_cache_that_does_not_fit_is_told_with_its_size(out: Path, tmp_path: Pa
     many = ("--max-tokens", str(2**31 - 1))
     done = run("generate", bundle, PROMPT, *many)
     assert done.code == 1
-    assert done.error.startswith("no memory for the cache of 2,147,483,647 tokens: it takes 5")
+    assert done.error.startswith("no memory for the cache of 2,147,483,647 tokens: it needs 5")
     assert "--context" in done.hint
     assert (
         run("generate", bundle, PROMPT, "--max-tokens", str(2**31 - 1), "--context", "16").code == 0
@@ -414,7 +414,7 @@ def rest(client: socket.socket) -> bytes:
 
 
 def texts(server: Server) -> int:
-    """How many texts are being written."""
+    """Returns how many texts are being generated."""
     found = re.search(r"^moexport_texts (\d+)$", get(server.port, "/metrics").text, re.MULTILINE)
     assert found is not None
     return int(found[1])

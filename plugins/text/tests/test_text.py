@@ -171,7 +171,7 @@ def test_a_wrong_value_is_said_in_a_sentence(
 
 def test_a_prompt_longer_than_the_context_is_refused(out: Path) -> None:
     done = run("generate", out, "x " * CONTEXT)
-    assert done.code == 2 and "and the model's context holds 4,096" in done.error
+    assert done.code == 2 and "but the model's context has 4,096" in done.error
     with pytest.raises(UsageError, match="the prompt is empty"):
         moexport.generate(out, "")
 
@@ -197,12 +197,12 @@ def test_a_bundle_that_cannot_generate_says_why(out: Path, folder: Path, tmp_pat
     moexport.export(model, tmp_path / "other-words", verify=False)
     done = run("generate", tmp_path / "other-words", PROMPT)
     assert done.code == 1 and done.error.endswith(
-        "belongs to another model: it has the token 339, and this model's vocabulary ends at 303"
+        "belongs to another model: it has the token 339, but this model's vocabulary ends at 303"
     )
     (bare / "tokenizer.json").unlink()
     moexport.export(model, tmp_path / "no-tokenizer", verify=False)
     done = run("generate", tmp_path / "no-tokenizer", PROMPT)
-    assert done.code == 1 and done.error.endswith(": holds no tokenizer.json")
+    assert done.code == 1 and done.error.endswith(" has no tokenizer.json")
     image = run("generate", DATA / "bundle_0_1_0", PROMPT)
     assert image.code == 1 and "no language model with a cache" in image.error
 
@@ -247,9 +247,9 @@ def test_a_server_outlives_clients_that_go_away_or_ask_for_what_cannot_be(served
         client.completions.create(temperature=-1, **asked)
     with pytest.raises(openai.NotFoundError, match="other"):
         client.completions.create(model="other", prompt=PROMPT)
-    with pytest.raises(openai.BadRequestError, match="the model's context holds 4,096"):
+    with pytest.raises(openai.BadRequestError, match="the model's context has 4,096"):
         client.completions.create(model="mixtral", prompt="x " * CONTEXT)
-    with pytest.raises(openai.BadRequestError, match="n: this server does not have it"):
+    with pytest.raises(openai.BadRequestError, match="n: this server does not support it"):
         client.completions.create(n=2, **asked)
     with pytest.raises(openai.BadRequestError, match="a part is not text"):
         image = {"type": "image_url", "image_url": {"url": "data:"}}
@@ -286,5 +286,5 @@ def test_a_port_in_use_is_said_in_a_sentence(out: Path) -> None:
         done = run("serve", out, "--port", str(port))
     assert done.code == 2
     assert done.error == (
-        f"--port {port}: nothing can listen at 127.0.0.1:{port}: Address already in use"
+        f"--port {port}: cannot listen on 127.0.0.1:{port}: Address already in use"
     )

@@ -100,7 +100,7 @@ def test_a_version_is_added_beside_those_that_are_there(bundles: Bundles, tmp_pa
     models, config = tmp_path / "models", tmp_path / "models" / "vit" / "config.pbtxt"
     moexport.triton(bundles["2"], models, name="vit")
     config.write_text(config.read_text() + "version_policy { all { } }\n")
-    with pytest.raises(OutputError, match="holds a version 1") as caught:
+    with pytest.raises(OutputError, match="has a version 1") as caught:
         moexport.triton(bundles["2"], models, name="vit")
     assert "version=2" in str(caught.value.hint)
     moexport.triton(bundles["2"], models, name="vit", version=2)
@@ -136,7 +136,7 @@ def test_what_is_no_repository_is_left_untouched(bundles: Bundles, tmp_path: Pat
         (["2"], {"name": "a" * 256}, "name has 256 characters, more than the 255 of a folder"),
         (["2"], {"backend": "pytorch"}, 'backend="pytorch": unknown value'),
         (["2"], {"instances": 0}, "instances=0: at least 1"),
-        (["input"], {"delay_us": 5}, "delay_us=5: Triton makes no batches"),
+        (["input"], {"delay_us": 5}, "delay_us=5: Triton does not batch"),
     ],
     ids=str,
 )
@@ -164,7 +164,7 @@ def test_the_command_says_what_it_wrote(bundles: Bundles, tmp_path: Path) -> Non
     assert told["name"] == "weights" and told["files"][0] == "model.onnx/model.onnx"
     again = run("triton", bundles["2"].path, "-o", tmp_path / "models")
     assert again.code == 1
-    assert "holds a version 1" in again.error
+    assert "has a version 1" in again.error
     damaged = bundles["2"].path.with_name("damaged")
     damaged.mkdir()
     for each in bundles["2"].path.iterdir():
@@ -177,17 +177,17 @@ def test_the_command_says_what_it_wrote(bundles: Bundles, tmp_path: Path) -> Non
 
 
 DAMAGE: dict[str, dict[str, Any]] = {
-    "a target that is none": {"target": "mars"},
-    "a batch that is none": {"batch": "x:y"},
+    "an unknown target": {"target": "mars"},
+    "an invalid batch": {"batch": "x:y"},
     "inputs without axes": {"inputs": [{"name": "input", "dtype": "float32", "shape": []}]},
     "no inputs": {"inputs": []},
     "no layers": {"layers": []},
     "no graphs": {"graphs": []},
-    "a type that Triton lacks": {
+    "a type that Triton does not support": {
         "outputs": [{"name": "output", "dtype": "odd", "shape": ["batch"]}]
     },
-    "a k that is none": {"k": []},
-    "engines that are none": {"engines": [1, {"file": "../x"}]},
+    "an invalid k": {"k": []},
+    "invalid engines": {"engines": [1, {"file": "../x"}]},
 }
 
 
@@ -229,7 +229,7 @@ def test_profiles_of_an_engine_are_the_limits_of_its_batches(client: Any, tmp_pa
     profiles = [{"input": [SIZES[0]] * 3}, {"input": SIZES}]
     with_plan(bundle, profiles=profiles)
     (model,) = moexport.triton(bundle, tmp_path / "models", name="vit")
-    assert any("Triton's TensorRT must be 10.16.1" in note for note in model.notes)
+    assert any("a Triton with TensorRT 10.16.1" in note for note in model.notes)
     told = configuration(client, tmp_path / "models" / "vit")
     assert (told.backend, told.max_batch_size) == ("tensorrt", 16)
     (group,) = told.instance_group
@@ -288,7 +288,7 @@ def test_a_bundle_for_openvino_is_served_by_moexport_or_by_tritons_openvino(
     told = configuration(client, tmp_path / "models" / "own")
     assert (told.backend, told.default_model_filename) == ("openvino", "model.onnx")
     assert told.parameters["INFERENCE_NUM_THREADS"].string_value == "3"
-    assert "the choice of experts too" in own.notes[0] and not usual.notes
+    assert "even the choice of experts" in own.notes[0] and not usual.notes
     served = tmp_path / "models" / "own" / "1" / "model.onnx"
     y = OpenVinoSession(served, SessionOptions(runtime="openvino", threads=1))(case.x)
     np.testing.assert_allclose(y, bundle.session(threads=1)(case.x), atol=1e-6)

@@ -207,7 +207,7 @@ def test_an_ensemble_gives_the_outputs_of_every_k(
     [
         ([9], "k = 9: the model has 8 experts"),
         ([0], "k = 0"),
-        ([2, 3], "send a request for each k"),
+        ([2, 3], "send a separate request for each k"),
     ],
     ids=str,
 )
