@@ -157,7 +157,7 @@ def read_index(file: Path) -> VmoeIndex:
     with file.open("rb") as opened:
         data = opened.read(INDEX_BYTES + 1)
     if len(data) > INDEX_BYTES:
-        raise CheckpointError(f"{file} has more than {INDEX_BYTES} bytes, the limit of an index")
+        raise CheckpointError(f"{file} has more than {INDEX_BYTES} bytes, the limit for an index")
     top = _decoded(file, data, _MAP)
     if not {"shard_count", "index"} <= top.keys():
         raise CheckpointError(

@@ -118,7 +118,7 @@ def _text_ids(path: Path, model: Model) -> Array:
         )
     if path.stat().st_size > TEXT_BYTES:
         raise FeedError(
-            f"{path} has more than {TEXT_BYTES} bytes, the limit of a text",
+            f"{path} has more than {TEXT_BYTES} bytes, the limit for a text",
             hint="shorten it, or give token ids: an .npz with 'input_ids'",
         )
     try:

@@ -71,7 +71,7 @@ def test_a_document_over_its_limit_is_refused_by_its_name(case: str, tmp_path: P
         file.truncate(limit + 1)
     outcome = run(*arguments)
     assert outcome.code in (1, 2), outcome.err
-    assert f"{path}: has more than {limit} bytes, the limit of a" in outcome.error
+    assert f"{path} has more than {limit} bytes, the limit for" in outcome.error
     assert not (tmp_path / "out").exists()
 
 
@@ -83,4 +83,4 @@ def test_an_index_of_data_over_its_limit_is_refused(name: str, tmp_path: Path) -
     outcome = run("calibrate", *MODEL, "--data", tmp_path, "-o", tmp_path / "table.json")
     shutil.rmtree(tmp_path)
     assert outcome.code == 1
-    assert f"{name}: has more than {JSON} bytes" in outcome.error
+    assert f"{name} has more than {JSON} bytes" in outcome.error
