@@ -1,4 +1,4 @@
-"""The muMoE demo's networks are saved as the released code saves them, trained as they run."""
+"""The muMoE demo's networks are saved as in the released code, and compute the same there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 
 def networks() -> dict[str, tuple[nn.Module, Tensor, Tensor, dict[str, Any], str]]:
-    """Each network with inputs, classes, what its user must say, and its family."""
+    """Each network with inputs, classes, required settings, and its family."""
     torch.manual_seed(0)
     images, ids = torch.rand(6, 1, 8, 8), torch.randint(20, (6, 9))
     labels = torch.randint(5, (6,))

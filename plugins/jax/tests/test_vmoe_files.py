@@ -1,4 +1,4 @@
-"""Checkpoints of google-research/vmoe are read as its code wrote them, or refused by a sentence."""
+"""Checkpoints of google-research/vmoe are read as its code wrote them, or refused."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_other_floats_become_float32(tmp_path: Path) -> None:
     check_same(read(write(tmp_path / "a", arrays)), arrays)
 
 
-def test_large_ones_lie_in_a_file_without_a_name(
+def test_large_arrays_are_in_a_file_without_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(floats, "IN_MEMORY_BYTES", 0)
@@ -109,11 +109,11 @@ STATE_ARRAYS: dict[str, np.ndarray] = {
 }
 
 
-def test_of_a_train_state_the_parameters_are_read(tmp_path: Path) -> None:
+def test_the_parameters_of_a_train_state_are_read(tmp_path: Path) -> None:
     check_same(read(write(tmp_path / "ckpt_7", STATE_ARRAYS)), ARRAYS)
 
 
-def test_a_train_state_without_parameters_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_train_state_without_parameters_is_refused(tmp_path: Path) -> None:
     rest = {path: each for path, each in STATE_ARRAYS.items() if not path.startswith("params/")}
     with pytest.raises(CheckpointError, match="train state without params: it has opt_state, "):
         read(write(tmp_path / "ckpt_7", rest))
@@ -303,7 +303,7 @@ SHARD_BOMBS = {
 
 
 @pytest.mark.parametrize("what", SHARD_BOMBS)
-def test_an_ill_meant_shard_is_refused_at_once(tmp_path: Path, what: str) -> None:
+def test_a_malicious_shard_is_refused_at_once(tmp_path: Path, what: str) -> None:
     index = write(tmp_path / "a", {"kernel": ARRAYS["head/kernel"]}, shards=1)
     content = b"\x82" + encode("__msgpack_array_chunk_a87ca2__") + b"\xc3" + b"\xa10"
     shard(index).write_bytes(content + SHARD_BOMBS[what] + b"\0" * 48)
@@ -320,7 +320,7 @@ def test_sizes_without_shards_are_not_believed(tmp_path: Path) -> None:
 # --- Orbax -------------------------------------------------------------------------------------
 
 
-def test_a_state_of_orbax_holds_what_the_other_format_does(tmp_path: Path) -> None:
+def test_a_state_of_orbax_has_the_same_arrays_as_the_other_format(tmp_path: Path) -> None:
     tensorstore = pytest.importorskip("tensorstore")
     wanted = read(index_of(SOFT.name))
     for source in (ORBAX, ORBAX / "3", ORBAX / "3" / "state"):
@@ -355,7 +355,7 @@ def test_a_damaged_state_of_orbax_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_orbax_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orbax_without_its_extra_hints_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorstore", None)
     with pytest.raises(MissingExtraError) as told:
         read(ORBAX)

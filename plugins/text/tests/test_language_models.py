@@ -1,4 +1,4 @@
-"""Language models with routed experts: tokens per second in each phase, perplexity, routing."""
+"""`bench` measures language models with routed experts: speed by phase, perplexity, routing."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_the_report_shows_every_row_and_the_command_that_exports_it(found: Resul
 
 
 def test_a_token_after_its_prompt_has_the_logits_of_the_whole_text(model: Model) -> None:
-    """In the library's own forms and in a graph, and again when the same call is repeated."""
+    """This holds in the library's own forms and in a graph, and if the same call is repeated."""
     windows = np.random.default_rng(0).integers(0, 300, (2, PROMPT + 1))
     base = untouched(model)
     whole = base.infer(windows)[:, -1:]
@@ -261,7 +261,7 @@ def test_what_cannot_be_a_language_models_data_is_refused(model: Model, tmp_path
 
 
 def test_ties_are_no_choices() -> None:
-    """Of four tokens in one layer one chose otherwise clearly, and one where scores were equal."""
+    """Of four tokens in a layer, one clearly selected others, and one had equal scores."""
     reference = {"a": np.array([[0, 1], [0, 1], [0, 1], [2, 3]])}
     chosen = {"a": np.array([[0, 1], [0, 2], [0, 2], [2, 3]])}
     margins = {"a": np.array([0.5, 0.5, 1e-7, 0.5])}
@@ -272,7 +272,7 @@ def test_ties_are_no_choices() -> None:
 
 
 def test_a_classifier_of_tokens_is_measured_on_several_inputs(tmp_path: Path) -> None:
-    """Its accuracy is that of the tokens with a label; the mask goes to every engine."""
+    """Its accuracy counts tokens with a label; every engine gets the mask."""
     architecture = ARCHITECTURES["openai_privacy_filter"]
     place = save(architecture, tmp_path / "model", num_hidden_layers=1)
     model = moexport.load(place)

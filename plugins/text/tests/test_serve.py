@@ -1,4 +1,4 @@
-"""What `serve` refuses, limits and frees, and what its owner sees of it."""
+"""`serve` refuses, limits and frees what it should, and logs it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_is_not_served_is_refused_by_its_name(server: Server, given: dict[s
     assert name in answer.error and "--" not in answer.error
 
 
-def test_values_that_ask_for_nothing_are_passed_over(server: Server) -> None:
+def test_values_that_request_nothing_are_ignored(server: Server) -> None:
     given = {
         **{"n": 1, "best_of": 1, "echo": False, "logprobs": None, "frequency_penalty": 0.0},
         **{"presence_penalty": 0, "response_format": {"type": "text"}, "tools": [], "user": "x"},
@@ -92,7 +92,7 @@ def test_values_that_ask_for_nothing_are_passed_over(server: Server) -> None:
 
 
 def test_the_likeliest_tokens_are_drawn_from(server: Server) -> None:
-    """`top_k` is more than the protocol has, and may be larger than the vocabulary."""
+    """`top_k` is not in the protocol, and may be larger than the vocabulary."""
     greedy = post(server.port, {"prompt": PROMPT, "max_tokens": 8}).said
     asked = {"prompt": PROMPT, "max_tokens": 8, "temperature": 2.0, "seed": 1}
     assert post(server.port, {**asked, "top_k": 1}).said == greedy
@@ -405,7 +405,7 @@ def test_a_server_that_writes_texts_ends_before_they_do(out: Path, tmp_path: Pat
 
 
 def rest(client: socket.socket) -> bytes:
-    """All that a client was sent until its connection ended."""
+    """Returns everything that a client received until its connection ended."""
     found = b""
     with client, contextlib.suppress(ConnectionResetError):
         while part := client.recv(1 << 16):
@@ -421,7 +421,7 @@ def texts(server: Server) -> int:
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 120) -> None:
-    """Waits for something that holds soon, or on a busy machine some time later."""
+    """Waits for a condition that is soon true, or later on a busy machine."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end

@@ -1,4 +1,4 @@
-"""Model repositories: their files, and what Triton's own protobuf reads in them."""
+"""Model repositories have the right files, and Triton's own protobuf reads them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Bundles = dict[str, moexport.Bundle]
 
 
 def configuration(client: Any, model: Path) -> Any:
-    """A model's configuration, as Triton reads it."""
+    """Returns a model's configuration, as Triton reads it."""
     text = (model / "config.pbtxt").read_text(encoding="utf-8")
     found = text_format.Parse(text, client.model_config_pb2.ModelConfig())
     assert found.name == model.name
     return found
 
 
-def test_onnx_runtime_batches_inputs_of_a_graph_whose_k_is_baked(
+def test_onnx_runtime_batches_inputs_of_a_graph_with_a_constant_k(
     client: Any, bundles: Bundles, tmp_path: Path
 ) -> None:
     (model,) = moexport.triton(
@@ -65,9 +65,7 @@ def test_onnx_runtime_batches_inputs_of_a_graph_whose_k_is_baked(
     assert model.name == "vit"
 
 
-def test_k_has_a_default_that_onnx_runtime_takes(
-    client: Any, bundles: Bundles, tmp_path: Path
-) -> None:
+def test_k_has_a_default_in_onnx_runtime(client: Any, bundles: Bundles, tmp_path: Path) -> None:
     moexport.triton(bundles["input"], tmp_path / "models", name="any", k=3)
     told = configuration(client, tmp_path / "models" / "any")
     assert told.max_batch_size == 0 and not told.HasField("dynamic_batching")
@@ -96,7 +94,7 @@ def test_several_k_become_an_ensemble(client: Any, bundles: Bundles, tmp_path: P
     assert (tmp_path / "models" / "vit" / "1").is_dir()
 
 
-def test_a_version_is_added_beside_those_that_are_there(bundles: Bundles, tmp_path: Path) -> None:
+def test_a_version_is_added_to_existing_ones(bundles: Bundles, tmp_path: Path) -> None:
     models, config = tmp_path / "models", tmp_path / "models" / "vit" / "config.pbtxt"
     moexport.triton(bundles["2"], models, name="vit")
     config.write_text(config.read_text() + "version_policy { all { } }\n")
@@ -117,7 +115,7 @@ def test_a_version_is_added_beside_those_that_are_there(bundles: Bundles, tmp_pa
     assert [each.name for each in tmp_path.iterdir()] == ["models"]
 
 
-def test_what_is_no_repository_is_left_untouched(bundles: Bundles, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_repository_is_not_changed(bundles: Bundles, tmp_path: Path) -> None:
     (tmp_path / "models" / "vit").mkdir(parents=True)
     (tmp_path / "models" / "vit" / "mine.txt").write_text("mine")
     with pytest.raises(OutputError, match="is not a model of a Triton repository"):
@@ -140,7 +138,7 @@ def test_what_is_no_repository_is_left_untouched(bundles: Bundles, tmp_path: Pat
     ],
     ids=str,
 )
-def test_what_cannot_be_served_so_is_refused(
+def test_invalid_options_for_a_bundle_are_refused(
     ks: list[str], asked: dict[str, Any], said: str, bundles: Bundles, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=said):
@@ -148,7 +146,7 @@ def test_what_cannot_be_served_so_is_refused(
     assert not (tmp_path / "models").exists()
 
 
-def test_a_bundle_without_a_tensorrt_engine_is_told_how_to_get_one(
+def test_for_a_bundle_without_a_tensorrt_engine_the_hint_builds_one(
     bundles: Bundles, tmp_path: Path
 ) -> None:
     with pytest.raises(EngineError, match="contains no tensorrt engine") as caught:
@@ -157,7 +155,7 @@ def test_a_bundle_without_a_tensorrt_engine_is_told_how_to_get_one(
 
 
 @pytest.mark.path
-def test_the_command_says_what_it_wrote(bundles: Bundles, tmp_path: Path) -> None:
+def test_the_command_prints_what_it_wrote(bundles: Bundles, tmp_path: Path) -> None:
     done = run("triton", bundles["2"].path, "-o", tmp_path / "models", "--json")
     assert done.code == 0, done.err
     (told,) = json.loads(done.out)
@@ -193,7 +191,7 @@ DAMAGE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("what", [*DAMAGE, "model.onnx", "parity.npz", "weights.bin"])
 @pytest.mark.parametrize("backend", ["onnxruntime", "python", "tensorrt"])
-def test_a_damaged_bundle_is_refused_in_words_whatever_its_hashes_say(
+def test_a_damaged_bundle_is_refused_with_a_message_even_if_its_hashes_match(
     what: str, backend: str, bundles: Bundles, tmp_path: Path
 ) -> None:
     damaged = Path(shutil.copytree(bundles["2"].path, tmp_path / "damaged"))
@@ -207,7 +205,7 @@ def test_a_damaged_bundle_is_refused_in_words_whatever_its_hashes_say(
     outcome = run("triton", damaged, "-o", tmp_path / "models", "--backend", backend)
     assert "defect" not in outcome.err and "Traceback" not in outcome.err
     assert (tmp_path / "models").exists() == (outcome.code == 0)
-    if what != "weights.bin":  # whose numbers only who runs the graph looks at
+    if what != "weights.bin":  # which are only read when the graph runs
         assert outcome.code in (1, 2), outcome.out
 
 
