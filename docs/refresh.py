@@ -83,7 +83,7 @@ def demo_table(results: Results) -> str:
                 untouched = row.latency_ms.median
             elif row.engine != "onnxruntime":
                 continue
-            k = f"{row.k}: all that `tune` kept" if pruned[row] else str(row.k)
+            k = f"{row.k} (`tune` pruned the rest)" if pruned[row] else str(row.k)
             share = row.accuracy.retention
             lines.append(
                 (
