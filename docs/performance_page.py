@@ -1,4 +1,4 @@
-"""The charts and figures of docs/performance.md that are not tables of a benchmark."""
+"""Draws the charts and computes the figures of docs/performance.md that no benchmark tabulates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moexport.plugins.studies.report import figures, retention_rows
 STYLE = Path(__file__).with_name("figures.mplstyle")
 
 Groups = Mapping[str, Sequence[float]]
-"""Values by the name of their series, one for each place on the axis."""
+"""Values of each series by its name, one for each position on the axis."""
 
 BATCHES = (1, 100)
 """The batch sizes of a layer that the page shows."""
@@ -30,7 +30,7 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
 
 
 def layer_by_k(results: Results) -> str:
-    """Returns a layer's time for k from n to n/8 in FP32 and INT8, with PyTorch's."""
+    """Returns a layer's times for k from n to n/8 in FP32 and INT8, with PyTorch's."""
     integers = {(cell.layer, cell.batch, cell.k): cell for cell in cells(results, precision="int8")}
     rows = []
     for cell in cells(results):
@@ -67,13 +67,13 @@ def choices(file: Path) -> str:
 
 
 def retention(results: Results) -> str:
-    """Returns the accuracy that k experts keep in the paper's networks, the paper's in brackets."""
+    """Returns the accuracy that k experts keep in the paper's networks; the paper's in brackets."""
     header, rows = retention_rows(studies_in(results.analyses), mnist.PRINTED)
     return markdown(header, rows, words=1)
 
 
 def draw(results: Path, folder: Path) -> None:
-    """Writes the page's charts from the folder of kept results."""
+    """Writes the page's charts from the folder of saved results."""
     layers = read(results / "layers-cpu.json")
     _by_k(
         folder / "performance-layer.png",
@@ -106,7 +106,7 @@ def draw(results: Path, folder: Path) -> None:
 
 
 def _by_k(path: Path, series: Mapping[str, Sequence[Cell]]) -> None:
-    """Draws times over k, a panel for each layer, with PyTorch's and the limit of the first."""
+    """Draws times over k with PyTorch's and the limit, one panel per layer."""
     import matplotlib.pyplot as plt
     from matplotlib import ticker
 
@@ -134,7 +134,7 @@ def _by_k(path: Path, series: Mapping[str, Sequence[Cell]]) -> None:
 
 
 def _bars(path: Path, places: Sequence[str], series: Groups, unit: str) -> None:
-    """Draws a group of bars for each place."""
+    """Draws a group of bars for each position."""
     import matplotlib.pyplot as plt
 
     wide = 0.8 / len(series)

@@ -1,9 +1,9 @@
-"""Writes into the documents what was measured or exported: run from a checkout.
+"""Updates the generated parts of the documents; run it from a checkout.
 
 python docs/refresh.py registries   the tables of targets, lowerings, engines, families and folders,
                                     and the ops in evidence/lowerings.md, from exported graphs
 python docs/refresh.py performance  every table and chart of perf/results, in the pages of evidence
-python docs/refresh.py cpus         what other CPUs compute, in evidence/cpus.md
+python docs/refresh.py cpus         the results of other CPUs, in evidence/cpus.md
 python docs/refresh.py compat       the versions in evidence/versions.md, from `make compat`
 python docs/refresh.py demo DIR     the README's table and figure and the site's report, from
                                     `moexport demo -o DIR`
@@ -51,7 +51,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "perf" / "results"
 LAYER = "blocks.2.mlp/"
 REPEATS = 6
-"""A chain of ops is written with a factor from this many repeats on."""
+"""From this number of repeats on, a chain of ops is written with a factor."""
 
 CPU: Target = "ort-cpu"
 ENGINES: Target = "tensorrt"
@@ -83,7 +83,7 @@ def demo_table(results: Results) -> str:
                 untouched = row.latency_ms.median
             elif row.engine != "onnxruntime":
                 continue
-            k = f"{row.k}: all that `tune` kept" if pruned[row] else str(row.k)
+            k = f"{row.k} (`tune` pruned the rest)" if pruned[row] else str(row.k)
             share = row.accuracy.retention
             lines.append(
                 (
@@ -125,7 +125,7 @@ def mumoe_demo_table(directory: Path) -> str:
 
 
 def layer_ops(bundle: moexport.Bundle, lowering: str) -> list[str]:
-    """Returns the ops of one layer as a bundle's graph with that lowering holds them, in order."""
+    """Returns the ops of one layer in a bundle's graph with that lowering, in order."""
     file = bundle.path / bundle.graph(lowering).file
     graph = onnx.load(file, load_external_data=False).graph
     return [node.op_type for node in graph.node if node.output[0].startswith(LAYER)]
@@ -138,7 +138,7 @@ def listed_ops() -> dict[str, str]:
     on_cpu = [record.name for record in records if CPU in record.targets]
     ops: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        # Of those for engines alone the ops are those of a graph for TensorRT.
+        # Lowerings that are only for engines have the ops of a graph for TensorRT.
         for target, names in (
             (CPU, on_cpu),
             (ENGINES, [record.name for record in records if record.name not in on_cpu]),
@@ -189,7 +189,7 @@ def _saved(candidate: tuple[int, int]) -> int:
 
 
 def refresh_demo(directory: Path) -> None:
-    """Puts a demo's table and figure into the README, and keeps its results for the site."""
+    """Puts a demo's table and figure into the README, and saves its results for the site."""
     report = directory / "report"
     results = read(report / "results.json")
     replace_marked(ROOT / "README.md", "demo-table", demo_table(results))
@@ -206,7 +206,7 @@ def refresh_mumoe(directory: Path) -> None:
 
 
 def refresh_registries() -> None:
-    """Puts the tables of the registries into the pages, and the ops of today's graphs."""
+    """Puts the tables of the registries and the ops of current graphs into the pages."""
     for page, tables in LISTED.items():
         for name, table in tables.items():
             replace_marked(ROOT / page, name, table())
@@ -224,7 +224,7 @@ def refresh_schema() -> None:
 
 
 def refresh_pictures() -> None:
-    """Takes the pictures of the report; they show its top."""
+    """Takes the pictures of the top of the report."""
     html = Path(tempfile.mkdtemp()) / "report.html"
     write_report(read(RESULTS / "demo.json"), html)
     with browser(html.parent) as window:
@@ -251,13 +251,13 @@ def refresh_pictures() -> None:
 
 
 def refresh_tables(page: str) -> None:
-    """Puts the tables of kept results into a page."""
+    """Puts the tables of saved results into a page."""
     for name, content in MEASURED[page]().items():
         replace_marked(pages()[page], name, content)
 
 
 def refresh_performance() -> None:
-    """Puts what was measured into the pages, and draws the charts of docs/performance.md."""
+    """Puts the measurements into the pages, and draws the charts of docs/performance.md."""
     for page in MEASURED:
         refresh_tables(page)
     performance_page.draw(RESULTS, ROOT / "docs" / "images")
@@ -281,7 +281,7 @@ def performance_tables() -> dict[str, str]:
 
 
 def runtimes_tables() -> str:
-    """Returns where the two runtimes were measured, and what they took."""
+    """Returns the machine and the times of the two runtimes."""
     results = read(RESULTS / "runtimes-cpu.json")
     return f"{measured_by(results)}\n{runtimes.table(results)}\n"
 
@@ -317,7 +317,7 @@ def tune_tables() -> dict[str, str]:
 
 
 def compat_tables() -> dict[str, str]:
-    """Returns the table of evidence/versions.md: the versions that `make compat` was run with."""
+    """Returns the table of evidence/versions.md: the versions that `make compat` tested."""
     packages = tuple(RUN)
     header = ("versions", "Python", *packages, "tests", "date")
     rows = []
@@ -342,7 +342,7 @@ def cpus_tables() -> dict[str, str]:
 
 
 def _by_cpu(row: Mapping[str, Any], cpus: Sequence[str]) -> Iterator[str]:
-    """The errors of each CPU relative to those of x86, and its differences from x86."""
+    """Yields the errors of each CPU relative to those of x86, and its differences from x86."""
     for cpu in cpus:
         found = row["cpus"][cpu]
         yield f"{found['times']:.2f} times, {found['from_here']:.1e} from x86"
@@ -357,11 +357,11 @@ MEASURED: Mapping[str, Callable[[], dict[str, str]]] = {
     "evidence/versions.md": compat_tables,
     "evidence/cpus.md": cpus_tables,
 }
-"""The tables of each page that shows kept results, by the page's address and its markers."""
+"""The tables of each page with saved results, by the page's address and its markers."""
 
 
 def _wrapped(content: str) -> str:
-    """A benchmark's tables, with the paragraphs around them as lines of a page."""
+    """Wraps the paragraphs around a benchmark's tables to the lines of a page."""
     parts = (
         part if part.startswith("|") else textwrap.fill(part, 100, break_on_hyphens=False)
         for part in content.split("\n\n")
@@ -375,7 +375,7 @@ def onnxruntime_of(packages: Mapping[str, str]) -> str:
 
 
 def measured_by(results: Results) -> str:
-    """Returns when and on what layers were measured, and how fast the machine was: its medians."""
+    """Returns when and on which machine layers were measured, and the machine's median rates."""
     facts, rates = results.environment, results.protocol
     packages = facts["packages"]
     others = {"bf16_gflop_s": "BF16 {:.0f} GFLOP/s", "int8_gop_s": "INT8 {:.0f} GOP/s"}

@@ -1,4 +1,4 @@
-"""Tables of the documents that come from the registries: a new record needs no edit of a page."""
+"""Generates tables of the pages from the registries, so a new record needs no edit of a page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def targets() -> str:
-    """Returns every target: what runs its graphs, which ops they hold, and in what precisions."""
+    """Returns every target: what runs its graphs, their ops, and their precisions."""
     rows = []
     for each in TARGETS:
         precisions = ", ".join(name for name in PRECISIONS if name not in each.refused)
@@ -42,7 +42,7 @@ def lowerings() -> str:
 
 
 def engines() -> str:
-    """Returns every engine of `bench`, the title of its rows and what installs it."""
+    """Returns every engine of `bench`, the title of its rows, and the extra that installs it."""
     rows = [
         (f"`{name}`", kind.title, f"`{kind.extra}`" if kind.extra else "–")
         for name, kind in ENGINES.items()

@@ -1,4 +1,4 @@
-"""The JSON Schema of `results.json`, made from the dataclasses: bench/results.schema.json."""
+"""Generates the JSON Schema of `results.json` from the dataclasses: bench/results.schema.json."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 
 
 def schema() -> dict[str, Any]:
-    """Returns the schema, made from the dataclasses that are written and read."""
+    """Returns the schema, generated from the dataclasses that are written and read."""
     (row, model, absent), found = msgspec.json.schema_components(
         (Row, ModelInfo, Absent), ref_template="#/$defs/{name}"
     )
@@ -71,12 +71,12 @@ def schema() -> dict[str, Any]:
 
 
 def text() -> str:
-    """Returns the text of the shipped file."""
+    """Returns the content of the shipped file."""
     return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 def _strict(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    """A dataclass as msgspec describes it: with limits, and nothing but its fields."""
+    """Adds limits to msgspec's schema of a dataclass, and forbids other fields."""
     for key, field in found["properties"].items():
         field.pop("default", None)
         (field["anyOf"][0] if "anyOf" in field else field).update(LIMITS.get(f"{name}.{key}", {}))

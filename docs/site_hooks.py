@@ -16,7 +16,7 @@ MARK = "<!-- generated -->"
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "perf" / "results" / "demo.json"
-"""The results of a `moexport demo`, those of the README's table."""
+"""The results of `moexport demo` that the README's table shows."""
 
 REPORT = "demo-report.html"
 
@@ -47,12 +47,12 @@ def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
 
 
 def report() -> Iterator[str]:
-    """Yields where the site has a report to try."""
-    yield f"**[Open the demo's report]({REPORT})** and move the threshold: it is the page itself."
+    """Yields a link to a report on the site."""
+    yield f"**[Open the demo's report]({REPORT})** and move the threshold."
 
 
 def commands() -> Iterator[str]:
-    """Yields the help of every command, as a terminal of 100 columns shows it."""
+    """Yields the help of every command, as in a terminal of 100 columns."""
     import typer
     from moexport.cli import app
 
@@ -76,7 +76,7 @@ def _help(command: str) -> str:
 
 
 def calls() -> Iterator[str]:
-    """Yields signature and docstring of all that `import moexport` gives; functions first."""
+    """Yields the signature and docstring of every name in `moexport`, functions first."""
     import moexport
 
     for name in sorted(moexport.__all__, key=lambda name: (name[0].isupper(), name)):
@@ -98,7 +98,7 @@ def calls() -> Iterator[str]:
 
 
 def _signature(name: str, found: Callable[..., object]) -> str:
-    """A call with its parameters, each on a line of its own if there are several."""
+    """Formats a call with its parameters, one per line if there are several."""
     given = inspect.signature(found)
     parameters = [str(each) for each in given.parameters.values() if each.name != "self"]
     kinds = [each.kind for each in given.parameters.values() if each.name != "self"]
@@ -113,7 +113,7 @@ def _signature(name: str, found: Callable[..., object]) -> str:
 
 
 def errors() -> Iterator[str]:
-    """Yields a table of the kinds of errors, from their classes."""
+    """Yields a table of the kinds of errors from their classes."""
     from moexport import errors as module
 
     yield "| error | what it means | what to do, unless the error says more | exit code |"
@@ -130,12 +130,12 @@ def errors() -> Iterator[str]:
 
 
 FOLDERS = ("plugins", "commands", "bench", "exporter", "calibration", "data", "graphs", "common")
-"""The rooms of the package, from the top down."""
+"""The top-level folders of the package, in the order of imports."""
 
 
 def folders() -> Iterator[str]:
     """Yields every folder of the package with the first sentence of its docstring."""
-    yield "| folder | holds |"
+    yield "| folder | contents |"
     yield "|---|---|"
     for room in FOLDERS:
         for module in sorted((ROOT / room).rglob("__init__.py")):

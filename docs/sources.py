@@ -1,4 +1,4 @@
-"""Where the pages of the site lie: in `docs/`, and those of a plugin in its own folder `docs/`."""
+"""Finds the pages of the site: in `docs/`, and in the folder `docs/` of each plugin."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 EVIDENCE = "evidence/"
-"""Where pages of measurements and of tests by name lie, on the site and in each `docs/`."""
+"""The folder for pages of measurements and of tests, on the site and in each `docs/`."""
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
-"""A link to a file: an image or not, its text, the file and the heading."""
+"""Matches a link to a file: the `!` of an image, its text, the file and the heading."""
 
 
 def pages() -> dict[str, Path]:
@@ -26,7 +26,7 @@ def pages() -> dict[str, Path]:
 
 
 def core_pages() -> dict[str, Path]:
-    """Returns the pages of the core that are read to use it: without evidence and plugins."""
+    """Returns the core's pages for users, without evidence and plugins."""
     return {
         address: file
         for address, file in pages().items()
@@ -37,7 +37,7 @@ def core_pages() -> dict[str, Path]:
 def on_the_site(text: str, address: str, file: Path, known: Mapping[str, Path]) -> str:
     """Returns a page with links between addresses in place of links between files.
 
-    Of a link to a file that is not on the site its text is left.
+    A link to a file that is not on the site becomes plain text.
     """
     addresses = {path: name for name, path in known.items()}
 

@@ -1,7 +1,7 @@
-"""The mixtures of experts that the literature has, each as one module written from its formulas.
+"""Mixtures of experts from the literature, each as one module written from its formulas.
 
-Every layer here chooses experts for tokens in its own way, and all are exported by the same two
-adapters at the end of the file. Copy this file into an empty folder, and there:
+Each layer selects experts for tokens in its own way, and the two adapters at the end of the file
+export all of them. Copy this file into an empty folder, and there:
 
     moexport export mixtures:build --set mixture=noisy-top-k --k 1 -o noisy-top-k
     moexport verify noisy-top-k
@@ -25,7 +25,7 @@ Choice = tuple[Tensor, Tensor]
 
 
 class Expert(nn.Module):
-    """A two-layer perceptron: what the router sends to it goes through it."""
+    """A two-layer perceptron for the tokens that the router sends to it."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Bank(nn.Module):
         self.experts = nn.ModuleList(Expert(dim, hidden) for _ in range(experts))
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Returns outputs (b, m, d) for tokens x (b, m, d) and what was chosen, (b, m, k)."""
+        """Returns outputs (b, m, d) for tokens x (b, m, d) and selected experts (b, m, k)."""
         y = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             share = (weights * (index == number)).sum(dim=-1)
@@ -63,7 +63,7 @@ class Mixture(nn.Module):
         self.bank = Bank(dim, hidden, experts)
 
     def route(self, x: Tensor, ids: Tensor) -> Choice:
-        """Returns the experts of tokens x (b, m, d) that stand for words `ids` (b, m)."""
+        """Returns the experts for tokens x (b, m, d), which represent the words `ids` (b, m)."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class NoisyTopK(Mixture):
 
     "Outrageously large neural networks: the sparsely-gated mixture-of-experts layer", Shazeer et
     al., 2017. The noise, normal with the deviation softplus(x·W_noise), balances training and is
-    absent at inference. k is how many experts a token gets: a smaller one leaves out those with the
+    absent at inference. k is the number of experts per token: a smaller k omits those with the
     smallest logits, and the softmax is over the others.
     """
 
@@ -118,8 +118,8 @@ class Switch(Mixture):
     """y = p_i · E_i(x), i the largest of p = softmax(x·W).
 
     "Switch transformers: scaling to trillion parameter models with simple and efficient sparsity",
-    Fedus, Zoph and Shazeer, 2022. k is 1, which is what the paper is about: there is no smaller
-    one, and a second expert was never trained to add to the first.
+    Fedus, Zoph and Shazeer, 2022. k is 1, as the paper proposes: there is no smaller k, and a
+    second expert was never trained to add to the first.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int) -> None:
@@ -154,7 +154,7 @@ class GShard(Mixture):
         capacity = math.ceil(self.seats * x.shape[1] / n)
         best, index = gates.topk(2, dim=-1)
         first, second = F.one_hot(index[..., 0], n), F.one_hot(index[..., 1], n)  # (b, m, n)
-        asked = first.sum(dim=1, keepdim=True)  # by the first choices of all tokens
+        asked = first.sum(dim=1, keepdim=True)  # the first choices of all tokens
         place = torch.stack(
             [
                 (first.cumsum(dim=1) * first).sum(dim=-1),
@@ -210,8 +210,8 @@ class ExpertChoice(nn.Module):
     experts; an expert takes the c = m·f/n tokens of a sequence with its largest S, and a token gets
     as many experts as chose it. There is no k: f, the mean number of experts per token, sets c.
 
-    Here no router selects k experts for a token. So the adapter describes the bank
-    alone, which is called with rows and experts; the choice around it is the network's own code.
+    Here no router selects k experts for a token, so the adapter describes only the bank, which is
+    called with rows and experts; the selection around it is the network's own code.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int, mean: float = 2.0) -> None:
@@ -280,7 +280,7 @@ class Deep(nn.Module):
         return y
 
 
-# What the layers above are, in moexport's words.
+# Adapters, which describe the layers above to moexport.
 
 
 @moexport.adapts(Mixture)
@@ -292,7 +292,7 @@ def adapt(layer: Mixture) -> moexport.Experts:
 
 @moexport.adapts(Bank)
 def adapt_bank(bank: Bank) -> moexport.Experts:
-    """Returns experts that are called with what was chosen."""
+    """Returns experts that are called with the selected experts and weights."""
     experts = [(expert.up, expert.down) for expert in bank.experts]
     return moexport.Experts(experts=experts, activation="relu")
 

@@ -1,4 +1,4 @@
-"""A Soft MoE layer in words of one's own: a digit classifier, its training, and the adapter.
+"""A Soft MoE layer with names of its own: a digit classifier, its training, and the adapter.
 
 Copy this file into an empty folder, and there:
 
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 
 class Perceptron(nn.Module):
-    """An expert, on its slots (b, p, d)."""
+    """An expert, which computes its slots (b, p, d)."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()

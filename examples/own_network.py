@@ -1,4 +1,4 @@
-"""A network of your own with a Soft MoE layer, exported without moexport knowing the network.
+"""A network of your own with a Soft MoE layer, which moexport exports without knowing the network.
 
 Run from the folder above this one:
 
@@ -32,8 +32,8 @@ class Expert(nn.Module):
 class SoftMoE(nn.Module):
     """A Soft MoE layer on tokens (b, m, d).
 
-    The names `phi`, `scale` and `experts.{i}.fc1`, `.fc2`, with their shapes, are how moexport
-    recognises a layer of the family soft-moe-vit; the arithmetic must then be that family's too.
+    moexport recognises a layer of the family soft-moe-vit by the names `phi`, `scale` and
+    `experts.{i}.fc1`, `.fc2`, and their shapes; the arithmetic must then also be that family's.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int, slots: int) -> None:
@@ -83,4 +83,4 @@ def build(classes: int = 5) -> nn.Module:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    torch.save(build().state_dict(), sys.argv[1])  # here you would train first
+    torch.save(build().state_dict(), sys.argv[1])  # you would train it first

@@ -1,1 +1,1 @@
-"""The speed targets: what is measured, and against what. `python -m perf` runs them."""
+"""Benchmarks of speed; `python -m perf` runs them."""

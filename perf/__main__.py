@@ -1,4 +1,4 @@
-"""`python -m perf [NAME…]`: measures, prints tables, keeps results as JSON."""
+"""`python -m perf [NAME…]`: measures, prints tables, and saves results as JSON."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .measure import keep, kept
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = tuple(RESULTS / f"{name}.json" for name in ("layers-cpu", "layers-vnni-cpu"))
-"""The grid of the speed targets, as two machines measured it."""
+"""Results of the grid of speed targets from two machines."""
 MINUTES, NETWORK, QUICK = "--minutes=", "--network=", "--quick"
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One benchmark: `measure` writes its results to `file`, `tables` prints them."""
+    """A benchmark: `measure` writes its results to `file`, and `tables` prints them."""
 
     file: Path
     measure: Callable[[Path, Progress], None]
@@ -34,11 +34,11 @@ class Benchmark:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the named benchmarks, all without a name.
+    """Runs the named benchmarks, or all without a name.
 
-    `tables` prints the kept results, `fit` and `cuda` their findings on the cost model;
-    `--minutes=12` is what `auto` may take; `tune --network=vit` measures one network, and keeps the
-    rows of the others; `generation --quick` tries all of it at tiny sizes, and keeps nothing.
+    `tables` prints the saved results; `fit` and `cuda` print their findings on the cost model.
+    `--minutes=12` limits the time of `auto`; `tune --network=vit` measures one network, and keeps
+    the rows of the others; `generation --quick` runs everything at tiny sizes, and saves nothing.
     """
     if arguments == ["generation", QUICK]:
         with tempfile.TemporaryDirectory() as folder, Console() as console:
@@ -87,7 +87,7 @@ def _network(name: str) -> None:
 def _rows(
     name: str, run: Callable[[Progress], Iterable[Results]], *of: Callable[[Results], str]
 ) -> Benchmark:
-    """A benchmark whose results are rows; what there is so far is written again and again."""
+    """Returns a benchmark whose results are rows; it writes intermediate results repeatedly."""
 
     def measure(file: Path, progress: Progress) -> None:
         for so_far in run(progress):
@@ -106,7 +106,7 @@ def _figures(
     found: Callable[[Progress], Mapping[str, object] | None],
     table: Callable[[Any], str],
 ) -> Benchmark:
-    """A benchmark whose results are figures of its own; none if it cannot run."""
+    """Returns a benchmark with its own figures; it has none if it cannot run."""
 
     def measure(file: Path, progress: Progress) -> None:
         figures = found(progress)

@@ -1,7 +1,7 @@
-"""Tokens per second of a muMoE GPT-2 with a cache, by how many tokens there are already.
+"""Measures the tokens per second of a muMoE GPT-2 with a cache, by the number of earlier tokens.
 
-One token at a time, as text is generated, at the sizes of GPT-2 small with CP blocks: the exported
-graph with its cache, PyTorch with the same cache, and PyTorch that computes the whole sequence.
+It generates one token at a time at the size of GPT-2 small with CP blocks: with the exported graph
+and its cache, with PyTorch and the same cache, and with PyTorch on the whole sequence.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure(
 ) -> dict[str, object]:
     """Times the step to the next token; the three take turns.
 
-    `tokens_per_s` are by the medians of all calls.
+    `tokens_per_s` is computed from the medians of all calls.
     """
     experts, hidden, rank = sizes
     with tempfile.TemporaryDirectory(prefix="moexport-cache-") as folder, with_threads(threads()):
@@ -72,13 +72,13 @@ def measure(
 
 @torch.inference_mode()
 def _in_turn(steps: Mapping[str, IndexedCall], protocol: Protocol) -> dict[str, float]:
-    """Steps per second of each, by the median of calls in rounds in which they take turns."""
+    """Returns the steps per second of each, from the median of calls in rounds of turns."""
     found = measure_calls(steps, protocol).latencies
     return {name: 1e3 / latency.median for name, latency in found.items()}
 
 
 def table(body: Any) -> str:
-    """The results as Markdown, with the machine they were measured on."""
+    """Returns the results as Markdown, with the machine that measured them."""
     heads = (
         "tokens in context",
         "exported, with the cache",

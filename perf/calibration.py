@@ -1,10 +1,10 @@
-"""Calibration: the methods side by side, and ONNX Runtime's own quantiser on the same model.
+"""Compares the calibration methods, and ONNX Runtime's own quantiser on the same model.
 
-The paper's MNIST network on handwritten digits, ranges from the training images, accuracy on the
-whole test set. The other quantiser is `onnxruntime.quantization.quantize_static`, given the dense
-graph (k = n): it has no notion of experts that are chosen. Each quantiser has a process of its own,
-so that its time and its peak memory are its own: `python -m perf.calibration ours CHECKPOINT FEED
-BUNDLE`, or `theirs GRAPH FEED OUT FORMAT METHOD`, prints seconds and megabytes as JSON.
+The model is the paper's MNIST network on digits, with ranges from the training images and accuracy
+on the whole test set. The other quantiser is `onnxruntime.quantization.quantize_static` on the
+dense graph (k = n), because it does not know which experts are selected. Each quantiser runs in a
+separate process, which measures its time and peak memory: `python -m perf.calibration ours
+CHECKPOINT FEED BUNDLE`, or `theirs GRAPH FEED OUT FORMAT METHOD`, prints them as JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KS = ("n", "1/4")
 PERCENTILES = (99.0, 99.9, 99.99, 99.999)
 BATCHES = (1, 32)
 THREADS = 1
-"""These networks are too small to share out."""
+"""These networks are too small for several threads."""
 
 STATIC_METHODS = {
     "minmax": quantization.CalibrationMethod.MinMax,
@@ -51,10 +51,10 @@ STATIC_METHODS = {
 """The methods of `quantize_static`."""
 
 QUANTISER_BATCH = 16
-"""Of both quantisers: what `moexport calibrate` runs at once."""
+"""The batch size of both quantisers, which is that of `moexport calibrate`."""
 
 Row = Mapping[str, object]
-"""The kept results of one method or quantiser on one network."""
+"""The saved results of one method or quantiser on one network."""
 
 
 def measure(progress: Progress) -> dict[str, object]:
@@ -85,14 +85,14 @@ def measure(progress: Progress) -> dict[str, object]:
 
 
 def tables(body: Any) -> str:
-    """Returns both tables of what was kept as Markdown."""
+    """Returns both tables of the saved results as Markdown."""
     return f"{methods_table(body)}\n\n{tools_table(body)}"
 
 
 def compare_methods(
     model: Model, feed: Path, k: str, test: LabelledData, place: Path
 ) -> Iterator[Row]:
-    """Yields for each way to find ranges what INT8 does to the test set at one k.
+    """Yields the effect of INT8 on the test set at one k, for each method of finding ranges.
 
     `same_experts` is the share of images for which the same experts were chosen, `max_error` the
     largest difference from FP32 at the same k over the largest output. The model is observed once.
@@ -138,7 +138,7 @@ def ranges_of(seen: Observed) -> Iterator[tuple[str, CalibrationTable]]:
 
 
 def _answers(bundle: Bundle, x: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """A graph's outputs, and the experts it chose where it chooses."""
+    """Returns a graph's outputs and, if it selects experts, the selected ones."""
     selected = bundle.manifest.layers[0].selected
     observe = None if selected is None else {selected: 7}  # int64
     session = bundle.session(options=SessionOptions(threads=THREADS, observe=observe))
@@ -201,7 +201,7 @@ def compare_tools(checkpoint: Path, feed: Path, test: LabelledData, place: Path)
 
 
 def _bytes(path: Path) -> int:
-    """A graph with its weights, in the folder of ours."""
+    """Returns the size of a graph and its weights in a folder."""
     weights = path.parent / "weights.bin"
     return path.stat().st_size + (weights.stat().st_size if weights.exists() else 0)
 
@@ -236,7 +236,7 @@ def ours(checkpoint: Path, feed: Path, out: Path) -> None:
 
 
 def theirs(graph: Path, feed: Path, out: Path, form: str, method: str) -> None:
-    """`quantize_static`: activations uint8, weights int8 per channel, as ours."""
+    """Runs `quantize_static` with uint8 activations and int8 weights per channel, as ours."""
     quantization.quantize_static(
         graph,
         out,
@@ -250,7 +250,7 @@ def theirs(graph: Path, feed: Path, out: Path, form: str, method: str) -> None:
 
 
 def methods_table(found: Any) -> str:
-    """Returns the methods as Markdown: largest error of an output, and points of accuracy."""
+    """Returns the methods as Markdown: the largest error of an output, and points of accuracy."""
     networks = sorted({(row["experts"], -row["k"]) for row in found["methods"]})
     rows = {(row["method"], row["experts"], -row["k"]): row for row in found["methods"]}
     return markdown(

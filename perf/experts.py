@@ -1,4 +1,4 @@
-"""One layer of token-routed experts with its router: PyTorch's forms compared with our graphs."""
+"""Compares a layer of token-routed experts in PyTorch's forms with our graphs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .measure import measured_on
 SPEC = ExpertsSpec("moe.experts", experts=32, k=8, dim=1024, hidden=512, out=1024)
 TOKENS = (1, 16, 256)
 SLOW = {"batched_mm": 1}
-"""The most tokens at which `batched_mm` is measured: it gathers the weights of every pair."""
+"""The largest number of tokens for `batched_mm`, which gathers the weights of every pair."""
 
 GRAPHS = (
     ("grouped", "fp32"),
@@ -42,7 +42,7 @@ GRAPHS = (
 
 
 class Layer(nn.Module):
-    """A softmax router that normalises over the k chosen, and the experts."""
+    """A softmax router that normalises over the k selected experts, and the experts."""
 
     def __init__(self, router: Tensor, experts: nn.Module) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def measured(progress: Progress) -> dict[str, object] | None:
 
 
 def _published(gate_up: Tensor, down: Tensor, form: str) -> nn.Module:
-    """The experts of a published architecture, computed in one of the forms that there are."""
+    """Returns the experts of a published architecture in one of the available forms."""
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
     made = MixtralExperts(

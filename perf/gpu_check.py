@@ -1,15 +1,15 @@
-"""The checks that need a GPU, in ten minutes on one card. `make gpu-check` runs it.
+"""Runs the checks that need a GPU, in ten minutes on one card: `make gpu-check`.
 
-`perf.gpu_rows` comes first: graphs of `ort-cuda` against PyTorch's outputs and times. Then for each
-backend, precision and lowering that the machine has: the engine's outputs against the PyTorch
-reference of its bundle, and its time for every k, on the GPU and from array to array; the same for
-ONNX Runtime's providers; in the end the tests that need a GPU. FP16 of a small and of a large model
-comes before the other precisions: the most informative checks come first. A fault on the GPU ends a
-process, or leaves its CUDA unusable: each of these units has a process of its own (`--unit`), its
-request as JSON on stdin and its answer on the last line of stdout. The results are written after
-each, the unchanged output of TensorRT's inspector for an engine; the same command goes on where it
-stopped. What is left out is listed with the reason, a TensorRT that is not installed too, and what
-failed with its message and traceback: the results of a machine list what is missing.
+First, `perf.gpu_rows` compares graphs of `ort-cuda` with PyTorch's outputs and times. Then, for
+each backend, precision and lowering that the machine supports, the engine's outputs are compared
+with the reference in its bundle, and every k is timed, on the GPU and from array to array. ONNX
+Runtime's providers follow in the same way, and finally the tests that need a GPU. The most
+informative checks come first: FP16 of a small and of a large model before the other precisions. A
+fault on the GPU ends a process or makes its CUDA unusable, so each of these units has its own
+process (`--unit`), with its request as JSON on stdin and its answer on the last line of stdout.
+Results are written after each unit, including the output of TensorRT's inspector for an engine; the
+same command continues where it stopped. The results list every omitted check with its reason, such
+as a missing TensorRT, and every failure with its message and traceback.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from .scale import vit_checkpoint
 
 LOWERINGS = ("gather", "dense", "conditional", "block-grouped")
 PRECISIONS: tuple[Precision, ...] = ("fp16", "int8", "bf16", "fp32", "fp8", "int4")
-"""The sources of an engine, the most often deployed first."""
+"""The sources of an engine, with the most frequently deployed first."""
 PROVIDER_TARGETS: Mapping[str, Target] = {
     "onnxruntime-cuda": "ort-cuda",
     "onnxruntime-tensorrt": "tensorrt",
@@ -69,16 +69,16 @@ PROVIDER_TARGETS: Mapping[str, Target] = {
 PROVIDER_PRECISIONS: tuple[Precision, ...] = ("fp16", "fp32")
 UNIT = (sys.executable, "-m", f"{__package__}.gpu_check", "--unit")
 MOST_S = 900.0
-"""How long one unit may take."""
+"""The time limit of a unit."""
 
 TESTS = "pytest -m gpu"
-"""The tests that need a GPU: the check's last unit, which shares its time and its engines."""
+"""The tests that need a GPU: the last unit, which shares the check's time and engines."""
 
 ROWS = "perf.gpu_rows"
 """The times and values of ONNX Runtime and PyTorch, which come first."""
 
 ROWS_SHARE = 0.75
-"""The share of the time that they take where engines and tests are to follow."""
+"""Their share of the time if engines and tests follow."""
 
 SIZES = ("small", "large")
 SMALL = {"dim": 192, "experts": 8, "hidden": 192, "depth": 2}
@@ -89,12 +89,12 @@ BATCHES = (1, 8)
 WARM_UPS, RUNS, ROUNDS = 3, 20, 5
 
 Row = Mapping[str, Any]
-"""A `Checked`, a `Passed` or a `Trouble` as JSON has it."""
+"""A `Checked`, a `Passed` or a `Trouble` as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median of the rounds' medians, and how far these are apart, in milliseconds."""
+    """The median of the rounds' medians, and their range, in milliseconds."""
 
     median_ms: float
     spread_ms: float
@@ -114,9 +114,9 @@ class Timed:
 class Unit:
     """A unit to check: a graph of a bundle, in a backend or a provider of ONNX Runtime.
 
-    `runner` is a backend's name or `onnxruntime-cuda`, `onnxruntime-tensorrt`, `size` small or
-    large; `graph` the file in the folder `bundle`; `ks` are timed. What the inspector says of an
-    engine is written to the file `inspector`.
+    `runner` is a backend's name, `onnxruntime-cuda` or `onnxruntime-tensorrt`; `size` is small or
+    large; `graph` is the file in the folder `bundle`; `ks` are timed. The output of the inspector
+    for an engine is written to the file `inspector`.
     """
 
     runner: str
@@ -130,21 +130,21 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Its name for readers."""
+        """The name that reports show."""
         return named(self.runner, self.size, self.precision, self.lowering)
 
 
 def named(*parts: str) -> str:
-    """Returns the name of a unit, or of several of a kind."""
+    """Returns the name of a unit, or of a group of units."""
     return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One engine or graph on the GPU: how far it is from PyTorch, and its times.
+    """One engine or graph on the GPU: its difference from PyTorch, and its times.
 
     `recorded` tells whether the runner could record its work as a CUDA graph (null: the runtime
-    does it by itself). `types` counts the types of tensors as TensorRT's inspector names them.
+    does this itself). `types` counts the types of tensors, named as in TensorRT's inspector.
     """
 
     runner: str
@@ -165,7 +165,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """Tests that passed: what they said at their end, and how long they took."""
+    """Tests that passed: their last line of output, and their time."""
 
     what: str
     summary: str
@@ -175,7 +175,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """The parts left out, and why; a traceback for a failure."""
+    """An omitted part and the reason; a failure has a traceback."""
 
     what: str
     why: str
@@ -184,7 +184,7 @@ class Trouble:
 
     @staticmethod
     def of(what: str, error: Exception) -> Trouble:
-        """Returns a failure: our own errors with their hints, others with where they arose."""
+        """Returns a failure: our own errors with their hints, others with their tracebacks."""
         if isinstance(error, MoexportError):
             return Trouble(what, "; ".join(filter(None, (error.message, error.hint))), failure=True)
         why = f"{type(error).__name__}: {error}"
@@ -193,7 +193,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """One export: graphs of a size and precision, by lowering with those that run it."""
+    """One export: graphs of a size and precision, with the runners of each lowering."""
 
     size: str
     precision: Precision
@@ -201,7 +201,7 @@ class Export:
     runners: Mapping[str, Sequence[str]]
 
     def names(self, lowering: str) -> list[str]:
-        """The name of the units of one lowering."""
+        """Returns the names of the units of one lowering."""
         return [
             named(runner, self.size, self.precision, lowering) for runner in self.runners[lowering]
         ]
@@ -242,7 +242,7 @@ def target_of(runner: str) -> Target:
 
 
 def offered(runner: str, precision: Precision, lowering: str) -> bool:
-    """Whether a runner is checked with a precision and lowering: a provider with the usual ones."""
+    """Whether a runner is checked with a precision and lowering; providers only with usual ones."""
     return runner in BACKENDS or (precision in PROVIDER_PRECISIONS and lowering == "gather")
 
 
@@ -253,7 +253,7 @@ Graph = tuple[str, str]
 def exported(
     wanted: Export, lowerings: Sequence[str], model: moexport.Model, x: np.ndarray, folder: Path
 ) -> Iterator[tuple[str, Graph | Exception]]:
-    """Exports lowerings together and yields each with its graph, or with why there is none."""
+    """Exports lowerings together; yields each with its graph, or with the reason for none."""
     place = folder / "-".join((wanted.target, wanted.size, wanted.precision, *lowerings))
     try:
         bundle = moexport.export(
@@ -270,7 +270,7 @@ def exported(
         if len(lowerings) == 1:
             yield lowerings[0], error
             return
-        for each in lowerings:  # one refusal is not to hide the rest
+        for each in lowerings:  # so that one refusal does not hide the others
             yield from exported(wanted, [each], model, x, folder)
         return
     for lowering, graph in zip(lowerings, bundle.manifest.graphs, strict=True):
@@ -280,9 +280,9 @@ def exported(
 def rows(
     folder: Path, asked: argparse.Namespace, gpu: Gpu | None, done: Collection[str] = ()
 ) -> Iterator[Row]:
-    """Yields what was checked and what was left out, one after another; not again what is `done`.
+    """Yields each unit that was checked or omitted, except those in `done`.
 
-    What there is no time for is left out. The tests that need a GPU come last.
+    Units are omitted if there is no time left. The tests that need a GPU come last.
     """
     until = time.monotonic() + 60 * asked.minutes
     if gpu is not None and ROWS not in done:
@@ -324,7 +324,7 @@ def rows(
         yield tests(until - time.monotonic())
 
 
-NO_TIME = "no time is left of --minutes: the same command goes on here"
+NO_TIME = "no time is left of --minutes: the same command continues here"
 
 
 def _shape(asked: argparse.Namespace) -> dict[str, int]:
@@ -345,7 +345,7 @@ def _model(folder: Path, size: str, shape: Mapping[str, int]) -> moexport.Model:
 
 
 def absent(runner: str, gpu: Gpu | None) -> Trouble | None:
-    """Returns why a runner is left out: it is not here, or does not serve this GPU."""
+    """Returns why a runner is omitted: it is not installed, or does not support this GPU."""
     backend: Backend | None = BACKENDS.get(runner)
     if runner == "onnxruntime-tensorrt":
         try:
@@ -356,7 +356,7 @@ def absent(runner: str, gpu: Gpu | None) -> Trouble | None:
     if backend is None:
         return None
     if gpu is not None and not backend.serves(gpu.compute_capability):
-        why = f"it serves {backend.served}, and {gpu.name} is {gpu.compute_capability}"
+        why = f"it serves {backend.served}, but {gpu.name} is {gpu.compute_capability}"
         return Trouble(runner, why, failure=False)
     if not backend.installed():
         return Trouble(runner, f"not installed: {backend.install}", failure=False)
@@ -380,8 +380,8 @@ def outcome(
 ) -> Row:
     """Runs a unit in its own process and returns its answer, or how it ended without one.
 
-    One that takes longer than it may has failed; of one that takes longer than what is left of all
-    time nothing is known.
+    A unit that exceeds its time limit has failed; one that exceeds the remaining total time is
+    only omitted.
     """
     no_time = asdict(Trouble(what, NO_TIME, failure=False))
     if left_s <= 0:
@@ -431,7 +431,7 @@ def card_rows(asked: argparse.Namespace, left_s: float, *more: str) -> Row:
 
 
 def tests(left_s: float, command: Sequence[str] = (sys.executable, "-m", *TESTS.split())) -> Row:
-    """Runs the tests that need a GPU, in the time that is left, and returns what they said."""
+    """Runs the tests that need a GPU in the remaining time, and returns their result."""
     no_time = asdict(Trouble(TESTS, NO_TIME, failure=False))
     if left_s <= 0:
         return no_time
@@ -450,9 +450,9 @@ def tests(left_s: float, command: Sequence[str] = (sys.executable, "-m", *TESTS.
 
 
 def run(asked: argparse.Namespace, gpu: Gpu | None) -> bool:
-    """Runs all checks, writes the results after each, and returns whether all is well.
+    """Runs all checks, writes the results after each, and returns whether all passed.
 
-    What an unfinished run of the same check on the same machine has found is kept.
+    Keeps the results of an unfinished run of the same check on the same machine.
     """
     results = _unfinished(asked, gpu)
     _write(asked, gpu, results, complete=False)
@@ -470,7 +470,7 @@ def run(asked: argparse.Namespace, gpu: Gpu | None) -> bool:
 
 
 def _unfinished(asked: argparse.Namespace, gpu: Gpu | None) -> list[Row]:
-    """The units that passed in an interrupted run; failed ones are tried again."""
+    """Returns the units that passed in an interrupted run; failed ones are tried again."""
     if not asked.output.exists():
         return []
     content = json.loads(asked.output.read_text(encoding="utf-8"))
@@ -504,7 +504,7 @@ def _line(row: Row) -> str:
 
 
 def _about(asked: argparse.Namespace, gpu: Gpu | None) -> dict[str, Any]:
-    """The subject and the machine of a check: results of runs with equal ones belong together."""
+    """Returns the subject and the machine of a check, which identify an interrupted run."""
     return {
         "model": _shape(asked),
         "protocol": {"warm_ups": WARM_UPS, "runs": RUNS, "rounds": ROUNDS},
@@ -528,7 +528,7 @@ def _write(
 
 
 def check(unit: Unit) -> Checked:
-    """Returns how a unit was found to be; raises what building, loading and running raise."""
+    """Checks a unit; raises the errors of building, loading and running."""
     bundle = moexport.Bundle.open(unit.bundle)
     if unit.runner in BACKENDS:
         return check_engine(bundle, unit)
@@ -536,7 +536,7 @@ def check(unit: Unit) -> Checked:
 
 
 def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
-    """Builds the engine of one graph and returns how it was found to be."""
+    """Builds the engine of one graph and checks it."""
     options = EngineOptions(
         profiles=(parse_profile(f"batch=1:1:{SAMPLES}"),),
         compute_capabilities=("current",) if BACKENDS[unit.runner].builds_without_gpu else (),
@@ -573,7 +573,7 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
 
 
 def check_graph(bundle: moexport.Bundle, unit: Unit) -> Checked:
-    """Returns a provider's results for a bundle's main graph."""
+    """Checks a bundle's main graph in a provider."""
     tolerance = on_gpu(TOLERANCES[unit.precision], unit.precision)
     expected = settled(Reference.load(bundle.path / PARITY_FILE), tolerance.tie)
     provider = PROVIDERS[unit.runner.removeprefix("onnxruntime-")]
@@ -593,7 +593,7 @@ def _found(unit: Unit, parity: Parity) -> dict[str, Any]:
 
 
 def types_of(inspector: Any) -> dict[str, int]:
-    """Returns how often the inspector names each type of tensor, whatever its version calls it."""
+    """Returns how often the inspector names each type of tensor, in any version's spelling."""
     found: dict[str, int] = {}
     parts = list(inspector.items()) if isinstance(inspector, dict) else []
     for name, value in parts:
@@ -607,7 +607,7 @@ def types_of(inspector: Any) -> dict[str, int]:
 
 
 def answer_request() -> None:
-    """Checks the unit that stdin names; what goes wrong is an answer, too."""
+    """Checks the unit that stdin names; an error is also an answer."""
     request: Mapping[str, Any] = json.load(sys.stdin)
     unit = Unit(**request)
     answer: Checked | Trouble
@@ -624,7 +624,7 @@ def timed(
     ks: Sequence[int],
     gpu_ms: Callable[[np.ndarray, int], float] | None,
 ) -> Iterator[Timed]:
-    """Yields the times of every k and batch; they take turns, in another order each round."""
+    """Yields the times of every k and batch; they take turns in a new order each round."""
     cases = [(k, batch) for k in ks for batch in BATCHES if batch <= len(x)]
     order = random.Random(0)
     gpu: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
@@ -656,7 +656,7 @@ def _spread(medians: Sequence[float]) -> Spread:
 
 
 def _listed(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Returns the reader of a list of names that are known."""
+    """Returns a parser for a list of known names."""
 
     def names(text: str) -> tuple[str, ...]:
         listed = tuple(text.split(","))
@@ -673,13 +673,13 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__)
     found.add_argument("-o", "--output", type=Path, default=Path("gpu-check.json"))
     found.add_argument(
-        "--precision", type=_listed(PRECISIONS), default=PRECISIONS, help="those alone: fp16,int8"
+        "--precision", type=_listed(PRECISIONS), default=PRECISIONS, help="only these: fp16,int8"
     )
     found.add_argument(
-        "--lowering", type=_listed(LOWERINGS), default=LOWERINGS, help="those alone: gather,dense"
+        "--lowering", type=_listed(LOWERINGS), default=LOWERINGS, help="only these: gather,dense"
     )
-    found.add_argument("--minutes", type=float, default=10.0, help="the most it takes")
-    found.add_argument("--dim", type=int, default=768, help="a multiple of 12, the heads")
+    found.add_argument("--minutes", type=float, default=10.0, help="the time limit")
+    found.add_argument("--dim", type=int, default=768, help="a multiple of 12, the number of heads")
     found.add_argument("--experts", type=int, default=32)
     found.add_argument("--hidden", type=int, default=768)
     found.add_argument("--unit", action="store_true", help="check the one unit that stdin names")
@@ -688,18 +688,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Runs the checks and writes their results; exit 1 when one failed, or without a GPU."""
+    """Runs the checks and writes their results; exits with 1 if one failed, or without a GPU."""
     asked = parser().parse_args()
     if asked.unit:
         answer_request()
         return
-    # What was built is not built again: a unit's engine by the next run, a test's by another test.
+    # Engines are cached, so that neither the next run nor another test builds them again.
     os.environ.setdefault(cache.PLACE, str(asked.output.with_suffix(".engines").absolute()))
     gpu = first_gpu()
     if gpu is None:
-        sys.exit("error: there is no NVIDIA GPU here\nhint: `moexport doctor` says what is")
+        sys.exit("error: there is no NVIDIA GPU here\nhint: `moexport doctor` lists what there is")
     try:
-        cuda.check_device()  # with a driver that is too old every unit would fail, minutes apart
+        cuda.check_device()  # with too old a driver, every unit would fail after minutes
     except MoexportError as error:
         sys.exit(f"error: {error.message}\nhint: {error.hint}")
     if not run(asked, gpu):

@@ -1,11 +1,12 @@
-"""Times and values of ONNX Runtime's CUDA provider and PyTorch on one card.
+"""Measures times and values of ONNX Runtime's CUDA provider and PyTorch on one card.
 
-A ViT-S/16 whose last six blocks are Soft MoE, single layers at the sizes of the papers, and every
-recorded case: outputs against PyTorch's, replayed CUDA graphs against plain runs, the GPU's time by
-CUDA events as well as from array to array, and how far each is from what the card allows at the
-rates that are measured first. The most informative rows come first; results are written after each
-row, and the same command continues where it stopped: a row that ended the process is a failure
-then. `--tiny` runs all of it in small, on a CPU too. `make gpu-check` runs it first.
+The subjects are a ViT-S/16 whose last six blocks are Soft MoE, single layers at the sizes of the
+papers, and every recorded case. Outputs are compared with PyTorch's, and replayed CUDA graphs with
+plain runs. Times are the GPU's, by CUDA events, and those from array to array; each is compared
+with the limit of the card at the rates that are measured first. The most informative rows come
+first. Results are written after each row, and the same command continues where it stopped; a row
+that ended the process is then a failure. `--tiny` runs everything at small sizes, even on a CPU.
+`make gpu-check` runs this module first.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ FORMS = ("pytorch-compile", "pytorch-stacked", "pytorch-grouped-mm", "pytorch-ea
 """PyTorch's rows, the fastest first."""
 
 RECORDED = 0.5
-"""The share of the time in which a recorded case must begin: others follow."""
+"""The share of the time in which recorded cases must begin, since other rows follow."""
 
 Result = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The measurements and their number."""
+    """The sizes and the number of the measurements."""
 
     vit: Mapping[str, Any]  # the arguments of `vit_checkpoint`
     heads: int
@@ -125,13 +126,13 @@ class Measured:
 
     @property
     def name(self) -> str:
-        """The fields that identify it."""
+        """The fields that identify the row."""
         k = "" if self.k is None else f", k={self.k}"
         return f"{self.part}: {self.what}, {self.precision}, batch {self.batch}{k}"
 
 
 Item = tuple[Measured, Callable[[], Mapping[str, Any]]]
-"""A row that is not measured yet, and the function that measures it."""
+"""A row before it is measured, and the function that measures it."""
 
 
 class Subject:
@@ -143,7 +144,7 @@ class Subject:
 
     @functools.cached_property
     def expected(self) -> np.ndarray:
-        """The untouched model's outputs of all inputs, in FP32 on the CPU, a few at a time."""
+        """The untouched model's outputs for all inputs, in FP32 on the CPU, in small batches."""
         base = PyTorch(self.model.untouched, self.model.inputs)
         return np.concatenate([base.infer(self.x[i : i + 8]) for i in range(0, len(self.x), 8)])
 
@@ -153,7 +154,7 @@ class Subject:
         return work_of(self.model, self.x[:1])
 
     def limit(self, k: int, batch: int, precision: str) -> float | None:
-        """The least milliseconds of a batch on this card."""
+        """Returns the least time of a batch on this card in milliseconds."""
         if self.rates is None:
             return None
         short = precision == "fp16"
@@ -191,19 +192,19 @@ class Check:
         }
 
     def session(self, bundle: moexport.Bundle, graph: str | None, *, graphs: bool) -> Session:
-        """Returns a graph of a bundle, open on the device."""
+        """Opens a graph of a bundle on the device."""
         provider = CUDA if self.device == "cuda" else CPU
         options = SessionOptions(provider, cuda_graphs=graphs, timed=self.device == "cuda")
         return bundle.session(graph, options)
 
 
 def largest(y: np.ndarray, wanted: np.ndarray) -> float:
-    """Returns the largest difference, of max|y|."""
+    """Returns the largest difference relative to max|y|."""
     return float(np.abs(y.astype(np.float64) - wanted).max() / np.abs(wanted).max())
 
 
 def bound_of(precision: Precision) -> float:
-    """Returns how far outputs may be off on a GPU, of max|y|."""
+    """Returns the largest permitted difference of outputs on a GPU, relative to max|y|."""
     return on_gpu(TOLERANCES[precision], precision).rtol
 
 
@@ -211,9 +212,9 @@ def bound_of(precision: Precision) -> float:
 
 
 class Graphs:
-    """The graphs of a model in a precision, exported on demand, and open on a device.
+    """The graphs of a model in a precision, exported on demand and opened on a device.
 
-    Only those of one lowering and k are open at a time: large layers fill a card.
+    Only those of one lowering and k are open at a time, because large layers fill a card.
     """
 
     def __init__(self, check: Check, subject: Subject, precision: Precision) -> None:
@@ -223,7 +224,7 @@ class Graphs:
         self._together: moexport.Bundle | None = None
 
     def session(self, lowering: str, k: int | None, *, graphs: bool) -> Session:
-        """Returns a graph, which replays CUDA graphs or does not; without k, that is an input."""
+        """Returns a graph that replays CUDA graphs if `graphs`; without k, k is an input."""
         if self._of != (lowering, k):
             self._open, self._of = {}, (lowering, k)
         if graphs not in self._open:
@@ -238,7 +239,9 @@ class Graphs:
         if self._together is None:
             try:
                 self._together = self._export(",".join(lowerings()), None)
-            except moexport.MoexportError:  # one does not fit this model: try each separately
+            except (
+                moexport.MoexportError
+            ):  # one lowering does not fit this model: try each separately
                 return self._export(lowering, None)
         return self._together
 
@@ -259,7 +262,7 @@ class Graphs:
 
 
 def lowerings() -> list[str]:
-    """Returns the lowerings of Soft MoE that the target has."""
+    """Returns the lowerings of Soft MoE that the target supports."""
     return [each.name for each in lowerings_of("soft-moe").values() if TARGET in each.targets]
 
 
@@ -377,7 +380,7 @@ def _torch_row(
 
 
 def recorded_items(check: Check) -> Iterator[Item]:
-    """Yields every recorded case: in FP32 with the fewest experts, in FP16 with all."""
+    """Yields every recorded case, in FP32 with the fewest experts and in FP16 with all."""
     from moexport.tests.recorded import MUMOE, SOFT_MOE, read_case
 
     for precision in ("fp32", "fp16"):
@@ -412,13 +415,13 @@ def _recorded_row(check: Check, row: Measured, case: Any) -> Result:
     }
 
 
-# --- all of it -----------------------------------------------------------------------------------
+# --- all rows ------------------------------------------------------------------------------------
 
 
 def items(check: Check, rates: Rates | None) -> Iterator[tuple[Item, float]]:
     """Yields all rows, the most informative first, each with the share of time it must begin in.
 
-    A model is made when its first row is measured.
+    A model is created when its first row is measured.
     """
     sizes, most = check.sizes, max(check.sizes.batches)
     checkpoint = check.folder / "vit.pt"
@@ -463,9 +466,9 @@ def measured_rates(check: Check) -> dict[str, float]:
 
 
 class Kept:
-    """The results in their file, written after each row; an interrupted run continues them.
+    """The file of results, which is written after each row; a later run continues it.
 
-    `begun` is the row that was being measured: if it is still there, that row ended the process.
+    `begun` is the row that is being measured: if a file has one, that row ended the process.
     """
 
     def __init__(self, output: Path, about: Mapping[str, Any]) -> None:
@@ -481,7 +484,7 @@ class Kept:
         self.done = {Measured(**row).name for row in self.rows}
 
     def add(self, row: Measured) -> None:
-        """Keeps a row."""
+        """Adds a row."""
         self.rows.append(asdict(row))
         self.write(None, complete=False)
 
@@ -499,7 +502,7 @@ class Kept:
 
 
 def run(output: Path, sizes: Sizes, device: str, minutes: float) -> bool:
-    """Measures all rows that fit into the time, and returns whether none failed."""
+    """Measures all rows for which there is time, and returns whether none failed."""
     until, begun = 60 * minutes, time.monotonic()
     left_out = 0
     about = {"sizes": asdict(sizes), "device": device, "environment": environment()}
@@ -521,17 +524,17 @@ def run(output: Path, sizes: Sizes, device: str, minutes: float) -> bool:
     kept.write(None, complete=not left_out)
     print(results_table(kept.rows, kept.rates))
     if left_out:
-        print(f"no time was left for {left_out} rows: the same command goes on with them")
+        print(f"no time was left for {left_out} rows: the same command continues with them")
     return all(row["passed"] for row in kept.rows)
 
 
 def measured(row: Measured, measure: Callable[[], Mapping[str, Any]]) -> Measured:
-    """Measures a row and returns it; after a failure, it holds the error."""
+    """Measures a row and returns it; after a failure, it has the error."""
     facts = asdict(row)
     try:
         facts |= measure()
     except Exception as error:  # noqa: BLE001  a defect is a result, too
-        refused = isinstance(error, moexport.UsageError)  # a lowering or form that does not fit it
+        refused = isinstance(error, moexport.UsageError)  # the lowering or form does not fit
         return Measured(**{**facts, "error": one_line(error), "passed": refused})
     if facts["gpu_ms"] and facts["limit_ms"]:
         facts["over_limit"] = facts["gpu_ms"] / facts["limit_ms"]
@@ -578,12 +581,14 @@ def main() -> None:
     """Measures; exits with 1 if a row failed, or without a GPU unless it is `--tiny`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, default=Path("gpu-rows.json"))
-    parser.add_argument("--minutes", type=float, default=8.0, help="the most it takes")
-    parser.add_argument("--tiny", action="store_true", help="all of it in small, on a CPU too")
+    parser.add_argument("--minutes", type=float, default=8.0, help="the time limit")
+    parser.add_argument(
+        "--tiny", action="store_true", help="run everything at small sizes, even on a CPU"
+    )
     asked = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not asked.tiny:
-        sys.exit("error: PyTorch finds no GPU here\nhint: --tiny runs all of it in small")
+        sys.exit("error: PyTorch finds no GPU here\nhint: --tiny runs everything at small sizes")
     if not run(asked.output, TINY if asked.tiny else FULL, device, asked.minutes):
         sys.exit(f"error: a row failed; see {asked.output}")
 

@@ -1,9 +1,10 @@
-"""A language model of 24 layers of routed experts: how long its export takes, how fast it decodes.
+"""Measures the export and the decoding of a language model with 24 layers of routed experts.
 
-A Granite-MoE of 1.3 B with random weights, compared with the graph of `transformers`' own exporter.
-Each step runs in its own process, which gives its memory back: `python -m perf.granite ours
-FOLDER OUT` exports a folder in each precision, `theirs` has it exported by `transformers`, and
-`decode GRAPH LAYERS THREADS` times one token. Each prints its figures as its last line.
+The model is a Granite-MoE of 1.3 B with random weights, compared with the graph of `transformers`'
+own exporter. Each step runs in its own process, which then frees its memory: `python -m
+perf.granite ours FOLDER OUT` exports a folder in each precision, `theirs` exports it with
+`transformers`, and `decode GRAPH LAYERS THREADS` times one token. Each prints its figures as its
+last line.
 """
 
 from __future__ import annotations
@@ -44,27 +45,27 @@ CONFIG: Mapping[str, Any] = {
     "attention_multiplier": 0.015625,
     "logits_scaling": 6.0,
 }
-"""Those of granite-3.0-1b-a400m. With the multipliers of `transformers`, all 1, random weights
+"""The multipliers of granite-3.0-1b-a400m. With those of `transformers`, all 1, random weights
 double a rounding error every few tokens."""
 
 LAYERS = 24
 PAST = 128
-"""Tokens in the cache before the one that is timed."""
+"""The number of tokens in the cache before the timed token."""
 
 THEIRS = "OnnxExporter"
 BYTES: Mapping[str, float] = {THEIRS: 4, "fp32": 4, "int8": 1, "int4": 4.5 / 8}
-"""Of each graph: what a weight takes; of four bits, with its share of a block's scale."""
+"""The bytes of a weight in each graph; for four bits, with its share of a block's scale."""
 
 TURNS = 3
-"""How often each graph is opened and timed, in turn with the others: memory may be faster or slower
-by a fifth for minutes."""
+"""How often each graph is opened and timed, in turn with the others, because memory may be faster
+or slower by a fifth for minutes."""
 
 GRAPHS: Mapping[str, tuple[str, str]] = {
     "fp32": ("auto", "experts"),
     "int8": ("fused", "all"),
     "int4": ("fused", "all"),
 }
-"""The lowering of each precision, and what becomes integers: `fused` is the faster one for a
+"""The lowering and the quantised parts for each precision; `fused` is the faster lowering for one
 token."""
 
 
@@ -138,14 +139,14 @@ def active_weights(layers: int) -> int:
 
 
 class _Steps(Silent):
-    """Notes what each step took."""
+    """Records the time of each step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._name, self._began = "loading", time.monotonic()
 
     def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
-        """Ends the step before."""
+        """Ends the previous step and starts another."""
         del total, unit
         self.end()
         self._name = text.split(maxsplit=1)[0]
@@ -158,7 +159,7 @@ class _Steps(Silent):
 
 
 def ours(folder: Path, place: Path) -> dict[str, object]:
-    """Exports in each precision from one trace, in FP32 verified, with the time of its steps."""
+    """Exports in each precision from one trace; verifies FP32, and times its steps."""
     import moexport
     from moexport.exporter.export import write_bundle
     from moexport.exporter.job import export_job
@@ -189,7 +190,7 @@ def ours(folder: Path, place: Path) -> dict[str, object]:
 
 
 def theirs(folder: Path, place: Path) -> dict[str, object]:
-    """Has `transformers` export the model; returns the seconds and the peak memory of that."""
+    """Exports the model with `transformers`; returns the seconds and the peak memory."""
     import moexport
     from moexport.bench.runners.other_exporters import library_graph
 
@@ -202,7 +203,7 @@ def theirs(folder: Path, place: Path) -> dict[str, object]:
 
 
 def decode(graph: Path, layers: int, threads: int) -> dict[str, object]:
-    """Times one token with `PAST` in the cache; its keys and values stay where they are."""
+    """Times one token with `PAST` tokens in the cache, whose keys and values are not copied."""
     from moexport.common.timing import Protocol
     from moexport.common.timing import measure as measure_calls
     from moexport.exporter.session import Session, SessionOptions
@@ -228,7 +229,7 @@ def decode(graph: Path, layers: int, threads: int) -> dict[str, object]:
 
 
 def together(turns: Sequence[Mapping[str, float]]) -> dict[str, object]:
-    """Returns the results of a graph's turns: the median time, each time, the most memory."""
+    """Returns the results of a graph's turns: the median time, all times, and the peak memory."""
     ms = [each["ms"] for each in turns]
     return {
         "ms": statistics.median(ms),
@@ -239,7 +240,7 @@ def together(turns: Sequence[Mapping[str, float]]) -> dict[str, object]:
 
 
 def table(body: Any) -> str:
-    """The results as Markdown."""
+    """Returns the results as Markdown."""
     stream, active = body["stream_gb_s"], body["active"]
     least = {name: 1e-6 * active * size / stream for name, size in BYTES.items()}
     found = {name: one["ms"] for name, one in body["decode"].items()}

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: cases timed alternately, kept results, and cells of tables."""
+"""Functions that the benchmarks share: timing in turn, saved results, and cells of tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Opened(Loader):
-    """A runner that is open already: several measurements use it."""
+    """A runner that is already open, so that several measurements can use it."""
 
     runner: Runner
 
@@ -56,7 +56,7 @@ def opened(*graphs: GraphSource) -> tuple[GraphSource, ...]:
 
 
 def in_pytorch(model: Model, engine: str, name: str, batches: Sequence[int] = ()) -> GraphSource:
-    """Returns another form of a model in PyTorch, to be measured along with the model's graphs."""
+    """Returns another form of a model in PyTorch, to measure with the model's graphs."""
     n = max(layer.spec.experts for layer in model.layers.values())
     loader = TorchLoader(Case(name, engine, n, n), tuple(batches), False, lambda: model)
     return GraphSource(n, name, loader, engine=engine)
@@ -71,8 +71,8 @@ def timed(
 ) -> tuple[list[Row], Rates]:
     """Returns a row per case of a candidate, timed in turn on all inputs as one batch.
 
-    With them the rates of the machine, which are measured in the same rounds and give the limits.
-    `names` are the names of PyTorch's rows, by engine.
+    Also returns the rates of the machine, which are measured in the same rounds and determine the
+    limits. `names` has the names of PyTorch's rows, by engine.
     """
     batch = len(data)
     group = TimingGroup(tuple(candidate.cases), batch, protocol)
@@ -119,7 +119,7 @@ def in_own_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 
 
 def threads() -> int:
-    """Returns the threads of every engine, which PyTorch takes from here on."""
+    """Returns the number of threads for every engine, and sets it in PyTorch."""
     count = usable_cores()
     torch.set_num_threads(count)
     return count
@@ -158,7 +158,7 @@ def random_weights(model: Model, name: str) -> ModelInfo:
 
 
 def keep(file: Path, command: str, **figures: object) -> None:
-    """Writes the figures of a command and the machine they were measured on."""
+    """Writes the figures of a command and the machine that measured them."""
     body = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"python -m perf {command}",
@@ -174,7 +174,7 @@ def kept(file: Path) -> Any:
 
 
 def measured_on(body: Any) -> str:
-    """Returns the day and the machine of the kept results: processor, cores and memory."""
+    """Returns the day and the machine of saved results: processor, cores and memory."""
     facts = body["environment"]
     return (
         f"{body['created'][:10]}: {facts['cpu']['model']}, {facts['cpu']['cores']} cores, "
@@ -185,7 +185,7 @@ def measured_on(body: Any) -> str:
 def peak_bytes() -> int:
     """Returns the largest resident set of this process so far.
 
-    Not getrusage: what a process is started from counts into its largest resident set there.
+    This does not use getrusage, whose largest resident set includes that of the parent process.
     """
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     peak = re.search(r"VmHWM:\s+(\d+) kB", status)
@@ -199,5 +199,5 @@ def ms(value: float | None) -> str:
 
 
 def times(slower: float | None, faster: float | None) -> str:
-    """Returns as a cell how many times faster something is."""
+    """Returns the ratio of two times as a cell."""
     return "–" if slower is None or faster is None else f"{slower / faster:.1f}×"

@@ -1,4 +1,4 @@
-"""A whole Soft MoE ViT-B/16 for every k, against PyTorch eager and compiled, and `torch.onnx`."""
+"""Compares a whole Soft MoE ViT-B/16 at every k with PyTorch, compiled PyTorch and `torch.onnx`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .scale import vit_checkpoint
 
 BATCHES = (1, 16)
 CALIBRATION_IMAGES = 8
-"""Images that give INT8 its ranges."""
+"""The number of images for INT8's ranges."""
 
 PROTOCOL = timing.Protocol(warmup=1)
 
 EAGER, AUTO, INT8 = "eager", "auto", "auto, INT8"
-"""The untouched model and the exported graphs: in FP32, and with all linear layers but the head in
-INT8."""
+"""The untouched model and the exported graphs, in FP32 and with all linear layers except the head
+in INT8."""
 
 
 def run(
@@ -44,8 +44,7 @@ def run(
 ) -> Iterator[Results]:
     """Yields a row per model, batch, engine and k: all so far, after each model and batch.
 
-    All cases of a batch are interleaved, in their own process: what they hold is several
-    times a model.
+    All cases of a batch take turns in one process, which needs memory for several models.
     """
     models: dict[str, ModelInfo] = {}
     rows: list[Row] = []
@@ -62,7 +61,7 @@ def run(
 def measure(
     layer: Layer, batch: int, protocol: timing.Protocol
 ) -> tuple[ModelInfo, list[Row], Rates]:
-    """Returns the rows of a model whose six MoE layers have such experts, for k from n to n/8."""
+    """Returns the rows of a model with six such MoE layers, for k from n to n/8."""
     count = threads()
     with ExitStack() as stack:
         checkpoint = Path(stack.enter_context(TemporaryDirectory(prefix="moexport-vit-"))) / "v.pt"
@@ -101,7 +100,7 @@ def _images(batch: int) -> np.ndarray:
 def table(results: Results, batch: int | None = None) -> str:
     """Returns whole models as Markdown: medians in ms for every k, with their limits.
 
-    Only one batch size where that is given.
+    If a batch size is given, the table has only that.
     """
     lines = []
     found = {(row.model, row.batch, row.lowering, row.k): row for row in results.rows}

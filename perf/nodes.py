@@ -1,8 +1,8 @@
-"""`python -m perf.nodes NODES CELLS`: what a cell costs on many nodes of Ray, all on this machine.
+"""`python -m perf.nodes NODES CELLS`: the overhead of a cell on many nodes of Ray on this machine.
 
-The nodes are Ray's own, each with its processes and one CPU by its configuration. The cells do
-nothing: what is measured is how they are placed, run, collected and kept by the code of `bench
---ray`. What a node takes of memory and of time to start is printed.
+The nodes are Ray's own, each with its processes and one configured CPU. The cells are empty, so
+only the code of `bench --ray` is measured: how it places, runs, collects and saves them. The memory
+and the start time of a node are also printed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STORE_BYTES = 80 << 20
 
 CONFIG = {
     "memory_monitor_refresh_ms": 0,  # every node would watch the memory of all
-    "health_check_timeout_ms": 60_000,  # a node that must wait for a core is not lost
+    "health_check_timeout_ms": 60_000,  # a node that waits for a core is not lost
     "health_check_period_ms": 30_000,
     "worker_register_timeout_seconds": 900,
 }
@@ -36,7 +36,7 @@ def nothing(cell: int) -> dict[str, int]:
 
 
 def main(nodes: int, cells: int) -> None:
-    """Starts the nodes, runs the cells twice and prints what they took."""
+    """Starts the nodes, runs the cells twice and prints their times."""
     from ray.cluster_utils import Cluster
 
     began = time.monotonic()
@@ -44,7 +44,7 @@ def main(nodes: int, cells: int) -> None:
     head |= {"include_dashboard": False, "_system_config": CONFIG}
     started: Any = Cluster(initialize_head=True, head_node_args=head, connect=False)
     with TemporaryDirectory() as folder, connected(started.address, Silent()) as cluster:
-        for _ in range(nodes - 1):  # each starts its process for tasks as soon as it is there
+        for _ in range(nodes - 1):  # each starts its process for tasks at once
             started.add_node(wait=False, num_cpus=1, object_store_memory=STORE_BYTES)
         started.wait_for_nodes(timeout=600)
         took = time.monotonic() - began
@@ -75,8 +75,8 @@ def _load() -> str:
 
 
 def _memory_mb() -> float:
-    """The memory that the processes of all nodes do not share."""
-    psutil: Any = importlib.import_module("psutil")  # Ray brings it
+    """Returns the unshared memory of the processes of all nodes."""
+    psutil: Any = importlib.import_module("psutil")  # installed with Ray
     found = 0
     for process in psutil.Process().children(recursive=True):
         try:

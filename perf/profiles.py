@@ -1,7 +1,7 @@
-"""Where the time of whole models goes, by kinds of ops, in ONNX Runtime and in OpenVINO.
+"""Measures the time of whole models by kinds of ops, in ONNX Runtime and in OpenVINO.
 
 The time of a call is measured without a profile, which adds microseconds to every op; the profile
-shows its parts. A product of large matrices in FP32 is measured along with them.
+shows the shares. A product of large matrices in FP32 is also measured.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     ),
     "rounding": ("QuantizeLinear", "FakeQuantize", "Convert", "Cast"),
 }
-"""By the first kind of which a part is in the name of an op; `other` is what has none."""
+"""The parts of op names that identify each kind; the first match counts, and `other` has none."""
 
 REST = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """A model to look into: `make` writes it to a folder and loads it, `feed` makes a batch."""
+    """A model to profile: `make` writes it to a folder and loads it, `feed` creates a batch."""
 
     name: str
     make: Callable[[Path], Model]
@@ -205,7 +205,7 @@ def in_onnxruntime(file: Path, count: int) -> Opened:
 
 
 def in_openvino(file: Path, count: int) -> Opened:
-    """Opens a graph in OpenVINO, with the types that it has."""
+    """Opens a graph in OpenVINO, which keeps the graph's types."""
     core = openvino_package().Core()
     settings = {"INFERENCE_NUM_THREADS": count, "INFERENCE_PRECISION_HINT": "f32"}
     network = core.read_model(file)

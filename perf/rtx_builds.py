@@ -1,7 +1,7 @@
-"""Every family, lowering and precision that claims TensorRT-RTX, compiled: which do, how large.
+"""Compiles every family, lowering and precision that supports TensorRT-RTX; records sizes.
 
-`python -m perf.rtx_builds -o FILE` needs no GPU. The models are the recorded cases of the tests, so
-that sizes show an engine's size in addition to its weights.
+`python -m perf.rtx_builds -o FILE` needs no GPU. The models are the recorded cases of the tests,
+which are small, so that sizes show what an engine adds to its weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Build:
 
 
 def cases() -> Iterator[RecordedCase]:
-    """The recorded cases: a published code each."""
+    """Yields the recorded cases, one for each published implementation."""
     for folder in sorted(DATA.iterdir()):
         if (folder / "weights.pt").is_file():
             yield read_case(folder.name)

@@ -1,7 +1,7 @@
-"""A whole Soft MoE ViT-S/16 in ONNX Runtime and OpenVINO, in each precision, and its peers.
+"""Compares a whole Soft MoE ViT-S/16 in ONNX Runtime and OpenVINO, in each precision, with peers.
 
 The peers are PyTorch eager and compiled, `torch.onnx` in both runtimes, OpenVINO's own conversion
-from PyTorch, and NNCF's INT8 of that where NNCF is installed.
+from PyTorch, and its INT8 by NNCF if NNCF is installed.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ def measure(
             Microbenchmarks(count, bf16=True),
             {PYTORCH_EAGER: EAGER, PYTORCH_COMPILE: COMPILED},
         )
-        # Which of its products NNCF computes in integers is not known here.
+        # It is unknown which products NNCF computes in integers.
         known = [replace(row, limit_ms=None) if row.lowering == NNCF else row for row in rows]
         return info, known, rates
 
 
 def converted(model: Model, seen: np.ndarray, count: int) -> Iterator[GraphSource]:
-    """Yields a model as OpenVINO converts it from PyTorch, and that in NNCF's INT8."""
+    """Yields a model as converted from PyTorch by OpenVINO, and the same in NNCF's INT8."""
     load = partial(_converted, model, seen)
     yield GraphSource(EXPERTS, CONVERTED, ConvertedLoader(load, count), engine=OPENVINO)
     if importlib.util.find_spec("nncf") is not None:
@@ -144,7 +144,7 @@ def _nncf(model: Model, seen: np.ndarray) -> Any:
 
 @dataclass(frozen=True)
 class ConvertedRunner(Runner):
-    """A network that OpenVINO converted, compiled."""
+    """A compiled network that OpenVINO converted."""
 
     request: Any
 
@@ -160,7 +160,7 @@ class ConvertedRunner(Runner):
 
 @dataclass(frozen=True)
 class ConvertedLoader(Loader):
-    """Converts a network and compiles it as `OpenVinoSession` does a graph."""
+    """Converts a network and compiles it as `OpenVinoSession` compiles a graph."""
 
     load: Callable[[], Any]
     threads: int
@@ -181,9 +181,9 @@ def _images(batch: int) -> np.ndarray:
 
 
 def table(results: Results) -> str:
-    """Returns the medians in ms as Markdown, with FP32 in ONNX Runtime at k = n/4.
+    """Returns the medians in ms as Markdown, relative to FP32 in ONNX Runtime at k = n/4.
 
-    And over the least time that this machine needs at the rates of its products.
+    They are also divided by the least time that this machine needs at the rates of its products.
     """
     medians = {(_key(row), row.batch): row.median_ms for row in results.rows}
     limits = {(_key(row), row.batch): row.limit_ms for row in results.rows}

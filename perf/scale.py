@@ -1,7 +1,7 @@
-"""Large models: the time and memory of exporting them, and of building the engine of one.
+"""Measures the time and memory of exporting large models, and of building an engine.
 
-What is measured runs in its own process, which measures itself: `python -m perf.scale`, with
-the arguments of `moexport`, prints seconds and peak memory as its last line.
+Each export runs in its own process, which measures itself: `python -m perf.scale`, with the
+arguments of `moexport`, prints seconds and peak memory as its last line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moexport.exporter.tensorrt.backends import TENSORRT_RTX
 from .measure import peak_bytes
 
 SAYS = "moexport: "
-"""How the line begins that `moexport export` writes when a step does."""
+"""The start of the line that `moexport export` prints when a step begins."""
 
 START = "start"
 """The part before the first step: Python and the imports."""
@@ -34,15 +34,15 @@ STEPS = ("loading", "tracing", "writing", "checking", "hashing")
 SAID = ("--set", "num_heads=12", "--set", "rest=default")
 EXPORT = ("--k", "0.25", "--precision", "fp16", "--target", "tensorrt-rtx", "--lowering", "gather")
 BUILD = ("--compute-capability", "8.9", "--profile", "batch=1", "--engine-cache", "off")
-"""How the engine is made."""
+"""The options of the engine."""
 
 
 def measure(progress: Progress) -> dict[str, object]:
     """Exports ViT-B/16: small experts (513 M, stored in 32 and 16 bits) and Table 3's (2.3 B).
 
-    Of each export `seconds` in all and by its `steps`. `weights_bytes` are those of the FP32
-    weights that are written, whatever type the checkpoint has (`stored`). `peak_bytes` is the
-    process's largest resident set, pages of mapped files included.
+    Each export has its total `seconds` and those of its `steps`. `weights_bytes` is the size of the
+    written FP32 weights, whatever type the checkpoint has (`stored`). `peak_bytes` is the process's
+    largest resident set, including pages of mapped files.
     """
     exports = []
     for experts, hidden, stored in (
@@ -88,7 +88,7 @@ def export(
 
 
 def seconds_by_step(lines: Iterable[str]) -> dict[str, float]:
-    """Passes an export's messages on until it ends; returns the time of each of its steps."""
+    """Prints an export's messages until it ends; returns the time of each step."""
     steps: dict[str, float] = {}
     step, began = START, time.monotonic()
     for line in lines:
@@ -123,7 +123,7 @@ def table(body: Any) -> str:
 def measure_engine(progress: Progress) -> dict[str, object] | None:
     """Exports 8 experts of width 30,720 in six of twelve blocks (2.3 B) in FP16, and compiles them.
 
-    The peaks are the largest resident sets of export and build.
+    Peaks are the largest resident sets of export and build.
     """
     if not TENSORRT_RTX.installed():
         progress.step(f"{TENSORRT_RTX.title} is not installed: {TENSORRT_RTX.install}")
@@ -181,7 +181,7 @@ def vit_checkpoint(
 ) -> int:
     """Writes a Soft MoE ViT-B/16 with random weights; returns its parameter count.
 
-    Its experts are modules of their own, or `stacked` in one tensor; `stored` is the weights' type.
+    Its experts are separate modules, or `stacked` in one tensor; `stored` is the weights' type.
     """
     random = torch.Generator().manual_seed(0)
     dtype = getattr(torch, stored)

@@ -1,4 +1,4 @@
-"""How soon the program answers: its help, and what a large checkpoint holds."""
+"""Measures how soon the program shows its help, and the contents of a large checkpoint."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ RUNS = 15
 
 
 def measure(progress: Progress) -> dict[str, object]:
-    """Times the help, and `inspect` of 2 GB in both kinds of file, a process for each run.
+    """Times the help, and `inspect` of 2 GB in both kinds of file, with a process for each run.
 
-    `seconds` are wall clock from the start of each run to its end.
+    `seconds` is the wall-clock time from the start of each run to its end.
     """
     with tempfile.TemporaryDirectory(prefix="moexport-startup-") as folder:
         pickled, flat = Path(folder) / "vit.pt", Path(folder) / "vit.safetensors"
@@ -54,7 +54,7 @@ def _seconds(command: str, folder: str) -> float:
 
 
 def table(body: Any) -> str:
-    """The results as Markdown, with the machine they were measured on."""
+    """Returns the results as Markdown, with the machine that measured them."""
     rows = []
     for each in body["answers"]:
         seconds = each["seconds"]

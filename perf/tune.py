@@ -1,7 +1,7 @@
 """Compares `tune` with the best uniform k and precision of `bench`, and with Optuna.
 
 Each network is trained on one part of its data; `tune` and all others get the other part, half of
-which confirms. What each found is timed in turn. A whole run takes about forty minutes.
+which confirms. Their results are timed in turn. A whole run takes about forty minutes.
 """
 
 from __future__ import annotations
@@ -56,52 +56,52 @@ from .measure import keep, kept, measured_on, threads
 KEEP = 0.99
 
 SHARES = ("n", "n/2", "n/4", "n/8", "n/16")
-"""The k that `bench` would be asked for."""
+"""The k for `bench`."""
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "int8", "int4")
 
 PROTOCOL = Protocol(rounds=21, warmup=5, round_s=0.02, inputs=8)
-"""Many short rounds: the machine changes its speed within tenths of a second."""
+"""Many short rounds, because the machine changes its speed within tenths of a second."""
 
 FASTEST, OPENED = 3, 3
-"""So many of the uniform exports, the fastest of a first measurement, are timed again with what
-`tune` found, each of them opened this many times: sessions of one graph differ by 5%, and the
-fastest of ten is the one that was lucky."""
+"""The number of uniform exports, the fastest in a first measurement, that are timed again together
+with `tune`'s bundle, and how often each is opened: sessions of one graph differ by 5%, so the
+fastest of ten is partly luck."""
 
 AGAIN = replace(PROTOCOL, rounds=45)
 """Of that."""
 
 TUNE_S, OPTUNA_S = 150.0, 500.0
-"""The time limit of the two searches for a network, `tune` three times as much of the language
-model, which is traced again for another k. Optuna's is enough for all its graphs."""
+"""The time limits of the two searches for a network. `tune` has three times as much for the
+language model, which is traced again for another k. Optuna's is enough for all its graphs."""
 
 COPIES = 16
-"""How often each digit is among the inputs: MNIST has 10,000 to test with."""
+"""The number of copies of each digit among the inputs; MNIST has 10,000 test images."""
 
 TURNED, SCALED, SHIFTED = 0.09, 0.05, 0.07
-"""By how much a copy is turned, in radians, scaled, and shifted, in halves of the image."""
+"""The rotation of a copy in radians, its scaling, and its shift in halves of the image."""
 
 FLOOR = 0.9
 """The retention from which a point counts in the comparison of fronts."""
 
 SLACK = 1.25
-"""By how much a time of a search may be off: the machine changes its speed."""
+"""The error of times in a search, because the machine changes its speed."""
 
 REPEATED = 10
-"""Optuna proposes known points again. They are not graphs, but this many end the search."""
+"""Optuna proposes known points again. They do not count as graphs, but this many end the search."""
 
 MORE = 3
-"""How many times as many graphs Optuna may evaluate."""
+"""The factor by which Optuna may evaluate more graphs."""
 
 VIT = Path(__file__).parents[1] / "tests" / "data" / "soft_moe_vit" / "weights.pt"
-"""Random weights of a ViT with two MoE layers of 8 experts, which is trained here."""
+"""Random weights of a ViT with two MoE layers of 8 experts, the start of its training."""
 
 VIT_EPOCHS, VIT_RATE = 8, 2e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A trained network, and the data that it was not trained on."""
+    """A trained network, and data that it was not trained on."""
 
     title: str
     model: Model
@@ -112,8 +112,8 @@ class Network:
 class Row:
     """The results for one network: milliseconds, retention on the confirming half, fronts.
 
-    `uniform` is the fastest uniform export that is confirmed. `area` is what our front dominates
-    after a number of `graphs`, `optuna_area` the area of Optuna's (`_area`).
+    `uniform` is the fastest confirmed uniform export. `area` is the area that our front dominates
+    after a number of `graphs`, and `optuna_area` that of Optuna's front (`_area`).
     """
 
     name: str
@@ -132,10 +132,9 @@ class Row:
 
 
 def measure(file: Path, progress: Progress, only: str = "") -> None:
-    """Writes a row for each network; what there is so far is written each time.
+    """Writes a row for each network, after each of them.
 
-    Of one alone the row is written in place of the one that was kept. Without Optuna nothing is
-    measured.
+    With `only`, replaces the saved row of one network. Without Optuna, nothing is measured.
     """
     if importlib.util.find_spec("optuna") is None:
         progress.step("optuna is not installed: pip install optuna")
@@ -201,14 +200,14 @@ def fronts_table(body: Any) -> str:
     ]
     header = ("network", "s", "graphs", "area", "Optuna's graphs", "its area")
     return (
-        "The area that each front dominates, of log time and of what is kept above "
-        f"{FLOOR:.0%}, beside Optuna's (TPE) with three times as many graphs.\n\n"
+        "The area that each front dominates, of log time and of the share kept above "
+        f"{FLOOR:.0%}, compared with Optuna's (TPE) with three times as many graphs.\n\n"
         f"{markdown(header, rows)}"
     )
 
 
 def _digits() -> digits.Digits:
-    """Half of the digits to train on and half for `tune`, each `COPIES` times, moved at random.
+    """Returns half of the digits for training and half for `tune`, each in `COPIES` moved copies.
 
     Of 900 digits, 450 would confirm: too few to tell 99% from 98% in most cases.
     """
@@ -218,7 +217,7 @@ def _digits() -> digits.Digits:
 
 
 def _moved(data: LabelledData, generator: torch.Generator) -> LabelledData:
-    """Images [b, 1, 28, 28], each several times: turned, scaled and shifted a little, at random."""
+    """Returns copies of images [b, 1, 28, 28], randomly rotated, scaled and shifted a little."""
     assert data.labels is not None, "digits have labels"
     images = torch.from_numpy(data.inputs).repeat(COPIES, 1, 1, 1)
     angle, scale, *shift = (
@@ -248,7 +247,7 @@ def _vit(_: Path, progress: Progress, epochs: int = VIT_EPOCHS) -> Network:
     module = model.module.requires_grad_(True)
     torch.manual_seed(0)
     for name, weight in module.named_parameters():
-        # The recorded ones do not learn from so few images.
+        # The recorded weights do not learn from so few images.
         if weight.ndim in (2, 4):
             nn.init.xavier_uniform_(weight.flatten(1))
         elif name.endswith("bias"):
@@ -270,7 +269,7 @@ def _vit(_: Path, progress: Progress, epochs: int = VIT_EPOCHS) -> Network:
 
 
 def _as_colour(images: np.ndarray) -> np.ndarray:
-    """Digits [b, 1, 28, 28] as [b, 3, 32, 32]."""
+    """Converts digits [b, 1, 28, 28] to [b, 3, 32, 32]."""
     larger = F.interpolate(torch.from_numpy(images), size=(32, 32), mode="bilinear")
     return larger.expand(-1, 3, -1, -1).contiguous().numpy()
 
@@ -314,13 +313,13 @@ NETWORKS: Mapping[str, Callable[[Path, Progress], Network]] = {
     "mixer": _mixer,
     "language": _language_model,
 }
-"""By the names that `--network=` takes."""
+"""The networks by their names for `--network=`."""
 
 
 def row_of(
     network: Network, folder: Path, progress: Progress, tune_s: float, optuna_s: float
 ) -> Row:
-    """Returns the results for a network of searches of these lengths in seconds."""
+    """Returns the results of searches of these lengths, in seconds, for a network."""
     place = Path(folder) / network.title.replace(" ", "-").replace(",", "")
     request = TuneRequest(keep=KEEP, time=tune_s)
     began = time.monotonic()
@@ -366,7 +365,7 @@ def _times(
     progress: Progress,
     opened: int = 1,
 ) -> dict[str, float]:
-    """The times of bundles, measured alternately, ms (`_typical`), in a number of sessions each."""
+    """Times bundles in turn, in ms (`_typical`), each in a number of sessions."""
     calls: dict[str, Callable[[int], object]] = {
         f"{index} {name}": _call(bundle, network.data)
         for name, bundle in bundles.items()
@@ -380,10 +379,10 @@ def _times(
 
 
 def _typical(latency: Latency) -> float:
-    """The geometric mean of the medians of all rounds.
+    """Returns the geometric mean of the medians of all rounds.
 
-    On a machine that is fast or slow for tenths of a second, the median of all calls is that of
-    one of both, whichever is there for a little more than half of the time.
+    On a machine that is fast or slow for tenths of a second, the median of all calls belongs to
+    whichever state lasts for a little more than half of the time.
     """
     return geometric_mean(latency.rounds)
 
@@ -397,7 +396,7 @@ def _call(bundle: moexport.Bundle, data: LabelledData) -> Callable[[int], object
 def _uniform(
     network: Network, job: SearchJob, found: SearchResult, place: Path, progress: Progress
 ) -> dict[str, tuple[moexport.Bundle, Quality]]:
-    """The bundles of one k and precision that are confirmed as `tune`'s are, by their names."""
+    """Returns uniform bundles of each k and precision that are confirmed like `tune`'s, by name."""
     bundles: dict[str, moexport.Bundle] = {}
     options, table = job.base.options, job.base.table
     seen = set()
@@ -444,7 +443,7 @@ def _qualities(
 def _optuna(
     found: SearchResult, job: SearchJob, limit: int, seconds: float, progress: Progress
 ) -> list[Trial]:
-    """Optuna's points, over the same choices, with the layers' lowerings known to both."""
+    """Returns Optuna's points over the same choices; both searches know the layers' lowerings."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -474,7 +473,7 @@ def _optuna(
             study.stop()
         return trial.ms, trial.quality.kept
 
-    job.clock.seconds = math.inf  # what takes the places of experts is trained no less
+    job.clock.seconds = math.inf  # substitutes of experts are trained as long
     sampler = optuna.samplers.TPESampler(seed=0)
     study = optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
     progress.step(f"Optuna: {limit} graphs", total=limit)
@@ -487,11 +486,11 @@ def _optuna(
 def _areas(
     ours: Sequence[Trial], theirs: Sequence[Trial], found: SearchResult, progress: Progress
 ) -> tuple[float, float]:
-    """The areas that two fronts dominate, by times that are taken again, in turn.
+    """Returns the areas that two fronts dominate, with times that are measured again, in turn.
 
-    The machine was in another state while the second search ran. Both searches' times are those of
-    short measurements, so that what is on a front is decided by new ones. Its area is that of times
-    which are taken once more: of more graphs more are on a front by luck.
+    The machine was in another state while the second search ran, and both searches measured only
+    briefly, so new times decide which points are on a front. Its area is computed from times that
+    are measured once more, because with more graphs, more are on a front by luck.
     """
     base, *points = _timed(
         (found.base, *_maybe_on_front(ours, found.base), *_maybe_on_front(theirs, found.base)),
@@ -514,7 +513,7 @@ def _areas(
 def _timed(
     trials: Sequence[Trial], found: SearchResult, protocol: Protocol, progress: Progress
 ) -> list[Trial]:
-    """Returns looks, each once, with the times that they take in turn."""
+    """Returns distinct trials, with times that are measured in turn."""
     points = {trial.point.key: trial for trial in trials}
     listed = [(each.point, each.lowerings) for each in points.values()]
     with found.graphs.opened(listed, spin_ms=spin_for(trials[0].ms)) as opened:
@@ -524,7 +523,7 @@ def _timed(
 
 
 def _maybe_on_front(trials: Sequence[Trial], base: Trial) -> list[Trial]:
-    """The looks that no other beats by more than what two times of a graph differ by."""
+    """Returns the trials that no other beats by more than the error of their times."""
     enough = [trial for trial in trials if trial.quality.kept >= FLOOR]
     return [
         trial
@@ -542,12 +541,12 @@ def _worth_keeping(trials: Sequence[Trial], base: Trial) -> list[Trial]:
 
 
 def _area(trials: Sequence[Trial], base: Trial) -> float:
-    """The area that a front dominates: over time in factors of the model as trained, and kept.
+    """Returns the area that a front dominates, over time relative to the trained model, and share.
 
     A model that keeps less than `FLOOR` adds nothing: it would not be deployed.
     """
     front = _worth_keeping(trials, base)
-    # From the fastest on: each adds the stretch of time up to the next slower one.
+    # Starting with the fastest, each trial adds the interval of time up to the next slower one.
     area, edges = 0.0, [trial.ms for trial in front[::-1]] + [base.ms]
     for trial, end in zip(front[::-1], edges[1:], strict=True):
         height = min(1.0, max(0.0, trial.quality.kept - FLOOR) / (1 - FLOOR))

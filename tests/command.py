@@ -1,4 +1,4 @@
-"""Runs the command line: inside this process, or as the program that a user starts."""
+"""Runs the command line in this process, or as the program that a user starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAM = (sys.executable, "-m", "moexport")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command left: its exit code and both of its streams."""
+    """The result of a command: its exit code and both output streams."""
 
     code: int
     out: str
@@ -40,7 +40,7 @@ class Outcome:
 
 
 def run(*arguments: str | Path) -> Outcome:
-    """Runs a command in this process, through the same entry point as the program."""
+    """Runs a command in this process through the program's entry point."""
     out, err = io.StringIO(), io.StringIO()
     code = 0
     with (
@@ -57,7 +57,7 @@ def run(*arguments: str | Path) -> Outcome:
 
 
 def start(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Popen[str]:
-    """Starts the program and returns at once; both of its streams are pipes."""
+    """Starts the program and returns at once; both output streams are pipes."""
     return subprocess.Popen(
         [*PROGRAM, *map(str, arguments)],
         stdout=subprocess.PIPE,

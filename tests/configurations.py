@@ -1,8 +1,8 @@
-"""Random calls of the published constructors and random settings of `transformers`, exported.
+"""Exports random calls of the published constructors and random settings of `transformers`.
 
-Every number is a draw of its own, with the number as its seed: a family, a call of its constructor
-(`None` and `False` among the arguments), a target, k, a precision and sizes. The command line
-exports and verifies it, and what the graph gives is compared with the published formula in float64:
+Every number is the seed of a draw: a family, a call of its constructor (with `None` and `False`
+among the arguments), a target, k, a precision and sizes. The command line exports and verifies it,
+and the graph's outputs are compared with the published formula in float64:
 
     python -m moexport.tests.configurations --first 0 --count 500
 """
@@ -36,11 +36,11 @@ KS = ("n", "1", "0.5", "input")
 BATCHES = (None, "3", "1:1:32", "2:5:9", "1:2:2")
 PRECISIONS = ("fp32", "fp32", "fp32", "fp16", "int8")
 BOUNDS = {"fp32": 1e-4, "fp16": 2e-2, "int8": 2e-1}
-"""Of an input's own max|y|. Those below FP32 hold for the median input, since others may choose
-other experts."""
+"""Bounds relative to an input's own max|y|. Below FP32 they apply to the median input, since others
+may select other experts."""
 
 CLEAR = 1e-4
-"""By how much experts must be chosen for an input to be compared."""
+"""The margin of the selection from which an input is compared."""
 
 HEADS = ({"num_attention_heads": 4, "num_key_value_heads": 2}, {"num_attention_heads": 2})
 WIDTHS = ({"hidden_size": 32}, {"hidden_size": 56}, {"hidden_size": 24}, {"hidden_size": 64})
@@ -48,7 +48,7 @@ WIDTHS = ({"hidden_size": 32}, {"hidden_size": 56}, {"hidden_size": 24}, {"hidde
 
 @dataclass(frozen=True)
 class Draw:
-    """What is exported; `call` names the arguments of a constructor, or settings."""
+    """An export to test; `call` has the arguments of a constructor, or settings."""
 
     seed: int
     family: str
@@ -61,7 +61,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of it: `right`, `refused` with an error of ours, or `failed`."""
+    """The outcome of a draw: `right`, `refused` with an error of ours, or `failed`."""
 
     draw: Draw
     verdict: str
@@ -74,7 +74,7 @@ def cases(family: str) -> tuple[Case, ...]:
 
 
 def drawn(seed: int) -> tuple[Draw, Case | dict[str, Any]]:
-    """The draw of a seed, with its case or the settings of a model of `transformers`."""
+    """Returns the draw of a seed, with its case or the settings of a model of `transformers`."""
     chance = random.Random(seed)
     family = chance.choice(FAMILIES)
     what: Case | dict[str, Any]
@@ -155,7 +155,7 @@ def _ids(folder: Path) -> Path:
 
 
 def _off(draw: Draw, case: Case, folder: Path) -> float:
-    """How far the graph is from the formula, at the edges of the range of batches."""
+    """Returns the graph's error relative to the formula, at both ends of the batch range."""
     model = moexport.load(folder / "w.pt", family=draw.family, config=case.call)
     bundle = moexport.Bundle.open(folder / "out")
     session = bundle.session()

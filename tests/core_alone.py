@@ -1,6 +1,6 @@
 """Runs the core's own tests on a copy of the package without `plugins/`: `make test-core`.
 
-Tests that need a plugin are left out: files that import one, and what is marked `plugins`.
+Tests that need a plugin are skipped: files that import one, and tests marked `plugins`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def editable(finder):
 
 sys.meta_path[:] = [finder for finder in sys.meta_path if not editable(finder)]
 """
-"""An editable install would take what the copy lacks from the clone."""
+"""Without this, an editable install would find modules in the clone that the copy lacks."""
 
 
 def copied(folder: Path) -> None:
@@ -41,7 +41,7 @@ def copied(folder: Path) -> None:
     about = folder / "moexport-0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(metadata)
-    # Without plugins, and read in place of those of an install.
+    # These have no plugins, and are read in place of an installed package's.
     points = "[moexport.none]\n[console_scripts]\nmoexport = moexport.__main__:main\n"
     (about / "entry_points.txt").write_text(points)
     (folder / "sitecustomize.py").write_text(WITHOUT_FINDER)

@@ -1,4 +1,4 @@
-"""Fixtures for all tests, of the core and of plugins: `pyproject.toml` loads them."""
+"""Fixtures for all tests of the core and of plugins; `pyproject.toml` loads them."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from moexport.tests.recorded import DATA, SOFT_MOE, VIT_SETS, RecordedCase, read
 from moexport.tests.traces import traced_once
 
 ALONE = importlib.util.find_spec("moexport.plugins") is None
-"""The core by itself (`core_alone.py`)."""
+"""Whether the core is tested without plugins (`core_alone.py`)."""
 
 if not ALONE:
     import moexport.plugins as found
 
-    # pytest names a test after its path, and imports what the path goes through: packages that
-    # know each other by the name of moexport.
+    # pytest names a test after its path, and imports the packages along it, which import each
+    # other by the name moexport.
     for folder in Path(found.__file__).parent.glob("*/tests"):
         name = folder.parent.name
         sys.modules[f"plugins.{name}"] = importlib.import_module(f"moexport.plugins.{name}")
 
 
 FURTHER = ("tests/docs", "tests/examples", "tests/hard", "tests/perf")
-"""What is neither the core nor a plugin: `--brief` leaves it out."""
+"""Folders of tests for neither the core nor a plugin, which `--brief` skips."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "what `make test` runs: of the core each test once, and a path through each plugin"
+    text = "run as `make test` does: each test of the core once, and one path through each plugin"
     parser.addoption("--brief", action="store_true", help=text)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out tests of plugins where there are none, and files that `-m gpu` has no use for.
+    """Skips tests of plugins if there are none, and files without a test for `-m gpu`.
 
-    So a machine with a GPU needs no package but those that moexport runs with.
+    A machine with a GPU therefore needs only moexport's own dependencies.
     """
     brief = config.getoption("brief")
     place = collection_path.relative_to(config.rootpath).as_posix() if brief else ""
@@ -57,7 +57,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def in_brief(item: pytest.Item, seen: set[str]) -> bool:
-    """Whether `--brief` runs a case: the first of a test that is not slow, of plugins a path."""
+    """Whether `--brief` runs a case: the first of a fast test, or a path through a plugin."""
     test = item.nodeid.partition("[")[0]
     if item.nodeid.startswith("plugins/"):
         wanted = item.get_closest_marker("path") is not None
@@ -86,13 +86,13 @@ def soft_moe_case(request: pytest.FixtureRequest) -> RecordedCase:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    """Networks this small train no faster with more, and wait for them on a busy machine."""
+    """Small networks train no faster with more threads, and wait for them on a busy machine."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def interruptible() -> Iterator[None]:
-    """Interrupts reach the programs that tests start, in the background of a shell too."""
+    """Interrupts reach the programs that tests start, even in the background of a shell."""
     before = signal.getsignal(signal.SIGINT)
     if before == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -102,9 +102,9 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def searches_are_brief() -> Iterator[None]:
-    """Searches train substitutes in fewer steps, and time short graphs in as few rounds as long.
+    """Searches train substitutes in fewer steps, and time short graphs in as few rounds as others.
 
-    What the training does is tested by itself, and no test depends on these times.
+    Separate tests cover the training, and no test depends on these times.
     """
     if ALONE:
         yield
@@ -121,7 +121,7 @@ def searches_are_brief() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def translations_read_once() -> Iterator[None]:
-    """PyTorch parses the sources of its 500 translations at every export: here, at the first."""
+    """PyTorch parses the sources of its 500 translations once, instead of at every export."""
     registration = importlib.import_module("torch.onnx._internal.exporter._registration")
     apis = registration.onnxscript_apis
     with pytest.MonkeyPatch.context() as patch:
@@ -138,7 +138,7 @@ def checkpoints_traced_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of a ViT with two MoE layers, k = 4 and 2 of 8, in two lowerings; do not write."""
+    """A read-only bundle of a ViT with two MoE layers, k = 4 and 2 of 8, in two lowerings."""
     folder = tmp_path_factory.mktemp("exported")
     weights = DATA / "soft_moe_vit" / "weights.pt"
     outcome = run(
@@ -157,5 +157,5 @@ def bundle(exported: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_engine_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that a test builds are not taken from the user's cache, and do not go there."""
+    """Tests neither read engines from the user's cache nor write them there."""
     monkeypatch.setenv("MOEXPORT_ENGINE_CACHE", "off")

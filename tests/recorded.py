@@ -1,4 +1,4 @@
-"""The recorded cases: published implementations, their weights, inputs, outputs and choices."""
+"""Recorded cases of published implementations: weights, inputs, outputs and selected experts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 
 DATA = Path(__file__).parent / "data"
 TABLE = DATA / "table.json"
-"""A calibration table of no model."""
+"""A calibration table that belongs to no model."""
 MUMOE = sorted(path.name for path in DATA.glob("mumoe_*"))
 SOFT_MOE = sorted(path.name for path in DATA.glob("soft_moe_*"))
 
 VIT_CONFIG: dict[str, Any] = {"num_heads": 4, "rest": "default"}
-"""What the user of `soft_moe_vit` says that its shapes do not tell."""
+"""Settings that the user of `soft_moe_vit` must give, because shapes do not determine them."""
 
 VIT_SETS = ("--set", "num_heads=4", "--set", "rest=default")
 
 ENTMAX = ("--set", "act=entmax15")
-"""What the user of a muMoE layer says."""
+"""Settings that the user of a muMoE layer must give."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class RecordedCase:
         return self.io["x"]
 
     def y(self, k: int | None = None) -> np.ndarray:
-        """The recorded output with all experts, or with Algorithm 1 keeping k."""
+        """Returns the recorded output with all experts, or with Algorithm 1 and k."""
         return self.io["y" if k is None else f"y_k{k}"]
 
     def chosen(self, k: int) -> list[np.ndarray]:
-        """The recorded experts of each MoE layer, [b, k], where they were recorded."""
+        """Returns the recorded experts of each MoE layer, [b, k], if there are any."""
         found: list[np.ndarray] = []
         while (key := f"experts_k{k}_layer{len(found)}") in self.io:
             found.append(self.io[key])
@@ -56,20 +56,20 @@ class RecordedCase:
 
 
 def read_case(name: str) -> RecordedCase:
-    """The case in tests/data/NAME, with the configuration that its user would give."""
+    """Reads the case in tests/data/NAME, with the configuration that its user would give."""
     folder = DATA / name
     meta = json.loads((folder / "meta.json").read_text())
     config = dict(meta["config"])
     if meta["family"] == "soft-moe-fkodom":
-        config["version"] = "0.2.0"  # what its user must say beside the constructor's arguments
+        config["version"] = "0.2.0"  # required in addition to the constructor's arguments
     with np.load(folder / "io.npz") as arrays:
         io = dict(arrays.items())
     return RecordedCase(name, folder, meta["family"], config, tuple(meta["ks"]), io)
 
 
 def many_experts(folder: Path, count: int = 64) -> Path:
-    """Writes a layer of so many experts, copies of the four of a recorded one; returns its file."""
-    import torch  # this module is read where there is none
+    """Writes a layer of `count` experts, copied from four recorded ones; returns its file."""
+    import torch  # this module is also imported without PyTorch
 
     state = torch.load(read_case("soft_moe_lucidrains").weights)
     experts = {name: tensor for name, tensor in state.items() if name.startswith("experts.")}

@@ -1,4 +1,4 @@
-"""What is on a terminal's screen when a program has written to it."""
+"""Emulates a terminal's screen, to test what a program writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PIECE = re.compile(r"\x1b\[(\d*)([A-Za-z])|\x1b\[\?\d+[a-z]|\r|\n|[^\x1b\r\n]+"
 
 
 class Screen:
-    """The lines of a screen; `most_bars` is how many of them had a bar at once, at the most."""
+    """The lines of a screen; `most_bars` is the largest number of simultaneous progress bars."""
 
     def __init__(self, written: str) -> None:
         self.most_bars = 0
@@ -19,7 +19,7 @@ class Screen:
 
     @property
     def lines(self) -> list[str]:
-        """The lines that are not empty."""
+        """Returns the nonempty lines."""
         return [row.rstrip() for row in self._rows if row.strip()]
 
     def _write(self, piece: re.Match[str]) -> None:

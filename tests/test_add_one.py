@@ -1,7 +1,7 @@
-"""The ways of CONTRIBUTING.md to add a family, a lowering, a target and an engine work as written.
+"""CONTRIBUTING.md's steps to add a family, a lowering, a target and an engine work as written.
 
-Each is done in a copy of the sources, in the files that CONTRIBUTING.md names and no others, and
-tried in a process of its own.
+Each is done in a copy of the sources, in only the files that CONTRIBUTING.md names, and tried in a
+separate process.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class Copy:
         return self.parent / "moexport"
 
     def write(self, file: str, text: str) -> None:
-        """A new file."""
+        """Writes a new file."""
         assert not (self.root / file).exists()
         (self.root / file).write_text(text, encoding="utf-8")
 
     def insert(self, file: str, before: str, text: str) -> None:
-        """Text before the only place in a file that is this."""
+        """Inserts text before a text that a file has exactly once."""
         whole = (self.root / file).read_text(encoding="utf-8")
         assert whole.count(before) == 1, (file, before)
         (self.root / file).write_text(whole.replace(before, text + before), encoding="utf-8")
 
     def changed(self) -> set[str]:
-        """The files that differ from the sources'."""
+        """Returns the files that differ from the sources."""
         files = (each for each in self.root.rglob("*") if each.suffix in (".py", ".md"))
         names = (str(each.relative_to(self.root)) for each in files)
         return {
@@ -79,11 +79,11 @@ class Copy:
         return done.stdout
 
     def read(self, file: str) -> str:
-        """The text of a file of the copy."""
+        """Returns the text of a file of the copy."""
         return (self.root / file).read_text(encoding="utf-8")
 
     def refresh(self) -> None:
-        """Writes the tables of the registries, whose test then passes."""
+        """Writes the tables of the registries, so that their test passes."""
         done = self.python("moexport/docs/refresh.py", "registries")
         assert done.returncode == 0, done.stderr
         listed = self.tests(LISTED)
@@ -96,14 +96,14 @@ class Copy:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Copy:
-    """A copy of what the package and its tests of documents need."""
+    """A copy of the files that the package and its tests of documents need."""
     made = Copy(tmp_path / "copy")
     shutil.copytree(ROOT, made.root, ignore=NOT_COPIED)
     return made
 
 
 def named_in_contributing(heading: str, name: str) -> set[str]:
-    """The files that the numbered steps under a heading of CONTRIBUTING.md name."""
+    """Returns the files that the numbered steps under a heading of CONTRIBUTING.md name."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (part,) = [each for each in text.split("\n## ") if each.startswith(f"{heading}\n")]
     steps = re.findall(r"^\d\. `([^`]+)`", part, re.MULTILINE)
@@ -294,7 +294,7 @@ RECORD = """    GraphEngine(
 """
 
 
-def test_an_engine_that_computes_something_else_is_a_row_that_says_so(
+def test_an_engine_that_computes_something_else_is_a_row_with_an_error(
     copy: Copy, tmp_path: Path
 ) -> None:
     copy.write("bench/runners/zeros.py", RUNNER)

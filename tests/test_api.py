@@ -1,4 +1,4 @@
-"""The Python calls do what the command line does."""
+"""The Python calls do the same as the command line."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_one_graph_serves_every_k_that_is_an_input(
         assert np.abs(session(recorded["x"], k) - wanted).max() <= 1e-4 * np.abs(wanted).max()
 
 
-def test_bench_of_a_model_and_its_bundle_holds_the_untouched_model(
+def test_bench_of_a_model_and_its_bundle_includes_the_untouched_model(
     model: moexport.Model, recorded: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     bundle = moexport.export(model, tmp_path / "out", k=2, data=recorded["x"])
@@ -140,7 +140,7 @@ def test_bench_of_a_bundle_alone_finds_its_checkpoint(
     assert any(row.engine == "pytorch-eager" for row in results.rows)
 
 
-def test_bench_of_a_bundle_whose_checkpoint_is_gone_says_what_to_name(
+def test_bench_of_a_bundle_without_its_checkpoint_hints_what_to_name(
     recorded: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "vit.pt"
@@ -169,7 +169,7 @@ CALLS += ["bench", "specialise", "tune", "report", "demo"]
 
 
 def function(call: str) -> Any:
-    """What `moexport.NAME` does: `moexport.bench` is also a package, once that is imported."""
+    """Returns the function `moexport.NAME`; `moexport.bench` is also a package once imported."""
     found = getattr(moexport, call)
     return importlib.import_module(f"{found.__name__}.calls").bench if call == "bench" else found
 
@@ -241,7 +241,7 @@ def never() -> Any:
         {"keep_floating": frozenset({"layer"}), "min_retention": 1, "k": [2]},
     ],
 )
-def test_numbers_of_numpy_and_lists_of_any_kind_are_values_too(values: dict[str, Any]) -> None:
+def test_numbers_of_numpy_and_lists_of_any_kind_are_accepted(values: dict[str, Any]) -> None:
     assert list(misfits(ExportOptions, values)) == []
 
 
@@ -291,7 +291,7 @@ def test_numbers_of_numpy_and_lists_of_any_kind_are_values_too(values: dict[str,
         ),
     ],
 )
-def test_every_call_refuses_what_cannot_be_meant(
+def test_every_call_refuses_invalid_values(
     call: str, arguments: tuple[Any, ...], options: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(UsageError) as refused:
@@ -339,7 +339,7 @@ def test_objects_of_types_that_only_checkers_import_are_values() -> None:
     assert list(misfits(BenchRequest, {"data": torch.zeros(1), "calibrate_data": [[1.0]]})) == []
 
 
-def test_ranges_that_are_none_are_refused() -> None:
+def test_invalid_ranges_are_refused() -> None:
     with pytest.raises(UsageError, match="calibration=3: not a CalibrationTable or a string"):
         moexport.export(never, "x", precision="int8", calibration=3)
 
@@ -354,7 +354,7 @@ ELSEWHERE = {
     "dry_run": "`moexport.plan`, which returns a plan and no bundle",
     "as_json": "what is returned is no text",
 }
-"""Options of `export` that are no parameters of these names, and why."""
+"""Options of `export` without a parameter of the same name, and why."""
 
 
 def test_every_option_of_export_is_a_parameter_of_the_python_call() -> None:
@@ -363,7 +363,7 @@ def test_every_option_of_export_is_a_parameter_of_the_python_call() -> None:
     loading |= {name for panel in panels_of(LoadRequest) for name in declared(panel.options)}
     building = declared(EngineOptions).keys() - {"expose_routing"}
     saying = {"verbose", "quiet"}  # what `progress` does with it
-    # Keywords, too, which are looked up when they are used.
+    # Keywords as well, which are looked up when they are used.
     theirs = {name for panel in panels_of(ExportOptions) for name in declared(panel.options)}
     options = ours - loading - building - saying - theirs - ELSEWHERE.keys()
     keywords = parameters("export").keys() - {"destination", "progress"}

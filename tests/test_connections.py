@@ -1,7 +1,7 @@
-"""What each command connects to, listens at and loads as code, as the system sees it.
+"""Checks what each command connects to, listens on and loads as code, by tracing system calls.
 
-Every command runs in a network of its own that leads nowhere, with `CI` unset (libraries report
-nothing where it is set), a home and a temporary folder of its own, and `strace` around it.
+Every command runs under `strace` in an isolated network, with its own home and temporary folder and
+with `CI` unset (libraries report nothing if it is set).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Seen:
-    """What a command did."""
+    """The connections, addresses and code of a command."""
 
     addresses: frozenset[str]
-    """Of the internet, as strace writes them; the loopback address of 127.0.0.1 is left out."""
+    """Internet addresses, as strace writes them, without 127.0.0.1."""
     listened: frozenset[str]
     code: frozenset[Path]
-    """Files that it mapped or started as code."""
+    """Files that the command mapped or started as code."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Machine:
     folder: Path
 
     def run(self, *command: str | Path) -> Seen:
-        """Runs a program under the trace; fails with what it printed unless it ends with 0."""
+        """Runs a traced program; fails with its output unless it exits with 0."""
         log = self.folder / "trace.log"
         log.unlink(missing_ok=True)
         script = (
@@ -101,7 +101,7 @@ def _seen(log: str) -> Seen:
 
 
 def _foreign(code: frozenset[Path], machine: Machine) -> list[Path]:
-    """Code outside the packages, the system and the user's own cache."""
+    """Returns code outside the packages, the system and the user's own cache."""
     own = [sys.prefix, sys.base_prefix, sysconfig.get_paths()["purelib"], "/usr", "/lib", "/bin"]
     own += ["/sbin", "/opt", "/lib64", str(machine.folder / "home/.cache/moexport")]
     roots = [Path(path).resolve() for path in own]
@@ -119,7 +119,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
 
 @pytest.fixture(scope="module")
 def made(machine: Machine) -> Path:
-    """A checkpoint, data with labels, and bundles of both runtimes, made without the trace."""
+    """Creates a checkpoint, labelled data, and bundles of both runtimes, without tracing."""
     case, work = read_case("soft_moe_vit"), machine.folder / "work"
     work.mkdir()
     shutil.copy(case.weights, work / "vit.pt")

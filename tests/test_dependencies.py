@@ -1,4 +1,4 @@
-"""What is imported is declared: nothing comes by chance with another package."""
+"""Every import is a declared dependency; nothing is installed only by chance."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from moexport.tests.test_wheel import ROOT, package_files
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 MODULES = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx-cu13", "cuda": "cuda-bindings"}
-"""Packages of a module that few machines have installed, so that the module cannot tell them."""
+"""The packages of modules that few machines have installed, and cannot be looked up."""
 
 
 def imported(file: Path) -> set[str]:
-    """Top-level modules of other packages that a file imports, also inside functions."""
+    """Returns top-level modules of other packages that a file imports, even inside functions."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -34,7 +34,7 @@ def imported(file: Path) -> set[str]:
 
 
 def named(requirements: list[str]) -> set[str]:
-    """Names of distributions in requirements, as PyPI compares them."""
+    """Returns the names of distributions in requirements, normalised as on PyPI."""
     return {
         re.split(r"[^\w.-]", each)[0].lower().replace("_", "-")
         for each in requirements
@@ -59,21 +59,21 @@ def test_every_import_of_the_package_is_a_declared_dependency_and_every_dependen
     None
 ):
     wanted = distributions({name for file in SOURCES for name in imported(file)})
-    wanted -= {"setuptools"}  # of setup.py alone
+    wanted -= {"setuptools"}  # only in setup.py
     required = named(PROJECT["dependencies"])
     optional = named(
         [each for name in (*EXTRAS.keys() - {"dev", "docs"},) for each in EXTRAS[name]]
     )
     assert wanted <= required | optional | RUNTIME, wanted - required - optional - RUNTIME
     assert required <= wanted, required - wanted
-    assert not RUNTIME & required  # one of the two, as the user's machine needs it
+    assert not RUNTIME & required  # the user chooses one of the two
 
 
-def test_what_the_tests_and_benchmarks_import_comes_with_the_extra_of_developers() -> None:
+def test_imports_of_tests_and_benchmarks_are_in_the_extra_for_developers() -> None:
     folders = (*(ROOT / name for name in ("tests", "perf", "docs")), *ROOT.glob("plugins/*/tests"))
     files = [file for folder in folders for file in folder.rglob("*.py")]
     found = {name for file in files for name in imported(file)}
-    # scipy comes with scikit-learn; what is not installed is a module that a test writes.
+    # scipy is installed with scikit-learn; modules that are not installed are written by tests.
     wanted = distributions(found & metadata.packages_distributions().keys()) - {"scipy"}
     extras = [each for name in EXTRAS for each in EXTRAS[name]]
     assert wanted <= named(PROJECT["dependencies"] + extras), wanted
@@ -98,9 +98,7 @@ print(run("doctor").out)
     ["None", "module_from_spec(ModuleSpec('onnxruntime', None))"],
     ids=["nothing", "an empty folder"],
 )
-def test_without_onnx_runtime_the_user_is_told_which_packages_there_are(
-    left: str, tmp_path: Path
-) -> None:
+def test_without_onnx_runtime_the_hint_names_its_packages(left: str, tmp_path: Path) -> None:
     code = WITHOUT.format(left=left, model=str(DATA / "soft_moe_mnist" / "weights.pt"))
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False

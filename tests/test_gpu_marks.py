@@ -1,4 +1,4 @@
-"""`pytest -m gpu` needs moexport, a GPU and pytest: no package of developers."""
+"""`pytest -m gpu` needs only moexport, a GPU and pytest, and no packages for developers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 ABSENT = ("jsonschema", "einops", "entmax", "openai", "optuna", "markdown", "allpairspy", "sklearn")
-"""Packages of the extras `dev` and `demo`, as Python calls them."""
+"""Import names of the packages in the extras `dev` and `demo`."""
 
 
 @pytest.mark.slow
-def test_tests_for_a_gpu_are_collected_with_the_packages_of_a_run_alone() -> None:
+def test_tests_for_a_gpu_are_collected_with_only_the_packages_of_a_run() -> None:
     hidden = "; ".join(f"sys.modules[{name!r}] = None" for name in ABSENT)
     options = ["-m", "gpu", "--collect-only", "-q", "-n0", "-p", "no:cacheprovider"]
     code = f"import sys; {hidden}; import pytest; sys.exit(pytest.main({options!r}))"
@@ -35,7 +35,7 @@ def test_tests_for_a_gpu_are_collected_with_the_packages_of_a_run_alone() -> Non
     assert marked and collected == marked
 
 
-def test_what_is_hidden_is_what_developers_install() -> None:
+def test_the_hidden_packages_are_those_that_developers_install() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     needed = {re.split(r"[^\w-]", each)[0] for each in project["dependencies"]}
     extras = project["optional-dependencies"]

@@ -1,4 +1,4 @@
-"""Kinds of layer and families come in by doors: what plugins bring is found, and is not missed."""
+"""Plugins add kinds of layer and families; without plugins, the core still works."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ PLACES = {
 def found(
     folder: Path, expression: str, points: str = "", module: str = PLUGIN, **environment: str
 ) -> Any:
-    """What an expression gives beside an installed package of somebody else's."""
+    """Returns the value of an expression if a third party's package is installed."""
     (folder / "theirs.py").write_text(module)
     info = folder / "theirs-1.5.dist-info"
     info.mkdir(exist_ok=True)
@@ -109,11 +109,11 @@ def test_a_layer_and_a_lowering_of_the_core_load_no_plugin(tmp_path: Path) -> No
 
 
 def lowering(name: str, record: str) -> str:
-    """The entry point of a lowering for a kind that is there."""
+    """Returns the entry point of a lowering for an existing kind."""
     return f"[moexport.lowerings]\n{name} = theirs:{record}\n"
 
 
-def test_a_lowering_of_a_plugin_is_used_where_it_is_named(tmp_path: Path) -> None:
+def test_a_lowering_of_a_plugin_is_used_if_it_is_named(tmp_path: Path) -> None:
     expression = """[
         "in-turn" in lowerings_of("soft-moe"), lowering_of("soft-moe", "dense").name,
         "in-turn" in all_lowerings(), "theirs" in sys.modules,
@@ -143,7 +143,7 @@ def test_a_lowering_of_a_plugin_may_have_the_name_of_one_of_another_kind(tmp_pat
     assert found(tmp_path, expression, lowering("dense", "BESIDE")) == ["dense", "dense"]
 
 
-def test_without_plugins_what_they_brought_is_refused_and_the_hint_tells_why(
+def test_without_plugins_their_kinds_are_refused_and_the_hint_explains_why(
     tmp_path: Path,
 ) -> None:
     expression = """[
@@ -162,7 +162,7 @@ def test_without_plugins_what_they_brought_is_refused_and_the_hint_tells_why(
         assert "MOEXPORT_PLUGINS=off" in hint
 
 
-def test_a_family_of_a_plugin_is_found_and_listed_where_it_says(tmp_path: Path) -> None:
+def test_a_family_of_a_plugin_is_found_and_listed_in_its_place(tmp_path: Path) -> None:
     expression = """[
         detect(tensors("of.mine")).name, all_names(), of(lambda: family_named("mine")),
     ]"""
@@ -177,14 +177,14 @@ def test_a_checkpoint_of_the_core_is_not_shown_to_plugins(tmp_path: Path) -> Non
     assert (name, modules) == ("soft-moe-pytorch", [])
 
 
-def test_two_plugins_that_take_one_checkpoint_are_told_apart_by_the_user(tmp_path: Path) -> None:
+def test_the_user_chooses_between_two_plugins_that_accept_one_checkpoint(tmp_path: Path) -> None:
     _, message, hint = found(tmp_path, 'of(lambda: detect(tensors("of.mine")))', BOTH)
     assert message == "the checkpoint fits several families: first-of-mine, second-of-mine"
     assert "--family first-of-mine" in hint
 
 
 @pytest.mark.parametrize("module", ["API = 1", PLUGIN.replace("API = 1", "API = 2")])
-def test_a_plugin_of_another_version_harms_no_other(module: str, tmp_path: Path) -> None:
+def test_a_plugin_of_another_version_does_not_affect_others(module: str, tmp_path: Path) -> None:
     expression = """[
         KINDS.names, [kind.name for kind in KINDS], [family.name for family in FAMILIES],
         [each.name for each in unloadable()],
@@ -195,7 +195,7 @@ def test_a_plugin_of_another_version_harms_no_other(module: str, tmp_path: Path)
     assert failed == ["mine", "first-of-mine", "second-of-mine"]
 
 
-def test_names_that_are_known_without_loading_are_those_of_the_records() -> None:
+def test_names_listed_without_loading_are_those_of_the_records() -> None:
     from moexport.exporter.checkpoints import family_names
     from moexport.exporter.families import FAMILIES
     from moexport.graphs.lowering_names import NAMES

@@ -1,4 +1,4 @@
-"""The core knows no plugin: it lists them by their entry points, and imports one on first use."""
+"""The core names no plugin: it lists plugins by entry points, and imports one on first use."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BELOW: dict[str, set[str]] = {
 
 
 def test_the_core_imports_no_plugin() -> None:
-    """But the façade, which names what plugins bring: it imports them when they are asked for."""
+    """Except the façade, which names the plugins' calls and imports them on first use."""
     found = [
         f"{name} imports {other}"
         for name, others in graph().items()
@@ -56,7 +56,7 @@ def test_the_core_imports_no_plugin() -> None:
 
 
 def test_the_core_names_no_plugin() -> None:
-    """Not in a text from which a module could be imported, either."""
+    """Not even in a text from which a module could be imported."""
     named = [
         f"{file}: {line.strip()}"
         for file in module_files()
@@ -71,7 +71,7 @@ OPEN_OR_TIME_GRAPHS = ("bench", "exporter/bundle", "exporter/session.py")
 
 
 def runtimes_named(source: str) -> list[str]:
-    """The names and texts of a module in which a plugin's runtime stands; not its docstrings."""
+    """Returns the names and texts of a module, except docstrings, that name a plugin's runtime."""
     tree = ast.parse(source)
     said = {
         node.body[0].value
@@ -157,12 +157,12 @@ def test_an_export_loads_no_plugin_no_tensorrt_and_no_more_of_the_core_than_befo
 
 
 def imported_at_once(source: str) -> list[str]:
-    """The modules that a module imports when it is imported itself, as it spells them."""
+    """Returns the modules that a module imports at its top level, as it spells them."""
     statements = ast.parse(source).body
     return [each.module or "" for each in statements if isinstance(each, ast.ImportFrom)]
 
 
-def test_the_exporter_imports_tensorrt_where_an_engine_is_asked_for() -> None:
+def test_the_exporter_imports_tensorrt_only_for_an_engine() -> None:
     files = [file for file in module_files() if file.parts[0] == "exporter"]
     found = [
         f"{file} imports {module}"
@@ -175,7 +175,7 @@ def test_the_exporter_imports_tensorrt_where_an_engine_is_asked_for() -> None:
     assert found == []
 
 
-def test_an_import_of_tensorrt_beside_a_module_s_functions_is_found() -> None:
+def test_an_import_of_tensorrt_outside_functions_is_found() -> None:
     source = "from .tensorrt.engines import add\ndef later():\n    from .tensorrt import cuda"
     assert imported_at_once(source) == ["tensorrt.engines"]
 
@@ -186,7 +186,7 @@ def declared() -> dict[str, dict[str, str]]:
     return points
 
 
-def test_what_is_installed_are_the_entry_points_that_the_project_declares() -> None:
+def test_the_installed_entry_points_are_those_that_the_project_declares() -> None:
     for group, points in declared().items():
         found = {
             point.name: point.value
@@ -222,7 +222,7 @@ print(json.dumps({
 def outcome_with(
     folder: Path, module: str = "", points: dict[str, str] | None = None, **environment: str
 ) -> dict[str, Any]:
-    """What the program prints beside an installed package of somebody else's."""
+    """Returns the program's output if a third party's package is installed."""
     if points is not None:
         (folder / "theirs.py").write_text(module)
         info = folder / "theirs-1.5.dist-info"
@@ -278,7 +278,7 @@ def test_without_plugins_the_core_is_alone(tmp_path: Path) -> None:
         ("raise SystemExit(7)", "SystemExit: 7"),
     ],
 )
-def test_a_plugin_that_does_not_load_harms_no_other(
+def test_a_plugin_that_does_not_load_does_not_affect_others(
     module: str, reason: str, tmp_path: Path
 ) -> None:
     found = outcome_with(tmp_path, module, {"mine": "theirs:MINE"})
@@ -310,7 +310,7 @@ def test_doctor_names_a_plugin_that_does_not_load(tmp_path: Path) -> None:
     [("targets", "openvino", "moexport 0"), ("targets", "onnx", "moexport itself"),
      ("options", "cluster", "moexport 0")],
 )  # fmt: skip
-def test_doctor_names_what_two_claim_and_what_has_no_options_of_plugins_works(
+def test_doctor_names_a_name_that_two_claim_and_other_commands_work(
     door: str, name: str, other: str, tmp_path: Path
 ) -> None:
     done = outcome_of(("doctor",), tmp_path, name, "API = 1\nMINE = 3", door)
@@ -324,7 +324,9 @@ def test_doctor_names_what_two_claim_and_what_has_no_options_of_plugins_works(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("points", [b"[moexport.commands]\nmine\n", b"[moexport.commands]\n\xff"])
-def test_entry_points_that_cannot_be_read_harm_nothing_else(points: bytes, tmp_path: Path) -> None:
+def test_entry_points_that_cannot_be_read_affect_nothing_else(
+    points: bytes, tmp_path: Path
+) -> None:
     outcome_of((), tmp_path, "mine", "")
     (tmp_path / "theirs-1.5.dist-info" / "entry_points.txt").write_bytes(points)
     assert with_theirs(("verify", "--help"), tmp_path).returncode == 0
@@ -332,7 +334,7 @@ def test_entry_points_that_cannot_be_read_harm_nothing_else(points: bytes, tmp_p
     assert "plugin theirs: its entry_points.txt cannot be read" in told
 
 
-def test_a_command_whose_plugin_is_left_out_says_so(tmp_path: Path) -> None:
+def test_a_command_whose_plugin_is_disabled_explains_it(tmp_path: Path) -> None:
     words = ("calibrate", "x.pt", "--data", "x.npz", "-o", "t.json", "--ray", "local")
     done = subprocess.run(
         [sys.executable, "-m", "moexport", *words],
@@ -367,7 +369,7 @@ def test_a_command_whose_plugin_is_left_out_says_so(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_target_whose_plugin_is_left_out_is_refused_in_words(
+def test_a_target_whose_plugin_is_disabled_is_refused_with_a_message(
     words: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
     weights = DATA / "soft_moe_lucidrains" / "weights.pt"
@@ -390,7 +392,7 @@ def test_a_target_whose_plugin_is_left_out_is_refused_in_words(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_bundle_whose_target_is_left_out_is_still_inspected(tmp_path: Path) -> None:
+def test_a_bundle_whose_target_is_disabled_is_still_inspected(tmp_path: Path) -> None:
     model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")
     moexport.export(model, tmp_path / "out", target="openvino", lowering="dense", verify=False)
     shown = [
@@ -429,7 +431,7 @@ def twice(number: int) -> None:
 def outcome_of(
     words: tuple[str, ...], folder: Path, name: str, module: str, door: str = "commands"
 ) -> subprocess.CompletedProcess[str]:
-    """What a command prints beside somebody else's package, which has a record for a door."""
+    """Returns a command's output if a third party's package has a record for a door."""
     (folder / "theirs.py").write_text(module)
     info = folder / "theirs-1.5.dist-info"
     info.mkdir(exist_ok=True)
@@ -440,7 +442,7 @@ def outcome_of(
 
 
 def with_theirs(words: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
-    """What a command prints beside the package in a folder."""
+    """Returns a command's output with the package in a folder installed."""
     paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)])
     return subprocess.run(
         [sys.executable, "-m", "moexport", *words],
@@ -495,9 +497,7 @@ def test_options_of_plugins_have_a_panel_and_one_that_two_claim_names_both(
      ('("serve",)', "the command 'serve' accepts no options of plugins"),
      ("()", "no call is named; choose one of: load")],
 )  # fmt: skip
-def test_options_for_a_call_that_there_is_not_are_told_of(
-    calls: str, reason: str, tmp_path: Path
-) -> None:
+def test_options_for_an_unknown_call_are_reported(calls: str, reason: str, tmp_path: Path) -> None:
     module = OPTIONS.format(field="depth").replace('("bench", "calibrate")', calls)
     done = outcome_of(("doctor",), tmp_path, "mine", module, "options")
     (line,) = [line for line in done.stdout.splitlines() if "theirs" in line]
@@ -513,7 +513,7 @@ def test_options_for_a_command_of_a_plugin_are_its_options(tmp_path: Path) -> No
     assert "Theirs:\n  --depth <int>  Their own." in done.stdout
 
 
-def test_a_command_with_options_for_a_call_that_there_is_not_does_not_load(tmp_path: Path) -> None:
+def test_a_command_with_options_for_an_unknown_call_does_not_load(tmp_path: Path) -> None:
     module = COMMAND.format(name="twice").replace("5)", '5, calls=("laod", "twice"))')
     done = outcome_of(("twice", "3"), tmp_path, "twice", module)
     assert done.returncode == 1
@@ -551,7 +551,7 @@ MINE = RuntimeRecord("mine", "Their runtime", opened, takes=("colour",))
 """
 
 
-def test_a_runtime_of_somebody_else_gets_its_options_and_others_refuse_them(tmp_path: Path) -> None:
+def test_a_third_party_runtime_gets_its_options_and_others_refuse_them(tmp_path: Path) -> None:
     model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")
     bundle = moexport.export(model, tmp_path / "out", lowering="dense", verify=False)
     with pytest.raises(moexport.UsageError, match="devcie: no runtime has") as told:
@@ -578,7 +578,7 @@ def test_the_core_has_no_option_of_a_plugin_s_runtime() -> None:
     assert own.isdisjoint(of_plugins())
 
 
-def test_a_command_of_somebody_else_is_listed_by_the_package_s_own_words_and_runs(
+def test_a_third_party_command_is_listed_by_its_package_s_summary_and_runs(
     tmp_path: Path,
 ) -> None:
     module = COMMAND.format(name="twice")
@@ -602,7 +602,7 @@ Path(__file__).with_name("imported").touch()
     ids=["broken", "ends the process", "slow", "of another version"],
 )
 @pytest.mark.parametrize("name", ["twice", "export"], ids=["of its own", "that clashes"])
-def test_the_list_of_commands_imports_nothing_of_somebody_else(
+def test_the_list_of_commands_imports_no_third_party_package(
     name: str, module: str, tmp_path: Path
 ) -> None:
     done = outcome_of(("--help",), tmp_path, name, IMPORTED_FLAG + module)
@@ -615,7 +615,7 @@ def test_the_list_of_commands_imports_nothing_of_somebody_else(
         assert (tmp_path / "imported").exists()
 
 
-def test_a_command_that_does_not_load_says_which_package_brings_it(tmp_path: Path) -> None:
+def test_a_command_that_does_not_load_names_its_package(tmp_path: Path) -> None:
     done = outcome_of(("twice", "3"), tmp_path, "twice", "import nothing_of_this_name")
     assert done.returncode == 1
     assert "theirs 1.5 cannot be loaded: ModuleNotFoundError" in done.stderr
@@ -643,7 +643,7 @@ def test_the_list_of_commands_has_the_first_sentence_of_each(tmp_path: Path) -> 
         assert command.summary == " ".join(about.split()), command.name
 
 
-def test_without_plugins_the_program_has_the_core_s_commands_alone() -> None:
+def test_without_plugins_the_program_has_only_the_core_s_commands() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "moexport", "--help"],
         capture_output=True,

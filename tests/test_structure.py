@@ -1,4 +1,4 @@
-"""The structure that docs/architecture.md draws: imports run one way, and no folder is a crowd."""
+"""The structure in docs/architecture.md: imports go one way, and no folder has too many modules."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ ORDER = (
     {"common"},
     {"errors"},
 )
-"""The rooms from the top down: each may import from those below it. The façade names all."""
+"""The top-level folders from the top down: each may import from those below it."""
 
 MOST = 16
-"""Modules side by side in one folder."""
+"""The largest number of modules in a folder."""
 
 
 def module_files() -> list[Path]:
-    """The modules of the package, relative to its root."""
+    """Returns the modules of the package, relative to its root."""
     files = [*ROOT.glob("*.py")]
     for folder in FOLDERS:
         files += (ROOT / folder).rglob("*.py")
@@ -56,7 +56,7 @@ NAMES = {module_name(file) for file in module_files()}
 
 
 def imported(file: Path) -> Iterator[str]:
-    """The modules of the package that a file imports anywhere, inside functions too."""
+    """Yields the modules of the package that a file imports, even inside functions."""
     package = file.parent.parts
     for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom) or not node.level:
@@ -104,7 +104,7 @@ def test_imports_run_one_way() -> None:
 @pytest.mark.parametrize(
     "folder", sorted({file.parent for file in module_files()} | {Path("perf")}), ids=str
 )
-def test_a_folder_is_no_crowd(folder: Path) -> None:
+def test_a_folder_has_few_modules(folder: Path) -> None:
     beside = {file.name for file in (ROOT / folder).glob("*.py")} - {"__init__.py", "__main__.py"}
     assert len(beside) <= MOST
 
@@ -117,7 +117,7 @@ def test_the_page_on_the_architecture_names_files_that_exist() -> None:
 
 
 def defined(file: Path) -> Iterator[str]:
-    """The classes and type aliases of a module."""
+    """Yields the classes and type aliases of a module."""
     for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef):
             yield node.name
@@ -137,12 +137,12 @@ def test_one_name_is_one_class_or_type() -> None:
 
 
 def test_a_clone_has_its_files_where_names_have_no_case_and_some_are_reserved() -> None:
-    """As on Windows and macOS: no two differ by case alone, and none is one that Windows keeps."""
+    """As on Windows and macOS: no two names differ only by case, and Windows reserves none."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     if listed.returncode:
-        pytest.skip("this is no clone")
+        pytest.skip("this is not a clone")
     files = [Path(name) for name in listed.stdout.split("\0") if name]
     places = {place for file in files for place in (file, *file.parents)}
     assert len({str(place).lower() for place in places}) == len(places)
@@ -153,11 +153,11 @@ def test_a_clone_has_its_files_where_names_have_no_case_and_some_are_reserved() 
 
 
 WHOSE = {"runtime", "provider", "backend"}
-"""What of a target's record is a name, too."""
+"""The fields of a target's record that are also names."""
 
 
 def asks_for_a_name(source: str) -> list[str]:
-    """The expressions that compare what a target is called, or name one."""
+    """Returns the expressions that compare a target's name, or contain one."""
     names = TARGETS.names
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -170,7 +170,7 @@ def asks_for_a_name(source: str) -> list[str]:
     return found
 
 
-def test_lowerings_ask_a_target_what_it_can_do_and_not_what_it_is_called() -> None:
+def test_lowerings_check_a_target_s_abilities_and_not_its_name() -> None:
     files = [file for file in module_files() if "lowerings" in file.parts]
     assert len(files) > 15
     asked = {file: asks_for_a_name((ROOT / file).read_text(encoding="utf-8")) for file in files}
@@ -188,27 +188,27 @@ def test_lowerings_ask_a_target_what_it_can_do_and_not_what_it_is_called() -> No
         'machine_for("tensorrt")',
     ],
 )
-def test_a_lowering_that_asks_for_a_name_is_found(asked: str) -> None:
+def test_a_lowering_that_checks_a_name_is_found(asked: str) -> None:
     assert asks_for_a_name(f"x = {asked}")
 
 
-def test_a_lowering_may_ask_for_what_a_target_can_do() -> None:
+def test_a_lowering_may_check_a_target_s_abilities() -> None:
     assert not asks_for_a_name("x = not TARGETS[target].data_sizes and precision in record.moe")
 
 
 WAY_OF_K = ("exporter/options", "exporter/job", "exporter/plan", "exporter/trace", "exporter/write",
             "exporter/export", "graphs/lower", "graphs/layers", "graphs/routing")  # fmt: skip
-"""Where the k of an export goes; keys of an attention are called k, too (`graphs/fusion`)."""
+"""The modules that handle the k of an export; in `graphs/fusion`, k is an attention's keys."""
 
 
 FILES_OF_K = ("cli.py", "commands/export.py", "exporter/options.py", "exporter/export.py",
               "exporter/job.py", "exporter/plan.py", "exporter/trace.py", "graphs/lower.py",
               "graphs/k.py", "graphs/lowerings/base.py", "graphs/lowerings/gather.py",
               "graphs/routing.py", "exporter/write.py")  # fmt: skip
-"""The files of `export --k 4`, from what is typed to TopK and the written graph."""
+"""The files of `export --k 4`, from the command line to TopK and the written graph."""
 
 LINES_OF_K = 3_787
-"""Their lines, parity left out: they fall."""
+"""The lines of these files, without parity: a budget that only falls."""
 
 
 def test_the_files_from_the_option_k_to_its_node_only_become_shorter() -> None:
@@ -224,7 +224,7 @@ def test_the_files_from_the_option_k_to_its_node_only_become_shorter() -> None:
 
 
 LINES = {"core": 52_950, "plugins": 31_610}
-"""The lines of the product's modules, a budget: they fall."""
+"""The lines of the product's modules: a budget that only falls."""
 
 
 def test_the_product_only_becomes_shorter() -> None:
@@ -236,7 +236,7 @@ def test_the_product_only_becomes_shorter() -> None:
 
 
 def records_with_k(source: str) -> set[str]:
-    """The classes of a module that have a field k."""
+    """Returns the classes of a module that have a field k."""
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     return {
         each.name
@@ -268,7 +268,7 @@ def test_one_method_makes_a_builder_s_layer_of_a_planned_one() -> None:
 
 
 def opens_a_graph(source: str) -> bool:
-    """Whether a module makes a session of ONNX Runtime."""
+    """Whether a module opens a session of ONNX Runtime."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     return any(ast.unparse(call.func).endswith("InferenceSession") for call in calls)
 
@@ -278,7 +278,7 @@ def test_one_module_opens_graphs_in_onnx_runtime() -> None:
     assert [file.as_posix() for file in files] == ["exporter/session.py"]
 
 
-def test_product_code_takes_no_mocks() -> None:
+def test_product_code_uses_no_mocks() -> None:
     found = []
     for file in module_files():
         for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""What is uploaded: an sdist that is all of the project, and the wheel that is made from it."""
+"""The uploaded files: an sdist of the whole project, and the wheel that is built from it."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = (
     *("bench", "calibration", "commands", "common", "data", "exporter", "graphs", "plugins"),
 )
-"""All that is part of the package below its root, beside the pages that messages name."""
+"""Everything in the package below its root, except the pages that messages name."""
 
 
 def package_files(pattern: str = "*") -> list[Path]:
-    """The files of the package in those folders, without the tests of plugins."""
+    """Returns the files of the package in those folders, without the tests of plugins."""
     files = [file for name in FOLDERS for file in (ROOT / name).rglob(pattern)]
     return [f for f in files if f.is_file() and "tests" not in f.relative_to(ROOT).parts]
 
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 ELSEWHERE = {"build", "demo", "demo-mumoe", "dist", "site"}
-"""What programs write beside the sources."""
+"""Files that programs write into the source folders."""
 
 
 def copied_sources(folder: Path) -> Path:
-    """A copy of what is built: the sources without what programs write beside them."""
+    """Copies the sources, without files that programs write into them."""
 
     def left_out(place: str, names: list[str]) -> set[str]:
         hidden = {n for n in names if (n[0] == "." and n != ".ci") or n.endswith(".egg-info")}
@@ -71,7 +71,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path) -> Path:
-    """The wheel that is built from the sdist alone."""
+    """The wheel, built only from the sdist."""
     subprocess.run(
         [*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", sdist.parent, sdist],
         check=True,
@@ -92,19 +92,19 @@ def test_a_build_leaves_nothing_among_the_sources(kind: str, tmp_path: Path) -> 
     assert sorted(source.rglob("*")) == before
 
 
-def test_the_sdist_holds_what_a_clone_holds(sdist: Path) -> None:
+def test_the_sdist_contains_the_files_of_a_clone(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     if listed.returncode:
-        pytest.skip("these sources are no clone")
+        pytest.skip("these sources are not a clone")
     wanted = {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
     assert wanted - names == {".gitignore"}
 
 
-def test_the_wheel_holds_every_module_and_what_they_read(wheel: Path) -> None:
+def test_the_wheel_contains_every_module_and_the_files_they_read(wheel: Path) -> None:
     sources = [
         *(file for file in ROOT.glob("*.py") if file.name != "setup.py"),
         *package_files(),
@@ -126,7 +126,7 @@ def test_the_wheel_holds_every_module_and_what_they_read(wheel: Path) -> None:
     assert "moexport/py.typed" in names
 
 
-def test_a_package_index_takes_both_and_its_page_links_to_no_file_beside_it(
+def test_a_package_index_accepts_both_and_its_page_has_no_relative_links(
     sdist: Path, wheel: Path
 ) -> None:
     pytest.importorskip("twine")
@@ -145,7 +145,7 @@ def test_a_package_index_takes_both_and_its_page_links_to_no_file_beside_it(
     assert "docs/guide.md" in page
 
 
-def test_the_wheel_works_where_there_is_no_checkout(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_without_a_checkout(wheel: Path, tmp_path: Path) -> None:
     subprocess.run([*PIP, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
     program = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n" + (
         "import moexport.cli; print(moexport.cli.__file__, flush=True)\n"
@@ -187,7 +187,7 @@ EXTRAS = {
 def bare(
     wheel: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the installed wheel without plugins, and without what extras install."""
+    """Runs the installed wheel without plugins and without packages of extras."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([*PIP, "install", "--no-deps", "--target", folder / "site", wheel], check=True)
     shutil.rmtree(folder / "site" / "moexport" / "plugins")
@@ -232,7 +232,7 @@ def test_the_core_alone_works_for_soft_moe_and_mumoe(
         np.testing.assert_allclose(written[output], case.y(k), rtol=1e-4, atol=1e-5)
 
 
-def test_the_core_alone_lists_its_commands_and_says_what_does_not_load(
+def test_the_core_alone_lists_its_commands_and_what_does_not_load(
     bare: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
@@ -253,7 +253,7 @@ def test_the_core_alone_lists_its_commands_and_says_what_does_not_load(
     assert "cannot be loaded: ModuleNotFoundError" in refused.stderr
 
 
-def test_what_the_wheel_needs_can_be_installed_together(wheel: Path) -> None:
+def test_the_wheel_s_requirements_can_be_installed_together(wheel: Path) -> None:
     dry = [*PIP, "install", "--dry-run", "--ignore-installed"]
     if subprocess.run([*dry, "--no-deps", "msgspec"], capture_output=True, check=False).returncode:
         pytest.skip("no package index can be reached")

@@ -1,4 +1,4 @@
-"""On a machine that runs bundles: what requirements-run.txt installs, and nothing else."""
+"""moexport on a machine that only runs bundles, with only what requirements-run.txt installs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ REQUIREMENTS = ROOT / "requirements-run.txt"
 RESULTS = ROOT / "perf" / "results" / "demo.json"
 MOST_MB, MOST_S = 250, 0.5
 ROUNDS = 12
-"""How often a time is taken at most, before it counts as too long."""
+"""How often a time is measured at most before it counts as too long."""
 HELP_S = 0.085
-"""What `moexport --help` takes on an AMD EPYC with nothing else to do (perf/results)."""
+"""The time of `moexport --help` on an otherwise idle AMD EPYC (perf/results)."""
 
 VIT = DATA / "soft_moe_vit" / "weights.pt"
 
@@ -41,7 +41,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an environment made as the page on installing says."""
+    """The folder of an environment that is created as docs/install.md describes."""
     place = tmp_path_factory.mktemp("small") / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
     pip = [*PIP, "--python", str(place / "bin" / "python"), "install"]
@@ -55,7 +55,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle that engines can be built from."""
+    """A bundle from which engines can be built."""
     place = tmp_path_factory.mktemp("bundle")
     np.savez(place / "x.npz", input=read_case("soft_moe_vit").x)
     made = run(
@@ -68,7 +68,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def moexport(environment: Path, tmp_path: Path) -> Moexport:
-    """The program of that environment, run in a folder of its own."""
+    """The program of that environment, run in a separate folder."""
 
     def command(*arguments: str | Path, path: Path | None = None) -> Outcome:
         done = subprocess.run(
@@ -84,17 +84,17 @@ def moexport(environment: Path, tmp_path: Path) -> Moexport:
     return command
 
 
-def test_what_is_required_there_is_required_everywhere() -> None:
+def test_requirements_of_a_run_are_requirements_everywhere() -> None:
     lines = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
     required = {line for line in lines if line}
     everywhere = {*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["cpu"]}
     assert required <= everywhere
     known = metadata.packages_distributions()
     left_out = {name for module in PACKAGES for name in named(known[module])}
-    assert named([*everywhere]) - named([*required]) == left_out | {"ml-dtypes"}  # onnx brings it
+    assert named([*everywhere]) - named([*required]) == left_out | {"ml-dtypes"}  # onnx requires it
 
 
-def test_the_environment_is_small_and_holds_no_pytorch(environment: Path) -> None:
+def test_the_environment_is_small_and_without_pytorch(environment: Path) -> None:
     (site,) = environment.glob("lib/python*/site-packages")
     megabytes = sum(each.stat().st_size for each in site.rglob("*") if each.is_file()) / 1e6
     assert megabytes < MOST_MB, f"{megabytes:.0f} MB"
@@ -103,7 +103,7 @@ def test_the_environment_is_small_and_holds_no_pytorch(environment: Path) -> Non
 
 
 def processor_seconds(command: Callable[[], Outcome]) -> float:
-    """The processor's time for a command."""
+    """Returns the processor time of a command."""
     before = os.times()
     done = command()
     after = os.times()
@@ -116,7 +116,7 @@ def test_run_gives_the_outputs_and_is_quick(
 ) -> None:
     files = ("-i", bundle.parent / "x.npz", "-o", "y.npz", "--force")
     seconds, help_seconds = [], []
-    # Other work on the machine takes caches and clock away for a while: the least time counts.
+    # Other work on the machine slows it down for a while, so the least time counts.
     for _ in range(ROUNDS):
         seconds.append(processor_seconds(lambda: moexport("run", bundle, *files)))
         help_seconds.append(processor_seconds(lambda: moexport("--help")))
@@ -177,7 +177,7 @@ def test_a_session_runs_in_python(environment: Path, bundle: Path) -> None:
     ],
     ids=lambda command: " ".join(map(str, command[:1])),
 )
-def test_what_needs_pytorch_says_so_and_how_to_get_it(
+def test_commands_that_need_pytorch_say_how_to_install_it(
     command: tuple[str | Path, ...], moexport: Moexport, tmp_path: Path
 ) -> None:
     done = moexport(*command)
@@ -188,7 +188,7 @@ def test_what_needs_pytorch_says_so_and_how_to_get_it(
 
 
 def linked(distributions: Iterator[str], place: Path) -> Path:
-    """A folder with links to installed packages, for another environment to find them."""
+    """Creates a folder with links to installed packages, so that another environment finds them."""
     place.mkdir()
     for name in distributions:
         installed = metadata.distribution(name)

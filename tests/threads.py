@@ -1,4 +1,4 @@
-"""A network for tests of how many threads it is run with."""
+"""A network for tests of the number of threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class SlowOnManyThreads(nn.Module):
-    """A network that takes longer with more threads, as small ones do; it notes how many it had."""
+    """A network that is slower with more threads, as small ones are; it records their number."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Traces of checkpoints that are kept, for tests that export one many times."""
+"""Caches traces of checkpoints, for tests that export one many times."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from moexport.exporter.trace import trace
 
 @contextmanager
 def traced_once() -> Iterator[None]:
-    """A checkpoint is traced once for all exports in the context.
+    """Traces a checkpoint once for all exports in the context.
 
-    A trace knows no lowering, precision or target, and k where the configuration says it alone.
+    A trace does not depend on lowering, precision or target, and on k only by the configuration.
     """
     traces: dict[str, ir.Model] = {}
 
@@ -28,7 +28,7 @@ def traced_once() -> Iterator[None]:
         fixed: dict[str, int] | None = None,
         sizes: dict[str, int] | None = None,
     ) -> ir.Model:
-        if not model.source.files or model.family == "factory":  # code, which no hash tells
+        if not model.source.files or model.family == "factory":  # code, which has no hash
             return trace(model, opset=opset, fixed=fixed, sizes=sizes)
         sources = hash_files(model.source.files)
         what = [model.family, sources, model.config, [*model.layers], opset, fixed, sizes]

@@ -1,4 +1,4 @@
-"""A family, a lowering, a runtime and its target, from another package."""
+"""A family, a lowering, a runtime and its target from another package."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -10,7 +10,7 @@ import moexport
 
 
 def main() -> int:
-    """Runs the program, of which an installed moexport has no copy: it is in the clone alone."""
+    """Runs the program, which is only in a clone, not in an installed moexport."""
     if find_spec("moexport.examples") is None:
         moexport.__path__.append(str(Path(__file__).resolve().parents[2]))
     from moexport.examples.studies.program import main as run

@@ -1,10 +1,10 @@
 """Appendix B of the Soft MoE paper: one expert cannot learn a norm, several smaller ones can.
 
-A Soft MoE layer with one expert and one slot sees its input through a single average of the tokens,
-whatever the expert computes of it; the paper proves that even the L2 norm of the input is out of
-its reach. Here layers of n experts, together of about one size, are trained to give the norm of ten
-random numbers, in tokens, as the sum of all that they put out. The shapes, n and the width of the
-experts are the paper's; the random numbers, the optimiser and how long it takes are ours.
+A Soft MoE layer with one expert and one slot sees only a single average of the tokens, whatever the
+expert computes; the paper proves that it cannot compute even the L2 norm of the input. This study
+trains layers of n experts, with about the same total size, to return the norm of ten random
+numbers, arranged in tokens, as the sum of all their outputs. The shapes, n and the width of the
+experts are the paper's; the random numbers, the optimiser and the number of steps are ours.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ FIGURE = "l2norm.png"
 class NormTask:
     """The trained layer: n experts of h = `width`·d/n units, on inputs of m tokens of width d.
 
-    The `shapes` are m × d. Every network sees `steps` batches of the `samples` inputs of its
-    training set, and is judged on as many others, once for each of the `seeds`. Its losses are
-    taken before the first step and `points` times after it.
+    The `shapes` are m × d. Every network is trained on `steps` batches of the `samples` inputs of
+    its training set, and tested on as many others, once for each of the `seeds`. Its losses are
+    computed before the first step and `points` times after it.
     """
 
     experts: tuple[int, ...] = (1, 2, 5, 10)
@@ -57,7 +57,7 @@ class NormTask:
             for n in self.experts:
                 if self.width * dim % n:
                     raise UsageError(
-                        f"{n} experts: {self.width}·{dim} units are no whole number for each",
+                        f"{n} experts: {self.width}·{dim} units cannot be divided equally",
                         hint=f"n divides {self.width * dim}",
                     )
 
@@ -72,11 +72,11 @@ QUICK = replace(TASK, steps=300, seeds=1, points=6)
 
 @dataclass(frozen=True, slots=True)
 class NormLoss:
-    """One n on inputs of m tokens of width d, with h units for each expert.
+    """The losses of n experts with h units each, on inputs of m tokens of width d.
 
-    `train` and `test` are the losses after each of the `steps`, on inputs seen and not seen, means
-    over the seeds. A loss is the mean squared error over the variance of the norm: 1 is what the
-    mean norm gives.
+    `train` and `test` are the losses after each of the `steps`, on training inputs and on others,
+    as means over the seeds. A loss is the mean squared error divided by the variance of the norm;
+    always predicting the mean norm gives 1.
     """
 
     tokens: int
@@ -109,7 +109,7 @@ class NormLayer(nn.Module):
         self.b2 = uniform(experts, 1, dim, fan_in=hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the sum of what all tokens become, [b]."""
+        """Returns the sum of all outputs, [b]."""
         logits = x @ self.phi  # [b, m, n]
         slots = (logits.softmax(dim=1).mT @ x).transpose(0, 1)  # [n, b, d]
         hidden = torch.relu(torch.baddbmm(self.b1, slots, self.w1))
@@ -128,8 +128,8 @@ def run_l2norm(
 ) -> tuple[Results, str]:
     """Returns the losses of every shape and n as analyses of a results file, and as a table.
 
-    `results.json` and `l2norm.png`, the losses over the steps, go to `out`. `quick` is a run of
-    seconds, which shows that all works and not what the networks can learn.
+    Writes `results.json` and `l2norm.png`, the losses over the steps, to `out`. `quick` is a test
+    run of seconds, too short for the networks to learn.
     """
     task = task or (QUICK if quick else TASK)
     make_folder(out)
@@ -152,7 +152,7 @@ def run_l2norm(
 
 
 def _losses(task: NormTask, progress: Progress) -> Iterator[NormLoss]:
-    """Trains the networks of every shape and n, and yields what they reach."""
+    """Trains the networks of every shape and n, and yields their losses."""
     for tokens, dim in task.shapes:
         for experts in task.experts:
             hidden = task.hidden(experts, dim)
@@ -170,14 +170,14 @@ def _losses(task: NormTask, progress: Progress) -> Iterator[NormLoss]:
 
 
 def _marks(task: NormTask) -> list[int]:
-    """The steps after which losses are taken."""
+    """Returns the steps after which losses are computed."""
     return sorted({round(task.steps * point / task.points) for point in range(task.points + 1)})
 
 
 def _trained(
     experts: int, tokens: int, dim: int, task: NormTask, seed: int
 ) -> list[tuple[float, float]]:
-    """The losses of a network on the inputs that it is trained on, and on others, as it learns."""
+    """Trains a network; returns its losses on training inputs and on others."""
     random = torch.Generator().manual_seed(seed)
     seen, other = (torch.randn(task.samples, tokens, dim, generator=random) for _ in range(2))
     model = NormLayer(experts, dim, task.hidden(experts, dim), random)
@@ -205,7 +205,7 @@ def _loss(model: NormLayer, x: Tensor) -> float:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """The L2 norm of each whole input [b, m, d]."""
+    """Returns the L2 norm of each input [b, m, d]."""
     lengths: Tensor = torch.linalg.vector_norm(x, dim=(1, 2))
     return lengths
 

@@ -1,10 +1,10 @@
 """Table 3 of the Soft MoE paper: milliseconds by k for a stack of large experts, random data.
 
-The paper timed 2.27 B parameters of experts on a GPU. Here the same stack runs on what there is, in
-two ways. `run_latency` times all engines in turn, each with its weights in memory: the hidden width
-is halved until that number of copies fits. `run_whole` keeps the paper's size where two copies of
-the weights fit, and opens one engine after the other. Passes are fewer where a hundred would take
-too long. The results record these choices.
+The paper timed 2.27 B parameters of experts on a GPU. This study runs the same stack on the
+available machine, in two ways. `run_latency` times all engines in turn, each with its weights in
+memory: the hidden width is halved until that number of copies fits. `run_whole` keeps the paper's
+size if two copies of the weights fit, and opens one engine at a time. There are fewer passes if a
+hundred would take too long. The results record these choices.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ ASKED = BenchRequest(
     parts=False,
 )
 COPIES = 64
-"""Of the weights must fit: PyTorch's, for each k a mapped file and what a runtime repacks, and as
-much again for a batch of 100 and for whoever else uses the machine, several times over. Chosen
-so that the whole protocol takes minutes, too."""
+"""The copies of the weights that must fit: PyTorch's, for each k a mapped file and a runtime's
+repacked weights, and the same again several times for a batch of 100 and for other programs. This
+number also limits the whole protocol to minutes."""
 
 WHOLE_COPIES = 2
-"""The memory that one engine at a time needs: PyTorch's weights and the file that is written from
-them, later that file, mapped, and what the runtime repacks."""
+"""The copies of the weights that one engine at a time needs: PyTorch's and the written file, and
+later that file, mapped, and the runtime's repacked weights."""
 
 SPARE = 1.1
-"""For tokens, slots and the program itself, as a factor of the weights."""
+"""The memory for tokens, slots and the program itself, as a factor of the weights."""
 
 BUDGET_S = 60.0
-"""The passes of one batch size may take this long, if every engine were as fast as PyTorch."""
+"""The time limit for the passes of one batch size, if every engine were as fast as PyTorch."""
 
 FEWEST = 5
 
@@ -105,19 +105,19 @@ TABLE_3_MS: Mapping[int, Mapping[int, float]] = {
     1: {8: 21.50, 6: 19.46, 4: 14.75, 2: 9.96},
     100: {8: 99.03, 6: 78.26, 4: 78.86, 2: 51.69},
 }
-"""The paper's, on an RTX 2080 Ti in FP32: by batch size and k."""
+"""The paper's times on an RTX 2080 Ti in FP32, by batch size and k."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """How many calls warm up and are timed, for each engine and k."""
+    """The numbers of warm-up calls and of timed calls for each engine and k."""
 
     warmup: int
     timed: int
 
     @property
     def inputs(self) -> int:
-        """How many inputs a round has, each call on one of its own."""
+        """The number of inputs in a round; each call has a different one."""
         return self.timed // MIN_ROUNDS
 
 
@@ -129,7 +129,7 @@ def fitting(shape: LatencyTable, memory: int, copies: float = COPIES) -> Latency
 
 
 def copies_in(memory: int, shape: LatencyTable) -> float:
-    """Returns how many copies of a shape's FP32 weights a memory holds."""
+    """Returns how many copies of a shape's FP32 weights fit in a memory."""
     return memory / (4 * parameters(shape))
 
 
@@ -212,10 +212,10 @@ def run_whole(
     memory: int | None = None,
     command: str = "",
 ) -> tuple[Results, str]:
-    """Returns Table 3 at the paper's size, or the largest of which two copies fit, as text too.
+    """Returns Table 3 at the paper's size, or the largest of which two copies fit, and its text.
 
-    One engine is open at a time, and its calls follow each other: what disturbs the machine
-    reaches one of them alone, unlike in `run_latency`. `memory` is that of the machine (None:
+    One engine is open at a time, and its calls are consecutive, so a disturbance of the machine
+    affects only one engine, unlike in `run_latency`. `memory` is that of the machine (None:
     measured).
     """
     room = memory_bytes() if memory is None else memory
@@ -248,7 +248,7 @@ def run_whole(
             del runners, runner
         info = (model_info(candidate),)
         for weight in model.module.parameters():
-            weight.data = torch.empty(0)  # make room: the graphs have a file of their own
+            weight.data = torch.empty(0)  # frees memory: the graphs have their own file
         for graph in candidate.graphs:
             runner = graph.loader()
             for batch, x in data.items():
@@ -272,7 +272,7 @@ def run_whole(
 
 
 def _timed(row: Row, runner: Runner, x: np.ndarray, passes: Passes) -> Row:
-    """A row with the latency of calls that follow each other on one batch."""
+    """Returns a row with the latency of consecutive calls on one batch."""
     call = runner.bound(x)
     for _ in range(passes.warmup):
         call()
@@ -287,7 +287,7 @@ def _timed(row: Row, runner: Runner, x: np.ndarray, passes: Passes) -> Row:
 
 
 def describe(shape: LatencyTable) -> str:
-    """Returns the shape in words: `6 layers, n=8, d=768, h=1920 (141.6M parameters)`."""
+    """Describes the shape: `6 layers, n=8, d=768, h=1920 (141.6M parameters)`."""
     return (
         f"{shape.layers} layers, n={shape.experts}, d={shape.dim}, h={shape.hidden} "
         f"({count(parameters(shape))} parameters)"
@@ -306,7 +306,7 @@ HEADER = ("batch", "k", "PyTorch", "loop over k", "exported", "t(k)/t(8)", "pape
 
 
 def latency_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """Yields the rows of the table: ours on this machine, the paper's on its GPU."""
+    """Yields the rows of the table: our times on this machine, and the paper's on its GPU."""
     for batch in sorted({row.batch for row in results.rows}):
         rows = [row for row in results.rows if row.batch == batch]
         untouched = _best(rows, PYTORCH_EAGER, 8)
@@ -335,7 +335,7 @@ def latency_table(results: Results) -> str:
 
 
 def _best(rows: list[Row], engine: str, k: int) -> float | None:
-    """The median of a case; the fastest where the cost model chose a graph per batch size."""
+    """Returns the median of a case, or the fastest if the cost model chose a graph per batch."""
     found = [row.median_ms for row in rows if (row.engine, row.k) == (engine, k)]
     return min((each for each in found if each is not None), default=None)
 

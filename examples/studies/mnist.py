@@ -1,8 +1,8 @@
 """The Soft MoE paper's MNIST suite, trained, exported, analysed and measured.
 
-One network per n, of about one size whatever n is: h = int(784 / n). Its data are a user's MNIST,
-or scikit-learn's handwritten digits if none is given. The paper trains on MNIST for 15 epochs of
-235 updates; the digits have 6 updates an epoch, so that as many take 588 epochs.
+There is one network per n, with h = int(784 / n), so that all have about the same size. The data is
+a user's MNIST, or scikit-learn's handwritten digits if none is given. The paper trains on MNIST for
+15 epochs of 235 updates; the digits have 6 updates per epoch, so the same number takes 588 epochs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ RETENTION = {
     4: (0.477, 0.608, 0.762, 0.864, 0.884, 0.902, 0.932),
     8: (0.403, 0.519, 0.716, 0.762, 0.804, 0.859),
 }
-"""Algorithm 1's share of the accuracy on MNIST, by n/k; n doubles from there to 256."""
+"""Algorithm 1's share of the accuracy on MNIST by n/k, for n from the first number, doubled to 256.
+"""
 
 PRINTED = Printed(
     retention={
@@ -46,17 +47,16 @@ PRINTED = Printed(
 
 
 ALL = (2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""The paper's n."""
+"""The numbers of experts in the paper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
     """Which networks are trained, and how.
 
-    On the digits, `epochs` is enough for the layer as the paper's Eq. 1 has it. Its released
-    experiments normalise tokens and phi and learn the scale of the logits, which starts at 1 and
-    takes longer: `normalise` asks for that. `samples` are the most to train on, and as many to test
-    with.
+    On the digits, `epochs` is enough for the layer of the paper's Eq. 1. With `normalise`, tokens
+    and phi are normalised and the scale of the logits is learned, starting at 1, as in the released
+    experiments, which takes longer. `samples` limits the training images and the test images.
     """
 
     experts: tuple[int, ...] = ALL
@@ -68,12 +68,12 @@ class Suite:
 
     @property
     def on_mnist(self) -> Suite:
-        """The suite as the paper trains it: every n, 15 epochs."""
+        """Returns the suite as the paper trains it: every n, 15 epochs."""
         return replace(self, experts=ALL, epochs=15)
 
     @property
     def quick(self) -> Suite:
-        """The suite in a minute or two, which shows that all works and not what networks learn."""
+        """Returns a test suite of a minute or two, too short for networks to learn."""
         return replace(self, experts=(4, 16), epochs=2, seeds=2, samples=512)
 
 
@@ -83,7 +83,7 @@ NORMALISED = Suite((16, 64, 128), normalise=True, epochs=588)
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The data: what models are called by them, what files are, and what a reader must know."""
+    """The data, the prefixes of model and file names, and a note for readers."""
 
     name: str
     file: str
@@ -95,7 +95,7 @@ def _source(mnist: Path | None, samples: int | None) -> _Source:
     whole = digits.load_digits() if mnist is None else read_mnist(mnist)
     most = samples or len(whole.train)
     data = digits.Digits(whole.train.head(most), whole.test.head(most))
-    # A file in the folder is trained on these data and no others.
+    # A checkpoint in the folder must have been trained on the same data.
     file = f"{data.train.fingerprint[:8]}-" if mnist is not None or samples is not None else ""
     name = "digits" if mnist is None else "MNIST"
     where = (
@@ -120,8 +120,8 @@ def run_mnist(
 ) -> tuple[Results, str]:
     """Returns the results of a suite and the tables next to the paper's, as text.
 
-    `data` is a user's MNIST, on which a suite trains as the paper does; the digits without it.
-    Checkpoints, results.json, report and figures go to `out`.
+    `data` is a user's MNIST, on which a suite trains as in the paper; by default, it uses the
+    digits. Checkpoints, results.json, report and figures are written to `out`.
     """
     suite = suite if data is None else suite.on_mnist
     suite = suite.quick if quick else suite
@@ -159,7 +159,7 @@ def run_mnist(
 
 
 def _trained(n: int, suite: Suite, source: _Source, out: Path, progress: Progress) -> Path:
-    """Returns the checkpoint of n experts, trained unless it is there: training repeats exactly."""
+    """Returns the checkpoint of n experts; trains it, deterministically, if it is missing."""
     normalised = "-normalised" * suite.normalise
     checkpoint = out / f"{source.file}n{n}-{suite.epochs}-epochs{normalised}.pt"
     if not checkpoint.is_file():
@@ -171,5 +171,5 @@ def _trained(n: int, suite: Suite, source: _Source, out: Path, progress: Progres
 
 
 def kept(n: int) -> tuple[int, ...]:
-    """Returns n/2, n/4 and n/8, as far as they are whole: the paper's k."""
+    """Returns the paper's k: those of n/2, n/4 and n/8 that are whole numbers."""
     return tuple(n // fraction for fraction in FRACTIONS if n % fraction == 0)

@@ -1,7 +1,7 @@
-"""A user's own MNIST: the four IDX files, plain or with `.gz`, or an `.npz` of four arrays.
+"""Reads a user's own MNIST: the four IDX files, plain or with `.gz`, or an `.npz` of four arrays.
 
-Pixels are brought to the scale of the paper's released code: bytes over 255, less the mean 0.1307,
-over the standard deviation 0.3081, both of MNIST's training images.
+Pixels are scaled as in the paper's released code: bytes divided by 255, minus the mean 0.1307,
+divided by the standard deviation 0.3081, both of MNIST's training images.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ARRAYS = (
     ("x_train", "y_train", "x_test", "y_test"),
     ("train_images", "train_labels", "test_images", "test_labels"),
 )
-"""The names of the arrays of an `.npz`: as in Keras, or in words."""
+"""The names of the arrays in an `.npz`: as in Keras, or as full words."""
 
 FILES = (
     *(("train-images", 3), ("train-labels", 1)),
@@ -38,7 +38,7 @@ FILES = (
 """The names of the IDX files, and the number of axes of each."""
 
 FOLDERS = ("", "raw", "MNIST/raw")
-"""Where the files are in a folder: at its top, or where torchvision puts them."""
+"""The subfolders in which files are looked up: the folder itself, and torchvision's."""
 
 TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 MOST_BYTES = 1 << 30
@@ -52,14 +52,14 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """An array, and what messages call it."""
+    """An array, and its name in messages."""
 
     where: str
     array: Array
 
 
 def read_mnist(path: Path) -> Digits:
-    """Returns MNIST as the files of a user hold it, the images [b, 1, 28, 28] standardised.
+    """Returns MNIST from a user's files, with standardised images [b, 1, 28, 28].
 
     `path` is a folder of IDX files, one of them, or an `.npz`. Raises FeedError for other files.
     """
@@ -74,22 +74,22 @@ def read_mnist(path: Path) -> Digits:
 
 
 def _of_npz(path: Path) -> Iterator[Named]:
-    """The four arrays: images and labels to train on, and those to test with."""
+    """Yields the four arrays: images and labels for training, and for testing."""
     there = {*npz_names(path)}
     names = next((names for names in ARRAYS if there.issuperset(names)), None)
     if names is None:
         ways = " or ".join(", ".join(names) for names in ARRAYS)
         raise FeedError(
-            f"{path} holds {', '.join(sorted(there)) or 'no arrays'}, and not the four of MNIST",
-            hint=f"call them {ways}",
+            f"{path} has {', '.join(sorted(there)) or 'no arrays'}, not the four arrays of MNIST",
+            hint=f"name them {ways}",
         )
     return (Named(f"{path}: array '{name}'", npz_array(path, name)) for name in names)
 
 
 def _of_idx_files(path: Path) -> Iterator[Named]:
-    """The arrays of the four IDX files in a folder, or next to one of them, in order of `FILES`."""
+    """Yields the arrays of the four IDX files in a folder, or next to a file, in `FILES` order."""
     folder = path if path.is_dir() else path.parent
-    problem = f"{path} holds none of MNIST's IDX files"
+    problem = f"{path} has none of MNIST's IDX files"
     for place in FOLDERS:
         files = {name: _idx_file(folder / place, *name) for name in FILES}
         found = [file for file in files.values() if file is not None]
@@ -111,7 +111,7 @@ def _idx_file(folder: Path, stem: str, axes: int) -> Path | None:
 def read_idx(path: Path) -> Array:
     """Returns the array of an IDX file, which may be compressed: a type, the sizes, the numbers.
 
-    Raises FeedError for another file, and where it is damaged or holds more than 1 GiB.
+    Raises FeedError for another file, and if it is damaged or has more than 1 GiB.
     """
     try:
         with path.open("rb") as plain:
@@ -124,27 +124,27 @@ def read_idx(path: Path) -> Array:
 def _idx(file: IO[bytes], path: Path) -> Array:
     start = file.read(4)
     if len(start) < 4 or start[:2] != b"\0\0" or start[2] not in TYPES or not 0 < start[3] < 5:
-        raise FeedError(f"{path} is no IDX file: it begins with {start!r}", hint=HINT)
+        raise FeedError(f"{path} is not an IDX file: it begins with {start!r}", hint=HINT)
     sizes = file.read(4 * start[3])
     shape = struct.unpack(f">{len(sizes) // 4}I", sizes[: len(sizes) // 4 * 4])
     dtype = np.dtype(TYPES[start[2]])
     wanted = math.prod(shape) * dtype.itemsize
     if len(shape) < start[3] or wanted > MOST_BYTES:
         raise FeedError(
-            f"{path} is no IDX file of images: its sizes are {shape}", hint="download it again"
+            f"{path} is not an IDX file of images: its sizes are {shape}", hint="download it again"
         )
     data = file.read(wanted + 1)
     if len(data) != wanted:
         more = "more" if len(data) > wanted else f"{len(data):,}"
         raise FeedError(
-            f"{path} should hold {wanted:,} bytes of numbers of shape {shape}, and holds {more}",
+            f"{path} should have {wanted:,} bytes of numbers of shape {shape}, but has {more}",
             hint="download it again",
         )
     return np.frombuffer(data, dtype).reshape(shape)
 
 
 def _labelled(images: Named, labels: Named) -> LabelledData:
-    """Images and their labels as a network takes them; FeedError for others than 28×28 and 0..9."""
+    """Checks and scales images and labels; raises FeedError unless they are 28×28 and 0..9."""
     sizes = tuple(size for size in images.array.shape[1:] if size != 1)
     if not len(images.array) or sizes not in ((SIDE, SIDE), (SIDE * SIDE,)):
         raise FeedError(
@@ -154,7 +154,7 @@ def _labelled(images: Named, labels: Named) -> LabelledData:
     if labels.array.ndim != 1:
         raise FeedError(
             f"{labels.where} has shape {labels.array.shape}, but each image has one label, 0 to 9",
-            hint="of one-hot rows it is labels.argmax(axis=1)",
+            hint="for one-hot rows, give labels.argmax(axis=1)",
         )
     shape = images.array.shape
     classes = checked_labels(
@@ -167,15 +167,15 @@ def _labelled(images: Named, labels: Named) -> LabelledData:
 
 
 def _from_0_to_1(images: Named) -> Array:
-    """Pixels from 0 to 1, from integers 0 to 255, or unchanged if they are from 0 to 1."""
+    """Returns pixels from 0 to 1: integers from 0 to 255 are divided, others unchanged."""
     where, array = images.where, images.array
     if array.dtype.kind not in "uif":
         raise FeedError(f"{where} has dtype {array.dtype}, but pixels are numbers")
     most = 1.0 if array.dtype.kind == "f" else 255.0
     if not (array.min() >= 0 and array.max() <= most):  # nor NaN
         raise FeedError(
-            f"{where} holds pixels from {array.min():g} to {array.max():g}; of dtype "
-            f"{array.dtype} they are from 0 to {most:g}",
+            f"{where} has pixels from {array.min():g} to {array.max():g}, but with dtype "
+            f"{array.dtype} they must be from 0 to {most:g}",
             hint="save the images as uint8, from 0 to 255",
         )
     return array.astype(np.float32) / np.float32(most)

@@ -1,8 +1,8 @@
 """Tables 6 and 8 of the muMoE paper: a layer's memory and time for one input, and its work.
 
-Table 6 is of a classifier's head with 128 experts, 768 inputs and 1000 outputs: a dense layer of
-weights for each expert, against the same in factors. Table 8 is of a layer with 512 experts and
-768 inputs and outputs; the paper does not state this, but these sizes give its numbers.
+Table 6 is for a classifier's head with 128 experts, 768 inputs and 1000 outputs: a dense layer of
+weights for each expert, compared with factors. Table 8 is for a layer with 512 experts and 768
+inputs and outputs; the paper does not state this, but these sizes give its numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DIM, OUT, EXPERTS, CHOSEN = 768, 1000, 128, 2
 RANKS: Mapping[str, tuple[int, ...]] = {"CP": (512,), "TR": (4, 4, 512)}
 FORMS: Mapping[str, Form] = {"CP": "cp", "TR": "tr"}
 PROTOCOL = timing.Protocol(warmup=100, round_s=0.0, inputs=20)
-"""A hundred calls of warm-up and a hundred timed, as Table 3 has them."""
+"""A hundred warm-up calls and a hundred timed calls, as in Table 3."""
 
 TABLE_8_EXPERTS, TABLE_8_DIM = 512, 768
 
@@ -58,7 +58,7 @@ TABLE_8: Mapping[str, tuple[float, float]] = {"CP": (155.1e9, 1.4e6), "TR": (622
 class Experts(nn.Module):
     """One matrix per expert, [n, d + 1, o], the last row its bias: (b, 1, d) to (b, 1, o).
 
-    All are mixed by entmax coefficients, or the `chosen` largest gathered and mixed.
+    All are mixed by entmax coefficients, or only the `chosen` largest are gathered and mixed.
     """
 
     def __init__(self, chosen: int | None = None) -> None:
@@ -105,7 +105,7 @@ def open_layer(name: str) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class LayerLoader(Loader):
-    """Opens a layer of Table 6 in PyTorch; another process can do it too."""
+    """Opens a layer of Table 6 in PyTorch; it can be sent to another process."""
 
     name: str
 
@@ -116,7 +116,7 @@ class LayerLoader(Loader):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Multiply-adds for one token, written out as a whole tensor and in factors."""
+    """The multiply-adds for one token, with a whole tensor and in factors."""
 
     layer: str
     naive: int
@@ -126,8 +126,8 @@ class Work:
 def work(form: str) -> Work:
     """Returns the work of Table 8's layer.
 
-    Naive: the tensor is made of its factors, then contracted with the coefficients and the input.
-    Elementwise products count nothing, as in the paper.
+    With a whole tensor, it is computed from its factors, then contracted with the coefficients and
+    the input. Elementwise products do not count, as in the paper.
     """
     n, d = TABLE_8_EXPERTS, TABLE_8_DIM
     tensor = FactorisedSpec(FORMS[form], (n,), d, d, RANKS[form], bias=True)
@@ -204,7 +204,7 @@ HEADER_8 = ("layer", "whole tensor", "in factors", "fewer", "paper", "paper, in 
 
 
 def memory_rows(results: Results) -> list[tuple[str, ...]]:
-    """Returns Table 6: what the process grew by, and the median of one input."""
+    """Returns Table 6: the growth of the process, and the median time of one input."""
     sizes = {model.name: model.parameters or 0 for model in results.models}
     rows = []
     for name, paper in TABLE_6.items():

@@ -29,9 +29,9 @@ from moexport.examples.studies.multilinear import run_multilinear
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A study: its title, its function, and which optional arguments it takes.
+    """A study: its title, its function, and its optional arguments.
 
-    What runs it returns results, and its tables as text.
+    The function returns results, and its tables as text.
     """
 
     about: str
@@ -60,36 +60,36 @@ STUDIES = {
 
 
 def options_of(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options that a study takes as typed; UsageError for one that it does not."""
+    """Returns the given options of a study; raises UsageError for one that it does not have."""
     asked = {DATA: given.data, QUICK: given.quick}
     for option, value in asked.items():
         if value and option not in STUDIES[name].takes:
             taken = [other for other, study in STUDIES.items() if option in study.takes]
             raise UsageError(
                 f"--{option}: the study {name} has no such option",
-                hint=f"leave it out; it is one of {', '.join(taken)}",
+                hint=f"omit it; only {', '.join(taken)} have it",
             )
     return {option: asked[option] for option in STUDIES[name].takes} | {"threads": given.threads}
 
 
 def main() -> int:
-    """Runs a study and prints its tables; results, report and figures go to a folder."""
+    """Runs a study and prints its tables; writes results, report and figures to a folder."""
     listed = "; ".join(f"{name}: {study.about}" for name, study in STUDIES.items())
     parser = argparse.ArgumentParser(prog="python examples/studies", description=listed)
     parser.add_argument("name", choices=STUDIES, metavar="NAME", help=", ".join(STUDIES))
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--threads", type=int, help="Threads of every engine.")
+    parser.add_argument("--threads", type=int, help="The number of threads for every engine.")
     parser.add_argument(
         "--data",
         type=Path,
         metavar="MNIST",
-        help="Your MNIST, of mnist and mnist-normalised: a folder of the four IDX files (also .gz) "
-        "or an .npz; scikit-learn's digits without it.",
+        help="Your MNIST, for mnist and mnist-normalised: a folder of the four IDX files (or .gz) "
+        "or an .npz. Default: scikit-learn's digits.",
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="Train little, of mnist, mnist-normalised and l2norm: seconds, to see that all works.",
+        help="A test run with little training, for mnist, mnist-normalised and l2norm.",
     )
     given = parser.parse_args()
     command = shlex.join(["python", "examples/studies", *sys.argv[1:]])

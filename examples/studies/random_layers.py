@@ -26,7 +26,7 @@ def soft_moe_spec(
 
 
 def soft_moe_weights(spec: SoftMoESpec, seed: int = 0) -> SoftMoEWeights:
-    """Returns stacked experts, each matrix laid out as `nn.Linear` has it."""
+    """Returns stacked experts, with each matrix laid out as in `nn.Linear`."""
     random = torch.Generator().manual_seed(seed)
     n, p, d, h = spec.experts, spec.slots, spec.dim, spec.hidden
     return SoftMoEWeights(
@@ -40,7 +40,7 @@ def soft_moe_weights(spec: SoftMoESpec, seed: int = 0) -> SoftMoEWeights:
 
 
 def one_by_one(weights: SoftMoEWeights) -> SoftMoEWeights:
-    """Returns the same weights with a matrix per expert, in the same storage."""
+    """Returns the same weights as one matrix per expert, in the same storage."""
     assert isinstance(weights.w1, Tensor) and isinstance(weights.w2, Tensor)
     return SoftMoEWeights(
         *(weights.phi, weights.w1.unbind(), weights.b1, weights.w2.unbind(), weights.b2)
@@ -48,7 +48,7 @@ def one_by_one(weights: SoftMoEWeights) -> SoftMoEWeights:
 
 
 def random_mumoe(spec: MuMoESpec) -> MuMoE:
-    """Returns a layer whose logits spread over a few units: entmax leaves a support of a few."""
+    """Returns a layer whose logits spread over a few units, so that entmax keeps a few experts."""
     random = torch.Generator().manual_seed(0)
     levels = spec.levels if spec.norm == "bn" else ()
     weights = MuMoEWeights(
@@ -78,7 +78,7 @@ def tokens_model(name: str, module: nn.Module, spec: MoESpec, tokens: int) -> Mo
 
 
 def random_tokens(samples: int, tokens: int, dim: int) -> LabelledData:
-    """Returns inputs [samples, m, d], each about a direction of its own: routing differs."""
+    """Returns inputs [samples, m, d], each around another direction, so that routing differs."""
     random = np.random.default_rng(1)
     own = random.standard_normal((samples, 1, dim), np.float32)
     noise = random.standard_normal((samples, tokens, dim), np.float32)

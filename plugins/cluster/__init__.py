@@ -1,1 +1,1 @@
-"""Distributes work to the nodes of a Ray cluster."""
+"""Distributes work over the nodes of a Ray cluster."""

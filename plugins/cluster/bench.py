@@ -1,10 +1,10 @@
-"""A benchmark on a Ray cluster: its cells are tasks, each timed alone on a node of its kind.
+"""Runs a benchmark on a Ray cluster as tasks; each timed task has a node to itself.
 
-Accuracy, routing and parity are measured in shards of the data, a task each; the sums of every
-batch are added in the order of the data, so the result is that of one machine, to the last bit.
-Then every batch size of every model is timed on one node, with all its k, precisions and engines in
-turn with the untouched model, so a ratio never mixes times of two machines. Ray places the tasks,
-and runs those of a lost node again.
+Accuracy, routing and parity are measured in shards of the data, one task per shard. The sums of the
+batches are added in the order of the data, so the result is bit-identical to that of one machine.
+Then every batch size of every model is timed on one node: all its k, precisions and engines take
+turns with the untouched model, so that no ratio compares times of two machines. Ray places the
+tasks, and runs those of a lost node again.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from .paths import paths_in
 from .ray import Cluster, NodeKind, Task, connected, kinds_of
 
 BatchStates = dict[str, dict[int, EvaluationState]]
-"""The sums of each batch by its number, for each candidate by its name."""
+"""For each candidate, by name: the sums of each batch, by number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """A model with its bundles, and the requested benchmark."""
+    """A model with its bundles, and the options of the benchmark."""
 
     models: tuple[str, ...]
     request: BenchRequest
@@ -68,10 +68,10 @@ def sweep_on_ray(
 ) -> dict[str, Results]:
     """Returns the results of each kind of node; calls `keep` when a kind is complete.
 
-    With a folder `out` finished pieces are kept there until all is complete, and a repeated run
-    does not do them again. Raises `UsageError` for requests that other machines cannot run, and
-    `ClusterError` if the cluster cannot be reached, lacks a requested resource, or loses a task's
-    nodes repeatedly; `keep` got the complete results.
+    If a folder `out` is given, it keeps finished tasks until the whole run is complete, and a
+    repeated run skips them. Raises `UsageError` for a request that other machines cannot run, and
+    `ClusterError` if the cluster cannot be reached, lacks a requested resource, or repeatedly loses
+    the nodes of a task; the kinds passed to `keep` by then are complete.
     """
     watcher = request.progress or Silent()
     out = request.folder
@@ -96,9 +96,10 @@ def sweep_on_ray(
 
 
 def merged(parts: Sequence[tuple[str, Results]], command: str) -> Results:
-    """Returns the results of several nodes as one; rows name their node, the protocol its machine.
+    """Returns the results of several nodes as one.
 
-    Rows are in the order of a run on one machine: by model, phase and batch size.
+    Each row names its node, and the protocol describes the nodes' machines. Rows are in the order
+    of a run on one machine: by model, phase and batch size.
     """
     (_, first), *_ = parts
     models = tuple(dict.fromkeys(model for _, part in parts for model in part.models))
@@ -118,7 +119,7 @@ def merged(parts: Sequence[tuple[str, Results]], command: str) -> Results:
     return replace(first, models=models, rows=tuple(rows), protocol=protocol, command=command)
 
 
-# --- what is run here ----------------------------------------------------------------------------
+# --- runs on this machine ------------------------------------------------------------------------
 
 
 def _by_model(models: Sequence[str]) -> list[tuple[str, ...]]:
@@ -134,7 +135,7 @@ def _by_model(models: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _what(cells: Sequence[Cells]) -> dict[str, Any]:
-    """The inputs that the numbers depend on: pieces of other inputs are not used."""
+    """The inputs that the numbers depend on; finished tasks of other inputs are not used."""
     request = cells[0].request
     data = request.data if isinstance(request.data, str | Path) else None
     files = () if data is None else shards_of(data) or (data,)
@@ -155,7 +156,7 @@ def _check(cells: Sequence[Cells]) -> None:
         if not study.on_nodes:
             raise UsageError(
                 f"--ray: the study '{study.name}' is measured on one machine",
-                hint="leave --ray out, or the options that ask for the study",
+                hint="omit --ray, or the options that request the study",
             )
     if request.data is not None and not isinstance(request.data, str | Path):
         raise UsageError("data in memory: nodes read data by a path, URL or package.module:name")
@@ -180,7 +181,7 @@ def _described(kinds: Sequence[NodeKind], cells: Sequence[Cells]) -> str:
 
 @dataclass
 class _Sweep:
-    """The tasks of one kind of node; tasks that an earlier run finished are not done again."""
+    """The tasks of one kind of node; tasks that an earlier run finished are not repeated."""
 
     cluster: Cluster
     kind: NodeKind
@@ -189,7 +190,7 @@ class _Sweep:
     pieces: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
     def results(self) -> Results | None:
-        """All results as one; None if nothing could be timed."""
+        """Returns all results as one, or None if nothing could be timed."""
         for name in ("accuracy", "analyses", "timed"):
             for piece in self.journal.pieces(name, on=self.kind.name):
                 self.pieces[name, piece["model"], piece["part"]] = piece
@@ -214,9 +215,9 @@ class _Sweep:
         return replace(merged(parts, self.cells[0].request.command), analyses=analyses)
 
     def _known(self) -> dict[tuple[str, ...], dict[str, EvaluationState]]:
-        """The qualities of each model's candidates, of those whose shards are complete."""
-        # As many shards as the interrupted run had, however many nodes there are now; at first one
-        # for each node, since each node loads and exports its model.
+        """Returns the qualities of the candidates of each model whose shards are complete."""
+        # The number of shards is that of the interrupted run, even if the number of nodes changed.
+        # A new run has one shard per node, since each node loads and exports its model.
         begun = [str(part) for name, _, part in self.pieces if name == "accuracy"]
         spread = math.ceil(self.kind.nodes / len(self.cells))
         shards = int(begun[0].partition("/")[2]) if begun else spread
@@ -242,7 +243,7 @@ class _Sweep:
         return known
 
     def _analyses(self) -> dict[str, Any]:
-        """The studies of experts and subgroups of each model, in their order."""
+        """Returns the studies of experts and subgroups, in the order of the models."""
         request = self.cells[0].request
         if not asked(request):
             return {}
@@ -261,7 +262,7 @@ class _Sweep:
         name: str,
         tasks: Mapping[tuple[str, Any], Task],
     ) -> dict[tuple[str, Any], Any]:
-        """The results of tasks, by model and part, as plain data; lost ones are left out."""
+        """Returns the results of tasks as plain data, by model and part, without lost tasks."""
         done = {
             key: self.pieces[name, *key]["found"] for key in tasks if (name, *key) in self.pieces
         }
@@ -274,7 +275,7 @@ class _Sweep:
 
 
 def _joined(shards: Sequence[BatchStates]) -> dict[str, EvaluationState]:
-    """The sums of each candidate over all batches, added in the order of the data."""
+    """Adds the sums of each candidate over all batches, in the order of the data."""
     batches: BatchStates = {}
     for shard in shards:
         for name, states in shard.items():
@@ -285,11 +286,11 @@ def _joined(shards: Sequence[BatchStates]) -> dict[str, EvaluationState]:
     }
 
 
-# --- what the nodes run: it returns plain data, which can be kept --------------------------------
+# --- runs on the nodes; returns plain data, which the journal can store --------------------------
 
 
 def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
-    """Returns the sums of a share of the batches, each by its number, for every candidate."""
+    """Returns the sums of each batch in a share, by its number, for every candidate."""
     sums: BatchStates = {}
     with prepared(_opened(cells), _plain(cells.request)) as plan:
         request = plan.request
@@ -299,7 +300,7 @@ def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
             runners: dict[Case, Runner] = {}
             failures: dict[str, str] = {}
             with ExitStack() as stack:
-                # as `bench` has it on one machine
+                # as in `bench` on one machine
                 stack.enter_context(with_threads(request.threads))
                 stack.enter_context(without_tf32() if on_gpu else nullcontext())
                 for case, loader in opening.items():
@@ -333,7 +334,7 @@ def analyse_cells(cells: Cells) -> dict[str, Any]:
 def time_cells(
     cells: Cells, batch: int, known: Mapping[str, EvaluationState]
 ) -> tuple[str, dict[str, Any]]:
-    """Returns the node and the results of one batch size, whose qualities are known."""
+    """Returns the node and the results of one batch size; `known` has the qualities."""
     import ray
 
     node = f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:8]}"
@@ -341,7 +342,7 @@ def time_cells(
 
 
 def _plain(request: BenchRequest) -> BenchRequest:
-    """The same without options of plugins: studies are separate tasks."""
+    """Removes the options of plugins, because studies are separate tasks."""
     return replace(request, further=())
 
 

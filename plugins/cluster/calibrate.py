@@ -1,7 +1,7 @@
-"""Calibration on a Ray cluster: every node observes a share of the batches.
+"""Calibrates on a Ray cluster: every node observes a share of the batches.
 
-The observations are counts, extremes and peaks, which add up exactly: the table is that of one
-machine, to the last bit, by every method.
+The observations are counts, extremes and peaks, which can be merged exactly: with every method, the
+table is bit-identical to that of one machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .ray import Cluster, NodeKind, Task, connected, kinds_of
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSource:
-    """A calibration for a node: the model's name, how to load it, and the feed."""
+    """What a node needs to calibrate: the model's name, how to load it, and the feed."""
 
     model: str
     loading: LoadRequest
@@ -47,10 +47,10 @@ def calibrate_on_ray(
     force: bool = False,
     progress: Progress | None = None,
 ) -> CalibrationTable:
-    """Returns the ranges of a model's tensors; `out` and `force` are those of `calibrate_to`.
+    """Returns the ranges of a model's tensors; `out` and `force` are as in `calibrate_to`.
 
-    Raises what nodes raise, and `ClusterError` if the cluster cannot be reached or used, or its
-    nodes read different inputs.
+    Raises the errors of nodes, and `ClusterError` if the cluster cannot be reached or used, or if
+    its nodes read different inputs.
     """
     with connected(address, progress or Silent()) as cluster:
         (kind,) = kinds_of(cluster.ray.nodes(), [on])
@@ -71,7 +71,7 @@ def calibrate_on_ray(
 
 
 def merged(parts: list[Observed]) -> Observed:
-    """Returns the sum of all shares; raises `CalibrationError` for a tensor without a range."""
+    """Merges all shares; raises `CalibrationError` for a tensor without a range."""
     first, *others = parts
     if any(other.origin != first.origin for other in others):
         raise ClusterError(
@@ -90,7 +90,7 @@ def _all_of(
     function: Callable[..., Any],
     arguments: list[tuple[Any, ...]],
 ) -> list[Any]:
-    """The results of a function for each of some arguments, in their order."""
+    """Returns the results of a function for each of the arguments, in their order."""
     count = len(arguments)
     tasks = [
         Task(name=f"{name} {i + 1}/{count}", function=function, arguments=values)
@@ -101,7 +101,7 @@ def _all_of(
     return [results[number] for number in range(count)]
 
 
-# --- what the nodes run --------------------------------------------------------------------------
+# --- runs on the nodes ---------------------------------------------------------------------------
 
 
 def observed_share(source: CalibrationSource, share: tuple[int, int]) -> Observed:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def bench_on_ray(models: AnyPath | Sequence[AnyPath], request: BenchRequest) -> dict[str, Results]:
     """Measures models and bundles on the nodes of a Ray cluster; returns results by kind of node.
 
-    Every node must have moexport, and read models and data by the same paths or URLs. With several
-    kinds of node `out` gets a folder for each, and a table of all.
+    Every node must have moexport, and read models and data from the same paths or URLs. With
+    several kinds of node, `out` gets a folder for each and a table of all.
 
     Raises:
         UsageError: before anything is measured, if an argument is invalid.

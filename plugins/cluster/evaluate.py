@@ -1,6 +1,6 @@
-"""Evaluates whole graphs over a half of the data, in shards on a Ray cluster.
+"""Evaluates whole graphs over one half of the data, in shards on a Ray cluster.
 
-Shards are single batches, whose sums are added in the order of the data: the result is that of one
+A shard is a single batch, and sums are added in the order of the data, so the result is that of one
 machine, bit-identical if the nodes compute identically. Times are not measured on the cluster.
 """
 
@@ -37,7 +37,7 @@ def evaluating_on_ray(address: str, on: str, progress: Progress) -> Iterator[Eva
         (kind,) = kinds_of(cluster.ray.nodes(), [on])
 
         def evaluate(batches: Iterable[Batch]) -> Tallies:
-            held: list[Any] = []  # sent once, and kept by the cluster
+            held: list[Any] = []  # sent once; the cluster stores them
             total = 0
             for batch in batches:
                 held.append(cluster.ray.put(batch))
@@ -67,13 +67,13 @@ def evaluating_on_ray(address: str, on: str, progress: Progress) -> Iterator[Eva
         yield evaluate
 
 
-# --- what the nodes run --------------------------------------------------------------------------
+# --- runs on the nodes ---------------------------------------------------------------------------
 
 
 def evaluate_shard(
     files: Mapping[str, Array], options: SessionOptions, *batches: Batch
 ) -> list[Tally]:
-    """Returns the sums of a graph, given as its files, over each of some batches."""
+    """Returns the sums of a graph, given as its files, for each of the batches."""
     with scratch_folder("tune") as folder:
         for name, content in files.items():
             content.tofile(Path(folder) / name)

@@ -1,4 +1,4 @@
-"""Ray as an executor, and its registration with the core."""
+"""Registers Ray as an executor with the core."""
 
 from __future__ import annotations
 

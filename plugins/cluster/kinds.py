@@ -1,4 +1,4 @@
-"""A sweep on several kinds of node: the best k on each, and comparisons with earlier runs."""
+"""Compares kinds of node: the best k on each, and the changes since earlier runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ...errors import CheckError, MoexportError, UsageError
 HEADS = ("model", "sizes", "nodes", "k", "engine", "ms", "speed", "kept", "on node")
 
 RULE = (
-    "The fastest row of each kind of node that is shown to keep 99% of the accuracy, else that "
-    "measures so; without labels, the fastest. Its speed is against the untouched PyTorch model "
-    "on the same node."
+    "The fastest row of each kind of node that is proven to keep 99% of the accuracy, or otherwise "
+    "measured to; without labels, the fastest. Its speed is relative to untouched PyTorch on the "
+    "same node."
 )
 
 
@@ -29,7 +29,7 @@ def folder_of(kind: str) -> str:
 
 
 def kinds_rows(measured: Mapping[str, Results]) -> list[tuple[str, ...]]:
-    """Returns a row for each model, batch size and kind of node: the one to deploy there."""
+    """Returns the row to deploy for each model, batch size and kind of node."""
     rows = []
     for kind, results in measured.items():
         for section in sections(results):
@@ -80,9 +80,9 @@ def write_kinds(measured: Mapping[str, Results], folder: Path) -> None:
 def earlier_kinds(
     out: Path, named: Path | None, kinds: Sequence[str], *, wanted: bool
 ) -> dict[str, Results]:
-    """Returns the earlier results of each kind: of the named run, else those in `out`.
+    """Returns the earlier results of each kind, from the named run or otherwise from `out`.
 
-    A kind that the run did not measure is left out. Raises `UsageError` for one file of results and
+    Omits kinds that the run did not measure. Raises `UsageError` for a single file of results with
     several kinds, and for a folder without results of these kinds.
     """
     if named is not None and not named.is_dir():
@@ -98,14 +98,14 @@ def earlier_kinds(
     folder = named or out
     before = {}
     for kind in kinds:
-        # A run on one kind has no folders of kinds.
+        # A run on one kind of node has no folder per kind.
         places = [folder / folder_of(kind), *([folder] if len(kinds) == 1 else [])]
         files = [file for place in places if (file := place / "results.json").is_file()]
         if files:
             before[kind] = read(files[-1])
     if named is not None and not before:
         raise UsageError(
-            f"--compare {named}: the folder holds no results of {' or '.join(kinds)}",
+            f"--compare {named}: the folder has no results of {' or '.join(kinds)}",
             hint="name the folder of an earlier run on these kinds",
         )
     return before
@@ -114,7 +114,7 @@ def earlier_kinds(
 def compare_kinds(
     before: Mapping[str, Results], measured: Mapping[str, Results], share: float | None
 ) -> tuple[list[str], MoexportError | None]:
-    """Returns the changes on each kind, in lines, and an error if one is too slow.
+    """Returns the changes on each kind as lines, and an error if one became too slow.
 
     The error names every kind that is slower than allowed, or that has no row in common with its
     earlier results.
@@ -123,7 +123,7 @@ def compare_kinds(
     failures: list[MoexportError] = []
     for kind, results in measured.items():
         if kind not in before:
-            lines.append(f"{kind}: the earlier run has no results of this kind: not compared")
+            lines.append(f"{kind}: not compared: the earlier run has no results of this kind")
             continue
         try:
             lines += [f"{kind}: {line}" for line in check_regression(before[kind], results, share)]

@@ -13,19 +13,19 @@ R = TypeVar("R", bound=Request)
 
 
 def absolute(where: Any) -> Any:
-    """Returns an existing path as an absolute one; other values as they are."""
+    """Makes an existing path absolute; returns other values unchanged."""
     here = isinstance(where, str | Path) and Path(where).exists()
     return str(Path(where).absolute()) if here else where
 
 
 def with_paths_everywhere(request: R) -> R:
-    """Returns a request with the paths in its options, and in those of plugins, absolute."""
+    """Makes the paths in the options of a request, and of its plugins, absolute."""
     further = tuple(_absolute(record) for record in request.further)
     return replace(_absolute(request), further=further)
 
 
 def paths_in(request: Request) -> list[Any]:
-    """Returns the paths in the options of a request, and of plugins."""
+    """Returns the paths in the options of a request and of its plugins."""
     records = (request, *request.further)
     return [getattr(record, name) for record in records for name in _path_names(record)]
 
@@ -38,6 +38,6 @@ def _absolute(record: T) -> T:
 
 
 def _path_names(record: Any) -> list[str]:
-    """The options for paths, without those of results and tables, which nodes do not write."""
+    """The names of path options, except those for results and tables, which nodes do not write."""
     kind = type(record)
     return [name for name, (_, said) in declared(kind).items() if said.is_path]

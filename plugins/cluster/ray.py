@@ -1,7 +1,7 @@
-"""Calls functions on the nodes of a Ray cluster, each alone on a node of its kind.
+"""Calls functions on the nodes of a Ray cluster; each call has a node of its kind to itself.
 
-Ray places them, and runs those of a lost node again. The functions are those of a module and take
-plain data: nodes have the same moexport.
+Ray places the calls, and repeats those of a lost node. Functions are at the top level of a module
+and accept plain data, because all nodes have the same moexport installed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ RETRIES = 2
 """How often the task of a lost node is run again."""
 
 GRACE_S = 60.0
-"""How long a task waits for a node of its kind if there is none left."""
+"""How long tasks wait for a node of their kind if none is left."""
 
 POLL_S = 1.0
 
 ANSWER_S = 10.0
-"""How long a cluster's address may take to answer."""
+"""How long to wait for an answer from the cluster's address."""
 
 LOCAL = "local"
-"""The address that starts a cluster on this machine, for one run and only this user."""
+"""The address that starts a cluster on this machine for one run; only this user can reach it."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -43,18 +43,18 @@ LOCAL_SETTINGS = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": "",  # a new one for each run
 }
-"""Ray's settings on import, for a cluster that nobody else can reach."""
+"""Settings that Ray reads on import, for a cluster that nobody else can reach."""
 
 SHORT, RANDOM = "/tmp", 8  # the number of characters that `tempfile` appends to a prefix
 
 LONGEST_SOCKET_FOLDER = 44
-"""The characters that Ray's socket names leave for their folder; the system's limit is 107 in all.
+"""The longest folder name in characters, so that Ray's socket paths stay within the system's 107.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """Nodes with a resource; a task takes `claim` of a node, so that it is alone."""
+    """Nodes with a resource; a task reserves `claim` of a node, so that no other runs there."""
 
     name: str
     nodes: int
@@ -63,7 +63,7 @@ class NodeKind:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A call for a node; `name` is its name in progress and errors."""
+    """A call to run on a node; progress and errors show `name`."""
 
     name: str
     function: Callable[..., Any]
@@ -79,9 +79,9 @@ class Cluster:
     lost: list[str] = field(default_factory=list)
 
     def finished(self, kind: NodeKind, tasks: Sequence[Task]) -> Iterator[tuple[int, Any]]:
-        """Yields the number of each task and its result, as they end.
+        """Yields the number and the result of each task when it ends.
 
-        What a task raises is raised here. A task whose nodes are lost repeatedly goes to `lost`.
+        Raises the errors of tasks. A task whose nodes are lost repeatedly is added to `lost`.
         """
         ray = self.ray
         # The function is sent to the nodes once: a new copy for every task would be a different
@@ -97,7 +97,7 @@ class Cluster:
         pending, waiting_since = list(started), None
         try:
             while pending:
-                # All tasks that ended since the last check: one by one would take long with many.
+                # Collects all tasks that ended since the last check: faster than one at a time.
                 ended, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
                 present = ended or any(
                     node["Alive"] and node["Resources"].get(kind.name, 0) > 0
@@ -123,7 +123,7 @@ class Cluster:
                 ray.cancel(one, force=True)
 
     def _result(self, one: Any, name: str) -> Any:
-        """A task's result; raises its error, or Ray's error if its node is lost."""
+        """Returns a task's result; raises its error, or Ray's error if its node is lost."""
         try:
             return self.ray.get(one)
         except self.ray.exceptions.RayTaskError as error:
@@ -132,37 +132,37 @@ class Cluster:
             raise ClusterError(f"{name}: failed on its node ({one_line(error.cause)})") from error
 
     def check_lost(self, what: str) -> None:
-        """Raises `ClusterError` with the lost tasks."""
+        """Raises `ClusterError` if tasks were lost, and names them."""
         if self.lost:
             raise ClusterError(
                 f"not {what}: {'; '.join(self.lost)}",
-                hint="check the nodes' logs: a node that fails twice lacks memory, or was removed",
+                hint="check the nodes' logs: a node that fails twice lacks memory or was removed",
             )
 
 
 def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[NodeKind]:
-    """Returns the requested kinds of node, by the resources in `ray.nodes()`.
+    """Returns the requested kinds of node, from the resources in `ray.nodes()`.
 
-    Raises `ClusterError` for a resource that no node has, or that would allow two timed cells on
-    one node.
+    Raises `ClusterError` for a resource that no node has, or with which two timed tasks could share
+    a node.
     """
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     kinds = []
     for name in on:
         having = [node for node in alive if node.get(name, 0) > 0]
         if not having:
-            held = sorted({r for node in alive for r in node if not r.startswith("node:")})
+            resources = sorted({r for node in alive for r in node if not r.startswith("node:")})
             raise ClusterError(
                 f"--on {name}: no node of the cluster has this resource",
-                hint=f"its {len(alive)} nodes have {', '.join(held) or 'none'}",
+                hint=f"its {len(alive)} nodes have {', '.join(resources) or 'none'}",
             )
         least, most = (pick(node[name] for node in having) for pick in (min, max))
         if most >= 2 * least:
             raise ClusterError(
                 f"--on {name}: nodes have between {least:g} and {most:g} of it, so two cells could "
                 "be timed on one node at once",
-                hint="name a resource that differs between nodes: --on accelerator_type:L4, or one "
-                """of your own (ray start --resources='{"big": 1}')""",
+                hint="use a resource that differs between nodes: --on accelerator_type:L4, or a "
+                """custom one (ray start --resources='{"big": 1}')""",
             )
         claim: dict[str, Any] = {
             "num_cpus": min(node.get("CPU", 0) for node in having),
@@ -176,7 +176,7 @@ def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[Node
 
 @contextmanager
 def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
-    """Yields a connection to a cluster: the caller's own if Ray has one already."""
+    """Yields a connection to a cluster; if Ray is already connected, this connection is used."""
     if address == LOCAL:
         for name, value in LOCAL_SETTINGS.items():
             os.environ.setdefault(name, value or secrets.token_hex(32))
@@ -199,14 +199,14 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
         except ray.exceptions.AuthenticationError as error:
             raise ClusterError(
                 f"--ray {address}: the cluster requires a token, but the given one is wrong",
-                hint="put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token, and set "
+                hint="put the cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token, and set "
                 "RAY_AUTH_MODE=token; `ray get-auth-token` shows it on the head node",
             ) from error
-        except Exception as error:  # of several kinds, also of Ray's network library
+        except Exception as error:  # Ray and its network library raise various types
             raise ClusterError(
                 f"--ray {address}: the cluster cannot be used ({one_line(error)})",
                 hint="`ray status` shows the cluster; `ray start --head` starts one here; --ray "
-                "auto takes that of this machine, --ray local starts one for this run; a cluster "
+                "auto uses this machine's cluster, --ray local starts one for this run; a cluster "
                 "with a token needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
             ) from error
         try:
@@ -219,9 +219,9 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
 
 
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """The folder for the files of a cluster of one run: /tmp/ray may be another user's.
+    """Makes a folder for the cluster of one run, because /tmp/ray may belong to another user.
 
-    It is in /tmp if the name of the temporary folder is too long for a socket.
+    It is in /tmp if the path of the temporary folder is too long for a socket.
     """
     place, prefix = tempfile.gettempdir(), "moexport-"
     long = len(place) + len(f"/{prefix}") + RANDOM > LONGEST_SOCKET_FOLDER
@@ -232,10 +232,10 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 @contextmanager
 def _own_cluster(folder: str) -> Iterator[dict[str, Any]]:
-    """Yields the options of `ray.init` for a cluster of one run, which is started in the context.
+    """Yields the options of `ray.init` for a cluster of one run; call it inside this context.
 
-    Ray asks the metadata hosts of three clouds where it runs, unless a file in the home directory
-    describes the cluster: so it sees another home, and its workers the user's.
+    Ray queries the metadata hosts of three clouds unless a file in the home directory describes the
+    cluster. The head therefore gets another home directory; its workers keep the user's.
     """
     (Path(folder) / "ray_bootstrap_config.yaml").touch()
     options: dict[str, Any] = {"include_dashboard": False}
@@ -253,9 +253,9 @@ def _own_cluster(folder: str) -> Iterator[dict[str, Any]]:
 
 
 def _check_loopback(ray: Any) -> None:
-    """Raises if other machines could reach a cluster on this machine.
+    """Raises `ClusterError` if other machines could reach a cluster on this machine.
 
-    Ray reads its settings on import, which the calling program may have done before.
+    Ray reads its settings on import, and the calling program may have imported it already.
     """
     place = ray.nodes()[0]["NodeManagerAddress"]
     if place != LOOPBACK:
@@ -267,15 +267,15 @@ def _check_loopback(ray: Any) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raises at once without an answer, and Ray's `AuthenticationError` if access is denied.
+    """Fails early if the address does not answer, or with Ray's `AuthenticationError`.
 
-    `ray.init` itself tries for 20 s and longer, and then reports that it could not connect.
+    `ray.init` itself tries for 20 s or longer, and then reports only that it could not connect.
     """
     named = re.fullmatch(r"([^:/]+):(\d+)", address)
     if named:
         socket.create_connection((named[1], int(named[2])), ANSWER_S).close()
         from ray import _raylet
 
-        client: Any = getattr(_raylet, "GcsClient", None)  # not public: it may go
+        client: Any = getattr(_raylet, "GcsClient", None)  # private in Ray, may be removed
         if client is not None:
             client(address=address)

@@ -24,24 +24,26 @@ class ClusterOptions:
     )
     on: str | Sequence[str] | None = option(
         None,
-        "The Ray resource of the nodes to use: accelerator_type:L4. A list for bench, which writes "
-        "a report for each.",
+        "The Ray resource of the nodes to use: accelerator_type:L4. bench accepts a list, and "
+        "writes a report for each.",
         unset="CPU",
         compare=False,
     )
 
     @property
     def kinds(self) -> list[str]:
-        """The resources of the kinds of node to use; raises `UsageError` for an empty list."""
+        """The resources of the nodes to use; raises `UsageError` for an empty list."""
         named = "CPU" if self.on is None else self.on
         kinds = list(dict.fromkeys(split_list(named) if isinstance(named, str) else named))
         if not kinds:
-            raise UsageError(f"--on {self.on}: names no resource", hint="`ray status` lists them")
+            raise UsageError(
+                f"--on {self.on}: no resource is given", hint="`ray status` lists them"
+            )
         return kinds
 
     @property
     def kind(self) -> str:
-        """The one kind of node to use; raises `UsageError` for several."""
+        """The resource of the nodes to use; raises `UsageError` if there are several."""
         kind, *others = self.kinds
         if others:
             raise UsageError(f"--on {self.on}: one resource is expected", hint=f"--on {kind}")

@@ -1,4 +1,4 @@
-"""`moexport demo`: trains networks on real data and does the whole job with them."""
+"""`moexport demo`: trains networks on real data, and exports, verifies and measures them."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @takes(DemoRequest)
 def demo(out: AnyPath, request: DemoRequest) -> Outcome:
-    """Trains networks on handwritten digits or on text, exports, verifies and measures them.
+    """Trains networks on handwritten digits or on text; exports, verifies and measures them.
 
-    Everything goes into the folder `out`.
+    All files are written to the folder `out`.
     """
     check_folder(Path(out))
     check_pytorch("the demo")

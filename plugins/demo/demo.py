@@ -1,4 +1,4 @@
-"""`moexport demo`: the whole job on real data, from training to the report."""
+"""`moexport demo`: the whole workflow on real data, from training to the report."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ from ..service.request import ServiceOptions
 from . import digits
 
 THREADS = 1
-"""The threads of training: with more, sums have another order, and the same seed another network.
-"""
+"""The number of threads for training: with more, sums are added in another order, and the same seed
+gives another network."""
 
 ROUND_S = 0.05
-"""The length of a round of each case: short, but at least eight calls of the slowest."""
+"""The length of a timing round of a case: short, but at least eight calls of the slowest."""
 
 SERVICE = "service"
 """The study of service rates."""
 
 SERVED_S = 0.5
-"""The length of a LoadGen run: some thousand requests of these networks."""
+"""The length of a LoadGen run: about a thousand requests for these networks."""
 
 VERIFIED = 64
-"""Inputs on which each bundle is compared with PyTorch; the measurements compare all."""
+"""The number of inputs on which each bundle is compared with PyTorch; the benchmark uses all."""
 
 MARKER = "demo-of-moexport.txt"
 
@@ -62,7 +62,7 @@ VERIFIED_HEADER = ("bundle", "k/n", "lowering", "max |difference|", "verified")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A bundle to export: its folder, k as the command line takes it, and precision."""
+    """A bundle to export: its folder, its k as on the command line, and its precision."""
 
     folder: str
     k: str
@@ -81,7 +81,7 @@ class TrainedNetwork:
     target: Target = "onnx"
 
     def load(self) -> Model:
-        """Loads the network as the exporter does."""
+        """Loads the network as `moexport export` does."""
         return load(self.checkpoint, config=dict(self.config))
 
 
@@ -89,8 +89,8 @@ class TrainedNetwork:
 class Group:
     """Networks that are measured on the same inputs, with a report in the folder `report`.
 
-    The command line takes the inputs from files, which `Exported.data` names. The first network is
-    also served, within a `bound` of latency.
+    The command line reads the inputs from files, which `Exported.data` names. The first network is
+    also served if there is a `bound` of its latency.
     """
 
     report: str
@@ -103,12 +103,12 @@ class Group:
 
 
 BundleSearch = Callable[[TrainedNetwork, Path], tuple[Bundle, str]]
-"""Searches a network's best bundle, in the demo's folder, and describes the result."""
+"""Searches for a network's best bundle and writes it to the demo's folder; describes the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The files of a demo, and its text."""
+    """The files of a demo, and the text that the command prints."""
 
     directory: Path
     report: Path
@@ -127,10 +127,10 @@ def run_job(
     remarks: Sequence[str] = (),
     search: BundleSearch | None = None,
 ) -> Outcome:
-    """Trains networks, exports, verifies and measures them, at `ks` if k is an input.
+    """Trains networks; exports, verifies and measures them, at each of `ks` if k is an input.
 
-    In the text the result of `about` comes before the measurements, `remarks` after; the bundle
-    that `search` finds for the first network is measured with its other bundles. Raises
+    In the text, the result of `about` precedes the measurements and `remarks` follow them. The
+    bundle that `search` finds for the first network is measured with its other bundles. Raises
     `BundleError` if `directory` exists, unless it is an earlier demo and `force` is given.
     """
     started = time.monotonic()
@@ -144,7 +144,7 @@ def run_job(
             engine=group.engines,
             target="ort-cpu",
             round_s=ROUND_S,
-            memory=False,  # It takes a process for every row, and the demo should be short.
+            memory=False,  # Measuring it starts a process per row, and the demo should be short.
             data=str(group.networks[0].bundles[0].data),
         )
         report = directory / group.report
@@ -157,9 +157,9 @@ def run_job(
                 bundles = list(_exported(network, directory, progress))
                 checked += [verified(bundle) for bundle in bundles]
                 if search is not None and network is groups[0].networks[0]:
-                    found, said = search(network, directory)
+                    found, summary = search(network, directory)
                     bundles.append(found)
-                    ends.append(said)
+                    ends.append(summary)
                 (own,) = side_by_side(bundles, request, network.load(), name=network.name)
                 both = stack.enter_context(with_other_exporters(own, threads.count))
                 candidates.append(in_phases(both, group.data, None))
@@ -196,11 +196,11 @@ def claim(directory: Path, *, force: bool) -> None:
     if directory.exists() and any(directory.iterdir()):
         if not marker.is_file():
             raise BundleError(
-                f"{directory}: the folder exists and is not a demo", hint="choose another -o"
+                f"{directory}: the folder exists but is not a demo", hint="choose another -o"
             )
         if not force:
             raise BundleError(
-                f"{directory}: a demo exists there",
+                f"{directory} already contains a demo",
                 hint="--force overwrites it; -o names another folder",
             )
     write_text("Everything here was made by `moexport demo`.\n", marker)
@@ -217,7 +217,7 @@ def saved(data: LabelledData, path: Path) -> Path:
 
 
 def _exported(network: TrainedNetwork, directory: Path, progress: Progress) -> Iterator[Bundle]:
-    """Yields a network's bundles, each compared with PyTorch on its data; it is traced once."""
+    """Yields a network's bundles, each compared with PyTorch on its data; traces it only once."""
     model, traced = network.load(), None
     for planned in network.bundles:
         progress.step(f"exporting {planned.folder}")
@@ -231,14 +231,14 @@ def _exported(network: TrainedNetwork, directory: Path, progress: Progress) -> I
             force=True,
         )
         job = export_job(model, options)
-        same = job.model is model  # another k of a router is another network
+        same = job.model is model  # with another k of a router, the network is another
         if same and traced is None:
             traced = trace(model, opset=options.least_opset, fixed=job.fixed)
         yield write_bundle(job, traced=traced if same else None)
 
 
 def verified(bundle: Bundle) -> tuple[str, ...]:
-    """Returns a bundle's line under `VERIFIED_HEADER`; raises MoexportError if a check fails."""
+    """Verifies a bundle; returns its row of the table, or raises MoexportError."""
     checks = list(bundle.verify())
     failed = [check for check in checks if not check.passed]
     if failed:
@@ -256,9 +256,9 @@ def verified(bundle: Bundle) -> tuple[str, ...]:
 
 
 def _in_service(candidate: Candidate, group: Group, request: BenchRequest) -> dict[str, Any]:
-    """A network's rate within the bound, with all experts and the fewest, if the group has one.
+    """Measures a network's rate within the group's latency bound, with all experts and the fewest.
 
-    Empty if LoadGen is not installed.
+    Returns nothing if the group has no bound or LoadGen is not installed.
     """
     if group.bound is None or SERVICE not in STUDIES:
         return {}
@@ -277,7 +277,7 @@ def _in_service(candidate: Candidate, group: Group, request: BenchRequest) -> di
 
 
 KEPT = {"n": "n", "n2": "1/2", "n4": "1/4", "n8": "1/8"}
-"""The exported k, by the name of the bundle."""
+"""The exported k, by the ending of the bundle's name."""
 
 NETWORKS: tuple[tuple[digits.Training, Mapping[Precision, Sequence[str]]], ...] = (
     (
@@ -288,15 +288,15 @@ NETWORKS: tuple[tuple[digits.Training, Mapping[Precision, Sequence[str]]], ...] 
     ),
     (digits.Training(16), {"fp32": ("n", "n2", "n4")}),
 )
-"""The networks to train, and the k to export in each precision. ¶ For 128 experts, whose weights
-dominate the time, an eighth is enough. The paper's own network with 16 experts is the
-counterexample: all of them are needed, and they are so small that fewer save nothing."""
+"""The networks to train, and the k to export in each precision. With 128 experts, weights dominate
+the time, and an eighth of the experts is enough. The paper's own network with 16 experts is the
+counterexample: it needs all of them, and they are so small that fewer save no time."""
 
 
 HELD_OUT = 0.5
-"""The number of held-out digits: 899 images that no network was trained on. ¶ The report judges the
-kept accuracy by the lower end of an interval. For 360 images it is at most 98.9%, so no smaller k
-could ever be shown to keep 99%. Shifted copies of images do not help: an interval assumes
+"""The share of digits held out: 899 images that no network is trained on. The report judges the
+kept accuracy by the lower end of an interval. With 360 images this is at most 98.9%, so no smaller
+k could be proven to keep 99%. Shifted copies of images do not help, because an interval assumes
 independent images."""
 
 
@@ -305,8 +305,8 @@ def run_demo(
 ) -> Outcome:
     """Trains, exports, verifies and measures networks on handwritten digits, for several k each.
 
-    The bundle that `search` finds for the first is measured with its others. Raises `BundleError`
-    if `directory` exists, unless it is an earlier demo and `force` is given.
+    The bundle that `search` finds for the first network is measured with its other bundles. Raises
+    `BundleError` if `directory` exists, unless it is an earlier demo and `force` is given.
     """
     return run_job(
         directory, progress, _trained, force=force, command="moexport demo", search=search

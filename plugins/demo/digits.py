@@ -1,9 +1,9 @@
-"""Real data and a real training run in seconds: the paper's MNIST network on handwritten digits.
+"""Trains the Soft MoE paper's MNIST network on real handwritten digits, in seconds.
 
 The images are scikit-learn's `load_digits` (1,797 scans of handwritten digits, 8×8, from UCI), so
-nothing is downloaded. They are brought to MNIST's 28×28, and the network is that of the Soft MoE
-paper: 4 patches of 14×14, one Soft MoE layer, one linear decoder. The paper's have 318K parameters
-whatever n is; wider experts make a layer whose time is that of its weights, as in large models.
+nothing is downloaded. They are enlarged to MNIST's 28×28. The network has 4 patches of 14×14, one
+Soft MoE layer and one linear decoder. The paper's networks have 318K parameters for every n; with
+wider experts, reading weights dominates the layer's time, as in large models.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ WIDTH = PATCH * PATCH
 CLASSES = 10
 
 MANY = 32
-"""From this number of experts on, each is so small that one product for all of them is faster."""
+"""From this number on, experts are so small that one product for all of them is faster."""
 
 
 def hidden_width(experts: int) -> int:
-    """Returns h = int(784 / n): the parameter count is nearly the same for every n."""
+    """Returns h = int(784 / n), which makes the parameter count nearly the same for every n."""
     return int(TOKENS * WIDTH / experts)
 
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """Images [b, 1, 28, 28] float32 and their labels 0..9: to train on, and held out."""
+    """Images [b, 1, 28, 28] float32 and labels 0..9, for training and held out."""
 
     train: LabelledData
     test: LabelledData
@@ -47,7 +47,7 @@ class Digits:
 def load_digits(*, test_share: float = 0.2, seed: int = 0) -> Digits:
     """Returns the digits at 28×28, pixels in [0, 1].
 
-    They are split with equal shares of each digit, the same way on every machine for one seed.
+    Both parts have the same shares of each digit; a seed gives the same split on every machine.
     Raises MissingExtraError if scikit-learn is not installed.
     """
     try:
@@ -72,12 +72,12 @@ def load_digits(*, test_share: float = 0.2, seed: int = 0) -> Digits:
 
 
 class SoftMoEMnist(nn.Module):
-    """The paper's MNIST network, experts batched for training: [b, 1, 28, 28] to [b, 10].
+    """The paper's MNIST network, with batched experts for training: [b, 1, 28, 28] to [b, 10].
 
     `w1` [n, d, h] and `w2` [n, h, d] stack the experts; `published_state_dict` returns them one by
     one, as the released code saves them. `phi` is [d, n]. With `normalise`, tokens and phi are
-    divided by (norm + 1e-6) and phi is multiplied by a learned scale, which starts at `scale`: with
-    a larger one few experts have most of an input's weight. There is no residual.
+    divided by (norm + 1e-6), and phi is multiplied by a learned scale, which starts at `scale`:
+    with a larger scale, few experts have most of an input's weight. There is no residual.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SoftMoEMnist(nn.Module):
         self.phi = nn.Parameter(torch.randn(WIDTH, experts) * WIDTH**-0.5)
         start = torch.full((1,), scale)
         self.normalization_scale_param = nn.Parameter(start) if normalise else None
-        # The bounds of nn.Linear, of which the released experts are made.
+        # The initial bounds of nn.Linear, which the released experts use.
         self.w1 = nn.Parameter(torch.empty(experts, WIDTH, hidden).uniform_(-1, 1) * WIDTH**-0.5)
         self.w2 = nn.Parameter(torch.empty(experts, hidden, WIDTH).uniform_(-1, 1) * hidden**-0.5)
         self.decoder = nn.Linear(TOKENS * WIDTH, CLASSES, bias=False)
@@ -111,7 +111,7 @@ class SoftMoEMnist(nn.Module):
         return F.linear(outputs(x, logits).flatten(1), self.decoder.weight)
 
     def _by_slots(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Returns the layer's outputs [b, m, d] as written: a matrix product per expert."""
+        """Returns the layer's outputs [b, m, d] as in the paper: a matrix product per expert."""
         slots = logits.softmax(dim=1).mT @ x  # [b, n, d]
         hidden = torch.relu(slots.transpose(0, 1) @ self.w1)  # [n, b, h]
         outputs = (hidden @ self.w2).transpose(0, 1)  # [b, n, d]
@@ -120,7 +120,7 @@ class SoftMoEMnist(nn.Module):
     def _by_tokens(self, x: Tensor, logits: Tensor) -> Tensor:
         """Returns the same, with the sums over tokens and over experts moved past the products.
 
-        (Σ_m D x)·w1 = Σ_m D (x·w1) and Σ_n C (a·w2) = (C a)·w2: two products for any n, and no
+        (Σ_m D x)·w1 = Σ_m D (x·w1) and Σ_n C (a·w2) = (C a)·w2: two products for any n, without a
         tensor of size b·n·d.
         """
         n, d, h = self.w1.shape
@@ -148,9 +148,9 @@ def patches(images: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A network and its training: the paper's optimiser, with more epochs since the data are fewer.
+    """A network and its training: the paper's optimiser, with more epochs for less data.
 
-    `hidden` is the width of an expert (None: the paper's) and `scale` phi's initial one.
+    `hidden` is the width of an expert (None: the paper's), and `scale` is phi's initial scale.
     """
 
     experts: int = 16
@@ -164,7 +164,7 @@ class Training:
 
 
 def train(settings: Training, data: LabelledData) -> SoftMoEMnist:
-    """Returns a network trained on labelled images, in eval mode; deterministic for a seed.
+    """Returns a network in eval mode, trained on labelled images; deterministic for a seed.
 
     The global random state of PyTorch is not changed. Raises FeedError for unlabelled data.
     """
@@ -197,7 +197,7 @@ def descend(
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Takes a step for each of the losses, which are computed one by one."""
+    """Takes an optimiser step for each of the losses, which are computed lazily."""
     for loss in losses:
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -209,6 +209,6 @@ def descend(
 
 
 def save(model: SoftMoEMnist, path: Path) -> None:
-    """Writes the weights as the released code does: a state dict in a `.pt` file."""
+    """Writes the weights as the released code does, as a state dict in a `.pt` file."""
     with whole_file(path) as partial:
         torch.save(model.published_state_dict(), partial)

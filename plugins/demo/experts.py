@@ -28,7 +28,7 @@ from .demo import THREADS, Exported, Group, Outcome, TrainedNetwork, run_job, sa
 NAME = "mixtral"
 VOCABULARY = 512
 LENGTH = 128
-"""Tokens of a prompt, and of the sequences that the model is trained on."""
+"""The number of tokens in a prompt and in a training sequence."""
 
 CONFIG: Mapping[str, Any] = {
     "hidden_size": 96,
@@ -46,7 +46,7 @@ CONFIG: Mapping[str, Any] = {
 STEPS, BATCH, RATE = 300, 8, 4e-3
 TEST_WINDOWS = 48
 HELD_OUT = 10
-"""One topic in this many is held out for the test."""
+"""One in this number of topics is held out for the test."""
 
 BUNDLES = (
     ("k4", "trained", "fp32"),
@@ -54,16 +54,16 @@ BUNDLES = (
     ("k2-int8", "2", "int8"),
     ("k1-int8", "1", "int8"),
 )
-"""The bundles to export: the folder, k, and the precision."""
+"""The bundles to export: folder, k and precision."""
 
 ENGINES = (ONNXRUNTIME, PYTORCH_GROUPED_MM, PYTORCH_EXPERTS_EAGER, TRANSFORMERS_ONNX)
 
-CAVEAT = """The model is small and its weights stay in a cache, so calls take more of the time than
-reading weights. INT8 and a smaller k gain more in a larger model."""
+CAVEAT = """The model is so small that its weights stay in the cache, and the overhead of calls
+dominates its time. INT8 and a smaller k gain more in a larger model."""
 
 
 def run_experts_demo(directory: Path, progress: Progress, *, force: bool = False) -> Outcome:
-    """Trains a small Mixtral on Python's help; exports, verifies and measures it for several k.
+    """Trains a small Mixtral on Python's help; exports, verifies and measures it at several k.
 
     Raises `MissingExtraError` without transformers, and `BundleError` if `directory` exists, unless
     it is an earlier demo and `force` is given.
@@ -86,7 +86,7 @@ def trained(
     steps: int = STEPS,
     config: Mapping[str, Any] = CONFIG,
 ) -> Sequence[Group]:
-    """Trains the model into a folder, with its data; returns the group to measure."""
+    """Trains the model and saves it with its data; returns the group to measure."""
     topics = python_topics()
     test = "\n\n".join(topics[::HELD_OUT])
     train = "\n\n".join(topic for place, topic in enumerate(topics) if place % HELD_OUT)
@@ -115,7 +115,7 @@ def trained(
 
 
 def trained_tokenizer(text: str, size: int) -> Any:
-    """Returns a tokenizer of bytes and their most common pairs, `size` tokens in all."""
+    """Returns a byte-pair tokenizer with `size` tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -32,17 +32,17 @@ EXPERTS = 32
 KEPT = ("n", "16", "8", "4", "2", "1")
 SEED = 0
 LENGTH = 64
-"""Positions of the GPT-2."""
+"""The number of positions of the GPT-2."""
 
-CAVEAT = """k buys next to no speed here: the experts' part of a muMoE's work is small, and the
-whole of it is computed for every k; what falls with k is the price of choosing. A small k shows how
-many experts the task needs."""
+CAVEAT = """A smaller k gains almost no speed here: experts are a small part of a muMoE's work, and
+all of it is computed for every k; only the cost of choosing experts falls. The smallest k that
+keeps the accuracy shows how many experts the task needs."""
 
 SUPPORT_HEADER = ("model", "layer", "experts n", "mean", "p99", "max")
 
 
 def run_mumoe_demo(directory: Path, progress: Progress, *, force: bool = False) -> Outcome:
-    """Trains four muMoE networks on digits and on Python's help; exports, verifies, measures them.
+    """Trains four muMoE networks on digits and text; exports, verifies and measures them.
 
     Each is exported once, with k as an input of the graph, and measured at every k of `KEPT`.
     Raises `BundleError` if `directory` exists, unless it is an earlier demo and `force` is given.
@@ -66,14 +66,14 @@ def _trained(directory: Path, progress: Progress) -> list[Group]:
 
 
 def _supports(groups: Sequence[Group]) -> Iterator[str]:
-    """The number of nonzero coefficients of each token."""
+    """Yields a table of the numbers of nonzero coefficients per token."""
     rows = [
         (network.name, row.layer, row.experts, f"{row.mean:.1f}", f"{row.p99:.0f}", row.max)
         for group in groups
         for network in group.networks
         for row in support(network.load(), str(network.bundles[0].data))
     ]
-    yield "Coefficients that are not zero, of each token (k = max changes nothing):\n" + table(
+    yield "Nonzero coefficients per token (k = max changes nothing):\n" + table(
         SUPPORT_HEADER, rows
     )
 
@@ -81,7 +81,7 @@ def _supports(groups: Sequence[Group]) -> Iterator[str]:
 def _group(
     name: str, data: LabelledData, directory: Path, configs: Mapping[str, Mapping[str, Any]]
 ) -> Group:
-    """Trained networks that are measured on the same inputs, by the names of their checkpoints."""
+    """Returns a group of trained networks, given by the names of their checkpoints."""
     file = saved(data, directory / f"{name}-test.npz")
     networks = tuple(
         TrainedNetwork(
@@ -93,7 +93,7 @@ def _group(
 
 
 def _on_digits(directory: Path, progress: Progress) -> Iterator[Group]:
-    """CP and TR classifiers of whole images as vectors, and an MLP-Mixer on images."""
+    """Trains CP and TR classifiers of whole images as vectors, and an MLP-Mixer on images."""
     data = digits.load_digits()
     images, labels = torch.from_numpy(data.train.inputs), torch.from_numpy(data.train.labels)
     flat = data.test.inputs.reshape(len(data.test), -1)
@@ -115,7 +115,7 @@ def _on_digits(directory: Path, progress: Progress) -> Iterator[Group]:
 
 
 def _on_text(directory: Path, progress: Progress) -> Group:
-    """A two-layer GPT-2 that predicts the next character."""
+    """Trains a two-layer GPT-2 that predicts the next character."""
     text = load_topics()
     progress.step(f"training a GPT-2 on {len(text.train)} characters of Python's help")
     spec = GPT2Spec(LENGTH, len(text.characters), depth=2, heads=4, dim=64, bias=True)
@@ -127,14 +127,14 @@ def _on_text(directory: Path, progress: Progress) -> Group:
 
 
 def _drawn(inputs: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields random batches of labelled inputs, endlessly."""
+    """Yields random batches of labelled inputs without end."""
     while True:
         rows = torch.randint(len(inputs), (size,))
         yield inputs[rows], labels[rows]
 
 
 def _windows(ids: np.ndarray, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields random batches of sequences and of the tokens that follow each, endlessly."""
+    """Yields random batches of sequences and of their next tokens without end."""
     tokens = torch.from_numpy(ids)
     within = torch.arange(LENGTH + 1)
     while True:
@@ -147,7 +147,7 @@ TEST_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Token ids [tokens] to train on and, from other topics, to test on; `characters` by id."""
+    """Token ids [tokens] for training and, from other topics, for testing; `characters` by id."""
 
     characters: str
     train: Array
@@ -177,7 +177,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 """Inputs and their classes."""
 
 TR_RANKS = (4, 4)
-"""The two small ranks of the papers' TR layers; the third is the given one."""
+"""The two small ranks of the papers' TR layers; `rank` is the third."""
 
 
 class TrainableMuMoE(nn.Module):
@@ -197,7 +197,7 @@ class TrainableMuMoE(nn.Module):
             self.MuMoE2 = _FactorWeights(spec.tensors[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the layer's output; vectors (b, d) are one token each."""
+        """Returns the layer's output; a vector (b, d) counts as one token."""
         if x.ndim == 2:
             x = x.unsqueeze(1)
         gates = tuple(
@@ -213,7 +213,7 @@ class TrainableMuMoE(nn.Module):
 
 
 class _FactorWeights(nn.Module):
-    """The factors or cores of one tensor: every expert starts near the same linear layer."""
+    """The factors or cores of one tensor; all experts start near the same linear layer."""
 
     def __init__(self, spec: FactorisedSpec) -> None:
         super().__init__()
@@ -249,18 +249,18 @@ def entmax15(logits: Tensor) -> Tensor:
 
 
 def tensor(form: Form, experts: int, dim: int, out: int, rank: int) -> FactorisedSpec:
-    """Returns a tensor with a bias, of a CP rank or of TR ranks that end with it."""
+    """Returns a tensor with a bias, whose CP rank or last TR rank is `rank`."""
     ranks = (rank,) if form == "cp" else (*TR_RANKS, rank)
     return FactorisedSpec(form=form, levels=(experts,), dim=dim, out=out, ranks=ranks, bias=True)
 
 
 def trainable_head(form: Form, experts: int, dim: int, classes: int, rank: int) -> TrainableMuMoE:
-    """Returns a classifier that is one muMoE layer on vectors (b, d)."""
+    """Returns a classifier of vectors (b, d) with a single muMoE layer."""
     return TrainableMuMoE(MuMoESpec("layer", (tensor(form, experts, dim, classes, rank),)))
 
 
 def trainable_mixer(spec: MixerSpec, experts: int, hidden: tuple[int, int], rank: int) -> MlpMixer:
-    """Returns an MLP-Mixer with CP blocks, `hidden` wide for tokens and for channels."""
+    """Returns an MLP-Mixer with CP blocks; `hidden` has their widths for tokens and channels."""
     model = MlpMixer(spec)
     for block in model.mixer_blocks:
         assert isinstance(block, nn.Sequential)
@@ -273,7 +273,7 @@ def trainable_mixer(spec: MixerSpec, experts: int, hidden: tuple[int, int], rank
 
 
 def trainable_gpt2(spec: GPT2Spec, experts: int, hidden: int, rank: int) -> GPT2:
-    """Returns a GPT-2 with CP blocks for MLPs, its embeddings as small as nanoGPT's."""
+    """Returns a GPT-2 with CP blocks in place of MLPs, and embeddings as small as nanoGPT's."""
     model = GPT2(spec)
     for name, parameter in model.named_parameters():
         if name.endswith(("wte.weight", "wpe.weight")):
@@ -296,7 +296,7 @@ def _block(
 def fit(model: nn.Module, batches: Batches, steps: int, learning_rate: float) -> nn.Module:
     """Trains a model to predict the classes of its last axis; returns it in eval mode.
 
-    AdamW, its rate falling to zero along half a cosine over the steps.
+    It uses AdamW; the learning rate falls to zero along half a cosine.
     """
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
@@ -309,7 +309,7 @@ def fit(model: nn.Module, batches: Batches, steps: int, learning_rate: float) ->
 
 
 def save(model: nn.Module, path: Path, **arguments: object) -> None:
-    """Writes the weights as the released code does: `arguments` as nanoGPT's `model_args`."""
+    """Writes the weights as the released code does, and `arguments` as nanoGPT's `model_args`."""
     state = {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
     with whole_file(path) as partial:
         torch.save({"model": state, "model_args": arguments} if arguments else state, partial)

@@ -1,4 +1,4 @@
-"""The options of the demo. Importing this loads nothing."""
+"""The options of the demo. This module imports no large library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from ...common.option import Request, option
 
 Trained = Literal["soft-moe", "mumoe", "experts"]
-"""Kinds of MoE layers that the demo trains."""
+"""The kinds of MoE layers that the demo can train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

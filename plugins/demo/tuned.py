@@ -18,16 +18,16 @@ from . import digits
 from .demo import HELD_OUT, TrainedNetwork
 
 SECONDS = 45.0
-"""The time limit of the search; a busy machine tries less."""
+"""The time limit of the search; a busy machine tries fewer candidates."""
 
 
 def tuned_bundle(
     progress: Progress, network: TrainedNetwork, directory: Path
 ) -> tuple[Bundle, str]:
-    """Returns the bundle that a search finds for a network, in a demo's folder, and its front.
+    """Searches for a network's best bundle; returns it, in the demo's folder, and the front.
 
-    It must keep what the report requires of every row. The search uses images that the network was
-    trained on; the images that confirm its result are those of the report, which it did not use.
+    The bundle must keep the share of accuracy that the report requires of every row. The search
+    uses images that the network was trained on; the report's images, unused until then, confirm it.
     """
     request = TuneRequest(keep=KEPT, precision="fp32,int8", time=SECONDS)
     progress.step(f"tuning {network.name}: {KEPT:.0%} kept")
@@ -39,7 +39,7 @@ def tuned_bundle(
 
 
 def halves(data: digits.Digits) -> LabelledData:
-    """Returns images such that `tune` searches with those of training, and confirms with others."""
+    """Joins the images so that `tune` searches with training images and confirms with others."""
     count = min(len(data.train), len(data.test))
     mine = searched(0, 2 * count)
     assert data.train.labels is not None

@@ -1,7 +1,7 @@
-"""Reads Orbax folders with the arrays of a JAX model, with `tensorstore` only.
+"""Reads the arrays of a JAX model from Orbax folders; needs only `tensorstore`.
 
-A state is a folder for each array (`params.Encoder.encoder_norm.bias/.zarray`), or the same within
-one database (`manifest.ocdbt`). JAX and Orbax are not needed.
+A state has a folder for each array (`params.Encoder.encoder_norm.bias/.zarray`), or the same tree
+in a database (`manifest.ocdbt`). JAX and Orbax are not needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 @dataclass(frozen=True, slots=True)
 class OrbaxState:
-    """The parameters in one state: opened arrays of `tensorstore` by key, not yet read."""
+    """The parameters in one state: open arrays of `tensorstore` by key, not yet read."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -34,7 +34,7 @@ class OrbaxState:
     note: str
 
     def zeros(self) -> dict[str, Tensor]:
-        """Returns a tensor of the right shape for each array, which takes no memory."""
+        """Returns a tensor of each array's shape that occupies no memory."""
         return {
             key: torch.zeros(()).expand(tuple(array.shape)) for key, array in self.opened.items()
         }
@@ -58,7 +58,7 @@ class OrbaxState:
 
 
 def state_in(folder: Path) -> Path | None:
-    """Returns the state in a folder: itself, the `state` of a step, or that of its only step.
+    """Returns the state in a folder: the folder itself, a step's `state`, or its only step's.
 
     Raises CheckpointError if there are several steps.
     """
@@ -77,7 +77,7 @@ def state_in(folder: Path) -> Path | None:
 
 
 def read_state(folder: Path) -> OrbaxState:
-    """Returns the contents of a state; raises CheckpointError if they are not parameters.
+    """Opens the arrays of a state; raises CheckpointError if they are not parameters.
 
     Raises MissingExtraError without `tensorstore`.
     """
@@ -98,7 +98,7 @@ def read_state(folder: Path) -> OrbaxState:
     keys = sorted(name.removesuffix(f"/{ZARRAY}") for name in names if name.endswith(f"/{ZARRAY}"))
     wanted = [key for key in keys if key.startswith(PARAMS)] or keys
     if not wanted:
-        raise CheckpointError(f"{folder}: no arrays inside", hint="give the folder of one step")
+        raise CheckpointError(f"{folder} contains no arrays", hint="give the folder of one step")
     files = tuple(sorted(file for file in folder.rglob("*") if file.is_file()))
     size = sum(file.stat().st_size for file in files)
     whole = _writes_zeros(folder)
@@ -125,7 +125,7 @@ def read_state(folder: Path) -> OrbaxState:
         declared += max(numbers, chunk) * array.dtype.numpy_dtype.itemsize
         if declared > allowed_bytes(size):
             raise CheckpointError(
-                f"{folder}: its arrays up to {key} of shape {list(array.shape)} are {declared} "
+                f"{folder}: its arrays up to {key} of shape {list(array.shape)} have {declared} "
                 f"bytes, in files of {size}"
             )
         opened[key.removeprefix(PARAMS)] = array
@@ -142,7 +142,7 @@ def read_state(folder: Path) -> OrbaxState:
 
 
 def _writes_zeros(folder: Path) -> bool:
-    """Whether the writer of a state also stored chunks of zeros, by its metadata."""
+    """Whether a state's metadata declares that chunks of zeros were stored as well."""
     try:
         with (folder / METADATA).open("rb") as file:
             content = json.loads(file.read(64 << 20))
@@ -154,5 +154,5 @@ def _writes_zeros(folder: Path) -> bool:
 def _damaged(folder: Path, key: str, error: ValueError) -> CheckpointError:
     said = str(error).partition(" [tensorstore_spec")[0].replace("\n", " ")[:200]
     return CheckpointError(
-        f"{folder}: {key} cannot be read ({said})", hint="copy the folder again; a part is missing"
+        f"{folder}: {key} cannot be read ({said})", hint="copy the folder again: a part is missing"
     )

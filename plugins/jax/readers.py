@@ -14,7 +14,7 @@ API = 1
 
 
 def _index_at(source: Path) -> Path | None:
-    """The google-research/vmoe index at a path: the file itself, its prefix or its folder."""
+    """Returns the google-research/vmoe index at a path: a file, its prefix or its folder."""
     if source.is_dir():
         found = sorted(source.glob(f"*{INDEX}"))
         if len(found) > 1:

@@ -1,13 +1,12 @@
 """Reads google-research/vmoe checkpoints without JAX: an index and its shards.
 
-`PREFIX.index` is a tree of arrays, each with its shape, its type and the chunks it is cut into;
-`PREFIX.data-00000-of-00002` holds chunks. Both are MessagePack with extension types, which contain
-MessagePack again. Shards name arrays by number: the place in the tree, its keys sorted as strings,
-so that `encoderblock_10` comes before `encoderblock_2`.
+`PREFIX.index` is a tree of arrays, each with its shape, its type and its division into chunks;
+`PREFIX.data-00000-of-00002` contains chunks. Both are MessagePack with extension types, which
+contain MessagePack again. Shards refer to arrays by number: the position in the tree with its keys
+sorted as strings, so that `encoderblock_10` comes before `encoderblock_2`.
 
-The sizes that a file declares are compared with the index, and the index's with the sizes of the
-files, before anything is allocated. Shards are mapped one after the other, and chunks copied to
-their places.
+Before anything is allocated, the sizes in a shard are compared with the index, and those in the
+index with the sizes of the files. Shards are mapped one at a time, and chunks copied into place.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ T = TypeVar("T")
 
 INDEX = ".index"
 INDEX_BYTES = 32 << 20
-"""The largest size of an index: an array takes some hundred bytes, a chunk some forty."""
+"""The largest size of an index: an array takes about a hundred bytes, a chunk about forty."""
 
 VERSION = "20220622"
 """The version in an index; those written before 24 June 2022 have none."""
 
 CHUNKED = "__msgpack_array_chunk_a87ca2__"
-"""The key of a shard that marks its type."""
+"""The key that identifies a shard."""
 
 ARRAY, SLICE_ND, INDEX_INFO = 1, 6, 8
 """Codes of extension types."""
@@ -50,7 +49,7 @@ ARRAY, SLICE_ND, INDEX_INFO = 1, 6, 8
 MOST_AXES, MOST_CHUNKS, MOST_SHARDS, MOST_PARTS = 8, 1 << 14, 99_999, 1 << 10
 
 WITHOUT_SHARDS = 1 << 26
-"""The largest size of an array other than an expert's if there is no shard to confirm it."""
+"""The largest size of an array without a shard that confirms it, except for experts."""
 
 DTYPES = {
     "float32": np.dtype("<f4"),
@@ -65,7 +64,7 @@ TRAIN_STATE = ("step", "params", "opt_state", "rngs")
 AGAIN = "copy or download the file again; it was probably truncated"
 
 Slices = tuple[tuple[int, int], ...]
-"""The place of a chunk in its array: start and stop on each axis."""
+"""The position of a chunk in its array: start and stop on each axis."""
 
 _Size = Annotated[int, Meta(ge=0, le=2**40)]
 _Shape = Annotated[list[_Size], Meta(max_length=MOST_AXES)]
@@ -85,7 +84,7 @@ _NDARRAY = msgspec.msgpack.Decoder(tuple[_Shape, str, memoryview])
 
 @dataclass(frozen=True, slots=True)
 class IndexedArray:
-    """One array of an index: its number, and the shard of each of its chunks."""
+    """An array in an index: its number, and the shard of each of its chunks."""
 
     key: str
     number: int
@@ -96,9 +95,9 @@ class IndexedArray:
 
 @dataclass(frozen=True, slots=True)
 class VmoeIndex:
-    """The contents of an index: the network's arrays, its shards, and a sentence on both.
+    """The contents of an index: the network's arrays, the shards, and a description of both.
 
-    `held` counts the arrays of each shard, of any kind.
+    `held` counts all arrays in each shard.
     """
 
     file: Path
@@ -113,9 +112,9 @@ class VmoeIndex:
         return (self.file, *(shard for shard in self.shards if shard.is_file()))
 
     def zeros(self) -> dict[str, Tensor]:
-        """Returns a tensor of the right shape for each array, which takes no memory and no shard.
+        """Returns a tensor of each array's shape that occupies no memory; reads no shard.
 
-        Raises CheckpointError for a large size that no shards confirm.
+        Raises CheckpointError for a large array without shards that confirm its size.
         """
         if len(self.files) > len(self.shards):
             _check_sizes(self)
@@ -158,12 +157,12 @@ def read_index(file: Path) -> VmoeIndex:
     with file.open("rb") as opened:
         data = opened.read(INDEX_BYTES + 1)
     if len(data) > INDEX_BYTES:
-        raise CheckpointError(f"{file}: has more than {INDEX_BYTES} bytes, the limit of an index")
+        raise CheckpointError(f"{file} has more than {INDEX_BYTES} bytes, the limit for an index")
     top = _decoded(file, data, _MAP)
     if not {"shard_count", "index"} <= top.keys():
         raise CheckpointError(
-            f"{file}: not an index of google-research/vmoe: it holds {', '.join(top)[:200]}",
-            hint="it must hold shard_count, index and version",
+            f"{file} is not an index of google-research/vmoe: it has {', '.join(top)[:200]}",
+            hint="it must have shard_count, index and version",
         )
     version = _decoded(file, top["version"], _TEXT) if "version" in top else None
     if version not in (None, VERSION):
@@ -181,8 +180,8 @@ def read_index(file: Path) -> VmoeIndex:
     state = "params" in roots
     if not state and "opt_state" in roots:
         raise CheckpointError(
-            f"{file}: a train state without params: it holds {', '.join(sorted(roots))[:200]}",
-            hint="give the checkpoint that the network's parameters were saved to",
+            f"{file} is a train state without params: it has {', '.join(sorted(roots))[:200]}",
+            hint="give the checkpoint that has the network's parameters",
         )
     if version is None and state:
         leaves = _in_order_of_fields(file, leaves, roots)
@@ -190,7 +189,7 @@ def read_index(file: Path) -> VmoeIndex:
     held = Counter(shard for array in arrays for shard in {shard for _, shard in array.chunks})
     network = tuple(_without_params(array) for array in arrays if _of_network(array, state=state))
     if not network:
-        raise CheckpointError(f"{file}: lists no weights")
+        raise CheckpointError(f"{file} lists no weights")
     for array in network:
         if array.dtype not in DTYPES:
             raise CheckpointError(f"{file}: {array.key} has dtype {array.dtype}, expected a float")
@@ -218,9 +217,9 @@ def _note(
 def _leaves(
     file: Path, node: Raw, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Raw]]:
-    """The arrays of a tree, keys sorted as strings; nothing for nil and for an empty map."""
+    """Yields the arrays of a tree, with keys sorted as strings; skips nil and empty maps."""
     if len(path) > MOST_LEVELS:
-        raise CheckpointError(f"{file}: maps nest deeper than {MOST_LEVELS} levels")
+        raise CheckpointError(f"{file}: maps are nested more than {MOST_LEVELS} levels deep")
     kind = bytes(memoryview(node)[:1])
     if kind == b"\xc0":
         return
@@ -234,12 +233,12 @@ def _leaves(
 def _in_order_of_fields(
     file: Path, leaves: list[tuple[tuple[str, ...], Raw]], roots: set[str]
 ) -> list[tuple[tuple[str, ...], Raw]]:
-    """The arrays of a train state as files without a version count them."""
+    """Sorts the arrays of a train state as files without a version number them."""
     if not roots <= set(TRAIN_STATE):
         raise CheckpointError(
-            f"{file}: it has no version but {', '.join(sorted(roots))[:200]}, so the order of the "
-            "arrays in its shards is unknown",
-            hint="save only the parameters, or restore and save it with the code of after June "
+            f"{file}: the order of the arrays in its shards is unknown, because it has no version "
+            f"and contains {', '.join(sorted(roots))[:200]}",
+            hint="save only the parameters, or restore and save it with vmoe's code of after June "
             "2022",
         )
     return sorted(leaves, key=lambda leaf: TRAIN_STATE.index(leaf[0][0]))
@@ -255,7 +254,7 @@ def _without_params(array: IndexedArray) -> IndexedArray:
 
 
 def _array(file: Path, path: tuple[str, ...], number: int, leaf: Raw, count: int) -> IndexedArray:
-    """One array of the index, from its extension type."""
+    """Reads an array of the index from its extension type."""
     key = "/".join(path)
 
     info = _decoded(file, leaf, _EXTENSION)
@@ -264,13 +263,13 @@ def _array(file: Path, path: tuple[str, ...], number: int, leaf: Raw, count: int
     shaped, slices, shards = _decoded(file, info.data, _INFO)
     shape, dtype, _, _ = _decoded(file, shaped, _SHAPED)
     if len(slices) != len(shards) or any(shard >= count for shard in shards):
-        raise CheckpointError(f"{file}: {key[:200]} names shards that are not there")
+        raise CheckpointError(f"{file}: {key[:200]} refers to shards that do not exist")
     chunks = zip((_slices(file, axes) for axes in slices), shards, strict=True)
     return IndexedArray(key, number, tuple(shape), dtype[:40], tuple(chunks))
 
 
 def _slices(file: Path, data: bytes | memoryview) -> Slices:
-    """The place of a chunk."""
+    """Reads the position of a chunk."""
     ranges = (_decoded(file, axis, _AXIS) for axis in _decoded(file, data, _AXES))
     return tuple((start, stop) for start, stop, _ in ranges)
 
@@ -279,21 +278,21 @@ MOST_CELLS = 1 << 16
 
 
 def _check_covered(file: Path, array: IndexedArray) -> None:
-    """Raises CheckpointError unless the chunks fill the array, each number once."""
+    """Raises CheckpointError unless the chunks cover every element of the array once."""
     shape = array.shape
     what = f"{file}: the chunks of {array.key} of shape {list(shape)}"
     for slices, _ in array.chunks:
         inside = all(0 <= a < b <= size for (a, b), size in zip(slices, shape, strict=False))
         if len(slices) != len(shape) or not inside:
-            raise CheckpointError(f"{what} lie outside of it: {_shown(slices)}")
-    # Nothing changes between the places where any chunk begins or ends: a cell for each interval.
+            raise CheckpointError(f"{what} reach outside it: {_shown(slices)}")
+    # Chunk boundaries cut the array into cells; a chunk covers a cell completely or not at all.
     edges = [
         sorted({0, size, *(edge for slices, _ in array.chunks for edge in slices[axis])})
         for axis, size in enumerate(shape)
     ]
     cells = [len(cuts) - 1 for cuts in edges]
     if math.prod(cells) > MOST_CELLS:
-        raise CheckpointError(f"{what} cut it in more than {MOST_CELLS} cells")
+        raise CheckpointError(f"{what} cut it into more than {MOST_CELLS} cells")
     places = [{edge: cell for cell, edge in enumerate(cuts)} for cuts in edges]
     filled = np.zeros(cells, dtype=bool)
     for slices, _ in array.chunks:
@@ -326,7 +325,7 @@ def _check_sizes(index: VmoeIndex) -> None:
         size = file.stat().st_size
         if size < bytes_of[number]:
             raise CheckpointError(
-                f"{file}: has {size} bytes, but its index places {bytes_of[number]} in it",
+                f"{file} has {size} bytes, but its index places {bytes_of[number]} in it",
                 hint=AGAIN,
             )
 
@@ -334,15 +333,15 @@ def _check_sizes(index: VmoeIndex) -> None:
 def _read_shard(
     index: VmoeIndex, number: int, shard: Path, tensors: Mapping[str, Tensor], reading: Reading
 ) -> None:
-    """Copies a shard's part of the network to its places."""
+    """Copies a shard's chunks of the network into their arrays."""
     if shard.stat().st_size == 0:
         raise CheckpointError(f"{shard}: the file is empty", hint=AGAIN)
-    # Mapped as long as anything refers to it.
+    # The file stays mapped as long as anything refers to it.
     view = np.memmap(shard, mode="r").data
     _check_count(shard, view, index.held[number])
     of_arrays = _decoded(shard, view, _MAP)
     if CHUNKED not in of_arrays:
-        raise CheckpointError(f"{shard}: not a shard of google-research/vmoe")
+        raise CheckpointError(f"{shard} is not a shard of google-research/vmoe")
     for array in index.arrays:
         wanted = {slices for slices, at in array.chunks if at == number}
         if wanted:
@@ -353,7 +352,7 @@ def _read_shard(
 def _check_count(shard: Path, view: memoryview, arrays: int) -> None:
     """Raises CheckpointError for a shard whose number of arrays differs from the index.
 
-    A file of a million of them is thus refused by its first bytes.
+    A file with a million arrays is refused after its first bytes.
     """
     first = view[0]
     if 0x80 <= first <= 0x8F:
@@ -361,11 +360,11 @@ def _check_count(shard: Path, view: memoryview, arrays: int) -> None:
     elif first in (0xDE, 0xDF):
         count = int.from_bytes(view[1 : 3 if first == 0xDE else 5], "big")
     else:
-        raise CheckpointError(f"{shard}: not a shard of google-research/vmoe")
+        raise CheckpointError(f"{shard} is not a shard of google-research/vmoe")
     if count != arrays + 1:
         raise CheckpointError(
-            f"{shard}: holds {count - 1} arrays, but its index places {arrays} in it",
-            hint="take index and shards of one checkpoint",
+            f"{shard} has {count - 1} arrays, but its index places {arrays} in it",
+            hint="use the index and shards of one checkpoint",
         )
 
 
@@ -377,7 +376,7 @@ class _Piece:
 
 
 class _ChunkPlace:
-    """The place of a chunk in its array."""
+    """The position of a chunk in its array."""
 
     def __init__(self, slices: Slices) -> None:
         self.slices = slices
@@ -395,18 +394,18 @@ def _place(
     into: np.ndarray,
     reading: Reading,
 ) -> None:
-    """Copies the chunks of one array to their places in it."""
+    """Copies the chunks of one array to their positions."""
 
     def hook(code: int, data: memoryview) -> Any:
         if code == SLICE_ND:
             return _ChunkPlace(_slices(shard, data))
         if code != ARRAY:
-            raise CheckpointError(f"{shard}: {array.key} holds a value of type {code}")
+            raise CheckpointError(f"{shard}: {array.key} has a value of type {code}")
         shape, dtype, raw = _decoded(shard, data, _NDARRAY)
         if dtype != array.dtype or len(raw) != math.prod(shape) * DTYPES[array.dtype].itemsize:
             raise CheckpointError(
-                f"{shard}: {array.key} has a piece of {len(raw)} bytes said to be {dtype[:40]} "
-                f"{shape}, and the index says {array.dtype}"
+                f"{shard}: {array.key} has a piece of {len(raw)} bytes, declared as {dtype[:40]} "
+                f"{shape}, but its dtype in the index is {array.dtype}"
             )
         return _Piece(np.frombuffer(raw, DTYPES[array.dtype]))
 
@@ -415,9 +414,9 @@ def _place(
     places = [where.slices for _, where in chunks]
     if len(places) != len(wanted) or set(places) != wanted:
         raise CheckpointError(
-            f"{shard}: holds {array.key} at {', '.join(map(_shown, places[:4])) or 'no place'}, "
-            f"and its index says {', '.join(map(_shown, sorted(wanted)[:4]))}",
-            hint="take index and shards of one checkpoint",
+            f"{shard} has {array.key} at {', '.join(map(_shown, places[:4])) or 'no position'}, "
+            f"but its index has it at {', '.join(map(_shown, sorted(wanted)[:4]))}",
+            hint="use the index and shards of one checkpoint",
         )
     for parts, where in chunks:
         _fill(shard, array, [piece.values for piece in parts], where.slices, into, reading)
@@ -431,11 +430,11 @@ def _fill(
     into: np.ndarray,
     reading: Reading,
 ) -> None:
-    """Copies one chunk, whose pieces follow each other in C order."""
+    """Copies one chunk, whose pieces are in C order."""
     numbers = sum(len(part) for part in parts)
     if numbers != _volume(slices):
         raise CheckpointError(
-            f"{shard}: the chunk {_shown(slices)} of {array.key} holds {numbers} numbers, expected "
+            f"{shard}: the chunk {_shown(slices)} of {array.key} has {numbers} numbers, expected "
             f"{_volume(slices)}",
             hint=AGAIN,
         )
@@ -446,11 +445,11 @@ def _fill(
 
 
 def _decoded(file: Path, data: Any, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """The contents of MessagePack bytes as the decoder's type; else CheckpointError."""
+    """Decodes MessagePack bytes; raises CheckpointError if they are not of the decoder's type."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         said = str(error).partition("\n")[0][:200] or type(error).__name__
         raise CheckpointError(
-            f"{file}: damaged, or not of google-research/vmoe ({said})", hint=AGAIN
+            f"{file} is damaged, or is not a file of google-research/vmoe ({said})", hint=AGAIN
         ) from error

@@ -1,4 +1,4 @@
-"""The options of `run` for OpenVINO. Importing this loads nothing."""
+"""The options of `run` for OpenVINO. This module imports no large library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OpenVinoOptions:
     device: OpenVinoDevice = option("cpu", "OpenVINO's device.")
     cache: str | Path | None = option(
         None,
-        "A folder in which OpenVINO keeps what it compiled, for the next start.",
+        "A folder in which OpenVINO caches compiled graphs for the next start.",
         unset="none",
         is_path=True,
     )

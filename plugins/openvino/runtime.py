@@ -1,4 +1,4 @@
-"""OpenVINO as a runtime, and its registration with the core."""
+"""Registers OpenVINO as a runtime with the core."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def _state() -> str:
 
 
 def _program(file: str, feed: str, output: str) -> str:
-    """A program that runs a graph.
+    """Returns a program that runs a graph in FP32.
 
-    By default OpenVINO computes FP32 in BF16 on CPUs that support it.
+    By default, OpenVINO computes FP32 in BF16 on CPUs that support it.
     """
     return (
         "import numpy as np, openvino\n"

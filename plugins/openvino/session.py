@@ -1,4 +1,4 @@
-"""Runs an exported graph in OpenVINO: numpy in, numpy out; and lists its devices' capabilities."""
+"""Runs an exported graph in OpenVINO, and checks what its devices support."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ DEVICES = {"cpu": "CPU", "gpu": "GPU", "npu": "NPU"}
 """OpenVINO's devices by the names that the command line uses."""
 
 CAPABILITIES: Mapping[str, str] = {"bf16": "BF16", "fp16": "FP16"}
-"""The capability of a device that computes a precision."""
+"""The capability that a device needs for each precision."""
 
 PRODUCTS = ("FullyConnected", "MatMul", "Convolution", "GatherMatmul")
-"""OpenVINO's names of the layers of a compiled graph that take most of a network's time."""
+"""OpenVINO's names for the layers of a compiled graph that compute matrix products."""
 
 
 class OpenVinoSession(Session):
     """An exported graph, compiled by OpenVINO for a device.
 
-    It computes in the types of the graph: by default the runtime computes FP32 in BF16 if a CPU has
-    instructions for that, even the choice of experts. Calls from several threads run in parallel if
-    it was opened with `streams`.
+    It computes in the types of the graph; OpenVINO's default computes FP32, even the choice of
+    experts, in BF16 if the CPU supports it. With the option `streams`, calls from several threads
+    run in parallel.
     """
 
     def __init__(self, path: Path | str, options: SessionOptions | None = None) -> None:
@@ -71,20 +71,17 @@ class OpenVinoSession(Session):
 
     @property
     def provider(self) -> str:
-        """OpenVINO and the device that runs the graph."""
+        """The name of OpenVINO and the device that runs the graph."""
         return f"OpenVINO {self._compiled.get_property('EXECUTION_DEVICES')[0]}"
 
     @property
     def computed_in(self) -> str:
-        """The types that its matrix products are computed in: `f32`, or `f32, u8`.
-
-        Read from the compiled graph.
-        """
+        """The types in which the compiled graph computes matrix products: `f32`, or `f32, u8`."""
         types = {kind for _, kind in self.products()}
         return ", ".join(sorted(types)) or "f32"
 
     def products(self) -> list[tuple[str, str]]:
-        """Returns each matrix product of the compiled graph: its nodes, and its type."""
+        """Returns the nodes and the type of each matrix product in the compiled graph."""
         facts = (op.get_rt_info() for op in self._compiled.get_runtime_model().get_ordered_ops())
         return [
             (str(fact["originalLayersNames"].value), str(fact["runtimePrecision"].value).lower())
@@ -94,7 +91,7 @@ class OpenVinoSession(Session):
 
     @property
     def call(self) -> Callable[..., list[np.ndarray]]:
-        """The runtime's own call, as `Session.call` is."""
+        """The runtime's own call, as in `Session.call`."""
         return self._infer_alone
 
     def _infer_alone(
@@ -108,25 +105,25 @@ class OpenVinoSession(Session):
         return (RuntimeError,)
 
     def failure(self, error: Exception) -> tuple[str, str]:
-        """Returns the name of the runtime, and its message for an error."""
+        """Returns the name of the runtime and the message of its error."""
         return "OpenVINO", _message(error)
 
     def bound(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> Callable[[], list[np.ndarray]]:
-        """Returns the runtime's own call for a batch x, as `Session.bound` does."""
+        """Returns the runtime's own call with a batch x bound, as `Session.bound` does."""
         return partial(_infer, self._compiled.create_infer_request(), self.feeds(x, k), outputs)
 
     def bound_values(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> Callable[[], list[Any]]:
-        """Returns the runtime's own call, whose results stay where it wrote them."""
+        """Returns the runtime's own call, whose results are not copied."""
         request, feeds = self._compiled.create_infer_request(), self.feeds(x, k)
         return partial(_infer, request, feeds, outputs or self.output_names, shared=True)
 
     @contextmanager
     def _request(self) -> Iterator[openvino.InferRequest]:
-        """A request that no other thread uses."""
+        """Yields a request that no other thread uses."""
         try:
             request = self._idle.get_nowait()
         except Empty:
@@ -149,13 +146,13 @@ def _infer(
 
 
 WORTH_BYTES = 20_000_000
-"""From this size of a graph's weights on, BF16 in OpenVINO is predicted to be faster than FP32 in
-ONNX Runtime: its calls take about 0.07 ms longer, and products of that size gain more
-(docs/performance.md). In the same precision neither runtime is predicted to be faster."""
+"""For weights of at least this size, BF16 in OpenVINO is predicted to be faster than FP32 in ONNX
+Runtime: its calls take about 0.07 ms longer, but products of that size gain more
+(docs/performance.md). In the same precision, neither runtime is predicted to be faster."""
 
 
 def advice(target: str, precision: str, weights_bytes: int) -> str | None:
-    """Returns a line if OpenVINO is installed and predicted to be faster than a target."""
+    """Returns advice to use OpenVINO if it is installed and likely faster than a target."""
     bf16 = next((title for flag, title in _FOR_BF16.items() if flag in cpu_instructions()), None)
     beside = target in ("onnx", "ort-cpu") and precision == "fp32" and bf16 is not None
     if not beside or weights_bytes < WORTH_BYTES or importlib.util.find_spec("openvino") is None:
@@ -171,7 +168,7 @@ def check_graphs(manifest: Manifest, where: Path) -> None:
     """Raises `UsageError` for a bundle whose graphs OpenVINO computes wrongly."""
     if runtime_of(manifest.target) != OPENVINO and manifest.target != "onnx":
         raise UsageError(
-            f"{where}: was exported for {manifest.target}, not for OpenVINO",
+            f"{where} was exported for {manifest.target}, not for OpenVINO",
             hint="export with --target openvino",
         )
 
@@ -189,7 +186,7 @@ def check_device(device: str) -> None:
 
 
 def check_computes(precision: Precision, target: Target) -> None:
-    """Raises `MissingExtraError` or `UsageError` if no device here computes in a precision."""
+    """Raises `MissingExtraError` or `UsageError` if no local device computes in a precision."""
     check_device("cpu")
     wanted = CAPABILITIES.get(precision)
     if wanted is None:
@@ -212,7 +209,7 @@ def openvino_package() -> Any:
 
 
 def check_package() -> None:
-    """Raises `MissingExtraError` if OpenVINO is missing or too old; loads nothing."""
+    """Raises `MissingExtraError` if OpenVINO is missing or too old; does not import it."""
     if importlib.util.find_spec("openvino") is None:
         raise MissingExtraError("OpenVINO is not installed", hint=install("openvino"))
     version = versions(("openvino",)).get("openvino", "")
@@ -253,7 +250,7 @@ def _compiled(path: Path, options: SessionOptions) -> openvino.CompiledModel:
     device = DEVICES[own.device]
     settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "EXECUTION_MODE_HINT": "ACCURACY"}
     if device == "CPU":
-        settings["INFERENCE_PRECISION_HINT"] = "f32"  # what is typed BF16 or INT8 is computed so
+        settings["INFERENCE_PRECISION_HINT"] = "f32"  # BF16 and INT8 nodes keep their types
         if options.threads is not None:
             settings["INFERENCE_NUM_THREADS"] = int(options.threads)
     if own.streams is not None:
@@ -271,7 +268,7 @@ def _compiled(path: Path, options: SessionOptions) -> openvino.CompiledModel:
                 )
             if device == "NPU":
                 raise EngineError(
-                    f"{path.name}: OpenVINO's NPU only takes graphs of fixed sizes",
+                    f"{path.name}: OpenVINO's NPU supports only graphs of fixed sizes",
                     hint="export with a fixed --batch (and --tokens), and --lowering dense",
                 )
         graph = _with_float_ports(graph)
@@ -286,7 +283,7 @@ def _compiled(path: Path, options: SessionOptions) -> openvino.CompiledModel:
 
 
 def _with_float_ports(graph: openvino.Model) -> openvino.Model:
-    """The graph with FP32 inputs and outputs in place of BF16, which numpy does not have."""
+    """Replaces BF16 inputs and outputs by FP32, because numpy has no BF16."""
     ports = {"input": graph.inputs, "output": graph.outputs}
     short = [
         (kind, place)
@@ -303,7 +300,7 @@ def _with_float_ports(graph: openvino.Model) -> openvino.Model:
 
 
 def _message(error: Exception) -> str:
-    """The message of OpenVINO's error, without the places in its sources."""
-    said = [line.strip() for line in str(error).splitlines() if line.strip()]
-    messages = [s for s in said if not re.match(r"(Exception from|Check .* failed at) ", s)]
-    return " ".join(messages) or (said or [type(error).__name__])[-1]  # the place is the last
+    """Returns the message of OpenVINO's error, without locations in its sources."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    messages = [s for s in lines if not re.match(r"(Exception from|Check .* failed at) ", s)]
+    return " ".join(messages) or (lines or [type(error).__name__])[-1]

@@ -17,8 +17,8 @@ CPU_BF16 = replace(
     macs_per_us=2 * CPU.macs_per_us,
     batched_macs_per_us=2 * CPU.batched_macs_per_us,
 )
-"""On CPUs with instructions for BF16: weights of half the bytes, and twice the products in a cycle.
-This is arithmetic, not a measurement; no other constant was fitted to OpenVINO either."""
+"""For CPUs with BF16 instructions: half the bytes of weights, and twice the products per cycle.
+This is an estimate, not a measurement; the other constants were not fitted to OpenVINO either."""
 
 TARGET = TargetRecord(
     "openvino",

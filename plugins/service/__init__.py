@@ -1,4 +1,4 @@
-"""Request rates under a latency bound: batching, MLPerf's LoadGen, and the results.
+"""Measures request rates under a latency bound with MLPerf's LoadGen, and reports them.
 
-`moexport serve` is not here, but in `plugins/text/`.
+`moexport serve` is in `plugins/text/`.
 """

@@ -1,4 +1,4 @@
-"""Charts of what k buys in service: the rate over k, and latencies over the offered rate."""
+"""Charts of services: the request rate over k, and latencies over the offered rate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LATENCY = drawn_lines(
 
 
 def _line_name(service: Service) -> str:
-    """The name of a line of services over k: its engine and precision."""
+    """Names a line of services over k by its engine and precision."""
     precision = "" if service.precision == "fp32" else f", {service.precision.upper()}"
     return f"{service_name(service).partition(',')[0]}{precision}"
 
@@ -46,13 +46,13 @@ def _server(results: Results) -> list[Service]:
 
 
 def _lines(results: Results) -> Iterator[tuple[str, str, list[Service]]]:
-    """Yields each line of the chart: its model, its name, and its rates by k."""
+    """Yields the model, the name and the services by k of each line of the chart."""
     lines: dict[tuple[str, str], list[Service]] = {}
     for row in _server(results):
         if row.exported and row.rate:
             lines.setdefault((row.model, _line_name(row)), []).append(row)
     for (model, name), services in lines.items():
-        # Of several lowerings with the same k the fastest.
+        # Draws only the fastest of several lowerings with the same k.
         by_k: dict[int, Service] = {}
         for row in sorted(services, key=lambda row: row.rate or 0.0):
             by_k[row.k] = row
@@ -60,13 +60,13 @@ def _lines(results: Results) -> Iterator[tuple[str, str, list[Service]]]:
 
 
 def _symbols(results: Results) -> dict[str, str]:
-    """The symbol of each line's name."""
+    """Returns a symbol for each line's name."""
     names = dict.fromkeys(name for _, name, _ in _lines(results))
     return {name: SYMBOLS[index % len(SYMBOLS)] for index, name in enumerate(names)}
 
 
 def _rates(results: Results) -> Iterator[dict[str, Any]]:
-    """The rate of every line over k, and that of untouched PyTorch across the chart."""
+    """Yields the rates of every line over k, and that of untouched PyTorch across the chart."""
     symbols = _symbols(results)
     for model, name, services in _lines(results):
         for each in services:
@@ -85,7 +85,7 @@ def _rates(results: Results) -> Iterator[dict[str, Any]]:
 
 
 def _latencies(results: Results) -> Iterator[dict[str, Any]]:
-    """The p99 of each service over the rate that is offered, and its p50 dotted."""
+    """Yields the p99 of each service over the offered rate, and its p50, which is dotted."""
     symbols = _symbols(results)
     for index, row in enumerate(_server(results)):
         ink = ink_of(row.precision) if row.exported else REFERENCE
@@ -112,7 +112,7 @@ def _latencies(results: Results) -> Iterator[dict[str, Any]]:
 
 
 def service_points(results: Results) -> dict[str, Any] | None:
-    """Returns the charts' data: the rate of each line over k, and percentiles over the rate."""
+    """Returns the charts' data: rates over k, and percentiles over the offered rate."""
     server = _server(results)
     if not any(row.rate for row in server):
         return None
@@ -135,7 +135,7 @@ def service_points(results: Results) -> dict[str, Any] | None:
 
 
 def service_figure(results: Results, directory: Path) -> tuple[Path, ...]:
-    """Writes the rate over k and latencies over the offered rate, PNG and SVG; a row per model."""
+    """Writes rates over k and latencies over the offered rate, PNG and SVG; a row per model."""
     lines = list(_lines(results))
     if not lines:
         return ()

@@ -9,14 +9,14 @@ from typing import Any
 from ...common.documents import from_data
 
 SERVICE = "service"
-"""The name of services among the analyses of `results.json`."""
+"""The key of services in the analyses of `results.json`."""
 
 MILLION = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedRun:
-    """A run of server at an offered rate: latencies, and the number of refused requests."""
+    """A `server` run at an offered rate: its latencies, and the number of refused requests."""
 
     offered: float
     rate: float
@@ -28,7 +28,7 @@ class OfferedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Instances of a model, threads of each, and their requests a second from a full queue."""
+    """The numbers of instances and of threads per instance, and their rate from a full queue."""
 
     instances: int
     threads: int
@@ -37,14 +37,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """The result of one engine with one k in a scenario, by MLPerf's LoadGen.
+    """The result of one engine with one k in a scenario, measured by MLPerf's LoadGen.
 
-    `rate` is in requests a second: for server the highest within the bound, or the given
-    `fixed_rate`. The percentiles are those of that run; LoadGen found it `valid`, or `reason` has
-    why not. A service without a rate missed the bound, and `reason` has the nearest, `nearest_ms`;
-    for a failed one it has the error. `layouts` are those that were tried; the fastest was used.
-    `logs` is the folder of LoadGen's logs, next to `results.json`. For a language model a request
-    is a prompt of `tokens`. `bundle` and `apart` are those of its row.
+    `rate` is in requests per second; for `server` it is the highest within the bound, or the given
+    `fixed_rate`. The percentiles are from that run. LoadGen judged it `valid`, or `reason` explains
+    why not. A service without a rate missed the bound or failed: `reason` names the nearest p99,
+    `nearest_ms`, or the error. `layouts` are all that were tried; the fastest was used. `logs` is
+    the folder of LoadGen's logs, next to `results.json`. For a language model, a request is a
+    prompt of `tokens`. `bundle` and `apart` are those of its row.
     """
 
     model: str
@@ -76,7 +76,7 @@ class Service:
 
     @property
     def exported(self) -> bool:
-        """Whether it runs a graph, not PyTorch."""
+        """Whether the service runs a graph, not PyTorch."""
         return not self.engine.startswith("pytorch")
 
     @property
@@ -95,7 +95,7 @@ class Service:
         return "; ".join(words)
 
     def cost_of_a_million(self, price_per_hour: float | None) -> float | None:
-        """The cost of a million requests on a machine of this price; None if it is unknown."""
+        """The cost of a million requests on a machine of this price; None if unknown."""
         if price_per_hour is None or not self.rate:
             return None
         return price_per_hour / 3600 / self.rate * MILLION
@@ -131,9 +131,9 @@ def as_analyses(findings: ServiceFindings) -> dict[str, Any]:
 def services_in(
     analyses: Mapping[str, Any], *, name: str = "results.json"
 ) -> ServiceFindings | None:
-    """Returns the services in a results file, None if nothing was served.
+    """Returns the services in a results file, or None if nothing was served.
 
-    Raises ResultsError with the file and the field that cannot be read.
+    Raises ResultsError, which names the file and the field that cannot be read.
     """
     if SERVICE not in analyses:
         return None
@@ -141,6 +141,6 @@ def services_in(
 
 
 def best(services: Sequence[Service]) -> Service | None:
-    """Returns the service of the highest rate, None if none has one."""
+    """Returns the service with the highest rate, or None if none has a rate."""
     served = [service for service in services if service.rate]
     return max(served, key=lambda service: service.rate or 0.0, default=None)

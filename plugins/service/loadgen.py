@@ -1,8 +1,8 @@
-"""MLPerf's LoadGen, which issues queries and judges the result; a queue is its system under test.
+"""Runs MLPerf's LoadGen, which sends queries to a queue and judges the result.
 
 The four scenarios are MLPerf's: `single-stream` (one query at a time), `multi-stream` (one query of
-eight samples at a time), `server` (queries come at random, at a rate, each within a bound of
-latency) and `offline` (all samples at once).
+eight samples at a time), `server` (queries arrive at random times at a rate, with a latency bound)
+and `offline` (all samples at once).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES: dict[Scenario, str] = {
     "server": "Server",
     "offline": "Offline",
 }
-"""LoadGen's names of the scenarios."""
+"""LoadGen's names for the scenarios."""
 
 MIN_QUERIES: dict[Scenario, int] = {
     "single-stream": 100,
@@ -43,9 +43,9 @@ MIN_QUERIES: dict[Scenario, int] = {
 """The number of queries that LoadGen needs for a percentile: the 99th, except in `single-stream`.
 """
 
-SEARCH_QUERIES = 100  # of each run of a search, whose result is offered again
-PER_QUERY = 8  # samples of a query of multi-stream
-LONGEST = 3  # times the least duration, after which a run ends in any case
+SEARCH_QUERIES = 100  # per run of a search, whose result is measured again
+PER_QUERY = 8  # samples per query of multi-stream
+LONGEST = 3  # a run ends at the latest after this multiple of its least duration
 WAIT_S = 0.001
 
 DETAIL = "mlperf_log_detail.txt"
@@ -55,10 +55,10 @@ _PEAK = re.compile(r"Found peak performance field: ([\d.]+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """The load of a run: a scenario, and its least duration.
+    """The load of a run: a scenario and the least duration.
 
-    `rate` is the rate that server offers and offline expects, in samples a second; for the two
-    streams it is that of one query after the other. For server 99% must take at most `bound_s`.
+    `rate`, in samples per second, is what `server` offers and `offline` expects; for the two stream
+    scenarios it is the rate of consecutive queries. In `server`, 99% may take at most `bound_s`.
     """
 
     scenario: Scenario
@@ -71,10 +71,10 @@ class Traffic:
 class Judgement:
     """LoadGen's judgement of a run.
 
-    It is `valid`, or invalid for a `reason`; `kept` is whether the latency bound was met, and
-    `long_enough` whether the run lasted as required. `rate` is in samples a second, and the
-    percentiles are of the latency of a query. `refused` samples found the queue full: they count as
-    later than the bound. `peak` is the rate that a search found.
+    The run is `valid`, or invalid for a `reason`. `kept` tells whether it met the latency bound,
+    and `long_enough` whether it lasted as required. `rate` is in samples per second; percentiles
+    are of query latencies. `refused` samples found the queue full and count as later than the
+    bound. `peak` is the rate that a search found.
     """
 
     valid: bool
@@ -105,11 +105,11 @@ def loadgen() -> Any:
 def judged(
     queue: Submits[int], library: int, load: Traffic, logs: Path, *, search: bool = False
 ) -> Judgement:
-    """Returns LoadGen's judgement of a queue that maps the numbers of samples to outputs.
+    """Returns LoadGen's judgement of a queue that maps the indices of samples to outputs.
 
-    It draws from a `library` of that many samples. It writes its own logs to the folder `logs`. A
-    `search` looks for the highest rate of server within the bound, starting at the load's. Raises
-    what an instance raised, after the run.
+    LoadGen draws from `library` samples, and writes its logs to the folder `logs`. With `search`,
+    it looks for the highest rate of `server` within the bound, starting at the load's rate. After
+    the run, raises the error of an instance if there was one.
     """
     lg = loadgen()
     make_folder(logs)
@@ -125,8 +125,8 @@ def judged(
     def start() -> None:
         lg.StartTestWithLogSettings(sut, qsl, settings, log, "")
 
-    # An exception that leaves a callback ends the process, and that of Ctrl-C is raised wherever
-    # the main thread is: LoadGen has its own thread, which an interrupt ends early.
+    # An exception in a callback would end the process, and Ctrl-C raises one in the main thread, so
+    # LoadGen runs in a separate thread, which an interrupt ends early.
     thread = threading.Thread(target=start, name="LoadGen")
     try:
         thread.start()
@@ -144,7 +144,7 @@ def judged(
 
 
 def _nothing(samples: Sequence[int]) -> None:
-    """Loads or unloads samples: all are in memory."""
+    """Loads or unloads no samples, because all are in memory."""
 
 
 def _settings(lg: Any, load: Traffic, *, search: bool) -> Any:
@@ -161,16 +161,16 @@ def _settings(lg: Any, load: Traffic, *, search: bool) -> Any:
     settings.server_target_qps = load.rate
     if load.bound_s < math.inf:
         settings.server_target_latency_ns = round(1e9 * load.bound_s)
-    # A search ends between two rates that differ by some percent of the first rate.
+    # A search ends when two rates differ by a few percent of the first rate.
     decimals = max(0, 1 - math.floor(math.log10(load.rate)))
     settings.server_find_peak_qps_decimals_of_precision = decimals
     return settings
 
 
 class _System:
-    """The system under test: every query is answered, none too early.
+    """The system under test, which answers every query.
 
-    A refused or failed query is answered later than the bound, so that it counts as a miss.
+    It answers a refused or failed query later than the bound, so that it counts as a miss.
     """
 
     def __init__(self, lg: Any, queue: Submits[int], load: Traffic) -> None:
@@ -183,11 +183,11 @@ class _System:
         self.error: BaseException | None = None
 
     def issue(self, queries: Sequence[Any]) -> None:
-        """Passes the samples of queries to the queue."""
+        """Submits the samples of queries to the queue."""
         for sample in queries:
             number = sample.id
             if self.error is not None:
-                time.sleep(WAIT_S)  # one after the other; otherwise there would be millions
+                time.sleep(WAIT_S)  # limits the rate; otherwise there would be millions
                 self._not_answered(number)
                 continue
             try:
@@ -204,7 +204,7 @@ class _System:
                 answer.add_done_callback(partial(self._done, number))
 
     def flush(self) -> None:
-        """Answers the remaining queries, after all others and later than the bound."""
+        """Answers the remaining queries later than the bound."""
         with self._changed:
             while self._open:
                 self._changed.wait()
@@ -260,13 +260,13 @@ def read_log(detail: Path, load: Traffic, *, refused: int = 0) -> Judgement:
     valid = entries.get("result_validity") == "VALID"
     reason = ""
     if not valid and not kept:
-        reason = f"99% took up to {p99:.3g} ms, and the bound is {1e3 * load.bound_s:g} ms"
+        reason = f"99% took up to {p99:.3g} ms, but the bound is {1e3 * load.bound_s:g} ms"
     elif not valid:
         said = str(
             entries.get("early_stopping_result") or entries.get("result_invalid_reason") or ""
         )
         words = " ".join(said.replace("*", "").split())
-        reason = f"too short: {words or 'LoadGen asks for a longer run'}"
+        reason = f"too short: {words or 'LoadGen requires a longer run'}"
     queries = int(entries.get("result_query_count", 0))
     rates: dict[Scenario, float] = {
         "single-stream": entries.get("result_qps_with_loadgen_overhead", 0.0),

@@ -1,4 +1,4 @@
-"""Runs each case of a benchmark in MLPerf's scenarios, with a queue and the fastest instances."""
+"""Runs the cases of a benchmark in MLPerf's scenarios, with a queue and the fastest layout."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ from .settings import ServiceSettings, settings_of
 from .triton import TritonService
 
 MOST_IN_LIBRARY = 1024
-# the runs of a search, and those at other rates, are this many times shorter than the last run
+# runs of a search, and runs at other rates, are shorter than the final run by this factor
 SHORT = 5
 # a search starts at this share of the rate from a full queue
 STARTS = (1 / 4, 1 / 16, 1 / 64, 1 / 256)
-FURTHER, BEYOND = 4, 1.25  # searches that follow the first, each this far beyond its end
-# shares of the found rate, offered until one keeps the bound
+FURTHER, BEYOND = 4, 1.25  # number of further searches, and the factor above the last rate
+# shares of the found rate, offered in turn until one meets the bound
 AGAIN = (1.0, 0.95, 0.9, 0.8, 0.6, 0.3)
 OFFERED = (0.25, 0.5, 0.75, 1.1)  # shares of the found rate that are also measured
-FASTER = 1.2  # above the expected rate the measurement, or LoadGen's queries, were too few
-RUNS = 4  # of the whole duration, for server: a search of ten runs or more, and the others
-ALL_SIZES = 32  # every batch size up to this one is run once before the first query
+FASTER = 1.2  # if faster than expected by this factor, there were too few queries
+RUNS = 4  # total time for server, in durations: the search and the other runs
+ALL_SIZES = 32  # warm-up runs every batch size up to this once
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One instance of a model: maps the numbers of samples to outputs.
+    """One instance of a model, which maps the indices of samples to outputs.
 
-    `runners` holds the runners of batches up to a size, the smallest first; batches are filled up
-    to `only`, if there is only one size.
+    `runners` has a runner for batches up to each size, smallest first. If there is only one size,
+    `only`, batches are padded to it.
     """
 
     runners: Mapping[int, Runner]
@@ -75,9 +75,9 @@ class Instance:
 
 
 class Instances:
-    """Opens the instances of a case: `by_size` has the loader of batches up to a size.
+    """Opens the instances of a case; `by_size` has a loader for batches up to each size.
 
-    PyTorch's modules, compiled ones too, keep no state of a call: all instances share one.
+    PyTorch modules, even compiled ones, keep no state of a call, so all instances share one.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Instances:
 
     @contextmanager
     def instances(self, layout: Layout) -> Iterator[list[Instance]]:
-        """Yields instances that have run every batch size once; closes them."""
+        """Yields warmed-up instances, and closes them at the end."""
         with ExitStack() as stack, with_threads(layout.threads):
             instances = [
                 Instance(
@@ -119,7 +119,7 @@ class Instances:
         return self._shared[size]
 
     def tried(self, layouts: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
-        """Returns layouts with their requests a second from a full queue."""
+        """Returns the layouts with their measured rates from a full queue."""
         layouts_tried = []
         for count, threads in layouts:
             layout = Layout(instances=count, threads=threads, per_s=0.0)
@@ -130,7 +130,7 @@ class Instances:
 
     @contextmanager
     def queue(self, layout: Layout, capacity: int, max_delay_s: float) -> Iterator[Submits[int]]:
-        """Yields a queue of that capacity before the instances of a layout."""
+        """Yields a queue of a capacity, served by the instances of a layout."""
         with (
             self.instances(layout) as opened,
             Queue[int, Any](
@@ -140,20 +140,20 @@ class Instances:
             yield queue
 
     def close(self) -> None:
-        """Closes what the instances share."""
+        """Closes the shared runners."""
         for runner in self._shared.values():
             runner.close()
 
 
 def layouts_of(cores: int, most: int) -> list[tuple[int, int]]:
-    """Returns layouts that use all cores: 1 × all, 2 × half … up to `most` instances."""
+    """Returns layouts that use all cores: 1 × all, 2 × half, … up to `most` instances."""
     counts = {1, *(n for n in range(2, cores + 1) if cores % n == 0 and n & (n - 1) == 0), cores}
     return [(n, cores // n) for n in sorted(counts) if n <= max(1, most)]
 
 
 @dataclass
 class ServiceMeasurement:
-    """Runs the cases of candidates as services; finished scenarios are taken from the journal.
+    """Runs the cases of candidates as services; reads finished scenarios from the journal.
 
     LoadGen draws from `samples`, and writes its logs next to the results.
     """
@@ -185,21 +185,20 @@ class ServiceMeasurement:
             journal=journal,
             progress=progress,
         )
-        # A single request must not be filled up to a batch by code that is compiled for fixed
-        # sizes.
+        # Code compiled for fixed sizes must not pad a single request to a full batch.
         sizes = {*self.request.batches} | ({1} if candidate.only_batch is None else set())
         self.services += one.services(loaders(candidate, sorted(sizes)), failures)
 
 
 def server_case(candidate: Candidate) -> Case:
-    """Returns the case that a server runs.
+    """Returns the case of the bundle that a Triton server runs as well.
 
-    It is the one bundle that is also measured here. Raises `UsageError` if there are several.
+    Raises `UsageError` unless exactly one bundle is measured.
     """
     graphs = [case for case, graph in candidate.cases.items() if graph is not None]
     if len({(case.k, case.precision) for case in graphs}) != 1:
         raise UsageError(
-            "--triton needs exactly one bundle, with one k: the one that the server runs",
+            "--triton needs exactly one bundle, with one k: the bundle that the server runs",
             hint="moexport bench BUNDLE --data DATA --scenario server --triton ADDRESS/MODEL",
         )
     return replace(graphs[0], engine=TRITON, provider="cpu")
@@ -208,9 +207,9 @@ def server_case(candidate: Candidate) -> Case:
 def service_of(
     request: BenchRequest, data: Labelled, candidates: Sequence[Candidate]
 ) -> ServiceMeasurement | None:
-    """Returns the measurement of services, None if no scenario is requested.
+    """Returns the measurement of services, or None if no scenario is requested.
 
-    Raises what `settings_of` raises, `UsageError` for a library larger than the data, and
+    Raises the errors of `settings_of`, `UsageError` for a library larger than the data, and
     `UsageError` or `EngineError` for a server that does not fit a candidate.
     """
     settings = settings_of(request)
@@ -219,7 +218,7 @@ def service_of(
     head = data.head(settings.library or MOST_IN_LIBRARY)
     if settings.library is not None and len(head) < settings.library:
         raise UsageError(
-            f"--library {settings.library}: the data have {len(head)} inputs",
+            f"--library {settings.library}: the data has only {len(head)} inputs",
             hint=f"use --library {len(head)}, or give more data",
         )
     samples = head.batch(0, len(head))
@@ -232,7 +231,7 @@ def service_of(
 
 @dataclass(frozen=True, slots=True)
 class _OfCandidate:
-    """The services of one candidate; `threads` are those of its latencies."""
+    """The services of one candidate; `threads` is the number used for its latencies."""
 
     candidate: Candidate
     request: BenchRequest
@@ -245,7 +244,7 @@ class _OfCandidate:
     def services(
         self, opening: Mapping[Case, Loader], failures: Mapping[Case, str]
     ) -> Iterator[Service]:
-        """Yields the result of each case in each scenario."""
+        """Measures each case in each scenario."""
         together = self._together(failures)
         runs = sum(RUNS if scenario == "server" else 1 for scenario in self.settings.scenarios)
         seconds = len(together) * runs * self.settings.duration_s
@@ -277,10 +276,10 @@ class _OfCandidate:
                     yield service
 
     def _system(self, case: Case, by_size: Mapping[int, Loader]) -> Instances | TritonService:
-        """The system of a case: instances in this process, or a server."""
+        """Returns the system of a case: instances in this process, or a server."""
         if case.engine != TRITON:
             return Instances(by_size, self.samples, self._max_batch, self.candidate.only_batch)
-        assert self.settings.triton is not None, "such a case has a server"
+        assert self.settings.triton is not None, "the case needs a server"
         return TritonService(self.settings.triton, self.samples, 4 * self._max_batch)
 
     @property
@@ -288,7 +287,7 @@ class _OfCandidate:
         return self.candidate.only_batch or max(self.request.batches)
 
     def _together(self, failures: Mapping[Case, str]) -> dict[Case, dict[int, Case]]:
-        """The cases by batch size: `auto` has one for each size."""
+        """Groups cases by engine, since `auto` has a case for each batch size."""
         sizes = {*self.request.batches}
         together: dict[Case, dict[int, Case]] = {}
         split: dict[tuple[Any, ...], dict[int, Case]] = {}
@@ -308,9 +307,9 @@ class _OfCandidate:
         return together
 
     def _layouts(self, case: Case) -> list[tuple[int, int]]:
-        """The possible layouts of a case.
+        """Returns the layouts to try for a case.
 
-        For a GPU it is one instance; instances may take at most half of the memory.
+        A GPU has one instance; on a CPU, instances may use at most half of the memory.
         """
         if case.provider != "cpu":
             return [(1, self.threads)]
@@ -324,9 +323,9 @@ class _OfCandidate:
         served: Instances | TritonService,
         layouts: tuple[Layout, ...],
     ) -> Service:
-        """The result of a case in a scenario."""
+        """Measures a case in a scenario."""
         fastest = max(layouts, key=lambda layout: layout.per_s)
-        # Single queries run on one instance, with the threads of the latencies.
+        # Single queries run on one instance, with the same threads as the latencies.
         used = (
             Layout(instances=1, threads=self.threads, per_s=fastest.per_s)
             if scenario == "single-stream"
@@ -334,7 +333,7 @@ class _OfCandidate:
         )
         bound_s = self.settings.bound_s or 0.0 if scenario == "server" else math.inf
         capacity = 2 * self._max_batch * used.instances
-        if scenario == "server":  # a request that waits longer than twice the bound is useless
+        if scenario == "server":  # requests that wait longer than twice the bound are useless
             capacity = max(capacity, math.ceil(2 * bound_s * used.per_s))
         out = self.request.folder
         name = f"{case.runs_in} k{case.k} {scenario}".replace(" ", "-")
@@ -397,7 +396,7 @@ class _Runs:
             for _ in range(2):
                 if run.long_enough or run.rate <= load.rate:
                     break
-                # Faster than expected: there were too few queries to last.
+                # It was faster than expected, so there were too few queries for the duration.
                 load = replace(load, rate=FASTER * run.rate)
                 run = self._run(load, self._logs)
             return _of_run(run)
@@ -408,7 +407,7 @@ class _Runs:
         return self._searched(load)
 
     def _searched(self, load: Traffic) -> dict[str, Any]:
-        """The highest rate within the bound: LoadGen searches it, and it is offered again."""
+        """Finds the highest rate within the bound by LoadGen's search, and measures it again."""
         short = replace(load, duration_s=load.duration_s / SHORT)
         tried: list[Judgement] = []
         for share in STARTS:
@@ -419,8 +418,8 @@ class _Runs:
         else:
             return _not_kept(min(run.p99_ms for run in tried), load)
         peak = tried[-1].peak or tried[-1].rate
-        # One disturbed run ends a search: the next one starts beyond its end, as long as the bound
-        # is kept.
+        # A single disturbed run can end a search, so another starts above its end while the bound
+        # is met.
         for _ in range(FURTHER):
             beyond = replace(short, rate=BEYOND * peak)
             more = self._run(beyond, self._logs / "search-further", search=True)
@@ -459,7 +458,7 @@ def _of_run(run: Judgement) -> dict[str, Any]:
 def _not_kept(nearest_ms: float, load: Traffic) -> dict[str, Any]:
     bound = f"{1e3 * load.bound_s:g} ms"
     return {
-        "reason": f"no rate keeps p99 ≤ {bound}: the nearest p99 is {nearest_ms:.3g} ms",
+        "reason": f"no rate meets p99 ≤ {bound}: the nearest p99 is {nearest_ms:.3g} ms",
         "nearest_ms": nearest_ms,
     }
 
@@ -474,5 +473,5 @@ def _offered(rate: float, run: Judgement) -> OfferedRun:
 
 
 def _file_name(text: str) -> str:
-    """A name as a folder may have it."""
+    """Makes a text valid as the name of a folder."""
     return re.sub(r"[^\w.=-]+", "-", text)

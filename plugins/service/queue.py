@@ -1,4 +1,4 @@
-"""Batching as inference servers do it: requests wait in a bounded queue that instances empty."""
+"""Batches requests as inference servers do, in a bounded queue that instances read."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Asked_contra = TypeVar("Asked_contra", contravariant=True)
 
 
 class Submits(Protocol[Asked_contra]):
-    """Anything that takes requests: a queue in this process, or a server."""
+    """Anything that accepts requests: a queue in this process, or a server."""
 
     def submit(self, request: Asked_contra, *, wait: bool = False) -> Future[Any]:
         """Returns the future of the answer.
 
-        Raises `QueueFullError` if it is full, unless it may `wait`.
+        Raises `QueueFullError` if the queue is full, unless it may `wait`.
         """
         ...
 
 
 PROBE_S = 0.5
-"""The time for which a queue is kept full to measure its rate."""
+"""How long a queue is kept full to measure its rate."""
 
 
 def requests_per_second(queue: Submits[int]) -> float:
-    """Returns how many requests a second are answered from a full queue."""
+    """Returns the rate at which requests are answered from a full queue."""
     answers, began = [], time.perf_counter()
     while time.perf_counter() - began < PROBE_S:
         answers.append(queue.submit(0, wait=True))
@@ -54,10 +54,10 @@ class _Waiting(NamedTuple, Generic[X, Y]):
 class Queue(Generic[X, Y]):
     """Batches requests for instances of a model, each of which has its own thread.
 
-    An instance maps the requests of a batch to their answers. A free one takes up to `max_batch`
-    requests, the oldest first; fewer if the oldest has waited for `max_delay_s`: with 0 it never
-    waits, and batches grow with the load. More than `capacity` waiting requests are refused. When
-    its context ends, accepted requests are answered and later ones refused.
+    An instance maps the requests of a batch to their answers. A free instance takes up to
+    `max_batch` requests, oldest first, or fewer once the oldest has waited for `max_delay_s`; with
+    0 none waits, and batches grow with the load. If `capacity` requests wait, more are refused.
+    When the context ends, accepted requests are answered and later ones refused.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class Queue(Generic[X, Y]):
             while wait and len(self._waiting) >= self.capacity and not self._closed:
                 self._left.wait()
             if self._closed:
-                raise MoexportError("the queue is closed: it takes no more requests")
+                raise MoexportError("the queue is closed and accepts no more requests")
             if len(self._waiting) >= self.capacity:
-                raise QueueFullError(f"the queue is full: {self.capacity} requests wait")
+                raise QueueFullError(f"the queue is full: {self.capacity} requests are waiting")
             self._waiting.append(_Waiting(time.monotonic(), request, answer))
             self._arrived.notify()
         return answer
 
     def close(self) -> None:
-        """Answers accepted requests, and ends the threads."""
+        """Answers the accepted requests, and ends the threads."""
         with self._arrived:
             self._closed = True
             self._arrived.notify_all()
@@ -129,7 +129,7 @@ class Queue(Generic[X, Y]):
                     waiting.answer.set_result(y)
 
     def _batch(self) -> list[_Waiting[X, Y]]:
-        """Waits for the next batch; returns an empty one when the queue ends."""
+        """Waits for the next batch; returns an empty batch when the queue is closed."""
         with self._arrived:
             while True:
                 full = len(self._waiting) >= self.max_batch

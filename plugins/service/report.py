@@ -1,4 +1,4 @@
-"""The gain of a smaller k in service, in a report: the sentence and tables."""
+"""The section of a report on services: a sentence and tables on the gain of a smaller k."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .findings import Service, ServiceFindings, best, requests, services_in
 HEADS = ("Engine", "k", "Rate", "p50, ms", "p99, ms", "vs all experts", "vs PyTorch", "By LoadGen")
 OFFERED_HEADS = ("Offered", "Completed", "p50, ms", "p90, ms", "p99, ms", "Refused")
 SCENARIOS = {
-    "server": "Server: requests come at random",
+    "server": "Server: requests at random times",
     "offline": "Offline: all at once",
     "multi-stream": "Multi-stream: queries of eight, one after the other",
     "single-stream": "Single-stream: one request after the other",
@@ -42,9 +42,9 @@ def service_name(service: Service) -> str:
 def answers(results: Results) -> Iterator[str]:
     """Yields a sentence for each model: the highest rate within the bound, compared with others.
 
-    Among exported models only those that are shown to keep 99% of the accuracy count, if there are
-    any. A run that LoadGen calls invalid is named if there is no other, without a ratio; there is
-    none at all if other work disturbed the benchmark.
+    Among exported models, those proven to keep 99% of the accuracy have priority. A run that
+    LoadGen calls invalid is named only if there is no other, and without a ratio. There are no
+    ratios if other work disturbed the benchmark.
     """
     findings = services_in(results.analyses)
     searched = (
@@ -67,7 +67,7 @@ def answers(results: Results) -> Iterator[str]:
             )
             if near is not None and near.nearest_ms is not None:
                 yield (
-                    f"{model}: no rate keeps {bound}. The nearest is {service_name(near)}, "
+                    f"{model}: no rate meets {bound}. The nearest is {service_name(near)}, "
                     f"k = {near.k}: {milliseconds(near.nearest_ms)} ms."
                 )
             else:
@@ -91,7 +91,7 @@ def answers(results: Results) -> Iterator[str]:
 
 def _against(most: Service, other: Service, what: str, results: Results) -> str:
     if other.rate is None:
-        return f"kept at no rate by {what}"
+        return f"met at no rate by {what}"
     if results.disturbance:
         return f"not compared with {what}, because other work disturbed the machine"
     ratio = _ratio(most, other)
@@ -102,14 +102,14 @@ def _against(most: Service, other: Service, what: str, results: Results) -> str:
 
 
 def _ratio(service: Service, other: Service | None) -> float | None:
-    """The ratio of two rates, if both runs are valid and their rates were searched."""
+    """Returns the ratio of two rates, if both runs are valid and neither rate was given."""
     if other is None or not (service.rate and other.rate and service.valid and other.valid):
         return None
     return None if service.fixed_rate is not None else service.rate / other.rate
 
 
 def _all_experts(service: Service, others: Sequence[Service]) -> Service | None:
-    """The same engine in the same precision with the k of the untouched model."""
+    """Returns the service of the same engine and precision with the untouched model's k."""
     untouched = _pytorch(others)
     full = service.experts if untouched is None else untouched.k
     key = (service.engine, service.provider, service.precision, full)
@@ -122,7 +122,7 @@ def _pytorch(others: Sequence[Service]) -> Service | None:
 
 
 def _kept(results: Results, service: Service) -> tuple[float | None, float | None]:
-    """The accuracy that the row of a service keeps, and the lower end of its interval."""
+    """Returns the share of accuracy that a service's row keeps, and the interval's lower end."""
     key = (service.engine, service.provider, service.precision, service.k, service.bundle)
     rows = (
         row
@@ -174,7 +174,7 @@ def _cells(
     own = [other for other in others if other.model == service.model]
     percentiles = (service.p50_ms, service.p99_ms)
     if service.scenario == "offline":
-        percentiles = (None, None)  # every sample waits for those before it
+        percentiles = (None, None)  # meaningless, because every sample waits for those before it
     ratios = [
         "–" if ratio is None or results.disturbance else f"{ratio:.2f}×"
         for ratio in (
@@ -196,7 +196,7 @@ def _cells(
 
 
 def service_notes(findings: ServiceFindings) -> tuple[str, ...]:
-    """Returns how services were measured."""
+    """Describes how services were measured."""
     delay = (
         f"waited up to {findings.max_delay_ms:g} ms" if findings.max_delay_ms else "did not wait"
     )
@@ -205,17 +205,16 @@ def service_notes(findings: ServiceFindings) -> tuple[str, ...]:
     if True in given:
         found = "The server's rate was given. "
     return (
-        "MLPerf's LoadGen issued the queries and judged the runs; its own logs lie in the folder "
-        f"service beside the results. A run took at least {findings.duration_s:g} s, and drew from "
-        f"{findings.library:,} inputs. {found}The queue {delay} to fill a batch; instances and "
-        "threads are those that "
-        "answered most from a full queue. LoadGen, queue and engine shared the machine: "
-        "the rate of requests shorter than a millisecond is more that of the queue.",
+        "MLPerf's LoadGen issued the queries and judged the runs; its logs are in the folder "
+        f"service next to the results. A run took at least {findings.duration_s:g} s and drew from "
+        f"{findings.library:,} inputs. {found}The queue {delay} to fill a batch; the instances and "
+        "threads are those with the highest rate from a full queue. LoadGen, queue and engine "
+        "shared the machine: the rate of requests under a millisecond depends on the queue.",
     )
 
 
 def service_text(results: Results) -> str:
-    """Returns the sentences and the table of the server for the terminal, if there are any."""
+    """Returns the sentences and the `server` table for the terminal, if there are any."""
     lines = list(answers(results))
     for title, heads, groups in service_tables(results):
         if title in SCENARIOS.values():

@@ -1,4 +1,4 @@
-"""The options of `bench` for services. Importing this loads nothing."""
+"""The options of `bench` for services. This module imports no large library."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class ServiceOptions:
     )
     latency_bound: str | float | None = option(
         None,
-        "The longest that 99% of the requests of server may take: 50ms.",
+        "The longest that 99% of the requests may take in the scenario server: 50ms.",
         unset="none; server needs one",
     )
     offered_rate: float | None = option(
         None,
-        "The rate that server offers, in requests a second.",
+        "The rate of the scenario server, in requests per second.",
         unset="the highest rate within the bound, by a search",
     )
     max_delay: str | float | None = option(
@@ -35,7 +35,7 @@ class ServiceOptions:
         unset="no waiting",
     )
     duration: str | float = option("10s", "The least time of each run of LoadGen.")
-    library: int | None = option(None, "Inputs that LoadGen draws from.", unset="all, 1024 at most")
+    library: int | None = option(None, "Inputs that LoadGen draws from.", unset="all, at most 1024")
     triton: str | None = option(
         None,
         "The same bundle on a running Triton server, to compare with: 127.0.0.1:8001/vit.",
@@ -43,7 +43,7 @@ class ServiceOptions:
     )
     price_per_hour: float | None = option(
         None,
-        "What an hour of this machine costs, for the cost of a million requests.",
+        "The price of this machine per hour, to show the cost of a million requests.",
         unset="not known",
         compare=False,
     )

@@ -1,4 +1,4 @@
-"""Services in a report, and their registration with the core."""
+"""Registers the report's section on services with the core."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from .loadgen import Scenario, loadgen
 from .request import ServiceOptions
 from .triton import TritonModel, triton_client
 
-BOUNDS = 10  # of latency, the least duration of a run
+BOUNDS = 10  # the least duration of a run, in latency bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class ServiceSettings:
 
 
 def settings_of(request: BenchRequest) -> ServiceSettings | None:
-    """Returns the settings of services, None if no scenario is requested.
+    """Returns the settings of services, or None if no scenario is requested.
 
     Raises `UsageError` for invalid options, and `MissingExtraError` without LoadGen.
     """
@@ -77,10 +77,10 @@ def parse(options: ServiceOptions) -> ServiceSettings | None:
     duration_s = parse_seconds(options.duration, "--duration", "s")
     bound_s = None if bound is None else parse_seconds(bound, "--latency-bound", "ms")
     if bound_s is not None and duration_s < BOUNDS * bound_s:
-        # Requests that come too fast for the system have to pile up before the run ends.
+        # If requests come too fast for the system, they must have time to pile up during the run.
         raise UsageError(
             f"--duration {options.duration}: too short to measure the rate within {bound}",
-            hint=f"--duration {BOUNDS * bound_s:g}s at least",
+            hint=f"use at least --duration {BOUNDS * bound_s:g}s",
         )
     triton = None if options.triton is None else TritonModel.parse(options.triton)
     return ServiceSettings(

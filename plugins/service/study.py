@@ -1,4 +1,4 @@
-"""The study of `--scenario`, and its registration with the core."""
+"""Registers the study of `--scenario` with the core."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _begin(candidates: Sequence[Candidate], data: Labelled, request: BenchReques
     from .measure import service_of
 
     service = service_of(request, data, candidates)
-    assert service is not None, "a scenario is asked for"
+    assert service is not None, "a scenario is requested"
     return StudyRun(lambda: as_analyses(service.findings)[SERVICE], service.serve)
 
 

@@ -1,4 +1,4 @@
-"""A model on a running Triton server as the system under test, called by NVIDIA's own client."""
+"""Calls a model on a running Triton server, as the system under test, with NVIDIA's client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .findings import Layout
 from .queue import requests_per_second
 
 READY_S = 10.0
-"""How long a server may take to describe its model."""
+"""How long to wait for a server to describe its model."""
 
 
 def triton_client() -> Any:
@@ -40,7 +40,7 @@ def triton_client() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TritonModel:
-    """The address of a model on a running server: `127.0.0.1:8001/vit`, with its port for gRPC."""
+    """The address of a model on a running server, with the gRPC port: `127.0.0.1:8001/vit`."""
 
     address: str
     name: str
@@ -52,7 +52,7 @@ class TritonModel:
         if not name or not address.rpartition(":")[2].isdecimal():
             raise UsageError(
                 f"--triton {text}: not an address with the name of a model",
-                hint="the server's port for gRPC and the model: --triton 127.0.0.1:8001/vit",
+                hint="give the server's gRPC port and the model: --triton 127.0.0.1:8001/vit",
             )
         return TritonModel(address, name)
 
@@ -78,14 +78,13 @@ class TritonService:
         except Exception as error:
             raise EngineError(
                 f"--triton {model.address}/{model.name}: {error}",
-                hint="docs/deploy.md shows how to start the server; the address has its port for "
-                "gRPC",
+                hint="docs/deploy.md shows how to start the server; give its gRPC port",
             ) from error
         self._inputs = [port.name for port in facts.inputs if port.name != K_INPUT]
         return sum(group.count for group in config.instance_group) or 1
 
     def tried(self, layouts: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
-        """Returns the server's layout, which it decides itself, with its rate."""
+        """Returns the server's layout, which is its own choice, with the measured rate."""
         del layouts
         layout = Layout(instances=self.contact(), threads=0, per_s=0.0)
         with self.queue(layout, self._most_open, 0.0) as queue:
@@ -93,7 +92,7 @@ class TritonService:
 
     @contextmanager
     def queue(self, layout: Layout, capacity: int, max_delay_s: float) -> Iterator[TritonQueue]:
-        """Yields a queue that has at most `capacity` unanswered requests at the server."""
+        """Yields a queue with at most `capacity` unanswered requests at the server."""
         del layout, max_delay_s
         with self._client() as client:
             yield TritonQueue(self._module, client, self._model.name, self._requests(), capacity)
@@ -105,7 +104,7 @@ class TritonService:
         return self._module.InferenceServerClient(self._model.address)
 
     def _requests(self) -> list[list[Any]]:
-        """The requests of all samples, created once, before anything is timed."""
+        """Creates the requests of all samples once, before anything is timed."""
         from tritonclient.utils import np_to_triton_dtype
 
         samples = self._samples if isinstance(self._samples, dict) else None
@@ -140,7 +139,7 @@ class TritonQueue:
     def submit(self, request: int, *, wait: bool = False) -> Future[Any]:
         """Returns the future of the answer, or of the server's error.
 
-        Raises `QueueFullError` if too many are open, unless it may `wait` for room.
+        Raises `QueueFullError` if too many are open, unless it may `wait`.
         """
         with self._answered:
             while wait and self._open >= self._capacity:

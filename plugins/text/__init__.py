@@ -1,4 +1,4 @@
-"""Text from the bundle of a language model: tokenizer files, generation, serving."""
+"""Generates and serves text with the bundle of a language model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Writes the files with which programs generate text into a bundle.
+"""Writes the files that programs need to generate text into a bundle.
 
-The tokenizer's files and the configuration are copied from the model's folder as data: none of
-their code is run here. ONNX Runtime GenAI opens a folder by `genai_config.json`.
+The tokenizer's files and the configuration are copied from the model's folder as data; no code in
+them is run. ONNX Runtime GenAI opens a folder that has a `genai_config.json`.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
 API = 1
 
 CODE = "auto_map"
-"""The key of a checkpoint author's code, which loaders would run."""
+"""The key that names code of the checkpoint's author, which loaders would run."""
 
 NO_POSITIONS = 32_768
-"""The context if a configuration has no largest position."""
+"""The context if a configuration has no maximum position."""
 
 MOST_TOKENS = 4096
-"""The default length of a text, whose cache is made at once."""
+"""The default length of a text, for which the cache is allocated at the start."""
 
 GENAI_PROVIDERS: Mapping[str, str] = {CUDA: "cuda"}
-"""ONNX Runtime GenAI's names of the providers of ONNX Runtime; the CPU's has none."""
+"""ONNX Runtime GenAI's names for the providers of ONNX Runtime; the CPU's has none."""
 
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
-"""The settings of a `generation_config.json` that ONNX Runtime GenAI has, too."""
+"""The settings of a `generation_config.json` that ONNX Runtime GenAI also has."""
 
 
 def with_generation(job: Export, directory: Path, manifest: Manifest) -> Manifest:
-    """Writes the files for text generation, if a job's graphs can generate any.
+    """Writes the files for text generation, if a job's graphs can generate text.
 
-    The returned manifest lists them, or has notes on what prevents it.
+    The returned manifest lists them, or has notes on why there are none.
     """
     if not job.writes_text:
         return manifest
@@ -71,7 +71,7 @@ def with_generation(job: Export, directory: Path, manifest: Manifest) -> Manifes
 def write_generation(
     model: Model, target: Target, file: str, graph: ir.Model, directory: Path
 ) -> tuple[str, ...]:
-    """Writes the files for text generation by a model's graph for a target.
+    """Writes the files for text generation with a model's graph for a target.
 
     Returns notes on what prevents it.
     """
@@ -109,7 +109,7 @@ def write_generation(
 
 
 def _cache(model: Model, part: str) -> list[tuple[int, int]]:
-    """The heads and the width of each layer's keys or values."""
+    """Returns the number of heads and the width of each layer's keys or values."""
     ports = [port for port in model.inputs if port.name.startswith(f"{PAST}.")]
     return [(port.shape[1], port.shape[3]) for port in ports if port.name.endswith(part)]  # type: ignore[misc]
 
@@ -127,8 +127,8 @@ def genai_config(model: Model, target: Target, file: str, *, in_place: bool) -> 
     keys = _cache(model, "key")
     heads, width = keys[0]
     end = generation.eos_token_id
-    # Without one the loop takes the padding for the end: the last token of a vocabulary is seldom
-    # used.
+    # Without an end token, GenAI's loop would stop at the padding token; the last token of a
+    # vocabulary is rarely used.
     ends = end if isinstance(end, list) else [vocabulary - 1 if end is None else end]
     pad = ends[0] if generation.pad_token_id is None else generation.pad_token_id
     context = getattr(text, "max_position_embeddings", None) or NO_POSITIONS
@@ -178,7 +178,7 @@ def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy(source: Path, place: Path) -> None:
-    """Copies a file as it is, without a name of code in it.
+    """Copies a file unchanged except for names of code, which it removes.
 
     Raises `CheckpointError` for broken JSON.
     """
@@ -196,4 +196,4 @@ def _without_code(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 GENERATION = Step("generation", finish=with_generation, contents=CONTENTS)
-"""The step that writes these files."""
+"""The export step that writes these files."""

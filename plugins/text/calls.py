@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def generate(
     bundle: Bundle | AnyPath, prompt: str | Sequence[Message], request: GenerateRequest
 ) -> GeneratedText:
-    """Returns the text that a bundle's language model adds to a prompt, an iterator of pieces.
+    """Returns an iterator over the text with which a bundle's language model continues a prompt.
 
-    `prompt` is a text, or the messages of a chat, each with its `role` and `content`. At the end
+    `prompt` is a text, or the messages of a chat, each with its `role` and `content`. At the end,
     `tokens`, `finish` and `tokens_per_second` of the returned object are set.
 
     Raises:
@@ -42,7 +42,7 @@ def text_model(bundle: Bundle | AnyPath, request: GenerateRequest) -> TextModel:
 
 @takes(ServeRequest)
 def serve(bundle: Bundle | AnyPath, request: ServeRequest) -> None:
-    """Serves a bundle's language model by OpenAI's protocol, until it is interrupted.
+    """Serves a bundle's language model with OpenAI's protocol until it is interrupted.
 
     Raises:
         UsageError: an option is invalid, or the port is in use.

@@ -1,4 +1,4 @@
-"""`generate` and `serve`: text from the bundle of a language model."""
+"""The commands `generate` and `serve`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def generate(
 ) -> None:
     """Continue a text with a bundle's language model, or chat with it.
 
-    --chat without a prompt is a conversation, a line each, until Ctrl-D.
+    --chat without a prompt starts a conversation, one line per message, until Ctrl-D.
     """
     in_own_process()
     console = Console(verbose=verbose, quiet=quiet)
@@ -81,7 +81,7 @@ def generate(
 
 
 def _converse(model: TextModel, request: GenerateRequest, console: Console) -> None:
-    """Runs a chat: all earlier messages are part of every prompt."""
+    """Runs a chat in which every prompt contains all earlier messages."""
     said: list[dict[str, str]] = []
     while True:
         try:
@@ -97,7 +97,7 @@ def _converse(model: TextModel, request: GenerateRequest, console: Console) -> N
 
 
 def _print(text: GeneratedText, console: Console) -> str:
-    """Prints a text as it is generated, and then its statistics, also after an interruption."""
+    """Prints a text while it is generated, then its statistics, even after an interruption."""
     pieces: list[str] = []
     try:
         for piece in text:
@@ -108,7 +108,7 @@ def _print(text: GeneratedText, console: Console) -> str:
         rate = text.tokens_per_second
         speed = "" if rate is None else f" at {rate:.1f} tokens/s"
         console.note(
-            f"{text.prompt_tokens} tokens of prompt in {text.first_token_s:.2f} s, "
+            f"{text.prompt_tokens} prompt tokens in {text.first_token_s:.2f} s, "
             f"{text.tokens} generated{speed}"
         )
     return "".join(pieces)
@@ -138,10 +138,10 @@ def serve(
 ) -> None:
     """Serve a bundle's language model to clients of OpenAI's protocol.
 
-    Completions and chats, streamed or whole, at http://HOST:PORT/v1; /health and /metrics. A line
-    of log a request goes to standard error.
+    It serves completions and chats, streamed or whole, at http://HOST:PORT/v1, and /health and
+    /metrics. It logs a line for each request to standard error.
     """
-    import logging  # only here: --help must be fast
+    import logging  # imported here to keep --help fast
 
     in_own_process()
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)

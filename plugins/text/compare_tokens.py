@@ -1,7 +1,7 @@
 """Compares the tokens of ONNX Runtime GenAI's tokenizer with Hugging Face's.
 
-`generate` and `serve` use the latter; other programs that open a bundle's folder with GenAI do not.
-GenAI's reads fewer kinds of files, and may end its process, so it runs in another one.
+`generate` and `serve` use Hugging Face's; other programs that open a bundle's folder with GenAI use
+GenAI's. It supports fewer kinds of files and may crash, so it runs in a separate process.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ TEXTS = (
 )
 
 LIMIT_S = 60
-"""The time for loading and using both tokenizers."""
+"""The time limit for loading and using both tokenizers."""
 
 
 def different_tokens(folder: Path) -> str | None:
-    """Returns how GenAI's tokenizer differs for a bundle's folder; None if it does not.
+    """Returns how GenAI's tokenizer differs for a bundle's folder, or None if it does not.
 
-    Also None if GenAI or `tokenizers` is not installed.
+    Also returns None if GenAI or `tokenizers` is not installed.
     """
     if any(importlib.util.find_spec(name) is None for name in ("onnxruntime_genai", "tokenizers")):
         return None
@@ -71,7 +71,7 @@ _ADVICE = "moexport does not use it; in other programs, give GenAI the tokens of
 
 
 def _without_weights(folder: Path, place: Path) -> None:
-    """Writes GenAI's files of a tokenizer: the folder's, and a graph of one node."""
+    """Copies a folder's files for GenAI's tokenizer, with a graph of one node as the model."""
     import onnx
     from onnx import TensorProto, helper
 
@@ -94,7 +94,7 @@ def _without_weights(folder: Path, place: Path) -> None:
 
 
 def main() -> None:
-    """Prints which texts have different tokens, by their numbers."""
+    """Prints the indices of texts whose tokens differ."""
     import onnxruntime_genai
     from tokenizers import Tokenizer
 

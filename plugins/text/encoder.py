@@ -1,9 +1,9 @@
 """A process that reads requests and tokenises their prompts; `prompts.py` starts it.
 
-The chat template of a bundle is a program, a pattern of its tokenizer may run for years, and a
-client may send anything. So each request is read in a copy of this process (a fork, if the system
-supports it), which is ended after a time limit and frees its memory; a template runs in Jinja's
-sandbox.
+The chat template of a bundle is a program, a pattern in its tokenizer may run for years, and a
+client may send anything. Each request is therefore read in a copy of this process (a fork, if the
+system supports it), which is killed after a time limit and frees its memory. Templates run in
+Jinja's sandbox.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
     import jinja2
 
 MEMORY_BYTES = 4 << 30
-"""The memory limit of this process, if the system supports one; a large tokenizer takes 1 GB."""
+"""The memory limit of this process, if the system supports limits; large tokenizers need 1 GB."""
 
 MOST_WORDS = 300
-"""The largest part of a library's message that is passed on, in characters."""
+"""The number of characters to which a library's message is cut."""
 
 Chat = Sequence[Mapping[str, str]]
 
 
 class Encoder:
-    """The tokenizer and the chat template of a folder, for a context of a number of tokens."""
+    """The tokenizer and the chat template of a folder; `context` limits the tokens of a prompt."""
 
     def __init__(self, folder: Path, context: int) -> None:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-        # Settings for batches, which may still be in the file.
+        # The file may still have padding and truncation, which are for batches.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         words = self._tokenizer.get_vocab(with_added_tokens=True)
         self._context, self._most = context, context * max(map(len, words), default=1)
         self._template: jinja2.Template | None = None
         self._reads: frozenset[str] = frozenset()
-        self._problem = "--chat: the model has no chat template: it was not trained to chat"
+        self._problem = "--chat: the model has no chat template, so it was not trained to chat"
         source = template_in(folder)
         if source is not None:
             try:
@@ -64,26 +64,24 @@ class Encoder:
         completion = asked(body)
         if completion.model not in ("", name):
             named = printable(completion.model[:64])
-            raise NoSuchModelError(f"model: there is no {named} here, only {name}")
+            raise NoSuchModelError(f"model: {named} is not served here, only {name} is")
         completion.request(most)
         content = completion.content(chat=chat, most=self._context, reads=self._reads)
         left = replace(completion, prompt=None, messages=None)
         return {"asked": asdict(left), "ids": self.tokens(content)}
 
     def tokens(self, prompt: str | Chat) -> list[int]:
-        """Returns the tokens of a text, or of a chat in the form of the model's template.
+        """Returns the tokens of a text, or of a chat as formatted by the model's template.
 
         Raises `UsageError` for a prompt that the model or its template does not accept.
         """
         parts = [prompt] if isinstance(prompt, str) else [t for m in prompt for t in m.values()]
         if any("\0" in part for part in parts):
-            raise UsageError(
-                "the prompt has a NUL character, which is not text", hint="leave it out"
-            )
+            raise UsageError("the prompt has a NUL character, which is not text", hint="remove it")
         text = prompt if isinstance(prompt, str) else self._rendered(prompt)
         if len(text) > self._most:
             raise _too_long(f"{len(text):,} characters", self._context)
-        # A template writes the special tokens of a chat itself.
+        # A chat template already writes the special tokens.
         special = isinstance(prompt, str)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         if len(ids) >= self._context:
@@ -94,7 +92,7 @@ class Encoder:
 
     def _rendered(self, messages: Chat) -> str:
         if self._template is None:
-            hint = "leave --chat out, and the model continues the prompt"
+            hint = "without --chat, the model continues the prompt"
             raise UsageError(self._problem, hint=hint)
         text = ""
         try:
@@ -105,20 +103,20 @@ class Encoder:
         except Exception as cause:
             raise UsageError(
                 f"the model's chat template does not accept these messages: {_message(cause)}",
-                hint="leave --system out: some templates have no system messages",
+                hint="omit --system: some templates do not support system messages",
             ) from cause
         return text
 
 
 def _too_long(size: str, context: int) -> UsageError:
     return UsageError(
-        f"the prompt has {size}, and the model's context holds {context:,} tokens",
+        f"the prompt has {size}, but the model's context has {context:,} tokens",
         hint="shorten the prompt",
     )
 
 
 def _compiled(source: str, folder: Path) -> tuple[jinja2.Template, frozenset[str]]:
-    """A template as `transformers` compiles one, and the names that it reads."""
+    """Returns a template, compiled as in `transformers`, and the names that it reads."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
@@ -144,7 +142,7 @@ def _compiled(source: str, folder: Path) -> tuple[jinja2.Template, frozenset[str
         lstrip_blocks=True,
         extensions=[Generation, loopcontrols],
     )
-    # A constant of a template may run forever, so it is computed in a request, not on loading.
+    # A constant expression may run forever, so it is computed during a request, not on loading.
     environment.intercepted_binops = frozenset(environment.default_binop_table)
     environment.filters["tojson"] = to_json
     special = {
@@ -168,7 +166,7 @@ def _compiled(source: str, folder: Path) -> tuple[jinja2.Template, frozenset[str
 
 
 def _message(error: BaseException) -> str:
-    """An error's message in one line."""
+    """Returns an error's message in one line."""
     told = " ".join(str(error).split()) or type(error).__name__
     return told[:MOST_WORDS]
 
@@ -194,8 +192,8 @@ def _say(answer: bytes) -> None:
 
 
 def _copied(encoder: Encoder, asked_for: Mapping[str, Any], body: bytes) -> None:
-    """Answers in a copy of this process, which is ended after a time limit; reports that."""
-    if sys.platform == "win32":  # which cannot copy a process
+    """Answers in a copy of this process; kills it after a time limit, and reports that."""
+    if sys.platform == "win32":  # Windows cannot fork
         _say(_answer(encoder, asked_for, body))
         return
     copy = os.fork()
@@ -211,20 +209,20 @@ def _copied(encoder: Encoder, asked_for: Mapping[str, Any], body: bytes) -> None
 
 
 NICE = 5
-"""Texts that are being written have priority over prompts that are read."""
+"""The priority of this process: generation comes before reading prompts."""
 
 
 def main() -> None:
-    """Answers requests on standard input, until its end.
+    """Answers requests on standard input until it is closed.
 
-    A request is a line of JSON and a body of the size in it.
+    A request is a line of JSON, followed by a body whose size is in the JSON.
     """
     if sys.platform != "win32":
         import resource
 
         os.nice(NICE)
 
-        with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
+        with contextlib.suppress(ValueError, OSError):  # a lower limit is already set
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     encoder = Encoder(Path(sys.argv[1]), int(sys.argv[2]))
     _say(b"{}\n")

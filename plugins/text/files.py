@@ -1,4 +1,4 @@
-"""The files of a bundle for text generation, and their possible problems."""
+"""The files of a bundle for text generation, and checks of a tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
 TOKENIZER_BYTES = 128 << 20
-"""The largest size of a tokenizer: those of 200,000 words have 30 MB."""
+"""The largest size of a tokenizer: one with 200,000 words has 30 MB."""
 
 TEMPLATE_BYTES = 1 << 20
 """The largest size of a chat template: long ones have 20 kB."""
@@ -37,8 +37,8 @@ TOKENIZER_FILES = (
 CONTENTS = {
     GENAI_FILE: "opens this folder in ONNX Runtime GenAI, which generates text from it",
     GENERATION_FILE: "the model's own settings of generation",
-    CONFIG_FILE: "the model's configuration, as transformers has it",
-    **dict.fromkeys(TOKENIZER_FILES, "of the tokenizer, as it was trained"),
+    CONFIG_FILE: "the model's configuration, as in transformers",
+    **dict.fromkeys(TOKENIZER_FILES, "a file of the tokenizer, unchanged"),
 }
 """Descriptions of these files for the page of a bundle."""
 
@@ -52,29 +52,29 @@ def write_object(content: Mapping[str, Any], place: Path) -> None:
 
 
 def tokenizer_problem(folder: Path, vocabulary: int) -> str | None:
-    """Returns why a tokenizer in a folder does not fit a vocabulary, empty if it does."""
+    """Returns why a tokenizer in a folder does not fit a vocabulary, or None if it does."""
     file = folder / TOKENIZER_FILE
     if not file.is_file():
-        return f"{folder}: holds no {TOKENIZER_FILE}"
+        return f"{folder} has no {TOKENIZER_FILE}"
     content = object_in(file, TOKENIZER_BYTES)
     model, added = content.get("model"), content.get("added_tokens")
     words = model.get("vocab") if isinstance(model, dict) else None
     ids = [entry.get("id") for entry in added or () if isinstance(entry, dict)]
-    # The words of some tokenizers are a list, in which an id is a position.
+    # Some tokenizers have a list of words, in which an id is an index.
     ids += [*words.values()] if isinstance(words, dict) else [len(words or ()) - 1]
     largest = max((token_id for token_id in ids if isinstance(token_id, int)), default=-1)
     if largest < 0:
-        return f"{file}: is not a tokenizer"
+        return f"{file} is not a tokenizer"
     if largest >= vocabulary:
         return (
-            f"{file}: belongs to another model: it has the token {largest}, and this model's "
+            f"{file} belongs to another model: it has the token {largest}, but this model's "
             f"vocabulary ends at {vocabulary - 1}"
         )
     return None
 
 
 def template_in(folder: Path) -> str | None:
-    """Returns the chat template of the model in a folder, the one called `default` of several."""
+    """Returns the chat template of the model in a folder; of several, the one named `default`."""
     file = folder / TEMPLATE_FILE
     if file.is_file():
         with file.open("rb") as opened:

@@ -1,6 +1,6 @@
 """Continues a text with the loop and the samplers of ONNX Runtime GenAI.
 
-Its tokenizer is not used: it recurses for each character, and ends the process for a long text.
+GenAI's tokenizer is not used, because it recurses for each character and crashes on a long text.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ Message = Mapping[str, str]
 """A message in a chat: its `role` and its `content`."""
 
 Finish = Literal["stop", "length"]
-"""Why a text ends: at a token or text that ends it, or at the largest number of tokens."""
+"""Why a text ends: at an end token or stop text, or at the largest number of tokens."""
 
 
 PROMPT_TOKENS = 128
-"""The part of a prompt that is computed in one step, during which nothing else runs."""
+"""The number of prompt tokens computed in one step, during which nothing else runs."""
 
 OUT_OF_MEMORY = re.compile(r"[Cc]ould not allocate|Failed to allocate memory|bad_alloc")
-"""Messages of ONNX Runtime and GenAI for missing memory."""
+"""Messages of ONNX Runtime and GenAI if memory runs out."""
 
 
 class TextModel:
-    """A bundle that is ready to generate text, in its context or a smaller one.
+    """A bundle that is ready to generate text, with its own context or a smaller one.
 
-    Raises `BundleError` for a bundle that cannot, or whose files have changed, and
+    Raises `BundleError` if the bundle cannot generate text or its files have changed, and
     `MissingExtraError` without ONNX Runtime GenAI.
     """
 
@@ -93,7 +93,7 @@ class TextModel:
     def generate(self, prompt: str | Sequence[Message], request: GenerateRequest) -> GeneratedText:
         """Returns the text that follows a prompt, or the answer to the messages of a chat.
 
-        Raises `UsageError` for a prompt that leaves no room, or a chat without a template.
+        Raises `UsageError` for a prompt that fills the context, or a chat without a template.
         """
         return self.start(self.tokens(prompt, request), request)
 
@@ -107,7 +107,7 @@ class TextModel:
         return self.prompts.tokens(said)
 
     def start(self, tokens: list[int], request: GenerateRequest) -> GeneratedText:
-        """Returns the text after some tokens, with its own cache.
+        """Starts the text that follows some tokens, with its own cache.
 
         Raises `CacheMemoryError` if the cache does not fit into the memory.
         """
@@ -132,7 +132,7 @@ class TextModel:
         )
 
     def _drawing(self, request: GenerateRequest) -> dict[str, Any]:
-        """The search options of GenAI for how a request draws tokens."""
+        """Returns GenAI's search options for the sampling of a request."""
         settings: dict[str, Any] = {}
         temperature = (
             None if request.temperature is None else float(np.float32(request.temperature))
@@ -150,23 +150,23 @@ class TextModel:
         return settings | {name: value for name, value in arguments.items() if value is not None}
 
     def no_memory(self, length: int) -> CacheMemoryError:
-        """Returns the error for a cache of some tokens that does not fit."""
+        """Returns the error for a cache that does not fit into the memory."""
         return CacheMemoryError(
-            f"no memory for the cache of {length:,} tokens: it takes "
-            f"{self._token_bytes * length / 2**20:,.1f} MiB, and "
+            f"no memory for the cache of {length:,} tokens: it needs "
+            f"{self._token_bytes * length / 2**20:,.1f} MiB, but "
             f"{available_bytes() / 2**20:,.0f} MiB are free"
         )
 
 
 class Decoder:
-    """The text of tokens, one after another."""
+    """Decodes tokens to text, one after another."""
 
     def __init__(self, words: Tokenizer) -> None:
         self._words = words
         self._stream = self._begun()
 
     def text(self, token: int) -> str:
-        """Returns the text of one more token, empty within a character."""
+        """Returns the text of the next token, which is empty until a character is complete."""
         try:
             return self._stream.step(self._words, token) or ""
         except Exception:  # noqa: BLE001 - its own, for bytes that are no text: it takes no others
@@ -180,9 +180,9 @@ class Decoder:
 
 
 class GeneratedText(Iterator[str]):
-    """A text, piece by piece as it is generated; its statistics are known at its end.
+    """An iterator over the pieces of a text as it is generated, with statistics at the end.
 
-    A piece that may be the start of a stop text is held back until that is known.
+    A piece that may be the start of a stop text is held back until the next tokens decide.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class GeneratedText(Iterator[str]):
         self._no_memory = no_memory
 
     def __next__(self) -> str:
-        """Returns the next piece, which is not empty."""
+        """Returns the next nonempty piece."""
         while self.finish is None:
             piece = self.step()
             if piece:
@@ -210,13 +210,13 @@ class GeneratedText(Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """Frees the cache; no text follows."""
+        """Frees the cache and ends the text."""
         self._generator = None
         self.finish = self.finish or "length"
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The rate of the tokens after the first; None if there are none."""
+        """The rate of the tokens after the first, or None if there are none."""
         return (self.tokens - 1) / self.decode_s if self.tokens > 1 and self.decode_s else None
 
     def step(self) -> str:
@@ -239,7 +239,7 @@ class GeneratedText(Iterator[str]):
         return "" if token is None else self._piece(token)
 
     def _token(self) -> int | None:
-        """The next token; None while there is more of the prompt to compute."""
+        """Returns the next token, or None while more of the prompt must be computed."""
         if len(self._prompt):
             now, self._prompt = np.split(self._prompt, [PROMPT_TOKENS])
             self._generator.append_tokens(now)
@@ -250,7 +250,7 @@ class GeneratedText(Iterator[str]):
         return int(self._generator.get_next_tokens()[0])
 
     def _piece(self, token: int) -> str:
-        """The text of a token, as far as it cannot be part of a stop text."""
+        """Returns the text of a token, up to the first part that may begin a stop text."""
         if token in self._ends:
             self.finish = "stop"
             return self._held
@@ -268,7 +268,7 @@ class GeneratedText(Iterator[str]):
 
 
 def _begun(text: str, stop: str) -> int:
-    """The number of characters at the end of a text that start another one."""
+    """Returns how many characters at the end of a text may begin a stop text."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
@@ -280,8 +280,8 @@ def check_generates(bundle: Bundle) -> None:
     if GENAI_FILE not in files or vocabulary is None:
         reason = next((n for n in bundle.manifest.notes if n.startswith("no text")), None)
         raise BundleError(
-            reason or f"{bundle.path}: no language model with a cache: it holds no {GENAI_FILE}",
-            hint="export a causal language model, from its folder of transformers",
+            reason or f"{bundle.path}: no language model with a cache: it has no {GENAI_FILE}",
+            hint="export a causal language model from its transformers folder",
         )
     bundle.graph_file()
     bundle.check_whole(name for name in files if name in CONFIGURED)
@@ -293,7 +293,7 @@ def check_generates(bundle: Bundle) -> None:
 
 
 def genai_library() -> Any:
-    """Returns ONNX Runtime GenAI with its log off, or raises `MissingExtraError`."""
+    """Returns ONNX Runtime GenAI with its log turned off, or raises `MissingExtraError`."""
     try:
         import onnxruntime_genai
     except ImportError as error:
@@ -306,7 +306,7 @@ def genai_library() -> Any:
 
 
 def _words(folder: Path) -> Tokenizer:
-    """The words of a tokenizer and their merges, without the pattern that splits a text."""
+    """Loads a tokenizer's words and merges, without the pattern that splits a text."""
     from tokenizers import Tokenizer
 
     content = object_in(folder / TOKENIZER_FILE, TOKENIZER_BYTES)
@@ -315,5 +315,5 @@ def _words(folder: Path) -> Tokenizer:
 
 
 def _bytes(dtype: str) -> int:
-    """The number of bytes of a number in a cache of this type."""
+    """Returns the size in bytes of a number of this type."""
     return 4 if dtype == "float32" else 2

@@ -1,7 +1,7 @@
 """Language models in a benchmark: text as windows of tokens, and the timed calls.
 
-A prefill computes a whole prompt; a decode computes one more token after it, with the keys and
-values of the prompt in the cache.
+A prefill computes a whole prompt; a decode computes the token after it, with the keys and values
+of the prompt in the cache.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ PROMPT = 128
 """The default number of tokens of a prompt."""
 
 WINDOWS = 32
-"""Windows of Python's own text: some thousand tokens give a perplexity to some percent."""
+"""The number of windows of Python's help: enough for a perplexity accurate to a few percent."""
 
 RANDOM_WINDOWS = 8
 
 TEXT_BYTES = 64 << 20
-"""The largest size of a text: its tokens take a hundred times as much while they are made."""
+"""The largest size of a text: tokenising it takes a hundred times this memory."""
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-"""Files of which a folder with a tokenizer has one."""
+"""The files that mark a folder with a tokenizer; one is enough."""
 
 
 def prompt_of(model: Model, tokens: int | None) -> int:
-    """Returns the number of tokens of a prompt; raises `UsageError` beyond the model's positions.
+    """Returns the number of tokens of a prompt.
 
-    One more token follows it.
+    Raises `UsageError` if the prompt and one more token exceed the model's positions.
     """
     assert isinstance(model.module, TransformersNetwork)
     config = model.module.wrapped.config.get_text_config()
@@ -55,17 +55,17 @@ def prompt_of(model: Model, tokens: int | None) -> int:
         return PROMPT if most is None else max(1, min(PROMPT, most - 1))
     if most is not None and tokens >= most:
         raise UsageError(
-            f"--tokens {tokens}: the model has {most} positions, and one more token follows the "
+            f"--tokens {tokens}: the model has {most} positions, but one more token follows the "
             "prompt",
-            hint=f"use --tokens {most - 1} at most",
+            hint=f"use at most --tokens {most - 1}",
         )
     return tokens
 
 
 def phases_of(model: Model, tokens: int | None, length: int) -> tuple[Phase, ...]:
-    """Returns the timed calls of a language model; no decode without a cache.
+    """Returns the timed calls of a language model; without a cache, there is no decode.
 
-    The prompt has `tokens` tokens, and one follows it in texts of this `length`.
+    The prompt has `tokens` tokens, and another token follows it in texts of this `length`.
     """
     prompt = min(prompt_of(model, tokens), length - 1)
     prefill = Phase("prefill", prompt)
@@ -80,9 +80,9 @@ def _sequences(data: str | Path | Array | None, model: Model, tokens: int | None
 def token_windows(data: str | Path | Array | None, model: Model, prompt: int) -> LabelledData:
     """Returns windows [s, prompt + 1] of token ids for a perplexity.
 
-    `data` is a file of text, an `.npz` with `input_ids` [s, m] or a `.npy` of ids [tokens] or [s,
-    m]; None takes the text that ships with Python, if the model's folder has a tokenizer, or random
-    ids, for which perplexity means nothing. Raises `FeedError` for anything else.
+    `data` is a file of text, an `.npz` with `input_ids` [s, m] or a `.npy` of ids [tokens] or
+    [s, m]. None selects the text that ships with Python if the model's folder has a tokenizer, or
+    otherwise random ids, whose perplexity is meaningless. Raises `FeedError` for anything else.
     """
     length, name = prompt + 1, model.input.name
     if data is None:
@@ -113,22 +113,22 @@ def _text_ids(path: Path, model: Model) -> Array:
     tokenizer = _tokenizer(local(model.source.path))
     if tokenizer is None:
         raise FeedError(
-            f"{path}: is text, but {model.source.path} has no tokenizer",
+            f"{path} is text, but {model.source.path} has no tokenizer",
             hint="copy tokenizer.json into the folder, or give token ids: an .npz with 'input_ids'",
         )
     if path.stat().st_size > TEXT_BYTES:
         raise FeedError(
-            f"{path}: has more than {TEXT_BYTES} bytes, the limit of a text",
-            hint="cut it, or give token ids: an .npz with 'input_ids'",
+            f"{path} has more than {TEXT_BYTES} bytes, the limit for a text",
+            hint="shorten it, or give token ids: an .npz with 'input_ids'",
         )
     try:
         return _ids(tokenizer, path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise FeedError(f"{path}: is not text in UTF-8", hint="give text, .npz or .npy") from error
+        raise FeedError(f"{path} is not UTF-8 text", hint="give text, .npz or .npy") from error
 
 
 def _tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model's folder, None if there is none; code in a folder is never run."""
+    """Returns the tokenizer in a model's folder, or None; never runs code from the folder."""
     folder = folder if folder.is_dir() else folder.parent
     if not any((folder / file).is_file() for file in TOKENIZERS):
         return None
@@ -138,7 +138,7 @@ def _tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # a tokenizer's reader may fail in any way
+    except Exception as error:  # loading a tokenizer may raise anything
         raise FeedError(
             f"{folder}: transformers cannot load its tokenizer: {one_line(error)}",
             hint="give token ids: --data ids.npz with 'input_ids'",
@@ -151,11 +151,11 @@ def _ids(tokenizer: Any, text: str) -> Array:
 
 
 def _windows(ids: Array, model: Model, length: int, where: str) -> LabelledData:
-    """Token ids [tokens] cut into windows, or windows [s, m] as they are."""
+    """Cuts token ids [tokens] into windows; keeps windows [s, m] unchanged."""
     if ids.ndim == 1:
         if len(ids) < length:
             raise FeedError(
-                f"{where}: {len(ids)} tokens, and a prompt with the token after it takes {length}",
+                f"{where}: {len(ids)} tokens, but a prompt and the token after it need {length}",
                 hint="give a longer text, or a smaller --tokens",
             )
         ids = ids[: len(ids) // length * length].reshape(-1, length)
@@ -168,7 +168,7 @@ def _windows(ids: Array, model: Model, length: int, where: str) -> LabelledData:
 
 
 def _archived(path: Path, model: Model) -> LabelledData:
-    """The ids of an `.npz`; its mask excludes tokens if no label does."""
+    """Reads the ids of an `.npz`; without labels, its mask excludes tokens."""
     data = several_inputs(path, model, 0)
     mask = data.beside.get("attention_mask")
     labels = data.labels
@@ -182,7 +182,7 @@ def _archived(path: Path, model: Model) -> LabelledData:
 
 
 def targets_of(ids: Array, mask: Array) -> Labels:
-    """Returns the next id at each position [s, m], if the mask has both."""
+    """Returns the next id at each position [s, m] if the mask includes both."""
     targets = np.full_like(ids, IGNORED)
     both = (mask[:, :-1] != 0) & (mask[:, 1:] != 0)
     targets[:, :-1] = np.where(both, ids[:, 1:], IGNORED)
@@ -190,9 +190,9 @@ def targets_of(ids: Array, mask: Array) -> Labels:
 
 
 def python_topics() -> list[str]:
-    """Returns the topics of this Python's `pydoc`, in ASCII, by their names.
+    """Returns the topics of this Python's `pydoc`, in ASCII, sorted by name.
 
-    Each version of Python has its own text, so figures from two of them differ a little.
+    The text depends on the version of Python, so figures from two versions differ a little.
     """
     from pydoc_data.topics import topics
 
@@ -202,7 +202,7 @@ def python_topics() -> list[str]:
 def phase_inputs(phase: Phase, x: Inputs, base: PyTorch) -> dict[str, Array]:
     """Returns the inputs of a call for windows [b, m]: the prompt, or the rest with its cache.
 
-    The cache is that of the untouched model, the same for all that are measured.
+    The cache is computed by the untouched model, so it is the same in all measurements.
     """
     ids, (name, *_) = first_of(x), (port.name for port in base.ports)
     mask = None if isinstance(x, np.ndarray) else x.get("attention_mask")
@@ -221,4 +221,4 @@ def _cut(name: str, ids: Array, mask: Array | None, start: int, end: int) -> dic
 
 
 LANGUAGE = SequenceBenchmark("language", data=_sequences, phases=phases_of, inputs=phase_inputs)
-"""The benchmark of language models."""
+"""How a benchmark measures language models."""

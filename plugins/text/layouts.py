@@ -1,6 +1,6 @@
-"""Writes a language model's files in another program's layout: a separate folder in the bundle.
+"""Writes a language model's files in another program's layout, in a separate folder of the bundle.
 
-Its weights are a copy, because ONNX opens no weights that are links.
+The folder has a copy of the weights, because ONNX does not open weights that are links.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ if TYPE_CHECKING:
 API = 1
 
 GRAPHS = "onnx"
-"""The folder of the graphs, in that of the layout."""
+"""The subfolder for the graphs."""
 
 CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
-"""The name of transformers 5 for a tokenizer of any kind, and the earlier one."""
+"""The class name of any tokenizer in transformers 5, and the name in earlier versions."""
 
 BATCH = "batch_size"
-"""The name of the axis in these programs: transformers.js makes the empty cache by this name."""
+"""The name of the batch axis in these programs: transformers.js needs it to create the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutRecord:
     """How a program reads a folder.
 
-    For the types of models in `known` it finds the sizes of the cache in their own `config.json`;
-    for all others `alias` is a type of which it reads exactly the sizes that the layout writes.
-    `suffixes` are the endings of graphs' names by precision.
+    For the model types in `known`, it finds the sizes of the cache in their own `config.json`; for
+    all others, `alias` is a type for which it reads exactly the sizes that the layout writes.
+    `suffixes` has the endings of graphs' names by precision.
     """
 
     known: frozenset[str]
@@ -70,7 +70,7 @@ SUFFIXES: Mapping[Precision, str] = {
 }
 
 DTYPES: Mapping[Precision, str] = {"fp32": "fp32", "fp16": "fp16", "int8": "q8", "int4": "q4"}
-"""The names of the precisions in transformers.js."""
+"""The names of graphs by precision in transformers.js."""
 
 LAYOUTS: Mapping[TextLayout, LayoutRecord] = {
     "transformers-js": LayoutRecord(
@@ -95,8 +95,8 @@ def _check(layout: TextLayout, options: ExportOptions, model: Model | None) -> I
     precision, served = options.precision, LAYOUTS[layout].suffixes
     if precision not in served:
         yield (
-            f"--layout {layout}: it has no name for --precision {precision}",
-            f"--precision is one of {', '.join(served)}",
+            f"--layout {layout}: it does not support --precision {precision}",
+            f"use --precision {', '.join(served)}",
         )
     if model is None:
         return
@@ -105,12 +105,12 @@ def _check(layout: TextLayout, options: ExportOptions, model: Model | None) -> I
     if not writes_text(model, options):
         yield (
             f"--layout {layout}: it needs a causal language model with a cache",
-            "leave --layout out",
+            "omit --layout",
         )
     folder = model.source.files[0].parent
     if not (folder / TOKENIZER_FILE).is_file():
         yield (
-            f"--layout {layout}: {folder} holds no {TOKENIZER_FILE}",
+            f"--layout {layout}: {folder} has no {TOKENIZER_FILE}",
             "save the model's tokenizer there",
         )
 
@@ -118,7 +118,7 @@ def _check(layout: TextLayout, options: ExportOptions, model: Model | None) -> I
 def with_layout(
     layout: TextLayout, export: Export, directory: Path, manifest: Manifest
 ) -> Manifest:
-    """Writes the folder of a layout into a bundle's and returns the manifest that lists it."""
+    """Writes the folder of a layout into a bundle; returns the manifest that lists it."""
     del export
     import onnx
 
@@ -166,7 +166,7 @@ def with_layout(
 
 
 def _moved(model: ModelProto, weights: str) -> set[str]:
-    """Renames a graph's weights file, and its batch axis; returns the files before."""
+    """Renames a graph's weights file and batch axis; returns the previous files."""
     before = set()
     for tensor in model.graph.initializer:
         for entry in tensor.external_data:

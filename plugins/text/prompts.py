@@ -1,6 +1,6 @@
-"""Tokenises prompts in another process (`encoder.py`), within a time limit.
+"""Tokenises prompts in another process (`encoder.py`) within a time limit.
 
-The time of Hugging Face's `tokenizers` grows with the length of a text.
+The time that Hugging Face's `tokenizers` needs grows with the length of a text.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .server.protocol import Asked, NoSuchModelError
 ENCODER = "moexport.plugins.text.encoder"
 
 LOADING_S = 60
-"""The time to load a tokenizer: one of 200,000 words takes two seconds."""
+"""The time limit for loading a tokenizer: one with 200,000 words takes two seconds."""
 
 LIMIT_S = 10
-"""The time for the tokens of a prompt, and a second more for each MiB of it."""
+"""The time limit for tokenising a prompt; each MiB adds a second."""
 
 CLOSING_S = 5
-"""The time after which the process is ended if it does not end its copy by itself."""
+"""The extra time after which the process is killed if it has not killed its copy itself."""
 
 
 class Prompts:
-    """Tokenises prompts for a bundle's folder and a context of a number of tokens.
+    """Tokenises prompts with the tokenizer in a bundle's folder; `context` limits their tokens.
 
     Raises `MissingExtraError` without `tokenizers` and Jinja, and `BundleError` for a tokenizer
     that cannot be loaded.
@@ -45,7 +45,7 @@ class Prompts:
         self._start()
 
     def tokens(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Returns the tokens of a text, or of a chat in the form of the model's template.
+        """Returns the tokens of a text, or of a chat as formatted by the model's template.
 
         Raises `UsageError` for a prompt that the model does not accept, and `EngineError` if it
         takes too long.
@@ -56,7 +56,7 @@ class Prompts:
     def completion(
         self, body: bytes, name: str, most: int, *, chat: bool
     ) -> tuple[Asked, list[int]]:
-        """Returns a client's request, and the tokens of its prompt.
+        """Returns a client's request and the tokens of its prompt.
 
         A text has at most `most` tokens. Raises as `tokens` does, and `NoSuchModelError`.
         """
@@ -72,7 +72,7 @@ class Prompts:
             answer = self._answer(line + b"\n" + body, seconds + CLOSING_S)
         if not answer:
             raise EngineError(
-                f"{self._folder}: no tokens of a prompt within {seconds} s and 4 GB of memory",
+                f"{self._folder}: a prompt was not tokenised within {seconds} s and 4 GB of memory",
                 hint="a pattern of tokenizer.json or the chat template does not end",
             )
         if "error" in answer:
@@ -89,7 +89,7 @@ class Prompts:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,  # a Ctrl-C reaches only this process
+            start_new_session=True,  # so that Ctrl-C reaches only this process
         )
         self._end = weakref.finalize(self, _end, self._process)
         if self._answer(b"", LOADING_S) is None:
@@ -99,7 +99,7 @@ class Prompts:
             )
 
     def _answer(self, asked: bytes, seconds: int) -> Any:
-        """The process's answer; None if it ends, or is ended after a time limit."""
+        """Returns the process's answer, or None if it ends or is killed after a time limit."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         timer = Timer(seconds, process.kill)

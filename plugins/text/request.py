@@ -1,4 +1,4 @@
-"""The options for language models: texts, serving, a folder for a program. Loads nothing."""
+"""The options for language models: texts, serving, layouts. Imports no large library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...errors import UsageError
 API = 1
 
 TextLayout = Literal["transformers-js", "optimum"]
-"""The programs with their own folder layout; the step of that name writes it (`layouts.py`)."""
+"""The programs with their own folder layout; for each, `layouts.py` has a step of this name."""
 
 LEAST_TOP_P = 2.0**-149
 """The smallest 32-bit number above 0; 0 would draw from all tokens."""
@@ -51,13 +51,13 @@ class GenerateRequest(Request):
 
     chat: bool = option(
         False,
-        "Take the prompt for a user's message, as the model's chat template writes it.",
+        "Treat the prompt as a user's message, formatted by the model's chat template.",
     )
-    system: str | None = option(None, "A system message before it.", unset="none")
+    system: str | None = option(None, "A system message before the prompt.", unset="none")
     max_tokens: int = option(256, "The largest number of tokens to generate.")
     temperature: float | None = option(
         None,
-        "The temperature: scores are divided by it before a token is drawn; 0 takes the most "
+        "The temperature: scores are divided by it before a token is drawn; 0 selects the most "
         "likely token.",
         unset="the model's own",
     )
@@ -69,9 +69,7 @@ class GenerateRequest(Request):
     top_k: int | None = option(
         None, "Draw from this many of the most likely tokens.", unset="the model's own"
     )
-    seed: int | None = option(
-        None, "The same seed draws the same tokens.", unset="another one each time"
-    )
+    seed: int | None = option(None, "The same seed draws the same tokens.", unset="a random one")
     context: int | None = option(
         None,
         "The largest number of tokens of prompt and text together, for which the cache has room.",
@@ -102,10 +100,10 @@ class GenerateRequest(Request):
                 spelling = spelled(GenerateRequest, name)
                 raise UsageError(
                     f"{spelling} {getattr(self, name)}: it must be {wanted}",
-                    hint=f"leave {spelling} out for the default",
+                    hint=f"omit {spelling} for the default",
                 )
         if "" in self.stop:
-            raise UsageError("--stop: it is empty", hint="leave it out")
+            raise UsageError("--stop: it is empty", hint="omit it")
         if self.system is not None and not self.chat:
             raise UsageError("--system: only a chat has a system message", hint="add --chat")
 
@@ -114,7 +112,7 @@ class GenerateRequest(Request):
 class ServeRequest(Request):
     """The options of serving a language model."""
 
-    host: str = option("127.0.0.1", "The address to listen at; 0.0.0.0 is every address.")
+    host: str = option("127.0.0.1", "The address to listen on; 0.0.0.0 is every address.")
     port: int = option(8080, "The port.")
     name: str | None = option(None, "The model's name in requests.", unset="the bundle's folder")
     max_tokens: int = option(

@@ -18,13 +18,13 @@ def triton(
 ) -> list[ServedModel]:
     """Writes bundles to a model repository of Triton Inference Server; returns its models.
 
-    Bundles of one network with different k become a model each, and an ensemble of all. `out` is
-    the repository: a new folder, or one that holds other models or versions.
+    Bundles of one network with different k become one model each, plus an ensemble of all. `out` is
+    the repository: a new folder, or one with other models or versions.
 
     Raises:
         UsageError: the options do not fit a bundle.
         BundleError: a bundle's files have changed.
-        OutputError: the repository already holds that version.
+        OutputError: the repository already has that version.
     """
     from ...exporter.bundle.bundle import Bundle
     from .repository import write_repository

@@ -74,7 +74,7 @@ def triton(
 
 
 def served_text(repository: Path, model: ServedModel) -> str:
-    """A line about a model of a repository."""
+    """Describes a model of a repository in one line."""
     facts = model.as_json()
     batch = facts["max_batch_size"]
     batches = f"batches to {batch}" if batch else "not batched by Triton"

@@ -1,8 +1,8 @@
-"""`config.pbtxt`: a model's configuration for Triton, in protobuf's text format.
+"""Writes `config.pbtxt`, a model's configuration for Triton, in protobuf's text format.
 
-The fields are those of `ModelConfig` in model_config.proto (triton-inference-server/common) and of
-the page "Model Configuration", read in November 2026; a test reads the text with the protobuf of
-NVIDIA's own client.
+The fields are from `ModelConfig` in model_config.proto (triton-inference-server/common) and from
+the page "Model Configuration", as of November 2026; a test parses the text with the protobuf
+definitions of NVIDIA's client.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TYPES = {
 }
 
 WARM_UP = "warmup"
-"""The folder of a model in which Triton looks for the files of `model_warmup`."""
+"""The subfolder of a model in which Triton looks for the files of `model_warmup`."""
 
 
 class Word(str):
@@ -36,7 +36,7 @@ class Word(str):
 
 
 def text(fields: Mapping[str, Any]) -> str:
-    """Returns a message in protobuf's text format; a list is a field that is repeated."""
+    """Returns a message in protobuf's text format; a list is a repeated field."""
     return "".join(f"{line}\n" for line in _lines(fields))
 
 
@@ -57,11 +57,13 @@ def _lines(fields: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def port(record: TensorSpec, *, batched: bool, **more: Any) -> dict[str, Any]:
-    """Returns an input or output: a dynamic size is -1, and Triton adds the batch."""
+    """Returns an input or output: a dynamic size is -1, and Triton adds the batch axis."""
     shape = record.shape[1:] if batched else record.shape
     sizes = [size if isinstance(size, int) else -1 for size in shape]
     if record.dtype not in TYPES:
-        raise BundleError(f"'{record.name}' is of type {record.dtype[:40]!r}, which Triton lacks")
+        raise BundleError(
+            f"'{record.name}' is of type {record.dtype[:40]!r}, which Triton does not support"
+        )
     return {"name": record.name, "data_type": Word(TYPES[record.dtype]), "dims": sizes, **more}
 
 
@@ -71,9 +73,10 @@ def entries(values: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def warm_up(inputs: Mapping[str, np.ndarray], sizes: Sequence[int], *, batched: bool) -> list[Any]:
-    """Returns the requests that Triton makes with these inputs before it is ready.
+    """Returns the requests with these inputs that Triton runs before it is ready.
 
-    If Triton batches, each is one input, which it repeats up to each of the sizes; else a batch.
+    If Triton batches, a request is one input, which Triton repeats to each of the sizes; otherwise
+    it is a batch.
     """
     described = [
         {
@@ -93,5 +96,5 @@ def warm_up(inputs: Mapping[str, np.ndarray], sizes: Sequence[int], *, batched: 
 
 
 def file_name(tensor: str) -> str:
-    """Returns a valid name of a file for a tensor."""
+    """Returns a valid file name for a tensor."""
     return "".join(c if c.isalnum() else "_" for c in tensor)

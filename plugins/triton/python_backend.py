@@ -1,4 +1,4 @@
-"""A bundle in Triton's Python backend, through moexport, without PyTorch: a version's `model.py`.
+"""Runs a bundle in Triton's Python backend, without PyTorch; it becomes a version's `model.py`.
 
 Triton's Python needs requirements-run.txt and moexport. Requests with the same k, inputs and shapes
 run as one batch. If a bundle refuses a request (for its k or shape), only that request fails.
@@ -35,12 +35,12 @@ class TritonPythonModel:
         self._k = int(parameters["k"]) if "k" in parameters else None
         self._inputs = [port["name"] for port in config["input"] if port["name"] != "k"]
         self._outputs = [port["name"] for port in config["output"]]
-        # A server built for NumPy 1 silently misreads arrays of NumPy 2, as 2.51 does; the first
-        # request shows it. Through DLPack both read the same.
+        # A server built for NumPy 1, such as 2.51, silently misreads arrays of NumPy 2; the first
+        # request shows this. Through DLPack, both read the same values.
         self._takes_arrays: bool | None = None
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Returns the responses to requests, in their order."""
+        """Returns the responses in the order of the requests."""
         responses: list[Any] = [None] * len(requests)
         together: dict[Any, list[tuple[int, dict[str, np.ndarray]]]] = {}
         for index, request in enumerate(requests):
@@ -57,7 +57,7 @@ class TritonPythonModel:
         return responses
 
     def _inputs_and_k(self, request: Any) -> tuple[dict[str, np.ndarray], int | None]:
-        """A request's inputs and its k; omitted ones have defaults."""
+        """Returns a request's inputs and k, with defaults for omitted ones."""
         tensors = ((n, triton.get_input_tensor_by_name(request, n)) for n in self._inputs)
         arrays = {name: self._array(tensor) for name, tensor in tensors if tensor is not None}
         tensor = None if self._k is None else triton.get_input_tensor_by_name(request, "k")
@@ -66,15 +66,15 @@ class TritonPythonModel:
         ks = {int(value) for value in self._array(tensor).ravel()}
         if len(ks) != 1:
             raise FeedError(
-                f"the request asks for k = {', '.join(map(str, sorted(ks)))}",
-                hint="send a request for each k",
+                f"the request has several k: {', '.join(map(str, sorted(ks)))}",
+                hint="send a separate request for each k",
             )
         return arrays, ks.pop()
 
     def _answers(
         self, parts: Sequence[tuple[int, dict[str, np.ndarray]]], k: int | None
     ) -> list[Any]:
-        """The responses to requests that may be one batch; one by one if that is refused."""
+        """Answers requests as one batch, or one by one if the bundle refuses the batch."""
         batches = [arrays for _, arrays in parts]
         inputs = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
         try:
@@ -101,7 +101,7 @@ class TritonPythonModel:
     def _tensor(self, name: str, array: np.ndarray) -> Any:
         if self._takes_arrays:
             return triton.Tensor(name, array)
-        with contextlib.redirect_stderr(None):  # it complains about a capsule's name, and continues
+        with contextlib.redirect_stderr(None):  # hides a harmless warning about a capsule's name
             return triton.Tensor.from_dlpack(name, array)
 
 

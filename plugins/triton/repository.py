@@ -42,20 +42,20 @@ CONFIG = "config.pbtxt"
 DELAY_US = 100
 
 BUNDLE = "bundle"
-"""The folder of a version in which the Python backend finds its bundle."""
+"""The subfolder of a version with the bundle for the Python backend."""
 
 PROGRAM = Path(__file__).with_name("python_backend.py")
 
 LONGEST_NAME = 255
-"""Bytes of a folder's name in common file systems."""
+"""The longest name of a folder in common file systems, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """One model of a repository.
 
-    `interface` is common to all its versions, and a user may change `settings` by hand. `files` are
-    the contents of a version, to be copied or written; `beside` those next to the versions.
+    All versions share `interface`, and a user may edit `settings`. `files` has the contents of a
+    version, to copy or write; `beside` has the files next to the versions.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ServedModel:
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The model as plain data."""
+        """Returns the model as plain data."""
         interface = self.interface
         return {
             "name": self.name,
@@ -81,11 +81,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class _BackendForm:
-    """A bundle in the form of one backend.
+    """A bundle in the form for one backend.
 
-    `optional`: inputs with a default may be left out; `k` describes the input k without its type.
-    `file` is the model's, if it is not the backend's usual name. `instance` holds fields of the
-    instances, `parameters` those of the backend.
+    If `optional`, requests may omit inputs with a default. `k` describes the input k without its
+    type. `file` is the model's file if its name is not the backend's usual one. `instance` has the
+    fields of the instances, and `parameters` those of the backend.
     """
 
     max_batch: int
@@ -104,7 +104,7 @@ def write_repository(
     place: Path,
     options: TritonRequest | None = None,
 ) -> list[ServedModel]:
-    """Writes the models of bundles to a repository, each whole or not at all; returns them.
+    """Writes the models of bundles to a repository, each completely or not at all; returns them.
 
     Raises `UsageError` for bundles that cannot be served with these options, `BundleError` for a
     bundle that has changed, and `OutputError` for an existing model or version, unless `force`.
@@ -129,7 +129,7 @@ def write_repository(
 
 
 def planned(bundles: Sequence[Bundle], options: TritonRequest) -> Iterator[ServedModel]:
-    """Yields the models of bundles, and last the ensemble if there are several."""
+    """Yields the models of bundles and then, if there are several, the ensemble."""
     name = options.name or _default_name(bundles[0])
     if len(bundles) == 1:
         yield _served(bundles[0], name, options)
@@ -139,13 +139,13 @@ def planned(bundles: Sequence[Bundle], options: TritonRequest) -> Iterator[Serve
         if bundle.manifest.k == "input":
             raise UsageError(
                 f"{bundle.path}: k is an input of its graph, so it needs no other bundle",
-                hint="serve it alone: each request may choose its k",
+                hint="serve it alone: each request can choose its k",
             )
         k = "-".join(dict.fromkeys(str(layer.k) for layer in bundle.manifest.layers))
         if k in members:
             raise UsageError(
                 f"{bundle.path}: k = {k}, as in another of the bundles",
-                hint="an ensemble takes bundles with different k; serve this one by itself, with "
+                hint="an ensemble needs bundles with different k; serve this one separately, with "
                 "another --name",
             )
         members[k] = _served(bundle, f"{name}-k{k}", options)
@@ -154,7 +154,7 @@ def planned(bundles: Sequence[Bundle], options: TritonRequest) -> Iterator[Serve
 
 
 def _default_name(bundle: Bundle) -> str:
-    """The name of the checkpoint, or of the factory, of a bundle."""
+    """Returns the name of a bundle's checkpoint or factory."""
     stem = Path(bundle.manifest.source.path.rpartition(":")[2]).stem
     name = re.sub(r"[^\w.-]", "-", stem, flags=re.ASCII).lstrip("-.")
     return name or "model"
@@ -191,9 +191,9 @@ def _served(bundle: Bundle, name: str, options: TritonRequest) -> ServedModel:
         }
     elif options.delay_us is not None:
         raise UsageError(
-            f"--delay-us {options.delay_us}: Triton makes no batches of requests to {bundle.path}",
-            hint="leave --delay-us out; a graph with a dynamic batch and without the input k, or "
-            "--backend python, can be batched",
+            f"--delay-us {options.delay_us}: Triton does not batch requests to {bundle.path}",
+            hint="omit --delay-us; Triton can batch a graph with a dynamic batch and without the "
+            "input k, or --backend python",
         )
     if form.parameters:
         settings["parameters"] = config.entries(form.parameters)
@@ -203,7 +203,7 @@ def _served(bundle: Bundle, name: str, options: TritonRequest) -> ServedModel:
         sizes = sorted({1, min(batch.opt, form.max_batch)}) if batched else [1]
         settings["model_warmup"] = config.warm_up(samples, sizes, batched=batched)
     else:
-        notes = (*notes, f"{name}: no warm-up: the bundle holds no reference inputs")
+        notes = (*notes, f"{name}: no warm-up, because the bundle has no reference inputs")
     return ServedModel(
         name=name,
         interface={
@@ -226,7 +226,7 @@ def _backend(bundle: Bundle, options: TritonRequest) -> ServingBackend:
         return options.backend
     if any(record.flavour == "tensorrt" for record in engines_of(bundle.manifest)):
         return "tensorrt"
-    # Triton's OpenVINO backend cannot be set to keep FP32, in which experts are chosen.
+    # Triton's OpenVINO backend has no setting to keep FP32, which the choice of experts needs.
     return "python" if runtime_of(bundle.manifest.target) == "openvino" else "onnxruntime"
 
 
@@ -265,7 +265,7 @@ def _experts(bundle: Bundle) -> int:
 
 
 def _k(bundle: Bundle, options: TritonRequest) -> int:
-    """The k of requests without one."""
+    """Returns the k for requests that have none."""
     return options.k or _experts(bundle)
 
 
@@ -277,10 +277,10 @@ def _batches(bundle: Bundle) -> AxisRange:
 
 
 def _most(bundle: Bundle) -> int:
-    """The largest batch, 0 if Triton cannot make one.
+    """Returns the largest batch, or 0 if Triton cannot batch.
 
-    It cannot if the batch size is a constant of the graph, or if inputs are computed together,
-    which Triton would mix.
+    It cannot if the batch size is a constant of the graph, or if inputs in a batch influence each
+    other, because Triton would mix requests.
     """
     batches, port = _batches(bundle), bundle.manifest.inputs[0]
     return 0 if isinstance(port.shape[0], int) or port.groups_of else batches.max
@@ -293,25 +293,25 @@ def _onnxruntime(bundle: Bundle, options: TritonRequest) -> _BackendForm:
     target = TARGETS[manifest.target]
     if target.integers in QDQ and manifest.precision in ("int8", "fp8"):
         raise UsageError(
-            f"--backend onnxruntime: {bundle.path} is quantized for {manifest.target}, and ONNX "
-            "Runtime fuses that to wrong products",
-            hint="export with --target ort-cpu, or use --backend python, which runs it unfused",
+            f"--backend onnxruntime: {bundle.path} is quantized for {manifest.target}, which ONNX "
+            "Runtime's fusions compute wrongly",
+            hint="export with --target ort-cpu, or use --backend python, which disables fusion",
         )
     if manifest.precision == "bf16" and _device(bundle, options) == "cpu":
         raise UsageError(
-            "--backend onnxruntime: ONNX Runtime has no BF16 on a CPU",
+            "--backend onnxruntime: ONNX Runtime does not support BF16 on a CPU",
             hint="use --device gpu, or --backend python, which emulates BF16",
         )
     notes = []
     if len(manifest.graphs) > 1:
-        notes.append(f"{bundle.path.name}: only {MAIN_GRAPH} is served, of several graphs")
+        notes.append(f"{bundle.path.name}: only {MAIN_GRAPH} of several graphs is served")
     if any(port.default is not None for port in manifest.inputs):
         notes.append(f"{bundle.path.name}: requests must give every input")
     file = bundle.graph_file()
     model = onnx.load(file, load_external_data=False)
     content: Path | bytes = file
     if takes_k:
-        # An initializer with an input's name is its default; Triton calls such an input optional.
+        # An initializer with an input's name is its default; in Triton, such an input is optional.
         default = np.array([_k(bundle, options)], np.int64)
         model.graph.initializer.append(onnx.numpy_helper.from_array(default, K_INPUT))
         content = model.SerializeToString()
@@ -322,7 +322,7 @@ def _onnxruntime(bundle: Bundle, options: TritonRequest) -> _BackendForm:
         files |= {f"{MAIN_GRAPH}/{name}": bundle.path / name for name in weights}
     threads = options.threads
     return _BackendForm(
-        # Triton's batches have a batch axis in every input, and k has none.
+        # Triton requires a batch axis in every input, and k has none.
         max_batch=0 if takes_k else _most(bundle),
         files=files,
         outputs=manifest.outputs,
@@ -355,8 +355,8 @@ def _openvino(bundle: Bundle, options: TritonRequest) -> _BackendForm:
         if threads is None
         else parameters | {"INFERENCE_NUM_THREADS": str(threads)},
         notes=(
-            f"{bundle.path.name}: Triton's OpenVINO backend computes FP32 in BF16 on CPUs with "
-            "instructions for it, the choice of experts too; --backend python keeps FP32",
+            f"{bundle.path.name}: Triton's OpenVINO backend computes FP32, even the choice of "
+            "experts, in BF16 on CPUs that support it; --backend python keeps FP32",
         ),
     )
 
@@ -369,8 +369,8 @@ def _tensorrt(bundle: Bundle, options: TritonRequest) -> _BackendForm:
     ):
         if held:
             raise EngineError(
-                f"{bundle.path / record.file}: built with {option}: Triton puts no weights into an "
-                "engine",
+                f"{bundle.path / record.file} was built with {option}, but Triton cannot add "
+                "weights to an engine",
                 hint=f"build it again without {option}",
             )
     idle = {"k": options.k, "threads": options.threads, "device": options.device}
@@ -378,7 +378,7 @@ def _tensorrt(bundle: Bundle, options: TritonRequest) -> _BackendForm:
         if value not in (None, "gpu"):
             raise UsageError(
                 f"--{name} {value}: an engine runs on the GPU, with the k of the request",
-                hint=f"leave --{name} out",
+                hint=f"omit --{name}",
             )
     plan = find_plan(bundle.path / record.file)
     smallest = min(span.min[0] for span in record.ranges)
@@ -391,16 +391,16 @@ def _tensorrt(bundle: Bundle, options: TritonRequest) -> _BackendForm:
         outputs=[*_engine_outputs(bundle, record)],
         k={"is_shape_tensor": True},
         instance={"profile": [str(index) for index in range(len(record.ranges))]},
-        notes=(f"{record.file}: Triton's TensorRT must be {record.version}, which built it",),
+        notes=(f"{record.file} needs a Triton with TensorRT {record.version}, which built it",),
     )
 
 
 def _engine_outputs(bundle: Bundle, record: EngineRecord) -> Iterator[TensorSpec]:
-    """The engine's outputs: those of its graph, and those of `--expose-routing`."""
+    """Yields the engine's outputs: those of its graph, and those of `--expose-routing`."""
     known = {port.name: port for port in bundle.manifest.outputs}
     for name in record.settings.get("outputs", [*known]):
         if not isinstance(name, str):
-            raise BundleError(f"{record.file}: the manifest's outputs of the engine are not names")
+            raise BundleError(f"{record.file}: the engine's outputs in the manifest are not names")
         sets = name.endswith(f"/{SELECTED}")
         shape = ("batch", "k") if sets else ("batch", "tokens", "experts")
         yield known.get(name) or TensorSpec(name, "int64" if sets else "float32", shape)
@@ -429,7 +429,7 @@ def _python(bundle: Bundle, options: TritonRequest) -> _BackendForm:
 
 
 def _samples(bundle: Bundle, options: TritonRequest, *, batched: bool) -> dict[str, np.ndarray]:
-    """One input of the parity check, or a batch of them if its size is fixed; empty without any."""
+    """Returns an input of the parity check, or a batch if its size is fixed; may be empty."""
     manifest = bundle.manifest
     if PARITY_FILE not in manifest.files or manifest.inputs[0].dtype == "bfloat16":
         return {}
@@ -448,7 +448,7 @@ def _samples(bundle: Bundle, options: TritonRequest, *, batched: bool) -> dict[s
 
 
 def _ensemble(name: str, members: Mapping[str, ServedModel]) -> ServedModel:
-    """A model that calls every member, and returns its outputs as `OUTPUT_kK`."""
+    """Returns a model that calls every member, and returns its outputs as `OUTPUT_kK`."""
     first = next(iter(members.values()))
     inputs = first.interface["input"]
     outputs, steps = [], []
@@ -456,7 +456,7 @@ def _ensemble(name: str, members: Mapping[str, ServedModel]) -> ServedModel:
         if member.interface["input"] != inputs:
             raise UsageError(
                 f"the inputs of {member.name} differ from those of {first.name}",
-                hint="an ensemble takes bundles of one network with different k",
+                hint="an ensemble needs bundles of one network with different k",
             )
         named = {port["name"]: f"{port['name']}_k{k}" for port in member.interface["output"]}
         outputs += [{**port, "name": named[port["name"]]} for port in member.interface["output"]]
@@ -485,7 +485,7 @@ def _ensemble(name: str, members: Mapping[str, ServedModel]) -> ServedModel:
 
 
 def _check_free(folder: Path, model: ServedModel, options: TritonRequest) -> None:
-    """Raises `OutputError` if a model's version exists, or a different model.
+    """Raises `OutputError` if a model's version exists, or if another model has its name.
 
     Raises `UsageError` for a name that no folder can have.
     """
@@ -499,12 +499,12 @@ def _check_free(folder: Path, model: ServedModel, options: TritonRequest) -> Non
         return
     if not (folder / CONFIG).is_file():
         raise OutputError(
-            f"{folder}: exists and is not a model of a Triton repository; it was not changed",
+            f"{folder} exists but is not a model of a Triton repository; it was not changed",
             hint="choose another -o or --name",
         )
     if (folder / str(options.version)).exists():
         raise OutputError(
-            f"{folder}: holds a version {options.version}",
+            f"{folder} already has a version {options.version}",
             hint=f"--version {options.version + 1} adds one; --force replaces the model",
         )
     if not (folder / CONFIG).read_bytes().startswith(config.text(model.interface).encode()):
@@ -516,9 +516,9 @@ def _check_free(folder: Path, model: ServedModel, options: TritonRequest) -> Non
 
 
 def _stage(model: ServedModel, folder: Path, existing: Path, options: TritonRequest) -> None:
-    """Writes a model's folder, with its existing versions.
+    """Writes a model's folder, including its existing versions.
 
-    Their common files stay as they are: a user may have changed them.
+    Files that all versions share stay unchanged, because a user may have edited them.
     """
     if existing.exists() and not options.force:
         shutil.copytree(existing, folder, copy_function=_linked)
@@ -538,7 +538,7 @@ def _stage(model: ServedModel, folder: Path, existing: Path, options: TritonRequ
 
 
 def _linked(source: str, target: str) -> None:
-    """Links a file of a version that stays, or copies it if the file system has no links."""
+    """Links a file of an existing version, or copies it if the file system has no links."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,4 +1,4 @@
-"""The options of `triton`. Importing this loads nothing."""
+"""The options of `triton`. This module imports no large library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...common.text import near_miss
 from ...errors import UsageError
 
 ServingBackend = Literal["onnxruntime", "openvino", "tensorrt", "python"]
-"""The backends of Triton: the names in `plugins.triton.repository`."""
+"""The supported backends of Triton."""
 
 
 Device = Literal["cpu", "gpu"]
@@ -25,19 +25,19 @@ class TritonRequest(Request):
     name: str | None = option(
         None,
         "The name of the model, or of the ensemble.",
-        unset="that of the checkpoint",
+        unset="the checkpoint's",
     )
     backend: ServingBackend | None = option(
         None,
         "The Triton backend: onnxruntime, openvino, tensorrt (runs the engine) or python (moexport "
         "without PyTorch).",
-        unset="tensorrt if the bundle has such an engine, python for openvino, else onnxruntime",
+        unset="tensorrt if the bundle has an engine, python for openvino, otherwise onnxruntime",
     )
     device: Device | None = option(
-        None, "The device of the instances: cpu or gpu.", unset="that of the bundle's target"
+        None, "The device of the instances: cpu or gpu.", unset="the bundle's"
     )
     k: int | None = option(
-        None, "The k of requests without one, if k is an input of the graph.", unset="all experts"
+        None, "The default k of a request, if k is an input of the graph.", unset="all experts"
     )
     version: int = option(1, "The version number to write.")
     instances: int = option(1, "The number of instances per model.")
@@ -57,7 +57,7 @@ class TritonRequest(Request):
                 raise UsageError(f"--{name} {value}: unknown value", hint=near_miss(value, known))
         if self.name is not None and not re.fullmatch(r"\w[\w.-]*", self.name, re.ASCII):
             raise UsageError(
-                f"--name {self.name}: a model's name has letters, digits, _, - and .",
+                f"--name {self.name}: a model's name may contain only letters, digits, _, - and .",
                 hint="for example --name vit",
             )
         for name in ("version", "instances", "threads"):

@@ -100,14 +100,22 @@ def test_other_numbers_of_idx_files_are_read(kind: int, dtype: str, tmp_path: Pa
     ("name", "change", "message"),
     [
         ("t10k-labels-idx1-ubyte", None, r"lacks t10k-labels-idx1-ubyte"),
-        ("train-images-idx3-ubyte", lambda b: b[:-1], r"should hold 15,680 bytes .* holds 15,679"),
-        ("train-images-idx3-ubyte", lambda b: b + b"\0", r"should hold 15,680 .* holds more"),
-        ("train-images-idx3-ubyte", lambda b: b[:9], r"is no IDX file of images: its sizes are"),
-        ("train-images-idx3-ubyte", lambda _: b"<html>", r"is no IDX file: it begins with b'<htm'"),
+        ("train-images-idx3-ubyte", lambda b: b[:-1], r"should have 15,680 bytes .* has 15,679"),
+        ("train-images-idx3-ubyte", lambda b: b + b"\0", r"should have 15,680 .* has more"),
+        (
+            "train-images-idx3-ubyte",
+            lambda b: b[:9],
+            r"is not an IDX file of images: its sizes are",
+        ),
+        (
+            "train-images-idx3-ubyte",
+            lambda _: b"<html>",
+            r"is not an IDX file: it begins with b'<htm'",
+        ),
         (
             "train-images-idx3-ubyte",
             lambda b: b[:4] + b"\xff" * 12,
-            r"is no IDX file of images: its sizes are \(4294967295, ",
+            r"is not an IDX file of images: its sizes are \(4294967295, ",
         ),
         (
             "train-images-idx3-ubyte",
@@ -156,15 +164,15 @@ def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"input": IMAGES, "label": LABELS}, r"holds input, label, and not the four of MNIST"),
+        ({"input": IMAGES, "label": LABELS}, r"has input, label, not the four arrays of MNIST"),
         (
             {"x_train": IMAGES.astype(np.float32)},
-            r"'x_train' holds pixels from 0 to 255; of dtype float32 they are from 0 to 1",
+            r"'x_train' has pixels from 0 to 255, but with dtype float32 they must be from 0 to 1",
         ),
-        ({"x_train": IMAGES.astype(np.int16) - 1}, r"'x_train' holds pixels from -1 to 254"),
+        ({"x_train": IMAGES.astype(np.int16) - 1}, r"'x_train' has pixels from -1 to 254"),
         (
             {"x_test": np.full((10, 28, 28), np.nan, np.float32)},
-            r"'x_test' holds pixels from nan to nan",
+            r"'x_test' has pixels from nan to nan",
         ),
         ({"x_train": IMAGES.astype(str)}, r"'x_train' has dtype <U\d+, but pixels are numbers"),
         ({"x_test": IMAGES[:0], "y_test": LABELS[:0]}, r"'x_test' has shape \(0, 28, 28\)"),
@@ -188,5 +196,5 @@ def test_arrays_that_are_no_mnist_are_refused(
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FeedError, match="no such file or folder"):
         read_mnist(tmp_path / "mnist")
-    with pytest.raises(FeedError, match="holds none of MNIST's IDX files"):
+    with pytest.raises(FeedError, match="has none of MNIST's IDX files"):
         read_mnist(tmp_path)

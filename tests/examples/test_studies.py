@@ -165,7 +165,7 @@ def test_the_norm_is_learned_with_the_settings_of_appendix_b() -> None:
     assert TASK.shapes == QUICK.shapes == ((5, 2), (2, 5))
     units = {dim: [TASK.hidden(n, dim) for n in TASK.experts] for _, dim in TASK.shapes}
     assert units == {2: [20, 10, 4, 2], 5: [50, 25, 10, 5]}  # 10 d / n
-    with pytest.raises(UsageError, match="3 experts: 10·2 units are no whole number for each"):
+    with pytest.raises(UsageError, match="3 experts: 10·2 units cannot be divided equally"):
         NormTask(experts=(3,))
 
 

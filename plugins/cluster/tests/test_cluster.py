@@ -1,4 +1,4 @@
-"""A benchmark on a Ray cluster of two nodes finds what one machine finds, and outlives a node."""
+"""A benchmark on a Ray cluster of two nodes gives one machine's results, and survives a node."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def nodes() -> Iterator[Any]:
 
 @pytest.fixture
 def connected(nodes: Any) -> None:
-    """A connection that calls share, as in a notebook: processes on the nodes are used again."""
+    """A connection that calls share, as in a notebook, which reuses processes on the nodes."""
     if not ray.is_initialized():
         ray.init(address=nodes.address, log_to_driver=False)
 
@@ -97,7 +97,7 @@ SHAPE = tuple(n for n in moexport.load(WEIGHTS).input.shape[1:] if isinstance(n,
 
 
 def values(results: Results) -> list[tuple[object, ...]]:
-    """What rows hold beside times."""
+    """Returns the values of rows except times."""
     return [(r.identity, r.accuracy, r.routing, r.parity, r.error) for r in results.rows]
 
 
@@ -165,7 +165,7 @@ def test_values_are_those_of_one_machine_although_a_node_is_killed_and_the_run_i
     nodes.wait_for_nodes()
 
 
-def test_each_kind_of_node_has_its_report_and_one_table_says_which_k_on_which(
+def test_each_kind_of_node_has_its_report_and_one_table_has_the_best_k_of_each(
     nodes: Any, connected: None, data: str, local: Results, tmp_path: Path
 ) -> None:
     before = tmp_path / "before" / "second"  # the earlier run had one of the two kinds
@@ -178,7 +178,7 @@ def test_each_kind_of_node_has_its_report_and_one_table_says_which_k_on_which(
     )
     assert outcome.code == 0, outcome.err
     assert "second: Of 2 rows in both files 2 are faster and 0 slower" in outcome.err
-    assert "CPU: the earlier run has no results of this kind: not compared" in outcome.err
+    assert "CPU: not compared: the earlier run has no results of this kind" in outcome.err
     outcome_of_one = run(  # earlier results of one kind, for two
         *("bench", WEIGHTS, "-o", tmp_path / "again", "--ray", nodes.address, "--on", "second,CPU"),
         *("--compare", tmp_path / "out" / "CPU" / "results.json"),
@@ -196,7 +196,7 @@ def test_each_kind_of_node_has_its_report_and_one_table_says_which_k_on_which(
 
 
 def slower(results: Results, times: float) -> Results:
-    """The same, with rows that take so many times as long."""
+    """Returns the same results with rows slower by a factor."""
 
     def longer(row: Row) -> Row:
         assert row.latency_ms is not None
@@ -222,16 +222,16 @@ def test_each_kind_is_compared_with_itself_and_all_that_are_slower_are_named(
     assert isinstance(failure, CheckError)
     assert re.match(r"A100: \d+ of \d+ rows are slower by more than 5%.*; T4: ", failure.message)
     assert "L4: Of" in lines[0]
-    assert lines[-1] == "H100: the earlier run has no results of this kind: not compared"
+    assert lines[-1] == "H100: not compared: the earlier run has no results of this kind"
     assert compare_kinds(before, found, None)[1] is None
     assert earlier_kinds(folder / "T4", None, ["T4"], wanted=True) == {"T4": before["T4"]}
     assert earlier_kinds(folder, None, ["T4"], wanted=True) == {"T4": before["T4"]}
     assert not earlier_kinds(tmp_path, None, kinds, wanted=True)  # the first run of all
-    with pytest.raises(UsageError, match="holds no results of H100 or B200"):
+    with pytest.raises(UsageError, match="has no results of H100 or B200"):
         earlier_kinds(tmp_path / "out", folder, ["H100", "B200"], wanted=False)
 
 
-def test_what_a_cluster_cannot_do_is_said_at_once(
+def test_what_a_cluster_cannot_do_is_refused_at_once(
     nodes: Any, connected: None, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def bench(**asked: Any) -> None:
@@ -274,7 +274,7 @@ def test_ranges_are_those_of_one_machine_by_every_method(
 def test_a_search_finds_and_confirms_what_one_machine_does(
     nodes: Any, connected: None, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Every call takes a millisecond: what is found depends on quality and size alone.
+    # Every call takes a millisecond, so the result depends only on quality and size.
     ticks = itertools.count(step=1_000_000)
     monkeypatch.setitem(timing.measure.__kwdefaults__ or {}, "clock_ns", lambda: next(ticks))
     monkeypatch.setattr(timing, "_wait_until_idle", lambda: None)
@@ -293,7 +293,7 @@ def test_a_search_finds_and_confirms_what_one_machine_does(
     assert records[0] is not None
     assert records[1] is not None
     assert records[0].points == records[1].points
-    assert records[1].confirming == 72  # of 75, since the graph takes batches of 8 alone
+    assert records[1].confirming == 72  # of 75, since the graph accepts only batches of 8
     assert any(point.confirmed and not point.chosen for point in records[1].points)
     assert "there is no cluster" in run(*asked, "-o", tmp_path / "x", "--on", "CPU").err
     on = ("--ray", nodes.address, "--on", "accelerator_type:L4")
@@ -343,7 +343,7 @@ def test_cells_whose_nodes_die_again_and_again_are_named(
     killing.join()
 
 
-def test_without_a_cluster_or_without_ray_the_user_is_told(
+def test_without_a_cluster_or_without_ray_the_error_explains_it(
     monkeypatch: pytest.MonkeyPatch, data: str
 ) -> None:
     ray.shutdown()
@@ -360,7 +360,7 @@ def test_without_a_cluster_or_without_ray_the_user_is_told(
     assert caught.value.hint == "pip install '.[ray]' in a clone of moexport"
 
 
-def test_nodes_of_unequal_size_are_told_apart_by_another_resource() -> None:
+def test_nodes_of_unequal_size_need_another_resource() -> None:
     def node(**resources: float) -> dict[str, Any]:
         return {"Alive": True, "Resources": resources}
 
@@ -404,7 +404,7 @@ except MoexportError as error:
 """
 
 
-def test_a_cluster_with_a_token_says_at_once_what_to_do_without_it(tmp_path: Path) -> None:
+def test_a_cluster_with_a_token_refuses_clients_without_it_at_once(tmp_path: Path) -> None:
     def environment(token: str | None) -> dict[str, str]:
         given = {} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
         kept = {name: each for name, each in os.environ.items() if not name.startswith("RAY_AUTH")}

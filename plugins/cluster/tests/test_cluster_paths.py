@@ -1,4 +1,4 @@
-"""Nodes of a cluster find the files that options name, those of plugins too."""
+"""Nodes of a cluster find the files that options, even those of plugins, name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moexport.plugins.own_layers.request import NetworkOptions
 
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files in the working directory, one of which is called as an option's value."""
+    """Files in the working directory, one of which has the name of an option's value."""
     monkeypatch.chdir(tmp_path)
     for name in ("c.json", "w.pt", "all", "onnx", "r"):
         Path(name).touch()
@@ -30,7 +30,7 @@ def test_paths_of_a_request_and_of_plugins_are_absolute(request_of: type[LoadReq
     assert paths_in(request) == [request.config, network.weights]
 
 
-def test_what_is_no_path_stays_though_a_file_is_called_so() -> None:
+def test_a_value_that_is_no_path_stays_even_if_a_file_has_its_name() -> None:
     request = BenchRequest(engine="all", target="onnx", out="r", config="absent.json")
     assert with_paths_everywhere(request) == request
 

@@ -1,4 +1,4 @@
-"""The digits network: right forward, real data, trained in seconds, saved as published."""
+"""The digits network computes the published forward, trains in seconds, is saved as published."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moexport.tests.recorded import DATA
 
 
 def load_published(network: SoftMoEMnist, state: dict[str, torch.Tensor]) -> None:
-    """Takes the weights from a state dict with the keys of the released code."""
+    """Loads weights from a state dict with the keys of the released code."""
     numbers = range(network.experts)
     own = {
         "phi": state["phi"],
@@ -39,7 +39,7 @@ def load_published(network: SoftMoEMnist, state: dict[str, torch.Tensor]) -> Non
 
 
 def accuracy(network: SoftMoEMnist, data: LabelledData) -> float:
-    """The share of labelled images that a network classifies right, 0..1."""
+    """Returns the share of labelled images that a network classifies correctly, 0..1."""
     with torch.inference_mode():
         scores = network(torch.from_numpy(data.inputs))
     return float((scores.argmax(dim=1).numpy() == data.labels).mean())
@@ -64,7 +64,7 @@ def test_thirty_epochs_with_four_experts_reach_93_percent(
     assert accuracy(trained, digits.test) >= 0.93
 
 
-def test_training_repeats_and_leaves_the_random_state_alone(digits: Digits) -> None:
+def test_training_is_deterministic_and_keeps_the_random_state(digits: Digits) -> None:
     before = torch.random.get_rng_state()
     one = train(Training(experts=4, epochs=1), digits.train)
     two = train(Training(experts=4, epochs=1), digits.train)
@@ -105,7 +105,7 @@ def test_the_forward_is_that_of_the_published_code(case: str) -> None:
 
 
 @pytest.mark.parametrize("normalise", [False, True])
-def test_many_experts_are_computed_in_another_order_to_the_same_end(
+def test_many_experts_are_computed_in_another_order_with_the_same_result(
     digits: Digits, normalise: bool
 ) -> None:
     network = SoftMoEMnist(64, normalise=normalise)
@@ -116,9 +116,9 @@ def test_many_experts_are_computed_in_another_order_to_the_same_end(
         assert torch.allclose(network(x), y, atol=1e-6)
 
 
-def test_the_demo_holds_out_enough_to_prove_what_its_report_asks() -> None:
+def test_the_demo_holds_out_enough_to_prove_what_its_report_requires() -> None:
     before, held = load_digits(), load_digits(test_share=HELD_OUT)
-    # With every image right that PyTorch has right, of which it has 94%.
+    # If all images that PyTorch classifies correctly, 94%, are still correct.
     ends = [score_interval(round(0.94 * len(data.test)), 0, 0).low for data in (before, held)]
     assert ends[0] < KEPT < ends[1]
 

@@ -1,4 +1,4 @@
-"""The muMoE demo's networks are saved as the released code saves them, trained as they run."""
+"""The muMoE demo's networks are saved as in the released code, and compute the same there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 
 def networks() -> dict[str, tuple[nn.Module, Tensor, Tensor, dict[str, Any], str]]:
-    """Each network with inputs, classes, what its user must say, and its family."""
+    """Each network with inputs, classes, required settings, and its family."""
     torch.manual_seed(0)
     images, ids = torch.rand(6, 1, 8, 8), torch.randint(20, (6, 9))
     labels = torch.randint(5, (6,))
@@ -107,7 +107,7 @@ def test_a_folder_that_is_no_demo_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     outcome = run("demo", "--family", "mumoe", "-o", tmp_path, "--force")
     assert outcome.code == 1
-    assert "is not a demo" in outcome.error
+    assert "but is not a demo" in outcome.error
     with pytest.raises(BundleError):
         run_mumoe_demo(tmp_path, Silent())
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

@@ -1,4 +1,4 @@
-"""Checkpoints of google-research/vmoe are read as its code wrote them, or refused by a sentence."""
+"""Checkpoints of google-research/vmoe are read as its code wrote them, or refused."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_other_floats_become_float32(tmp_path: Path) -> None:
     check_same(read(write(tmp_path / "a", arrays)), arrays)
 
 
-def test_large_ones_lie_in_a_file_without_a_name(
+def test_large_arrays_are_in_a_file_without_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(floats, "IN_MEMORY_BYTES", 0)
@@ -109,13 +109,13 @@ STATE_ARRAYS: dict[str, np.ndarray] = {
 }
 
 
-def test_of_a_train_state_the_parameters_are_read(tmp_path: Path) -> None:
+def test_the_parameters_of_a_train_state_are_read(tmp_path: Path) -> None:
     check_same(read(write(tmp_path / "ckpt_7", STATE_ARRAYS)), ARRAYS)
 
 
-def test_a_train_state_without_parameters_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_train_state_without_parameters_is_refused(tmp_path: Path) -> None:
     rest = {path: each for path, each in STATE_ARRAYS.items() if not path.startswith("params/")}
-    with pytest.raises(CheckpointError, match="train state without params: it holds opt_state, "):
+    with pytest.raises(CheckpointError, match="train state without params: it has opt_state, "):
         read(write(tmp_path / "ckpt_7", rest))
 
 
@@ -127,14 +127,14 @@ def by_field(paths: list[str]) -> list[str]:
 def test_files_without_a_version_count_a_train_state_by_its_fields(tmp_path: Path) -> None:
     check_same(read(write(tmp_path / "a", ARRAYS, version=None)), ARRAYS)
     check_same(read(write(tmp_path / "b", STATE_ARRAYS, version=None, number=by_field)), ARRAYS)
-    with pytest.raises(CheckpointError, match=r"params|arrays|holds"):
+    with pytest.raises(CheckpointError, match=r"params|arrays|has"):
         read(write(tmp_path / "c", STATE_ARRAYS, version=None))
     more = {**STATE_ARRAYS, "extra/a": np.zeros(2, np.float32)}
     with pytest.raises(CheckpointError, match="the order of the arrays"):
         read(write(tmp_path / "d", more, version=None))
 
 
-def test_the_index_alone_says_what_a_checkpoint_is(tmp_path: Path) -> None:
+def test_the_index_alone_describes_a_checkpoint(tmp_path: Path) -> None:
     index = shutil.copy(STATE / "ckpt_3.index", tmp_path)
     model = load(
         index,
@@ -213,11 +213,11 @@ def half(path: str, shape: tuple[int, ...]) -> list[Slices]:
     return [((0, 2), (0, 3)), ((2, 4), (0, 3))] if path == "head/kernel" else whole(path, shape)
 
 
-def test_chunks_that_overlap_lie_outside_or_leave_gaps_are_refused(tmp_path: Path) -> None:
+def test_chunks_that_overlap_reach_outside_or_leave_gaps_are_refused(tmp_path: Path) -> None:
     for cut, words in ((overlapping, "overlap at"), (gapped, "leave gaps"), (outside, "outside")):
         with pytest.raises(CheckpointError, match=f"head/kernel.*{words}"):
             read(write(tmp_path / "a", ARRAYS, told=cut))
-    with pytest.raises(CheckpointError, match=r"head/kernel at .* its index says"):
+    with pytest.raises(CheckpointError, match=r"head/kernel at .* its index has it at"):
         read(write(tmp_path / "a", ARRAYS, told=half, shards=1))
 
 
@@ -242,24 +242,24 @@ def test_shards_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
     index = write(tmp_path / "a", ARRAYS, shards=1)
     write(tmp_path / "b", {**ARRAYS, "more": np.zeros(3, np.float32)}, shards=1)
     shutil.move(tmp_path / "b.data-00000-of-00001", shard(index))
-    with pytest.raises(CheckpointError, match="holds 5 arrays, but its index places 4 in it"):
+    with pytest.raises(CheckpointError, match="has 5 arrays, but its index places 4 in it"):
         read(index)
     doubles = {path: array.astype(np.float64) for path, array in ARRAYS.items()}
     write(tmp_path / "b", doubles, shards=1)
     shutil.move(tmp_path / "b.data-00000-of-00001", shard(index))
-    with pytest.raises(CheckpointError, match="the index says float32"):
+    with pytest.raises(CheckpointError, match="its dtype in the index is float32"):
         read(index)
 
 
-def lying(size: int) -> bytes:
-    """An index of one array that is said to be so large."""
+def oversized(size: int) -> bytes:
+    """An index that declares an array of this size."""
     shaped = encode([[size], "float32", False, {}])
     info = encode([shaped, [encode([encode([0, size, None])])], [0]])
     return encode({"shard_count": 1, "index": {"a": Ext(8, info)}, "version": "20220622"})
 
 
 BOMBS: dict[str, Callable[[], bytes]] = {
-    "a size that lies": lambda: lying(2**39),
+    "a false size": lambda: oversized(2**39),
     "deep": lambda: (
         b"\x83\xabshard_count\x01\xa7version\xa820220622\xa5index" + b"\x81\xa1a" * 5000 + b"\xc0"
     ),
@@ -279,7 +279,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("what", BOMBS)
-def test_an_ill_meant_index_is_refused_at_once(tmp_path: Path, what: str) -> None:
+def test_a_malicious_index_is_refused_at_once(tmp_path: Path, what: str) -> None:
     index = tmp_path / "a.index"
     index.write_bytes(BOMBS[what]())
     (tmp_path / "a.data-00000-of-00001").write_bytes(b"\x80")
@@ -291,7 +291,7 @@ def test_an_ill_meant_index_is_refused_at_once(tmp_path: Path, what: str) -> Non
 SHARD_BOMBS = {
     "a long list": b"\xdd\xff\xff\xff\xff",
     "many parts": b"\x91\x92\xdd\xff\xff\xff\xff",
-    "a piece said to be longer": encode(
+    "a piece declared as longer": encode(
         [[[Ext(1, encode([[2**40], "float32", b"\0" * 48]))], Ext(6, encode([]))]]
     ),
     "a piece of another type": encode(
@@ -303,7 +303,7 @@ SHARD_BOMBS = {
 
 
 @pytest.mark.parametrize("what", SHARD_BOMBS)
-def test_an_ill_meant_shard_is_refused_at_once(tmp_path: Path, what: str) -> None:
+def test_a_malicious_shard_is_refused_at_once(tmp_path: Path, what: str) -> None:
     index = write(tmp_path / "a", {"kernel": ARRAYS["head/kernel"]}, shards=1)
     content = b"\x82" + encode("__msgpack_array_chunk_a87ca2__") + b"\xc3" + b"\xa10"
     shard(index).write_bytes(content + SHARD_BOMBS[what] + b"\0" * 48)
@@ -312,7 +312,7 @@ def test_an_ill_meant_shard_is_refused_at_once(tmp_path: Path, what: str) -> Non
 
 
 def test_sizes_without_shards_are_not_believed(tmp_path: Path) -> None:
-    (tmp_path / "a.index").write_bytes(lying(vmoe_files.WITHOUT_SHARDS + 1))
+    (tmp_path / "a.index").write_bytes(oversized(vmoe_files.WITHOUT_SHARDS + 1))
     with pytest.raises(CheckpointError, match="too large to accept without its shards"):
         read_checkpoint(tmp_path / "a.index", values=False)
 
@@ -320,7 +320,7 @@ def test_sizes_without_shards_are_not_believed(tmp_path: Path) -> None:
 # --- Orbax -------------------------------------------------------------------------------------
 
 
-def test_a_state_of_orbax_holds_what_the_other_format_does(tmp_path: Path) -> None:
+def test_a_state_of_orbax_has_the_same_arrays_as_the_other_format(tmp_path: Path) -> None:
     tensorstore = pytest.importorskip("tensorstore")
     wanted = read(index_of(SOFT.name))
     for source in (ORBAX, ORBAX / "3", ORBAX / "3" / "state"):
@@ -355,7 +355,7 @@ def test_a_damaged_state_of_orbax_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_orbax_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orbax_without_its_extra_hints_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorstore", None)
     with pytest.raises(MissingExtraError) as told:
         read(ORBAX)

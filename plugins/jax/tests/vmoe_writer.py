@@ -20,7 +20,7 @@ def whole(_: str, shape: tuple[int, ...]) -> list[Slices]:
 
 
 def rows(_: str, shape: tuple[int, ...]) -> list[Slices]:
-    """A chunk for each row of the first axis, as experts on devices of their own are written."""
+    """Returns a chunk for each row of the first axis, as for experts on separate devices."""
     rest = tuple((0, size) for size in shape[1:])
     return [((i, i + 1), *rest) for i in range(shape[0])] if shape else [()]
 
@@ -37,8 +37,8 @@ def write(
 ) -> Path:
     """Writes arrays by path (`Encoder/encoder_norm/bias`) and returns the index.
 
-    `number` puts the paths in the order in which shards count them; `told` are the chunks that the
-    index speaks of, where they are others than those in the shards.
+    `number` puts the paths in the order in which shards count them; `told` has the chunks in the
+    index, if they differ from those in the shards.
     """
     chunks = [dict[str, list[Any]]() for _ in range(shards)]
     tree: dict[str, Any] = {}

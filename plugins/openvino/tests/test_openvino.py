@@ -1,4 +1,4 @@
-"""`--target openvino`: the graphs that it writes compute in OpenVINO what PyTorch computes.
+"""Graphs of `--target openvino` compute the same in OpenVINO as PyTorch.
 
 Each is exported with its parity check, which runs in OpenVINO, and opened there again.
 """
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def computes(precision: str) -> bool:
-    """Whether this CPU does: what is written in it is refused where not."""
+    """Whether this CPU computes in a precision; otherwise exports in it are refused."""
     able = openvino.openvino_package().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return openvino.CAPABILITIES.get(precision, "FP32") in able
 
@@ -58,7 +58,7 @@ def opened(bundle: Bundle, lowering: str | None = None) -> OpenVinoSession:
 
 
 def check(bundle: Bundle) -> None:
-    """Every graph passed, with the experts of all choices that are no ties."""
+    """Checks that every graph passed, with the same experts in all choices except ties."""
     assert bundle.manifest.target == "openvino"
     for graph in bundle.manifest.graphs:
         assert graph.parity is not None and graph.parity["passed"]
@@ -76,7 +76,7 @@ def check(bundle: Bundle) -> None:
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
-def test_families_hold_in_openvino_in_each_precision(
+def test_families_match_in_openvino_in_each_precision(
     name: str, lowerings: str, precision: Precision, tmp_path: Path
 ) -> None:
     if not computes(precision):
@@ -89,7 +89,7 @@ def test_families_hold_in_openvino_in_each_precision(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gathered_weights_hold_and_in_int8_are_refused(
+def test_gathered_weights_match_and_are_refused_in_int8(
     precision: Precision, tmp_path: Path
 ) -> None:
     if not computes(precision):
@@ -100,7 +100,7 @@ def test_gathered_weights_hold_and_in_int8_are_refused(
 
 
 @pytest.mark.parametrize("k", ["n", "input"])
-def test_all_experts_and_a_k_of_each_call_hold_and_are_the_bundles(k: str, tmp_path: Path) -> None:
+def test_all_experts_and_a_k_of_each_call_match_the_bundle(k: str, tmp_path: Path) -> None:
     bundle = exported("soft_moe_vit", tmp_path / "out", k=k)
     check(bundle)
     x = read_case("soft_moe_vit").x
@@ -117,7 +117,7 @@ def test_all_experts_and_a_k_of_each_call_hold_and_are_the_bundles(k: str, tmp_p
 def test_a_factor_for_each_channel_follows_a_layer_whose_k_is_given(
     slots: int, precision: str, bound: float, tmp_path: Path
 ) -> None:
-    """OpenVINO makes LayerScale a part of the product before it, where it knows its width."""
+    """OpenVINO fuses LayerScale with the product before it if it knows the width."""
     state = vit_state(layer_scale=True, p=slots)
     torch.save(state, tmp_path / "vit.pt")
     x = np.random.default_rng(0).standard_normal((32, 3, 12, 12), np.float32)
@@ -168,7 +168,7 @@ def program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("priority", ["false", "true"])
 @pytest.mark.parametrize("k", [1, 2])
-def test_experts_with_a_capacity_hold_at_any_k(k: int, priority: str, tmp_path: Path) -> None:
+def test_experts_with_a_capacity_match_at_any_k(k: int, priority: str, tmp_path: Path) -> None:
     case, out = read_jax_case("jax_vmoe_every2_k1_indices"), tmp_path / "out"
     x = case.x(16)
     np.savez(tmp_path / "x.npz", input=x)
@@ -200,7 +200,7 @@ def test_experts_with_a_capacity_hold_at_any_k(k: int, priority: str, tmp_path: 
         ("int4", "grouped", "f32, i4"),
     ],
 )
-def test_token_routed_experts_hold_without_a_calibration(
+def test_token_routed_experts_match_without_a_calibration(
     precision: Precision, lowering: str, kinds: str, tmp_path: Path
 ) -> None:
     bundle = routed(tmp_path, precision, "openvino", lowering, scope="experts", opset=21)
@@ -251,7 +251,7 @@ def test_a_precision_that_the_machine_does_not_compute_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_version_that_is_too_old_is_told_before_anything_is_written(
+def test_a_version_that_is_too_old_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openvino, "OLDEST", (9999, 1))
@@ -260,7 +260,7 @@ def test_a_version_that_is_too_old_is_told_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_where_it_is_not_installed_its_extra_is_told(
+def test_if_it_is_not_installed_the_hint_names_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
@@ -272,7 +272,7 @@ def test_where_it_is_not_installed_its_extra_is_told(
     assert "'.[openvino]'" in str(told.value.hint)
 
 
-def test_a_check_where_it_is_not_installed_names_its_extra_and_not_the_bundle(
+def test_a_check_without_it_names_its_extra_and_not_the_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported("soft_moe_vit", tmp_path / "out", lowering="dense")
@@ -288,7 +288,7 @@ def test_a_check_where_it_is_not_installed_names_its_extra_and_not_the_bundle(
 
 
 @pytest.mark.parametrize("device", ["gpu", "npu"])
-def test_a_device_that_is_not_there_is_told(device: str, tmp_path: Path) -> None:
+def test_a_missing_device_is_refused(device: str, tmp_path: Path) -> None:
     there = openvino.openvino_package().Core().available_devices
     if any(each.startswith(openvino.DEVICES[device]) for each in there):
         pytest.skip(f"this machine has a {device}")
@@ -310,7 +310,7 @@ def test_a_bundle_for_another_runtime_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.path
-def test_run_takes_a_runtime_and_keeps_what_it_compiled(tmp_path: Path) -> None:
+def test_run_accepts_a_runtime_and_caches_its_compiled_graph(tmp_path: Path) -> None:
     bundle = exported("soft_moe_vit", tmp_path / "out")
     x = read_case("soft_moe_vit").x
     np.savez(tmp_path / "x.npz", input=x)
@@ -353,7 +353,7 @@ def test_calls_from_several_threads_run_side_by_side(tmp_path: Path) -> None:
         ({"runtime": "tvm"}, "runtime='tvm': unknown runtime"),
     ],
 )
-def test_what_a_session_cannot_be_is_refused(
+def test_invalid_options_of_a_session_are_refused(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     bundle = exported("mumoe_tr_block_ln", tmp_path / "out", verify=False, data=None)
@@ -373,7 +373,7 @@ def test_the_bundles_page_has_the_lines_that_run_it(tmp_path: Path) -> None:
     assert "OpenVINO computed its matrix products in f32, u8 here" in page
 
 
-def test_doctor_says_what_the_instructions_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_shows_what_the_instructions_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = (e for e in moexport.doctor().abilities if e.name == "run in OpenVINO")
     assert openvino.instructions() in line.detail
     for flags, said in {
@@ -386,7 +386,7 @@ def test_doctor_says_what_the_instructions_are_for(monkeypatch: pytest.MonkeyPat
         assert openvino.instructions() == said
 
 
-def test_an_export_for_another_runtime_says_that_openvino_is_faster_where_it_was_measured(
+def test_an_export_for_another_runtime_recommends_openvino_if_it_is_likely_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(openvino, "cpu_instructions", lambda: frozenset({"avx512_bf16"}))
@@ -407,7 +407,7 @@ def test_tune_measures_lowerings_in_openvino(tmp_path: Path) -> None:
     assert {each.lowering for each in measured.candidates} == {"dense", "gather", "grouped"}
 
 
-def test_what_was_compiled_of_other_weights_is_not_taken(tmp_path: Path) -> None:
+def test_a_cached_graph_of_other_weights_is_not_used(tmp_path: Path) -> None:
     case = read_case("soft_moe_vit")
     state = torch.load(case.weights)
     torch.save({n: t * 1.5 if "experts" in n else t for n, t in state.items()}, tmp_path / "w.pt")
@@ -422,7 +422,7 @@ def test_what_was_compiled_of_other_weights_is_not_taken(tmp_path: Path) -> None
     assert np.abs(found[0] - found[1]).max() > 1e-3
 
 
-def test_an_error_of_openvino_tells_the_place_where_it_has_no_other_words() -> None:
+def test_an_error_of_openvino_without_a_message_has_its_location() -> None:
     checks = "Exception from core.cpp:117:\nCheck 'any_of(scale.size(), OC, 1U)' failed at x.cpp:5"
     assert _message(RuntimeError(f"{checks}\n\n\n")) == checks.splitlines()[-1]
     assert _message(RuntimeError(f"{checks}:\nShapes differ\n")) == "Shapes differ"

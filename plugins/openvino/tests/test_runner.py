@@ -1,4 +1,4 @@
-"""Graphs of a benchmark in OpenVINO: PyTorch's values and experts, computed in FP32."""
+"""Graphs of a benchmark in OpenVINO have PyTorch's values and experts, computed in FP32."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ X = np.random.default_rng(1).standard_normal((6, *CASE.x.shape[1:])).astype(np.f
 
 
 @pytest.mark.slow
-def test_rows_of_openvino_have_pytorchs_values_and_experts_and_say_their_precision() -> None:
+def test_rows_of_openvino_have_pytorchs_values_and_experts_and_show_their_precision() -> None:
     model = moexport.load(CASE.weights, config=CASE.config)
     found = moexport.bench(
         model,
@@ -84,7 +84,7 @@ def test_a_bundle_runs_in_openvino_with_every_k_given_as_an_input(tmp_path: Path
 
 
 def test_a_branch_with_a_dynamic_batch_is_refused(tmp_path: Path) -> None:
-    # Where an expert is skipped it gives other experts' values at the first call of a batch size.
+    # A skipped expert returns other experts' values in the first call of a batch size.
     model = moexport.load(CASE.weights, config=CASE.config)
     bundle = moexport.export(model, tmp_path / "any", k=2, lowering="conditional", verify=False)
     with pytest.raises(EngineError, match="computes `If` wrongly if the batch is dynamic"):
@@ -100,7 +100,7 @@ def test_a_fixed_batch_runs_in_every_lowering(tmp_path: Path) -> None:
         np.testing.assert_allclose(runner.infer(X), bundle.session()(X), atol=1e-6)
 
 
-def test_what_openvino_cannot_load_is_told_with_the_file(tmp_path: Path) -> None:
+def test_an_error_of_loading_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"no graph")
     with pytest.raises(EngineError, match=re.escape("OpenVINO cannot load model.onnx: ")) as told:
         SessionLoader(GraphFile(path=tmp_path / "model.onnx"), IN_OPENVINO)()
@@ -108,7 +108,7 @@ def test_what_openvino_cannot_load_is_told_with_the_file(tmp_path: Path) -> None
     assert "src/" not in told.value.message
 
 
-def test_where_openvino_is_missing_doctor_says_how_to_get_it(
+def test_without_openvino_doctor_shows_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from moexport.bench.doctor import diagnose

@@ -1,10 +1,10 @@
-// The rate that keeps the bound over k, and latencies over the rate that is offered.
+// Draws the highest rate within the bound over k, and latencies over the offered rate.
 () => {
   const found = data.service;
   byId("service-card").hidden = !found;
   if (!found) return;
   byId("service-answer").replaceChildren(...found.answers.flatMap((text, i) => i ? [element("br"), text] : [text]));
-  byId("service-bound").textContent = `The most that keeps p99 ≤ ${found.bound} ms, over k`;
+  byId("service-bound").textContent = `The highest rate with p99 ≤ ${found.bound} ms, over k`;
   key("service-key", [...found.keys.map(([name, symbol, ink]) => [name, glyph(symbol, ink)]), ...found.pytorch ? [REFERENCE] : []]);
   draw("service-rate", found.charts.rate, found.rates, { ticks: found.ks, of: "experts computed, k" },
     `Requests per second within ${found.bound} ms over k`);

@@ -1,4 +1,4 @@
-"""What tests of `bench` share."""
+"""Fixtures from the tests of `bench`."""
 
 from __future__ import annotations
 

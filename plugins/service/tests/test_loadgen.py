@@ -1,4 +1,4 @@
-"""MLPerf's own LoadGen on a queue: it judges, and nothing that goes wrong leaves it waiting."""
+"""MLPerf's LoadGen on a queue judges runs, and no failure leaves it waiting."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_loadgen_judges_each_scenario_and_leaves_its_logs(
     assert read_log(tmp_path / "logs" / DETAIL, load) == found
 
 
-def test_a_run_that_loadgen_finds_too_short_says_so(tmp_path: Path) -> None:
+def test_a_run_that_loadgen_finds_too_short_has_this_reason(tmp_path: Path) -> None:
     load = Traffic(scenario="server", duration_s=0.05, rate=100.0, bound_s=30.0)
     with Queue([quick], max_batch=8, capacity=1000) as queue:
         found = judged(queue, 4, load, tmp_path)
@@ -69,7 +69,7 @@ def test_a_refused_request_counts_as_later_than_the_bound(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_loadgens_own_search_ends_at_a_rate_that_is_too_much(tmp_path: Path) -> None:
+def test_loadgens_own_search_ends_at_a_rate_that_is_too_high(tmp_path: Path) -> None:
     def four_at_a_time(numbers: Sequence[int]) -> Sequence[int]:
         time.sleep(0.02)
         return numbers
@@ -84,7 +84,7 @@ def test_loadgens_own_search_ends_at_a_rate_that_is_too_much(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("scenario", ["single-stream", "server", "offline"])
-def test_what_an_instance_raises_is_raised_and_the_run_ends(
+def test_an_error_of_an_instance_is_raised_and_the_run_ends(
     scenario: Scenario, tmp_path: Path
 ) -> None:
     load = Traffic(scenario=scenario, duration_s=0.1, rate=100.0, bound_s=0.05)

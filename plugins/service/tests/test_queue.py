@@ -1,4 +1,4 @@
-"""The queue of a service: order, batches, refusals, errors, and how it ends."""
+"""The queue of a service: order, batches, refusals, errors, and shutdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moexport.plugins.service.queue import Queue
 
 
 class Squares:
-    """An instance that computes only once it is let to; it remembers the batches that it got."""
+    """An instance that can be blocked, and that records its batches."""
 
     def __init__(self, *, held: bool = False) -> None:
         self.batches: list[list[int]] = []
@@ -31,7 +31,7 @@ class Squares:
 
 
 def busy(queue: Queue[int, int], instance: Squares) -> None:
-    """Lets the only instance begin a batch, so that what comes next waits."""
+    """Makes the only instance begin a batch, so that later requests wait."""
     queue.submit(0)
     assert instance.began.wait(30)
 
@@ -42,7 +42,7 @@ def test_each_request_gets_its_own_answer() -> None:
         assert [each.result(30) for each in answers] == [number**2 for number in range(100)]
 
 
-def test_what_waits_is_batched_oldest_first_up_to_the_largest_batch() -> None:
+def test_waiting_requests_are_batched_oldest_first_up_to_the_largest_batch() -> None:
     instance = Squares(held=True)
     with Queue([instance], max_batch=3, capacity=100) as queue:
         busy(queue, instance)
@@ -58,7 +58,7 @@ def test_a_full_queue_refuses_at_once_loses_nothing_and_recovers() -> None:
         busy(queue, instance)
         accepted = [queue.submit(number) for number in (1, 2, 3)]
         for _ in range(5):
-            with pytest.raises(QueueFullError, match="the queue is full: 3 requests wait"):
+            with pytest.raises(QueueFullError, match="the queue is full: 3 requests are waiting"):
                 queue.submit(4)
         instance.go.set()
         assert [each.result(30) for each in accepted] == [1, 4, 9]
@@ -116,8 +116,8 @@ def test_a_cancelled_request_is_not_computed() -> None:
     assert instance.batches == [[0], [2]]
 
 
-def test_closing_answers_what_was_accepted_and_refuses_what_comes_later() -> None:
-    before = threading.enumerate()  # others end when they like
+def test_closing_answers_accepted_requests_and_refuses_later_ones() -> None:
+    before = threading.enumerate()  # other threads may end at any time
     instance = Squares()
     with Queue([instance], max_batch=4, capacity=100, max_delay_s=3600) as queue:
         answers = [queue.submit(number) for number in range(3)]

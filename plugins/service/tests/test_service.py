@@ -1,4 +1,4 @@
-"""A benchmark in service: a small Soft MoE in ONNX Runtime, under MLPerf's own LoadGen."""
+"""A benchmark of services: a small Soft MoE in ONNX Runtime, measured by MLPerf's LoadGen."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SERVICE = {field.name for field in fields(ServiceOptions)}
 
 
 def asking(request: BenchRequest, **options: Any) -> BenchRequest:
-    """The request with other options, those of services among them."""
+    """Returns the request with other options, including those of services."""
     service = {name: options.pop(name) for name in [*options] if name in SERVICE}
     of_service = replace(request.asked(ServiceOptions), **service)
     return replace(request, **options).asking(of_service)
@@ -89,12 +89,12 @@ def test_every_case_is_served_in_every_scenario(found: ServiceFindings) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_service_says_is_what_loadgen_wrote_beside_the_results(
+def test_the_figures_of_a_service_are_those_in_loadgens_logs(
     found: ServiceFindings, folder: Path
 ) -> None:
     for each in found.services:
         told = (folder / each.logs / "mlperf_log_summary.txt").read_text(encoding="utf-8")
-        if each.rate is None:  # on a machine that is too busy: the nearest is said
+        if each.rate is None:  # on a machine that is too busy, the nearest is shown
             assert each.scenario == "server"
             assert each.nearest_ms is not None and each.nearest_ms > 50
             continue
@@ -120,7 +120,7 @@ def test_the_layout_is_the_fastest_of_those_that_were_tried(found: ServiceFindin
 
 
 @pytest.mark.slow
-def test_a_single_request_is_not_filled_up_to_a_batch_by_what_is_compiled(
+def test_compiled_code_does_not_pad_a_single_request_to_a_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: list[int] = []
@@ -148,7 +148,7 @@ def test_cores_are_filled_by_instances_of_equal_threads() -> None:
 
 
 class Remembers(Runner):
-    """Answers with the inputs; remembers the sizes of its batches."""
+    """Answers with the inputs; records the sizes of its batches."""
 
     def __init__(self) -> None:
         self.sizes: set[int] = set()
@@ -159,7 +159,7 @@ class Remembers(Runner):
 
 
 @pytest.mark.path
-def test_each_batch_runs_in_the_graph_that_is_for_its_size(model: Model, tmp_path: Path) -> None:
+def test_each_batch_runs_in_the_graph_for_its_size(model: Model, tmp_path: Path) -> None:
     small, large = Remembers(), Remembers()
     graphs = (
         GraphSource(2, "gather", Made(lambda: small), batches=frozenset({1})),
@@ -189,7 +189,7 @@ def test_each_batch_runs_in_the_graph_that_is_for_its_size(model: Model, tmp_pat
 
 
 class Breaks(Remembers):
-    """Runs batches that are timed, and none of another size."""
+    """Runs batches of the timed sizes, and fails for others."""
 
     def infer(self, x: Inputs, output: int = 0) -> Array:
         if len(first_of(x)) == 3:
@@ -198,7 +198,7 @@ class Breaks(Remembers):
 
 
 @pytest.mark.slow
-def test_a_service_that_fails_says_why_and_the_others_go_on(model: Model) -> None:
+def test_a_service_that_fails_has_a_reason_and_the_others_continue(model: Model) -> None:
     graphs = (
         GraphSource(2, "dense", Made(Breaks)),
         GraphSource(2, "gather", Made(Remembers)),
@@ -234,7 +234,7 @@ def test_a_service_that_fails_says_why_and_the_others_go_on(model: Model) -> Non
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_anything_is_run(
+def test_invalid_options_are_refused_before_anything_is_run(
     changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
@@ -244,15 +244,15 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_run(
 def test_a_library_that_is_larger_than_the_data_is_refused(model: Model) -> None:
     data = LabelledData(np.zeros((8, 1, 28, 28), np.float32), None)
     request = asking(QUICK, scenario="offline", library=100)
-    with pytest.raises(UsageError, match="--library 100: the data have 8 inputs"):
+    with pytest.raises(UsageError, match="--library 100: the data has only 8 inputs"):
         bench([Candidate("digits", model)], data, request)
 
 
 @pytest.mark.slow
-def test_a_bound_that_nothing_keeps_names_the_nearest() -> None:
+def test_a_bound_that_nothing_meets_names_the_nearest() -> None:
     request = asking(QUICK, scenario="server", latency_bound="1us", duration="0.2s")
     (sentence,) = answers(bench_as(WEIGHTS, request))
-    assert re.search(r"no rate keeps p99 ≤ 0.001 ms\. The nearest is .*: [\d.]+ ms\.", sentence)
+    assert re.search(r"no rate meets p99 ≤ 0.001 ms\. The nearest is .*: [\d.]+ ms\.", sentence)
 
 
 @pytest.mark.slow
@@ -295,7 +295,7 @@ def with_services(results: Results, *services: Service) -> Results:
     return replace(results, analyses=as_analyses(found))
 
 
-def test_the_sentence_says_what_k_buys(results: Results) -> None:
+def test_the_sentence_has_the_gain_of_k(results: Results) -> None:
     report = with_services(results, served(16, 12.0, **PYTORCH), served(16, 75.6), served(4, 310.0))
     sentence = (
         "digits: k = 4 in INT8 on ONNX Runtime, grouped, INT8 serves 310 requests/s at "
@@ -306,7 +306,7 @@ def test_the_sentence_says_what_k_buys(results: Results) -> None:
     assert sentence in to_markdown(report)
 
 
-def test_what_loses_accuracy_is_not_the_answer_while_something_keeps_it(results: Results) -> None:
+def test_a_row_that_loses_accuracy_is_not_the_answer_if_another_keeps_it(results: Results) -> None:
     faster = {"precision": "fp32"}  # its row keeps 80%; k = 4 keeps 99.2%
     report = with_services(results, served(4, 310.0, **faster), served(2, 900.0, **faster))
     (sentence,) = answers(report)
@@ -314,7 +314,7 @@ def test_what_loses_accuracy_is_not_the_answer_while_something_keeps_it(results:
     assert f"k = 4 in FP32 on ONNX Runtime, grouped {keeps}" in sentence
 
 
-def test_a_run_that_is_not_valid_says_so_in_the_sentence(results: Results) -> None:
+def test_the_sentence_names_a_run_that_is_not_valid(results: Results) -> None:
     short = served(4, 310.0, valid=False, reason="too short: only 9 queries")
     (sentence,) = answers(with_services(results, short))
     assert sentence.endswith("LoadGen does not call the run valid: too short: only 9 queries")
@@ -356,15 +356,15 @@ def test_a_valid_run_is_the_answer_before_a_faster_one_that_is_not(results: Resu
     assert "310 requests/s" in sentence
 
 
-def test_a_bound_that_others_do_not_keep_is_not_divided_by(results: Results) -> None:
-    none = {"reason": "no rate keeps it", "nearest_ms": 33.0}
+def test_there_is_no_ratio_to_others_that_miss_the_bound(results: Results) -> None:
+    none = {"reason": "no rate meets it", "nearest_ms": 33.0}
     report = with_services(
         results, served(16, None, **PYTORCH, **none), served(16, None, **none), served(4, 310.0)
     )
     (sentence,) = answers(report)
-    assert sentence.endswith("kept at no rate by all experts, kept at no rate by PyTorch.")
+    assert sentence.endswith("met at no rate by all experts, met at no rate by PyTorch.")
     (sentence,) = answers(with_services(results, served(16, None, **none)))
-    assert "no rate keeps p99 ≤ 20 ms. The nearest is ONNX Runtime, grouped, INT8" in sentence
+    assert "no rate meets p99 ≤ 20 ms. The nearest is ONNX Runtime, grouped, INT8" in sentence
     assert "k = 16: 33.0 ms" in sentence
 
 

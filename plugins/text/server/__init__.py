@@ -1,1 +1,1 @@
-"""Text by the protocol of OpenAI: requests, turns, connections."""
+"""A server of text with OpenAI's protocol: requests, turns, connections."""

@@ -1,8 +1,8 @@
 """The ASGI application for clients: completions, chats, health and metrics.
 
-Clients may be hostile: the size of a request is limited before it is read, its text is parsed and
-tokenised outside the event loop, texts are computed in turn, one token each, and a client that
-disconnects leaves nothing behind.
+Clients may be hostile. The size of a request is limited before it is read; its text is parsed and
+tokenised outside the event loop; texts take turns, one token each; and a client that disconnects
+leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ MOST_TEXTS = 64
 
 LEAST_BODY = 1 << 20
 BODY_TOKEN = 16
-"""The largest size of a request: these bytes for each token of the context, and at least a MiB."""
+"""The largest size of a request in bytes per token of the context; a MiB is always allowed."""
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-"""Returns freed memory to the system: the C library of Linux keeps that of small caches."""
+"""Returns freed memory to the system: Linux's C library keeps the memory of small caches."""
 
 TRIM_S = 0.5
 
 RETRY = {"Retry-After": "1"}
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-"""The names of a server that listens at one of these; an attacker's name server could give this
+"""The names by which a local server may be addressed; an attacker's name server could give this
 machine another name."""
 
 
 def application(model: TextModel, name: str, most: int, host: str = "0.0.0.0") -> WatchedRequests:
     """Returns the server's ASGI application; a text has at most `most` tokens.
 
-    If it listens at a `host` of this machine only, it answers only requests with that name.
+    If `host` is a loopback address, it answers only requests to a local name.
     """
     service = _Service(model, name, most, local=is_local(host))
     hosts = [*LOOPBACK, host] if service.local else ["*"]
@@ -93,7 +93,7 @@ def application(model: TextModel, name: str, most: int, host: str = "0.0.0.0") -
 
 
 def is_local(host: str | None) -> bool:
-    """Whether a name is one that a machine has for itself."""
+    """Whether a name is a machine's name for itself."""
     try:
         return ip_address(host or "").is_loopback
     except ValueError:
@@ -105,7 +105,7 @@ class _BusyError(MoexportError):
 
 
 class _Service:
-    """A model, and the texts that are being written with it."""
+    """A model, and the texts that it is generating."""
 
     def __init__(self, model: TextModel, name: str, most: int, *, local: bool) -> None:
         self.model, self.name, self.local = model, name, local
@@ -116,7 +116,7 @@ class _Service:
         self._reading, self._computing = CapacityLimiter(1), CapacityLimiter(1)
 
     def give_back(self) -> None:
-        """Returns freed memory to the system soon, once for all requests that end meanwhile."""
+        """Returns freed memory to the system soon, once for all requests that end until then."""
         if _trim is not None and (self._trimming is None or self._trimming.when() < self._now()):
             self._trimming = asyncio.get_running_loop().call_later(TRIM_S, _trim, 0)
 
@@ -125,9 +125,9 @@ class _Service:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Takes one of the places for texts."""
+        """Reserves one of the places for texts."""
         if self.texts >= MOST_TEXTS:
-            raise _BusyError(f"{MOST_TEXTS} texts are being written: try again")
+            raise _BusyError(f"{MOST_TEXTS} texts are being generated: try again")
         self.texts += 1
         try:
             yield
@@ -144,12 +144,11 @@ class _Service:
             try:
                 return self.model.prompts.completion(body, self.name, self._most, chat=chat)
             except MoexportError as cause:
-                # Raised here it would refer to itself, through the future that waits for it, and
+                # If raised here, the error would refer to itself through the awaited future, and
                 # its frames would keep the body until cycles are collected.
                 return cause.with_traceback(None)
 
-        # Short ones do not wait for long ones, and nothing is read for a client that has
-        # disconnected.
+        # Short requests do not wait for long ones, and those of disconnected clients are not read.
         async with self._readings.turn((len(body), 0.0)):
             if await request.is_disconnected():
                 raise ClientDisconnect
@@ -165,14 +164,14 @@ class _Service:
     async def start(
         self, client: Request, ids: list[int], request: GenerateRequest
     ) -> GeneratedText:
-        """Begins a text, unless the client disconnected while it waited."""
+        """Starts a text, unless the client disconnected while it waited."""
         async with self._turns.turn((len(ids) + request.max_tokens, 0.0)):
             if await client.is_disconnected():
                 raise ClientDisconnect
             return await to_thread.run_sync(self.model.start, ids, request, limiter=self._computing)
 
     async def pieces(self, text: GeneratedText, most: int) -> AsyncGenerator[str]:
-        """The pieces of a text of `most` tokens, an empty one if a step makes none."""
+        """Yields the pieces of a text of `most` tokens; a step without text yields an empty one."""
         while text.finish is None:
             took = text.first_token_s + text.decode_s
             async with self._turns.turn((text.prompt_tokens + most, took), text):
@@ -187,7 +186,7 @@ class _Completions:
         self._service, self._chat = service, chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Writes a text for a request; always frees its cache at the end."""
+        """Generates a text for a request; always frees its cache at the end."""
         response: Response
         try:
             await self._answer(Request(scope, receive), scope, receive, send)
@@ -236,7 +235,7 @@ class _Completions:
 
 
 def _check_sender(request: Request, *, local: bool) -> None:
-    """Refuses requests from other sites' pages in a browser, and bodies other than JSON."""
+    """Refuses browsers' requests from other sites' pages, and bodies other than JSON."""
     origin = request.headers.get("origin")
     if local and origin is not None:
         try:

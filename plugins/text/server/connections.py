@@ -1,6 +1,6 @@
 """Limits connections of clients that send slowly or not at all.
 
-Uvicorn limits the time between requests, not that of a request's head and body.
+Uvicorn limits the time between requests, but not the time to receive a request.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ MOST_CONNECTIONS = 256
 """
 
 RECEIVE_S = 20.0
-"""The time to receive a request, head and body."""
+"""The time limit for receiving a request's head and body."""
 
 GRACE_S = 1.0
-"""The time after which a connection without a request may be closed for another: until then there
-may be twice as many."""
+"""The time after which a connection without a request may be closed to admit another; until then,
+there may be twice as many."""
 
 LINGER_S = 2.0
-"""The time for a client to read the answer to a request that was refused before it was received."""
+"""The time in which a client can read the refusal of a request that was not fully received."""
 
 
 class Connection(H11Protocol):
-    """A client's connection: it is closed if a request takes too long to be received.
+    """A client's connection, which is closed if receiving a request takes too long.
 
-    If there are too many, the one that has been receiving for longest is closed.
+    If there are too many connections, the one that has been receiving longest is closed.
     """
 
     _opened = 0.0
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to receive; there may be no room."""
+        """Starts to receive; closes a connection if there are too many."""
         super().connection_made(transport)
         self._opened = self.loop.time()
         many = len(self.connections) - most_connections()
@@ -52,7 +52,7 @@ class Connection(H11Protocol):
         self._limit(RECEIVE_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the limit with the connection."""
+        """Cancels the time limit."""
         self._unlimit()
         super().connection_lost(exc)
 
@@ -65,7 +65,7 @@ class Connection(H11Protocol):
             self._limit(RECEIVE_S)
 
     def on_response_complete(self) -> None:
-        """Does not receive the rest of a request that was answered before its end."""
+        """Skips the rest of a request that was answered before its end."""
         if self.cycle.more_body:
             self._unlimit()
             self._limit(LINGER_S)
@@ -81,14 +81,14 @@ class Connection(H11Protocol):
 
 
 def _idle(connection: Any) -> bool:
-    """Whether no request of a connection is being answered."""
+    """Whether a connection has no request that is being answered."""
     cycle = connection.cycle
     closing: bool = connection.transport.is_closing()
     return closing or cycle is None or cycle.more_body or cycle.response_complete
 
 
 def most_connections() -> int:
-    """Returns the largest number of connections: each is a file of this process."""
+    """Returns the largest number of connections, each of which is an open file."""
     if sys.platform == "win32":
         return MOST_CONNECTIONS
     import resource

@@ -1,4 +1,4 @@
-"""OpenAI's protocol: requests and answers."""
+"""Parses requests and formats answers of OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..request import GenerateRequest
 
 MOST_STOPS = 8
 STOP_CHARACTERS = 256
-"""The limit for each stop text: every token is compared with all of them."""
+"""The longest stop text: every token is compared with all stop texts."""
 
 PASSED_OVER = frozenset(
     ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 )
-"""Fields that are ignored, as they change no text."""
+"""Fields that are ignored, because they do not change the text."""
 
 NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,
@@ -37,10 +37,10 @@ NEUTRAL: Mapping[str, Any] = {
     "response_format": {"type": "text"},
     "tool_choice": "none",
 }
-"""Values that request nothing, for fields that this server does not have."""
+"""Values without effect, which are accepted for fields that are not supported."""
 
 
-FAILED = "the server failed; its log has a line about it"
+FAILED = "the server failed; see its log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class StreamOptions:
 
 
 class WrittenText(Protocol):
-    """The properties of a generated text that a reply contains."""
+    """The properties of a generated text that a reply reports."""
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of tokens of the prompt."""
+        """The number of prompt tokens."""
         ...
 
     @property
@@ -65,13 +65,13 @@ class WrittenText(Protocol):
 
     @property
     def finish(self) -> str | None:
-        """Why the text ended; None before."""
+        """Why the text ended; None until then."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A client's request; the names are the protocol's, except `top_k`."""
+    """A client's request; field names are the protocol's, except `top_k`."""
 
     model: str = ""
     prompt: str | list[str] | None = None
@@ -114,7 +114,7 @@ class Asked:
     def content(
         self, *, chat: bool, most: int, reads: frozenset[str]
     ) -> str | list[dict[str, str]]:
-        """Returns the prompt or up to `most` messages, with the fields that the template `reads`.
+        """Returns the prompt, or up to `most` messages with the fields that the template `reads`.
 
         Raises `UsageError` unless there is exactly one prompt, and it is text.
         """
@@ -125,7 +125,7 @@ class Asked:
             raise UsageError(f"{other}: it is a field of the other kind of completion")
         if self.messages is not None:
             if len(self.messages) > most:
-                raise UsageError(f"messages: {len(self.messages):,}, and {most:,} tokens fit here")
+                raise UsageError(f"messages: {len(self.messages):,}, but {most:,} tokens fit here")
             return [_message(said, f"messages[{i}]", reads) for i, said in enumerate(self.messages)]
         prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
         if len(prompts) != 1:
@@ -143,7 +143,9 @@ SERVED = PASSED_OVER | {field.name for field in fields(Asked)}
 def asked(body: bytes) -> Asked:
     """Parses a body; raises `UsageError` for an invalid or unsupported request."""
     try:
-        data = msgspec.json.decode(body)  # in one step, however many values there are
+        data = msgspec.json.decode(
+            body
+        )  # checks no types yet, so it does not slow down with many values
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as cause:
         raise UsageError(f"the request is not valid JSON: {str(cause)[:200]}") from cause
     if not isinstance(data, dict):
@@ -153,7 +155,7 @@ def asked(body: bytes) -> Asked:
 
 
 def in_protocol(error: MoexportError) -> str:
-    """Returns an error's message with the protocol's names in place of options."""
+    """Returns an error's message with the protocol's field names in place of options."""
     message = error.message
     for name in declared(GenerateRequest):
         message = message.replace(spelled(GenerateRequest, name), name)
@@ -167,12 +169,12 @@ def _check_served(data: Mapping[str, Any], at: str) -> None:
         neutral = not isinstance(value, bool) and name in NEUTRAL and value == NEUTRAL[name]
         if not (empty or neutral):
             raise UsageError(
-                f"{at}{printable(name[:64])}: this server does not have it, leave it out"
+                f"{at}{printable(name[:64])}: this server does not support it, omit it"
             )
 
 
 def _message(said: Mapping[str, Any], at: str, reads: frozenset[str]) -> dict[str, str]:
-    """The fields of a message for a template: role, content and other texts that it reads."""
+    """Returns a message for a template: its role, content and other text fields that it reads."""
     role = said.get("role")
     if not (isinstance(role, str) and role):
         raise UsageError(f"{at}.role: it is not text")
@@ -187,7 +189,7 @@ def _message(said: Mapping[str, Any], at: str, reads: frozenset[str]) -> dict[st
 
 
 def _content(content: Any, at: str) -> str:
-    """The content of a message, which may be in parts; raises `UsageError` unless it is text."""
+    """Returns a message's content, joining its parts; raises `UsageError` unless it is text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -198,12 +200,12 @@ def _content(content: Any, at: str) -> str:
     ]
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) < len(parts):
-        raise UsageError(f"{at}.content: a part is not text, but the model takes only text")
+        raise UsageError(f"{at}.content: a part is not text, but the model accepts only text")
     return "".join(texts)
 
 
 class ReplyForm:
-    """The protocol's form of one answer, or of its parts."""
+    """Formats an answer, or its parts, as in the protocol."""
 
     def __init__(self, *, chat: bool, stream: bool, model: str) -> None:
         self.chat = chat
@@ -234,9 +236,9 @@ class ReplyForm:
 async def events(
     form: ReplyForm, text: WrittenText, pieces: AsyncIterator[str], *, usage: bool
 ) -> AsyncIterator[str]:
-    """A stream's events: the pieces, the reason of its end, and its usage if requested.
+    """Yields a stream's events: the pieces, the finish reason, and the usage if requested.
 
-    The status was a success by then: a later failure is an event of its own.
+    A failure is a separate event, because the status has already been sent.
     """
     try:
         async for piece in pieces:

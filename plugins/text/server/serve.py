@@ -1,4 +1,4 @@
-"""Serves a language model by OpenAI's protocol: completions and chats, whole or streamed."""
+"""Serves a language model with OpenAI's protocol: completions and chats, whole or streamed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..generate import TextModel
 from ..request import ServeRequest
 
 CLOSING_S = 1
-"""How long texts may continue when the server shuts down."""
+"""How long texts may continue while the server shuts down."""
 
 
 def serve(bundle: Bundle, request: ServeRequest) -> None:
@@ -36,7 +36,7 @@ def serve(bundle: Bundle, request: ServeRequest) -> None:
         ws="none",
         lifespan="off",
         log_level="error",
-        access_log=False,  # `WatchedRequests` writes a line for each request, when it ends
+        access_log=False,  # `WatchedRequests` logs each request when it ends
         proxy_headers=False,
         server_header=False,
         backlog=most_connections(),  # asyncio accepts all of them before it closes any
@@ -52,6 +52,6 @@ def check_free(host: str, port: int) -> None:
             pass
     except OSError as cause:
         raise UsageError(
-            f"--port {port}: nothing can listen at {host}:{port}: {os.strerror(cause.errno or 0)}",
-            hint="another program may have the port: give another --port",
+            f"--port {port}: cannot listen on {host}:{port}: {os.strerror(cause.errno or 0)}",
+            hint="another program may use the port: choose another --port",
         ) from cause

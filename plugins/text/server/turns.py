@@ -13,22 +13,22 @@ if TYPE_CHECKING:
     import anyio
 
 SHARE = 0.8
-"""The share of the time for the smallest."""
+"""The share of the time for the smallest text."""
 
 KEPT_S = 0.002
-"""How long the smallest may take to come back for its next turn before another has it."""
+"""How long a turn is reserved for the smallest text before another text gets it."""
 
 
 Size = tuple[float, float]
-"""The largest size of a text, in tokens, and among equals the seconds that it has taken."""
+"""The largest number of tokens of a text and, to order equals, the seconds that it has used."""
 
 
 class Returning(Protocol):
-    """An object that takes turns until it has ended, as `GeneratedText` does."""
+    """An object that takes turns until it has ended, such as a `GeneratedText`."""
 
     @property
     def finish(self) -> object:
-        """Why it ended; None before."""
+        """Why it ended; None until then."""
         ...
 
 
@@ -40,10 +40,10 @@ class _WaitingText:
 
 @dataclass(slots=True)
 class Turns:
-    """Turns of several texts that are generated at once.
+    """Gives turns to several texts that are generated at once.
 
-    Four fifths of the time are for the smallest, such as the text with the fewest requested tokens,
-    however many others there are; the rest is in order of arrival.
+    Four fifths of the time go to the smallest text (the fewest requested tokens), however many
+    others there are; the rest goes to texts in the order of their arrival.
     """
 
     _waiting: list[_WaitingText] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Turns:
     async def turn(self, size: Size, owner: Returning | None = None) -> AsyncIterator[None]:
         """Waits for a turn, and passes it on at the end.
 
-        An `owner` comes again: if it is the smallest, its next turn is reserved for a while.
+        An `owner` returns for more turns; if it is the smallest, its next turn is reserved briefly.
         """
         chosen = True  # among several
         if self._kept is not None and self._kept_for is owner:
@@ -95,7 +95,7 @@ class Turns:
         except BaseException:  # its client has disconnected
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
-            else:  # the turn was given to it meanwhile
+            else:  # it got the turn in the meantime
                 self._next()
             raise
 
@@ -108,7 +108,7 @@ class Turns:
         self._kept, self._kept_for = None, None
 
     def _give_up(self) -> None:
-        """The smallest did not come back: its wait was its own time."""
+        """Ends the reservation of the smallest text, and counts the wait as its time."""
         self._end_keeping()
         self._count(KEPT_S, by_size=True)
         self._next()

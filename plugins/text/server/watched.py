@@ -1,4 +1,4 @@
-"""The server's log, a line for each request, and its counts for Prometheus."""
+"""Logs a line for each request, and counts requests for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from ..generate import GeneratedText
 
 SEND_S = 30.0
-"""The time for a client to read a part of its answer."""
+"""The time in which a client must read a part of its answer."""
 
 TEXT = "moexport.text"
-"""The key of a request's scope that holds its text."""
+"""The key of the text in a request's scope."""
 
 LEFT = 499
-"""The status of a request whose client disconnected before the answer; nginx uses it, too."""
+"""The status if the client disconnects before the answer, as in nginx."""
 
 OTHER = "other"
-"""The path of requests for unknown paths: clients choose the names."""
+"""The label for all unknown paths, because clients could send any number of them."""
 
 log = logging.getLogger("moexport.serve")
 
 
 class WatchedRequests:
-    """Passes requests on to an application, counts them, and limits and logs each."""
+    """Passes requests to an application; counts, limits and logs them."""
 
     def __init__(self, app: Any) -> None:
         self._app: ASGIApp = app
@@ -41,7 +41,7 @@ class WatchedRequests:
         self._seconds = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request; an error ends with a line of log instead of a traceback."""
+        """Answers a request; logs an error in one line, without a traceback."""
         from anyio import fail_after
 
         if scope["type"] != "http":
@@ -108,7 +108,7 @@ class WatchedRequests:
 
 
 def _describe_error(error: BaseException) -> str:
-    """An error in one line: its kind, message and origin."""
+    """Describes an error in one line: its type, message and origin."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next

@@ -1,4 +1,4 @@
-"""A small language model and its bundle, which tests of text share."""
+"""A small language model and its bundle for the tests of text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["deterministic", "folder", "out"]
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that never ends by itself, and says no parts of characters: they score zero."""
-    # Skips where there are no transformers or no GenAI, which a conftest cannot.
+    """A model that never ends by itself, and generates no parts of characters: they score zero."""
+    # Skips tests without transformers or GenAI, which a conftest cannot do on import.
     from moexport.plugins.text.tests.test_generation import END, text_model
     from moexport.plugins.token_routed.tests.architectures import transformers
 

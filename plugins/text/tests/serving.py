@@ -1,4 +1,4 @@
-"""The real server as a program, and requests to it, as clients send them, well or badly."""
+"""Starts the real server as a program, and sends it valid and invalid requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JSON = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client got, and after how long."""
+    """A client's answer, and its time."""
 
     status: int
     text: str
@@ -37,19 +37,19 @@ class Answer:
 
     @property
     def error(self) -> str:
-        """The message of an error."""
+        """Returns the message of an error."""
         return str(json.loads(self.text)["error"]["message"])
 
     @property
     def said(self) -> str:
-        """The text of a completion."""
+        """Returns the text of a completion."""
         return str(json.loads(self.text)["choices"][0]["text"])
 
 
 def post(
     port: int, asked: bytes | Mapping[str, Any], path: str = COMPLETIONS, **headers: str
 ) -> Answer:
-    """Sends a request, and reads all of its answer."""
+    """Sends a request, and reads the whole answer."""
     body = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
     return sent(port, "POST", path, body, {**JSON, **headers})
 
@@ -75,14 +75,14 @@ def sent(
 
 
 def opened(port: int, content: bytes) -> socket.socket:
-    """Sends some bytes, and reads nothing."""
+    """Sends some bytes without reading an answer."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=30)
     connection.sendall(content)
     return connection
 
 
 def head(length: int, path: str = COMPLETIONS) -> bytes:
-    """The head of a request whose body has a length."""
+    """Returns the head of a request for a body of this length."""
     lines = (
         f"POST {path} HTTP/1.1",
         "Host: localhost",
@@ -93,13 +93,13 @@ def head(length: int, path: str = COMPLETIONS) -> bytes:
 
 
 def request(asked: Mapping[str, Any]) -> bytes:
-    """A whole request."""
+    """Returns a whole request."""
     body = json.dumps(asked).encode()
     return head(len(body)) + body
 
 
 class Server:
-    """`moexport serve` of a bundle, with its log in a file; leaving it ends it."""
+    """`moexport serve` with a bundle and its log in a file; the end of the context stops it."""
 
     def __init__(self, bundle: Path, folder: Path, *options: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as found:
@@ -141,14 +141,14 @@ class Server:
         self.process.wait(60)
 
     def memory(self) -> float:
-        """The MiB that the server holds, with the process that makes tokens, not its copies."""
+        """Returns the memory of the server and its tokenising process in MiB, without copies."""
         (server,) = psutil.Process(self.process.pid).children()  # the first one passes signals on
         held = [each.memory_info().rss for each in (server, *server.children())]
         return sum(held) / 2**20
 
 
 def with_tokenizer(bundle: Path, place: Path, **changed: Any) -> Path:
-    """A copy of a bundle with other parts of `tokenizer.json`, its hash and all."""
+    """Copies a bundle with changes to `tokenizer.json`, including its hash."""
     shutil.copytree(bundle, place)
     file = place / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
@@ -157,7 +157,7 @@ def with_tokenizer(bundle: Path, place: Path, **changed: Any) -> Path:
 
 
 def with_template(bundle: Path, place: Path, template: str) -> Path:
-    """A copy of a bundle with another chat template, its hash and all."""
+    """Copies a bundle with another chat template, including its hash."""
     shutil.copytree(bundle, place)
     (place / "chat_template.jinja").write_text(template)
     rehash(place, "chat_template.jinja")

@@ -1,4 +1,4 @@
-"""A bundle of a language model is whole: ONNX Runtime GenAI generates from its folder as it is."""
+"""ONNX Runtime GenAI generates text from the unchanged folder of a language model's bundle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ genai: Any = pytest.importorskip("onnxruntime_genai", reason="the extra generate
 PROMPTS = ("The graph", "moexport checks that it selects the same experts", "k of n experts is")
 NEW = 24
 END = 7
-"""A token that random models come to now and then."""
+"""A token that random models generate now and then."""
 
 
 def text_model(name: str, folder: Path, *, second: bool = False, **more: Any) -> Path:
@@ -36,7 +36,7 @@ def text_model(name: str, folder: Path, *, second: bool = False, **more: Any) ->
 
 
 def greedy(name: str, folder: Path, ids: np.ndarray, **config: Any) -> list[int]:
-    """What transformers generates after some tokens."""
+    """Returns the tokens that transformers generates after others."""
     model = getattr(transformers, ARCHITECTURES[name].name).from_pretrained(
         folder, dtype=torch.float32, **config
     )
@@ -48,7 +48,7 @@ def greedy(name: str, folder: Path, ids: np.ndarray, **config: Any) -> list[int]
 
 
 def generated(model: Any, prompts: np.ndarray) -> list[list[int]]:
-    """What GenAI generates after prompts [b, m], which are padded on the right."""
+    """Returns the tokens that GenAI generates after prompts [b, m], padded on the right."""
     params = genai.GeneratorParams(model)
     params.set_search_options(max_length=prompts.shape[1] + NEW, batch_size=len(prompts))
     generator = genai.Generator(model, params)
@@ -60,7 +60,7 @@ def generated(model: Any, prompts: np.ndarray) -> list[list[int]]:
 
 
 def before_the_end(tokens: list[int]) -> list[int]:
-    """Tokens up to the end, which GenAI leaves out of a single text."""
+    """Returns tokens up to the end token, which GenAI omits in a single text."""
     return tokens[: tokens.index(END)] if END in tokens else tokens
 
 
@@ -93,8 +93,8 @@ def test_genai_generates_what_transformers_does_one_by_one_and_in_a_batch(
 
 
 @pytest.mark.slow
-def test_four_bits_and_a_k_of_each_layer_generate_what_the_graph_says(tmp_path: Path) -> None:
-    """Also as a recipe says them, which `tune` writes."""
+def test_four_bits_and_a_k_of_each_layer_generate_what_the_graph_computes(tmp_path: Path) -> None:
+    """They can also come from a recipe, as `tune` writes it."""
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 32, "num_experts_per_tok": 4}
     folder = text_model("mixtral", tmp_path / "model", eos_token_id=None, **sizes)
     model = moexport.load(folder)
@@ -175,14 +175,14 @@ def test_configurations_are_those_of_the_graph(bundle: Bundle, folder: Path) -> 
 
 
 @pytest.mark.slow
-def test_what_cannot_generate_says_so(tmp_path: Path) -> None:
+def test_a_bundle_that_cannot_generate_has_a_note(tmp_path: Path) -> None:
     no_tokenizer = save(ARCHITECTURES["mixtral"], tmp_path / "model")
     bundle = moexport.export(moexport.load(no_tokenizer), tmp_path / "none", verify=False)
-    assert bundle.manifest.notes[-1].endswith(f"{no_tokenizer}: holds no tokenizer.json")
+    assert bundle.manifest.notes[-1].endswith(f"{no_tokenizer} has no tokenizer.json")
     small = text_model("mixtral", tmp_path / "small", vocab_size=200)
     bundle = moexport.export(moexport.load(small), tmp_path / "small-out", verify=False)
     assert (
-        "it has the token 299, and this model's vocabulary ends at 199"
+        "it has the token 299, but this model's vocabulary ends at 199"
         in (bundle.manifest.notes[-1])
     )
     fixed = moexport.export(moexport.load(small), tmp_path / "fixed", tokens=5, verify=False)

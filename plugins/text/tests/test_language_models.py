@@ -1,4 +1,4 @@
-"""Language models with routed experts: tokens per second in each phase, perplexity, routing."""
+"""`bench` measures language models with routed experts: speed by phase, perplexity, routing."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_the_report_shows_every_row_and_the_command_that_exports_it(found: Resul
 
 
 def test_a_token_after_its_prompt_has_the_logits_of_the_whole_text(model: Model) -> None:
-    """In the library's own forms and in a graph, and again when the same call is repeated."""
+    """This holds in the library's own forms and in a graph, and if the same call is repeated."""
     windows = np.random.default_rng(0).integers(0, 300, (2, PROMPT + 1))
     base = untouched(model)
     whole = base.infer(windows)[:, -1:]
@@ -230,10 +230,10 @@ def test_without_a_tokenizer_ids_are_random_and_tell_no_perplexity(tmp_path: Pat
 
 def test_what_cannot_be_a_language_models_data_is_refused(model: Model, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("def", encoding="utf-8")
-    with pytest.raises(FeedError, match=r"short.txt: \d tokens, and a prompt with the token after"):
+    with pytest.raises(FeedError, match=r"short.txt: \d tokens, but a prompt and the token after"):
         token_windows(tmp_path / "short.txt", model, PROMPT)
     (tmp_path / "no.txt").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(FeedError, match="is not text in UTF-8"):
+    with pytest.raises(FeedError, match="is not UTF-8 text"):
         token_windows(tmp_path / "no.txt", model, PROMPT)
     (tmp_path / "no.npy").write_bytes(b"no array")
     with pytest.raises(FeedError, match="not a readable"):
@@ -249,7 +249,7 @@ def test_what_cannot_be_a_language_models_data_is_refused(model: Model, tmp_path
             token_windows(tmp_path / f"{number}.npy", model, PROMPT)
     with (tmp_path / "long.txt").open("wb") as file:
         file.truncate(TEXT_BYTES + 1)
-    with pytest.raises(FeedError, match=r"long\.txt: has more than 67108864 bytes"):
+    with pytest.raises(FeedError, match=r"long\.txt has more than 67108864 bytes"):
         token_windows(tmp_path / "long.txt", model, PROMPT)
     with pytest.raises(FeedError, match="no such file"):
         token_windows(tmp_path / "none.txt", model, PROMPT)
@@ -261,7 +261,7 @@ def test_what_cannot_be_a_language_models_data_is_refused(model: Model, tmp_path
 
 
 def test_ties_are_no_choices() -> None:
-    """Of four tokens in one layer one chose otherwise clearly, and one where scores were equal."""
+    """Of four tokens in a layer, one clearly selected others, and one had equal scores."""
     reference = {"a": np.array([[0, 1], [0, 1], [0, 1], [2, 3]])}
     chosen = {"a": np.array([[0, 1], [0, 2], [0, 2], [2, 3]])}
     margins = {"a": np.array([0.5, 0.5, 1e-7, 0.5])}
@@ -272,7 +272,7 @@ def test_ties_are_no_choices() -> None:
 
 
 def test_a_classifier_of_tokens_is_measured_on_several_inputs(tmp_path: Path) -> None:
-    """Its accuracy is that of the tokens with a label; the mask goes to every engine."""
+    """Its accuracy counts tokens with a label; every engine gets the mask."""
     architecture = ARCHITECTURES["openai_privacy_filter"]
     place = save(architecture, tmp_path / "model", num_hidden_layers=1)
     model = moexport.load(place)

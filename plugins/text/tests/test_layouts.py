@@ -96,7 +96,7 @@ generate("transformers-js", most, prompts, { device: "wasm" }).then(
 def for_the_web(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[list[int]]]:
-    """A folder with a layout and the programs, and what is to be generated."""
+    """Returns a folder with a layout and the programs, and the expected text."""
     name, options, file = request.param
     place = tmp_path_factory.mktemp("web")
     folder = text_model(name, place / "model")
@@ -174,7 +174,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(folder: Path) -> Bundle:
-    """Of INT4 weights, in the layout of optimum."""
+    """A bundle with INT4 weights in the layout of optimum."""
     done = run(
         *("export", folder, "-o", folder.parent / "out", "--layout", "optimum", "--no-verify"),
         *("--target", "ort-cpu", "--precision", "int4"),
@@ -184,7 +184,7 @@ def bundle(folder: Path) -> Bundle:
 
 
 def test_a_layout_is_whole_and_every_file_of_it_is_in_the_manifest(bundle: Bundle) -> None:
-    """optimum-onnx takes no transformers 5: its names and shapes are tried with ONNX Runtime."""
+    """optimum-onnx does not support transformers 5, so ONNX Runtime checks its names and shapes."""
     place = bundle.path / "optimum"
     files = {path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()}
     assert files >= {"config.json", "generation_config.json", "tokenizer.json"}
@@ -252,11 +252,11 @@ def test_a_text_bundle_is_verified_and_run_without_plugins(folder: Path, tmp_pat
         assert done.returncode == 0, done.stderr
 
 
-def test_a_layout_of_what_writes_no_text_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_layout_for_a_model_without_text_is_refused(folder: Path, tmp_path: Path) -> None:
     model = moexport.load(folder)
     with pytest.raises(UsageError, match="a causal language model with a cache"):
         moexport.export(model, tmp_path / "out", tokens=5, layout="optimum")
-    with pytest.raises(UsageError, match='no name for precision="bf16"'):
+    with pytest.raises(UsageError, match='does not support precision="bf16"'):
         moexport.export(model, tmp_path / "out", precision="bf16", layout="transformers-js")
     bare = tmp_path / "bare"
     shutil.copytree(folder, bare)
@@ -264,6 +264,6 @@ def test_a_layout_of_what_writes_no_text_is_refused(folder: Path, tmp_path: Path
     done = run("export", bare, "-o", tmp_path / "out", "--layout", "transformers-js")
     assert (done.code, done.error) == (
         2,
-        f"--layout transformers-js: {bare} holds no tokenizer.json",
+        f"--layout transformers-js: {bare} has no tokenizer.json",
     )
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""What `serve` refuses, limits and frees, and what its owner sees of it."""
+"""`serve` refuses, limits and frees what it should, and logs it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_is_not_served_is_refused_by_its_name(server: Server, given: dict[s
     assert name in answer.error and "--" not in answer.error
 
 
-def test_values_that_ask_for_nothing_are_passed_over(server: Server) -> None:
+def test_values_that_request_nothing_are_ignored(server: Server) -> None:
     given = {
         **{"n": 1, "best_of": 1, "echo": False, "logprobs": None, "frequency_penalty": 0.0},
         **{"presence_penalty": 0, "response_format": {"type": "text"}, "tools": [], "user": "x"},
@@ -92,7 +92,7 @@ def test_values_that_ask_for_nothing_are_passed_over(server: Server) -> None:
 
 
 def test_the_likeliest_tokens_are_drawn_from(server: Server) -> None:
-    """`top_k` is more than the protocol has, and may be larger than the vocabulary."""
+    """`top_k` is not in the protocol, and may be larger than the vocabulary."""
     greedy = post(server.port, {"prompt": PROMPT, "max_tokens": 8}).said
     asked = {"prompt": PROMPT, "max_tokens": 8, "temperature": 2.0, "seed": 1}
     assert post(server.port, {**asked, "top_k": 1}).said == greedy
@@ -174,11 +174,11 @@ def test_200000_keys_of_a_message_are_refused_at_once(server: Server) -> None:
     keys = {f"{key:x}": 0 for key in range(90_000)}
     said = [{"role": "user", "content": "x", **keys}]
     answer = post(server.port, {"messages": said, "max_tokens": 1}, CHATS)
-    assert answer.status == 400 and "this server does not have it" in answer.error
+    assert answer.status == 400 and "this server does not support it" in answer.error
     assert answer.seconds < 5
     many = [{"role": "user", "content": ""}] * (CONTEXT + 1)
     answer = post(server.port, {"messages": many}, CHATS)
-    assert answer.error == "messages: 4,097, and 4,096 tokens fit here"
+    assert answer.error == "messages: 4,097, but 4,096 tokens fit here"
 
 
 def test_a_large_body_is_not_read(server: Server) -> None:
@@ -346,7 +346,7 @@ def test_a_cache_that_does_not_fit_is_told_with_its_size(out: Path, tmp_path: Pa
     many = ("--max-tokens", str(2**31 - 1))
     done = run("generate", bundle, PROMPT, *many)
     assert done.code == 1
-    assert done.error.startswith("no memory for the cache of 2,147,483,647 tokens: it takes 5")
+    assert done.error.startswith("no memory for the cache of 2,147,483,647 tokens: it needs 5")
     assert "--context" in done.hint
     assert (
         run("generate", bundle, PROMPT, "--max-tokens", str(2**31 - 1), "--context", "16").code == 0
@@ -405,7 +405,7 @@ def test_a_server_that_writes_texts_ends_before_they_do(out: Path, tmp_path: Pat
 
 
 def rest(client: socket.socket) -> bytes:
-    """All that a client was sent until its connection ended."""
+    """Returns everything that a client received until its connection ended."""
     found = b""
     with client, contextlib.suppress(ConnectionResetError):
         while part := client.recv(1 << 16):
@@ -414,14 +414,14 @@ def rest(client: socket.socket) -> bytes:
 
 
 def texts(server: Server) -> int:
-    """How many texts are being written."""
+    """Returns how many texts are being generated."""
     found = re.search(r"^moexport_texts (\d+)$", get(server.port, "/metrics").text, re.MULTILINE)
     assert found is not None
     return int(found[1])
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 120) -> None:
-    """Waits for something that holds soon, or on a busy machine some time later."""
+    """Waits for a condition that is soon true, or later on a busy machine."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end

@@ -1,4 +1,4 @@
-"""Text from a bundle: `generate` in a shell and in Python, and `serve` with OpenAI's own client."""
+"""Text from a bundle: `generate` in a shell and in Python, and `serve` with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ openai: Any = pytest.importorskip("openai", reason="the client comes with the ex
 
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> str:
-    """What transformers says."""
+    """The text that transformers generates."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(PROMPT, return_tensors="np")["input_ids"][0]
     return str(tokenizer.decode(greedy("mixtral", folder, ids)))
@@ -96,7 +96,7 @@ def test_a_chat_is_what_its_template_writes(out: Path) -> None:
 def test_a_prompt_computed_in_parts_is_continued_as_by_transformers(
     name: str, second: bool, tmp_path: Path
 ) -> None:
-    """Also with sliding windows, which reach over the parts; the other graph copies its cache."""
+    """This includes sliding windows, which span several parts; the other graph copies its cache."""
     folder = text_model(name, tmp_path / "model", second=second, max_position_embeddings=512)
     prompt = "0123456789abcde\n" * 20
     ids = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="np")["input_ids"][0]
@@ -112,7 +112,7 @@ def test_a_prompt_computed_in_parts_is_continued_as_by_transformers(
         assert text == AutoTokenizer.from_pretrained(folder).decode(wanted).rstrip("\ufffd")
 
 
-def test_an_interrupt_ends_the_text_with_what_it_took(out: Path) -> None:
+def test_an_interrupt_ends_the_text_with_its_statistics(out: Path) -> None:
     process = start("generate", out, PROMPT, "--max-tokens", str(CONTEXT))
     assert process.stdout is not None
     process.stdout.read(20)
@@ -162,7 +162,7 @@ def test_the_page_goes_from_a_folder_to_a_chat_in_three_commands(
         (("--stop", ""), "--stop: it is empty"),
     ],
 )
-def test_a_wrong_value_is_said_in_a_sentence(
+def test_a_wrong_value_is_refused_with_a_message(
     out: Path, options: tuple[str, ...], message: str
 ) -> None:
     done = run("generate", out, PROMPT, *options)
@@ -171,12 +171,14 @@ def test_a_wrong_value_is_said_in_a_sentence(
 
 def test_a_prompt_longer_than_the_context_is_refused(out: Path) -> None:
     done = run("generate", out, "x " * CONTEXT)
-    assert done.code == 2 and "and the model's context holds 4,096" in done.error
+    assert done.code == 2 and "but the model's context has 4,096" in done.error
     with pytest.raises(UsageError, match="the prompt is empty"):
         moexport.generate(out, "")
 
 
-def test_a_bundle_that_cannot_generate_says_why(out: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_bundle_that_cannot_generate_is_refused_with_a_reason(
+    out: Path, folder: Path, tmp_path: Path
+) -> None:
     changed = tmp_path / "changed"
     shutil.copytree(out, changed)
     (changed / "tokenizer.json").write_text("{}")
@@ -197,12 +199,12 @@ def test_a_bundle_that_cannot_generate_says_why(out: Path, folder: Path, tmp_pat
     moexport.export(model, tmp_path / "other-words", verify=False)
     done = run("generate", tmp_path / "other-words", PROMPT)
     assert done.code == 1 and done.error.endswith(
-        "belongs to another model: it has the token 339, and this model's vocabulary ends at 303"
+        "belongs to another model: it has the token 339, but this model's vocabulary ends at 303"
     )
     (bare / "tokenizer.json").unlink()
     moexport.export(model, tmp_path / "no-tokenizer", verify=False)
     done = run("generate", tmp_path / "no-tokenizer", PROMPT)
-    assert done.code == 1 and done.error.endswith(": holds no tokenizer.json")
+    assert done.code == 1 and done.error.endswith(" has no tokenizer.json")
     image = run("generate", DATA / "bundle_0_1_0", PROMPT)
     assert image.code == 1 and "no language model with a cache" in image.error
 
@@ -237,7 +239,7 @@ def test_a_client_of_openai_gets_the_same_text(served: str, wanted: str) -> None
 
 
 @pytest.mark.slow
-def test_a_server_outlives_clients_that_go_away_or_ask_for_what_cannot_be(served: str) -> None:
+def test_a_server_outlives_clients_that_disconnect_or_send_invalid_requests(served: str) -> None:
     client = openai.OpenAI(base_url=served, api_key="none", max_retries=0)
     asked = {"model": "mixtral", "prompt": PROMPT}
     parts = client.completions.create(max_tokens=CONTEXT, stream=True, **asked)
@@ -247,9 +249,9 @@ def test_a_server_outlives_clients_that_go_away_or_ask_for_what_cannot_be(served
         client.completions.create(temperature=-1, **asked)
     with pytest.raises(openai.NotFoundError, match="other"):
         client.completions.create(model="other", prompt=PROMPT)
-    with pytest.raises(openai.BadRequestError, match="the model's context holds 4,096"):
+    with pytest.raises(openai.BadRequestError, match="the model's context has 4,096"):
         client.completions.create(model="mixtral", prompt="x " * CONTEXT)
-    with pytest.raises(openai.BadRequestError, match="n: this server does not have it"):
+    with pytest.raises(openai.BadRequestError, match="n: this server does not support it"):
         client.completions.create(n=2, **asked)
     with pytest.raises(openai.BadRequestError, match="a part is not text"):
         image = {"type": "image_url", "image_url": {"url": "data:"}}
@@ -280,11 +282,11 @@ def test_32_clients_at_once_get_their_own_texts(served: str) -> None:
         assert set(found[each::3]) == {alone.choices[0].text}
 
 
-def test_a_port_in_use_is_said_in_a_sentence(out: Path) -> None:
+def test_a_port_in_use_is_refused_with_a_message(out: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = run("serve", out, "--port", str(port))
     assert done.code == 2
     assert done.error == (
-        f"--port {port}: nothing can listen at 127.0.0.1:{port}: Address already in use"
+        f"--port {port}: cannot listen on 127.0.0.1:{port}: Address already in use"
     )

@@ -1,4 +1,4 @@
-"""Bundles to serve, NVIDIA's client, and its server where there is one for this machine."""
+"""Bundles to serve, NVIDIA's client, and its server if there is one for this machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def client(packages: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, moexport.Bundle]:
-    """Bundles of a ViT whose layers show their choices, by k: 2, 4 and an input."""
+    """Bundles of a ViT that exposes its routing, by k: 2, 4 and an input."""
     place, case = tmp_path_factory.mktemp("bundles"), read_case("soft_moe_vit")
     model = moexport.load(case.weights, config=case.config)
     return {

@@ -1,4 +1,4 @@
-"""Model repositories: their files, and what Triton's own protobuf reads in them."""
+"""Model repositories have the right files, and Triton's own protobuf reads them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Bundles = dict[str, moexport.Bundle]
 
 
 def configuration(client: Any, model: Path) -> Any:
-    """A model's configuration, as Triton reads it."""
+    """Returns a model's configuration, as Triton reads it."""
     text = (model / "config.pbtxt").read_text(encoding="utf-8")
     found = text_format.Parse(text, client.model_config_pb2.ModelConfig())
     assert found.name == model.name
     return found
 
 
-def test_onnx_runtime_batches_inputs_of_a_graph_whose_k_is_baked(
+def test_onnx_runtime_batches_inputs_of_a_graph_with_a_constant_k(
     client: Any, bundles: Bundles, tmp_path: Path
 ) -> None:
     (model,) = moexport.triton(
@@ -65,9 +65,7 @@ def test_onnx_runtime_batches_inputs_of_a_graph_whose_k_is_baked(
     assert model.name == "vit"
 
 
-def test_k_has_a_default_that_onnx_runtime_takes(
-    client: Any, bundles: Bundles, tmp_path: Path
-) -> None:
+def test_k_has_a_default_in_onnx_runtime(client: Any, bundles: Bundles, tmp_path: Path) -> None:
     moexport.triton(bundles["input"], tmp_path / "models", name="any", k=3)
     told = configuration(client, tmp_path / "models" / "any")
     assert told.max_batch_size == 0 and not told.HasField("dynamic_batching")
@@ -96,11 +94,11 @@ def test_several_k_become_an_ensemble(client: Any, bundles: Bundles, tmp_path: P
     assert (tmp_path / "models" / "vit" / "1").is_dir()
 
 
-def test_a_version_is_added_beside_those_that_are_there(bundles: Bundles, tmp_path: Path) -> None:
+def test_a_version_is_added_to_existing_ones(bundles: Bundles, tmp_path: Path) -> None:
     models, config = tmp_path / "models", tmp_path / "models" / "vit" / "config.pbtxt"
     moexport.triton(bundles["2"], models, name="vit")
     config.write_text(config.read_text() + "version_policy { all { } }\n")
-    with pytest.raises(OutputError, match="holds a version 1") as caught:
+    with pytest.raises(OutputError, match="has a version 1") as caught:
         moexport.triton(bundles["2"], models, name="vit")
     assert "version=2" in str(caught.value.hint)
     moexport.triton(bundles["2"], models, name="vit", version=2)
@@ -117,7 +115,7 @@ def test_a_version_is_added_beside_those_that_are_there(bundles: Bundles, tmp_pa
     assert [each.name for each in tmp_path.iterdir()] == ["models"]
 
 
-def test_what_is_no_repository_is_left_untouched(bundles: Bundles, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_repository_is_not_changed(bundles: Bundles, tmp_path: Path) -> None:
     (tmp_path / "models" / "vit").mkdir(parents=True)
     (tmp_path / "models" / "vit" / "mine.txt").write_text("mine")
     with pytest.raises(OutputError, match="is not a model of a Triton repository"):
@@ -136,11 +134,11 @@ def test_what_is_no_repository_is_left_untouched(bundles: Bundles, tmp_path: Pat
         (["2"], {"name": "a" * 256}, "name has 256 characters, more than the 255 of a folder"),
         (["2"], {"backend": "pytorch"}, 'backend="pytorch": unknown value'),
         (["2"], {"instances": 0}, "instances=0: at least 1"),
-        (["input"], {"delay_us": 5}, "delay_us=5: Triton makes no batches"),
+        (["input"], {"delay_us": 5}, "delay_us=5: Triton does not batch"),
     ],
     ids=str,
 )
-def test_what_cannot_be_served_so_is_refused(
+def test_invalid_options_for_a_bundle_are_refused(
     ks: list[str], asked: dict[str, Any], said: str, bundles: Bundles, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=said):
@@ -148,7 +146,7 @@ def test_what_cannot_be_served_so_is_refused(
     assert not (tmp_path / "models").exists()
 
 
-def test_a_bundle_without_a_tensorrt_engine_is_told_how_to_get_one(
+def test_for_a_bundle_without_a_tensorrt_engine_the_hint_builds_one(
     bundles: Bundles, tmp_path: Path
 ) -> None:
     with pytest.raises(EngineError, match="has no tensorrt engine") as caught:
@@ -157,14 +155,14 @@ def test_a_bundle_without_a_tensorrt_engine_is_told_how_to_get_one(
 
 
 @pytest.mark.path
-def test_the_command_says_what_it_wrote(bundles: Bundles, tmp_path: Path) -> None:
+def test_the_command_prints_what_it_wrote(bundles: Bundles, tmp_path: Path) -> None:
     done = run("triton", bundles["2"].path, "-o", tmp_path / "models", "--json")
     assert done.code == 0, done.err
     (told,) = json.loads(done.out)
     assert told["name"] == "weights" and told["files"][0] == "model.onnx/model.onnx"
     again = run("triton", bundles["2"].path, "-o", tmp_path / "models")
     assert again.code == 1
-    assert "holds a version 1" in again.error
+    assert "has a version 1" in again.error
     damaged = bundles["2"].path.with_name("damaged")
     damaged.mkdir()
     for each in bundles["2"].path.iterdir():
@@ -177,23 +175,23 @@ def test_the_command_says_what_it_wrote(bundles: Bundles, tmp_path: Path) -> Non
 
 
 DAMAGE: dict[str, dict[str, Any]] = {
-    "a target that is none": {"target": "mars"},
-    "a batch that is none": {"batch": "x:y"},
+    "an unknown target": {"target": "mars"},
+    "an invalid batch": {"batch": "x:y"},
     "inputs without axes": {"inputs": [{"name": "input", "dtype": "float32", "shape": []}]},
     "no inputs": {"inputs": []},
     "no layers": {"layers": []},
     "no graphs": {"graphs": []},
-    "a type that Triton lacks": {
+    "a type that Triton does not support": {
         "outputs": [{"name": "output", "dtype": "odd", "shape": ["batch"]}]
     },
-    "a k that is none": {"k": []},
-    "engines that are none": {"engines": [1, {"file": "../x"}]},
+    "an invalid k": {"k": []},
+    "invalid engines": {"engines": [1, {"file": "../x"}]},
 }
 
 
 @pytest.mark.parametrize("what", [*DAMAGE, "model.onnx", "parity.npz", "weights.bin"])
 @pytest.mark.parametrize("backend", ["onnxruntime", "python", "tensorrt"])
-def test_a_damaged_bundle_is_refused_in_words_whatever_its_hashes_say(
+def test_a_damaged_bundle_is_refused_with_a_message_even_if_its_hashes_match(
     what: str, backend: str, bundles: Bundles, tmp_path: Path
 ) -> None:
     damaged = Path(shutil.copytree(bundles["2"].path, tmp_path / "damaged"))
@@ -207,7 +205,7 @@ def test_a_damaged_bundle_is_refused_in_words_whatever_its_hashes_say(
     outcome = run("triton", damaged, "-o", tmp_path / "models", "--backend", backend)
     assert "defect" not in outcome.err and "Traceback" not in outcome.err
     assert (tmp_path / "models").exists() == (outcome.code == 0)
-    if what != "weights.bin":  # whose numbers only who runs the graph looks at
+    if what != "weights.bin":  # which are only read when the graph runs
         assert outcome.code in (1, 2), outcome.out
 
 
@@ -229,7 +227,7 @@ def test_profiles_of_an_engine_are_the_limits_of_its_batches(client: Any, tmp_pa
     profiles = [{"input": [SIZES[0]] * 3}, {"input": SIZES}]
     with_plan(bundle, profiles=profiles)
     (model,) = moexport.triton(bundle, tmp_path / "models", name="vit")
-    assert any("Triton's TensorRT must be 10.16.1" in note for note in model.notes)
+    assert any("a Triton with TensorRT 10.16.1" in note for note in model.notes)
     told = configuration(client, tmp_path / "models" / "vit")
     assert (told.backend, told.max_batch_size) == ("tensorrt", 16)
     (group,) = told.instance_group
@@ -288,7 +286,7 @@ def test_a_bundle_for_openvino_is_served_by_moexport_or_by_tritons_openvino(
     told = configuration(client, tmp_path / "models" / "own")
     assert (told.backend, told.default_model_filename) == ("openvino", "model.onnx")
     assert told.parameters["INFERENCE_NUM_THREADS"].string_value == "3"
-    assert "the choice of experts too" in own.notes[0] and not usual.notes
+    assert "even the choice of experts" in own.notes[0] and not usual.notes
     served = tmp_path / "models" / "own" / "1" / "model.onnx"
     y = OpenVinoSession(served, SessionOptions(runtime="openvino", threads=1))(case.x)
     np.testing.assert_allclose(y, bundle.session(threads=1)(case.x), atol=1e-6)

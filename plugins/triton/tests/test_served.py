@@ -1,7 +1,7 @@
-"""NVIDIA's server serves what `triton` writes, without PyTorch, and its client asks.
+"""NVIDIA's server serves what `triton` writes, without PyTorch, to NVIDIA's client.
 
-The wheel of `nvidia-pytriton` holds the server with the Python backend alone: of the others the
-configurations are read (`test_repository.py`).
+The wheel of `nvidia-pytriton` has a server with only the Python backend; `test_repository.py` reads
+the configurations for the others.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ NEEDED = (
     *("numpy", "onnx", "onnxruntime", "protobuf", "ml_dtypes", "typing_extensions", "flatbuffers"),
     *("packaging", "msgspec", "filelock", "psutil"),
 )
-"""What the Python backend imports: there is no PyTorch beside it."""
+"""The modules that the Python backend imports, without PyTorch."""
 
 X = read_case("soft_moe_vit").x
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` of an environment with moexport and what running a bundle needs."""
+    """The `bin` folder of an environment with moexport and the requirements for bundles."""
     place = tmp_path_factory.mktemp("serving") / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
     (site,) = place.glob("lib/python*/site-packages")
@@ -75,7 +75,7 @@ def free_port() -> int:
 def address(
     repository: Path, python: Path, packages: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """Where the server answers; it ends with the tests."""
+    """The address of a server, which stops after the tests."""
     server = packages / "pytriton" / "tritonserver"
     stub = "triton_python_backend_stub"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -96,7 +96,7 @@ def address(
             ],
             stdout=output,
             stderr=subprocess.STDOUT,
-            # Its Python is the one that is found first, and knows no PYTHONPATH.
+            # It runs the first Python in PATH, without PYTHONPATH.
             env={
                 **os.environ,
                 "PATH": f"{python}{os.pathsep}{os.environ['PATH']}",
@@ -157,7 +157,7 @@ class Asked:
 
 
 def assert_same(found: Any, wanted: dict[str, np.ndarray], ending: str = "") -> None:
-    """Outputs and chosen experts are those of the bundle in this process."""
+    """Checks that outputs and selected experts are those of the bundle in this process."""
     for name, array in wanted.items():
         served = found(f"{name}{ending}")
         assert served.shape == array.shape
@@ -207,11 +207,11 @@ def test_an_ensemble_gives_the_outputs_of_every_k(
     [
         ([9], "k = 9: the model has 8 experts"),
         ([0], "k = 0"),
-        ([2, 3], "send a request for each k"),
+        ([2, 3], "send a separate request for each k"),
     ],
     ids=str,
 )
-def test_what_the_bundle_refuses_is_the_answer_to_that_request(
+def test_a_refusal_of_the_bundle_is_the_answer_to_that_request(
     k: list[int], said: str, client: Any, address: str
 ) -> None:
     asked = Asked(client, address, "any")
@@ -228,7 +228,7 @@ def test_other_shapes_and_models_are_refused(client: Any, address: str) -> None:
 
 
 @pytest.mark.usefixtures("client")
-def test_the_server_stands_beside_the_same_bundle_in_this_process(
+def test_the_server_is_compared_with_the_same_bundle_in_this_process(
     address: str, bundles: dict[str, moexport.Bundle], tmp_path: Path
 ) -> None:
     pytest.importorskip("mlperf_loadgen", reason="LoadGen is not installed")
@@ -268,7 +268,7 @@ def test_the_server_stands_beside_the_same_bundle_in_this_process(
         ("localhost", 'triton="localhost": not an address with the name of a model'),
     ],
 )
-def test_a_server_that_cannot_be_asked_is_refused_before_anything_is_measured(
+def test_an_unreachable_server_is_refused_before_anything_is_measured(
     triton: str,
     said: str,
     address: str,

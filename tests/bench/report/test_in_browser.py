@@ -779,7 +779,7 @@ def test_what_is_served_is_told_at_its_chart_and_each_line_has_its_k(
 ) -> None:
     found = of_plugins(results)
     service = found.analyses["service"]
-    reason = "no rate keeps p99 ≤ 20 ms: the nearest p99 is 42 ms"
+    reason = "no rate meets p99 ≤ 20 ms: the nearest p99 is 42 ms"
     lost = service["services"][0] | {
         "k": 2,
         "rate": None,
