@@ -399,7 +399,7 @@ def test_an_empty_name_is_not_the_current_folder(
     outcome = run(*command)
     named = "'BUNDLE'" if command[1] == "" else "'--output' / '-o'"
     assert_refused(outcome, f"Invalid value for {named}: ", f"{command[0]} --help")
-    assert "it is empty: name a file or folder" in outcome.error
+    assert "it is empty: name a file or a folder" in outcome.error
     assert list(tmp_path.iterdir()) == []
 
 
