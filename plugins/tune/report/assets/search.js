@@ -5,5 +5,5 @@
   if (!found) return;
   key("search-key", found.keys.map(([name, ink]) => [name, box(ink)]));
   draw("search-chart", found.chart, found.points, { keep: found.keep, chosen: found.chosen ?? -1 },
-    `What is kept over latency of ${found.points.length} models that a search made`);
+    `Share kept over latency of ${found.points.length} models that a search made`);
 }
