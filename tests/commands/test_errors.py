@@ -61,7 +61,7 @@ def test_a_k_that_cannot_be_meant(k: str, message: str, hint: str, tmp_path: Pat
     ("k", "message", "hint"),
     [
         ("5", "--k 5: layer layer has 4 experts", "use 1 ≤ k ≤ 4, or n for all"),
-        ("2,2", "--k 2,2: 2 values for 1 MoE layers", "or one each for: layer"),
+        ("2,2", "--k 2,2: 2 values for 1 MoE layers", "or one for each of: layer"),
     ],
 )
 def test_a_k_that_does_not_fit_the_model(k: str, message: str, hint: str, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_list_of_k_names_the_layers_that_it_must_fit(tmp_path: Path) -> None:
         ("32:8:1", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "the sizes in order are 1:8:32"),
         ("1:64:32", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "the sizes in order are 1:32:64"),
         ("0:1:2", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "sizes"),
-        ("0", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "sizes begin at 1"),
+        ("0", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "sizes start at 1"),
         ("-4", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "sizes"),
         ("1:2", "expected MIN:OPT:MAX or one size", "1:8:32"),
         ("1:2:3:4", "expected MIN:OPT:MAX or one size", "1:8:32"),
