@@ -28,7 +28,7 @@ from .patterns import (
 class DecomposedAttention:
     """A decomposed attention: its last node, and the inputs of the fused op, all [b, heads, m, w].
 
-    `scores` are the products of queries and keys, which the op does not return.
+    `scores` are the products of queries and keys, which the fused op does not return.
     """
 
     last: ir.Node
@@ -41,7 +41,7 @@ class DecomposedAttention:
     joined: tuple[ir.Node, ir.Node] | None
     """The nodes that append new keys and values to the cached ones."""
     sinks: ir.Value | None
-    """[1, heads, 1, 1], scores that only take part in the softmax."""
+    """Scores [1, heads, 1, 1] that are only used in the softmax."""
 
 
 def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
@@ -94,7 +94,7 @@ def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
 def is_plain(attention: DecomposedAttention) -> bool:
     """Whether every token attends to all others, with keys per head, as in a ViT.
 
-    For these ONNX Runtime's own op is faster than ONNX's.
+    For such attention, ONNX Runtime's own op is faster than ONNX's.
     """
     other = (attention.mask, attention.joined, attention.sinks)
     sizes = {
@@ -104,9 +104,9 @@ def is_plain(attention: DecomposedAttention) -> bool:
 
 
 def _alike(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
-    """Whether queries have the keys' width and batch (a query shared by all inputs has not).
+    """Returns whether queries have the keys' width and batch, unlike a query shared by all inputs.
 
-    The ops broadcast neither; heads of queries may share keys and values, but not the reverse.
+    The ops broadcast neither. Heads of queries may share keys and values, but not the reverse.
     """
     assert q.shape is not None and k.shape is not None and v.shape is not None
     same = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
@@ -119,7 +119,7 @@ def _is_of_heads(value: ir.Value, q: ir.Value) -> bool:
 
 
 def _before_sinks(softmax: ir.Node, cut: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
-    """The scores and the sinks of a softmax whose sink column is sliced off; or neither.
+    """Returns the scores and the sinks of a softmax whose sink column is sliced off, or None, None.
 
     The form is softmax(x − max(x)) of x = (scores, sinks), as in gpt-oss.
     """
@@ -167,7 +167,7 @@ def _unturned(value: ir.Value | None) -> ir.Value | None:
 
 
 def _take_apart(node: ir.Node) -> None:
-    """Splits a transpose to [b, heads, w, m] into one to [b, heads, m, w] and a second one."""
+    """Splits a transpose to [b, heads, w, m] into one to [b, heads, m, w] and another one."""
     x, graph = node.inputs[0], node.graph
     if x is None or x.shape is None or graph is None:
         return

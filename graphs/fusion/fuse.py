@@ -1,11 +1,11 @@
 """Fuses a traced backbone's attention, rotary embeddings and RMS norms into one op each.
 
-A norm of a sum becomes one op of ONNX Runtime. For CUDA, where each node costs a kernel launch,
-layer norms do, too, and GELU includes a bias (`residuals.py`).
+A norm of a sum becomes one op of ONNX Runtime. For CUDA, where each node costs a kernel launch, a
+layer norm of a sum also does, and GELU includes a bias (`residuals.py`).
 
-PyTorch's exporter writes about eighty small ops for a layer, each of which takes some microseconds:
-most of a language model's time per token, apart from reading weights. Opset 23 has an op for each
-pattern. Subgraphs that do not match a pattern exactly stay unchanged.
+PyTorch's exporter writes about eighty small ops for a layer, each of which takes a few
+microseconds: most of a language model's time per token, apart from reading weights. Opset 23 has an
+op for each pattern. Subgraphs that do not match a pattern exactly stay unchanged.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OF_FUSED_OPSET = frozenset({"Attention", "RotaryEmbedding", "RMSNormalization"})
 def fuse(model: ir.Model, ops: FusedOps, *, newest: bool = True) -> None:
     """Replaces the patterns in a traced model, in place, by ops in `ops`.
 
-    Raises the model's opset if an op needs that and `newest` allows it.
+    Raises the model's opset if an op needs a newer one and `newest` allows it.
     """
     if not ops.floats:
         return
@@ -98,11 +98,11 @@ def _in_fewer(ops: FusedOps) -> Mapping[str, Callable[[ir.Graph, ir.Node], bool]
 
 @dataclass(frozen=True, slots=True)
 class _Cache:
-    """The sizes of a cache, computed from the graph's inputs: a buffer in place is larger.
+    """The sizes of a cache, computed from the graph's inputs, because a buffer in place is larger.
 
-    `rows` [1] is the batch, `past` [1] the number of earlier tokens, `total` of all tokens, `last`
-    [b] the position of the last one, and `in_place` whether `GroupQueryAttention` supports these
-    sizes: several new tokens after earlier ones only for a batch of 1.
+    `rows` [1] is the batch, `past` [1] the number of earlier tokens, `total` the number of all
+    tokens, `last` [b] the position of the last one, and `in_place` whether `GroupQueryAttention`
+    supports these sizes: several new tokens after earlier tokens need a batch of 1.
     """
 
     rows: ir.Value
@@ -246,7 +246,7 @@ class _Fusion:
         for where in merged[:-2]:  # between the product and the reshape
             y = self._seen(b, where, y)
         if parts.joined is not None:
-            # They are needed where the first of them is read, which is before the output.
+            # They are needed where the first of them is read, before the output.
             for joined, value in zip(parts.joined, present, strict=True):
                 value.shape, value.type = joined.outputs[0].shape, joined.outputs[0].type
         self._put(b, last, last.outputs[0], y, hidden=[parts.scores])
@@ -254,7 +254,7 @@ class _Fusion:
             self._rename(joined.outputs[0], value)
 
     def _seen(self, b: Builder, where: ir.Node, y: ir.Value) -> ir.Value:
-        """Adds a node's result for tokens that attend to none to an output [b, m, heads·w]."""
+        """Adds to an output [b, m, heads·w] a node's result for tokens that attend to no token."""
         condition = where.inputs[0]
         assert condition is not None
         if condition not in self._rows:
@@ -290,7 +290,7 @@ class _Fusion:
         sizes: _Cache,
         options: dict[str, int | float],
     ) -> list[ir.Value]:
-        """Adds an attention that appends to its cache in place where the sizes allow it.
+        """Adds an attention that appends to its cache in place if the sizes allow it.
 
         `inputs` are queries, keys and values, and the cached keys and values.
         """
@@ -340,10 +340,10 @@ class _Fusion:
         )
 
     def _cache(self, parts: DecomposedAttention) -> _Cache | None:
-        """The sizes of the cache, computed once for all attentions that append in place.
+        """Returns the sizes of the cache, computed once for all attentions that append in place.
 
-        None for an attention without cache or mask, for head sizes that the op does not support,
-        and if the inputs do not determine these sizes.
+        It is None for an attention without cache or mask, for head sizes that the op does not
+        support, and if the inputs do not determine these sizes.
         """
         if parts.joined is None or parts.mask is None or width_of(parts.k) != width_of(parts.v):
             return None
@@ -463,7 +463,7 @@ def join_products(graph: ir.Graph) -> None:
             continue
         b = Builder(name_of(node))
         bias = node.inputs[3] if len(node.inputs) > 3 else None
-        if bias is None:  # without a bias the kernel reads invalid memory and crashes
+        if bias is None:  # without a bias, the kernel reads invalid memory and crashes
             width = weight.const_value.shape.numpy()[1]
             bias = b.constant(np.zeros(width, dtype=np.float32))
         heads, scale = (node.attributes[name].value for name in ("num_heads", "scale"))

@@ -1,7 +1,7 @@
 """Limits of ONNX Runtime's CPU kernels for the fused ops.
 
-The kernels support less than the ops' definitions: other inputs fail at run time, or crash the
-process. In these cases the small ops stay.
+The kernels support less than the ops' definitions: other inputs fail at run time or crash the
+process. For such inputs, the small ops stay.
 """
 
 from __future__ import annotations

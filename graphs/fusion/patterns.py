@@ -140,7 +140,7 @@ def put(
     maker.meta[HIDDEN] = tuple(node.name for node in before if node is not None)
     b.insert_before(graph, node)
     for inner in b.nodes:
-        for value in inner.outputs:  # values other than floats have their type already
+        for value in inner.outputs:  # values other than floats already have their type
             value.type = value.type or old.type
     rename(graph, old, new)
 

@@ -42,9 +42,9 @@ NORM_EPS = 1e-5
 class FactorisedSpec:
     """One weight tensor and its factorisation: y = W(a_1, …, a_E, z).
 
-    `ranks` is (R,) for CP; for TR the rank before each core, (r1, …), as the ring closes with r1;
-    for Tucker the shape of the core; empty for the unfactorised tensor. With `bias` the input mode
-    has one more row, for a 1 appended to z.
+    `ranks` is (R,) for CP; for TR the rank before each core, (r1, …), because the ring closes with
+    r1; for Tucker the shape of the core; empty for the unfactorised tensor. With `bias` the input
+    mode has one more row, for a 1 appended to z.
     """
 
     form: Form
@@ -90,7 +90,7 @@ class FactorisedSpec:
         match self.form:
             case "cp":
                 return min(own, self.ranks[0])
-            case "tr":  # the ring of the experts' cores is closed by the rank before the output
+            case "tr":  # the rank before the output closes the ring of the experts' cores
                 return min(own, min(self.ranks[:-1]) * self.ranks[-1])
             case "tucker":
                 return min(own, *self.ranks[-2:])
@@ -349,7 +349,7 @@ class MuMoE(MoELayer):
             ranked = a.topk(min(k + 1, n), dim=-1).values
             last = ranked[..., k - 1]
             margin = torch.full_like(last, torch.inf)
-            if k < n:  # an exact zero can be dropped without loss
+            if k < n:  # an exact zero is dropped without loss
                 dropped = ranked[..., k]
                 margin = torch.where(dropped > 0, (last - dropped) / last, margin)
             chosen[name] = RoutingDecision(keep_largest(a, k), margin)
@@ -496,8 +496,8 @@ def _alone(a: Tensor, expert: int) -> Tensor:
 def contract_whole(tensor: Tensor, vectors: Sequence[Tensor], selects: bool = False) -> Tensor:
     """Returns W(a_1, …, a_E, z) [b, m, o] for a tensor [n_1, …, n_E, d, o], the input mode first.
 
-    Thus the largest intermediate is an output per combination of experts, not a matrix. For
-    `selects` see `contract`.
+    The largest intermediate is therefore an output per combination of experts, not a matrix. For
+    `selects`, see `contract`.
     """
     *gates, z = vectors
     y = torch.einsum("bmi,...io->bm...o", z, tensor)
@@ -571,8 +571,8 @@ def folded(layer: MuMoE) -> Iterator[StoredPart]:
     contiguous matrix per combination of experts, so that single ones can be gathered, and
     `tensor.{t}.biases` [N, o].
 
-    `steer` [d] is added to every token; `steer.centres` [s, d] are added times the s strengths of a
-    run. An ablated expert's rows are zero. For P ablated combinations, `ablate.{e}` [n, P] selects
+    `steer` [d] is added to every token, and `steer.centres` [s, d] times the s strengths of a run.
+    An ablated expert's rows are zero. For P ablated combinations, `ablate.{e}` [n, P] selects
     the experts of level e, and `tensor.{t}.ablated` [P, ·] is their product over the expert modes:
     [P, R] for CP, [P, r1·r] for TR, [P, ΠR_e] for Tucker. Rewritten outputs are `rewrite.0` [n, o]
     in a layer with one level; with several, `rewrite.{e}` [n, rewrites] and `rewrite.output`
@@ -683,7 +683,7 @@ def _rewrites(spec: MuMoESpec, edits: Edits) -> Iterator[StoredPart]:
 
 
 def _steerings(layer: MuMoE) -> Iterator[StoredPart]:
-    """The steering vectors: fixed strengths are multiplied in, others have a row each."""
+    """Yields the steering vectors: fixed strengths are multiplied in, others have a row each."""
     if not layer.edits.steers:
         return
     given = layer.edits.at_run_time

@@ -52,15 +52,15 @@ class SoftMoESpec:
     `hidden` is h, the width between an expert's two matmuls (0 for `linear` experts); a `gated`
     expert's first matrix is [d, 2h]. `out` is o. C can be divided by its sum over the kept experts
     (`renormalizable`), and each input chooses a set of them. `dropped` counts the experts that were
-    removed permanently: they have no weights, but take part in the softmax of C. With `constants`
-    each of their slots returns a fixed vector, whatever its input: the constant experts of Jin et
-    al., MoE++, 2024. Otherwise they return nothing. With `rounded`, tokens are rounded to BF16
+    removed permanently: they have no weights, but stay in the softmax of C. With `constants`, each
+    of their slots returns a fixed vector for every input: the constant experts of Jin et al.,
+    MoE++, 2024. Otherwise they return nothing. With `rounded`, tokens are rounded to BF16
     before the slots average them, and the experts' outputs before they are combined, as in
     google-research/vmoe.
 
-    With `gate_first` a `gated` expert's first matrix gives v before u. `biased` adds a number per
-    slot to L. With `external_routing` it has no router: the surrounding network computes the slots,
-    and C, by which Algorithm 1 chooses. `AroundMaps` describes the parts around the experts' maps.
+    With `gate_first`, v comes before u in a `gated` expert's first matrix. `biased` adds a number
+    per slot to L. With `external_routing` it has no router: the surrounding network computes the
+    slots and C, from which Algorithm 1 chooses. `AroundMaps` describes the parts around the maps.
     """
 
     kind: ClassVar[Kind] = "soft-moe"
@@ -185,11 +185,11 @@ class SoftMoEWeights:
 class Routing:
     """The router's results for a batch.
 
-    `logits`, `combine` and `dispatch` are L, C and D, [b, m, n, p]; `combine_dropped` are the
+    `logits`, `combine` and `dispatch` are L, C and D, [b, m, n, p]; `combine_dropped` has the
     columns of C of dropped experts, [b, m, dropped, p]; `scores` [b, n] is s, the column sums of C;
-    `selected` [b, k] the indices of the k largest, ascending; `margin` [b] the distance from the
-    k-th to the (k+1)-th score (infinite for k = n). If the slots are given, L and D are unknown,
-    and C replaces them.
+    `selected` [b, k] has the indices of the k largest, ascending; `margin` [b] is the distance from
+    the k-th to the (k+1)-th score (infinite for k = n). If the slots are given, L and D are
+    unknown, and C replaces them.
     """
 
     logits: Tensor
@@ -206,8 +206,8 @@ class SoftMoE(MoELayer):
 
     `keep` is Algorithm 1's k; None computes all experts, as in the trained model. C is a softmax
     over all experts and slots, and is not renormalised after the selection unless `renormalize`.
-    `chooser` replaces Algorithm 1's choice, to study others, and `unchosen` are experts that are
-    never chosen and return the constants [e, p, o]; neither is ever exported.
+    `chooser` replaces Algorithm 1's choice, to study other choices, and `unchosen` are experts that
+    are never chosen and return the constants [e, p, o]; neither is ever exported.
     """
 
     spec: SoftMoESpec
@@ -254,7 +254,7 @@ class SoftMoE(MoELayer):
     def route(self, x: Tensor) -> Routing:
         """Returns C, D, the scores and the selection for tokens x [b, m, d] (Algorithm 1).
 
-        If the slots are given, it takes C itself, [b, m, n·p].
+        If the slots are given, x is C itself, [b, m, n·p].
         """
         n = self.spec.experts
         if self.phi is None:
@@ -320,8 +320,8 @@ class SoftMoE(MoELayer):
             "b2": (spec.out,),
             **{"g1": (spec.inner,), "s1": (spec.inner,), "g2": (spec.out,), "s2": (spec.out,)},
         }
-        # An expert whose last map is zero contributes nothing at the same cost. With a zero first
-        # map, too, nothing before it can overflow.
+        # An expert whose last map is zero contributes nothing at the same cost. If the first map is
+        # also zero, nothing before the last can overflow.
         last = {"g2", "s2", "w2", "b2"}
         some = len(self.edits.ablated_in(0)) < spec.experts  # zeros alone have no range
         if self.w2 is None or (spec.hidden_norm is None and some):
@@ -350,7 +350,7 @@ class SoftMoE(MoELayer):
         """Returns the layer with some of its experts; the others stay in the softmax of C.
 
         The others return nothing, or the `constants` [n − e, p, o], in their order. Experts that
-        are separate tensors are shared, those of a stack copied. None if the slots are given.
+        are separate tensors are shared, but not those of a stack. None if the slots are given.
         """
         if self.phi is None:
             return None
@@ -422,7 +422,7 @@ class SoftMoE(MoELayer):
                 outputs = outputs.masked_fill(~chosen[..., None, None], 0.0)
         if (
             self.edits.ablations
-        ):  # these may be infinite, too; the other contributions stay unchanged
+        ):  # these may also be infinite; the other contributions stay unchanged
             outputs = outputs.index_fill(1, torch.tensor(self.edits.ablated_in(0)), 0.0)
         if self.spec.rounded:
             outputs = to_bfloat16(outputs)

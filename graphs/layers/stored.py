@@ -46,11 +46,11 @@ class Layer(Generic[S]):
 
     `build` is the lowering's: it adds the nodes for tokens x [b, m, d] and returns y. `k` is
     Algorithm 1's k: a number, or the graph input (int64, shape [1]). If k is None, `lower` creates
-    that input. From the traced node it takes `tokens`, which is m or None for a dynamic axis,
-    `x_type` and `y_type`, the float types of the tokens in and out, and `routed`. `batch` is the
-    usual number of inputs, which only affects speed: every graph takes any. `routed` are the
-    further inputs: if the choice is made outside the layer, the choice and its weights. With
-    `scores`, a lowering outputs the scores behind the choice (`Builder.show`).
+    that input. From the traced node come `tokens`, which is m or None for a dynamic axis, `x_type`
+    and `y_type`, the float types of the tokens in and out, and `routed`. `batch` is the usual
+    number of inputs, which only affects speed: a graph can run any number. `routed` are the further
+    inputs: if the choice is made outside the layer, the choice and its weights. With `scores`, a
+    lowering outputs the scores that determine the choice (`Builder.show`).
     """
 
     spec: S
@@ -73,7 +73,7 @@ class Layer(Generic[S]):
         return self.spec.drops or not (isinstance(self.k, int) and self.k == self.spec.experts)
 
     def k_value(self, b: Builder) -> ir.Value:
-        """K as a value of the graph, int64 [1]: a constant or the graph input."""
+        """Returns k as a value of the graph, int64 [1]: a constant or the graph input."""
         if isinstance(self.k, int):
             return b.ints(self.k)
         assert self.k is not None, "lower() creates the graph input"
@@ -103,7 +103,7 @@ class Layer(Generic[S]):
         return b.weight(tensor, full)
 
     def optional(self, b: Builder, name: str) -> ir.Value | None:
-        """The whole weight as from `stacked`; None if the layer lacks it."""
+        """Returns the whole weight as from `stacked`; None if the layer lacks it."""
         return self.stacked(b, name) if self.tensors.has(name) else None
 
     def expert(self, b: Builder, name: str, index: int) -> ir.Value:

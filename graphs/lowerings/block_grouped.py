@@ -1,8 +1,8 @@
 """`block-grouped`: rows sorted by expert and padded to tiles; one weight is gathered per tile.
 
-All shapes follow from the input shapes, and positions are counted, without sort, NonZero or If:
-TensorRT does not support these, or synchronises for them. An item is an input or a token that has
-chosen an expert, with several rows each. The rows of an expert start at the beginning of a tile, so
+All shapes follow from the input shapes, and positions are counted without sort, NonZero or If,
+which TensorRT does not support or synchronises for. An item is an input or a token that has chosen
+an expert, with several rows each. The rows of an expert start at the beginning of a tile, so
 that one matrix serves a tile of T rows. At most a = min(items, n) experts have rows, and each of
 them fills all its tiles but the last, so r rows need at most a + ⌊(r − a)/T⌋ tiles. For one input
 that is a tile per chosen expert, as in `gather`.
@@ -79,7 +79,7 @@ def costed_precision(compute: ComputeTypes) -> Precision:
 class Tiles:
     """Rows in tiles: `rows` [t, T, d], each tile's expert [t], and each row's position, [r].
 
-    Empty positions hold a copy of the first row, and empty tiles use the last expert; their results
+    Empty positions have a copy of the first row, and empty tiles use the last expert; their results
     are never read.
     """
 
@@ -181,7 +181,7 @@ def _counted(b: Builder, length: ir.Value, name: str) -> ir.Value:
 
 
 SORTING_NODES = 28
-"""Small operators that count the positions; a builder may fuse them."""
+"""The number of small operators that count the positions; an engine builder may fuse them."""
 
 
 def _tiles(plan: SoftMoEPlan, tile: int) -> int:

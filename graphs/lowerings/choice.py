@@ -1,8 +1,8 @@
 """Chooses the lowering of a layer: the requested one, or the one with the best prediction.
 
-One graph serves a range of batches, and a choice inside the graph does not pay off (weights in a
-branch are not packed before the run). So `auto` takes the lowering that is never far from the
-fastest; if none is close at all sizes, several graphs share the range.
+One graph serves a range of batches, and a choice inside the graph does not pay off, because weights
+in a branch are not packed before the run. `auto` therefore takes the lowering that is never far
+from the fastest; if none is close at all sizes, several graphs share the range.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .base import AnyLowering, AnyPlan
 from .cost import assumed, machine_for, unmeasured
 
 MUCH_SLOWER = 1.5
-"""The ratio to another lowering at one of the batches from which the reason suggests a remedy."""
+"""The ratio to the fastest lowering at a batch size from which the reason suggests a remedy."""
 
 
 DECODE_FIRST = ("int8", "int4")
-"""Precisions that make a language model decode faster: each token reads all weights."""
+"""Precisions that make a language model decode faster, because each token reads all weights."""
 
 
 def able(plan: AnyPlan, target: Target) -> list[AnyLowering]:
@@ -132,7 +132,7 @@ Span = tuple[int, int]
 """The first and the last batch size that a graph serves."""
 
 DIVIDED = 1.15
-"""The ratio of a single graph to the fastest at one size from which several are written."""
+"""The ratio of a single graph to the fastest at some size, from which several are written."""
 
 CALL_US = 10.0
 """The least overhead of a call outside its layers: smaller savings do not justify a graph."""

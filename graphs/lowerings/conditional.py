@@ -77,7 +77,7 @@ def zero_rows(b: Builder, rows: ir.Value, width: int, dtype: ir.DataType) -> ir.
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """The chosen experts are read once and compute the whole batch; one branch per expert."""
+    """Returns the time to read the chosen experts once for the whole batch, and of n branches."""
     n, active = plan.spec.experts, plan.expected_active
     branches = 0.0
     if plan.typical_k < n:

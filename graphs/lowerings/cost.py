@@ -1,9 +1,9 @@
 """Terms that the lowerings' predictions share.
 
 A layer's time is its weight traffic, plus its arithmetic, plus the passes over tokens that do not
-shrink with k, plus a price per node; each lowering's own module adds them up. The constants are of
-one machine; only the order of the lowerings matters, which a test compares with the measurements in
-`perf/results`.
+shrink with k, plus a cost per node; each lowering's own module adds them up. The constants belong
+to one machine; only the order of the lowerings matters, which a test compares with the measurements
+in `perf/results`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def assumed(target: Target, kind: Kind, lowerings: Iterable[str]) -> str:
 
 
 def unmeasured(target: Target, kind: Kind, lowerings: Iterable[str]) -> list[str]:
-    """Returns the lowerings of a kind that were not run on a machine on which others were."""
+    """Returns the lowerings of a kind that were not run on a machine where others were."""
     machine = TARGETS[target].machine
     ran = machine.measured.get(kind, frozenset())
     return [name for name in lowerings if machine.measured and name not in ran]
@@ -102,7 +102,7 @@ def expert_bytes(plan: AnyPlan, experts: float) -> float:
 def stream_us(
     plan: AnyPlan, weights_bytes: float, among: float, bytes_per_us: float, machine: Machine
 ) -> float:
-    """The time to stream weights of `nbytes`, if the caches hold a part of the `among` bytes.
+    """Returns the time to stream `weights_bytes`, if caches have a part of the `among` bytes.
 
     Both are counted as FP32.
     """
@@ -117,7 +117,7 @@ def products_of(plan: AnyPlan, experts: float) -> float:
 
 
 def stacked_us(plan: AnyPlan, experts: float, rows: int, machine: Machine) -> float:
-    """Reads the weights of experts out of one constant, for products with `rows` rows each."""
+    """Returns the time to read experts from one constant, for products with `rows` rows each."""
     size = expert_bytes(plan, experts)
     layer = max(size, expert_bytes(plan, plan.spec.experts))
     read = stream_us(plan, size, layer, machine.stacked_bytes_per_us, machine)

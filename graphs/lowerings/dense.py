@@ -37,7 +37,7 @@ def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """Every expert is read and computed for every input, at any k."""
+    """Returns the time to read and compute every expert for every input, at any k."""
     n = plan.spec.experts
     pairs = plan.batch * n
     return (

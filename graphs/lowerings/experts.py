@@ -1,4 +1,4 @@
-"""The arithmetic of the experts, which the lowerings share."""
+"""The arithmetic of the experts, shared by the lowerings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..targets import TARGETS
 
 
 def expert_rows(b: Builder, layer: SoftMoELayer, rows: ir.Value) -> ir.Value:
-    """Adds the rows as the experts' first product takes them, in any shape, once for all."""
+    """Adds the rows in the form that the experts' first product needs, in any shape."""
     converted = b.cast(rows, ir.DataType.FLOAT, layer.compute.inner, "experts/rows_narrow")
     return operand(b, layer.compute, "experts.w1", converted, "experts/rows")
 

@@ -1,8 +1,8 @@
 """`grouped`: rows are sorted by expert, and each expert computes its own rows.
 
 Each expert's weights are constants of a 2-D Gemm, which runtimes pre-pack once. An expert without
-rows gets a Gemm with zero rows, which takes 2 µs, where an `If` around it takes 40 µs; so there is
-no control flow, and the number of nodes is the only price.
+rows runs a Gemm with zero rows, which takes 2 µs, but an `If` around it would take 40 µs. There is
+therefore no control flow, and the number of nodes is the only cost.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _chosen_rows(b: Builder, layer: SoftMoELayer, slots: ir.Value, selected: ir.
     if p > 1:
         outputs = b.op("Reshape", outputs, b.ints(-1, p * o), name="group/outputs_by_pair")
 
-    # Reshape the indices, not the outputs: after a reshape by k runtimes cannot infer the width.
+    # Reshape the indices, not the outputs: runtimes cannot infer the width after a reshape by k.
     place = b.op(
         "Reshape", inverse(b, pairs.order), _by_input(b, layer), name="group/place_by_input"
     )
@@ -92,7 +92,7 @@ def sorted_by_expert(b: Builder, expert_of_pair: ir.Value, n: int, counts: str) 
     """Adds the order of pairs by their experts, [r] or [1, r]; `counts` names that output."""
     experts = b.constant(np.arange(n, dtype=np.int64)[:, None])
     one_hot = b.op("Equal", expert_of_pair, experts, name="group/one_hot")  # [n, r]
-    # NonZero reads row by row, so the pairs come out sorted by expert: a counting sort in one op.
+    # NonZero reads row by row, so its pairs are sorted by expert: a counting sort in one op.
     coordinates = b.op("NonZero", one_hot, name="group/coordinates")
     order = b.op("Gather", coordinates, b.integer(1), axis=0, name="group/order")
     counted = b.op("Cast", one_hot, to=ir.DataType.INT64.value, name="group/one_hot_int")
@@ -153,7 +153,7 @@ def _concat(b: Builder, parts: list[ir.Value]) -> ir.Value:
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """The chosen experts are read once and compute their rows; n chains of nodes."""
+    """Returns the time to read chosen experts once and compute their rows, in n chains of nodes."""
     n = plan.spec.experts
     selects = plan.typical_k < n
     nodes = (expert_nodes(plan) + machine.integer_nodes) * n + (12 if selects else 3)

@@ -1,7 +1,7 @@
 """ONNX Runtime's `com.microsoft.MoE`, and `QMoE` for integer weights, as one node on rows.
 
 The op chooses k experts for a row by its logits, and weights their outputs by the softmax over
-these k. It takes an expert's matrices as [out, in], with the columns of gate and value interleaved:
+these k. It needs an expert's matrices as [out, in], with the columns of gate and value interleaved:
 the CPU's kernel has no other layout.
 """
 
@@ -44,12 +44,12 @@ NEVER = -1e4
 divided by."""
 
 ROUTER_WEIGHTS = 14
-"""The index among the inputs of `QMoE` of weights that differ from the logits. The CUDA provider
-ignores them."""
+"""The index of the input of `QMoE` for weights that differ from the logits. The CUDA provider
+ignores that input."""
 
 
 def never(target: Target) -> float:
-    """Returns the logit of an expert that a row is not sent to."""
+    """Returns the logit of an expert to which a row is not sent."""
     return NEVER_ON_CPU if TARGETS[target].on_cpu else NEVER
 
 
@@ -132,7 +132,7 @@ def op_weights(b: Builder, layer: Layer[Any], experts: OpExperts) -> list[ir.Val
 
 @dataclass(frozen=True, slots=True)
 class _Integers:
-    """The weights of `QMoE`: their bits, and the block size along a column."""
+    """The form of the weights of `QMoE`: their bits, and the block size along a column."""
 
     bits: int
     block: int | None
@@ -151,7 +151,7 @@ def takes_integers(layer: Layer[Any]) -> bool:
 
 
 def block_of_columns(spec: Any) -> int | None:
-    """The block size for INT8; None if no size divides both matrices, which are slow then."""
+    """Returns the block size for INT8; None, which is slow, if no size divides both matrices."""
     return block_of("kernel", (spec.dim, spec.hidden), bits=8)
 
 
@@ -164,7 +164,7 @@ def _matrices(b: Builder, layer: Layer[Any], experts: OpExperts, key: str) -> ir
         return _in_turn(b, layer, experts, turned, key)
     quantized = layer.compute.quantized
     if quantized is not None and not quantized.weights.zero_point:
-        # The op takes them plus 128, which flips the first bit of a byte.
+        # The op needs them plus 128, which flips the first bit of a byte.
         byte = ir.DataType.UINT8
         unsigned = b.op("Cast", weight, to=byte.value, name=f"experts/{key}_bytes")
         first_bit = b.constant(np.array(128, dtype=np.uint8))
@@ -293,7 +293,7 @@ TILE = 128
 
 
 def grouped_read_us(spec: Any, active: float, machine: Machine) -> float:
-    """Reads experts in the grouped products of a GPU, with `TILE` columns per processor.
+    """Returns the time to read experts in a GPU's grouped products: `TILE` columns per processor.
 
     A product with few columns and many rows has too few tiles to occupy all processors.
     """

@@ -37,7 +37,7 @@ def through_tensors(
 ) -> ir.Value:
     """Adds one or two tensors on tokens x [b, m, d], and the outputs rewritten by coefficients.
 
-    If the layer normalises x, it does so in FP32, like everything in the gate.
+    If the layer normalises x, it does that in FP32, like everything in the gate.
     """
     single, inner = ir.DataType.FLOAT, layer.compute.inner
     if layer.spec.input_norm:

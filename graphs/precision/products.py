@@ -1,10 +1,10 @@
 """One product with a constant matrix, rows·w + b: in floats, in integers, or in Q/DQ form.
 
-With blocked weights only the weights are integers, 4-bit ones packed two in a byte, and the product
-is one of floats.
+With blocked weights, only the weights are integers (4-bit weights are packed two in a byte), and
+the product is of floats.
 
-With INT8 activations have one scale and weights one per column: x ≈ (q − z)·s and w[:, j] ≈ v[:,
-j]·t[j] with integers q, v, so that x·w ≈ (q − z)·v · s·t[j]. The sum is exact, and one
+With INT8, activations have one scale and weights have one per column: x ≈ (q − z)·s and w[:, j] ≈
+v[:, j]·t[j] with integers q and v, so that x·w ≈ (q − z)·v · s·t[j]. The sum is exact, and one
 multiplication per result rescales it.
 """
 
@@ -41,10 +41,10 @@ class Linear:
 
 
 def operand(b: Builder, compute: ComputeTypes, key: str, rows: ir.Value, name: str) -> ir.Value:
-    """Adds the rows in the form that the product with weight `key` takes, in any shape.
+    """Adds the rows in the form that the product with weight `key` needs, in any shape.
 
-    They are integers if the product is one of integers; in Q/DQ form they are rounded directly
-    before the product, where the runtime expects it.
+    They are integers if the product is of integers; in Q/DQ form they are rounded directly before
+    the product, where the runtime expects it.
     """
     quantized = compute.quantized
     if quantized is None or quantized.in_qdq:
@@ -75,7 +75,7 @@ def product(
 ) -> ir.Value:
     """Adds rows·w + b for rows from `operand`: [..., r, in] to [..., r, out]."""
     quantized, blocked = compute.quantized, compute.blocked
-    # Stacked operands are floats already.
+    # Stacked operands are already floats.
     if blocked is not None and linear.key in blocked.weights and linear.rows != "stacked":
         return _blocked(b, blocked, rows, linear, name)
     if quantized is None:
@@ -92,8 +92,8 @@ def product(
 def one_token(b: Builder, rows: ir.Value, weight: ir.Value, bias: ir.Value, name: str) -> ir.Value:
     """Adds rows·w + b for rows [b, 1, in], as one Gemm between two reshapes.
 
-    ONNX Runtime fuses an Add only with a MatMul of matrices; with a row per input the Add takes 3%
-    of a whole layer.
+    ONNX Runtime only fuses an Add with a MatMul of matrices; with one row per input, the Add takes
+    3% of a whole layer.
     """
     assert weight.shape is not None
     width, out = weight.shape.numpy()
