@@ -480,7 +480,7 @@ def image_scale(where: str, spec: TensorSpec, pixels: str | None) -> Pixels:
 
 
 def holds_images(shards: Sequence[AnyPlace]) -> bool:
-    """Whether the first sample of the shards is an image."""
+    """Returns whether the first sample of the shards is an image."""
     return any(IMAGE in fields for _, fields in islice(shard_batches(shards, npy_array), 1))
 
 

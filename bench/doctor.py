@@ -58,7 +58,7 @@ class Diagnosis:
     plugins: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """The diagnosis as plain data."""
+        """Returns the diagnosis as plain data."""
         return asdict(self)
 
 

@@ -388,7 +388,7 @@ def _duration(seconds: float) -> str:
 
 
 def _disk_bytes(loader: Loader, model: Model) -> int | None:
-    """The size on disk of a graph with its weights, or of a model's checkpoint."""
+    """Returns the size on disk of a graph with its weights, or of a model's checkpoint."""
     files = list(model.source.files)
     if loader.file is not None and loader.file.is_file():
         content = onnx.load(loader.file, load_external_data=False)

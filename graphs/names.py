@@ -116,7 +116,7 @@ def operand_of(weight: str) -> str | None:
 
 
 def is_ranged(tensor: str) -> bool:
-    """Whether a tensor of a layer enters a matrix product, so that quantising it needs a range."""
+    """Returns whether a layer's tensor enters a matrix product: quantising it needs a range."""
     return any(tensor.rpartition(".")[2] in of.values() for of in _OPERANDS.values())
 
 
@@ -133,5 +133,5 @@ def range_key(layer: str, tensor: str) -> str:
 
 
 def is_cached(name: str) -> bool:
-    """Whether the name is that of an input or output with cached keys or values."""
+    """Returns whether the name is that of an input or output with cached keys or values."""
     return name.startswith((f"{PAST}.", f"{PRESENT}."))

@@ -19,6 +19,6 @@ the k largest."""
 
 
 def is_score(output: str, layers: Container[str]) -> bool:
-    """Whether an output of a graph is a score of one of the layers."""
+    """Returns whether an output of a graph is a score of one of the layers."""
     layer, _, what = output.rpartition("/")
     return layer in layers and _SCORE.fullmatch(what) is not None

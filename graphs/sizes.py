@@ -105,7 +105,7 @@ def parse_range(text: Sizes, option: str) -> AxisRange:
 
 
 def fits(sizes: Sequence[int], shape: Sequence[object]) -> bool:
-    """Whether an array's sizes fit a shape; entries that are not integers are dynamic."""
+    """Returns whether an array's sizes fit a shape; entries that are not integers are dynamic."""
     return len(sizes) == len(shape) and all(
         not isinstance(wanted, int) or wanted == size
         for size, wanted in zip(sizes, shape, strict=True)

@@ -50,7 +50,7 @@ def per_output(
 
 
 def are_attributes(labels: Labels) -> bool:
-    """Whether all labels [b, o] are 0 or 1."""
+    """Returns whether all labels [b, o] are 0 or 1."""
     return bool(((labels == 0) | (labels == 1)).all())
 
 

@@ -318,7 +318,7 @@ def candidates_of(
 
 
 def _by_model(sources: Sequence[Model | Bundle]) -> list[tuple[Model, list[Bundle]]]:
-    """Each model with the bundles that follow it."""
+    """Returns each model with the bundles that follow it."""
     models: list[tuple[Model, list[Bundle]]] = []
     for item in sources:
         if isinstance(item, Model):

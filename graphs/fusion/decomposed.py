@@ -45,7 +45,7 @@ class DecomposedAttention:
 
 
 def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
-    """The attention around a softmax, or None."""
+    """Returns the attention around a softmax, or None."""
     weights, scores, sinks = softmax.outputs[0], softmax.inputs[0], None
     cut = only_user(weights, "Slice")
     if cut is not None:
@@ -92,7 +92,7 @@ def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
 
 
 def is_plain(attention: DecomposedAttention) -> bool:
-    """Whether every token attends to all others, with keys per head, as in a ViT.
+    """Returns whether every token attends to all others, with keys per head, as in a ViT.
 
     For such attention, ONNX Runtime's own op is faster than ONNX's.
     """
@@ -114,7 +114,7 @@ def _alike(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
 
 
 def _is_of_heads(value: ir.Value, q: ir.Value) -> bool:
-    """Whether a value has one number per head of q, [1, heads, 1, 1]."""
+    """Returns whether a value has one number per head of q, [1, heads, 1, 1]."""
     return value.shape is not None and list(value.shape) == [1, heads_of(q), 1, 1]
 
 
@@ -136,7 +136,7 @@ def _before_sinks(softmax: ir.Node, cut: ir.Node) -> tuple[ir.Value | None, ir.V
 
 
 def _appends(concat: ir.Node | None) -> bool:
-    """Whether a node appends keys or values to an input of the graph."""
+    """Returns whether a node appends keys or values to an input of the graph."""
     if concat is None or len(concat.inputs) != 2:
         return False
     axis, past = concat.attributes.get_int("axis"), concat.inputs[0]
@@ -144,14 +144,14 @@ def _appends(concat: ir.Node | None) -> bool:
 
 
 def appended_to(joined: ir.Node) -> ir.Value:
-    """The input with cached keys or values."""
+    """Returns the input with cached keys or values."""
     value = joined.inputs[1]
     assert value is not None
     return value
 
 
 def _unturned(value: ir.Value | None) -> ir.Value | None:
-    """The value [b, heads, m, w] behind a transposed one [b, heads, w, m]."""
+    """Returns the value [b, heads, m, w] behind a transposed one [b, heads, w, m]."""
     node = made(value, "Transpose")
     if node is not None:
         if permutes(node, TOKENS_LAST):
@@ -180,7 +180,7 @@ def _take_apart(node: ir.Node) -> None:
 
 
 def _unrepeated(value: ir.Value | None) -> ir.Value | None:
-    """Keys or values before they were repeated for the heads that share them."""
+    """Returns keys or values before they were repeated for the heads that share them."""
     shaped = made(value, "Reshape")
     spread = None if shaped is None else made(shaped.inputs[0], "Expand")
     apart = None if spread is None else made(spread.inputs[0], "Unsqueeze")

@@ -88,7 +88,7 @@ def fuse(model: ir.Model, ops: FusedOps, *, newest: bool = True) -> None:
 
 
 def _in_fewer(ops: FusedOps) -> Mapping[str, Callable[[ir.Graph, ir.Node], bool]]:
-    """The target's further fusions, by the op at the end of the pattern."""
+    """Returns the target's further fusions, by the op at the end of the pattern."""
     if not ops.residuals:
         return {}
     from .launches import IN_FEWER  # for GPUs only
@@ -113,7 +113,7 @@ class _Cache:
 
 
 def appends_in_place(model: ir.Model) -> bool:
-    """Whether the cache's inputs may share buffers with its outputs.
+    """Returns whether the cache's inputs may share buffers with its outputs.
 
     If so, nothing reads the sizes of these inputs, and each layer's attention appends to them.
     """
@@ -208,7 +208,7 @@ class _Fusion:
             return
 
     def _gain(self, scaled: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value | None]:
-        """The last node of a norm, and its gain per column, if any."""
+        """Returns the last node of a norm, and its gain per column, if any."""
         outer = only_user(scaled.outputs[0], "Mul")
         weight = None if outer is None else other_input(outer, scaled.outputs[0])
         if outer is not None and is_row_of(weight, x) and are_float32(weight):
@@ -390,7 +390,7 @@ class _Fusion:
                     self._rename(node.outputs[0], sizes[bounds])
 
     def _flat(self, b: Builder, value: ir.Value | None) -> ir.Value | None:
-        """A value [b, heads, m, w] as [b, m, heads·w], if it was derived from that."""
+        """Adds a value [b, heads, m, w] as [b, m, heads·w], if it was derived from that."""
         turned = made(value, "RotaryEmbedding")
         source = turned.inputs[0] if turned is not None else value
         before = flat_before(source)
@@ -403,7 +403,7 @@ class _Fusion:
         return b.op("RotaryEmbedding", x, cos, sin, num_heads=heads_of(value), name="embedded")
 
     def _merged(self, last: ir.Node) -> tuple[ir.Node, ...] | None:
-        """The nodes that bring an attention's output [b, heads, m, w] to [b, m, heads·w]."""
+        """Returns the nodes that reshape an output [b, heads, m, w] to [b, m, heads·w]."""
         where = only_user(last.outputs[0], "Where")
         if where is not None:
             condition, zero = where.inputs[0], where.inputs[1]
@@ -420,7 +420,7 @@ class _Fusion:
         return (turned, shaped) if where is None else (where, turned, shaped)
 
     def _half(self, b: Builder, table: ir.Value | None, node: ir.Node) -> ir.Value:
-        """The first half of a table [b, m, w], shared by all layers."""
+        """Adds the first half of a table [b, m, w], shared by all layers."""
         assert table is not None and table.shape is not None
         if table not in self._halves:
             half = int(table.shape[-1]) // 2  # type: ignore[arg-type]
@@ -483,7 +483,7 @@ def _ones(b: Builder, x: ir.Value) -> ir.Value | None:
 
 
 def _turned(value: ir.Value | None) -> ir.Value | None:
-    """The x of (−second half of x, first half of x), or None."""
+    """Returns the x of (−second half of x, first half of x), or None."""
     joined = made(value, "Concat")
     if joined is None or len(joined.inputs) != 2:
         return None
@@ -501,7 +501,7 @@ def _turned(value: ir.Value | None) -> ir.Value | None:
 
 
 def _by_position(value: ir.Value | None, x: ir.Value) -> ir.Value | None:
-    """The table [b, m, w] of cosines or sines that multiplies x, if its halves are equal."""
+    """Returns the table [b, m, w] of cosines or sines for x, if its halves are equal."""
     spread = made(value, "Unsqueeze")
     if spread is None or integers_in(spread.inputs[1]) != [1]:
         return None
@@ -532,7 +532,7 @@ def _flattened(b: Builder, value: ir.Value | None) -> ir.Value | None:
 
 
 def _tokens_first(b: Builder, value: ir.Value | None) -> ir.Value | None:
-    """A value [b, heads, m, w] as [b, m, heads, w], if it or its norm was derived from that."""
+    """Returns [b, heads, m, w] as [b, m, heads, w], if it or its norm was derived from that."""
     turned = made(value, "Transpose")
     if turned is not None:
         return turned.inputs[0] if permutes(turned, HEADS_FIRST) else None

@@ -137,7 +137,7 @@ class RoutingDecision:
 
 
 def _float32() -> ir.DataType:
-    """The element type; imported here, so that inspecting a layer does not import ONNX."""
+    """Returns the element type; imported here, so that inspecting a layer does not import ONNX."""
     from onnx_ir import DataType
 
     return DataType.FLOAT

@@ -118,7 +118,7 @@ _MASKED = torch.finfo(torch.float32).min / 2
 def _ranking(
     function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]
 ) -> tuple[Tensor, int | None] | None:
-    """The scores that a call ranks along their last axis, and how many it takes (None: a sort)."""
+    """Returns the scores that a call ranks along their last axis, and how many it chooses."""
     scores = arguments[0] if arguments else named.get("input")
     if not isinstance(scores, Tensor):
         return None

@@ -108,7 +108,7 @@ class FactorisedSpec:
         return replace(self, levels=(self.combinations,), ranks=ranks)
 
     def combinations_of(self, k: int | Sequence[int]) -> int:
-        """The number of combinations of kept experts: k, or k per level."""
+        """Returns the number of combinations of kept experts: k, or k per level."""
         kept = [k] * len(self.levels) if isinstance(k, int) else k
         return prod(min(most, n) for most, n in zip(kept, self.levels, strict=True))
 
@@ -274,7 +274,7 @@ class MuMoESpec:
         return 4 * sum(self.macs(1, k).get(part, 0) for part in self.quantized_parts)
 
     def choices(self) -> dict[str, str]:
-        """The kept coefficients of each level: `coefficients`, `coefficients_2` and so on."""
+        """Returns each level's kept coefficients: `coefficients`, `coefficients_2` and so on."""
         return {
             "" if level == 0 else f"level {level + 1}": names.coefficients(level)
             for level in range(len(self.levels))
@@ -321,7 +321,7 @@ class MuMoE(MoELayer):
             self.register_buffer(f"variance_{level}", variance)
 
     def tokens(self, x: Tensor) -> Tensor:
-        """A 2-D input (b, d) has one token per sample."""
+        """Returns tokens [b, m, d]; a 2-D input (b, d) has one token per sample."""
         return x.unsqueeze(1) if x.ndim == 2 else x
 
     def coefficients(
@@ -334,7 +334,7 @@ class MuMoE(MoELayer):
         return tuple(map(keep_largest, every, self.spec.k_by_level(keep)))
 
     def _all_coefficients(self, x: Tensor, outside: Sequence[Tensor]) -> list[Tensor]:
-        """The coefficients of each level, from the gate or from outside."""
+        """Returns the coefficients of each level, from the gate or from outside."""
         if not self.spec.external_routing:
             return list(self._activated(self._steered(x)))
         return list(outside[: len(self.spec.levels)])
@@ -393,7 +393,7 @@ class MuMoE(MoELayer):
         return coefficients, products
 
     def factors(self, index: int) -> list[nn.Parameter]:
-        """The factors or cores of a tensor, as `FactorisedSpec.shapes` lists them."""
+        """Returns the factors or cores of a tensor, as `FactorisedSpec.shapes` lists them."""
         module = self.tensors[index]
         assert isinstance(module, _Factors)
         return list(module.factors)
@@ -412,7 +412,7 @@ class MuMoE(MoELayer):
         return MuMoE(replace(self.spec, tensors=tensors), weights).eval()
 
     def _steered(self, x: Tensor) -> Tensor:
-        """The tokens [b, m, d] for gate and tensors, moved towards experts' centres."""
+        """Returns the tokens [b, m, d] for gate and tensors, moved towards experts' centres."""
         x = self.tokens(x)
         for steer in self.edits.steers:
             if steer.strength is not None:
@@ -429,13 +429,13 @@ class MuMoE(MoELayer):
         return folded(self)
 
     def statistics(self, level: int) -> tuple[Tensor, Tensor]:
-        """The recorded mean and variance [n] of a level's logits (batch normalisation)."""
+        """Returns the recorded mean and variance [n] of a level's logits (batch normalisation)."""
         mean, variance = getattr(self, f"mean_{level}"), getattr(self, f"variance_{level}")
         assert isinstance(mean, Tensor) and isinstance(variance, Tensor)
         return mean, variance
 
     def _activated(self, x: Tensor) -> Iterator[Tensor]:
-        """Each level's coefficients for tokens x [b, m, d]: activation(norm(x·P_e))."""
+        """Yields each level's coefficients for tokens x [b, m, d]: activation(norm(x·P_e))."""
         for level, projection in enumerate(self.projections):
             logits = x @ projection
             if self.spec.norm == "bn":
@@ -489,7 +489,7 @@ def contract(
 
 
 def _alone(a: Tensor, expert: int) -> Tensor:
-    """Coefficients a [..., n], zero except for that of one expert."""
+    """Returns coefficients a [..., n], zero except for that of one expert."""
     return torch.zeros_like(a).index_copy(-1, torch.tensor([expert]), a[..., [expert]])
 
 
@@ -509,7 +509,7 @@ def contract_whole(tensor: Tensor, vectors: Sequence[Tensor], selects: bool = Fa
 
 
 def keep_largest(a: Tensor, keep: int | None) -> Tensor:
-    """Coefficients a [..., n], zero except for the `keep` largest of each token."""
+    """Returns coefficients a [..., n], zero except for the `keep` largest of each token."""
     if keep is None or keep >= a.shape[-1]:
         return a
     largest = a.topk(keep, dim=-1)
@@ -548,13 +548,13 @@ def sparsemax(logits: Tensor) -> Tensor:
 
 
 def _last_valid(thresholds: Tensor, valid: Tensor) -> Tensor:
-    """The threshold [..., 1] of the largest valid support."""
+    """Returns the threshold [..., 1] of the largest valid support."""
     support = valid.sum(dim=-1, keepdim=True)
     return thresholds.gather(-1, support - 1)
 
 
 def logit_scale(spec: MuMoESpec) -> float:
-    """The factor on the logits before the activation: entmax15 works on halves."""
+    """Returns the factor on the logits before the activation: entmax15 works on halves."""
     return 0.5 if spec.activation == "entmax15" else 1.0
 
 
@@ -645,7 +645,7 @@ def _tensor(
 
 
 def _ring(cores: Sequence[Tensor]) -> Tensor:
-    """The product of an expert's matrix [r, r'] of each level's core, flattened."""
+    """Returns the product of an expert's matrix [r, r'] of each level's core, flattened."""
     return reduce(torch.matmul, (core.double() for core in cores)).flatten()
 
 
@@ -658,7 +658,7 @@ EXPERT_MODES: Mapping[Form, Callable[[Sequence[Tensor]], Tensor]] = {
 
 
 def _present(edits: Edits, level: int, axis: int, tensor: Tensor) -> Tensor:
-    """A tensor with a level's experts along an axis, the slices of ablated ones zeroed."""
+    """Returns a tensor with a level's experts along an axis, the slices of ablated ones zeroed."""
     ablated = edits.ablated_in(level)
     return tensor.index_fill(axis, torch.tensor(ablated), 0.0) if ablated else tensor
 
@@ -698,18 +698,18 @@ def _steerings(layer: MuMoE) -> Iterator[StoredPart]:
 
 
 def _centre(layer: MuMoE, steer: Steer) -> Tensor:
-    """An expert's cluster centre [d]: its column of the gating matrix."""
+    """Returns an expert's cluster centre [d]: its column of the gating matrix."""
     centre: Tensor = layer.projections[(steer.level or 1) - 1][:, steer.expert]
     return centre
 
 
 def _by_mode(spec: FactorisedSpec, factor: Tensor) -> Tensor:
-    """A factor as a matrix with its mode's index as the rows: a core [r, n, r'] as [n, r·r']."""
+    """Returns a factor as a matrix with the mode as rows: a core [r, n, r'] as [n, r·r']."""
     return factor.transpose(0, 1).flatten(1) if spec.form == "tr" else factor
 
 
 def _by_output(spec: FactorisedSpec, factor: Tensor) -> Tensor:
-    """The output factor [o, R] as [R, o], the output core [r', o, r1] as [r1·r', o]."""
+    """Returns the output factor [o, R] as [R, o], the output core [r', o, r1] as [r1·r', o]."""
     return factor.permute(2, 0, 1).flatten(0, 1) if spec.form == "tr" else factor.T
 
 

@@ -150,7 +150,7 @@ class SoftMoESpec:
         return self.bytes_read(k)
 
     def choices(self) -> dict[str, str]:
-        """The chosen experts, `selected` [b, k]."""
+        """Returns the chosen experts, `selected` [b, k]."""
         return {"": SELECTED}
 
 
@@ -391,7 +391,7 @@ class SoftMoE(MoELayer):
         return self._all_experts(self._slots(x, routing)), routing.combine
 
     def _slots(self, x: Tensor, routing: Routing) -> Tensor:
-        """The inputs of the experts, [b, n, p, d]."""
+        """Returns the inputs of the experts, [b, n, p, d]."""
         source = self.normalise(x) if self.spec.slots_from == "normalised" else x
         if self.spec.rounded:
             source = to_bfloat16(source)
@@ -435,7 +435,7 @@ class SoftMoE(MoELayer):
         return y
 
     def _all_experts(self, slots: Tensor) -> Tensor:
-        """Every expert on its slots: [b, n, p, d] to [b, n, p, o], batched if stacked."""
+        """Computes every expert on its slots: [b, n, p, d] to [b, n, p, o], batched if stacked."""
         if isinstance(self.w1, nn.ParameterList):
             return torch.stack(
                 [self.expert(e, slots[:, e]) for e in range(self.spec.experts)], dim=1
@@ -448,7 +448,7 @@ class SoftMoE(MoELayer):
         return self._outputs(hidden, None)
 
     def _selected_experts(self, slots: Tensor, chosen: Tensor) -> Tensor:
-        """Each expert on the inputs that selected it; zeros elsewhere. `chosen` is [b, n]."""
+        """Computes each expert on inputs that selected it, zeros elsewhere; `chosen` is [b, n]."""
         outputs = slots.new_zeros(*slots.shape[:3], self.spec.out)
         for e in chosen.any(dim=0).nonzero().flatten().tolist():
             rows = chosen[:, e]
@@ -456,7 +456,7 @@ class SoftMoE(MoELayer):
         return outputs
 
     def expert(self, index: int, rows: Tensor) -> Tensor:
-        """Expert `index` on rows [..., d]; returns [..., o]."""
+        """Computes expert `index` on rows [..., d]; returns [..., o]."""
         hidden = F.linear(rows, self.w1[index].T, None if self.b1 is None else self.b1[index])
         if self.w2 is not None:
             bias = None if self.b2 is None else self.b2[index]
@@ -464,7 +464,7 @@ class SoftMoE(MoELayer):
         return self._outputs(hidden, index)
 
     def activate(self, hidden: Tensor, index: int | None = None) -> Tensor:
-        """The map between an expert's matrices: [..., inner] to [..., h]; all experts for None."""
+        """Computes the part between the matrices: [..., inner] to [..., h]; all experts if None."""
         spec = self.spec
         if spec.hidden_norm is not None:
             hidden = normalised(hidden, spec.hidden_norm, *self._affine("1", index))
@@ -474,20 +474,20 @@ class SoftMoE(MoELayer):
         return activated(hidden, spec.activation, spec.alpha)
 
     def _outputs(self, outputs: Tensor, index: int | None) -> Tensor:
-        """The parts after the last map: [..., o] to [..., o]."""
+        """Computes the parts after the last map: [..., o] to [..., o]."""
         spec = self.spec
         if spec.out_norm is not None:
             outputs = normalised(outputs, spec.out_norm, *self._affine("2", index))
         return activated(outputs, spec.out_activation)
 
     def _affine(self, which: str, index: int | None) -> list[Tensor | None]:
-        """The gain and the shift of an expert's normalisation; [n, 1, ·] of all for None."""
+        """Returns the gain and shift of an expert's normalisation; [n, 1, ·] of all if None."""
         weights: list[Tensor | None] = [getattr(self, f"{name}{which}") for name in "gs"]
         return [w if w is None else w[:, None] if index is None else w[index] for w in weights]
 
 
 def _over_slots(logits: Tensor) -> Tensor:
-    """Each token's softmax of L [b, m, n, p] over all slots of all experts."""
+    """Returns each token's softmax of L [b, m, n, p] over all slots of all experts."""
     return logits.flatten(2).softmax(dim=2).view_as(logits)
 
 

@@ -28,15 +28,15 @@ class LayerTensors(Protocol):
     """
 
     def has(self, name: str) -> bool:
-        """Whether the layer has this weight."""
+        """Returns whether the layer has this weight."""
         ...
 
     def stacked(self, name: str, *, batched: bool = False) -> ir.TensorProtocol:
-        """The whole tensor; `batched` as a batch of one, [1, …]."""
+        """Returns the whole tensor; `batched` as a batch of one, [1, …]."""
         ...
 
     def expert(self, name: str, index: int) -> ir.TensorProtocol:
-        """One expert's part of a tensor whose first axis is n, from the same bytes."""
+        """Returns one expert's part of a tensor whose first axis is n, from the same bytes."""
         ...
 
 
@@ -80,11 +80,11 @@ class Layer(Generic[S]):
         return self.k
 
     def stacked(self, b: Builder, name: str, *, batched: bool = False) -> ir.Value:
-        """The whole weight as an initializer of the graph; `batched` as a batch of one, [1, …]."""
+        """Returns the whole weight as an initializer; `batched` as a batch of one, [1, …]."""
         return b.weight(self.tensors.stacked(name, batched=batched), f"{self.spec.name}/{name}")
 
     def rows(self, b: Builder, name: str, called: str) -> ir.Value:
-        """A vector per expert, stored as [n, w], as an initializer [n, 1, w]."""
+        """Adds a vector per expert, stored as [n, w], as an initializer [n, 1, w]."""
         tensor, full = self.tensors.stacked(name), f"{self.spec.name}/{called}"
         n, width = tensor.shape.numpy()
         shape = ir.Shape((n, 1, width))

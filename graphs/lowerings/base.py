@@ -123,7 +123,7 @@ class LayerPlan(Generic[S]):
         return self.lowering.copies(self)
 
     def inexact(self, target: Target) -> str | None:
-        """How the chosen lowering differs from the layer's definition; None if it is exact."""
+        """Returns how the lowering differs from the layer's definition; None if it is exact."""
         return self.lowering.differs(self.spec, self.precision, target)
 
 

@@ -118,11 +118,11 @@ class _Predictions:
         return _Predictions(times, [min(column) for column in zip(*times.values(), strict=True)])
 
     def worst(self, record: AnyLowering, columns: Collection[int]) -> float:
-        """A lowering's worst ratio to the fastest at some of the sizes."""
+        """Returns a lowering's worst ratio to the fastest at some of the sizes."""
         return round(max(self.times[record][c] / self.fastest[c] for c in columns), 2)
 
     def ranked(self, columns: Collection[int], own: int) -> list[AnyLowering]:
-        """The lowerings by their worst ratio; ties are sorted by the time at size `own`."""
+        """Returns the lowerings by their worst ratio; ties are sorted by the time at size `own`."""
         return sorted(
             self.times, key=lambda name: (self.worst(name, columns), self.times[name][own])
         )
@@ -187,15 +187,15 @@ def _looked_at(smallest: int, largest: int, between: Collection[int]) -> list[in
 
 
 def _regrets(layers: Sequence[_Predictions], parts: Sequence[range]) -> tuple[float, float]:
-    """The worst ratio of several graphs to the fastest at each size, and the sum of the ratios."""
+    """Returns the worst ratio of several graphs to the fastest, and the sum of the ratios."""
     regrets = [_regret(layers, part) for part in parts]
     return max(regrets), sum(regrets)
 
 
 def _regret(layers: Sequence[_Predictions], columns: Sequence[int]) -> float:
-    """The worst ratio of one graph to the fastest, its layers together, at some of the sizes.
+    """Returns the worst ratio of one graph, all layers together, to the fastest at some sizes.
 
-    Its lowerings are those that `choose` takes for the first and the last size.
+    Its lowerings are those that `choose` selects for the first and the last size.
     """
     ends = (columns[0], columns[-1])
     chosen = [layer.times[layer.ranked(ends, columns[0])[0]] for layer in layers]
@@ -207,7 +207,7 @@ def _regret(layers: Sequence[_Predictions], columns: Sequence[int]) -> float:
 
 
 def _sizes(sizes: Sequence[int], *, by_token: bool) -> str:
-    """`batch 1 and 16`, or `1 and 512 tokens`."""
+    """Returns `batch 1 and 16`, or `1 and 512 tokens`."""
     listed = " and ".join(map(str, sizes))
     if by_token:
         return f"{listed} token{'s' if sizes[-1] > 1 else ''}"

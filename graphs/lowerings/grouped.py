@@ -34,7 +34,7 @@ def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
 
 
 def _every_expert(b: Builder, layer: SoftMoELayer, slots: ir.Value) -> ir.Value:
-    """All experts on all inputs: slots [b, n·p, d] to outputs [b, n·p, o]."""
+    """Adds all experts on all inputs: slots [b, n·p, d] to outputs [b, n·p, o]."""
     n, p, d, o = layer.spec.experts, layer.spec.slots, layer.spec.dim, layer.spec.out
     by_input = b.op("Reshape", slots, b.ints(0, n, p, d), name="dispatch/slots_by_expert")
     by_expert = b.op("Transpose", by_input, perm=[1, 0, 2, 3], name="dispatch/by_expert")
@@ -46,7 +46,7 @@ def _every_expert(b: Builder, layer: SoftMoELayer, slots: ir.Value) -> ir.Value:
 
 
 def _chosen_rows(b: Builder, layer: SoftMoELayer, slots: ir.Value, selected: ir.Value) -> ir.Value:
-    """The experts on the rows that chose them: slots [b, k·p, d] to outputs [b, k·p, o].
+    """Adds the experts on the rows that chose them: slots [b, k·p, d] to outputs [b, k·p, o].
 
     A row here is one (input, expert) pair with its p slots: b·k rows of p·d numbers.
     """
@@ -104,7 +104,7 @@ def sorted_by_expert(b: Builder, expert_of_pair: ir.Value, n: int, counts: str) 
 
 
 def inverse(b: Builder, order: ir.Value) -> ir.Value:
-    """The inverse of a permutation [r]."""
+    """Adds the inverse of a permutation [r]."""
     shape = b.op("Shape", order, name="group/pair_count")
     count = b.op("Squeeze", shape, name="group/pair_count_scalar")
     positions = b.op("Range", b.integer(0), count, b.integer(1), name="group/positions")
@@ -112,7 +112,7 @@ def inverse(b: Builder, order: ir.Value) -> ir.Value:
 
 
 def _by_input(b: Builder, layer: SoftMoELayer) -> ir.Value:
-    """The shape [b, k] for a Reshape of [b·k]."""
+    """Adds the shape [b, k] for a Reshape of [b·k]."""
     if isinstance(layer.k, int):
         return b.ints(-1, layer.k)
     return b.op("Concat", b.ints(-1), layer.k_value(b), axis=0, name="group/place_shape")
@@ -126,7 +126,7 @@ joining the hidden rows costs."""
 def _by_expert(
     b: Builder, layer: SoftMoELayer, rows: ir.Value, counts: ir.Value | None
 ) -> ir.Value:
-    """Each expert on its rows: [r, d] sorted by expert to [r, o].
+    """Adds each expert on its rows: [r, d] sorted by expert to [r, o].
 
     `counts` [n] are the rows of each; None if all have the same number.
     """

@@ -146,7 +146,7 @@ def _integers(layer: Layer[Any]) -> _Integers | None:
 
 
 def takes_integers(layer: Layer[Any]) -> bool:
-    """Whether the node is `QMoE`."""
+    """Returns whether the node is `QMoE`."""
     return _integers(layer) is not None
 
 
@@ -156,7 +156,7 @@ def block_of_columns(spec: Any) -> int | None:
 
 
 def _matrices(b: Builder, layer: Layer[Any], experts: OpExperts, key: str) -> ir.Value:
-    """The matrices of all experts in the op's layout, [n, out, in]; folded at load time."""
+    """Adds the matrices of all experts in the op's layout, [n, out, in]; folded at load time."""
     n, out = layer.spec.experts, layer.spec.inner if key == "w1" else layer.spec.out
     weight = layer.stacked(b, f"experts.{key}")
     if layer.compute.blocked is not None:  # [n, out, blocks, bytes]
@@ -176,7 +176,7 @@ def _matrices(b: Builder, layer: Layer[Any], experts: OpExperts, key: str) -> ir
 def _scales(
     b: Builder, layer: Layer[Any], experts: OpExperts, key: str, block: int | None
 ) -> ir.Value:
-    """The scales of a matrix's columns, or of their blocks, [n, out, blocks]."""
+    """Adds the scales of a matrix's columns, or of their blocks, [n, out, blocks]."""
     scale = layer.stacked(b, f"experts.{key}.scale")
     if layer.compute.blocked is None and block is not None:
         n, out = layer.spec.experts, layer.spec.inner if key == "w1" else layer.spec.out
@@ -208,14 +208,14 @@ def has_op(target: TargetRecord) -> bool:
 
 
 def around_maps(spec: AroundMaps) -> str | None:
-    """Why the op cannot compute the parts after the experts' maps."""
+    """Returns why the op cannot compute the parts after the experts' maps."""
     if spec.hidden_norm or spec.out_norm or spec.out_activation != "identity":
         return "com.microsoft.MoE has no normalisation in an expert, and no activation after it"
     return None
 
 
 def other_width(spec: MoESpec) -> str | None:
-    """Why the op cannot compute experts whose output width differs from the input's."""
+    """Returns why the op cannot compute experts whose output width differs from the input's."""
     if spec.dim != spec.out:
         return f"com.microsoft.MoE keeps the width, and this layer maps {spec.dim} to {spec.out}"
     return None
@@ -227,7 +227,7 @@ that rows are a multiple of, and for integers a block size that divides the colu
 
 
 def other_size_on_cuda(spec: Any, precision: Precision, target: Target) -> str | None:
-    """Why the op's kernel on a GPU cannot compute experts of these widths."""
+    """Returns why the op's kernel on a GPU cannot compute experts of these widths."""
     if TARGETS[target].on_cpu:
         return None
     widths = (spec.dim, spec.hidden)
@@ -248,7 +248,7 @@ def other_size_on_cuda(spec: Any, precision: Precision, target: Target) -> str |
 
 
 def other_gelu_on_cuda(spec: AroundMaps, precision: Precision, target: Target) -> str | None:
-    """Why the op's kernel on a GPU cannot compute an expert's GELU within the bound.
+    """Returns why the op's kernel on a GPU cannot compute an expert's GELU within the bound.
 
     In ONNX Runtime GPU 1.31.1 it is the tanh form if GELU is the epilogue of the product (FP32
     everywhere, and cards older than Hopper: `EpilogueOpDefaultFtGelu`), and the exact one if it is
@@ -264,7 +264,7 @@ def other_gelu_on_cuda(spec: AroundMaps, precision: Precision, target: Target) -
 
 
 def inexact_gelu(spec: AroundMaps, precision: Precision, target: Target) -> str | None:
-    """How the op's GELU on a CPU differs from the exact one."""
+    """Returns how the op's GELU on a CPU differs from the exact one."""
     if TARGETS[target].on_cpu and spec.activation == "gelu":
         return "com.microsoft.MoE computes the tanh form of GELU, up to 5e-4 from the exact one"
     return None
@@ -275,7 +275,7 @@ FEW_ROWS = 256
 
 
 def kernels_after_first(rows: int) -> int:
-    """The number of kernels that the node launches on a GPU after the first.
+    """Returns the number of kernels that the node launches on a GPU after the first.
 
     For FP16 on Hopper ONNX Runtime's `moe_kernels.cu` (`runMoe`) launches one each for the choice
     of experts, the rows of each expert, the copies of these rows, the addresses of the products,

@@ -272,7 +272,7 @@ def _replace(
 
 
 def _scaled_after(node: ir.Node) -> tuple[ir.Node, np.float32] | None:
-    """The node that multiplies or divides a product by a constant, and the factor.
+    """Returns the node that multiplies or divides a product by a constant, and the factor.
 
     The weights' scales absorb it.
     """
@@ -295,7 +295,7 @@ def _scaled_after(node: ir.Node) -> tuple[ir.Node, np.float32] | None:
 def _integers(
     key: str, matrix: np.ndarray, compute: ComputeTypes, float_type: ir.DataType
 ) -> Iterator[ir.TensorProtocol]:
-    """A weight [in, out] as integers, and its scales."""
+    """Yields a weight [in, out] as integers, and its scales."""
     quantized = compute.quantized
     if quantized is not None:
         integers, scale = quantize(matrix, quantized.weights, float_type)

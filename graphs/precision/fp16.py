@@ -213,7 +213,7 @@ class _Conversion:
             self.types[value] = target
 
     def _sizes_inside(self, node: ir.Node) -> bool:
-        """Whether a node returns a size of 16-bit values, which needs no cast."""
+        """Returns whether a node returns a size of 16-bit values, which needs no cast."""
         inside = node.op_type == "Shape" and not node.domain and self.wide_sums
         return inside and not any(v is not None and v.is_graph_input() for v in node.inputs)
 
@@ -334,7 +334,7 @@ class _Conversion:
 
 
 def _gives_its_inputs(node: ir.Node, dtype: ir.DataType) -> bool:
-    """Whether a node only returns numbers from its inputs, and has a kernel for them."""
+    """Returns whether a node only returns numbers from its inputs, and has a kernel for them."""
     if node.domain or node.op_type not in WIDE_MOVES:
         return False
     if node.op_type == "TopK" or node.op_type.startswith(
@@ -368,7 +368,7 @@ def _seen_as(value: ir.Value) -> Iterator[str]:
 
 
 def _uncast(value: ir.Value) -> ir.Value:
-    """The source of a cast from a non-float: a single cast rounds once."""
+    """Returns the source of a cast from a non-float: a single cast rounds once."""
     node = value.producer()
     source = node.inputs[0] if node is not None and node.op_type == "Cast" else None
     if source is None or source.dtype is None or source.dtype.is_floating_point():
@@ -377,7 +377,7 @@ def _uncast(value: ir.Value) -> ir.Value:
 
 
 def _of_attention(node: ir.Node) -> bool:
-    """Whether a node is a softmax between two products, whose results have 16 bits."""
+    """Returns whether a node is a softmax between two products, whose results have 16 bits."""
     if node.domain or node.op_type != "Softmax" or node.inputs[0] is None:
         return False
     before = node.inputs[0].producer()

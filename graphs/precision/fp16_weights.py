@@ -39,7 +39,7 @@ def compute_in_fp32(model: ir.Model) -> dict[str, str]:
 
 
 def _types(model: ir.Model) -> dict[str, ir.DataType]:
-    """The types of all values as ONNX infers them."""
+    """Returns the types of all values as ONNX infers them."""
     typed = model.clone()
     common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(typed)
     return {
@@ -125,7 +125,7 @@ class _Widening:
         graph.remove(cast, safe=True)
 
     def _wide(self, value: ir.Value, graph: ir.Graph, user: ir.Node | None) -> ir.Value:
-        """An FP16 value in FP32: a constant, or one cast for all its users in a graph."""
+        """Returns an FP16 value in FP32: a constant, or one cast for all its users in a graph."""
         if value.is_initializer():
             assert value.graph is not None
             graph, user = value.graph, next(iter(value.graph), None)

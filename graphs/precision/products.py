@@ -124,7 +124,7 @@ AS_THEY_ARE = 0
 def _blocked(
     b: Builder, blocked: BlockedWeights, rows: ir.Value, linear: Linear, name: str
 ) -> ir.Value:
-    """Products with a matrix in blocks, one matrix at a time."""
+    """Adds products with a matrix in blocks, one matrix at a time."""
     assert linear.weight.shape is not None and linear.rows != "stacked"
     if blocked.format != "kernel":
         weight = b.op(
@@ -156,7 +156,7 @@ def _blocked(
 
 
 def _rounded(b: Builder, rows: ir.Value, linear: Linear, name: str) -> ir.Value:
-    """Products of rounded floats, which a runtime turns into integer ones."""
+    """Adds products of rounded floats, which a runtime turns into integer products."""
     if linear.rows == "stacked":
         return _scaled(b, b.op("MatMul", rows, linear.weight, name=f"{name}_units"), linear, name)
     weight = b.op("DequantizeLinear", linear.weight, linear.scale, axis=1, name=f"{name}_weight")
@@ -167,7 +167,7 @@ def _rounded(b: Builder, rows: ir.Value, linear: Linear, name: str) -> ir.Value:
 def _integers(
     b: Builder, quantized: QuantizedProducts, rows: ir.Value, linear: Linear, name: str
 ) -> ir.Value:
-    """Integer products; `scale` is the product of the rows' and the weight's steps."""
+    """Adds integer products; `scale` is the product of the rows' and the weight's steps."""
     zero = b.constant(np.array(quantized.inputs[linear.key].zero_point, dtype=np.uint8))
     weight_zero = None
     if quantized.weights.zero_point:
@@ -206,7 +206,7 @@ def _scaled(b: Builder, products: ir.Value, linear: Linear, name: str) -> ir.Val
 def _scale(
     b: Builder, compute: ComputeTypes, quantized: QuantizedProducts, key: str
 ) -> tuple[ir.Value, ir.Value]:
-    """The step and the zero point of a weight's operand, as constants."""
+    """Adds the step and the zero point of a weight's operand, as constants."""
     scale = quantized.inputs[key]
     kind = quantized.weights.dtype.numpy() if quantized.format == "qdq" else np.dtype(np.uint8)
     return (

@@ -61,7 +61,7 @@ class Range:
 
 
 def _float32(value: float) -> float:
-    """The float32 value in the graph, never zero."""
+    """Returns the float32 value in the graph, never zero."""
     return float(max(np.float32(value), np.finfo(np.float32).tiny))
 
 

@@ -166,7 +166,7 @@ def in_blocks(
 def _block(
     numbers: np.ndarray, scale_type: ir.DataType, bits: Bits
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One block [in, out] as integers, with their scales [out]."""
+    """Returns one block [in, out] as integers, with their scales [out]."""
     levels = 2 ** (bits - 1)
     place = np.abs(numbers).argmax(axis=0, keepdims=True)
     largest = np.take_along_axis(numbers, place, axis=0)[0]
