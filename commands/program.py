@@ -101,7 +101,7 @@ def _before_command(
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """The options before the command; `program` uses them."""
+    """Declares the options before the command; `program` uses them."""
 
 
 def program(name: str, about: str, commands: Registry[Command]) -> typer.Typer:

@@ -133,7 +133,7 @@ class _Fusion:
         self._rows: dict[ir.Value, ir.Value] = {}
 
     def rotary(self, node: ir.Node) -> None:
-        """x·cos + turned(x)·sin, where both halves of cos and of sin are equal."""
+        """Fuses x·cos + turned(x)·sin if both halves of cos and of sin are equal."""
         for first, second in orders(node.inputs):
             plain, turned = made(first, "Mul"), made(second, "Mul")
             if plain is None or turned is None:
@@ -152,7 +152,7 @@ class _Fusion:
                         return
 
     def norm(self, node: ir.Node, root: ir.Node | None) -> None:
-        """w·(x / √(mean(x²) + ε)) over the last axis; `root` is the node with the square root."""
+        """Fuses w·(x / √(mean(x²) + ε)) over the last axis; `root` is the square root's node."""
         scaled = only_user(node.outputs[0], "Mul")
         if root is None or scaled is None:
             return
@@ -216,7 +216,7 @@ class _Fusion:
         return scaled, None
 
     def attention(self, node: ir.Node) -> None:
-        """softmax(q·kᵀ·scale + mask)·v, with or without cached keys and values."""
+        """Fuses softmax(q·kᵀ·scale + mask)·v, with or without cached keys and values."""
         parts = decomposed(node)
         merged = None if parts is None else self._merged(parts.last)
         if parts is None or (not self._newest and (merged is None or not is_plain(parts))):

@@ -113,7 +113,7 @@ class FactorisedSpec:
         return prod(min(most, n) for most, n in zip(kept, self.levels, strict=True))
 
     def macs(self, k: int | Sequence[int]) -> dict[str, int]:
-        """Multiply-adds for one token that keeps k coefficients, or k per level, by part.
+        """Returns multiply-adds for one token that keeps k coefficients, or k per level, by part.
 
         A bias row counts as one more input and elementwise products do not count, as in the papers.
         Only the unfactorised tensor has parts that a smaller k saves.
@@ -141,7 +141,7 @@ class FactorisedSpec:
         return parts | {"output mode": prod(shapes[-1])}
 
     def numbers_read(self, k: int | Sequence[int]) -> int:
-        """Numbers in the factors, or in the k·…·k kept experts of an unfactorised tensor.
+        """Returns how many numbers the factors, or the k·…·k kept unfactorised experts, have.
 
         The latter is for one token: others may keep different experts.
         """
@@ -248,7 +248,7 @@ class MuMoESpec:
         return self.gate_parameters + sum(tensor.parameters for tensor in self.tensors)
 
     def macs(self, tokens: int, k: int) -> dict[str, int]:
-        """Multiply-adds for one input, by part: equal for every k, unless the form is `full`.
+        """Returns multiply-adds for one input, by part: equal for every k unless `form` is `full`.
 
         In a factorised layer a smaller k could only save `expert modes`, where a dense product with
         mostly zero coefficients is faster than gathering rows.
@@ -260,14 +260,14 @@ class MuMoESpec:
         return {part: tokens * count for part, count in parts.items()}
 
     def bytes_read(self, k: int) -> int:
-        """FP32 bytes of the factors, which are read at every k, or of the kept whole matrices."""
+        """Returns FP32 bytes of the factors, read at every k, or of the kept whole matrices."""
         return 4 * sum(tensor.numbers_read(self._kept_of(tensor, k)) for tensor in self.tensors)
 
     def _kept_of(self, tensor: FactorisedSpec, k: int) -> tuple[int, ...]:
         return self.k_by_level(k) if tensor.levels else ()
 
     def quantized_bytes(self, k: int) -> int:
-        """FP32 bytes of the factors in `quantized_parts`.
+        """Returns the FP32 bytes of the factors in `quantized_parts`.
 
         Each number of a factor takes part in one multiply-add per token.
         """
@@ -528,7 +528,7 @@ def activate(logits: Tensor, activation: GateActivation) -> Tensor:
 
 
 def entmax15(logits: Tensor) -> Tensor:
-    """P = [z/2 − τ]₊² with Σp = 1, by sorting (Peters, Niculae and Martins, 2019, Algorithm 2)."""
+    """Returns [z/2 − τ]₊² with sum 1, by sorting (Peters et al., 2019, Algorithm 2)."""
     z = (logits - logits.amax(dim=-1, keepdim=True)) / 2
     ranked = z.sort(dim=-1, descending=True).values
     count = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
@@ -539,7 +539,7 @@ def entmax15(logits: Tensor) -> Tensor:
 
 
 def sparsemax(logits: Tensor) -> Tensor:
-    """P = [z − τ]₊ with Σp = 1, by sorting (Martins and Astudillo, 2016)."""
+    """Returns [z − τ]₊ with sum 1, by sorting (Martins and Astudillo, 2016)."""
     z = logits - logits.amax(dim=-1, keepdim=True)
     ranked = z.sort(dim=-1, descending=True).values
     count = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
@@ -664,7 +664,7 @@ def _present(edits: Edits, level: int, axis: int, tensor: Tensor) -> Tensor:
 
 
 def _rewrites(spec: MuMoESpec, edits: Edits) -> Iterator[StoredPart]:
-    """Eq. 5 for all rewritten outputs: y += Π_e(a_e·M_e)·Λ, multiplied out for one level."""
+    """Yields Eq. 5 for all rewritten outputs: y += Π_e(a_e·M_e)·Λ, multiplied out for one level."""
     strengths = torch.zeros(len(edits.rewrites), spec.out, dtype=torch.float64)
     for index, rewrite in enumerate(edits.rewrites):
         strengths[index, rewrite.output] = rewrite.strength

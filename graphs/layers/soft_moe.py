@@ -128,10 +128,10 @@ class SoftMoESpec:
         return self.dim * self.inner + second
 
     def macs(self, tokens: int, k: int) -> dict[str, int]:
-        """Multiply-adds for one input of `tokens` tokens with k experts, by part.
+        """Returns the multiply-adds for one input of `tokens` tokens with k experts, by part.
 
         Router mdnp, dispatch mdkp, experts kp(d·inner + ho), combine mkpo: the router does not
-        shrink with k. Constant experts are combined, too.
+        shrink with k. Constant experts are also combined.
         """
         m, p = tokens, self.slots
         combined = k + (self.dropped if self.constants else 0)
@@ -146,7 +146,7 @@ class SoftMoESpec:
         return 4 * k * self.parameters_per_expert
 
     def quantized_bytes(self, k: int) -> int:
-        """FP32 bytes of the same weights: INT8 covers both matrices of an expert."""
+        """Returns the FP32 bytes of the same weights: INT8 covers both matrices of an expert."""
         return self.bytes_read(k)
 
     def choices(self) -> dict[str, str]:
@@ -337,7 +337,7 @@ class SoftMoE(MoELayer):
                 )
 
     def _folded_phi(self) -> np.ndarray:
-        """Phi as [d, n·p], with the gain folded in unless a LayerNorm op applies it."""
+        """Returns phi as [d, n·p], with the gain folded in unless a LayerNorm op applies it."""
         assert self.phi is not None
         phi = self.phi.double().flatten(1)
         if self.gain is not None and self.spec.norm != "layernorm":

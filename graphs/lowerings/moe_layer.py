@@ -57,7 +57,7 @@ def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
 def _router_logits(
     b: Builder, layer: SoftMoELayer, selected: ir.Value | None, slots: ir.Value
 ) -> ir.Value:
-    """One-hot logits [b·e·p, n] that send each slot to its own expert."""
+    """Adds one-hot logits [b·e·p, n] that send each slot to its own expert."""
     n, p, other = layer.spec.experts, layer.spec.slots, never(layer.target)
     if selected is None:
         own = np.full((1, n * p, n), other, dtype=np.float32)

@@ -190,7 +190,7 @@ def _scales(
 def _in_turn(
     b: Builder, layer: Layer[Any], experts: OpExperts, value: ir.Value, key: str
 ) -> ir.Value:
-    """With a gate, the first product's [n, 2h, …] with gate and value interleaved."""
+    """Interleaves gate and value in the first product's [n, 2h, …], if there is a gate."""
     n, h = layer.spec.experts, layer.spec.hidden
     if not experts.gated or key.startswith(("w2", "b2")):
         return value
