@@ -175,7 +175,7 @@ BATCH = 32
 CHANNELS = (1, 3)
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM")
-"""The formats to read: for some others Pillow would start programs, whatever the file's name."""
+"""The formats to read: for some others Pillow would start programs, whatever the file name."""
 
 PIXELS = 1 << 26
 """The largest image, before and after resizing to the model's size: 200 MB."""
@@ -466,7 +466,7 @@ def image_scale(where: str, spec: TensorSpec, pixels: str | None) -> Pixels:
     """Returns the scale of images; UsageError if it is missing or the model takes no images."""
     if len(spec.shape) != 4 or not all(isinstance(size, int) for size in spec.shape[1:]):
         raise UsageError(
-            f"{where}, but the model takes {spec.shape}",
+            f"{where}, but the model's input is {spec.shape}",
             hint="images need a model of (batch, channels, height, width), or with the channels "
             "last; use an .npz",
         )

@@ -29,7 +29,7 @@ class Ability:
 class Requirement:
     """A line of `moexport doctor`: a capability, and how to test it.
 
-    `works` takes the machine's GPU; it returns a description or raises an error.
+    `works` receives the machine's GPU; it returns a description or raises an error.
     """
 
     name: str

@@ -57,7 +57,7 @@ class Journal:
 
     @property
     def summary(self) -> str:
-        """A sentence on an earlier run; empty without one."""
+        """A sentence on an earlier run; empty if there is none."""
         if self.resumed:
             return f"continuing an unfinished run: {self.resumed} measurements are done"
         if not self.discarded:

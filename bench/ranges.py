@@ -28,7 +28,7 @@ CALIBRATION_INPUTS = 256
 """The largest number of inputs of the data for INT8 ranges; labels do not matter."""
 
 SHARE = 4
-"""At most this fraction of the data, as a divisor, is held out."""
+"""The divisor of the number of samples: at most that part of the data is held out."""
 
 
 @dataclass(frozen=True, slots=True)

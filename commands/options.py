@@ -37,7 +37,7 @@ def typed_output(text: str | Path) -> Path:
 def typed_source(text: str) -> str:
     """Parses MODEL; raises an error if it is empty or does not exist."""
     if not text:
-        raise UsageError("MODEL is empty", hint="give a checkpoint or package.module:factory")
+        raise UsageError("MODEL is empty", hint="name a checkpoint or package.module:factory")
     from ..common.locations import is_missing_checkpoint, no_such_checkpoint
     from ..data.typed_code import check_code
     from ..data.user_code import names_code
@@ -74,7 +74,7 @@ def with_values(args: Sequence[str], optional: Mapping[str, str]) -> list[str]:
 
 
 def typed_switch(text: str | bool) -> str | bool:
-    """Parses an option with an optional value: True without one."""
+    """Parses an option with an optional value: True if it has none."""
     return text or text == ""
 
 

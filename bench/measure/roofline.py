@@ -65,7 +65,7 @@ SQUARE = 1024
 INT4_UNCOUNTED = "the least time of INT4 weights is not counted"
 FEWER_EXPERTS = "the work is that of the layers of the bundle, which have fewer experts"
 
-NO_GPU_RATES = "the rates of a GPU are measured with PyTorch, which has no CUDA here"
+NO_GPU_RATES = "the rates of a GPU are measured with PyTorch, but this PyTorch has no CUDA"
 NO_GPU_INTEGERS = "the rate of a GPU's products in this precision is not measured"
 
 

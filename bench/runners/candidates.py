@@ -234,7 +234,7 @@ def check_exported(sources: Sequence[Model | Bundle], request: BenchRequest) -> 
     for option, given in idle.items():
         if given:
             raise UsageError(
-                f"{option}: the given bundles are measured as they are",
+                f"{option}: the given bundles are measured unchanged",
                 hint=f"leave {option} out, or name a model without its bundle",
             )
 

@@ -91,7 +91,7 @@ def choose(
         slower = times[best][column] / fastest[column]
         if slower >= MUCH_SLOWER:
             better = next(other for other in others if times[other][column] == fastest[column])
-            alone = "" if by_token else f"--batch {size} takes it, "
+            alone = "" if by_token else f"--batch {size} selects it, "
             reason += (
                 f"; at {_sizes([size], by_token=by_token)} {better.name} is {slower:.2g} times as "
                 f"fast: {alone}--lowering auto,{better.name} writes both"
@@ -225,7 +225,7 @@ def check(name: str, plan: AnyPlan, target: Target) -> AnyPlan:
     lowering = lowering_of(spec.kind, name)
     if lowering is None:
         kinds = " and ".join(kinds_with(name))
-        problem: str | None = f"it is for {kinds} layers, and this is {a_layer(spec.kind)}"
+        problem: str | None = f"it is for {kinds} layers, but this is {a_layer(spec.kind)}"
     else:
         problem = lowering.problem(spec, plan.precision, target)
     if lowering is None or problem is not None:

@@ -96,7 +96,7 @@ def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
 
 LOWERING = Lowering(
     name="conditional",
-    summary="an If per expert: the whole batch through it if any input chose it, else skipped",
+    summary="an If per expert, which runs on the whole batch if any input chose the expert",
     needs=lambda target: target.branches,
     branches=True,
     build=build,

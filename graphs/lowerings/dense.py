@@ -53,7 +53,7 @@ def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
 
 LOWERING = Lowering(
     name="dense",
-    summary="all experts in batched MatMuls; the outputs of unselected ones are left out",
+    summary="all experts in batched MatMuls; the outputs of unselected experts are left out",
     build=build,
     predict_us=predict_us,
     no_kernel=no_blocks,

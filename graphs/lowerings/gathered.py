@@ -109,7 +109,7 @@ def predict_us(plan: LayerPlan[MuMoESpec], machine: Machine) -> float:
 
 LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
     name="gathered",
-    summary="each token gathers the matrices of the experts that it keeps, and no others",
+    summary="each token gathers the matrices of only those experts that it keeps",
     build=build,
     predict_us=predict_us,
     copied_bytes=copied_bytes,

@@ -172,7 +172,7 @@ def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
 
 LOWERING = Lowering(
     name="grouped",
-    summary="sorts rows by expert; each expert computes the rows that chose it, none in no time",
+    summary="sorts rows by expert; each expert computes only the rows that chose it",
     needs=lambda target: target.data_sizes,
     build=build,
     predict_us=predict_us,

@@ -93,7 +93,7 @@ def unable(spec: SoftMoESpec) -> str | None:
 def unfit(spec: SoftMoESpec, precision: Precision, target: Target) -> str | None:
     """Returns why the op's kernel on a target cannot compute them in a precision."""
     if spec.expert == "gated" and TARGETS[target].on_cpu:
-        return "com.microsoft.MoE has no gated experts there that were measured"
+        return "com.microsoft.MoE has no gated experts that were measured on this target"
     return other_gelu_on_cuda(spec, precision, target) or other_size_on_cuda(
         spec, precision, target
     )

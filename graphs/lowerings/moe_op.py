@@ -40,7 +40,7 @@ NEVER_ON_CPU = -16.0
 is exactly 1; an exp that underflows would take several times as long."""
 
 NEVER = -1e4
-"""The same for other targets: the softmax over all experts is exactly zero for it, whatever it is
+"""The same for other targets: its softmax over all experts is exactly zero, whatever that is
 divided by."""
 
 ROUTER_WEIGHTS = 14
@@ -217,7 +217,7 @@ def around_maps(spec: AroundMaps) -> str | None:
 def other_width(spec: MoESpec) -> str | None:
     """Returns why the op cannot compute experts whose output width differs from the input's."""
     if spec.dim != spec.out:
-        return f"com.microsoft.MoE keeps the width, and this layer maps {spec.dim} to {spec.out}"
+        return f"com.microsoft.MoE keeps the width, but this layer maps {spec.dim} to {spec.out}"
     return None
 
 
@@ -235,15 +235,15 @@ def other_size_on_cuda(spec: Any, precision: Precision, target: Target) -> str |
         if not any(width % BLOCKS_ON_CUDA[-1] for width in widths):
             return None
         return (
-            f"com.microsoft.QMoE takes widths that are multiples of {BLOCKS_ON_CUDA[-1]} there, "
-            f"and an expert's are {spec.dim} and {spec.hidden}"
+            f"on a GPU com.microsoft.QMoE needs widths that are multiples of {BLOCKS_ON_CUDA[-1]}, "
+            f"but an expert's are {spec.dim} and {spec.hidden}"
         )
     least = VECTOR_BYTES // (4 if precision == "fp32" else 2)
     if all(width >= LEAST_WIDTH and width % least == 0 for width in widths):
         return None
     return (
-        f"com.microsoft.MoE takes widths of at least {LEAST_WIDTH} that are multiples of {least} "
-        f"in {precision.upper()} there, and an expert's are {spec.dim} and {spec.hidden}"
+        f"on a GPU com.microsoft.MoE needs widths of at least {LEAST_WIDTH} that are multiples of "
+        f"{least} in {precision.upper()}, but an expert's are {spec.dim} and {spec.hidden}"
     )
 
 
@@ -259,7 +259,7 @@ def other_gelu_on_cuda(spec: AroundMaps, precision: Precision, target: Target) -
         return None
     return (
         "com.microsoft.MoE computes the tanh form of GELU in FP32, up to 5e-4 from the exact one "
-        "of this layer; --precision fp16 takes it, whose rounding is larger"
+        "of this layer; use --precision fp16, whose rounding error is larger"
     )
 
 
@@ -271,7 +271,7 @@ def inexact_gelu(spec: AroundMaps, precision: Precision, target: Target) -> str 
 
 
 FEW_ROWS = 256
-"""Up to this number of rows one kernel sorts them by expert; above, it takes three."""
+"""Up to this number of rows, one kernel sorts them by expert; above, three kernels do."""
 
 
 def kernels_after_first(rows: int) -> int:
@@ -279,8 +279,8 @@ def kernels_after_first(rows: int) -> int:
 
     For FP16 on Hopper ONNX Runtime's `moe_kernels.cu` (`runMoe`) launches one each for the choice
     of experts, the rows of each expert, the copies of these rows, the addresses of the products,
-    both products, the activation between them, and the sum for each row. Counted there, not
-    measured.
+    both products, the activation between them, and the sum for each row. This was counted in the
+    source, not measured.
     """
     return 7 if rows <= FEW_ROWS else 9
 

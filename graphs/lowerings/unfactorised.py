@@ -56,7 +56,7 @@ def unable(spec: MuMoESpec) -> str | None:
 
 LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
     name="unfactorised",
-    summary="every expert of a weight tensor that is held whole computes every token",
+    summary="every expert of an unfactorised weight tensor computes every token",
     build=build,
     predict_us=all_coefficients_us,
     unable=unable,

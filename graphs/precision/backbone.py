@@ -112,7 +112,7 @@ def _stored(weight: ir.Value) -> tuple[ir.Value, bool]:
     return node.inputs[0], True
 
 
-HEAD = "it gives the graph's output"
+HEAD = "it computes the graph's output"
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ def misfit(array: np.ndarray, dtype: ir.DataType) -> str | None:
     finite = np.abs(array[np.isfinite(array)]).astype(np.float32)
     peak = float(finite.max(initial=0.0))
     if peak > largest:
-        return f"a weight of {peak:.3g} is more than {dtype.name} holds ({largest:.3g})"
+        return f"a weight of {peak:.3g} is above the largest {dtype.name} ({largest:.3g})"
     rms = float(np.linalg.norm(finite)) / max(1, finite.size) ** 0.5
     if dtype != ir.DataType.FLOAT16 or not peak or rms > ORDINARY:
         return None

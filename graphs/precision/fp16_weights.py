@@ -20,7 +20,7 @@ MOVES = frozenset(
         *("Slice", "Split", "Expand", "Flatten", "Identity", "Concat"),
     }
 )
-"""Ops that only move values: weights are cast after them, since they may select a few of many."""
+"""Ops that only move values: weights are cast after them, as they may select a few of many."""
 
 SMALL = 512
 """Constants with at most this many numbers stay in FP32, because a cast would save nothing."""

@@ -374,7 +374,7 @@ def test_a_path_that_the_system_refuses_is_no_defect(tmp_path: Path) -> None:
 
 def test_an_empty_model_is_not_the_current_folder() -> None:
     for command in (("inspect", ""), ("bench", "", "-o", "report"), ("export", "", "-o", "out")):
-        assert_refused(run(*command), "MODEL is empty", "give a checkpoint")
+        assert_refused(run(*command), "MODEL is empty", "name a checkpoint")
 
 
 @pytest.mark.parametrize(
