@@ -44,7 +44,7 @@ def main() -> None:
     atexit.register(gc.freeze)
     try:
         # SIGTERM cleans up as an interrupt does.
-        with interrupts(partial(_end, console)) as signals:
+        with interrupts(partial(_force_exit, console)) as signals:
             _run(console, signals)
     except KeyboardInterrupt:
         _print_interrupted(console)
@@ -70,7 +70,7 @@ def _print_interrupted(console: Console) -> None:
         console.error("interrupted; no partial files remain", again)
 
 
-def _end(console: Console) -> None:
+def _force_exit(console: Console) -> None:
     """Ends the process if a library is computing, because Python cannot interrupt that."""
     from .common.writing import remove_partial
 
@@ -121,13 +121,13 @@ def _run(console: Console, signals: list[str]) -> None:
         if console.verbose:
             raise
         reserve.clear()
-        console.error(*_why(error))
+        console.error(*_unexpected(error))
         sys.exit(1)
     if status == INTERRUPTED:  # the parser's status for an interrupt
         raise KeyboardInterrupt
 
 
-def _why(error: Exception) -> tuple[str, str]:
+def _unexpected(error: Exception) -> tuple[str, str]:
     """Returns the message and the hint for an unexpected exception."""
     errors = _chain(error)
     for cause in errors:
@@ -194,14 +194,14 @@ def _print_usage(console: Console, error: TyperException) -> None:
     message = error.format_message().replace("Value error, ", "")
     message = message.partition(" (Possible options:")[0].partition(" Did you mean")[0]
     command = context.command_path if context is not None else "moexport"
-    near = "" if context is None else _near_miss(error, context)
+    near = "" if context is None else _suggestion(error, context)
     from .common.registry import left_out
 
     shows = f"{command} --help shows the options and an example{left_out()}"
     console.error(message, f"{near}{shows}")
 
 
-def _near_miss(error: TyperException, context: Any) -> str:
+def _suggestion(error: TyperException, context: Any) -> str:
     """Returns a suggestion: an option, a command or one of an option's choices."""
     choices = getattr(getattr(error, "param", None), "type_descriptor", None)
     if hasattr(error, "option_name"):

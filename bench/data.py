@@ -240,12 +240,12 @@ def labelled(
     if not isinstance(data, LabelledData | Streamed):
         data = in_memory(data)
     if isinstance(data, Mapping):
-        data = _held(data, model)
+        data = _from_dict(data, model)
     if len(model.inputs) > 1 and not isinstance(data, LabelledData | Streamed):
         return several_inputs(data, model, max(batch, RANDOM_INPUTS), sizes)
     if isinstance(data, str | Path):
         labelled = open_labelled(str(data), model.input, pixels, output_names(model))
-        return _whole_shape(labelled, model.input)
+        return _with_omitted_axis(labelled, model.input)
     if pixels is not None:
         raise UsageError(
             f"--pixels {pixels}: the data are not a folder of images", hint="give one with --data"
@@ -259,7 +259,7 @@ def labelled(
             f"--data: a {type(data).__name__} cannot be read as labelled inputs",
             hint="give an array, a dict of arrays by name, or a path or URL as for --data",
         )
-    return _whole_shape(data, model.input)
+    return _with_omitted_axis(data, model.input)
 
 
 def ids_of(
@@ -273,7 +273,7 @@ def ids_of(
     return place
 
 
-def _held(data: Mapping[str, Array], model: Model) -> LabelledData:
+def _from_dict(data: Mapping[str, Array], model: Model) -> LabelledData:
     """Returns a dict of arrays by input name, with labels, as data."""
     names = [spec.name for spec in model.inputs]
     known = label_names(names, output_names(model))
@@ -303,7 +303,7 @@ def _finite(inputs: Array, name: str, where: str) -> Array:
     return inputs.astype(np.float32, copy=False)
 
 
-def _whole_shape(data: Labelled, spec: TensorSpec) -> Labelled:
+def _with_omitted_axis(data: Labelled, spec: TensorSpec) -> Labelled:
     """Returns the data with an omitted axis inserted: (batch, dim) becomes (batch, 1, dim)."""
     if spec.implied is None:
         return data
@@ -414,10 +414,10 @@ def open_labelled(
         )
     # For a folder of arrays, or code, only the first batch shows what the data are.
     nothing = FeedError(f"{where} yields no batches", hint="yield (inputs, labels) batches")
-    return _told_by_first(partial(_pairs, where, spec.name), where, spec, nothing)
+    return _from_first_batch(partial(_pairs, where, spec.name), where, spec, nothing)
 
 
-def _told_by_first(
+def _from_first_batch(
     pairs: Callable[[], Iterator[LabelledBatch]], source: str, spec: TensorSpec, nothing: FeedError
 ) -> Streamed:
     """Returns data that only their first batch describes; raises `nothing` if there is none."""
@@ -502,7 +502,7 @@ def image_shards(
             yield images, labels
 
     nothing = FeedError(f"{where} contains no samples")
-    return _told_by_first(pairs, f"{where} {pixels}", spec, nothing)
+    return _from_first_batch(pairs, f"{where} {pixels}", spec, nothing)
 
 
 def _image_files(folder: Path) -> list[tuple[Path, int]]:

@@ -332,7 +332,7 @@ def _after(
         try:
             actual = runner.infer(x, scorer.output)
             chosen = _compared(runner, x, wanted)
-            alike = _alike(chosen, wanted, actual.shape)
+            alike = _same_choices(chosen, wanted, actual.shape)
             own = replace(
                 scorer.score(scorer.scores(actual, main, labels), labels, scores, ids=ids),
                 routing=_overlap(chosen, wanted),
@@ -364,7 +364,7 @@ def _overlap(chosen: Mapping[str, Array] | None, expected: Expected) -> RoutingO
     return RoutingOverlap.of(chosen, expected.chosen, expected.margins, TIE)
 
 
-def _alike(
+def _same_choices(
     chosen: Mapping[str, Array] | None, expected: Expected, output: tuple[int, ...]
 ) -> Array | None:
     """Marks an output's inputs [b], or tokens [b, m], that choose as PyTorch does in every layer.

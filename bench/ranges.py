@@ -75,7 +75,7 @@ def ranges_of(
     if request.calibration is not None:
         path = Path(request.calibration)
         table = CalibrationTable.read(path)
-        sentence = f"the table {path}{_measured_too(table, model, data, request.samples)}"
+        sentence = f"the table {path}{_overlap_text(table, model, data, request.samples)}"
         return Ranges(few, data, table, source=str(path), text=sentence)
     if request.calibrate_data is not None:
         return _given(request, model, data)
@@ -124,13 +124,13 @@ def _of_bundles(
     }
     sentences = (
         f"the table in {path} ({table.origin.samples} inputs)"
-        f"{_measured_too(table, model, data, samples)}"
+        f"{_overlap_text(table, model, data, samples)}"
         for path, table in tables.items()
     )
     return "; ".join(sentences)
 
 
-def _measured_too(
+def _overlap_text(
     table: CalibrationTable, model: Model, data: Labelled, samples: int | None
 ) -> str:
     """Describes whether a table was made from the first measured inputs; empty if it was not.

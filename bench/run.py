@@ -81,7 +81,7 @@ def bench(
         takes = expected_time(candidates, groups, head, data.samples, request)
         progress.step(describe(groups, takes))
         models = tuple(map(model_info, candidates))
-        same = _same_run(candidates, groups, data, request, facts, models) | {
+        same = _run_conditions(candidates, groups, data, request, facts, models) | {
             "ranges": dict(ranges or {})
         }
         journal = Journal(None if out is None else out / FILE, same)
@@ -160,7 +160,7 @@ def _finish(
         journal.remove()
 
 
-def _same_run(
+def _run_conditions(
     candidates: Sequence[Candidate],
     groups: Sequence[TimingGroup],
     data: Labelled,

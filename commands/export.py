@@ -247,7 +247,7 @@ def plan_text(plan: Plan) -> str:
         rows = [
             (
                 layer.name,
-                _kept(layer),
+                _k_text(layer),
                 layer.lowering.name,
                 layer.reason,
             )
@@ -264,7 +264,7 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(blocks)
 
 
-def _kept(layer: AnyPlan) -> str:
+def _k_text(layer: AnyPlan) -> str:
     """Returns a layer's k and n, with a number for each level of a hierarchy: `8·2/16·4`."""
     levels = layer.spec.levels
     if layer.k is None:

@@ -64,12 +64,12 @@ def parse_k(k: K) -> KOption:
     except (ValueError, ZeroDivisionError):
         raise UsageError(
             f"--k {text}: not a number of experts",
-            hint=_meant(value)
+            hint=_suggestion(value)
             + "use a number (4), a share (0.25 or n/4), n, input, or a number per layer (4,4,8)",
         ) from None
 
 
-def _meant(text: str) -> str:
+def _suggestion(text: str) -> str:
     """Returns a suggestion of the intended k, for a text that is no k."""
     words = {"all": "n", "max": "n", "full": "n", "half": "n/2", "quarter": "n/4", "n": "n"}
     words |= dict.fromkeys(("dynamic", "runtime", "variable", "input"), "input")

@@ -133,7 +133,7 @@ def chart(x: Spec, y: Spec, layers: Iterable[Spec], transform: Sequence[Spec] = 
     }
 
 
-def _made(**fields: str) -> list[Spec]:
+def _calc(**fields: str) -> list[Spec]:
     return [{"calculate": expression, "as": name} for name, expression in fields.items()]
 
 
@@ -147,7 +147,7 @@ def threshold(channel: str, name: str) -> Spec:
     """Returns a line across the chart at the value of a parameter, if it has one."""
     at = {"x": None, "y": None, "color": {"value": "var(--bad)"}, "tooltip": None, channel: name}
     made = layer(name, "rule", "", {"strokeDash": DASHED, "strokeWidth": 1.2}, **at)
-    steps = [*_made(**{name: name}), {"filter": f"isValid(datum.{name})"}]
+    steps = [*_calc(**{name: name}), {"filter": f"isValid(datum.{name})"}]
     return made | {"data": {"values": [{}]}, "transform": steps}
 
 
@@ -181,7 +181,7 @@ def over_k(field: str, title: str, kind: str, *, apart: bool = False) -> Spec:
     """
     ends: Spec = {"y": f"{field}_low", "y2": f"{field}_high"}
     layers = [layer("bars", "rule", f"isValid(datum['{field}_low']) && !datum.level", **ends)]
-    steps = [{"filter": f"isValid(datum['{field}'])"}, *_made(level="datum.untouched", x="datum.k")]
+    steps = [{"filter": f"isValid(datum['{field}'])"}, *_calc(level="datum.untouched", x="datum.k")]
     if field == "ms":
         dots = {"strokeWidth": 1.2, "strokeDash": DOTTED}
         arrow = {"shape": "triangle-up", "filled": True}
@@ -190,34 +190,34 @@ def over_k(field: str, title: str, kind: str, *, apart: bool = False) -> Spec:
             layer("limits", "line", "isValid(datum.limit)", dots, y="limit", detail="precision"),
             layer("cut", "point", "datum.cut && !datum.level", arrow, y="arrow"),
         ]
-        steps += _cut_short() if kind == "zero" else []
+        steps += _limited_axis() if kind == "zero" else []
     if field == "kept":
         layers.append(threshold("y", "keep"))
-    steps += _set_apart(field) if apart else []
+    steps += _offset(field) if apart else []
     y = axis("y", field, title, kind)
     return chart(axis("x", "x", "of", "k"), y, [*layers, *lines(field)], steps)
 
 
-def _cut_short() -> list[Spec]:
+def _limited_axis() -> list[Spec]:
     """Returns the steps that end the axis above every median and every bar but outliers."""
     top = "1.06 * max(datum.highest, min(1.5 * datum.highest, datum.reach))"
-    cut = _made(top=top, cut="datum.ms_high > datum.top", arrow="0.965 * datum.top")
-    high = _made(ms_high="min(datum.ms_high, datum.top)")
+    cut = _calc(top=top, cut="datum.ms_high > datum.top", arrow="0.965 * datum.top")
+    high = _calc(ms_high="min(datum.ms_high, datum.top)")
     return [_joined(highest="max ms", reach="max ms_high"), *cut, *high]
 
 
-def _set_apart(field: str) -> list[Spec]:
+def _offset(field: str) -> list[Spec]:
     first, longest = {"field": "first"}, {"field": "length", "order": "descending"}
     same = f"[datum.level, datum.model, datum.precision, datum.k, format(datum['{field}'], '.6r')]"
     turn, place = {"op": "row_number", "as": "turn"}, {"op": "dense_rank", "as": "place"}
     return [
-        *_made(same=same),
+        *_calc(same=same),
         _joined(["line"], length="count", first="min index"),
         {"window": [turn], "groupby": ["same"], "sort": [longest, first]},
         _joined(["line"], turn="min turn"),
         {"filter": "datum.level || datum.turn === 1 || datum.index === chosen"},
         {"window": [place], "groupby": ["level"], "sort": [first]},
-        *_made(x=f"datum.k * pow({ASIDE}, datum.place - 1)"),
+        *_calc(x=f"datum.k * pow({ASIDE}, datum.place - 1)"),
     ]
 
 
@@ -235,7 +235,7 @@ def trade(title: str) -> Spec:
     ]
     ink, dash = "datum.run ? datum.ink : 'var(--soft)'", f"datum.run ? {DOTTED} : {SOLID}"
     x, y = axis("x", "ms", "median latency, ms (log)", "log"), axis("y", "kept", title, "share")
-    return chart(x, y, layers, _made(front_ink=ink, front_dash=dash))
+    return chart(x, y, layers, _calc(front_ink=ink, front_dash=dash))
 
 
 def stacked() -> Spec:

@@ -171,7 +171,7 @@ def payload(
     return {
         "results": as_json(results),
         "rows": [
-            _words(results, section, row) | marks(section, row, symbols[_style(row)])
+            _description(results, section, row) | marks(section, row, symbols[_style(row)])
             for section, row in zip(own, results.rows, strict=True)
         ],
         "charts": core_charts(next(filter(None, (each.quality for each in shown)), "accuracy")),
@@ -212,7 +212,7 @@ def _symbols(results: Results) -> dict[tuple[str, str | None], str]:
     return symbols | {_style(row): STAR for row in results.rows if row.engine == PYTORCH_EAGER}
 
 
-def _words(results: Results, section: Section, row: Row) -> dict[str, Any]:
+def _description(results: Results, section: Section, row: Row) -> dict[str, Any]:
     """Returns a row's name and description on the page, and the index of its `base`."""
     base = section.base(row)
     latency = row.latency_ms
@@ -280,11 +280,11 @@ def export_command(results: Results, row: Row) -> str | None:
     words = ["moexport", command, source, "-o", f"{name}-k{row.k}-{row.precision}", *options]
     if row.batch > 1 and "--batch" not in options:
         words += ["--batch", f"1:{row.batch}:{max(row.batch, 32)}"]
-    words += ["--no-verify"] if _refused(row) else []
-    return shlex.join([*words, *_checked_on(source, data, typed), *_carried(typed)])
+    words += ["--no-verify"] if _fails_parity(row) else []
+    return shlex.join([*words, *_check_inputs(source, data, typed), *_reading_options(typed)])
 
 
-def _refused(row: Row) -> bool:
+def _fails_parity(row: Row) -> bool:
     """Returns whether an export refuses a row's graph because too many inputs choose other experts.
 
     The measured accuracy includes these inputs.
@@ -295,7 +295,7 @@ def _refused(row: Row) -> bool:
     return row.precision != "fp32" and row.same_experts is not None and row.same_experts < least
 
 
-def _checked_on(source: str, data: str | None, typed: Sequence[str]) -> list[str]:
+def _check_inputs(source: str, data: str | None, typed: Sequence[str]) -> list[str]:
     """Returns the option with the inputs that check a user's own network, except for images."""
     if data and names_code(source) and not (Path(data).is_dir() or _values_of(typed, "--pixels")):
         return ["--data", data]
@@ -310,10 +310,10 @@ def recipe_command(source: str, recipe: str, bundle: str, typed: Sequence[str]) 
     """
     words = ["moexport", "export", source, "--recipe", recipe, "-o", bundle]
     data = next(iter(_values_of(typed, "--data")), None)
-    return shlex.join([*words, *_checked_on(source, data, typed), *_carried(typed)])
+    return shlex.join([*words, *_check_inputs(source, data, typed), *_reading_options(typed)])
 
 
-def _carried(typed: Sequence[str]) -> list[str]:
+def _reading_options(typed: Sequence[str]) -> list[str]:
     """Returns a command's options for reading its model, which an export of it also needs."""
     panels = panels_of(LoadRequest)
     records: list[type[Any]] = [LoadRequest, *(panel.options for panel in panels)]

@@ -62,7 +62,7 @@ def _side_by_side(results: Results) -> SectionContent | None:
                 "–" if row.median_ms is None else milliseconds(row.median_ms),
                 "–" if row.throughput is None else f"{row.throughput:,.0f}",
                 accuracy,
-                _kept(section, row),
+                _retention(section, row),
                 *("–" if gain is None else times(gain) for gain in gains),
                 "–" if row.disk_bytes is None else size(row.disk_bytes),
             )
@@ -74,7 +74,7 @@ def _side_by_side(results: Results) -> SectionContent | None:
     return SectionContent(tables=(TableContent("", heads, groups),), notes=(SIDE_BY_SIDE,))
 
 
-def _kept(section: Section, row: Row) -> str:
+def _retention(section: Section, row: Row) -> str:
     """Returns a row's retention, and the lower end of its interval."""
     low = section.shown(row)
     if row.kept is None or low is None:

@@ -125,7 +125,7 @@ class Section:
 
     def faster_or_slower(self, row: Row) -> bool:
         """Returns whether a row's speed differs from its base's by more than the noise."""
-        return _told_apart(self.base(row), row)
+        return _differ(self.base(row), row)
 
     def all_experts(self, row: Row) -> Row | None:
         """Returns the fastest row of all experts in a row's runtime and precision.
@@ -187,7 +187,7 @@ def _ratio(base: Row | None, row: Row) -> float | None:
     return None if disagreement(base, row) else base.median_ms / row.median_ms
 
 
-def _told_apart(base: Row | None, row: Row) -> bool:
+def _differ(base: Row | None, row: Row) -> bool:
     if base is None or base.latency_ms is None or row.latency_ms is None:
         return False
     return differs(row.latency_ms, base.latency_ms)
@@ -208,17 +208,17 @@ def _rounded(number: int) -> int:
 
 def engine_name(row: Row) -> str:
     """Returns the engine of a row without lowering and precision: `ONNX Runtime, cuda`."""
-    return ", ".join(_words(row, ()))
+    return ", ".join(_name_parts(row, ()))
 
 
 def line_name(row: Row) -> str:
     """Returns the name of a row's engine for readers: `ONNX Runtime, grouped, INT8`."""
     precision = "" if row.precision == "fp32" else row.precision.upper()
     bundle = row.bundle if row.apart else None
-    return ", ".join(_words(row, (row.lowering, precision, bundle)))
+    return ", ".join(_name_parts(row, (row.lowering, precision, bundle)))
 
 
-def _words(row: Row, between: tuple[str | None, ...]) -> Iterator[str]:
+def _name_parts(row: Row, between: tuple[str | None, ...]) -> Iterator[str]:
     """Yields the engine, the graph's description and the provider, each if it is informative."""
     provider = None if row.provider in ("cpu", row.engine) else row.provider
     engine = titles().get(row.engine, row.engine)
@@ -368,10 +368,10 @@ def caveat(section: Section) -> str:
     row = headline(section)
     if row is not None and row is section.chosen and section.decision is not None:
         return section.decision.asked
-    return "" if row is None or row.kept is None else _beside(section, row)
+    return "" if row is None or row.kept is None else _other_rows(section, row)
 
 
-def _beside(section: Section, row: Row) -> str:
+def _other_rows(section: Section, row: Row) -> str:
     """Returns the effect of other rows."""
     others = [r for r in section.rows if r is not row and r.latency_ms and r.kept is not None]
     if no_verdict(section, row, _contenders(section)):
@@ -441,7 +441,7 @@ def _speed(section: Section, row: Row) -> str:
             continue
         of = f"that of {name}" if said else f"the speed of {name}"
         alike = f"{of}, within the spread"
-        said.append(f"{times(ratio)[:-1]} times {of}" if _told_apart(base, row) else alike)
+        said.append(f"{times(ratio)[:-1]} times {of}" if _differ(base, row) else alike)
     apart = disagreement(row, section.base(row))
     if section.disturbed:
         return "times are disturbed"

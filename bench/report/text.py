@@ -52,7 +52,7 @@ def rows_table(results: Results) -> str:
             "same experts",
         )
         cells = [_cells(section, row, len(device)) for row in rows]
-        answers = "\n".join(filter(None, (*_beaten(rows), summary(section), caveat(section))))
+        answers = "\n".join(filter(None, (*_limits(rows), summary(section), caveat(section))))
         blocks.append(f"{section.model}, {section.sizes}\n{table(header, cells)}\n{answers}")
     ranges = results.protocol.get("ranges")
     if ranges:
@@ -62,7 +62,7 @@ def rows_table(results: Results) -> str:
     return "\n\n".join(filter(None, texts))
 
 
-def _beaten(rows: Sequence[Row]) -> Iterator[str]:
+def _limits(rows: Sequence[Row]) -> Iterator[str]:
     """Yields a line for each reason why limits do not hold."""
     by_reason: dict[str, list[str]] = {}
     for row in rows:

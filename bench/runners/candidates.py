@@ -252,14 +252,14 @@ def with_sources(sources: Sequence[Model | Bundle]) -> list[Model | Bundle]:
     for item in sources:
         if isinstance(item, Model):
             digest = item.source.sha256() if item.source.files else ""
-            before = (item, _made_of(digest, item.config), [])
+            before = (item, _model_key(digest, item.config), [])
             models.append(before)
             continue
         if item.path.resolve() in places:
             raise UsageError(f"{item.path}: the bundle is named twice", hint="name it once")
         places.add(item.path.resolve())
         source = item.manifest.source
-        made_of = _made_of(source.sha256, source.config)
+        made_of = _model_key(source.sha256, source.config)
         own = next((each for each in models if each[1] == made_of), None)
         if own is None:
             own = _with_source(item, made_of, before)
@@ -272,7 +272,7 @@ def with_sources(sources: Sequence[Model | Bundle]) -> list[Model | Bundle]:
     return listing
 
 
-def _made_of(sha256: str, config: Mapping[str, Any]) -> str:
+def _model_key(sha256: str, config: Mapping[str, Any]) -> str:
     """Returns the key of a model: its weights and settings."""
     return json.dumps([sha256, config], sort_keys=True, default=str)
 
@@ -410,10 +410,10 @@ def with_distinct_names(candidates: Sequence[Candidate], places: Sequence[Path])
         ]
     if len(set(names)) < len(names):
         return list(candidates)
-    return [_called(one, name) for one, name in zip(candidates, names, strict=True)]
+    return [_renamed(one, name) for one, name in zip(candidates, names, strict=True)]
 
 
-def _called(candidate: Candidate, name: str) -> Candidate:
+def _renamed(candidate: Candidate, name: str) -> Candidate:
     """Returns a candidate with another name, also in the graphs of a single bundle."""
     if candidate.bundle is None:
         return replace(candidate, name=name)

@@ -67,11 +67,11 @@ def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
         return None
     q, of_q = unscaled(product.inputs[0])
     turned, of_turned = unscaled(product.inputs[1])
-    k, of_k = unscaled(_unturned(turned))
+    k, of_k = unscaled(_untransposed(turned))
     k, v = _unrepeated(k), _unrepeated(last.inputs[1])
     if q is None or k is None or v is None or not (heads_of(q) and heads_of(k) == heads_of(v) != 0):
         return None
-    taken = _alike(q, k, v) and takes_mask(mask, q, k) and are_float32(q, k, v, mask)
+    taken = _same_width(q, k, v) and takes_mask(mask, q, k) and are_float32(q, k, v, mask)
     if not taken or not (sinks is None or _is_of_heads(sinks, q)):
         return None
     joins = [made(value, "Concat") for value in (k, v)]
@@ -103,7 +103,7 @@ def is_plain(attention: DecomposedAttention) -> bool:
     return other == (None, None, None) and len(sizes) == 1
 
 
-def _alike(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
+def _same_width(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
     """Returns whether queries have the keys' width and batch, unlike a query shared by all inputs.
 
     The ops broadcast neither. Heads of queries may share keys and values, but not the reverse.
@@ -150,12 +150,12 @@ def appended_to(joined: ir.Node) -> ir.Value:
     return value
 
 
-def _unturned(value: ir.Value | None) -> ir.Value | None:
+def _untransposed(value: ir.Value | None) -> ir.Value | None:
     """Returns the value [b, heads, m, w] behind a transposed one [b, heads, w, m]."""
     node = made(value, "Transpose")
     if node is not None:
         if permutes(node, TOKENS_LAST):
-            _take_apart(node)
+            _split_transpose(node)
         return node.inputs[0] if permutes(node, [0, 1, 3, 2]) else None
     # If the rank is unknown, PyTorch's exporter transposes with three axes.
     shaped = made(value, "Reshape")
@@ -166,7 +166,7 @@ def _unturned(value: ir.Value | None) -> ir.Value | None:
     return flat.inputs[0]
 
 
-def _take_apart(node: ir.Node) -> None:
+def _split_transpose(node: ir.Node) -> None:
     """Splits a transpose to [b, heads, w, m] into one to [b, heads, m, w] and another one."""
     x, graph = node.inputs[0], node.graph
     if x is None or x.shape is None or graph is None:

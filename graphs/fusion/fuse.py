@@ -62,7 +62,7 @@ def fuse(model: ir.Model, ops: FusedOps, *, newest: bool = True) -> None:
     """
     if not ops.floats:
         return
-    graph, work, fewer = model.graph, _Fusion(model.graph, ops, newest), _in_fewer(ops)
+    graph, work, fewer = model.graph, _Fusion(model.graph, ops, newest), _launch_fusions(ops)
     for node in list(graph):
         match node.op_type:
             case "Add" if newest:
@@ -87,7 +87,7 @@ def fuse(model: ir.Model, ops: FusedOps, *, newest: bool = True) -> None:
         graph.sort()  # other users of a cache may precede the attention that now returns it
 
 
-def _in_fewer(ops: FusedOps) -> Mapping[str, Callable[[ir.Graph, ir.Node], bool]]:
+def _launch_fusions(ops: FusedOps) -> Mapping[str, Callable[[ir.Graph, ir.Node], bool]]:
     """Returns the target's further fusions, by the op at the end of the pattern."""
     if not ops.residuals:
         return {}
@@ -139,7 +139,7 @@ class _Fusion:
             if plain is None or turned is None:
                 continue
             for halves, sin in orders(turned.inputs):
-                x = _turned(halves)
+                x = _half_rotated(halves)
                 for value, cos in orders(plain.inputs):
                     if x is None or value is not x or not are_float32(x, sin, cos):
                         continue
@@ -244,7 +244,7 @@ class _Fusion:
         else:
             y, *present = self._one_op(b, parts, inputs, past, options)
         for where in merged[:-2]:  # between the product and the reshape
-            y = self._seen(b, where, y)
+            y = self._masked_tokens(b, where, y)
         if parts.joined is not None:
             # They are needed where the first of them is read, before the output.
             for joined, value in zip(parts.joined, present, strict=True):
@@ -253,7 +253,7 @@ class _Fusion:
         for joined, value in zip(parts.joined or (), present, strict=True):
             self._rename(joined.outputs[0], value)
 
-    def _seen(self, b: Builder, where: ir.Node, y: ir.Value) -> ir.Value:
+    def _masked_tokens(self, b: Builder, where: ir.Node, y: ir.Value) -> ir.Value:
         """Adds to an output [b, m, heads·w] a node's result for tokens that attend to no token."""
         condition = where.inputs[0]
         assert condition is not None
@@ -482,7 +482,7 @@ def _ones(b: Builder, x: ir.Value) -> ir.Value | None:
     return b.constant(np.ones(width, dtype=np.float32)) if isinstance(width, int) else None
 
 
-def _turned(value: ir.Value | None) -> ir.Value | None:
+def _half_rotated(value: ir.Value | None) -> ir.Value | None:
     """Returns the x of (−second half of x, first half of x), or None."""
     joined = made(value, "Concat")
     if joined is None or len(joined.inputs) != 2:

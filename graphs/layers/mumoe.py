@@ -377,7 +377,7 @@ class MuMoE(MoELayer):
         x = self._steered(x)
         if self.edits.ablations:
             coefficients = tuple(
-                _present(self.edits, level, -1, a) for level, a in enumerate(coefficients)
+                _ablated(self.edits, level, -1, a) for level, a in enumerate(coefficients)
             )
         if self.gain is not None:
             x = F.layer_norm(x, (self.spec.dim,), self.gain, self.shift, NORM_EPS)
@@ -387,7 +387,7 @@ class MuMoE(MoELayer):
             selects = self.keep is not None and self.keep < self.spec.experts
             y = contract(spec, self.factors(index), coefficients, z, selects)
             for combination in self.edits.combinations:
-                alone = tuple(map(_alone, coefficients, combination.experts))
+                alone = tuple(map(_only_expert, coefficients, combination.experts))
                 y = y - contract(spec, self.factors(index), alone, z, selects)
             products.append((z, y))
         return coefficients, products
@@ -488,7 +488,7 @@ def contract(
     return torch.einsum("bmqs,soq->bmo", train, factors[-1])
 
 
-def _alone(a: Tensor, expert: int) -> Tensor:
+def _only_expert(a: Tensor, expert: int) -> Tensor:
     """Returns coefficients a [..., n], zero except for that of one expert."""
     return torch.zeros_like(a).index_copy(-1, torch.tensor([expert]), a[..., [expert]])
 
@@ -608,7 +608,7 @@ def _tensor(
     if spec.form == "full":
         whole = factors[0]
         for level in range(len(spec.levels)):
-            whole = _present(edits, level, level, whole)
+            whole = _ablated(edits, level, level, whole)
         if edits.combinations:
             whole = whole.clone()
             for combination in edits.combinations:
@@ -627,10 +627,10 @@ def _tensor(
         core, *factors = factors
         yield _part(f"{prefix}.core", core.movedim(-2, 0).flatten(1))
     for level, factor in enumerate(factors[:-2]):
-        yield _part(f"{prefix}.expert.{level}", _present(edits, level, 0, _by_mode(spec, factor)))
+        yield _part(f"{prefix}.expert.{level}", _ablated(edits, level, 0, _by_mode(spec, factor)))
     if edits.combinations:
         present = [
-            _present(edits, e, int(spec.form == "tr"), f) for e, f in enumerate(factors[:-2])
+            _ablated(edits, e, int(spec.form == "tr"), f) for e, f in enumerate(factors[:-2])
         ]
         removed = [
             EXPERT_MODES[spec.form]([f.select(int(spec.form == "tr"), e) for f, e in pairs])
@@ -657,7 +657,7 @@ EXPERT_MODES: Mapping[Form, Callable[[Sequence[Tensor]], Tensor]] = {
 """The joint factor of one expert per level: [R], [r1·r] or [ΠR_e]."""
 
 
-def _present(edits: Edits, level: int, axis: int, tensor: Tensor) -> Tensor:
+def _ablated(edits: Edits, level: int, axis: int, tensor: Tensor) -> Tensor:
     """Returns a tensor with a level's experts along an axis, the slices of ablated ones zeroed."""
     ablated = edits.ablated_in(level)
     return tensor.index_fill(axis, torch.tensor(ablated), 0.0) if ablated else tensor
@@ -673,7 +673,7 @@ def _rewrites(spec: MuMoESpec, edits: Edits) -> Iterator[StoredPart]:
         columns = torch.tensor(
             [rewrite.coefficients[level] for rewrite in edits.rewrites], dtype=torch.float64
         ).T
-        means.append(_present(edits, level, 0, columns))
+        means.append(_ablated(edits, level, 0, columns))
     if len(means) == 1:
         yield _part("rewrite.0", means[0] @ strengths)
         return

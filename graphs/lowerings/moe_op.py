@@ -126,7 +126,7 @@ def op_weights(b: Builder, layer: Layer[Any], experts: OpExperts) -> list[ir.Val
         if integers is not None:
             inputs.append(_scales(b, layer, experts, f"w{which}", integers.block))
         bias = layer.optional(b, f"experts.b{which}")
-        inputs.append(None if bias is None else _in_turn(b, layer, experts, bias, f"b{which}"))
+        inputs.append(None if bias is None else _interleaved(b, layer, experts, bias, f"b{which}"))
     return inputs
 
 
@@ -161,7 +161,7 @@ def _matrices(b: Builder, layer: Layer[Any], experts: OpExperts, key: str) -> ir
     weight = layer.stacked(b, f"experts.{key}")
     if layer.compute.blocked is not None:  # [n, out, blocks, bytes]
         turned = b.op("Reshape", weight, b.ints(n, out, -1), name=f"experts/{key}_by_output")
-        return _in_turn(b, layer, experts, turned, key)
+        return _interleaved(b, layer, experts, turned, key)
     quantized = layer.compute.quantized
     if quantized is not None and not quantized.weights.zero_point:
         # The op needs them plus 128, which flips the first bit of a byte.
@@ -170,7 +170,7 @@ def _matrices(b: Builder, layer: Layer[Any], experts: OpExperts, key: str) -> ir
         first_bit = b.constant(np.array(128, dtype=np.uint8))
         weight = b.op("BitwiseXor", unsigned, first_bit, name=f"experts/{key}_unsigned")
     turned = b.op("Transpose", weight, perm=[0, 2, 1], name=f"experts/{key}_by_output")
-    return _in_turn(b, layer, experts, turned, key)
+    return _interleaved(b, layer, experts, turned, key)
 
 
 def _scales(
@@ -184,10 +184,10 @@ def _scales(
         column = b.op("Unsqueeze", scale, b.ints(2), name=f"experts/{key}_scale_columns")
         shape = b.ints(n, out, blocks)
         scale = b.op("Expand", column, shape, name=f"experts/{key}_scale_blocks")
-    return _in_turn(b, layer, experts, scale, f"{key}.scale")
+    return _interleaved(b, layer, experts, scale, f"{key}.scale")
 
 
-def _in_turn(
+def _interleaved(
     b: Builder, layer: Layer[Any], experts: OpExperts, value: ir.Value, key: str
 ) -> ir.Value:
     """Interleaves gate and value in the first product's [n, 2h, …], if there is a gate."""
@@ -200,7 +200,7 @@ def _in_turn(
     pairs = b.op("Transpose", halves, perm=[0, 2, 1, 3], name=f"experts/{key}_pairs")
     flat = value.shape is not None and len(value.shape) == 2  # a bias, or a scale per column
     shape = b.ints(n, 2 * h) if flat else b.ints(n, 2 * h, -1)
-    return b.op("Reshape", pairs, shape, name=f"experts/{key}_in_turn")
+    return b.op("Reshape", pairs, shape, name=f"experts/{key}_interleaved")
 
 
 def has_op(target: TargetRecord) -> bool:

@@ -263,7 +263,7 @@ class _Conversion:
         if (
             self.wide_sums
             and not node.domain
-            and (_gives_its_inputs(node, self.dtype) or _squares(node))
+            and (_returns_inputs(node, self.dtype) or _squares(node))
         ):
             return None
         if not node.domain and node.op_type not in FP16_OPS:
@@ -275,7 +275,7 @@ class _Conversion:
         self, node: ir.Node, floats: list[ir.Value], made: list[ir.Value]
     ) -> tuple[str | None, bool]:
         values = made if node.domain == DOMAIN else (*floats, *made)
-        seen = [name for value in values for name in _seen_as(value)]
+        seen = [name for value in values for name in _observed_names(value)]
         for name in (*seen, *node.meta.get(HIDDEN, ())):
             peak = self.peaks.get(name)
             if peak is not None and beyond(peak, self.dtype):
@@ -333,7 +333,7 @@ class _Conversion:
         return converted
 
 
-def _gives_its_inputs(node: ir.Node, dtype: ir.DataType) -> bool:
+def _returns_inputs(node: ir.Node, dtype: ir.DataType) -> bool:
     """Returns whether a node only returns numbers from its inputs, and has a kernel for them."""
     if node.domain or node.op_type not in WIDE_MOVES:
         return False
@@ -353,7 +353,7 @@ def _squares(node: ir.Node) -> bool:
     return squared and bool(users) and all(user.op_type in FP16_OPS for user in users)
 
 
-def _seen_as(value: ir.Value) -> Iterator[str]:
+def _observed_names(value: ir.Value) -> Iterator[str]:
     """Yields the names under which a value was observed, before other nodes moved it."""
     node = value.producer()
     if SEEN_AS in value.meta:
@@ -362,7 +362,7 @@ def _seen_as(value: ir.Value) -> Iterator[str]:
         moved = node.inputs if node.op_type == "Concat" else node.inputs[:1]
         for source in moved:
             if source is not None:
-                yield from _seen_as(source)
+                yield from _observed_names(source)
     elif node is not None:
         yield str(node.name)
 
