@@ -100,7 +100,7 @@ def axis(channel: str, field: str, title: str, kind: str = "zero") -> Spec:
     return {"field": field, "type": "quantitative", "title": text, "axis": axes, "scale": scale}
 
 
-def layer(name: str, mark: str, where: str = "", /, look: Spec = PLAIN, **channels: Any) -> Spec:
+def layer(name: str, mark: str, where: str = "", /, style: Spec = PLAIN, **channels: Any) -> Spec:
     """Returns the marks of the rows for which an expression is true.
 
     A channel is a field of the rows; "=field" is used without a scale. All marks have the chart's
@@ -108,7 +108,7 @@ def layer(name: str, mark: str, where: str = "", /, look: Spec = PLAIN, **channe
     """
     drawn = {name: _channel(value) for name, value in channels.items()}
     steps = [{"filter": where}] if where else []
-    made = {"name": f"chart_{name}", "transform": steps, "mark": {"type": mark, **look}}
+    made = {"name": f"chart_{name}", "transform": steps, "mark": {"type": mark, **style}}
     return made | {"encoding": drawn}
 
 
@@ -154,10 +154,10 @@ def threshold(channel: str, name: str) -> Spec:
 def _points(where: str, solid: str) -> list[Spec]:
     """Returns the points (hollow, except for solid ones), the ring and the labels."""
     fill = {"expr": f"{solid} ? datum.ink : 'transparent'"}
-    look = {"fill": fill, "size": {"expr": "datum.front ? 100 : 62"}}
+    style = {"fill": fill, "size": {"expr": "datum.front ? 100 : 62"}}
     ring = {"size": 330, "strokeWidth": 2.5}
     return [
-        layer("points", "point", where, look, shape="=symbol"),
+        layer("points", "point", where, style, shape="=symbol"),
         layer("ring", "point", "datum.index === chosen", ring, color={"value": "var(--ink)"}),
         layer("labels", "text", "datum.label", {"align": "left", "dx": 8, "dy": -8}, text="label"),
     ]

@@ -154,7 +154,7 @@ def _picture(chosen: Sequence[Section]) -> Spec:
             )
     named = {line.name: line for of in lines.values() for line in of}
     legend = {
-        n: (ink_of(s.rows[0].precision), SYMBOLS[s.look % len(SYMBOLS)]) for n, s in named.items()
+        n: (ink_of(s.rows[0].precision), SYMBOLS[s.style % len(SYMBOLS)]) for n, s in named.items()
     }
     if any(section.reference for section in chosen):
         legend |= {UNTOUCHED: (REFERENCE, LEVEL)}
@@ -173,7 +173,7 @@ def _rows(
     named = [(line, row) for line in lines for row in line.rows]
     for index, (line, row) in enumerate(named):
         own = {"index": index, "k": row.k, "precision": row.precision, "model": model}
-        drawn = marks(section, row, SYMBOLS[line.look % len(SYMBOLS)]) | {
+        drawn = marks(section, row, SYMBOLS[line.style % len(SYMBOLS)]) | {
             "untouched": False,
             "limit": None,
         }

@@ -29,11 +29,11 @@ GPU_MS = "GPU ms"  # the heading of the times by CUDA events, in every table tha
 class Series:
     """The rows of one engine, lowering, precision and provider at one batch size, by k.
 
-    `look` is the line's number in a results file: it has the same colour and marker everywhere.
+    `style` is the line's number in a results file: it has the same colour and marker everywhere.
     """
 
     name: str
-    look: int
+    style: int
     rows: tuple[Row, ...]
 
 
@@ -262,8 +262,8 @@ def sections(results: Results) -> tuple[Section, ...]:
                     experts=max(row.experts for row in rows),
                     reference=next((r for r in here if r.is_reference), None),
                     series=tuple(
-                        Series(name, look, tuple(by_name[name]))
-                        for look, name in enumerate(names)
+                        Series(name, style, tuple(by_name[name]))
+                        for style, name in enumerate(names)
                         if name in by_name
                     ),
                     gpu_reference=next(on_gpu, None),
