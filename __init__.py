@@ -1,8 +1,8 @@
 """moexport: deploy trained Soft MoE and muMoE models that choose k of n experts per input.
 
-The functions (`moexport.export` …) do from Python what the commands of their names do, and raise a
-`moexport.MoexportError` for what a user can cause. They, and the classes they return, are imported
-on first use: `import moexport` alone loads neither torch nor ONNX Runtime.
+Each function (`moexport.export` …) does what the command of the same name does, and raises a
+`moexport.MoexportError` for errors that a user can cause. Functions and the classes they return are
+imported on first use: `import moexport` alone loads neither torch nor ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ _MODULES = {
     "tune": ".plugins.tune.calls",
     "verify": ".exporter.calls",
 }
-"""Where each name is, which is another one there after a colon."""
+"""The module of each name; after a colon, its name in that module if it differs."""
 
 _IN_PYTORCH = {
     "calibrate": "calibration",
@@ -157,7 +157,7 @@ _IN_PYTORCH = {
     "plan": "export",
     "sensitivity": "calibration",
 }
-"""The names that cannot be imported without PyTorch, for the error."""
+"""The names that need PyTorch, and how the error calls what they do."""
 
 
 def __getattr__(name: str) -> Any:

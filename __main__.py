@@ -37,20 +37,20 @@ def main() -> None:
     """Runs the command line, and exits with 0 on success or with the code of the error."""
     if sys.stderr is None:  # the calling program may have closed it
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # Windows' code pages have no ≤ and no ×
+    if isinstance(sys.stdout, io.TextIOWrapper):  # Windows code pages lack ≤ and ×
         sys.stdout.reconfigure(errors="replace")
     console = Console(verbose=any(re.fullmatch(r"--verbose|-q*v[qv]*", arg) for arg in sys.argv))
     # The process ends anyway: a search for reference cycles would take 0.3 s.
     atexit.register(gc.freeze)
     try:
         # SIGTERM cleans up as an interrupt does.
-        with interrupts(partial(_end, console)) as signals:
+        with interrupts(partial(_force_exit, console)) as signals:
             _run(console, signals)
     except KeyboardInterrupt:
         _print_interrupted(console)
         sys.exit(INTERRUPTED)
     except SystemExit:
-        if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # the parser's, for a closed pipe
+        if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # set by the parser for a closed pipe
             sys.exit(0)
         raise
 
@@ -61,17 +61,17 @@ def _print_interrupted(console: Console) -> None:
 
     remove_scratch()
     left = ", ".join(map(str, left_behind()))
-    again = "the same command continues where it stopped" if _can_continue() else None
+    again = "run the same command again to continue where it stopped" if _can_continue() else None
     if left:
         again = f"{again}; " if again else ""
-        hint = f"{again}a run that begins a day later removes what was left behind"
-        console.error(f"interrupted; left behind: {left}", hint)
+        hint = f"{again}any run that starts at least a day later removes these files"
+        console.error(f"interrupted; partial files remain: {left}", hint)
     else:
-        console.error("interrupted; nothing half-written was left behind", again)
+        console.error("interrupted; no partial files remain", again)
 
 
-def _end(console: Console) -> None:
-    """Ends the process while a library computes, which Python cannot interrupt."""
+def _force_exit(console: Console) -> None:
+    """Ends the process if a library is computing, because Python cannot interrupt that."""
     from .common.writing import remove_partial
 
     try:
@@ -87,7 +87,7 @@ def _end(console: Console) -> None:
 
 
 def _can_continue() -> bool:
-    """Whether the interrupted command keeps its results in a journal."""
+    """Returns whether the interrupted command has saved its results in a journal."""
     running = sys.modules.get(f"{__package__}.bench.journal")
     return running is not None and running.Journal.kept
 
@@ -121,14 +121,14 @@ def _run(console: Console, signals: list[str]) -> None:
         if console.verbose:
             raise
         reserve.clear()
-        console.error(*_why(error))
+        console.error(*_unexpected(error))
         sys.exit(1)
     if status == INTERRUPTED:  # the parser's status for an interrupt
         raise KeyboardInterrupt
 
 
-def _why(error: Exception) -> tuple[str, str]:
-    """The message and the hint for an unexpected exception."""
+def _unexpected(error: Exception) -> tuple[str, str]:
+    """Returns the message and the hint for an unexpected exception."""
     errors = _chain(error)
     for cause in errors:
         traceback.clear_frames(cause.__traceback__)
@@ -150,10 +150,10 @@ def _why(error: Exception) -> tuple[str, str]:
     if any(map(is_out_of_threads, errors)):
         return (
             "the system refuses to start another thread",
-            "raise the limit (ulimit -u, the pids of a container), or use fewer: "
-            "OMP_NUM_THREADS=1, or --threads 1 where a command has it",
+            "raise the limit (ulimit -u, or a container's limit of pids), or use fewer threads: "
+            "OMP_NUM_THREADS=1, or --threads 1 if the command has it",
         )
-    return _named(error), "this is a defect of moexport: --verbose shows where; please report it"
+    return _named(error), "this is a bug in moexport: --verbose shows where; please report it"
 
 
 def _status(app: Callable[..., object], signals: list[str]) -> object:
@@ -171,10 +171,10 @@ def _status(app: Callable[..., object], signals: list[str]) -> object:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error and its causes, the latest first."""
+    """Returns an error and its causes, the latest first."""
     errors: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and cause not in errors:  # a chain may be a circle
+    while cause is not None and cause not in errors:  # a chain may be circular
         errors.append(cause)
         cause = cause.__cause__ or cause.__context__
     return errors
@@ -187,22 +187,22 @@ def _named(error: BaseException) -> str:
 def _print_usage(console: Console, error: TyperException) -> None:
     """Prints an error of the parser in the form of every other error."""
     context = getattr(error, "ctx", None)
-    if len(sys.argv) == 1:  # the message is the help
+    if len(sys.argv) == 1:  # the message is the help text
         print(error.format_message(), file=sys.stderr)
         return
     # The parser's prefix for invalid choices does not help users.
     message = error.format_message().replace("Value error, ", "")
     message = message.partition(" (Possible options:")[0].partition(" Did you mean")[0]
     command = context.command_path if context is not None else "moexport"
-    near = "" if context is None else _near_miss(error, context)
+    near = "" if context is None else _suggestion(error, context)
     from .common.registry import left_out
 
     shows = f"{command} --help shows the options and an example{left_out()}"
     console.error(message, f"{near}{shows}")
 
 
-def _near_miss(error: TyperException, context: Any) -> str:
-    """A suggestion: an option, a command or one of an option's choices."""
+def _suggestion(error: TyperException, context: Any) -> str:
+    """Returns a suggestion: an option, a command or one of an option's choices."""
     choices = getattr(getattr(error, "param", None), "type_descriptor", None)
     if hasattr(error, "option_name"):
         options = [name for parameter in context.command.params for name in parameter.opts]

@@ -33,7 +33,7 @@ COMMANDS = Registry(
         ),
         Command(
             "build",
-            "Compile TensorRT engines from a bundle's graphs into it.",
+            "Compile TensorRT engines from a bundle's graphs and add them to it.",
             "moexport build out --compute-capability 8.9 --profile batch=1:8:32",
             "moexport.commands.build:build",
             40,
@@ -72,7 +72,7 @@ COMMANDS = Registry(
         ),
         Command(
             "report",
-            "Rebuild the report of a results file, compare two, or draw several in one.",
+            "Rebuild the report of a results file, compare two files, or show several.",
             "moexport report results.json -o report.html",
             "moexport.commands.report:report",
             140,
@@ -87,7 +87,7 @@ COMMANDS = Registry(
     ),
     problem=lambda command: next(filter(None, map(unknown_call, command.calls)), ""),
 )
-"""The help lists commands by `order`; the gaps leave room for those of plugins."""
+"""The help lists commands by `order`; the gaps leave room for commands of plugins."""
 
 app = program(
     "moexport",

@@ -1,7 +1,7 @@
 """Benchmarks: accuracy, routing and latency compared with the PyTorch original.
 
-`moexport.bench` is both this package and the call: Python binds a subpackage to its parent's name
-when anything in it is imported, so the module itself must be callable.
+`moexport.bench` is both this package and the call: importing anything from a subpackage binds the
+subpackage to that name, so the module itself must be callable.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 
 class CallablePackage(ModuleType):
-    """A subpackage that is also the function of its name in its `calls`."""
+    """A subpackage that can be called as the function of the same name in its `calls`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the function of the package's name."""
+        """Runs the function that has the package's name."""
         name = self.__name__.rpartition(".")[2]
         return getattr(import_module(f"{self.__name__}.calls"), name)(*args, **kwargs)
 

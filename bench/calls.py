@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def bench(models: AnyMeasured | Sequence[AnyMeasured], request: BenchRequest) -> Results:
     """Measures models and bundles against the unmodified PyTorch model; returns every row.
 
-    `models` are loaded models, networks in memory, bundles, or their places; one or a list. A
-    bundle after the model it was made from is compared with that model; alone, it loads the
+    `models` is one model or a list: loaded models, networks in memory, bundles, or paths of these.
+    A bundle after the model it was made from is compared with that model; a bundle alone loads the
     checkpoint in its manifest. A model is exported for every `k`, `lowering` and `precision`.
     Repeating an interrupted call with the same `out` continues it.
 
@@ -82,8 +82,8 @@ def report(
 ) -> tuple[tuple[Path, ...], ResultsComparison | None]:
     """Rewrites the report of results; returns the files and the changes since `compare`.
 
-    `results` is the result of `bench`, or its results.json; `output` the page, .html; Markdown, CSV
-    and figures go next to it. The page also draws the further results in `beside`.
+    `results` is the result of `bench`, or its results.json. `output` is the page, an .html file;
+    Markdown, CSV and figures go next to it. The page also shows the further results in `beside`.
     """
     from .report.compare import compare as compared
     from .report.page import write_views

@@ -53,7 +53,7 @@ InputsAndLabels = tuple[Inputs, Labels | None]
 class LabelledData:
     """Inputs [samples, ...] and their labels, without which accuracy is unknown.
 
-    `beside` are a model's further inputs, by name. `output` is the index of the output that the
+    `beside` has a model's further inputs by name. `output` is the index of the output that the
     labels belong to.
     """
 
@@ -64,7 +64,7 @@ class LabelledData:
     beside: Mapping[str, Array] = field(default_factory=dict)
     output: int = 0
     skipped: int = 0
-    """The number of samples before these that were left out (`after`)."""
+    """The number of earlier samples that were left out (`after`)."""
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -151,14 +151,14 @@ def load_groups(data: Path | Mapping[str, Any], name: str, samples: int) -> Arra
     path = data if held is None else "the data"
     if name not in names:
         raise FeedError(
-            f"{path}: no array '{name}' to group the inputs by",
+            f"{path} has no array '{name}' to group the inputs by",
             hint=f"it contains {', '.join(names)}",
         )
     groups = npz_array(Path(str(data)), name) if held is None else np.asarray(held[name])
     if groups.shape != (samples,) or groups.dtype.kind not in "biuU":
         raise FeedError(
             f"{path}: array '{name}' is {groups.dtype} of shape {groups.shape}; subgroups are a "
-            f"number or a text for each of the {samples} inputs",
+            f"number or a string for each of the {samples} inputs",
             hint="for one group and the rest, save True for its inputs and False for the others",
         )
     return groups
@@ -170,12 +170,12 @@ MEANS: dict[Pixels, tuple[Sequence[float], Sequence[float]]] = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 
-CROP = 0.875  # the share of the shorter side that the middle of an image takes: 224 of 256
+CROP = 0.875  # the share of the shorter side that is cropped from the centre: 224 of 256
 BATCH = 32
 CHANNELS = (1, 3)
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM")
-"""The formats to read: for some others Pillow would start programs, whatever the file's name."""
+"""The formats to read: for some others Pillow would start programs, whatever the file name."""
 
 PIXELS = 1 << 26
 """The largest image, before and after resizing to the model's size: 200 MB."""
@@ -183,7 +183,7 @@ PIXELS = 1 << 26
 
 @dataclass(frozen=True)
 class Streamed:
-    """Labelled data that are read again for every pass, and never held whole."""
+    """Labelled data that are read again for every pass and are never all in memory."""
 
     pairs: Callable[[], Iterator[LabelledBatch]]
     samples: int | None
@@ -221,7 +221,7 @@ class Streamed:
 
 
 Labelled = LabelledData | Streamed
-"""Labelled inputs, which need not fit in memory."""
+"""Labelled inputs, which do not have to fit in memory."""
 
 RANDOM_INPUTS = 16
 
@@ -233,19 +233,19 @@ def labelled(
     pixels: str | None = None,
     sizes: Mapping[str, int] = SIZES,
 ) -> Labelled:
-    """Returns the data of a benchmark; raises as `open_labelled` does.
+    """Returns the data of a benchmark; raises the errors of `open_labelled`.
 
-    Random data for None, with these `sizes` of dynamic axes.
+    If the data are None, they are random, with these `sizes` of dynamic axes.
     """
     if not isinstance(data, LabelledData | Streamed):
         data = in_memory(data)
     if isinstance(data, Mapping):
-        data = _held(data, model)
+        data = _from_dict(data, model)
     if len(model.inputs) > 1 and not isinstance(data, LabelledData | Streamed):
         return several_inputs(data, model, max(batch, RANDOM_INPUTS), sizes)
     if isinstance(data, str | Path):
         labelled = open_labelled(str(data), model.input, pixels, output_names(model))
-        return _whole_shape(labelled, model.input)
+        return _with_omitted_axis(labelled, model.input)
     if pixels is not None:
         raise UsageError(
             f"--pixels {pixels}: the data are not a folder of images", hint="give one with --data"
@@ -256,16 +256,16 @@ def labelled(
         data = LabelledData(data, None, model.input.name)
     if not isinstance(data, LabelledData | Streamed):
         raise FeedError(
-            f"--data: these are {type(data).__name__}, not labelled inputs",
-            hint="give an array, a dict of arrays by name, or a place as for --data",
+            f"--data: a {type(data).__name__} cannot be read as labelled inputs",
+            hint="give an array, a dict of arrays by name, or a path or URL as for --data",
         )
-    return _whole_shape(data, model.input)
+    return _with_omitted_axis(data, model.input)
 
 
 def ids_of(
     data: str | Path | Array | Mapping[str, Any] | None, model: Model
 ) -> str | Path | Array | None:
-    """Returns the place of a model's sequences, or the main input in a dict."""
+    """Returns the path of a model's sequences, or the main input in a dict."""
     given = in_memory(data)
     if isinstance(given, Mapping):
         return fields_of(given, [model.input.name])[model.input.name]
@@ -273,8 +273,8 @@ def ids_of(
     return place
 
 
-def _held(data: Mapping[str, Array], model: Model) -> LabelledData:
-    """A dict of arrays by input name, with labels, as data."""
+def _from_dict(data: Mapping[str, Array], model: Model) -> LabelledData:
+    """Returns a dict of arrays by input name, with labels, as data."""
     names = [spec.name for spec in model.inputs]
     known = label_names(names, output_names(model))
     fields = fields_of(data, names, output_names(model))
@@ -295,7 +295,7 @@ def _held(data: Mapping[str, Array], model: Model) -> LabelledData:
 
 
 def _finite(inputs: Array, name: str, where: str) -> Array:
-    """Inputs, with floats as FP32; raises `FeedError` for NaN or infinite values."""
+    """Returns inputs with floats as FP32; raises `FeedError` for NaN or infinite values."""
     if inputs.dtype.kind != "f":
         return inputs
     if not np.isfinite(inputs).all():
@@ -303,8 +303,8 @@ def _finite(inputs: Array, name: str, where: str) -> Array:
     return inputs.astype(np.float32, copy=False)
 
 
-def _whole_shape(data: Labelled, spec: TensorSpec) -> Labelled:
-    """The data with an omitted axis inserted: (batch, dim) becomes (batch, 1, dim)."""
+def _with_omitted_axis(data: Labelled, spec: TensorSpec) -> Labelled:
+    """Returns the data with an omitted axis inserted: (batch, dim) becomes (batch, 1, dim)."""
     if spec.implied is None:
         return data
     if isinstance(data, LabelledData):
@@ -318,22 +318,22 @@ def _whole_shape(data: Labelled, spec: TensorSpec) -> Labelled:
 
 
 def output_names(model: Model) -> list[str]:
-    """Returns the output names under which an `.npz` may hold labels, for several outputs."""
+    """Returns the output names that labels may have in an `.npz`, for several outputs."""
     return [spec.name for spec in model.outputs] if len(model.outputs) > 1 else []
 
 
 def _labelled_output(label: str | None, outputs: Sequence[str]) -> int:
-    """The index of the output that labels belong to: the first, unless they have a name."""
+    """Returns the index of the output that labels belong to: the first, unless they name one."""
     return outputs.index(label) if label in outputs else 0
 
 
 def several_inputs(
     data: str | Path | Array | None, model: Model, count: int, sizes: Mapping[str, int] = SIZES
 ) -> LabelledData:
-    """Returns data for a model with several inputs, `count` random ones for None.
+    """Returns data for a model with several inputs; `count` random inputs if the data are None.
 
-    An `.npz` holds arrays with the inputs' names, and `label`; missing inputs have defaults. Raises
-    FeedError for an invalid file, or one that does not fit.
+    An `.npz` has arrays with the inputs' names, and `label`; missing inputs have defaults. Raises
+    FeedError for a file that is invalid or does not fit.
     """
     name, labels, output = model.input.name, None, 0
     if data is None:
@@ -377,11 +377,11 @@ def open_labelled(
 ) -> Labelled:
     """Returns the labelled data at `where`, for a model with the input `spec`.
 
-    An `.npz` holds inputs and labels, which may have the name of one of several `outputs`; a folder
-    holds a folder of images per class, sorted by name, or `.npy` batches without labels; shards
-    hold arrays or images and their classes; `package.module:iterable` yields (inputs, labels) or a
-    dict with both. All except code may be URLs. Raises FeedError for anything else, UsageError if
-    `pixels` is missing for images, or given for other data.
+    An `.npz` has inputs and labels, which may have the name of one of several `outputs`; a folder
+    has a folder of images per class, sorted by name, or `.npy` batches without labels; shards have
+    arrays or images and their classes; `package.module:iterable` yields (inputs, labels) or a dict
+    with both. All except code may be URLs. Raises FeedError for anything else, and UsageError if
+    `pixels` is missing for images or given for other data.
     """
     shards = shards_of(where)
     if shards is not None and (pixels is not None or holds_images(shards)):
@@ -413,14 +413,14 @@ def open_labelled(
             output=_labelled_output(held.label, outputs),
         )
     # For a folder of arrays, or code, only the first batch shows what the data are.
-    nothing = FeedError(f"{where}: yields nothing", hint="yield (inputs, labels) batches")
-    return _told_by_first(partial(_pairs, where, spec.name), where, spec, nothing)
+    nothing = FeedError(f"{where} yields no batches", hint="yield (inputs, labels) batches")
+    return _from_first_batch(partial(_pairs, where, spec.name), where, spec, nothing)
 
 
-def _told_by_first(
+def _from_first_batch(
     pairs: Callable[[], Iterator[LabelledBatch]], source: str, spec: TensorSpec, nothing: FeedError
 ) -> Streamed:
-    """Data that only their first batch describes; raises `nothing` if there is none."""
+    """Returns data that only their first batch describes; raises `nothing` if there is none."""
     first = next(pairs(), None)
     if first is None:
         raise nothing
@@ -434,7 +434,7 @@ def _told_by_first(
 
 
 def _pairs(where: str, name: str, outputs: Sequence[str] = ()) -> Iterator[LabelledBatch]:
-    """The inputs called `name`, with floats as FP32, and their labels."""
+    """Yields the inputs called `name`, with floats as FP32, and their labels."""
     for inputs, labels in labelled_batches(where, name, outputs):
         yield _finite(inputs, name, where), labels
 
@@ -447,7 +447,7 @@ def image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed
     Raises FeedError naming a file that is not an image.
     """
     files = _image_files(folder)
-    scale = image_scale(f"{folder}: is a folder of images", spec, pixels)
+    scale = image_scale(f"{folder} is a folder of images", spec, pixels)
 
     def pairs() -> Iterator[LabelledBatch]:
         for start in range(0, len(files), BATCH):
@@ -463,16 +463,16 @@ def image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed
 
 
 def image_scale(where: str, spec: TensorSpec, pixels: str | None) -> Pixels:
-    """Returns the scale of images; UsageError if it is missing, or if the model takes no images."""
+    """Returns the scale of images; UsageError if it is missing or the model takes no images."""
     if len(spec.shape) != 4 or not all(isinstance(size, int) for size in spec.shape[1:]):
         raise UsageError(
-            f"{where}, but the model takes {spec.shape}",
+            f"{where}, but the model's input is {spec.shape}",
             hint="images need a model of (batch, channels, height, width), or with the channels "
             "last; use an .npz",
         )
     if pixels is None:
         raise UsageError(
-            f"{where}, without --pixels; {UNKNOWN}",
+            f"{where}, but --pixels is missing; {UNKNOWN}",
             hint=SCALES,
         )
     check_pixels(pixels)
@@ -480,7 +480,7 @@ def image_scale(where: str, spec: TensorSpec, pixels: str | None) -> Pixels:
 
 
 def holds_images(shards: Sequence[AnyPlace]) -> bool:
-    """Whether the first sample of the shards is an image."""
+    """Returns whether the first sample of the shards is an image."""
     return any(IMAGE in fields for _, fields in islice(shard_batches(shards, npy_array), 1))
 
 
@@ -488,12 +488,12 @@ def image_shards(
     where: str, shards: Sequence[AnyPlace], spec: TensorSpec, pixels: str | None
 ) -> Streamed:
     """Returns the images of shards and their classes, read as in `image_folder`."""
-    scale = image_scale(f"{where}: contains images", spec, pixels)
+    scale = image_scale(f"{where} contains images", spec, pixels)
 
     def pairs() -> Iterator[LabelledBatch]:
         for place, fields in shard_batches(shards, npy_array):
             if IMAGE not in fields:
-                raise FeedError(f"{place}: a sample without an image", hint="leave --pixels out")
+                raise FeedError(f"{place} has a sample without an image", hint="leave --pixels out")
             files = ((io.BytesIO(data), f"{place}: an image") for data in fields[IMAGE])
             images = np.stack([read_image(file, spec, scale, name) for file, name in files])
             labels = next((fields[name] for name in LABEL_NAMES if name in fields), None)
@@ -501,12 +501,12 @@ def image_shards(
                 labels = checked_labels(labels, images.dtype, images.shape, place, "the shard")
             yield images, labels
 
-    nothing = FeedError(f"{where}: contains no samples")
-    return _told_by_first(pairs, f"{where} {pixels}", spec, nothing)
+    nothing = FeedError(f"{where} contains no samples")
+    return _from_first_batch(pairs, f"{where} {pixels}", spec, nothing)
 
 
 def _image_files(folder: Path) -> list[tuple[Path, int]]:
-    """Every image and its class, with classes mixed, so that the first samples vary."""
+    """Returns every image and its class, with classes mixed, so that the first samples vary."""
     classes = sorted(entry for entry in folder.iterdir() if entry.is_dir())
     files: list[tuple[int, int, Path]] = []
     for label, class_folder in enumerate(classes):
@@ -514,8 +514,8 @@ def _image_files(folder: Path) -> list[tuple[Path, int]]:
         files += [(place, label, file) for place, file in enumerate(images)]
     if not files:
         raise FeedError(
-            f"{folder}: contains neither a folder of images per class nor .npy files",
-            hint="folder/CLASS/image.png, classes in the order of their names; or an .npz",
+            f"{folder} contains neither a folder of images per class nor .npy files",
+            hint="use folder/CLASS/image.png, with classes in the order of their names, or an .npz",
         )
     return [(file, label) for _, label, file in sorted(files)]
 
@@ -559,7 +559,7 @@ def read_image(file: Path | io.BytesIO, spec: TensorSpec, pixels: Pixels, name: 
 def _check_pixels(size: tuple[int, int], resized: tuple[int, int], where: str) -> None:
     if max(math.prod(size), math.prod(resized)) > PIXELS:
         raise FeedError(
-            f"{where}: an image of {size[0]} x {size[1]}, and of {resized[0]} x {resized[1]} for "
-            f"the model; the limit is {PIXELS} pixels",
-            hint="make it smaller, or leave it out",
+            f"{where}: the image is {size[0]} x {size[1]}, and {resized[0]} x {resized[1]} after "
+            f"resizing; the limit is {PIXELS} pixels",
+            hint="make the image smaller, or leave it out",
         )

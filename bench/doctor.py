@@ -29,14 +29,14 @@ class Ability:
 class Requirement:
     """A line of `moexport doctor`: a capability, and how to test it.
 
-    `works` takes the machine's GPU; it returns a description or raises what is missing.
+    `works` receives the machine's GPU; it returns a description or raises an error.
     """
 
     name: str
     works: Callable[[Gpu | None], str]
 
     def ability(self, gpu: Gpu | None) -> Ability:
-        """Returns whether it works here with this GPU, and why or why not."""
+        """Returns whether it works on this machine with this GPU, and why or why not."""
         try:
             return Ability(self.name, True, self.works(gpu))
         except (MissingExtraError, ForeignEngineError, PluginError) as error:
@@ -58,7 +58,7 @@ class Diagnosis:
     plugins: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """The diagnosis as plain data."""
+        """Returns the diagnosis as plain data."""
         return asdict(self)
 
 
@@ -78,12 +78,12 @@ def diagnose(required: Iterable[Requirement]) -> Diagnosis:
 
 
 def in_onnx_runtime(name: str, provider: str) -> Requirement:
-    """Returns the requirement of a provider of ONNX Runtime: a name of `session.PROVIDERS`."""
+    """Returns the requirement of an ONNX Runtime provider: a name in `session.PROVIDERS`."""
     return Requirement(name, partial(_serves, provider))
 
 
 def replays_cuda_graphs(name: str) -> Requirement:
-    """Returns the requirement of repeated runs on CUDA that are replayed as graphs."""
+    """Returns the requirement for replaying repeated runs as CUDA graphs."""
     return Requirement(name, _replays)
 
 
@@ -93,12 +93,12 @@ def installed(name: str, package: str, title: str, extra: str) -> Requirement:
 
 
 def builds(backend: str, title: str) -> Requirement:
-    """Returns the requirement of what compiles engines of a TensorRT."""
+    """Returns the requirement for compiling engines of a TensorRT backend."""
     return Requirement(f"build {title} engines", partial(_builds, backend))
 
 
 def runs(backend: str, title: str) -> Requirement:
-    """Returns the requirement of what runs engines of a TensorRT."""
+    """Returns the requirement for running engines of a TensorRT backend."""
     return Requirement(f"run {title} engines", partial(_runs, backend))
 
 
@@ -111,7 +111,7 @@ def _exports(gpu: Gpu | None) -> str:
     check_pytorch("export")
     both = versions(("onnxruntime", "onnxruntime-gpu"))
     if len(both) == 2:
-        return f"but {' and '.join(both)} overwrite one another: keep one"
+        return f"but {' and '.join(both)} overwrite each other: keep one of them"
     return "PyTorch traces, ONNX Runtime checks parity"
 
 
@@ -128,7 +128,7 @@ def _serves(provider: str, gpu: Gpu | None) -> str:
         raise MissingExtraError(f"{provider} is installed, but there is no NVIDIA GPU")
     if provider == TENSORRT:
         from ..exporter.tensorrt.ort_provider import (
-            load_libraries,  # which loads all that builds engines
+            load_libraries,  # imported late: the module loads everything that builds engines
         )
 
         load_libraries()
@@ -161,7 +161,7 @@ def _builds(name: str, gpu: Gpu | None) -> str:
     if backend.builds_without_gpu:
         return f"{backend.title} {version}, for {backend.served}"
     if not gpu:
-        raise MissingExtraError("it compiles for the GPU it runs on, but there is none here")
+        raise MissingExtraError("it compiles for this machine's GPU, but there is none")
     return _on(backend, gpu)
 
 
@@ -192,7 +192,7 @@ def _demo(gpu: Gpu | None) -> str:
     check_pytorch("the demo")
     if importlib.util.find_spec("sklearn") is None:
         raise MissingExtraError("scikit-learn is missing", hint=install("demo"))
-    return "scikit-learn's digits are installed"
+    return "scikit-learn and its digits are installed"
 
 
 EXPORT = Requirement("export to ONNX", _exports)

@@ -1,6 +1,6 @@
 """The list of engines that a benchmark can measure. Imports none of them.
 
-A record has the engine's loader, which imports its packages when called. The command line,
+Each record has the engine's loader, which imports its packages when called. The command line,
 `moexport doctor`, the reports, the documents and the tests use the list.
 """
 
@@ -59,8 +59,8 @@ class EngineKind:
     """An engine, as `--engine` names it.
 
     `engine` and `provider` identify its rows, and `title` is its name in reports. It can be
-    measured if all that it `requires` is met, which are lines of `moexport doctor`; `extra` of
-    pyproject.toml installs it, if PyTorch and ONNX Runtime are not enough.
+    measured if everything in `requires` is met (these are lines of `moexport doctor`). If PyTorch
+    and ONNX Runtime are not enough, the `extra` in pyproject.toml installs it.
     """
 
     name: str
@@ -86,8 +86,8 @@ class ModelEngine(EngineKind):
     """An engine that runs PyTorch modules.
 
     It computes the unmodified model, unless it is the loop of `algorithm_2`, or `transformers` with
-    a form of its experts (`experts_form`, the library's name). A `stacked` one computes all experts
-    of Soft MoE together, and runs no other models; on a CPU it skips models that already do so.
+    a form of its experts (`experts_form`, the library's name). A `stacked` engine computes all
+    experts of Soft MoE together and runs no other models; on a CPU it skips models that do so.
     """
 
     loader: Callable[[ModelRun], Runner]
@@ -103,7 +103,7 @@ class ModelEngine(EngineKind):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphEngine(EngineKind):
-    """An engine that runs graphs: those of `target`, or without one those of another exporter.
+    """An engine that runs graphs: those of `target`, or of another exporter if that is None.
 
     On a CPU it computes products of the floats in `short_products` in that type, others in FP32.
     """
@@ -125,7 +125,7 @@ def _ability(requirement: Requirement) -> Ability:
     return requirement.ability(first_gpu())
 
 
-# --- what opens them -----------------------------------------------------------------------------
+# --- loaders -------------------------------------------------------------------------------------
 
 
 def _eager(run: ModelRun) -> Runner:
@@ -192,7 +192,7 @@ def _tensorrt(backend: str, graph: GraphFile) -> Loader:
     return EngineLoader(graph, backend)
 
 
-# --- what they need ------------------------------------------------------------------------------
+# --- requirements --------------------------------------------------------------------------------
 
 
 def _has_torch(gpu: Gpu | None) -> str:
@@ -212,11 +212,11 @@ def _has_cuda(gpu: Gpu | None) -> str:
     if torch.version.cuda is None:
         raise MissingExtraError(
             "this PyTorch was built without CUDA",
-            hint="install a build with it (pytorch.org says how)",
+            hint="install a build with CUDA (see pytorch.org)",
         )
     if not torch.cuda.is_available():
         raise MissingExtraError(
-            f"the driver does not serve PyTorch, which is built for CUDA {torch.version.cuda}"
+            f"the driver does not support PyTorch, which is built for CUDA {torch.version.cuda}"
         )
     return f"{description}, on {gpu.name}"
 
@@ -286,7 +286,7 @@ _LOOP = ModelEngine(
 
 
 def _on_cuda(engine: ModelEngine, **changes: Any) -> ModelEngine:
-    """The same engine on an NVIDIA GPU, with some fields changed."""
+    """Returns the same engine on an NVIDIA GPU, with some fields changed."""
     on_gpu: dict[str, Any] = {
         "name": f"{engine.name}-cuda",
         "provider": "cuda",
@@ -417,9 +417,9 @@ class _Kinds(Mapping[str, EngineKind]):
 
 @functools.cache
 def _of_runtime(name: str) -> GraphEngine:
-    """The engine for a plugin's runtime, from the first target that names it.
+    """Returns the engine for a plugin's runtime, from the first target that names it.
 
-    Raises `KeyError` if none does. If the plugin cannot be loaded, `missing` gives the reason.
+    Raises `KeyError` if none does. If the plugin cannot be loaded, `missing` returns the reason.
     """
     from ..exporter.bundle.runtimes import RUNTIMES
 
@@ -444,8 +444,8 @@ def _of_runtime(name: str) -> GraphEngine:
 KINDS: Mapping[str, EngineKind] = _Kinds()
 """Every engine, by its name.
 
-The unmodified model (`pytorch-eager`) is always measured, and on the GPU (`pytorch-eager-cuda`) if
-anything else runs there.
+The unmodified model is always measured on the CPU (`pytorch-eager`), and also on the GPU
+(`pytorch-eager-cuda`) if anything else runs there.
 """
 
 TRITON = "triton"
@@ -466,14 +466,14 @@ def _by_row() -> dict[tuple[str, str], EngineKind]:
 
 
 def engine_of(engine: str, provider: str | None) -> EngineKind | None:
-    """Returns the engine of a row; None for unknown ones."""
+    """Returns the engine of a row; None if it is unknown."""
     return _by_row().get((engine, provider or "cpu"))
 
 
 def requirements() -> tuple[Requirement, ...]:
     """Returns the engines' requirements: lines of `moexport doctor`.
 
-    If two plugins claim the name of a target, only the core's: further lines report the clash.
+    If two plugins claim a target's name, they are only the core's: other lines report the clash.
     """
     try:
         kinds = tuple(KINDS.values())

@@ -43,16 +43,16 @@ OUTPUT_BYTES = 256 << 20
 LEAST_COSINE = {"int8": 0.8, "fp8": 0.8, "int4": 0.8}
 FLOAT_COSINE = 0.99
 """A smaller cosine with PyTorch's outputs means a wrong function: neither rounding in the case's
-precision nor a different choice of experts changes outputs that much."""
+precision nor a different choice of experts changes outputs by that much."""
 
 LEAST_ROUTING = 0.9
-"""The least share of an FP32 graph's inputs, or tokens, that choose as PyTorch does, without
-ties."""
+"""The least share of an FP32 graph's inputs, or tokens, that must choose the same experts as in
+PyTorch, without ties."""
 
 
 @dataclass(frozen=True, slots=True)
 class QualitySums(Sums):
-    """The running sums of one case, from which its quality follows."""
+    """The running sums from which the quality of one case is computed."""
 
     top_k: TopKCounts = field(default_factory=TopKCounts)
     classes: ClassCounts = field(default_factory=ClassCounts)
@@ -63,7 +63,7 @@ class QualitySums(Sums):
 
 
 def wrong(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None:
-    """Returns why a case's outputs are not PyTorch's in its precision; None if they are.
+    """Returns how a case's outputs differ from PyTorch's beyond its precision; None if they do not.
 
     For graphs of moexport, `bounds` are those of `verify`.
     """
@@ -71,8 +71,8 @@ def wrong(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None
     least = LEAST_COSINE.get(case.precision, FLOAT_COSINE)
     if cosine < least:
         return (
-            f"wrong outputs: their cosine to PyTorch's with the same k is {cosine:.3f}, and "
-            f"{least} is the least for {case.precision}"
+            f"wrong outputs: their cosine to PyTorch's with the same k is {cosine:.3f}, but "
+            f"{case.precision} needs at least {least}"
         )
     if bounds is None:
         return None
@@ -80,13 +80,13 @@ def wrong(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None
     other = routing.exact < LEAST_ROUTING * routing.samples or not sums.parity.same
     if fp32 and routing.samples and other:
         share = min(routing.exact / routing.samples, sums.parity.same / sums.parity.outputs)
-        return f"wrong experts: they are PyTorch's in {share:.0%}, but ties are rare in FP32"
+        return f"wrong experts: only {share:.0%} are PyTorch's, but ties are rare in FP32"
     off = sums.parity.off(bounds)
     if off is None:
         return None
     return (
-        f"wrong outputs: where the experts are PyTorch's they are {off:.2g} off, and "
-        f"{bounds.rtol:g} is the most for {case.precision}"
+        f"wrong outputs: with the same experts they differ from PyTorch's by {off:.2g}, but "
+        f"{case.precision} allows at most {bounds.rtol:g}"
     )
 
 
@@ -102,7 +102,7 @@ class EvaluationState:
     def quality(self, case: Case) -> dict[str, Any]:
         """Returns the quality of a successful case, as fields of its rows.
 
-        `routing` is None if there is nothing to compare: in PyTorch, and if all experts are kept.
+        `routing` is None if there is nothing to compare: in PyTorch, or if all experts are kept.
         """
         sums, base = self.sums[case.label], self.untouched
         by_class = sums.top_k.accuracy(base.top_k) if sums.top_k.seen else None
@@ -116,7 +116,7 @@ class EvaluationState:
         }
 
     def __add__(self, later: EvaluationState) -> EvaluationState:
-        """The state after the samples of both; for a failed case the first reason."""
+        """Returns the state after the samples of both; a failed case keeps the first reason."""
         sums = dict(self.sums)
         for label, more in later.sums.items():
             sums[label] = sums.get(label, QualitySums()) + more
@@ -141,12 +141,12 @@ def evaluate(
 ) -> EvaluationState:
     """Returns the sums of each case of a candidate, and the failures of others.
 
-    It is one pass over the first `limit` samples, in batches of at most `batch`: only whole ones if
-    a candidate's graphs have one size, so the last samples may be left out. The reference of a case
-    is PyTorch with the same k: the unmodified model for k = n, Algorithm 1 by masking for fewer, or
-    the model whose routers choose k; if graphs are edited, the edited model. An interrupted pass
-    continues from `state`, which `keep` receives regularly. Raises FeedError if PyTorch cannot run
-    the data.
+    One pass covers the first `limit` samples, in batches of at most `batch`. If a candidate's
+    graphs have one size, all batches are whole, and the last samples may be left out. The reference
+    of a case is PyTorch with the same k: the unmodified model for k = n, Algorithm 1 by masking for
+    fewer, the model whose routers choose k, or the edited model if graphs are edited. An
+    interrupted pass continues from `state`, which `keep` receives regularly. Raises FeedError if
+    PyTorch cannot run the data.
     """
     progress = progress or Silent()
     state = state or EvaluationState()
@@ -215,7 +215,7 @@ def _batches(
     only, most = candidate.only_batch, sys.maxsize if limit is None else limit
     if only is not None and (held := min(most, len(data.head(only)))) < only:
         raise FeedError(
-            f"{name} only runs batches of {only} inputs, but {held} are measured",
+            f"{name} only runs batches of {only} inputs, but the data have {held}",
             hint=f"give {only} inputs or more",
         )
     rows = only or candidate.model.batch_of
@@ -238,7 +238,7 @@ def _batches(
 
 
 ReferenceKey = tuple[str, int]
-"""The key of a reference: the bundle of an edited model, if it is one, and k."""
+"""The key of a reference: the bundle if its model is edited, and k."""
 
 
 def _reference_key(case: Case, candidate: Candidate) -> ReferenceKey:
@@ -247,13 +247,13 @@ def _reference_key(case: Case, candidate: Candidate) -> ReferenceKey:
 
 
 def _is_untouched(case: Case) -> bool:
-    """Whether a case runs the model as it was trained."""
+    """Returns whether a case runs the model as it was trained."""
     kind = engine_of(case.engine, case.provider)
     return isinstance(kind, ModelEngine) and kind.untouched
 
 
 def _has_own_reference(case: Case, candidate: Candidate) -> bool:
-    """Whether a case computes another model than the unmodified one."""
+    """Returns whether a case computes a model other than the unmodified one."""
     if _is_untouched(case):
         return False
     layers = candidate.model.layers
@@ -275,7 +275,7 @@ class _Scorer:
     output: int
 
     def scores(self, outputs: Array, x: Array, labels: Labels | None) -> Array | SequenceLosses:
-        """The scored values: outputs, or the losses of the tokens that they predict."""
+        """Returns the scored values: outputs, or the losses of the tokens that they predict."""
         ids = x.dtype.kind in "iu" and x.ndim == 2
         tokens = ids and outputs.ndim == 3 and (labels is None or labels.ndim == 2)
         if tokens and self.predicts_tokens and self.vocabulary in (None, outputs.shape[-1]):
@@ -290,7 +290,7 @@ class _Scorer:
         *,
         ids: bool,
     ) -> QualitySums:
-        """Accuracy of classes or attributes, perplexity of tokens; with the unmodified model's."""
+        """Returns sums for the accuracy of classes or attributes, or the perplexity of tokens."""
         if isinstance(scores, SequenceLosses) and isinstance(base, SequenceLosses):
             return QualitySums(nll=NegativeLogLikelihood.of(scores, base))
         if labels is None or not (isinstance(scores, np.ndarray) and isinstance(base, np.ndarray)):
@@ -316,7 +316,7 @@ def _after(
     labels: Labels | None,
     scorer: _Scorer,
 ) -> EvaluationState:
-    """The state after another batch, for which `dense` is the unmodified model's output."""
+    """Returns the state after another batch; `dense` is the unmodified model's output for it."""
     main = first_of(x)
     ids = main.dtype.kind in "iu" and main.ndim == 2
     if labels is not None and labels.ndim == 1 and per_output(dense, labels, ids=ids) is None:
@@ -332,7 +332,7 @@ def _after(
         try:
             actual = runner.infer(x, scorer.output)
             chosen = _compared(runner, x, wanted)
-            alike = _alike(chosen, wanted, actual.shape)
+            alike = _same_choices(chosen, wanted, actual.shape)
             own = replace(
                 scorer.score(scorer.scores(actual, main, labels), labels, scores, ids=ids),
                 routing=_overlap(chosen, wanted),
@@ -347,7 +347,7 @@ def _after(
 
 
 def _compared(runner: Runner, x: Inputs, expected: Expected) -> dict[str, Array] | None:
-    """The experts that a graph chose, for layers that choose in PyTorch; None if unknown."""
+    """Returns the experts that a graph chose, in layers that choose in PyTorch; None if unknown."""
     chosen = runner.selected(x) if expected.chosen else None
     if chosen is None:
         return None
@@ -355,19 +355,19 @@ def _compared(runner: Runner, x: Inputs, expected: Expected) -> dict[str, Array]
 
 
 def _overlap(chosen: Mapping[str, Array] | None, expected: Expected) -> RoutingOverlap:
-    """The agreement between the experts that a graph and PyTorch's layers chose.
+    """Returns the agreement between the experts that a graph and PyTorch's layers chose.
 
-    Ties are those of FP32 at any precision: other differences count against the precision.
+    Ties are those of FP32 at every precision: other differences count against the precision.
     """
     if chosen is None:
         return RoutingOverlap()
     return RoutingOverlap.of(chosen, expected.chosen, expected.margins, TIE)
 
 
-def _alike(
+def _same_choices(
     chosen: Mapping[str, Array] | None, expected: Expected, output: tuple[int, ...]
 ) -> Array | None:
-    """The inputs [b], or tokens [b, m], of an output that chose as PyTorch does in every layer.
+    """Marks an output's inputs [b], or tokens [b, m], that choose as PyTorch does in every layer.
 
     None if nothing is chosen. If the choices are unknown, no input counts as equal.
     """

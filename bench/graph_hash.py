@@ -50,7 +50,7 @@ def _bytes_hash(file: Path, offset: int, length: int) -> str:
 
 
 def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor of a model: of its graph, of subgraphs, and of its functions."""
+    """Yields every tensor of a model: of its graph, of subgraphs and of its functions."""
     yield from _of_graph(model.graph)
     for function in model.functions:
         for node in function.node:

@@ -1,7 +1,7 @@
-"""The results of an unfinished sweep so far, from which a killed run continues.
+"""The results so far of an unfinished sweep, from which a killed run continues.
 
-It is a file of JSON lines next to the results: the first describes the measurement, each further
-one is a complete piece. It is removed when the results are written.
+It is a file of JSON lines next to the results: the first line describes the measurement, and each
+further line is a complete piece. The file is removed when the results are written.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ..common.writing import output_errors, write_text
 FILE = "unfinished.jsonl"
 
 FORMAT = 3
-"""The version of the pieces; others are ignored, since their keys may have another meaning."""
+"""The version of the pieces; other versions are ignored: their keys may mean something else."""
 
 
 class Journal:
     """The finished pieces of a sweep; without a path they are not saved.
 
-    `what` is everything that the numbers depend on: an existing file for anything else is
-    discarded. `resumed` is the number of pieces found, `discarded` lists the parts of `what` that
-    differed in an unusable file.
+    `what` is everything that the numbers depend on: an existing file with another `what` is
+    discarded. `resumed` is the number of pieces found, and `discarded` lists the parts of `what`
+    that differed in a discarded file.
     """
 
     kept: ClassVar[bool] = False
@@ -45,7 +45,7 @@ class Journal:
             old = lines[0].get("what", {})
             names = dict.fromkeys((*digests, *old))
             self.discarded = tuple(n for n in names if digests.get(n) != old.get(n))
-        # Written anew, since a kill may have left half a line at the end.
+        # Written again, because a kill may have left half a line at the end.
         text = "".join(_line(entry) for entry in ({"what": digests}, *self._entries))
         write_text(text, path)
         Journal.kept = True
@@ -57,13 +57,13 @@ class Journal:
 
     @property
     def summary(self) -> str:
-        """A sentence on an earlier run; empty without one."""
+        """A sentence on an earlier run; empty if there is none."""
         if self.resumed:
             return f"continuing an unfinished run: {self.resumed} measurements are done"
         if not self.discarded:
             return ""
         changed = ", ".join(self.discarded)
-        return f"an unfinished run of something else was discarded (changed: {changed})"
+        return f"a different unfinished run was discarded (changed: {changed})"
 
     def pieces(self, kind: str, **keys: Any) -> list[dict[str, Any]]:
         """Returns the pieces of a kind with these values, oldest first."""
@@ -94,7 +94,7 @@ def _line(entry: Mapping[str, Any]) -> str:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of a journal, up to the first damaged one."""
+    """Yields the complete lines of a journal, up to the first damaged one."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -37,8 +37,8 @@ from .runners.base import Loader, Runner
 from .runners.models import loaders
 from .runners.pytorch import PyTorch, outputs_of, untouched
 
-TRIAL_CALLS = 3  # the fastest of these calls counts; the first one allocates
-UNKNOWN_SAMPLES = 1000  # an estimate for feeds of unknown length
+TRIAL_CALLS = 3  # the fastest of these calls counts, because the first one allocates
+UNKNOWN_SAMPLES = 1000  # the assumed number for feeds of unknown length
 COMPILE_S = 30.0  # time to compile a small network for one batch size
 MACHINE_PROBES = 5  # cases in each group that measure the machine's rates (`limits`)
 PHASE_INPUTS = 4  # distinct prompts of a language model
@@ -47,9 +47,9 @@ PROCESS_S = 4.0  # time to start a process and load a runtime
 
 @dataclass
 class Measurement:
-    """The measurements of one candidate, taken from the journal if an earlier run has them.
+    """The measurements of one candidate, taken from the journal if an earlier run made them.
 
-    `seen` samples were evaluated. `beside` are further entries for the protocol: the machine's
+    `seen` samples were evaluated. `beside` has further entries for the protocol: the machine's
     `rates` as measured with each group, the share of time that threads `waited` for a core, and the
     time in ms that the `wrapper` adds to a graph's bare call.
     """
@@ -142,7 +142,7 @@ class Measurement:
         return rows
 
     def _graph_hash(self, file: Path | None) -> str | None:
-        """The hash of a graph's file; None without a file."""
+        """Returns the hash of a graph's file; None if there is no file."""
         if file is None or not file.is_file():
             return None
         if file not in self._hashes:
@@ -150,7 +150,7 @@ class Measurement:
         return self._hashes[file]
 
     def _all_limits(self, x: Inputs, cases: Collection[Case]) -> dict[str, Limits]:
-        """The `Limits` of rows: of the model, and of edited bundles by name."""
+        """Returns the `Limits` of rows: those of the model, and of edited bundles by name."""
         bundles = {own.name: own for own in self.candidate.of_own_function}
         every = {"": self.candidate} | bundles
         return {name: Limits(own, x, cases) for name, own in every.items()}
@@ -246,7 +246,7 @@ class Measurement:
     def _limits(
         self, group: TimingGroup, limits: Mapping[str, Limits], measured: timing.Measured
     ) -> dict[Case, Limit]:
-        """The work of each row of a group and the least time for it; empty unless requested."""
+        """Returns each row's work and the least time for it; empty unless requested."""
         if not limits:
             return {}
         limit_of = limits[""]
@@ -269,19 +269,19 @@ class Measurement:
         return by_case
 
     def inputs(self, group: TimingGroup) -> list[Inputs]:
-        """The batches that a group uses in turn."""
+        """Returns the batches that a group uses in turn."""
         return timed_inputs(group, self.candidate, self.head)
 
     def _tell(self, name: str, entry: dict[str, Any]) -> None:
         self.beside.setdefault(name, []).append(entry)
 
     def _memories(self, opening: Mapping[Case, Loader]) -> dict[str, PeakMemory]:
-        """The memory of each case by its label; failed cases are skipped."""
+        """Returns the memory of each case by its label; failed cases are skipped."""
         if not self.request.memory:
             return {}
         keys = {"model": self.candidate.name}
         done = {
-            # keys in JSON are text
+            # JSON keys are strings
             piece["label"]: msgspec.convert(piece, PeakMemory, strict=False)
             for piece in self.journal.pieces("memory", **keys)
         }
@@ -302,7 +302,7 @@ class Measurement:
         return done
 
     def _parts(self, case: Case, group: TimingGroup, loader: Loader) -> tuple[PartTime, ...]:
-        """The time of a graph's parts, if its runtime can profile."""
+        """Returns the times of a graph's parts, if its runtime can profile."""
         if not (self.request.parts and loader.profiles):
             return ()
         keys = {"label": case.label} | group.keys
@@ -322,7 +322,7 @@ class Measurement:
 
 
 def timed_inputs(group: TimingGroup, candidate: Candidate, head: LabelledData) -> list[Inputs]:
-    """Returns the batches that a group uses in turn; for a language model those of its phase."""
+    """Returns the batches that a group uses in turn; for a language model, those of its phase."""
     batches = group_batches(group, head)
     if group.phase is None:
         return batches
@@ -381,14 +381,14 @@ def _call_ms(base: PyTorch, x: Inputs, name: str) -> float:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds in a readable unit: `40 s`, `3 min`, `1.5 h`."""
+    """Returns seconds in a readable unit: `40 s`, `3 min`, `1.5 h`."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _disk_bytes(loader: Loader, model: Model) -> int | None:
-    """The size on disk of a graph with its weights, or of a model's checkpoint."""
+    """Returns the size on disk of a graph with its weights, or of a model's checkpoint."""
     files = list(model.source.files)
     if loader.file is not None and loader.file.is_file():
         content = onnx.load(loader.file, load_external_data=False)

@@ -40,13 +40,13 @@ def wilson(right: float, seen: float) -> Interval:
 
 
 def score_interval(both: int, lost: int, won: int) -> Interval:
-    """Returns the 95% interval of (both + won) / (both + lost), the kept share of right answers.
+    """Returns the 95% interval of (both + won) / (both + lost), the kept share of correct answers.
 
-    For the same inputs `both` counts those that both models answer right, `lost` only the
-    unmodified one, `won` only the other. The interval contains the ratios that the score test does
-    not reject (Nam and Blackwelder, Statistics in Medicine 21, 2002). Wald's interval of the
-    logarithm would accept 5 to 7% of the models that keep just less than requested, instead of
-    2.5%, if few answers differ.
+    For the same inputs, `both` counts those that both models answer correctly, `lost` those that
+    only the unmodified model does, and `won` those that only the other does. The interval contains
+    the ratios that the score test does not reject (Nam and Blackwelder, Statistics in Medicine 21,
+    2002). Wald's interval of the logarithm would accept 5 to 7% of the models that keep just less
+    than requested, instead of 2.5%, if few answers differ.
     """
     high = _lowest_kept(both, won, lost)
     return Interval(_lowest_kept(both, lost, won), 1 / high if high else math.inf)
@@ -55,14 +55,14 @@ def score_interval(both: int, lost: int, won: int) -> Interval:
 def inputs_needed(seen: int, kept: float, low: float, keep: float) -> float:
     """Returns the approximate number of inputs that would show that `keep` is kept.
 
-    On `seen` inputs it is `kept`, and `low` is the lower end of its interval, which approaches it
-    with the square root of the number of inputs.
+    On `seen` inputs the share is `kept`, and `low` is the lower end of its interval, which
+    approaches the share with the square root of the number of inputs.
     """
     return seen * ((kept - low) / (kept - keep)) ** 2
 
 
 def _lowest_kept(both: int, lost: int, won: int) -> float:
-    """The lower end of the interval of (both + won) / (both + lost), by bisection."""
+    """Returns the lower end of the interval of (both + won) / (both + lost), by bisection."""
     if both + won == 0:
         return 0.0
     low, high = 0.0, (both + won) / max(both + lost, 1e-3)
@@ -76,10 +76,10 @@ def _lowest_kept(both: int, lost: int, won: int) -> float:
 
 
 def _score(both: int, lost: int, won: int, ratio: float) -> float:
-    """How many standard deviations the kept share lies above a hypothetical ratio.
+    """Returns how many standard deviations the kept share is above a hypothetical ratio.
 
-    Under that hypothesis a share x of the inputs that either model answers right would be lost, and
-    (x + ratio − 1) / ratio won: x is the most likely value, the larger root of a quadratic.
+    Under that hypothesis, a share x of the inputs that either model answers correctly is lost, and
+    (x + ratio − 1) / ratio is won: x is the most likely value, the larger root of a quadratic.
     """
     count, short, twice = both + lost + won, 1 - ratio, 1 + ratio
     linear = won + lost + short * twice * (both + lost)
@@ -92,9 +92,9 @@ def _score(both: int, lost: int, won: int, ratio: float) -> float:
 
 
 class Sums:
-    """Sums over samples; `a + b` are those over the samples of both, field by field.
+    """Sums over samples; `a + b` are the sums over the samples of both, field by field.
 
-    A field that is unknown in one is unknown in the sum; fields in `LARGEST` take the maximum.
+    A field that is unknown in either is unknown in the sum; fields in `LARGEST` take the maximum.
     """
 
     __slots__ = ()
@@ -115,10 +115,10 @@ TOP = 5
 
 @dataclass(frozen=True, slots=True)
 class TopKCounts(Sums):
-    """Samples classified right, of those seen.
+    """Counts of correctly classified samples, out of those seen.
 
-    `among` counts those whose class is among the five best scores, None for up to five classes;
-    `both` those that the unmodified model also has right, None if unknown.
+    `among` counts those whose class is among the five best scores (None for up to five classes),
+    and `both` those that the unmodified model also classifies correctly (None if unknown).
     """
 
     right: int = 0
@@ -128,11 +128,11 @@ class TopKCounts(Sums):
 
     @classmethod
     def of(cls, outputs: Array, labels: Labels, untouched: Array | None = None) -> Self:
-        """Counts over class scores [b, classes] and labels [b]; FeedError for other outputs."""
+        """Returns counts for class scores [b, classes] and labels [b]; FeedError for others."""
         outputs = one_per_sample(outputs)
         if outputs.ndim != 2:
             raise FeedError(
-                f"accuracy needs outputs of shape (batch, classes), but the model gives "
+                f"accuracy needs outputs of shape (batch, classes), but the model's have "
                 f"{outputs.ndim} axes: {outputs.shape}",
                 hint="leave the labels out to measure latency, routing and parity only",
             )
@@ -149,7 +149,7 @@ class TopKCounts(Sums):
         return cls(int(right.sum()), len(labels), among, both)
 
     def accuracy(self, untouched: TopKCounts) -> Accuracy:
-        """Top-1 and top-5, and the ratio of top-1 to the unmodified model's on the same samples."""
+        """Returns top-1 and top-5 accuracy, and top-1 over that of the unmodified model."""
         right, seen, among, both = self.right, self.seen, self.among, self.both
         top1, base = right / seen, untouched.right / untouched.seen
         return Accuracy(
@@ -167,14 +167,14 @@ class TopKCounts(Sums):
 
 @dataclass(frozen=True, slots=True)
 class ClassCounts:
-    """Samples seen and classified right, by their class."""
+    """Counts of samples seen and correctly classified, by class."""
 
     seen: dict[int, int] = field(default_factory=dict)
     right: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, outputs: Array, labels: Labels) -> Self:
-        """Counts over class scores [b, classes] and labels [b]."""
+        """Returns counts for class scores [b, classes] and labels [b]."""
         right = one_per_sample(outputs).argmax(axis=1) == labels
         return cls(_count(labels), _count(labels[right]))
 
@@ -186,7 +186,7 @@ class ClassCounts:
         return type(self)(*map(dict, both))
 
     def losing(self, untouched: ClassCounts) -> tuple[ClassChange, ...]:
-        """Returns the classes with fewer right answers than in the unmodified model."""
+        """Returns the classes with fewer correct answers than in the unmodified model."""
         changes = [
             ClassChange(label, n, untouched.right.get(label, 0), self.right.get(label, 0))
             for label, n in self.seen.items()
@@ -208,10 +208,10 @@ def one_per_sample(outputs: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class RoutingOverlap(Sums):
-    """Agreement of chosen sets: summed Jaccard over samples and layers, samples equal in all.
+    """Sums on chosen sets: the Jaccard index over samples and layers, and samples equal in all.
 
-    If tokens choose, they are the samples, and of the `choices` of tokens in layers, `same` are
-    equal and `ties` are excluded.
+    If tokens choose, the samples are tokens; of their `choices` in all layers, `same` are equal and
+    `ties` are excluded.
     """
 
     jaccard: float = 0.0
@@ -233,7 +233,7 @@ class RoutingOverlap(Sums):
         """Compares the experts [b, k] chosen by layer; ParityError for other layers or sizes.
 
         With `margins` [b], by layer, rows are tokens: a choice with a margin up to `tie` is a tie,
-        and either choice is right.
+        and either choice is correct.
         """
         if chosen.keys() != reference.keys():
             raise ParityError(
@@ -267,7 +267,7 @@ class RoutingOverlap(Sums):
         )
 
     def agreement(self) -> RoutingAgreement:
-        """The mean Jaccard index and the share of samples that agree in every layer."""
+        """Returns the mean Jaccard index and the share of samples that agree in every layer."""
         jaccard = self.jaccard / self.pairs if self.pairs else 1.0
         exact = self.exact / self.samples
         if not self.choices:
@@ -280,8 +280,8 @@ class RoutingOverlap(Sums):
 class ParityStatistics(Sums):
     """Sums for the largest difference and the cosine of all outputs.
 
-    `same_…` cover the inputs, or tokens, with the same experts as the reference: the number of
-    outputs, the largest difference and output, and the squares of both.
+    The fields `same_…` are for the inputs, or tokens, with the same experts as the reference: the
+    number of outputs, the largest difference and output, and the squares of both.
     """
 
     LARGEST = frozenset({"max_abs", "same_max_abs", "same_largest"})
@@ -341,7 +341,7 @@ class ParityStatistics(Sums):
         return None if distance <= bounds.rtol + bounds.atol / self.same_largest else distance
 
     def parity(self) -> OutputParity:
-        """The largest absolute difference and the cosine; two zero outputs have cosine 1."""
+        """Returns the largest absolute difference and the cosine; zero outputs have cosine 1."""
         norm = float(np.sqrt(self.squares * self.reference_squares))
         if norm == 0:
             return OutputParity(self.max_abs, 1.0 if self.max_abs == 0 else 0.0)
@@ -357,7 +357,7 @@ class SequenceLosses:
 
     @staticmethod
     def of(logits: Array, ids: Labels, targets: Labels | None = None) -> SequenceLosses:
-        """Sums over logits [b, m, v] of token ids [b, m].
+        """Returns sums over logits [b, m, v] of token ids [b, m].
 
         Without `targets` [b, m] the target at a position is the next id, and the last position has
         none; −1 in `targets` does not count. Raises FeedError for logits that do not fit the ids.
@@ -368,7 +368,7 @@ class SequenceLosses:
         if logits.ndim != 3 or logits.shape[:2] != ids.shape:
             raise FeedError(
                 f"perplexity needs logits of shape (batch, tokens, vocabulary) for ids of shape "
-                f"{ids.shape}, but the model gives {logits.shape}"
+                f"{ids.shape}, but the model's logits have {logits.shape}"
             )
         if targets is None:
             targets = np.full_like(ids, IGNORED)
@@ -406,7 +406,7 @@ class NegativeLogLikelihood(Sums):
 
     @staticmethod
     def of(losses: SequenceLosses, untouched: SequenceLosses) -> NegativeLogLikelihood:
-        """Sums over sequences, and the same sequences in the unmodified model."""
+        """Returns sums over sequences, and over the same sequences in the unmodified model."""
         nll, tokens = losses.nll, losses.tokens
         apart = untouched.nll - nll
         return NegativeLogLikelihood(
@@ -425,9 +425,9 @@ class NegativeLogLikelihood(Sums):
         return self.nll / self.tokens
 
     def perplexity(self, untouched: NegativeLogLikelihood) -> Perplexity:
-        """exp(mean nll), and the kept share relative to the unmodified model on the same tokens.
+        """Returns exp(mean nll), and the kept share relative to the unmodified model.
 
-        The kept share is exp(mean d): its interval is that of the mean of the differences, so
+        The kept share is exp(mean d). Its interval is that of the mean of the differences, so
         sequences that are hard for both models do not widen it.
         """
         apart = untouched.mean - self.mean
@@ -440,7 +440,7 @@ class NegativeLogLikelihood(Sums):
         )
 
     def _interval(self, mean: float, squares: float, cross: float) -> Interval | None:
-        """The 95% interval of exp(Σ x / Σ tokens) over sequences, by Σ x² and Σ x · tokens."""
+        """Returns the 95% interval of exp(Σ x / Σ tokens), from Σ x² and Σ x · tokens."""
         if self.sequences < 2:
             return None
         # The variance of a ratio of two sums over sequences.

@@ -36,7 +36,7 @@ from .runners.pytorch import has_stacked_form
 class IntegerLinear:
     """An integer product y = x·W of the backbone: x [*rows, in], W [in, out].
 
-    The first of `rows` is the batch; None if the graph does not determine them.
+    The first of `rows` is the batch; `rows` is None if the graph does not determine them.
     """
 
     node: str
@@ -59,11 +59,11 @@ class GraphSource:
 
     `scope` is what a call's time includes, as in `results.Row`. `k_by_layer` is k if layers differ.
     In an INT8 graph the layers in `floating` still compute in floats, and `integers` are the linear
-    layers of the backbone with integers. `batches` are the sizes at which it is timed: its own if
-    other graphs serve others, None for all. Another exporter's graph has an empty `lowering`.
-    `bounds` limit the error of moexport's graphs; others have none. `bundle` is the name of the
-    graph's bundle, and with `apart` its rows are named after it. `deploy` is that of its rows, and
-    `table` has the ranges that it was made with.
+    layers of the backbone with integers. `batches` are the sizes at which it is timed: None for
+    all, or its own if other graphs serve other sizes. Another exporter's graph has an empty
+    `lowering`. `bounds` limit the error of moexport's graphs; other graphs have none. `bundle` is
+    the name of the graph's bundle, and with `apart` its rows are named after that. `deploy` is the
+    field of its rows, and `table` has the ranges that it was made with.
     """
 
     k: int
@@ -90,12 +90,12 @@ class Candidate:
 
     `ks` are those of its Algorithm 2 rows in PyTorch; each graph has its own k. `engines` are the
     PyTorch engines to measure, by their names in `engines.KINDS`, besides the unmodified model,
-    which always takes part. `routed` has, for each k of a router that is part of the model, the job
-    of its export, whose model chooses k. A language model is timed in `phases`. If graphs have one
-    batch size, all is measured in batches of `only_batch`.
+    which is always measured. `routed` has, for each k of a router that is part of the model, the
+    job of its export, whose model chooses k. A language model is timed in `phases`. If graphs have
+    one batch size, everything is measured in batches of `only_batch`.
 
-    A candidate is one `bundle`, or several `bundles` of one model that are measured together: each
-    as it would be measured alone, while `graphs` holds the graphs of all.
+    A candidate is one `bundle`, or several `bundles` of one model that are measured together, each
+    in the same way as alone; `graphs` then has the graphs of all.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Candidate:
     bundles: tuple[Candidate, ...] = ()
 
     def of(self, case: Case) -> Candidate:
-        """The candidate with a case's model and k: a bundle of an edited model, or all."""
+        """Returns the candidate with a case's model and k: a bundle of an edited model, or all."""
         return next((own for own in self.of_own_function if own.name == case.bundle), self)
 
     @property
@@ -133,7 +133,7 @@ class Candidate:
         return bool(self.model.edits) or uneven or self.renormalize != beside.renormalize
 
     def by_levels(self, k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The experts of each level of a hierarchy, and how many of them a k keeps.
+        """Returns the experts of each level of a hierarchy, and how many of them a k keeps.
 
         Both are empty without a hierarchy, and if layers differ.
         """
@@ -154,7 +154,7 @@ class Candidate:
 
     @property
     def experts(self) -> int:
-        """The largest n of its MoE layers: a k of n keeps every expert of every layer."""
+        """The largest n of its MoE layers: with k = n every layer keeps every expert."""
         return max(layer.spec.experts for layer in self.model.layers.values())
 
     @property
@@ -170,10 +170,10 @@ class Candidate:
 
     @property
     def cases(self) -> dict[Case, GraphSource | None]:
-        """The cases to measure, with their graphs: the unmodified PyTorch model first.
+        """Returns the cases to measure, with their graphs: the unmodified PyTorch model first.
 
-        Algorithm 2 is a loop over a layer's experts: it has no row for k = n, which is the model
-        itself, nor for layers that choose no sets. Raises UsageError for two graphs with identical
+        Algorithm 2 is a loop over a layer's experts. It has no row for k = n, which is the model
+        itself, or for layers that choose no sets. Raises UsageError for two graphs with identical
         rows.
         """
         own_functions = {own.name: own for own in self.of_own_function}
@@ -206,7 +206,7 @@ class Candidate:
         return cases
 
     def k_by_layer(self, k: int) -> dict[str, int]:
-        """Each layer's k, of which `k` is the largest; empty if all layers have it."""
+        """Returns each layer's k, of which `k` is the largest; empty if all layers have it."""
         if k in self.routed:
             return whole_k(self.routed[k])
         apart = {own.name for own in self.of_own_function}
@@ -214,7 +214,7 @@ class Candidate:
         return next((dict(graph.k_by_layer) for graph in graphs if graph.k == k), {})
 
     def _run_by(self, kind: ModelEngine) -> list[Case]:
-        """The cases that an engine of PyTorch runs."""
+        """Returns the cases that an engine of PyTorch runs."""
         n, ks = self.experts, self.ks
         if kind.algorithm_2:
             loops = any(layer.spec.chooses_sets for layer in self.model.layers.values())
@@ -243,7 +243,7 @@ class Candidate:
 
 
 NOT_SERVED: dict[Serves, str] = {
-    "one-input": "it runs models with one input, but these have several",
+    "one-input": "it runs models with one input, but these models have several",
     "transformers": "it runs models of transformers",
 }
 
@@ -267,8 +267,8 @@ def select(
     """Returns which of the named engines can run here, and why other known ones are left out.
 
     `models` describe the models to measure; engines for other models are only mentioned if they
-    were named. The unmodified model takes part wherever another engine runs: always on the CPU, and
-    on the GPU with the first engine there.
+    were named. The unmodified model is always measured on the CPU, and on the GPU if any other
+    engine runs there.
     """
     wanted = set(names) | {PYTORCH_EAGER}
     if any(KINDS[name].provider != "cpu" and KINDS[name].missing() is None for name in wanted):
@@ -299,7 +299,7 @@ def whole_k(job: ExportJob) -> dict[str, int]:
 class Case:
     """One engine with one k of one model, as plain data; it has a row per batch size.
 
-    `bundle` and `apart` are those of its row.
+    `bundle` and `apart` are those of its rows.
     """
 
     model: str
@@ -320,9 +320,9 @@ class Case:
 
     @property
     def runs_in(self) -> str:
-        """The engine, with lowering and precision of a graph: `onnxruntime grouped fp32`.
+        """The engine, with the lowering and precision of a graph: `onnxruntime grouped fp32`.
 
-        With the bundle if there are several.
+        It includes the bundle if there are several.
         """
         words = [self.engine]
         if self.lowering is not None:
@@ -362,7 +362,7 @@ class TimingGroup:
         return {"model": self.model, "batch": self.batch, **phase}
 
     def seconds(self, call_ms: float) -> float:
-        """The duration for a given time per call in ms: more than `round_s` if necessary."""
+        """Returns the duration for a time per call in ms: more than `round_s` if necessary."""
         round_s = max(self.protocol.round_s, self.protocol.inputs * call_ms / 1e3)
         return len(self.cases) * self.protocol.rounds * (round_s + timing.WAIT_S)
 
@@ -378,7 +378,7 @@ def plan(candidates: Sequence[Candidate], request: BenchRequest) -> tuple[Timing
     if len(set(names)) < len(names):
         raise UsageError(
             f"two models have the same name: {', '.join(names)}",
-            hint="rename one of the files or folders: results are identified by it",
+            hint="rename one of the files or folders: the name identifies the results",
         )
     for candidate in candidates:
         for k in (*candidate.ks, *(graph.k for graph in candidate.graphs)):
@@ -406,7 +406,7 @@ def plan(candidates: Sequence[Candidate], request: BenchRequest) -> tuple[Timing
 
 
 def describe(groups: Sequence[TimingGroup], takes: str = "") -> str:
-    """Returns the plan as text, with the time that it `takes`."""
+    """Returns the plan as text, with its duration `takes`."""
     rows = sum(len(group.cases) for group in groups)
     least = math.ceil(sum(group.seconds(0.0) for group in groups))
     lines = [

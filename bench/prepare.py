@@ -80,7 +80,7 @@ class Prepared:
 
 @contextmanager
 def prepared(sources: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterator[Prepared]:
-    """Yields a benchmark's exported candidates and settings; raises as `sweep` does."""
+    """Yields a benchmark's exported candidates and settings; raises the errors of `sweep`."""
     watcher = wanted.progress or Silent()
     selection = select(wanted.engines, [_served(item) for item in sources])
     request = replace(wanted, engine=selection.names, batch=batch_sizes(sources, wanted))
@@ -95,17 +95,17 @@ def prepared(sources: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterato
     ranges = ranges_of(request, first, data, exports=exports(sources), bundles=bundles)
     data = ranges.measured
     if ranges.text:
-        watcher.step(f"ranges of INT8: {ranges.text}")
+        watcher.step(f"INT8 ranges: {ranges.text}")
     absent = [engine for engine in selection.absent if engine.engine in wanted.engines]
     if len(absent) == len(set(wanted.engines)):
         reasons = "; ".join(f"{engine.engine}: {engine.reason}" for engine in absent)
         raise EngineError(
             f"none of the engines can run here: {reasons}",
-            hint="moexport doctor lists those that can",
+            hint="moexport doctor lists the engines that can",
         )
     if absent and wanted.engine == ALL:
         names = ", ".join(engine.engine for engine in absent)
-        watcher.step(f"not measured, with reasons in the report: {names}")
+        watcher.step(f"not measured (the report has the reasons): {names}")
     else:
         for engine in absent:
             watcher.step(f"not measured: {engine.engine}: {engine.reason}")
@@ -147,8 +147,8 @@ def threads_for(
 ) -> Threads:
     """Returns the number of threads for every engine.
 
-    It is the requested number, or that of an unfinished run in the folder `work`, or the one with
-    which the unmodified models are fastest. Raises FeedError if one cannot run the data.
+    It is the requested number, the number of an unfinished run in the folder `work`, or the number
+    with which the unmodified models are fastest. Raises FeedError if one cannot run the data.
     """
     if count is not None:
         return Threads(count)
@@ -171,7 +171,7 @@ def threads_for(
 
 
 def _served(item: Model | Bundle) -> Serves:
-    """The kind of engines (`engines.KINDS`) that a model needs, besides those for all."""
+    """Returns the kind of engines (`engines.KINDS`) that a model needs, besides those for all."""
     ports = item.inputs if isinstance(item, Model) else item.manifest.inputs
     further = [port for port in ports if port.name != K_INPUT][1:]
     if not further:
@@ -199,7 +199,7 @@ def fixed_sizes(model: Model, sources: Sequence[Model | Bundle]) -> dict[str, in
 def data_of(model: Model, request: BenchRequest, sizes: Mapping[str, int]) -> Labelled:
     """Returns the inputs for measuring a model; models of sequences have their own kind.
 
-    Random ones have `sizes` along the model's dynamic axes.
+    Random inputs have `sizes` along the model's dynamic axes.
     """
     benchmark = benchmark_of(model)
     if benchmark is not None and not isinstance(request.data, LabelledData | Streamed):

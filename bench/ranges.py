@@ -1,7 +1,7 @@
 """The source of INT8 ranges in a benchmark: never the inputs that are scored.
 
-A table or separate inputs are given, or a part of the data is excluded from all measurements. Given
-inputs that are measured nevertheless are found by their content, whatever their file is called.
+The user gives a table or separate inputs; otherwise a part of the data is excluded from all
+measurements. Given inputs that are also measured are found by their content, not by their file.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ CALIBRATION_INPUTS = 256
 """The largest number of inputs of the data for INT8 ranges; labels do not matter."""
 
 SHARE = 4
-"""At most one part in this many of the data is held out."""
+"""The divisor of the number of samples: at most that part of the data is held out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
     """The source of INT8 ranges, and the inputs to measure.
 
-    `inputs` are observed, unless there is a `table`; engines are compiled for their shape. The
+    `inputs` are observed unless there is a `table`; engines are compiled for their shape. The
     first `held_out` inputs of the data are not in `measured`. `source` is the given file, and
-    `text` a sentence; both are empty if no ranges are needed.
+    `text` describes it; both are empty if no ranges are needed.
     """
 
     inputs: Feed
@@ -75,7 +75,7 @@ def ranges_of(
     if request.calibration is not None:
         path = Path(request.calibration)
         table = CalibrationTable.read(path)
-        sentence = f"the table {path}{_measured_too(table, model, data, request.samples)}"
+        sentence = f"the table {path}{_overlap_text(table, model, data, request.samples)}"
         return Ranges(few, data, table, source=str(path), text=sentence)
     if request.calibrate_data is not None:
         return _given(request, model, data)
@@ -87,7 +87,7 @@ def ranges_of(
 
 
 def _held_out(data: Labelled) -> Ranges:
-    """The first inputs of the data, which are not measured unless there are too few."""
+    """Returns the first inputs of the data, which are not measured unless there are too few."""
     head = data.head(SHARE * CALIBRATION_INPUTS)
     count = min(CALIBRATION_INPUTS, len(head) // SHARE)
     if count == 0:
@@ -116,7 +116,7 @@ def _given(request: BenchRequest, model: Model, data: Labelled) -> Ranges:
 def _of_bundles(
     bundles: Sequence[Bundle], model: Model, data: Labelled, samples: int | None
 ) -> str:
-    """The tables that quantised bundles were made with; empty if there are none."""
+    """Describes the tables that quantised bundles were made with; empty if there are none."""
     tables = {
         bundle.path: CalibrationTable.read(bundle.path / CALIBRATION_FILE)
         for bundle in bundles
@@ -124,18 +124,18 @@ def _of_bundles(
     }
     sentences = (
         f"the table in {path} ({table.origin.samples} inputs)"
-        f"{_measured_too(table, model, data, samples)}"
+        f"{_overlap_text(table, model, data, samples)}"
         for path, table in tables.items()
     )
     return "; ".join(sentences)
 
 
-def _measured_too(
+def _overlap_text(
     table: CalibrationTable, model: Model, data: Labelled, samples: int | None
 ) -> str:
-    """Tells whether a table was made from the first of the measured inputs; empty if not.
+    """Describes whether a table was made from the first measured inputs; empty if it was not.
 
-    A table holds only the hash of all its inputs, in their order.
+    A table has only the hash of all its inputs, in order.
     """
     seen, count = FeedHash(), table.origin.samples
     for batch in _batches(model, data, count):

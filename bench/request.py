@@ -28,7 +28,7 @@ CpuTarget = Literal["onnx", "ort-cpu"]
 """The targets of graphs that ONNX Runtime runs on the CPU."""
 
 RANGED: tuple[Precision, ...] = ("int8", "fp8")
-"""The precisions whose ranges are found on inputs."""
+"""The precisions that need ranges, which are measured on inputs."""
 
 KS = "n,0.5,0.25,0.125"
 """The numbers of experts that are measured without `--k`."""
@@ -37,11 +37,11 @@ ALL = "all"
 """Selects every engine, in a list of engines."""
 
 PLACES = ("command", "out")
-"""Options of a benchmark that do not affect the numbers."""
+"""Options of a benchmark that do not affect the measured numbers."""
 
 
 def _entries(entries: str | float | Sequence[Any]) -> Sequence[Any]:
-    """The items of a list, which may be text, `n,0.5`, or a number alone."""
+    """Returns the items of a list, which may be text, `n,0.5`, or a single number."""
     if isinstance(entries, int | float):
         return [entries]
     return split_list(entries) if isinstance(entries, str) else entries
@@ -50,7 +50,7 @@ def _entries(entries: str | float | Sequence[Any]) -> Sequence[Any]:
 def _known_entries(
     entries: str | Sequence[str], known: Sequence[str], option: str, what: str
 ) -> list[str]:
-    """The names in a list without duplicates; `UsageError` for an empty list or unknown name."""
+    """Returns a list's names without duplicates; `UsageError` if it is empty or a name unknown."""
     names = list(dict.fromkeys(_entries(entries)))
     if not names:
         raise UsageError(f"{option} is empty", hint=near_miss("", known))
@@ -69,7 +69,7 @@ def _engines() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest(LoadRequest):
-    """The measurements of models and bundles: over which settings, and how."""
+    """What to measure of models and bundles, and how."""
 
     offered: ClassVar[frozenset[str]] = frozenset({"load", "bench"})
 
@@ -103,7 +103,7 @@ class BenchRequest(LoadRequest):
     )
     round_s: float = option(0.2, "Seconds of each engine's turn.", in_shell=False)
     warmup: int = option(3, "Calls of each engine that are not timed.", in_shell=False)
-    inputs: int = option(8, "Inputs that calls use in turn.", in_shell=False)
+    inputs: int = option(8, "Number of inputs that calls use in turn.", in_shell=False)
     samples: int | None = option(None, "Number of inputs for measuring accuracy.", unset="all")
     threads: int | None = option(
         None,
@@ -129,7 +129,7 @@ class BenchRequest(LoadRequest):
     calibrate_data: Feed | None = option(
         None,
         "Inputs for INT8 ranges, other than those that are measured.",
-        unset="the first of the data, up to 256, which are not measured",
+        unset="the first inputs of the data, up to 256, which are not measured",
         compare=False,
     )
     calibration: AnyPath | None = option(
@@ -169,7 +169,7 @@ class BenchRequest(LoadRequest):
         if not ks or "input" in ks:
             raise UsageError(
                 "--k input: a benchmark measures numbers of experts" if ks else "--k is empty",
-                hint="for example --k n,0.5,0.25; a bundle whose k is an input is measured at each",
+                hint="for example --k n,0.5,0.25; a bundle with k as an input is measured at each",
             )
         return ks
 
@@ -184,7 +184,7 @@ class BenchRequest(LoadRequest):
         if TUNE in names:
             raise UsageError(
                 "--lowering tune belongs to export: a benchmark measures the named lowerings",
-                hint="name the lowerings to compare, as --lowering dense,gather,grouped",
+                hint="name the lowerings to compare, such as --lowering dense,gather,grouped",
             )
         return names
 
@@ -229,7 +229,7 @@ class BenchRequest(LoadRequest):
         return sizes
 
     def check(self) -> None:
-        """Raises `UsageError` for a value that an option refuses, without loading PyTorch."""
+        """Raises `UsageError` for an invalid value of an option, without loading PyTorch."""
         _ = (self.ks, self.lowerings, self.precisions, self.batches, self.engines)
         for name in ("samples", "threads", "evaluation_batch"):
             at_least(self, name, 1)
@@ -237,7 +237,7 @@ class BenchRequest(LoadRequest):
             check_pixels(self.pixels, given=self.data is not None)
 
     def check_ranges(self) -> None:
-        """Raises `UsageError` for options of INT8 that do not apply to the exported graphs."""
+        """Raises `UsageError` for INT8 options that do not apply to the exported graphs."""
         refuse(self._of_ranges())
 
     def _of_ranges(self) -> Iterator[Mistake]:
@@ -252,7 +252,7 @@ class BenchRequest(LoadRequest):
                 )
         if all(value is not None for value in given.values()):
             yield (
-                "--calibrate-data with --calibration: the ranges are those of the table",
+                "--calibrate-data with --calibration: the table has the ranges already",
                 "leave one of them out",
             )
         if self.scope != "experts" and "int8" not in self.precisions:
@@ -288,7 +288,7 @@ class BenchRequest(LoadRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportRequest(Request):
-    """The results to compare with, and to draw in the same charts."""
+    """The results to compare with, and those to show in the same charts."""
 
     compare: Results | AnyPath | None = option(
         None,
@@ -299,7 +299,7 @@ class ReportRequest(Request):
     )
     beside: Sequence[Results | AnyPath] = option(
         (),
-        "Results of other runs, or machines, to draw in the same charts.",
+        "Results of other runs or machines to show in the same charts.",
         unset="none",
         in_shell=False,
         compare=False,

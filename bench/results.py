@@ -16,7 +16,7 @@ from .engines import PYTORCH_EAGER
 
 SCHEMA = 1
 MOST_LOSING = 10
-DISTURBED = 0.1  # from this share of waiting for a core on, times count as disturbed
+DISTURBED = 0.1  # times count as disturbed if this share was spent waiting for a core
 
 
 PhaseName = Literal["decode", "prefill"]
@@ -33,7 +33,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class AttributeAccuracy:
-    """The share of inputs for which an attribute is decided right, and in the unmodified model.
+    """The share of inputs whose attribute is predicted correctly, here and by the unmodified model.
 
     `positives` are the inputs that have the attribute.
     """
@@ -48,8 +48,8 @@ class AttributeAccuracy:
 class Accuracy:
     """Top-1 accuracy on `n` labelled samples, 0..1, and its ratio to the unmodified PyTorch model.
 
-    `top5` is None for models with up to five classes; `retention` if the unmodified model gets
-    nothing right. For a model that decides `attributes`, `top1` is the mean of their accuracies.
+    `top5` is None for models with up to five classes, `retention` if the unmodified model is never
+    correct. For a model that predicts `attributes`, `top1` is the mean of their accuracies.
     """
 
     top1: float
@@ -66,8 +66,8 @@ class Accuracy:
 class Regression:
     """R² on `n` samples over all outputs, and its ratio to that of the unmodified PyTorch model.
 
-    `outputs` holds the R² of each, None for one with equal targets. `retention` is None if the
-    unmodified model's R² is not positive.
+    `outputs` has the R² of each output, None if its targets are all equal. `retention` is None if
+    the unmodified model's R² is not positive.
     """
 
     r2: float
@@ -83,8 +83,8 @@ class Regression:
 class Perplexity:
     """exp of the mean negative log-likelihood of the next token, over `tokens` tokens.
 
-    `retention` is the unmodified PyTorch model's perplexity divided by this one: 1 keeps all, less
-    is worse. Both intervals are over sequences, the second over their differences.
+    `retention` is the unmodified PyTorch model's perplexity divided by this one: 1 loses nothing,
+    less is worse. Both intervals are over sequences, the second over their differences.
     """
 
     value: float
@@ -98,10 +98,10 @@ class Perplexity:
 class RoutingAgreement:
     """Agreement of the chosen experts with PyTorch's Algorithm 1 at the same k, 0..1.
 
-    `jaccard` is the mean over samples and layers of |A∩B| / |A∪B|; `exact` the share of samples
+    `jaccard` is the mean over samples and layers of |A∩B| / |A∪B|, and `exact` the share of samples
     with equal sets in every layer. If each token chooses, the samples are tokens, and `choices` is
-    the share of equal choices of tokens in layers. `ties` is the share with scores closer than
-    rounding, which are excluded, or count as equal.
+    the share of equal choices of tokens in layers. `ties` is the share of choices between scores
+    that are closer than rounding; these are excluded or count as equal.
     """
 
     jaccard: float
@@ -133,7 +133,7 @@ class PartTime:
 
 @dataclass(frozen=True, slots=True)
 class ClassChange:
-    """A class with fewer right answers than in the unmodified model: `right` of `n` inputs."""
+    """A class with fewer correct answers than in the unmodified model: `right` of `n` inputs."""
 
     label: int
     n: int
@@ -170,12 +170,12 @@ class Row:
 
     `bundle` names the bundle of the measured graph; with `apart` the row is named after it, because
     another bundle has an otherwise equal row, or because it computes an edited model.
-    `graph_sha256` is the hash of the graph (`graph_hash`), and `deploy` the arguments of the
-    command that exports it again, or that runs a bundle's: without the model and its settings.
-    `node` names the machine of a cluster on which the row was timed; the protocol's `nodes` have
-    the environment of each. `point` describes the layers if k does not suffice: those of a search
-    may have fewer experts. In a hierarchy `levels` are the experts of each level, and `k_levels`
-    how many of them are kept; empty if layers differ.
+    `graph_sha256` is the hash of the graph (`graph_hash`). `deploy` has the arguments of the
+    command that exports the graph again, or runs it if it is a bundle's, without the model and its
+    settings. `node` names the machine of a cluster on which the row was timed; the protocol's
+    `nodes` have the environment of each. `point` describes the layers if k is not enough: a search
+    may drop experts. In a hierarchy, `levels` are the experts of each level and `k_levels` how many
+    of them are kept; both are empty if layers differ.
     """
 
     engine: str
@@ -225,7 +225,7 @@ class Row:
         return self.engine == PYTORCH_EAGER and not self.on_gpu
 
     def k_of_n(self, of: str = "/") -> str:
-        """Its k and its experts, in a hierarchy those of each level: `4/16`, `2·1 of 5·3`."""
+        """Returns k and the experts, in a hierarchy those of each level: `4/16`, `2·1 of 5·3`."""
         if self.levels and self.k_levels:
             return f"{by_level(self.k_levels)}{of}{by_level(self.levels)}"
         return f"{self.k}{of}{self.experts}"
@@ -252,7 +252,7 @@ class Row:
 
     @property
     def over_limit(self) -> float | None:
-        """The median time over the least time that the machine needs: on a GPU the GPU's own."""
+        """The median time, on a GPU the GPU's own, over the least time that the machine needs."""
         took = self.median_ms if self.device_ms is None else self.device_ms.median
         if took is None or not self.limit_ms:
             return None
@@ -272,7 +272,7 @@ class Row:
 
     @property
     def samples(self) -> tuple[int, str]:
-        """The number of inputs, or tokens, on which its quality was measured."""
+        """The number of inputs, or tokens, on which the quality was measured."""
         judged = self.accuracy or self.regression
         if judged is not None:
             return judged.n, "inputs"
@@ -301,7 +301,7 @@ class BundleInfo:
 class ModelInfo:
     """A measured model: its name, family, source, hash and size.
 
-    `kind` is that of its MoE layers: soft-moe, mumoe or experts. `bundles` are its measured ones.
+    `kind` is the kind of its MoE layers: soft-moe, mumoe or experts. `bundles` were measured.
     """
 
     name: str
@@ -323,9 +323,9 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All results of a benchmark, with what is needed to judge and to repeat it.
+    """All results of a benchmark, with everything needed to judge and repeat it.
 
-    `analyses` holds further findings about the models, by name, as plain data.
+    `analyses` has further findings about the models, by name, as plain data.
     """
 
     models: tuple[ModelInfo, ...]
@@ -338,18 +338,18 @@ class Results:
     analyses: dict[str, Any] = field(default_factory=dict)
 
     def of_model(self, name: str) -> tuple[Row, ...]:
-        """The rows of one model, in the order in which they were measured."""
+        """Returns the rows of one model, in the order in which they were measured."""
         return tuple(row for row in self.rows if row.model == name)
 
     @property
     def disturbance(self) -> str:
-        """A sentence on disturbance by other processes; empty without any."""
+        """A sentence on disturbance by other processes; empty if there was none."""
         most = max((wait["share"] for wait in self.protocol.get("waited", ())), default=0.0)
         if most < DISTURBED:
             return ""
         return (
             "Other work on the machine disturbed these times: threads waited for a core up to "
-            f"{most:.0%} of the time that they wanted one. Measure again on a quiet machine."
+            f"{most:.0%} of the time that they needed one. Measure again on a quiet machine."
         )
 
 
@@ -380,7 +380,7 @@ def write(results: Results, path: Path) -> None:
     write_text(to_json(results), path)
 
 
-# The parts of a file that are validated; environment and protocol may hold more.
+# The parts of a file that are validated; environment and protocol may contain more.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The benchmark: every case's accuracy, routing and parity, then its latency in turn.
 
 `plan` determines what is measured, `Measurement` measures one candidate (quality, timing, memory,
-parts) and `bench` writes the results. With a folder for the results, every finished piece is saved
-there, and a killed run continues from these.
+parts) and `bench` writes the results. If there is a folder for the results, every finished piece is
+saved there, and a killed run continues from these pieces.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def bench(
 ) -> Results:
     """Returns every row of a benchmark of `candidates`, with their engines, k and precisions.
 
-    With `request.out` it writes results.json, report and figures there. A case that cannot be
+    It writes results.json, the report and figures to `request.out`, if given. A case that cannot be
     opened, evaluated or timed becomes a row with its error. `absent` names the engines that are not
     measured, and `analyses` are further findings for the results. With `only`, just that batch size
-    is timed; qualities in `known` are not measured again, by the names of candidates. `calibration`
-    names the file of INT8 ranges for the report, or `ranges` describes their source
-    (`Ranges.record`), and `threads` how the number of threads was chosen. Raises UsageError and
-    FeedError, before anything is opened, for an impossible benchmark.
+    is timed; the qualities in `known`, by the names of candidates, are not measured again.
+    `calibration` names the file of INT8 ranges for the report, or `ranges` describes their source
+    (`Ranges.record`); `threads` describes how the number of threads was chosen. Raises UsageError
+    and FeedError, before anything is opened, for an impossible benchmark.
     """
     progress, out = request.progress or Silent(), request.folder
     groups = plan(candidates, request)
@@ -81,7 +81,7 @@ def bench(
         takes = expected_time(candidates, groups, head, data.samples, request)
         progress.step(describe(groups, takes))
         models = tuple(map(model_info, candidates))
-        same = _same_run(candidates, groups, data, request, facts, models) | {
+        same = _run_conditions(candidates, groups, data, request, facts, models) | {
             "ranges": dict(ranges or {})
         }
         journal = Journal(None if out is None else out / FILE, same)
@@ -131,7 +131,7 @@ def _check_inputs(candidates: Sequence[Candidate], head: LabelledData) -> None:
 def _measured(
     measurements: Iterable[Measurement], studies: Collection[StudyRun], protocol: dict[str, Any]
 ) -> tuple[Row, ...]:
-    """The rows of all candidates; `protocol` receives the samples that each of them saw."""
+    """Returns the rows of all candidates; adds the samples that each of them saw to `protocol`."""
     rows: list[Row] = []
     for one in measurements:
         rows += one.rows()
@@ -160,7 +160,7 @@ def _finish(
         journal.remove()
 
 
-def _same_run(
+def _run_conditions(
     candidates: Sequence[Candidate],
     groups: Sequence[TimingGroup],
     data: Labelled,
@@ -168,7 +168,7 @@ def _same_run(
     facts: Mapping[str, Any],
     models: Sequence[ModelInfo],
 ) -> dict[str, Any]:
-    """The conditions that must be equal to reuse the pieces of an interrupted run."""
+    """Returns the conditions that must be equal to reuse the pieces of an interrupted run."""
     return {
         "environment": facts,
         "models": [asdict(model) for model in models],
@@ -186,7 +186,7 @@ def _same_run(
 def _protocol(
     request: BenchRequest, data: Labelled, calibration: str | None, threads: Threads | None
 ) -> dict[str, Any]:
-    """How rows are measured, for the results; the candidates add their numbers of samples."""
+    """Returns how rows are measured, for the results; candidates add their numbers of samples."""
     ranges = {"calibration": calibration} if calibration else {}
     counted = {} if threads is None else {"threads": threads.sentence}
     return asdict(request.protocol) | {
@@ -229,7 +229,7 @@ def sweep(
 
 
 def _ranges(plans: Prepared) -> dict[str, Any]:
-    """The source of INT8 ranges, with the tables that were written."""
+    """Returns the source of INT8 ranges, with the tables that were written."""
     record, folder = plans.ranges.record(), plans.request.folder
     if not record or folder is None or "table" in record:
         return record
@@ -268,5 +268,5 @@ def model_info(candidate: Candidate) -> ModelInfo:
 
 
 def _file_hash(loader: Loader) -> str:
-    """The hash of a graph's file; empty without a file."""
+    """Returns the hash of a graph's file; empty if there is no file."""
     return sha256(loader.file) if loader.file is not None and loader.file.is_file() else ""

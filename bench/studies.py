@@ -1,4 +1,4 @@
-"""The registry of studies: further findings of a benchmark, if options request them."""
+"""The registry of studies: further findings of a benchmark that options request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StudyRun:
     """A study of the candidates of one benchmark.
 
     `findings` returns the results as plain data for `results.json`. `follow` measures a candidate
-    after its rows, given the failed cases; None if everything is found before the rows.
+    after its rows, given the failed cases; it is None if everything is found before the rows.
     """
 
     findings: Callable[[], Any]
@@ -69,7 +69,7 @@ def begun(
 ) -> dict[str, StudyRun]:
     """Begins the requested studies, and returns them by name.
 
-    Those that are already complete come first, so that `results.json` has them.
+    Studies that are already complete come first, so that `results.json` has them.
     """
     studies = {study.name: study.begin(candidates, data, request) for study in asked(request)}
     return dict(sorted(studies.items(), key=lambda each: each[1].follow is not None))

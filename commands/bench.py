@@ -106,7 +106,7 @@ def bench(
         typer.Option(
             metavar="5%",
             rich_help_panel="Comparison",
-            help="Exit with 3 if a row is slower than before by more.",
+            help="Exit with 3 if a row is slower than before by more than this.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -115,7 +115,7 @@ def bench(
 ) -> None:
     """Measure accuracy and latency for every k; write a report.
 
-    After an interruption, repeat the command: it continues where it stopped.
+    After an interruption, run the same command again to continue where it stopped.
     """
     console = Console(verbose=verbose, quiet=quiet)
     request = BenchRequest(
@@ -173,7 +173,7 @@ def bench(
         for line in check_regression(before, results, share):
             console.note(line)
     elif share is not None:
-        console.note(f"--fail-if-slower: {output} holds no earlier results to compare with")
+        console.note(f"--fail-if-slower: {output} has no earlier results to compare with")
 
 
 def _bench_on_nodes(
@@ -203,7 +203,7 @@ def _bench_on_nodes(
         if failure is not None:
             raise failure
     elif share is not None:
-        console.note(f"--fail-if-slower: {output} holds no earlier results to compare with")
+        console.note(f"--fail-if-slower: {output} has no earlier results to compare with")
 
 
 def _print_results(results: Results, text: str, output: Path, *, as_json: bool) -> None:

@@ -43,9 +43,9 @@ def cached(options: EngineOptions) -> EngineOptions:
 def engines_requested(
     engine: EngineOptions | bool | None, options: EngineOptions
 ) -> EngineOptions | bool | None:
-    """Returns the `engine` of an export: any option of engines requests them.
+    """Returns the `engine` value of an export: any engine option requests engines.
 
-    Raises `UsageError` for such an option together with --no-engine.
+    Raises `UsageError` if an engine option is combined with --no-engine.
     """
     if engine is False:
         names = declared(EngineOptions).keys()
@@ -63,7 +63,7 @@ class EngineSwitch:
 def engine_switch(
     engine: Annotated[bool | None, option_for(ExportOptions, "engine", "Engines")] = None,
 ) -> EngineSwitch:
-    """The switch of `export` for engines."""
+    """Returns the value of the engine switch of `export`."""
     return EngineSwitch(engine=engine)
 
 
@@ -120,7 +120,7 @@ def engine_options(
         bool, option_for(EngineOptions, "bind_weights", "Weights of engines")
     ] = False,
 ) -> EngineOptions:
-    """The engine options of `build` and `export`."""
+    """Returns the engine options of `build` and `export`."""
     return EngineOptions(
         profiles=tuple(profiles or ()),
         compute_capabilities=compute_capabilities or (),
@@ -148,13 +148,13 @@ def build(
     rebuild: Annotated[bool, option_for(BuildRequest, "rebuild")] = False,
     expose_routing: Annotated[bool, option_for(EngineOptions, "expose_routing")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be built and build nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be built, but build nothing.")
     ] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compile TensorRT engines from a bundle's graphs into it."""
+    """Compile TensorRT engines from a bundle's graphs and add them to it."""
     from ..exporter.calls import build_engines, build_plan
     from ..exporter.tensorrt.engines import precision_notes
 
@@ -182,7 +182,7 @@ def build(
 
 
 def engine_plans_text(plans: Sequence[EnginePlan]) -> str:
-    """The output of `build --dry-run`."""
+    """Returns the output of `build --dry-run`."""
     rows = []
     for plan in plans:
         version = plan.backend.version()
@@ -196,7 +196,7 @@ def engine_plans_text(plans: Sequence[EnginePlan]) -> str:
 
 
 def engine_plan_json(plan: EnginePlan) -> dict[str, Any]:
-    """The plan of an engine as plain data."""
+    """Returns the plan of an engine as plain data."""
     return {
         "file": plan.file,
         "graph": plan.graph,
@@ -209,7 +209,7 @@ def engine_plan_json(plan: EnginePlan) -> dict[str, Any]:
 
 
 def made_text(bundle: Path, made: EnginePlan) -> str:
-    """A line about an engine that `build` has added to a bundle, or found there."""
+    """Returns a line about an engine that `build` added to a bundle, or found in it."""
     record = made.built
     counts = ", ".join(f"{number} in {name}" for name, number in record.precision.items())
     how = {

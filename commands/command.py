@@ -18,8 +18,8 @@ class Command:
     """A command of the program.
 
     `summary` is its line in the list of commands, and `example` ends its help. `function` is
-    `package.module:function`; Typer reads its parameters as arguments and options. The options of
-    plugins for `calls` are added, and those of `groups`, which are functions, too (`panels`).
+    `package.module:function`; Typer reads its parameters as arguments and options. `panels` adds
+    the options of plugins for `calls`, and those that the functions named in `groups` declare.
     The list of commands is sorted by `order`.
     """
 
@@ -33,7 +33,7 @@ class Command:
 
     @cached_property
     def loaded(self) -> Callable[..., Any]:
-        """The function, imported now."""
+        """Imports the function and returns it."""
         return imported(self.function)
 
 
@@ -47,7 +47,7 @@ def imported(function: str) -> Callable[..., Any]:
 def summaries(commands: Registry[Command]) -> dict[str, str]:
     """Returns the line of each command, in the order of the list.
 
-    For commands of other packages it is taken from their metadata, without an import.
+    The lines of other packages' commands come from their metadata, without an import.
     """
     lines: dict[str, tuple[float, str]] = {}
     for name in commands.names:

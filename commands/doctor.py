@@ -21,7 +21,7 @@ def doctor(*, as_json: AsJson = False, verbose: Verbose = False, quiet: Quiet = 
 
 
 def diagnosis_text(diagnosis: Diagnosis) -> str:
-    """The output of `doctor` as text."""
+    """Returns the output of `doctor` as text."""
     facts = diagnosis.environment
     rows = [("yes" if a.available else "no", a.name, a.detail) for a in diagnosis.abilities]
     return "\n".join(

@@ -109,7 +109,7 @@ def export(
     opset: Annotated[int | None, option_for(ExportOptions, "opset", "Numbers")] = None,
     force: Annotated[bool, option_for(ExportOptions, "force", "Options")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and write nothing.")
+        bool, typer.Option("--dry-run", help="Print the plan, but write nothing.")
     ] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -235,7 +235,7 @@ def _edited(texts: Sequence[str]) -> list[str]:
 
 
 def plan_text(plan: Plan) -> str:
-    """The output of `export --dry-run`."""
+    """Returns the output of `export --dry-run`."""
     layers = plan.graphs[0].layers
     folder = plan.job.options.destination or Path()
     blocks = []
@@ -247,7 +247,7 @@ def plan_text(plan: Plan) -> str:
         rows = [
             (
                 layer.name,
-                _kept(layer),
+                _k_text(layer),
                 layer.lowering.name,
                 layer.reason,
             )
@@ -255,7 +255,7 @@ def plan_text(plan: Plan) -> str:
         ]
         blocks.append(
             f"{folder / graph.file}\n{table(('MoE layer', 'k/n', 'lowering', 'reason'), rows)}\n"
-            f"MoE layers together: about {graph.predicted_us / 1e3:.3g} ms a batch of "
+            f"all MoE layers: about {graph.predicted_us / 1e3:.3g} ms for a batch of "
             f"{graph.layers[0].batch} (predicted)\n"
         )
     if plan.tuning is not None:
@@ -264,8 +264,8 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(blocks)
 
 
-def _kept(layer: AnyPlan) -> str:
-    """A layer's k and n, with a number for each level of a hierarchy: `8·2/16·4`."""
+def _k_text(layer: AnyPlan) -> str:
+    """Returns a layer's k and n, with a number for each level of a hierarchy: `8·2/16·4`."""
     levels = layer.spec.levels
     if layer.k is None:
         return "input"
@@ -275,7 +275,7 @@ def _kept(layer: AnyPlan) -> str:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data, with notes and the measurements of `--lowering tune`, if any."""
+    """Returns the plan as plain data, with notes and any measurements of `--lowering tune`."""
     more: dict[str, Any] = {} if plan.tuning is None else {"tuning": asdict(plan.tuning)}
     more |= {"notes": plan.notes} if plan.notes else {}
     batches = {g.file: list(g.batches) for g in plan.graphs if g.batches is not None}

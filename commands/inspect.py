@@ -122,7 +122,7 @@ LAYER_HEADER = (
 
 
 def model_text(report: ModelReport) -> str:
-    """The output of `inspect` for a model: family, layers and the cost of each k."""
+    """Returns the output of `inspect` for a model: family, layers and the cost of each k."""
     config = ", ".join(f"{key}={value}" for key, value in report.config.items())
     compute = f"compute     {count(2 * report.moe_macs)} FLOPs of MoE layers for one input"
     if report.macs is not None:
@@ -157,7 +157,7 @@ def model_text(report: ModelReport) -> str:
 
 
 def _layer_tables(report: ModelReport) -> Iterator[str]:
-    """A table of layers with full expert matrices, and one of factorised layers."""
+    """Yields a table of layers with full expert matrices, and one of factorised layers."""
     whole = [
         (r.name, r.experts, r.slots, r.dim, r.hidden, r.tokens, count(r.parameters))
         for r in report.layers
@@ -184,7 +184,7 @@ def _layer_tables(report: ModelReport) -> Iterator[str]:
 
 
 def _costs(report: ModelReport) -> list[tuple[str, ...]]:
-    """A row for each k; consecutive rows of equal work are merged."""
+    """Returns a row for each k; consecutive rows of equal work are merged."""
     rows: list[tuple[str, ...]] = []
     for (macs, nbytes), group in groupby(report.costs, lambda c: (c.macs, c.expert_bytes)):
         alike = list(group)
@@ -196,7 +196,7 @@ def _costs(report: ModelReport) -> list[tuple[str, ...]]:
 
 
 def _equivalents_text(report: ModelReport) -> tuple[str, ...]:
-    """Costs of muMoE layers in other forms; equal layers share a row."""
+    """Returns the costs of muMoE layers in other forms; equal layers share a row."""
     alike: dict[tuple[tuple[str, int, int], ...], list[str]] = {}
     for layer in dict.fromkeys(each.layer for each in report.equivalents):
         own = [each for each in report.equivalents if each.layer == layer]
@@ -216,7 +216,7 @@ def _equivalents_text(report: ModelReport) -> tuple[str, ...]:
 
 
 def _support_text(report: ModelReport) -> tuple[str, ...]:
-    """The lines on nonzero coefficients, if they were counted."""
+    """Returns the lines on nonzero coefficients, if they were counted."""
     if not report.support:
         return ()
     header = ("muMoE layer", "level", "experts n", "tokens", "mean", "p99", "max")
@@ -232,7 +232,7 @@ def _support_text(report: ModelReport) -> tuple[str, ...]:
 
 
 def bundle_text(path: str | Path, manifest: Manifest) -> str:
-    """The output of `inspect` for a bundle."""
+    """Returns the output of `inspect` for a bundle."""
     from ..graphs.edits import Edits
 
     edits = Edits.from_records(manifest.edits, "manifest.json")
@@ -282,7 +282,7 @@ def not_replayed(path: str | Path, manifest: Manifest) -> Iterator[str]:
 
 
 def engine_text(facts: Mapping[str, Any]) -> str:
-    """The output of `inspect` for an engine (`exporter.tensorrt.plan_file.engine_facts`)."""
+    """Returns the output of `inspect` for an engine (`engine_facts`)."""
     head = [
         f"engine      {facts['file']} ({size(facts['bytes'])})",
         f"built by    {facts['flavour']} {facts['version'] or '(unknown version)'}",
@@ -295,7 +295,7 @@ def engine_text(facts: Mapping[str, Any]) -> str:
         head += [
             f"from        {facts['graph']}",
             f"runs on     {facts['device'] or 'compute capability'} {cards}",
-            f"took        {facts['seconds']:.1f} s, {size(facts['peak_memory_bytes'])} at the most",
+            f"took        {facts['seconds']:.1f} s, {size(facts['peak_memory_bytes'])} at most",
             *(f"profile     {Profile.from_json(profile)}" for profile in facts["profiles"]),
             f"settings    {', '.join(f'{k}={v}' for k, v in facts['settings'].items())}",
             "products    " + ", ".join(f"{n} in {name}" for name, n in facts["precision"].items()),
@@ -319,7 +319,7 @@ def precisions_text(layers: Iterable[tuple[str, str, str]]) -> str:
 
 
 def backbone_departures(manifest: Manifest) -> list[str]:
-    """Returns the nodes of the backbone in another precision than requested, with reasons."""
+    """Returns the backbone's nodes whose precision is not the requested one, with reasons."""
     numbers = manifest.numbers
     fp32_nodes = numbers.get("fp32_nodes", ())
     linears = numbers.get("linears", {})
@@ -330,7 +330,7 @@ def backbone_departures(manifest: Manifest) -> list[str]:
 
 
 def tuning_text(tuning: Tuning | None) -> tuple[str, ...]:
-    """Returns the measurements of `--lowering tune` and their conditions; empty without it."""
+    """Returns the measurements of `--lowering tune` and their conditions, if there are any."""
     if tuning is None:
         return ()
     rows = []

@@ -18,7 +18,7 @@ from ..errors import FeedError, UsageError
 def typed_path(text: str | Path) -> Path:
     """Parses a path; refuses an empty one, which would mean `.`."""
     if text == "":
-        raise typer.BadParameter("it is empty: name a file or folder, . for the current one")
+        raise typer.BadParameter("it is empty: name a file or a folder (. is the current folder)")
     from ..common.locations import path_of, url_of
 
     return Path(text) if url_of(text) is not None else path_of(text)
@@ -30,14 +30,14 @@ def typed_output(text: str | Path) -> Path:
 
     path = typed_path(text)
     if url_of(text) is not None:
-        raise typer.BadParameter(f"{text} is a URL: write to this machine, and copy it there")
+        raise typer.BadParameter(f"{text} is a URL: write to a local file, then copy it there")
     return path
 
 
 def typed_source(text: str) -> str:
-    """Parses MODEL; raises if it is empty or does not exist."""
+    """Parses MODEL; raises an error if it is empty or does not exist."""
     if not text:
-        raise UsageError("MODEL is empty", hint="give a checkpoint or package.module:factory")
+        raise UsageError("MODEL is empty", hint="name a checkpoint or package.module:factory")
     from ..common.locations import is_missing_checkpoint, no_such_checkpoint
     from ..data.typed_code import check_code
     from ..data.user_code import names_code
@@ -74,12 +74,12 @@ def with_values(args: Sequence[str], optional: Mapping[str, str]) -> list[str]:
 
 
 def typed_switch(text: str | bool) -> str | bool:
-    """Parses an option with an optional value: True without one."""
+    """Parses an option with an optional value: True if it has none."""
     return text or text == ""
 
 
 def typed_feed(text: str) -> str:
-    """Returns the inputs that were typed; raises for those that are not there, or unreadable."""
+    """Parses the path of inputs; raises an error if they do not exist or cannot be read."""
     from ..common.locations import no_such_feed
 
     if _are_missing(text):
@@ -88,10 +88,7 @@ def typed_feed(text: str) -> str:
 
 
 def typed_data(text: str) -> str:
-    """Returns the labelled inputs that were typed; raises for those that are not there.
-
-    Raises for unreadable ones, too.
-    """
+    """Parses the path of labelled inputs; raises an error if they cannot be read."""
     if _are_missing(text):
         raise FeedError(
             f"{text}: no such file",
@@ -102,7 +99,7 @@ def typed_data(text: str) -> str:
 
 
 def _are_missing(text: str) -> bool:
-    """Whether inputs are named that are not there; raises for what cannot be inputs."""
+    """Returns whether named inputs do not exist; raises an error for anything but inputs."""
     from ..common.locations import url_of
     from ..data.typed_code import check_code
     from ..data.user_code import names_code
@@ -118,7 +115,7 @@ def _are_missing(text: str) -> bool:
 
 
 def typed_config(text: str | Path) -> Path:
-    """Returns the file of settings that was typed; `UsageError` where it cannot be read."""
+    """Parses the path of a settings file; raises `UsageError` if it cannot be read."""
     from ..exporter.checkpoints.settings import read_config
 
     path = typed_path(text)
@@ -127,7 +124,7 @@ def typed_config(text: str | Path) -> Path:
 
 
 def typed_family(text: str) -> str:
-    """Returns the family that was typed; `FamilyError` where there is none of that name."""
+    """Parses the name of a family; raises `FamilyError` if there is no such family."""
     from ..exporter.checkpoints.family_names import check_family
 
     check_family(text)
@@ -135,7 +132,7 @@ def typed_family(text: str) -> str:
 
 
 def typed_setting(text: str) -> str:
-    """Returns the setting that was typed; `UsageError` for what is not `KEY=VALUE`."""
+    """Parses a setting; raises `UsageError` if it is not `KEY=VALUE`."""
     from ..exporter.checkpoints.settings import split_setting
 
     split_setting(text)
@@ -143,7 +140,7 @@ def typed_setting(text: str) -> str:
 
 
 def typed_table(text: str | Path) -> Path:
-    """Returns the table of INT8 ranges that was typed; `CalibrationError` if it is invalid."""
+    """Parses the path of a table of INT8 ranges; raises `CalibrationError` if it is invalid."""
     from ..common.locations import url_of
 
     path = typed_path(text)
@@ -166,7 +163,7 @@ def typed_weights(text: str | Path) -> Path:
 
 
 def typed_code(text: str) -> str:
-    """Returns the name of code that was typed; `UsageError` if that is not there."""
+    """Parses the name of code; raises `UsageError` if it does not exist."""
     from ..data.typed_code import check_code
     from ..data.user_code import names_code
 
@@ -192,12 +189,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 
 
 def typed_command() -> str:
-    """The command line, quoted for a shell."""
+    """Returns the command line, quoted for a shell."""
     return shlex.join(["moexport", *sys.argv[1:]])
 
 
 def json_text(content: Any) -> str:
-    """Plain data as indented JSON."""
+    """Returns plain data as indented JSON."""
     import json
 
     return json.dumps(content, indent=2, ensure_ascii=False)
@@ -232,9 +229,9 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results a
 
 
 def refuse_idle(*records: Any, why: str, but: Sequence[str] = ()) -> None:
-    """Raises `UsageError` for the first option in the records that was given but has no effect.
+    """Raises `UsageError` for the first given option in the records that has no effect.
 
-    Options in `but` have an effect.
+    The options in `but` have an effect.
     """
     for record in records:
         for each in (record, *record.further):

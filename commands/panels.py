@@ -14,7 +14,7 @@ from .options import READING
 T = TypeVar("T")
 
 LOAD = "load"
-"""The call whose panels every command that reads a model shows."""
+"""The call whose panels are shown by every command that reads a model."""
 
 
 class Groups:
@@ -49,7 +49,7 @@ class Groups:
 
 
 def _parsed(function: str, title: str | None) -> Any:
-    """A group parsed by Typer; `title` is the section of options without one."""
+    """Returns a group parsed by Typer; `title` is the section of options that have none."""
     alone = typer.Typer(add_completion=False)
     alone.command()(imported(function))
     group: Any = typer.main.get_command(alone)
@@ -66,7 +66,7 @@ def given(context: typer.Context, kind: type[T]) -> T:
 
 
 def further(context: typer.Context, request: type[Request]) -> tuple[Any, ...]:
-    """Returns the records of a request's panels from which an option was given."""
+    """Returns the records of those panels of a request whose options were given."""
     panels = panels_for(request.offered, ())
     records = (record_in(context.obj, panel.options) for panel in panels)
     return tuple(record for record in records if record is not None and changed(record))

@@ -17,7 +17,7 @@ LAST = ("Cluster", "Options")
 """The last sections of a command's help."""
 
 FURTHER = ("Numbers", "Engines", "Weights of engines")
-"""Sections that a help longer than two screens shows only with --help-all, like rare panels."""
+"""Sections shown only by --help-all, like rare panels, if the help is over two screens long."""
 
 SCREENS = 80
 """Lines on two screens."""
@@ -101,14 +101,14 @@ def _before_command(
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """The options before the command; `program` uses them."""
+    """Declares the options before the command; `program` uses them."""
 
 
 def program(name: str, about: str, commands: Registry[Command]) -> typer.Typer:
     """Creates the program from its commands.
 
     The help lists them without importing their functions: declaring their 150 options takes longer
-    than all else.
+    than everything else.
     """
 
     class Commands(TyperGroup):
@@ -142,7 +142,7 @@ def program(name: str, about: str, commands: Registry[Command]) -> typer.Typer:
 
 
 def declared_command(command: Command) -> Any:
-    """A command with its options, for the parser; its help ends with the example."""
+    """Returns a command with its options, for the parser; its help ends with the example."""
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     alone.command(command.name, cls=SectionedCommand, epilog=f"Example: {command.example}")(
         command.loaded

@@ -20,7 +20,7 @@ def report(
         typer.Argument(
             metavar="RESULTS.JSON…",
             parser=typed_path,
-            help="Results of bench; further runs or machines are drawn next to the first.",
+            help="Results of bench; the report shows further files next to the first.",
         ),
     ],
     output: Annotated[
@@ -33,7 +33,7 @@ def report(
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """Rebuild the report of a results file, compare two, or draw several in one."""
+    """Rebuild the report of a results file, compare two files, or show several."""
     from ..bench.report.page import can_draw
 
     console = Console(verbose=verbose, quiet=quiet)
@@ -41,7 +41,7 @@ def report(
     paths, comparison = write(first, output, ReportRequest(compare=compare, beside=others))
     result = {"files": [str(path) for path in paths]}
     if not any(path.suffix == ".png" for path in paths) and not can_draw():
-        console.note("no figures next to the page: vl-convert is not installed")
+        console.note("no figures were written: vl-convert is not installed")
     if comparison is not None:
         changes = [change.label for change in comparison.notable]
         result |= {"changed": [comparison.sentence, *changes, *comparison.notes]}

@@ -72,5 +72,5 @@ def run(
     if written.not_finite:
         console.note(
             f"{written.not_finite} values of the output are NaN or infinite: check the inputs; "
-            "a 16-bit graph overflows beyond what was calibrated"
+            "a 16-bit graph overflows beyond the calibrated range"
         )

@@ -52,7 +52,7 @@ def verify(
     others = others_in(folder, Manifest.read(folder).files)
     if others:
         Console(verbose=verbose, quiet=quiet).note(
-            f"files that do not belong to the bundle, not checked: {', '.join(others[:6])}"
+            f"not checked, because they are not part of the bundle: {', '.join(others[:6])}"
         )
     passed = all(check.passed for check in checks)
     if as_json:
@@ -69,12 +69,12 @@ def verify(
 
 
 def check_json(check: Check) -> dict[str, Any]:
-    """A check as JSON, with its hint, if any."""
+    """Returns a check as JSON, with its hint, if any."""
     return {name: value for name, value in asdict(check).items() if value is not None}
 
 
 def check_text(check: Check) -> str:
-    """A line of `verify`; the hint of a passed check is printed as a note."""
+    """Returns a line of `verify`; the hint of a passed check is printed as a note."""
     if check.passed and check.hint:
         return lines(f"noted   {check.name}: {check.detail}; {check.hint}")
     return lines(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")

@@ -145,7 +145,7 @@ class Builder:
 
 
 def _describe(array: np.ndarray) -> str:
-    """A readable name for a constant: its values, if there are few."""
+    """Returns a readable name for a constant: its values, if there are few."""
     if array.size <= 4:
         return "x".join(f"{value:g}" for value in array.flatten().tolist()) or "empty"
     return f"{array.dtype.name}_{'x'.join(str(size) for size in array.shape)}"

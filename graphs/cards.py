@@ -22,10 +22,10 @@ def _card(
     cache_mib: int,
     cached: float,
 ) -> Mapping[Precision, Machine]:
-    """A GPU from its data sheet, with dense products; the output of a Gather is read from cache.
+    """Returns a GPU from its data sheet: dense rates; the output of a Gather is read from cache.
 
-    The L2 holds `cache_mib` and is `cached` times as fast as the memory. Node times are those of a
-    CUDA graph; an `If` waits for the host.
+    The L2 cache has `cache_mib` and is `cached` times as fast as the memory. Node times are those
+    of a CUDA graph; an `If` waits for the host.
     """
     streamed = gigabytes_per_s * STREAMED * 1e3
 
@@ -70,8 +70,8 @@ GPUS: Mapping[str, Mapping[Precision, Machine]] = MappingProxyType(
         "RTX 4090": _card(1008, 82.6, 165, 661, cache_mib=72, cached=5.0),
     }
 )
-"""Cards by NVIDIA's data sheets, with guessed costs of nodes, branches and the L2. None of it was
-measured."""
+"""Cards by NVIDIA's data sheets, with estimated costs of nodes, branches and the L2 cache. Nothing
+here was measured."""
 
 
 def _fitted(
@@ -84,13 +84,13 @@ def _fitted(
     processors: int,
     processor_bytes_per_us: float,
 ) -> Mapping[Precision, Machine]:
-    """A card on which ONNX Runtime was timed: copies and nodes are as measured.
+    """Returns a card on which ONNX Runtime was timed: copies and nodes are as measured.
 
-    A node's time is that in a CUDA graph, without the launch. Integer weights are copied as FP16.
-    The other layers of a network evict weights from the L2. The rate of each of the `processors` is
-    from the data sheet, for the path to the L2.
+    The time of a node is its time in a CUDA graph, without the launch. Integer weights are copied
+    as FP16. The other layers of a network evict weights from the L2 cache. The rate of each of the
+    `processors` comes from the data sheet, for the path to the L2 cache.
     """
-    streamed = card["fp32"].bytes_per_us  # where the cost model counts a byte as one
+    streamed = card["fp32"].bytes_per_us  # here the cost model counts a byte as one
 
     def machine(name: Precision) -> Machine:
         sheet = card[name]

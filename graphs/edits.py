@@ -31,7 +31,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 def _numbered(layer: str, level: int | None, expert: int) -> str:
-    """An expert as `--ablate` and `--steer` spell it: `LAYER:EXPERT` or `LAYER:LEVEL.EXPERT`."""
+    """Returns an expert as in `--ablate` and `--steer`: `LAYER:EXPERT` or `LAYER:LEVEL.EXPERT`."""
     return f"{layer}:{'' if level is None else f'{level}.'}{expert}"
 
 
@@ -118,11 +118,11 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True)
 class KeptExperts:
-    """The experts of a layer that are kept, in ascending order; the others and their weights go.
+    """The kept experts of a layer, in ascending order; the others and their weights are removed.
 
-    If `constant`, the slots of dropped experts return the `constants` [dropped, p, o], else
-    nothing. The constants are None as read from a manifest or recipe; `Edits.with_substitutes` adds
-    them.
+    If `constant`, the slots of dropped experts return the `constants` [dropped, p, o], otherwise
+    nothing. The constants are None when read from a manifest or recipe; `Edits.with_substitutes`
+    adds them.
     """
 
     layer: str
@@ -144,7 +144,7 @@ class KeptExperts:
 class MergedExperts:
     """A layer whose experts are merged: a matrix [d + 1, o] for each of its weight tensors.
 
-    The `matrices` are None as read from a manifest or recipe; `Edits.with_substitutes` adds them.
+    The `matrices` are None when read from a manifest or recipe; `Edits.with_substitutes` adds them.
     """
 
     layer: str
@@ -158,7 +158,7 @@ class MergedExperts:
         return {"edit": MERGE, "layer": self.layer}
 
     def key(self, tensor: int) -> str:
-        """The name in a file of the matrix for a weight tensor (counted from 0)."""
+        """Returns the name in a file of the matrix for a weight tensor (counted from 0)."""
         return f"{self.layer}:{tensor}"
 
     def of(self, substitutes: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] | None:
@@ -171,7 +171,7 @@ class MergedExperts:
 class Steer:
     """An expert's cluster centre (its column of the gating matrix), added to every token.
 
-    It is multiplied by `strength`, which is None if it is given at run time.
+    It is multiplied by `strength`, which is None if it is an input at run time.
     """
 
     layer: str
@@ -181,7 +181,7 @@ class Steer:
 
     @property
     def name(self) -> str:
-        """The expert as `--steer` spells it."""
+        """The expert in the form of `--steer`."""
         return _numbered(self.layer, self.level, self.expert)
 
     @property
@@ -275,7 +275,7 @@ class Edits:
         return tuple(steer for steer in steers if steer.strength is None)
 
     def ablated_in(self, level: int) -> tuple[int, ...]:
-        """The ablated experts of a level, counted from 0, ascending."""
+        """Returns the ablated experts of a level, counted from 0, ascending."""
         own = (each for each in self.ablations if (each.level or 1) - 1 == level)
         return tuple(sorted({each.expert for each in own}))
 
@@ -307,8 +307,8 @@ class Edits:
         edits = replace(self, listed=tuple(map(completed, self.listed)))
         for name in substitutes.keys() - edits.substitutes.keys():
             raise UsageError(
-                f"{name}: the array replaces experts, but that layer keeps all",
-                hint="substitutes.safetensors lies next to its recipe, or in its bundle",
+                f"{name}: the array replaces experts, but that layer keeps all its experts",
+                hint="substitutes.safetensors is next to its recipe, or in its bundle",
             )
         return edits
 
@@ -316,7 +316,7 @@ class Edits:
         return [edit.text for edit in self.listed]
 
     def records(self) -> list[dict[str, Any]]:
-        """The edits as JSON for a manifest, complete enough to restore them."""
+        """Returns the edits as JSON for a manifest, complete enough to restore them."""
         return [edit.record() for edit in self.listed]
 
     @staticmethod
@@ -398,13 +398,13 @@ def _vector(values: Any, what: str) -> tuple[float, ...]:
 
 
 def _number(value: Any, what: str) -> float:
-    """A finite float32 number; Python's JSON parser also accepts NaN and Infinity."""
+    """Returns a finite float32 number; Python's JSON parser also accepts NaN and Infinity."""
     is_number: bool = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number:
         raise UsageError(f"{what} is {value!r}, not a number", hint=REWRITTEN)
-    if not abs(value) <= LARGEST:  # false for NaN, too
+    if not abs(value) <= LARGEST:  # also false for NaN
         raise UsageError(
-            f"{what} is {value}, not a number that float32 holds",
+            f"{what} is {value}, which float32 cannot represent",
             hint="NaN is the mean over no inputs",
         )
     return float(value)

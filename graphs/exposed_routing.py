@@ -58,7 +58,7 @@ def exposed(lowered: Lowered, layers: Sequence[AnyPlan]) -> Lowered:
 
 def _by_input(graph: ir.Graph, layer: str, rows: ir.Value, name: str) -> ir.Value:
     """Reshapes the choice per token, [b·m, k], to [b, m, k], with the batch as first axis."""
-    # A separate builder names these constants: the layer's graph has equal ones.
+    # A separate builder names these constants, because the layer's graph has equal names.
     b = Builder(layer)
     tokens = b.weight(ir.tensor(np.array([-1])), f"{layer}/{name}/tokens")
     batch = b.op("Shape", graph.inputs[0], start=0, end=1, name=f"{name}/batch")

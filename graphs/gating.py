@@ -1,9 +1,9 @@
 """A muMoE layer's coefficients as ONNX nodes: logits, activation, and the k largest.
 
-All of it is FP32 and free of Sort and CumSum: entmax15 and sparsemax find their threshold τ by
+Everything is FP32, without Sort and CumSum: entmax15 and sparsemax find their threshold τ by
 Newton's method, with a few operations on one number per token and step. The equations in τ are
-convex and decreasing, and the start is left of the root, so every step stays left of it and τ only
-grows: a coefficient that reaches zero stays zero, and a step can update r = [z − τ]₊ in place.
+convex and decreasing, and the start is left of the root. Every step therefore stays left of it, and
+τ only grows: a coefficient that reaches zero stays zero, and a step can update r = [z − τ]₊.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def sparsemax_steps(n: int) -> int:
     """Returns the number of Newton steps of sparsemax for n experts, from a bound.
 
     For a convex f each step satisfies f'/f' + f/f ≤ 1 (new over old), so |f·f'| falls to a quarter
-    or less. It starts at n² at most, and |f'|, the size of the support, is at least 1: after that
-    many steps the coefficients are accurate to `ERROR`.
+    or less. It starts at n² at most, and |f'|, the size of the support, is at least 1: after the
+    returned number of steps the coefficients are accurate to `ERROR`.
     """
     return _bounded_steps(n * n)
 
@@ -77,7 +77,7 @@ def kept_levels(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[KeptLevel]:
         if layer.spec.external_routing:
             a = layer.routed[level]
             a = b.cast(a, a.dtype or single, single, f"gate/{name}_fp32")
-            if layer.scores:  # under the layer's name
+            if layer.scores:  # the outputs have the layer's name
                 whole = b.op("Reshape", a, b.ints(0, 0, n), name=f"all_{name}")
                 b.show(whole, None, n)
             levels.append(_largest(b, layer, a, n, k, name) if selects else KeptLevel(a, None))
@@ -136,10 +136,10 @@ def _sparsemax(b: Builder, logits: ir.Value, n: int, name: str) -> ir.Value:
         signs = b.op("Sign", r, name=f"{name}/signs")
         support = b.op("ReduceSum", signs, b.ints(-1), keepdims=1, name=f"{name}/support")
         excess = b.op("Sub", total, b.number(1.0), name=f"{name}/excess")
-        # Rounding may move τ right of the root: a step back would revive zeros.
+        # Rounding may move τ to the right of the root; a step back would revive zeros.
         excess = b.op("Relu", excess, name=f"{name}/excess_left")
         moved = b.op("Div", excess, support, name=f"{name}/step")
-        # This name is looked up elsewhere, so no Identity may follow.
+        # Other code looks this name up, so no Identity may follow.
         r = _step(b, r, moved, name, name if step == steps else None)
     return r
 

@@ -1,4 +1,4 @@
-"""k, the number of experts to compute: as a user gives it, parsed, and of each layer."""
+"""k, the number of experts to compute: as the user gives it, as parsed, and for each layer."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from .layers.base import MoESpec
 
 K = int | float | str | Fraction | Sequence[int]
-"""k as a user gives it: a number, a share, `n`, `n/4`, `input`, or a number per layer."""
+"""k as the user gives it: a number, a share, `n`, `n/4`, `input`, or a number per layer."""
 
 KOption = int | Fraction | Literal["n", "input"] | tuple[int, ...]
 """k as `parse_k` returns it: a number, a share, all experts, a graph input, or a number per layer.
 
-Where a router chose a few experts in training, `n` and shares are of those few: what its model was
-trained to compute, not all that it has.
+If a router chose a few experts in training, `n` and shares refer to these: the number that the
+model was trained to compute, not the number that it has.
 """
 
 
 def parse_k(k: K) -> KOption:
-    """Returns k from `4`, `0.25`, `n/4`, `n`, `trained`, `input`, `4,4,8` or as numbers.
+    """Returns k from `4`, `0.25`, `n/4`, `n`, `trained`, `input`, `4,4,8` or numbers.
 
-    Raises `UsageError` for all else, and for `1.0`: in shares it is all experts, in numbers one.
+    Raises `UsageError` for anything else, and for `1.0`, which may mean one expert or all of them.
     """
     if isinstance(k, float) and math.isfinite(k) and not k.is_integer():
         k = str(Fraction(k).limit_denominator(1 << 20))
@@ -35,7 +35,7 @@ def parse_k(k: K) -> KOption:
         k = 1.0
     elif isinstance(k, Sequence) and not isinstance(k, str | bytes):
         k = ",".join(map(str, k))
-    text = str(k)  # numpy's integers among them; what cannot be meant is refused as text
+    text = str(k)  # also converts numpy's integers; other values are refused as text
     value = text.strip()
     if value == "trained":
         return "n"
@@ -64,13 +64,13 @@ def parse_k(k: K) -> KOption:
     except (ValueError, ZeroDivisionError):
         raise UsageError(
             f"--k {text}: not a number of experts",
-            hint=_meant(value)
+            hint=_suggestion(value)
             + "use a number (4), a share (0.25 or n/4), n, input, or a number per layer (4,4,8)",
         ) from None
 
 
-def _meant(text: str) -> str:
-    """What else somebody may have meant who wrote no k."""
+def _suggestion(text: str) -> str:
+    """Returns a suggestion of the intended k, for a text that is no k."""
     words = {"all": "n", "max": "n", "full": "n", "half": "n/2", "quarter": "n/4", "n": "n"}
     words |= dict.fromkeys(("dynamic", "runtime", "variable", "input"), "input")
     meant = words.get(text.lower())
@@ -89,7 +89,7 @@ def _positive(text: str) -> int:
 
 
 def resolve_k(k: KOption, specs: Mapping[str, MoESpec]) -> dict[str, int | None]:
-    """Returns each layer's k, None where it is a graph input.
+    """Returns each layer's k, None if it is a graph input.
 
     Raises `UsageError` for a k above n and for a list of the wrong length.
     """
@@ -100,13 +100,13 @@ def resolve_k(k: KOption, specs: Mapping[str, MoESpec]) -> dict[str, int | None]
     if len(values) != len(names):
         raise UsageError(
             f"--k {','.join(map(str, values))}: {len(values)} values for {len(names)} MoE layers",
-            hint=f"give one k for all, or one each for: {', '.join(names)}",
+            hint=f"give one k for all layers, or one for each of: {', '.join(names)}",
         )
     return {name: _of_layer(value, specs[name]) for name, value in zip(names, values, strict=True)}
 
 
 def share_of(share: Fraction, experts: int) -> int:
-    """Returns a share of some experts: to the nearest, a half to the even number, one at least."""
+    """Returns a share of some experts, at least one, rounded to the nearest, halves to even."""
     return max(1, round(share * experts))
 
 

@@ -39,9 +39,9 @@ def simplify(model: ir.Model) -> None:
 
 
 def _own_outputs(graph: ir.Graph) -> None:
-    """Gives each output of a subgraph a node of its own, in place.
+    """Gives each output of a subgraph its own node, in place.
 
-    A branch may not return a value from outside, and no graph may return one value twice; removing
+    A branch may not return a value from outside, and no graph may return a value twice; removing
     identities can cause both.
     """
     seen: set[ir.Value | None] = {None}
@@ -129,8 +129,8 @@ def lower(
     missing = layers.keys() - values.keys()
     if missing:
         raise LoweringError(
-            f"the traced graph does not hold the layer {', '.join(sorted(missing))}",
-            hint="the layer is part of the model but not of its forward pass on these inputs",
+            f"the traced graph does not contain the layer {', '.join(sorted(missing))}",
+            hint="the layer is part of the model, but not of its forward pass on these inputs",
         )
     model.opset_imports.pop(DOMAIN, None)
     if fp16_weights:
@@ -144,7 +144,7 @@ def lower(
 
 
 def _lowest_ir_version(opset: int) -> int:
-    """The oldest IR version that allows an opset, so that old runtimes load the file."""
+    """Returns the oldest IR version that allows an opset, so that old runtimes load the file."""
     return max(9, (opset - 1) // 2 if opset < 24 else opset // 2)
 
 
@@ -157,7 +157,7 @@ def _add_k_input(model: ir.Model, layers: Sequence[Layer[Any]]) -> ir.Value | No
 
 
 def _add_steer_input(model: ir.Model, layers: Sequence[Layer[Any]]) -> ir.Value | None:
-    """The input with strengths [b, s] of steerings at run time; None without any."""
+    """Returns the input with strengths [b, s] of steerings at run time; None if there are none."""
     for layer in layers:
         if layer.tensors.has(STEER_CENTRES):
             centres, _ = layer.tensors.stacked(STEER_CENTRES).shape.numpy()
@@ -235,7 +235,7 @@ def _lower_node(
 
 
 def _chosen(layer: Layer[Any]) -> dict[str, str]:
-    """Names of the values with a layer's choice, whether made inside or outside the layer."""
+    """Returns the names of a layer's choices, whether made inside or outside the layer."""
     name = layer.spec.name
     if layer.spec.flat:
         index = layer.routed[0].name
@@ -247,7 +247,7 @@ def _chosen(layer: Layer[Any]) -> dict[str, str]:
 
 
 def _count_domain(graph: ir.Graph, node: ir.Node) -> None:
-    """Declares the opset of the domains of a node and its branches, unless declared already."""
+    """Declares the opset of the domains of a node and its branches, if it is not declared."""
     if node.domain:
         graph.opset_imports.setdefault(node.domain, 1)
     for attribute in node.attributes.values():

@@ -1,4 +1,4 @@
-"""The names of lowerings, without loading them: that would load PyTorch."""
+"""The names of lowerings, without loading the lowerings, which would load PyTorch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = Registry(
 def check_lowering(name: str) -> None:
     """Raises `UsageError` for a name that no lowering has.
 
-    The lowerings are loaded only if a plugin's kind does not list the names of its own.
+    The lowerings are loaded only if a plugin's kind does not list their names.
     """
     if any(name in kind.lowerings for kind in NAMES.own):
         return

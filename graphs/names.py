@@ -1,7 +1,7 @@
 """Names in graphs that other code looks up, with their meanings; imports nothing heavy.
 
-A node and its first output are called `LAYER/name` (`blocks.6.mlp/router/logits`). Only the names
-in this module may be searched for: lowerings choose the others freely.
+A node and its first output are called `LAYER/name` (`blocks.6.mlp/router/logits`). Code may only
+search for the names in this module: lowerings choose the others freely.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 DOMAIN = "ai.moexport"
-"""The domain of the nodes that stand for MoE layers in a traced graph."""
+"""The domain of the nodes that represent MoE layers in a traced graph."""
 
 MICROSOFT = "com.microsoft"
 """The domain of ONNX Runtime's own ops."""
@@ -88,13 +88,13 @@ EXPERT_INPUT = "experts.input"
 """The rows that the selection sends to experts, [r, d]."""
 
 EXPERT_HIDDEN = "experts.hidden"
-"""Those rows between the expert's matrices, after the activation, [r, h]."""
+"""These rows between the expert's matrices, after the activation, [r, h]."""
 
 EXPERT_PRODUCTS = "experts.products"
-"""Those rows before the activation: not quantised, but a 16-bit float must represent them."""
+"""These rows before the activation: not quantised, but a 16-bit float must represent them."""
 
 EXPERT_OUTPUTS = "experts.outputs"
-"""Those rows after the second matrix; as above."""
+"""These rows after the second matrix: also only for 16-bit floats."""
 
 _OPERANDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -116,7 +116,7 @@ def operand_of(weight: str) -> str | None:
 
 
 def is_ranged(tensor: str) -> bool:
-    """Whether a tensor of a layer enters a matrix product, so that quantising it needs a range."""
+    """Returns whether a layer's tensor enters a matrix product: quantising it needs a range."""
     return any(tensor.rpartition(".")[2] in of.values() for of in _OPERANDS.values())
 
 
@@ -133,5 +133,5 @@ def range_key(layer: str, tensor: str) -> str:
 
 
 def is_cached(name: str) -> bool:
-    """Whether the name is that of an input or output with cached keys or values."""
+    """Returns whether the name is that of an input or output with cached keys or values."""
     return name.startswith((f"{PAST}.", f"{PRESENT}."))

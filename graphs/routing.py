@@ -1,7 +1,7 @@
 """Algorithm 1 as ONNX nodes: logits, both softmaxes, scores, TopK, dispatch and combine.
 
-All of it is FP32, except for the last product, whatever the type of tokens and experts, and
-independent of how the experts are computed. Two exact transformations save passes over the tokens:
+Everything except the last product is FP32, whatever the type of tokens and experts, and does not
+depend on how the experts are computed. Two exact transformations save passes over the tokens:
 a per-token normalisation x̂ = r·x moves behind the products (x̂·φ = r·(x·φ) and Dᵀx̂ = (D·r)ᵀx), so
 x̂ is never stored; and D is a softmax along each column, so it is computed for selected columns
 only.
@@ -117,7 +117,7 @@ def _external_routing(b: Builder, layer: SoftMoELayer, combine: ir.Value) -> Rou
 
 
 def _rounded(b: Builder, layer: SoftMoELayer, source: ir.Value) -> ir.Value:
-    """The tokens that the slots average, rounded to BF16 if the layer does so."""
+    """Adds the tokens that the slots average, rounded to BF16 if the layer rounds them."""
     if not layer.spec.rounded:
         return source
     return b.rounded(source, ir.DataType.FLOAT, "dispatch/source")
@@ -249,7 +249,7 @@ def _above_zero(b: Builder, layer: SoftMoELayer, ones: ir.Value, name: str) -> i
 def _renormalised(b: Builder, logits: ir.Value) -> ir.Value:
     """Adds C[S] / ΣC[S] for logits [b, m, e·p], which are −∞ for experts that are not kept.
 
-    It is a softmax over the kept experts. The quotient itself would be 0 / 0 for a token that puts
+    It is a softmax over the kept experts. The plain quotient would be 0 / 0 for a token that puts
     almost no weight on them.
     """
     return b.op("Softmax", logits, axis=-1, name="combine/C")
@@ -268,7 +268,7 @@ def _normalise(b: Builder, layer: SoftMoELayer, x: ir.Value) -> tuple[ir.Value, 
         )
         norm = b.op("Sqrt", shifted, name="router/norm")
     else:
-        # ONNX Runtime's Max of a tensor and a scalar takes 20 times as long as Clip.
+        # ONNX Runtime's Max of a tensor and a scalar takes 20 times as long as its Clip.
         guard = "Clip" if spec.norm == "l2" else "Add"
         length = _lengths(b, layer, x)
         norm = b.op(guard, length, b.number(spec.norm_eps), name="router/norm")
@@ -299,7 +299,7 @@ def _squares(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
 
 
 def _short_sum(layer: SoftMoELayer) -> int | None:
-    """The number of squares in a partial sum, a divisor of d; None to add all at once."""
+    """Returns the number of squares in a partial sum, a divisor of d; None for a single sum."""
     small = layer.tokens is not None and layer.tokens * layer.spec.dim < SMALL_INPUT
     if not TARGETS[layer.target].cpu_forms or small:
         return None
@@ -321,7 +321,7 @@ def _layer_norm(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
 
 
 def _dispatch_scale(b: Builder, layer: SoftMoELayer, scale: ir.Value | None) -> ir.Value | None:
-    """1/‖x‖ as [b, 1, m] if the slots average normalised tokens, else None."""
+    """Returns 1/‖x‖ as [b, 1, m] if the slots average normalised tokens, else None."""
     if scale is None or layer.spec.slots_from == "raw":
         return None
     if TARGETS[layer.target].launches:  # a change of shape launches no kernel
@@ -367,7 +367,7 @@ def _gather_experts(
 def _rows_by_tokens(
     b: Builder, layer: SoftMoELayer, by_slot: ir.Value, width: int | None
 ) -> ir.Value:
-    """The shape [b, k·p, m] for a Reshape: constant unless both k and m are dynamic."""
+    """Adds the shape [b, k·p, m] for a Reshape: constant unless both k and m are dynamic."""
     if isinstance(layer.k, int):
         return b.ints(0, layer.k * layer.spec.slots, -1)
     if width is not None:
@@ -379,11 +379,11 @@ def _rows_by_tokens(
 FEW_SLOTS = 64
 """Below this number of slots, phi is stored with three axes. ONNX Runtime packs a constant matrix
 in blocks of 256 rows when it loads a graph, and then reads the tokens once per block, which does
-not pay for few columns; it does not pack a constant with three axes."""
+not pay off for few columns; it does not pack a constant with three axes."""
 
 
 def _unpacked(layer: SoftMoELayer) -> bool:
-    """Whether phi should be stored as a batch of one matrix, [1, d, n·p]."""
+    """Returns whether phi should be stored as a batch of one matrix, [1, d, n·p]."""
     return TARGETS[layer.target].cpu_forms and layer.spec.routed * layer.spec.slots <= FEW_SLOTS
 
 

@@ -7,7 +7,7 @@ from collections.abc import Container
 
 COMBINE, DISPATCH, COLUMN_SUMS = "C", "D", "column_sums"
 """Scores of a Soft MoE layer: C and D, float32 [b, m, n, p], and the sums of C's columns by expert,
-[b, n], by which Algorithm 1 chooses."""
+[b, n], from which Algorithm 1 chooses."""
 
 GATES = "gates"
 """Scores of a token-routed layer: the weights of the chosen experts, float32 [b, m, k], in
@@ -19,6 +19,6 @@ the k largest."""
 
 
 def is_score(output: str, layers: Container[str]) -> bool:
-    """Whether an output of a graph is a score of one of the layers."""
+    """Returns whether an output of a graph is a score of one of the layers."""
     layer, _, what = output.rpartition("/")
     return layer in layers and _SCORE.fullmatch(what) is not None

@@ -15,7 +15,7 @@ from .score_names import COLUMN_SUMS, COMBINE, DISPATCH
 def show(
     b: Builder, layer: SoftMoELayer, combine: ir.Value, logits: ir.Value | None = None
 ) -> None:
-    """Outputs C, D if L is known, and the column sums of C, over all experts."""
+    """Adds C, its column sums and, if L is known, D as outputs, over all experts."""
     n, p = layer.spec.experts, layer.spec.slots
     by_expert = b.op("Reshape", combine, b.ints(0, 0, n, p), name=COMBINE)
     b.show(by_expert, None, n, p)
@@ -40,7 +40,7 @@ def shown(b: Builder, layer: Layer[Any], x: ir.Value) -> list[ir.Value]:
         score.shape = ir.Shape([x.shape[0], *(x.shape[1] if n is None else n for n in sizes)])
     if not b.scores and layer.spec.chooses_sets:
         raise LoweringError(
-            f"layer {layer.spec.name}: its lowering has no score outputs",
+            f"the lowering of the layer {layer.spec.name} has no score outputs",
             hint="choose another --lowering, or use --expose-routing without scores",
         )
     return [*b.scores]

@@ -21,8 +21,8 @@ TRACED_SIZES = {
 }
 
 PARITY_BATCHES = (1, TRACED_BATCH, TRACED_BATCH + 1)
-"""Batch sizes at which a graph of any batch is compared: a size that was frozen in the trace fails
-at two of them."""
+"""Batch sizes at which a graph for any batch size is compared: a size that the trace made constant
+fails at two of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class AxisRange:
     def probed(self, of: int = 1, more: Iterable[int] = ()) -> tuple[int, ...]:
         """Returns the sizes at which a graph is compared, multiples of `of`.
 
-        They are the smallest, optimal and largest size, and one above a power of two, where blocked
-        kernels and networks have a remainder. Sizes in `more` are added if they lie in the range.
+        They are the smallest, optimal and largest size, and one above a power of two, for which
+        blocked kernels and networks have a remainder. Sizes in `more` are added if in the range.
         """
         above = (1 << (self.max - 1).bit_length() - 1) + 1 if self.max > 2 else self.max
         wanted = {self.min, self.opt, above // of * of + (of if above % of else 0), self.max, *more}
@@ -97,7 +97,7 @@ def parse_range(text: Sizes, option: str) -> AxisRange:
     if not 1 <= low <= opt <= high:
         raise UsageError(
             f"{option} {text}: needs 1 ≤ MIN ≤ OPT ≤ MAX",
-            hint="sizes begin at 1"
+            hint="sizes start at 1"
             if min(sizes) < 1
             else f"the sizes in order are {':'.join(str(size) for size in sorted(sizes))}",
         )
@@ -105,7 +105,7 @@ def parse_range(text: Sizes, option: str) -> AxisRange:
 
 
 def fits(sizes: Sequence[int], shape: Sequence[object]) -> bool:
-    """Whether an array's sizes fit a shape; entries that are not integers are dynamic."""
+    """Returns whether an array's sizes fit a shape; entries that are not integers are dynamic."""
     return len(sizes) == len(shape) and all(
         not isinstance(wanted, int) or wanted == size
         for size, wanted in zip(sizes, shape, strict=True)

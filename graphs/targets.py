@@ -14,9 +14,9 @@ Target = str
 """The name of a record in `TARGETS`: the runtime and machine that a graph is for."""
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
-"""The type in which a graph computes. INT8 applies to matrix products, the rest stays a float. INT4
+"""The type in which a graph computes. INT8 applies to matrix products; the rest stays a float. INT4
 applies to stored weights, in blocks of 32 with a scale each; their operands are floats. FP8 is
-TensorRT's E4M3, scaled as INT8 is."""
+TensorRT's E4M3, scaled like INT8."""
 
 FloatName = Literal["fp32", "fp16", "bf16"]
 
@@ -60,7 +60,7 @@ class Machine:
     `reads_once`, an expert that several inputs choose is read from memory once, and then from the
     caches.
 
-    Arithmetic: `macs_per_us` in products with the experts' weights, half of it for the first
+    Arithmetic: `macs_per_us` in products with the experts' weights, half of that for the first
     `lone_macs` of a product, because small products use one thread; `batched_macs_per_us` in
     products with tokens; `number_us` for a number that an operator between products processes.
 
@@ -131,8 +131,8 @@ CPU = Machine(
     scalar_us=0.00078,
     lone_macs=1 << 16,
 )
-"""Fitted by `python -m perf fit` on two cores with AVX-512; the choices are as good on two with
-AVX2. `sort_us` was measured separately; `lone_macs` is a constant of the runtime."""
+"""Fitted by `python -m perf fit` on two cores with AVX-512; the choices are equally good on two
+cores with AVX2. `sort_us` was measured separately; `lone_macs` is a constant of the runtime."""
 
 
 CPU_INT8 = Machine(
@@ -164,10 +164,10 @@ CPU_INT4 = replace(
     cached=1.1,
 )
 """From single `MatMulNBits` products, not fitted: unpacking makes it slower than the bytes read
-suggest, and with many rows it takes about as long as FP32 weights."""
+suggest, and with many rows it takes about as long as with FP32 weights."""
 
 CPU_RATES: Mapping[Precision, Machine] = MappingProxyType(
-    {  # 16-bit floats are computed in FP32 there
+    {  # 16-bit floats are computed in FP32 on a CPU
         "fp32": CPU,
         "fp16": CPU,
         "bf16": CPU,
@@ -278,14 +278,14 @@ _CPU_FP16 = (
 )
 
 _CUDA_INTEGERS = (
-    "weights alone are integers, in blocks, and are multiplied in FP16: no ranges are needed; not "
-    "run on a GPU"
+    "only weights are integers, in blocks, and are multiplied in FP16, so no ranges are needed; it "
+    "was not run on a GPU"
 )
 
 NO_FP8: Mapping[Precision, tuple[str, str]] = {
     "fp8": (
-        "floats of eight bits are for TensorRT on Ada cards and newer",
-        "use --target tensorrt or tensorrt-rtx, or --precision int8 here",
+        "eight-bit floats are for TensorRT on Ada cards and newer",
+        "use --target tensorrt or tensorrt-rtx, or --precision int8 with this target",
     )
 }
 
@@ -319,7 +319,7 @@ _RECORDS = (
             **NO_FP8,
             "bf16": (
                 "ONNX Runtime's CPU provider has no BF16 kernels",
-                "int8 is what is fast there; bf16 is for tensorrt and tensorrt-rtx",
+                "use --precision int8, which is fast; bf16 is for tensorrt and tensorrt-rtx",
             ),
         },
         notes={"fp16": _CPU_FP16},
@@ -359,7 +359,7 @@ _RECORDS = (
         },
         notes={"fp16": _CPU_FP16},
     ),
-    # TensorRT-RTX does not compile NonZero; TensorRT does, but sends the size back to the CPU.
+    # TensorRT-RTX does not compile NonZero; TensorRT does, but sends the size to the CPU.
     TargetRecord(
         "tensorrt",
         SERVER_GPU,

@@ -139,7 +139,7 @@ def test_every_command_on_bundles_works(moexport: Moexport, bundle: Path) -> Non
     assert told.code == 0 and "blocks.2.mlp/selected int64 (batch, 2)" in told.out
     report = moexport("report", RESULTS, "-o", "report.html")
     assert report.code == 0, report.err
-    assert "no figures next to the page: vl-convert is not installed" in report.err
+    assert "no figures were written: vl-convert is not installed" in report.err
     doctor = moexport("doctor", "--json")
     by_name = {each["name"]: each for each in json.loads(doctor.out)["abilities"]}
     assert by_name["run on CPU"]["available"]

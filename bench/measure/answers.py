@@ -1,4 +1,4 @@
-"""Scores for labels with a number per output: attributes, and regression targets.
+"""Scores for labels with a number per output: attributes and regression targets.
 
 An attribute is 0 or 1, and the sign of its logit is the model's answer (muMoE, §4.2). A regression
 is scored by R² = 1 − Σ‖y − t‖² / Σ‖t − t̄‖² over all outputs: 1 means no error.
@@ -19,7 +19,7 @@ from ..results import Accuracy, AttributeAccuracy, Interval, Regression
 
 
 def decided(logits: Array) -> Array:
-    """Returns for logits [b, o] the attributes that the model predicts: bool [b, o]."""
+    """Returns the attributes that logits [b, o] predict: bool [b, o]."""
     positive: Array = logits > 0
     return positive
 
@@ -29,8 +29,8 @@ def per_output(
 ) -> tuple[Array, Labels] | None:
     """Returns outputs and labels as [b, o], if labels have a number per output.
 
-    None for classes [b] of scores [b, c], and for target tokens [b, m] of `ids`. Raises FeedError
-    for labels that fit no output.
+    It is None for classes [b] of scores [b, c], and for target tokens [b, m] of `ids`. Raises
+    FeedError for labels that fit no output.
     """
     if ids and labels.ndim == 2 and outputs.ndim == 3:
         return None
@@ -50,15 +50,15 @@ def per_output(
 
 
 def are_attributes(labels: Labels) -> bool:
-    """Whether all labels [b, o] are 0 or 1."""
+    """Returns whether all labels [b, o] are 0 or 1."""
     return bool(((labels == 0) | (labels == 1)).all())
 
 
 def mean_interval(count: int, answers: int, total: float, squares: float) -> Interval:
     """Returns the 95% interval of the mean of `count` shares, from their sum and sum of squares.
 
-    Each is the share of an input's `answers` that is right. The interval is Wilson's for a number
-    of independent answers with the observed spread: between one per input and all of them.
+    Each is the share of an input's `answers` that are correct. The interval is Wilson's for the
+    number of independent answers that matches the observed spread: from one per input to all.
     """
     mean = min(1.0, float(total) / count)
     spread = max(0.0, float(squares) / count - mean * mean)
@@ -80,7 +80,7 @@ class PairedScores(Sums):
 
     @classmethod
     def of(cls, own: Array, base: Array) -> PairedScores:
-        """Sums over the scores [b] of two models."""
+        """Returns sums over the scores [b] of two models."""
         sums = (own.sum(), base.sum(), own @ own, base @ base, own @ base)
         return cls(len(own), *map(float, sums))
 
@@ -93,8 +93,8 @@ class PairedScores(Sums):
     def kept_interval(self) -> Interval | None:
         """The 95% interval of `kept`, a ratio of two means over the same inputs.
 
-        By the delta method. One more input is added that only one of the two scores, so that the
-        interval has a width even if they agree on every input.
+        It uses the delta method. An input is added that only one of the two models gets right, so
+        that the interval has a width even if they agree on every input.
         """
         ratio = self.kept
         if ratio is None:
@@ -108,7 +108,7 @@ class PairedScores(Sums):
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """The mean [o] of numbers, and the sum of their squared distances to it."""
+    """The mean [o] of numbers, and the sum of their squared distances from it."""
 
     count: int = 0
     mean: tuple[float, ...] = ()
@@ -116,13 +116,13 @@ class Moments:
 
     @staticmethod
     def of(numbers: Array) -> Moments:
-        """The moments of numbers [b, o]."""
+        """Returns the moments of numbers [b, o]."""
         mean = numbers.mean(axis=0, dtype=np.float64)
         squares = ((numbers - mean) ** 2).sum(axis=0)
         return Moments(len(numbers), tuple(mean.tolist()), tuple(squares.tolist()))
 
     def __add__(self, other: Moments) -> Moments:
-        """The moments of both, without the cancellation of sums of squares."""
+        """Returns the moments of both, without the cancellation of sums of squares."""
         if not self.count or not other.count:
             return other if not self.count else self
         count = self.count + other.count
@@ -137,10 +137,10 @@ class Moments:
 class AnswerCounts:
     """Sums over labels [b, o] for the accuracy per attribute, or R².
 
-    The choice is made at the end: `binary` while all labels are 0 or 1. `one_hot` counts the inputs
-    with one 1. By output `positives` and `right` are counts, and `squared` and `absolute` the sums
-    of both errors. `shares` are of the correct share of an input's attributes, `errors` of its
-    squared error.
+    The choice is made at the end: `binary` is true while all labels are 0 or 1. `one_hot` counts
+    the inputs with one 1. For each output, `positives` and `right` are counts, and `squared` and
+    `absolute` are the sums of both errors. `shares` has sums over the correct share of an input's
+    attributes, `errors` over its squared error.
     """
 
     inputs: int = 0
@@ -156,7 +156,7 @@ class AnswerCounts:
 
     @staticmethod
     def of(y: Array, labels: Labels, untouched: Array) -> AnswerCounts:
-        """Counts over outputs, labels and the unmodified model's outputs, each [b, o]."""
+        """Returns counts over outputs, labels and the unmodified model's outputs, each [b, o]."""
         wanted, numbers = labels == 1, labels.astype(np.float64)
         right = decided(y) == wanted
         error, base_error = (each.astype(np.float64) - numbers for each in (y, untouched))
@@ -195,7 +195,7 @@ class AnswerCounts:
         )
 
     def accuracy(self, untouched: AnswerCounts) -> Accuracy | None:
-        """The mean accuracy over attributes, and of each; None if labels are not attributes.
+        """Returns the accuracy, mean and per attribute; None if labels are not attributes.
 
         Raises FeedError for one-hot classes.
         """
@@ -219,18 +219,18 @@ class AnswerCounts:
         )
 
     def answers(self, untouched: AnswerCounts) -> AnswerScores:
-        """Both figures, of which the labels allow one; raises as they do."""
+        """Returns the accuracy or the regression, whichever the labels allow; raises as they do."""
         return AnswerScores(self.accuracy(untouched), self.regression())
 
     def regression(self) -> Regression | None:
-        """The regression scores; None if labels are attributes.
+        """Returns the regression scores; None if labels are attributes.
 
         Raises FeedError if all targets are equal.
         """
         if not self.inputs or self.binary:
             return None
         n, spread = self.inputs, sum(self.targets.squares)
-        # Smaller values are rounding of the targets themselves.
+        # Smaller values are rounding errors of the targets.
         if spread <= n * sum(mean**2 for mean in self.targets.mean) * 1e-28:
             raise FeedError(
                 "the data: the targets of every input are the same, so R² is not defined",

@@ -11,13 +11,13 @@ from ...common import timing
 
 GIB = 1 << 30
 SQUARES = {"fp32": 4096, "fp16": 8192}
-"""Rows of the matrices for timed products, which take milliseconds on a large card."""
+"""Rows of the matrices for timed products, which take milliseconds on a large GPU."""
 
 
 def device_ms(call: Callable[[], object], device: str = "cuda") -> float:
     """Makes a call and returns the time on the device in ms, between two CUDA events.
 
-    On a CPU, where tests run it, by the wall clock.
+    On a CPU, as in tests, it is measured by the wall clock.
     """
     if device == "cpu":
         started = time.perf_counter_ns()
@@ -56,7 +56,7 @@ class DeviceProbe(timing.TimedCall):
 class GpuProbes:
     """Calls that measure a GPU in turn with other cases, under the same disturbances.
 
-    One sums `stream_bytes`, one copies them, and two multiply matrices of `squares` rows.
+    One call sums `stream_bytes`, one copies them, and two multiply matrices of `squares` rows.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 The parts come from ONNX Runtime's profile: nodes of a layer are named `LAYER/part/…`
 (`graphs.builder`), which separates routing from experts. The runtime's clock around each node makes
-small nodes appear slower: the parts are comparable with each other, while the latency is measured
-without the clock.
+small nodes appear slower: the parts are comparable with each other, but the latency is measured
+without that clock.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ PREPARATIONS = 100  # repetitions to measure the preparation of a call, some mic
 class TimedRunner(timing.TimedCall):
     """The runtime's own call on the batches of a group in turn, prepared before it is timed.
 
-    `wrapper_ms` is the additional time of the package's call, if that is left out. A loader's
-    runner is only open during its part of each round, which saves memory.
+    `wrapper_ms` is the additional time of the package's call, if that is not timed. A loader's
+    runner is only open during its part of each round, to save memory.
     """
 
     def __init__(self, runner: Runner | Loader, batches: Sequence[Inputs]) -> None:
@@ -121,13 +121,13 @@ TASKS = Path("/proc/self/task")
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """Nanoseconds that each thread of this process ran, and waited for a core."""
+    """The nanoseconds for which each thread of this process ran, and waited for a core."""
 
     threads: dict[str, tuple[int, int]]
 
     @staticmethod
     def now() -> Scheduled:
-        """Reads the counters; empty if the system has none."""
+        """Returns the counters; empty if the system has none."""
         threads = {}
         for file in TASKS.glob("*/schedstat"):
             try:
@@ -161,7 +161,7 @@ class Event:
     thread: int
 
     def within(self, outer: Event) -> bool:
-        """Whether the span lies in another one."""
+        """Returns whether the span is within another one."""
         return self.thread == outer.thread and outer.start <= self.start and self.end <= outer.end
 
 

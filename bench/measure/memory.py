@@ -1,7 +1,7 @@
 """Peak memory of an engine, measured in a separate process.
 
 The process measures its own largest resident set from its start to the end of the last batch,
-including the runtime's code and the pages of mapped files. Opening the model counts, since every
+including the runtime's code and the pages of mapped files. Opening the model counts, because every
 user has to do it.
 """
 
@@ -71,7 +71,7 @@ def measure_memories(
             try:
                 memory = future.result()
             except (RuntimeError, OSError, ValueError) as error:
-                progress.step(f"no memory for {label}: {one_line(error)}")
+                progress.step(f"memory of {label} not measured: {one_line(error)}")
             else:
                 yield label, memory
             progress.advance(1)
@@ -107,10 +107,10 @@ def measure_memory(
             env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
         )
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no end after {TIMEOUT_S:.0f} s") from None
+        raise RuntimeError(f"it did not end within {TIMEOUT_S:.0f} s") from None
     if done.returncode != 0:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise RuntimeError(lines[-1] if lines else f"ended with code {done.returncode}")
+        raise RuntimeError(lines[-1] if lines else f"it ended with code {done.returncode}")
     answer = json.loads(done.stdout.splitlines()[-1])
     return PeakMemory(answer["runtime"] / MB, {int(b): v / MB for b, v in answer["peak"].items()})
 

@@ -1,10 +1,10 @@
 """The least time that a machine needs for a model's work, as a reference for measured times.
 
 A model is a chain of parts, the backbone and its MoE layers. A layer's work follows from its spec;
-PyTorch counts the backbone's on one input. Each part takes at least the longer of its multiply-adds
-and its bytes at the machine's rates (Williams, Waterman and Patterson, "Roofline", 2009), and the
-parts run one after the other. Data that stay in a cache between calls can be faster than the limit,
-which is then reported as not valid.
+PyTorch counts the backbone's work on one input. Each part takes at least the time of its
+multiply-adds or that of its bytes, whichever is longer at the machine's rates (Williams, Waterman
+and Patterson, "Roofline", 2009), and the parts run one after the other. Data that stay in a cache
+between calls can be faster than the limit, which is then reported as not valid.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from .gpu_rates import GpuProbes
 FP32_BYTES = 4
 
 NUMBER_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2}
-"""Bytes per number, if not four: INT8 models are FP32 around their experts on a CPU."""
+"""Bytes per number, if not four: on a CPU, INT8 models are FP32 around their experts."""
 
 COUNTED_NAMESPACES = ("aten", "prims", "onnx_symbolic")
 """PyTorch's own operators, and the node that replaces a MoE layer."""
 
 UNCOUNTED = re.compile(r"rnn|fft|cdist|linalg|attention|transformer|quantiz|sparse|mv$|dot$")
-"""PyTorch operators that multiply but that its counter does not support."""
+"""PyTorch operators that multiply but are not supported by its counter."""
 
 STREAM_BYTES = 1 << 30  # larger than any cache
-SMALLEST_STREAM_BYTES = 1 << 20  # for less, the sum that measures the bandwidth is mostly overhead
+SMALLEST_STREAM_BYTES = 1 << 20  # below this, the sum that measures bandwidth is mostly overhead
 
 SHARES = (4, 16)
-"""Parts of a stream that are timed separately: a quarter, and a sixteenth."""
+"""Parts of a stream that are timed separately: a quarter and a sixteenth."""
 
 SQUARE = 1024
 """Rows of the matrices for timed products: 20 ms on a core, at the rate of larger ones."""
@@ -65,7 +65,7 @@ SQUARE = 1024
 INT4_UNCOUNTED = "the least time of INT4 weights is not counted"
 FEWER_EXPERTS = "the work is that of the layers of the bundle, which have fewer experts"
 
-NO_GPU_RATES = "the rates of a GPU are measured with PyTorch, which has no CUDA here"
+NO_GPU_RATES = "the rates of a GPU are measured with PyTorch, but this PyTorch has no CUDA"
 NO_GPU_INTEGERS = "the rate of a GPU's products in this precision is not measured"
 
 
@@ -115,7 +115,7 @@ class ModelWork:
     ) -> tuple[RooflineStep, ...]:
         """Returns the work of a batch with k = `ks[layer]` experts, the backbone first.
 
-        In the layers in `int8` the experts' weights are bytes and their products integer products,
+        In the layers in `int8`, the experts' weights are bytes and their products are of integers,
         like the `int8_backbone` products of the backbone. All other numbers take `number_bytes`,
         and all other products except routing are computed in `arithmetic`.
         """
@@ -144,7 +144,7 @@ class ModelWork:
 
 
 def work_of(model: Model, x: Inputs) -> ModelWork:
-    """Returns the work of a model for one of the inputs x [b, …], or the first of each.
+    """Returns the work of a model for one of the inputs x [b, …]: the first of each.
 
     PyTorch counts the multiply-adds of matrix products, convolutions and attention. Raises
     `TraceError` naming other operators of the backbone that multiply.
@@ -167,7 +167,7 @@ def work_of(model: Model, x: Inputs) -> ModelWork:
         ]
         reads = _Reads(backbone)
         try:
-            # The later mode is called first: it decomposes operators for the earlier one.
+            # The later mode is called first and decomposes operators for the earlier one.
             with reads, FlopCounterMode(display=False) as counter:
                 backbone(*(torch.from_numpy(np.ascontiguousarray(array[:1])) for array in arrays))
         finally:
@@ -245,10 +245,10 @@ def layer_parts(
 ) -> Iterator[RooflineStep]:
     """Yields a layer's two steps on one batch: passes over the tokens, and the experts.
 
-    The tokens [b, m, d] are read and the outputs [b, m, o] written once. Unused experts are not
-    read; with b·k ≥ n all are assumed to be used, and with routed tokens as many as uniform choices
-    would use. A layer without sets of experts is one step, or two with INT8: the quantised part and
-    the rest. Routing is computed in FP32.
+    The tokens [b, m, d] are read once and the outputs [b, m, o] are written once. Unused experts
+    are not read: with b·k ≥ n all experts are assumed to be used, and with routed tokens as many as
+    uniform choices would use. A layer without sets of experts is one step, or two with INT8: the
+    quantised part and the rest. Routing is computed in FP32.
     """
     spec, macs = plan.spec, plan.spec.macs(plan.tokens, plan.typical_k)
     active = min(spec.experts, plan.selections) if spec.chooses_sets else plan.typical_k
@@ -320,10 +320,10 @@ class Rates:
     """A machine's rates with the threads of a benchmark.
 
     `stream_gb_s` is a plain sum in PyTorch. `matmul_gflop_s` is the product of two square matrices
-    in PyTorch or ONNX Runtime, whichever is faster; `int8_gop_s` the same for unsigned by signed
+    in PyTorch or ONNX Runtime, whichever is faster; `int8_gop_s` is the same for unsigned by signed
     bytes in ONNX Runtime, and `bf16_gflop_s` for BF16 in PyTorch, None if not needed. A
-    multiply-add is two operations. For a `gpu` they are its own, with `fp16_gflop_s`. `cached_gb_s`
-    are the rates of sums over fewer bytes, by their number.
+    multiply-add is two operations. With `gpu` the rates are the GPU's, with `fp16_gflop_s`.
+    `cached_gb_s` has the rates of sums over fewer bytes, by their number.
     """
 
     stream_gb_s: float
@@ -396,9 +396,9 @@ def arithmetic_of(case: Case) -> Arithmetic:
 class Limits:
     """The work of a candidate's rows.
 
-    `benchmarks` of the machine are timed together with the rows. They stream as many bytes as the
-    model's weights have, a quarter and a sixteenth: data that fit in a cache are read at its rate,
-    and a smaller k reads less.
+    `benchmarks` of the machine are timed together with the rows. They stream the bytes of the
+    model's weights, a quarter and a sixteenth of them: data that fit in a cache are read at its
+    rate, and a smaller k reads less.
     """
 
     def __init__(self, candidate: Candidate, x: Inputs, cases: Collection[Case]) -> None:
@@ -420,7 +420,7 @@ class Limits:
             for axis, size in zip(spec.shape, (1, *inputs[spec.name].shape[1:]), strict=False)
             if isinstance(axis, str)
         }
-        self._work: ModelWork | str  # or why it is unknown
+        self._work: ModelWork | str  # text: why it is unknown
         try:
             self._work = work_of(candidate.model, x)
         except TraceError as error:
@@ -484,19 +484,19 @@ class Limits:
 
 
 def not_held(limit: Limit, median_ms: float, rates: Rates | str) -> str | None:
-    """Returns why a row took less than the least time; None if it did not."""
+    """Returns why a row took less than the limit; None if it did not."""
     if limit.work is None or limit.limit_ms is None or median_ms >= limit.limit_ms:
         return None
     assert isinstance(rates, Rates), "a limit has rates"
     moved = limit.work.bytes
     if 1e-6 * moved / rates.of(moved).stream_gb_s > limit.limit_ms / 2:
         return (
-            f"limit does not hold: the {size(moved)} stay in a cache between calls, which gives "
-            f"more than the {rates.of(moved).stream_gb_s:.0f} GB/s of a sum over as many"
+            f"limit does not hold: the {size(moved)} stay in a cache between calls, which is "
+            f"faster than the {rates.of(moved).stream_gb_s:.0f} GB/s of a sum over as many bytes"
         )
     return (
-        f"limit does not hold: its products are faster than those of two {SQUARE} × {SQUARE} "
-        "matrices, or those were disturbed"
+        f"limit does not hold: its products are faster than the timed product of two {SQUARE} × "
+        f"{SQUARE} matrices, which may have been disturbed"
     )
 
 
@@ -576,7 +576,7 @@ def machine_rates(threads: int) -> Rates:
 def _product(
     dtype: type[np.float32] | type[np.int8], size: int, threads: int
 ) -> Callable[[], object]:
-    """A square matrix times a constant one, in ONNX Runtime."""
+    """Returns a call that multiplies a square matrix by a constant one in ONNX Runtime."""
     random = np.random.default_rng(0)
     integer = dtype is np.int8
     weight = random.integers(-63, 64, (size, size)).astype(dtype)

@@ -20,8 +20,8 @@ class SequenceBenchmark:
     """How a benchmark measures the models whose `Host.benchmark` names it.
 
     `data` returns sequences for a request and a prompt length in tokens (None: the default);
-    `phases` the timed calls for such a prompt, if sequences have a length; `inputs` the inputs of a
-    call for some sequences, with the unmodified model's cache.
+    `phases` returns the timed calls for such a prompt, if sequences have a length; `inputs` returns
+    the inputs of a call for some sequences, with the unmodified model's cache.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""Charts as Vega-Lite specifications, each of them the same on the page and in pictures.
+"""Charts as Vega-Lite specifications; each is the same on the page and in image files.
 
 A chart draws the data set `rows`, which the page replaces when its reader filters, and reads
 parameters: `chosen`, the index of the row with a ring, and the thresholds `keep` and `bound`.
-Every row has how it is drawn: `ink`, `symbol`, `dash`, `line` and the text `hover`. Colours are the
-variables of the page's style sheet; a picture has those of the light page.
+The style of a row is in its fields `ink`, `symbol`, `dash`, `line` and the text `hover`. Colours
+are the variables of the page's style sheet; image files have those of the light page.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ STAR = "M0,-1.1L.27,-.37L1.05,-.34L.43,.14L.65,.89L0,.45L-.65,.89L-.43,.14L-1.05
 LEVEL = "M-1.8,-.2H-.4V.2H-1.8ZM.4,-.2H1.8V.2H.4Z"  # a line across the chart, in a legend
 SOLID, DOTTED, DASHED = [1, 0], [2, 3], [5, 4]
 DASHES = (SOLID, [8, 3, 2, 3], [7, 3], [7, 2, 1, 2, 1, 2], [3, 2])
-"""Of models in one chart, the first with a whole line; PyTorch at a smaller k is dotted."""
+"""The dashes of models in one chart, the first solid; PyTorch at a smaller k is dotted."""
 
 REFERENCE = "var(--reference)"
-ASIDE = 1.03  # how far a line of the same values is moved along the axis of k
+ASIDE = 1.03  # the factor along the axis of k by which a line of equal values is moved
 PARAMS: Spec = {"keep": None, "bound": None, "chosen": -1, "ticks": [], "of": ""}
-"""The thresholds, the row with a ring, the ticks of k, and the title of an axis."""
+"""The parameters: thresholds, the row with a ring, the ticks of k, and the title of an axis."""
 
 PLAIN: Spec = {}
 TEXT = {"labelColor": "var(--soft)", "titleColor": "var(--soft)", "titleFontWeight": "normal"}
@@ -65,7 +65,7 @@ CONFIG: Spec = {
     "text": {"fontSize": 12},
 }
 
-# Ticks of a logarithmic axis: 1, 10; else 1, 2, 5; on a short axis even steps.
+# Ticks of a logarithmic axis: 1, 10 if it is long, else 1, 2, 5; even steps if it is short.
 _TENS = [10.0**power for power in range(-6, 10)]
 _FIVES = [digit * ten for ten in _TENS for digit in (1, 2, 5)]
 _EVEN = "P * ((H - L) / P > 25 ? 10 : (H - L) / P > 10 ? 5 : (H - L) / P > 5 ? 2 : 1)".replace(
@@ -83,7 +83,7 @@ def ink_of(precision: str) -> str:
 def axis(channel: str, field: str, title: str, kind: str = "zero") -> Spec:
     """Returns an axis by its kind: zero, near, percent (from 0), share, log, or k (the `ticks`).
 
-    A title of "of" is that of the parameter.
+    If the title is "of", the parameter of that name is shown.
     """
     log = {"type": "log", "base": 2 if kind == "k" else 10}
     kinds = log if kind in ("log", "k") else {"zero": False}
@@ -100,15 +100,15 @@ def axis(channel: str, field: str, title: str, kind: str = "zero") -> Spec:
     return {"field": field, "type": "quantitative", "title": text, "axis": axes, "scale": scale}
 
 
-def layer(name: str, mark: str, where: str = "", /, look: Spec = PLAIN, **channels: Any) -> Spec:
-    """Returns the marks of the rows for which an expression holds.
+def layer(name: str, mark: str, where: str = "", /, style: Spec = PLAIN, **channels: Any) -> Spec:
+    """Returns the marks of the rows for which an expression is true.
 
-    A channel is a field of the rows; "=field" is drawn as it is there. All marks have the chart's
+    A channel is a field of the rows; "=field" is used without a scale. All marks have the chart's
     axes, the row's `ink` and its text, unless a channel changes that.
     """
     drawn = {name: _channel(value) for name, value in channels.items()}
     steps = [{"filter": where}] if where else []
-    made = {"name": f"chart_{name}", "transform": steps, "mark": {"type": mark, **look}}
+    made = {"name": f"chart_{name}", "transform": steps, "mark": {"type": mark, **style}}
     return made | {"encoding": drawn}
 
 
@@ -133,7 +133,7 @@ def chart(x: Spec, y: Spec, layers: Iterable[Spec], transform: Sequence[Spec] = 
     }
 
 
-def _made(**fields: str) -> list[Spec]:
+def _calc(**fields: str) -> list[Spec]:
     return [{"calculate": expression, "as": name} for name, expression in fields.items()]
 
 
@@ -147,17 +147,17 @@ def threshold(channel: str, name: str) -> Spec:
     """Returns a line across the chart at the value of a parameter, if it has one."""
     at = {"x": None, "y": None, "color": {"value": "var(--bad)"}, "tooltip": None, channel: name}
     made = layer(name, "rule", "", {"strokeDash": DASHED, "strokeWidth": 1.2}, **at)
-    steps = [*_made(**{name: name}), {"filter": f"isValid(datum.{name})"}]
+    steps = [*_calc(**{name: name}), {"filter": f"isValid(datum.{name})"}]
     return made | {"data": {"values": [{}]}, "transform": steps}
 
 
 def _points(where: str, solid: str) -> list[Spec]:
-    """The points, hollow but for those that are solid, a ring, and labels."""
+    """Returns the points (hollow, except for solid ones), the ring and the labels."""
     fill = {"expr": f"{solid} ? datum.ink : 'transparent'"}
-    look = {"fill": fill, "size": {"expr": "datum.front ? 100 : 62"}}
+    style = {"fill": fill, "size": {"expr": "datum.front ? 100 : 62"}}
     ring = {"size": 330, "strokeWidth": 2.5}
     return [
-        layer("points", "point", where, look, shape="=symbol"),
+        layer("points", "point", where, style, shape="=symbol"),
         layer("ring", "point", "datum.index === chosen", ring, color={"value": "var(--ink)"}),
         layer("labels", "text", "datum.label", {"align": "left", "dx": 8, "dy": -8}, text="label"),
     ]
@@ -176,12 +176,12 @@ def lines(field: str) -> list[Spec]:
 def over_k(field: str, title: str, kind: str, *, apart: bool = False) -> Spec:
     """Returns values over k with their bars, and the untouched model across the chart.
 
-    On an axis of latencies from zero an outlying bar ends in an arrow. Lines of the same values
-    stand `apart`, but for one whose points another of its precision has: that is left out.
+    On an axis of latencies from zero, an outlying bar ends in an arrow. With `apart`, lines of
+    equal values are drawn next to each other, but a line within another of its precision is not.
     """
     ends: Spec = {"y": f"{field}_low", "y2": f"{field}_high"}
     layers = [layer("bars", "rule", f"isValid(datum['{field}_low']) && !datum.level", **ends)]
-    steps = [{"filter": f"isValid(datum['{field}'])"}, *_made(level="datum.untouched", x="datum.k")]
+    steps = [{"filter": f"isValid(datum['{field}'])"}, *_calc(level="datum.untouched", x="datum.k")]
     if field == "ms":
         dots = {"strokeWidth": 1.2, "strokeDash": DOTTED}
         arrow = {"shape": "triangle-up", "filled": True}
@@ -190,34 +190,34 @@ def over_k(field: str, title: str, kind: str, *, apart: bool = False) -> Spec:
             layer("limits", "line", "isValid(datum.limit)", dots, y="limit", detail="precision"),
             layer("cut", "point", "datum.cut && !datum.level", arrow, y="arrow"),
         ]
-        steps += _cut_short() if kind == "zero" else []
+        steps += _limited_axis() if kind == "zero" else []
     if field == "kept":
         layers.append(threshold("y", "keep"))
-    steps += _set_apart(field) if apart else []
+    steps += _offset(field) if apart else []
     y = axis("y", field, title, kind)
     return chart(axis("x", "x", "of", "k"), y, [*layers, *lines(field)], steps)
 
 
-def _cut_short() -> list[Spec]:
-    """The axis ends above every median, and above every bar that is no outlier."""
+def _limited_axis() -> list[Spec]:
+    """Returns the steps that end the axis above every median and every bar but outliers."""
     top = "1.06 * max(datum.highest, min(1.5 * datum.highest, datum.reach))"
-    cut = _made(top=top, cut="datum.ms_high > datum.top", arrow="0.965 * datum.top")
-    high = _made(ms_high="min(datum.ms_high, datum.top)")
+    cut = _calc(top=top, cut="datum.ms_high > datum.top", arrow="0.965 * datum.top")
+    high = _calc(ms_high="min(datum.ms_high, datum.top)")
     return [_joined(highest="max ms", reach="max ms_high"), *cut, *high]
 
 
-def _set_apart(field: str) -> list[Spec]:
+def _offset(field: str) -> list[Spec]:
     first, longest = {"field": "first"}, {"field": "length", "order": "descending"}
     same = f"[datum.level, datum.model, datum.precision, datum.k, format(datum['{field}'], '.6r')]"
     turn, place = {"op": "row_number", "as": "turn"}, {"op": "dense_rank", "as": "place"}
     return [
-        *_made(same=same),
+        *_calc(same=same),
         _joined(["line"], length="count", first="min index"),
         {"window": [turn], "groupby": ["same"], "sort": [longest, first]},
         _joined(["line"], turn="min turn"),
         {"filter": "datum.level || datum.turn === 1 || datum.index === chosen"},
         {"window": [place], "groupby": ["level"], "sort": [first]},
-        *_made(x=f"datum.k * pow({ASIDE}, datum.place - 1)"),
+        *_calc(x=f"datum.k * pow({ASIDE}, datum.place - 1)"),
     ]
 
 
@@ -235,11 +235,11 @@ def trade(title: str) -> Spec:
     ]
     ink, dash = "datum.run ? datum.ink : 'var(--soft)'", f"datum.run ? {DOTTED} : {SOLID}"
     x, y = axis("x", "ms", "median latency, ms (log)", "log"), axis("y", "kept", title, "share")
-    return chart(x, y, layers, _made(front_ink=ink, front_dash=dash))
+    return chart(x, y, layers, _calc(front_ink=ink, front_dash=dash))
 
 
 def stacked() -> Spec:
-    """Returns a bar for each of `ticks`, its names, cut into coloured parts."""
+    """Returns a bar for each name in `ticks`, divided into coloured parts."""
     named = {"labelExpr": "ticks[datum.value]", "labelLimit": 220, "grid": False}
     y = {"field": "place", "type": "ordinal", "title": None, "axis": named}
     y["scale"] = {"paddingInner": 0.3}
@@ -247,7 +247,7 @@ def stacked() -> Spec:
 
 
 def histogram() -> Spec:
-    """Returns how many calls took how long, with the lines of the percentiles that are named."""
+    """Returns a histogram of the times of calls, with lines at the named percentiles."""
     text = {"align": {"expr": "datum.right ? 'right' : 'left'"}, "baseline": "top"}
     text["dx"] = {"expr": "datum.right ? -4 : 4"}
     ink = {"value": "var(--ink)"}
@@ -267,7 +267,7 @@ def drawn_lines(x: Spec, y: Spec, *more: Spec) -> Spec:
 
 
 def core_charts(quality: str) -> dict[str, Spec]:
-    """Returns the page's own charts by their names, of models that are judged by `quality`."""
+    """Returns the page's own charts by name, for models that are judged by `quality`."""
     batch, rate = axis("x", "batch", "batch", "k"), axis("y", "rate", "of", "log")
     return {
         "deploy": trade(f"{quality} kept"),
@@ -285,7 +285,7 @@ def core_charts(quality: str) -> dict[str, Spec]:
 
 
 def nothing(why: str) -> Spec:
-    """Returns a chart that has only a sentence."""
+    """Returns a chart that shows only a sentence."""
     return {"mark": {"type": "text", "text": why, "color": "var(--ink)"}}
 
 
@@ -302,10 +302,10 @@ def side_by_side(
     title: str = "",
     **params: Any,
 ) -> Spec:
-    """Returns a picture of charts, a legend of inks and symbols, and one of models by dashes."""
+    """Returns an image of charts, with a legend of colours and symbols, and one of dashes."""
     placed: list[Spec] = []
     for number, (name, spec, rows) in enumerate(panels):
-        # In one picture every chart has a name of its own.
+        # In one image every chart needs a distinct name.
         own = json.loads(re.sub(r"(?<=[\"'])chart(?=[_\"])", f"chart{number}", json.dumps(spec)))
         size = {"width": (320, 320, 200)[min(columns, len(panels)) - 1], "height": 250}
         place = {"title": printable(name), "data": {"values": list(rows)}}
@@ -344,13 +344,13 @@ def _legend(legend: Mapping[str, tuple[str, str]], models: Sequence[str]) -> Spe
 
 @functools.cache
 def _palette() -> dict[str, str]:
-    """The colours of the light page, by the names of their variables."""
+    """Returns the colours of the light page, by the names of their variables."""
     text = resources.files(__package__).joinpath("assets", "report.css").read_text(encoding="utf-8")
     return dict(re.findall(r"--([\w-]+): (#\w+)", text.partition("}")[0]))
 
 
 def write_pictures(spec: Mapping[str, Any], paths: Sequence[Path]) -> None:
-    """Writes a chart as PNG and SVG files, by their suffixes."""
+    """Writes a chart to files, as PNG or SVG by their suffixes."""
     import vl_convert
 
     text = re.sub(r"var\(--([\w-]+)\)", lambda name: _palette()[name[1]], json.dumps(spec))

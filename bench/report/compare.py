@@ -14,38 +14,38 @@ from .summary import line_name, milliseconds
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One row as it was and as it is."""
+    """One row before and now."""
 
     before: Row
     now: Row
 
     @property
     def ratio(self) -> float | None:
-        """Latency now over before: above 1 is slower. None if one of them failed."""
+        """The latency now over that before: above 1 is slower. None if one of them failed."""
         old, new = self.before.median_ms, self.now.median_ms
         return None if old is None or new is None else new / old
 
     @property
     def beyond_spread(self) -> bool:
-        """Whether the latencies differ by more than the spread of the rounds of either."""
+        """Whether the latencies differ by more than the spread of either row's rounds."""
         old, new = self.before.latency_ms, self.now.latency_ms
         return old is not None and new is not None and differs(old, new)
 
     @property
     def quality_changed(self) -> bool:
-        """Whether more or less is kept, by more than both 95% intervals allow."""
+        """Whether the kept share changed by more than both 95% intervals allow."""
         old, new = self.before.kept_interval, self.now.kept_interval
         if old is None or new is None:
             return self.before.kept != self.now.kept
         return old.high < new.low or new.high < old.low
 
     def slower_than(self, share: float) -> bool:
-        """Whether the row is slower by more than a share, and by more than the spread."""
+        """Returns whether the row is slower by more than a share and by more than the spread."""
         return self.beyond_spread and self.ratio is not None and self.ratio > 1 + share
 
     @property
     def broken(self) -> bool:
-        """Whether the row fails now and did not before."""
+        """Whether the row fails now but did not before."""
         return self.now.error is not None and self.before.error is None
 
     @property
@@ -60,7 +60,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ResultsComparison:
-    """Every row that two files share, and what should make a reader doubt the comparison."""
+    """Every row that two files share, and notes on what limits the comparison."""
 
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
@@ -77,7 +77,7 @@ class ResultsComparison:
 
     @property
     def notable(self) -> tuple[Change, ...]:
-        """Rows worth reporting: another latency, another accuracy, a failure."""
+        """Rows worth reporting: a changed latency, a changed accuracy or a failure."""
         return tuple(c for c in self.changes if c.beyond_spread or c.quality_changed or c.broken)
 
     @property
@@ -85,12 +85,12 @@ class ResultsComparison:
         """A summary of the changes, in one sentence."""
         same = len(self.changes) - len(self.slower) - len(self.faster)
         return (
-            f"Of {len(self.changes)} rows in both files {len(self.faster)} are faster and "
-            f"{len(self.slower)} slower by more than the spread; {same} are not told apart."
+            f"Of {len(self.changes)} rows in both files, {len(self.faster)} are faster and "
+            f"{len(self.slower)} slower by more than the spread; {same} show no difference."
         )
 
     def failures(self, share: float) -> tuple[Change, ...]:
-        """Rows that are slower by more than a share, or that fail where they did not."""
+        """Returns rows that are slower by more than a share, or that fail but did not before."""
         return tuple(c for c in self.changes if c.broken or c.slower_than(share))
 
 
@@ -107,7 +107,7 @@ def compare(before: Results, now: Results) -> ResultsComparison:
         if isinstance(was, dict) and isinstance(is_now, dict):  # earlier files have fewer facts
             is_now = {key: is_now[key] for key in is_now if key in was}
         if was != is_now:
-            notes.append(f"Measured on another machine or setting: {name} was {was}, is {is_now}.")
+            notes.append(f"Another machine or setting: {name} was {was} and is now {is_now}.")
     were, are = (run.environment.get("packages") or {} for run in (before, now))
     moved = [
         f"{name} {were.get(name, 'none')} → {are.get(name, 'none')}"
@@ -115,26 +115,26 @@ def compare(before: Results, now: Results) -> ResultsComparison:
         if were.get(name) != are.get(name)
     ]
     if moved:
-        notes.append(f"Other versions: {', '.join(moved)}.")
+        notes.append(f"Different versions: {', '.join(moved)}.")
     for which, results in (("The earlier file", before), ("This file", now)):
         if results.disturbance:
             notes.append(f"{which}: {results.disturbance}")
     hashes = {model.name: model.sha256 for model in before.models}
     other = [m.name for m in now.models if hashes.get(m.name, m.sha256) not in ("", m.sha256)]
     if other:
-        notes.append(f"Other weights: {', '.join(other)}.")
+        notes.append(f"Different weights: {', '.join(other)}.")
     moved_rows = sum(_host(change.before) != _host(change.now) for change in changes)
     if moved_rows:
-        notes.append(
-            f"{moved_rows} rows were timed on another machine than before: compare ratios."
-        )
+        notes.append(f"{moved_rows} rows were timed on a different machine: compare ratios.")
     if only_before or only_now:
-        notes.append(f"{only_before} rows are in the earlier file only, {only_now} in this one.")
+        notes.append(
+            f"{only_before} rows are only in the earlier file, {only_now} only in this one."
+        )
     return ResultsComparison(changes, tuple(notes))
 
 
 def _host(row: Row) -> str | None:
-    """The machine of a row: a node's name without what Ray calls it, which every start changes."""
+    """Returns the machine of a row, without Ray's id of a node, which every start changes."""
     return None if row.node is None else row.node.rpartition("-")[0]
 
 
@@ -150,7 +150,7 @@ def parse_slower(text: str) -> float:
 
 
 def earlier(out: Path, named: Path | None, *, wanted: bool) -> Results | None:
-    """Returns the results to compare with: those that are named, else those that `out` holds."""
+    """Returns the results to compare with: the named file, or else the results in `out`."""
     if named is not None:
         return read(named)
     own = out / "results.json"
@@ -160,8 +160,8 @@ def earlier(out: Path, named: Path | None, *, wanted: bool) -> Results | None:
 def check_regression(before: Results, now: Results, share: float | None) -> tuple[str, ...]:
     """Returns the changes, in lines; raises CheckError if rows are slower than allowed.
 
-    A row is slower when it is so by more than `share` and by more than the spread of its rounds. A
-    row that fails and did not before counts too.
+    A row counts as slower if it is slower by more than `share` and by more than the spread of its
+    rounds. A row that fails but did not before also counts.
     """
     comparison = compare(before, now)
     lines = (comparison.sentence, *(c.label for c in comparison.notable), *comparison.notes)
@@ -177,6 +177,6 @@ def check_regression(before: Results, now: Results, share: float | None) -> tupl
         raise CheckError(
             f"{len(worse)} of {len(comparison.changes)} rows are slower by more than {share:.0%} "
             f"or fail: {listed}{more}",
-            hint="a noisy machine? see the spreads in the report, or allow more",
+            hint="if the machine is noisy, see the spreads in the report, or allow a larger share",
         )
     return lines

@@ -1,4 +1,4 @@
-"""The door for sections of a report: what each holds, and how it shows what a plugin has found."""
+"""The registry of a report's sections: their content, and how they show a plugin's findings."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class SectionContent:
 class RowDecision:
     """The search that chose the last row, and the request it fulfils.
 
-    `keep` is the requested share, None if there was no request. `asked` is a sentence, and
-    `keeps` what the chosen row keeps, if that was confirmed. `recipe` exports it again.
+    `keep` is the requested share, None if there was no request. `asked` is a sentence on the
+    request, and `keeps` is what the chosen row keeps, if confirmed. `recipe` exports it again.
     """
 
     keep: float | None
@@ -51,9 +51,9 @@ class RowDecision:
 class PageChart:
     """A card of charts on the page, for a section.
 
-    `points` returns the data that the page has under the section's name, None for no chart. A file
-    `NAME.html` in the folder `assets` is the card, and `NAME.js` a function without arguments that
-    draws it, or hides it without data, by the functions of `report.js`.
+    `points` returns the data that the page has under the section's name, None for no chart. In the
+    folder `assets`, `NAME.html` is the card, and `NAME.js` is a function without arguments that
+    draws it with the functions of `report.js`, or hides it if there are no data.
     """
 
     points: Callable[[Results], dict[str, Any] | None]
@@ -68,10 +68,10 @@ class PageChart:
 class ReportSection:
     """A section of a report, at its place on the page; a plugin's section shows its findings.
 
-    `shows` is the name that these findings have among the analyses of `results.json`; of results
-    without them nothing else is called. `content` returns None if there is nothing to show.
-    `text` returns findings for the terminal, `figures` writes them to a folder, `chart` draws them
-    on the page, and `decision` returns what they have chosen of the rows.
+    `shows` is the name of these findings among the analyses of `results.json`; nothing else is
+    called for results without them. `content` returns None if there is nothing to show. `text`
+    returns findings for the terminal, `figures` writes them to a folder, `chart` draws them on the
+    page, and `decision` returns the search that chose a row.
     """
 
     name: str
@@ -85,12 +85,12 @@ class ReportSection:
     decision: Callable[[Results], RowDecision | None] = lambda _: None
 
     def is_of(self, results: Results) -> bool:
-        """Whether the results hold the section's data; a section of rows applies to all results."""
+        """Returns whether results have the section's data; a section of rows applies to all."""
         return not self.shows or self.shows in results.analyses
 
 
 SECTIONS = Registry("moexport.sections", ReportSection)
-"""Those of plugins; the core's own are in `sections.py`."""
+"""The sections of plugins; the core's own are in `sections.py`."""
 
 
 def showing(results: Results) -> list[ReportSection]:
@@ -114,4 +114,4 @@ def left_out(results: Results) -> str:
     if not names:
         return ""
     listed = printable(", ".join(names))
-    return f"Left out: {listed}. Nothing that is installed shows this; results.json has it."
+    return f"Left out: {listed}. No installed plugin shows this; it is in results.json."

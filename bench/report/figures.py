@@ -37,11 +37,11 @@ from .summary import (
     times,
 )
 
-FAR_APART = 6  # values that differ by more are drawn by factors, as on the page
+FAR_APART = 6  # values that differ by a larger factor get a logarithmic axis, as on the page
 
 
 def marks(section: Section, row: Row, symbol: str) -> dict[str, Any]:
-    """Returns a row's data for charts: its values with their bars, its style and its text."""
+    """Returns a row's data for charts: values with their bars, style and text."""
     untouched = row.engine == PYTORCH_EAGER
     rounds = () if row.latency_ms is None else row.latency_ms.rounds
     perplexity = row.perplexity
@@ -53,7 +53,7 @@ def marks(section: Section, row: Row, symbol: str) -> dict[str, Any]:
     }
     bars: dict[str, float | None] = {}
     for name, (value, interval) in values.items():
-        # A median of all calls can lie outside the medians of its rounds by a hair.
+        # The median of all calls can be slightly outside the medians of its rounds.
         ends = [] if value is None else [value]
         if ends and interval is not None:
             ends += [interval.low, interval.high]
@@ -72,7 +72,7 @@ def marks(section: Section, row: Row, symbol: str) -> dict[str, Any]:
 
 
 def _rates(row: Row) -> Interval | None:
-    """The tokens per second of the slowest and the fastest round."""
+    """Returns the tokens per second of the slowest and the fastest round."""
     if row.tokens_per_s is None or row.latency_ms is None:
         return None
     rates = [row.tokens_per_s * row.latency_ms.median / ms for ms in row.latency_ms.rounds]
@@ -96,9 +96,9 @@ def _hover(section: Section, row: Row) -> Iterator[str]:
 def figures(results: Results, directory: Path) -> tuple[Path, ...]:
     """Writes latency and accuracy or perplexity over k, PNG and SVG per batch; returns them.
 
-    The smallest batch size is `latency_accuracy`, others `latency_accuracy_batch{b}`; all models
-    are in one pair of axes. Of language models `tokens_perplexity` holds tokens per second in each
-    phase and perplexity.
+    The figure of the smallest batch size is `latency_accuracy`, others are
+    `latency_accuracy_batch{b}`; all models share a pair of axes. For language models,
+    `tokens_perplexity` has tokens per second in each phase and perplexity.
     """
     shown = [section for section in sections(results) if section.series]
     plain = [section for section in shown if section.phase is None]
@@ -108,7 +108,7 @@ def figures(results: Results, directory: Path) -> tuple[Path, ...]:
 
 
 def _figures(name: str, chosen: Sequence[Section], directory: Path) -> Iterator[Path]:
-    """A figure per batch size; yields its files."""
+    """Writes a figure per batch size; yields its files."""
     for index, batch in enumerate(sorted({section.batch for section in chosen})):
         here = [section for section in chosen if section.batch == batch]
         file = name if index == 0 else f"{name}_batch{batch}"
@@ -118,7 +118,7 @@ def _figures(name: str, chosen: Sequence[Section], directory: Path) -> Iterator[
 
 
 def _picture(chosen: Sequence[Section]) -> Spec:
-    """Latency, or tokens per second in each phase; then what each kind of model is judged by."""
+    """Returns the chart of latency or tokens per second, then the quality of each kind of model."""
     models = tuple(dict.fromkeys(section.model for section in chosen))
     lines = dict(zip(map(id, chosen), _lines(chosen), strict=True))
     one = "" if len(models) > 1 else f"{models[0]}: "
@@ -144,17 +144,17 @@ def _picture(chosen: Sequence[Section]) -> Spec:
     for quality in dict.fromkeys(s.quality for s in judged if s.quality) or (None,):
         here = rows([section for section in judged if section.quality == quality])
         if quality == "perplexity":
-            over = over_k("ppl", "perplexity, less is better", "near", apart=True)
+            over = over_k("ppl", "perplexity, lower is better", "near", apart=True)
             panels.append((f"{one}perplexity", over, here))
         else:
             name = quality or "accuracy"
-            over = over_k("kept", f"{name} kept, of PyTorch's", "share", apart=True)
+            over = over_k("kept", f"share of PyTorch's {name} kept", "share", apart=True)
             panels.append(
                 (f"{one}{name} kept", over if quality else nothing("not measured: no labels"), here)
             )
     named = {line.name: line for of in lines.values() for line in of}
     legend = {
-        n: (ink_of(s.rows[0].precision), SYMBOLS[s.look % len(SYMBOLS)]) for n, s in named.items()
+        n: (ink_of(s.rows[0].precision), SYMBOLS[s.style % len(SYMBOLS)]) for n, s in named.items()
     }
     if any(section.reference for section in chosen):
         legend |= {UNTOUCHED: (REFERENCE, LEVEL)}
@@ -168,12 +168,12 @@ def _picture(chosen: Sequence[Section]) -> Spec:
 def _rows(
     section: Section, lines: Sequence[Series], model: int, single: bool
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a section as charts draw them, each model with its dashes."""
+    """Yields the rows of a section as charts draw them, each model with its dashes."""
     dash = DASHES[model % len(DASHES)]
     named = [(line, row) for line in lines for row in line.rows]
     for index, (line, row) in enumerate(named):
         own = {"index": index, "k": row.k, "precision": row.precision, "model": model}
-        drawn = marks(section, row, SYMBOLS[line.look % len(SYMBOLS)]) | {
+        drawn = marks(section, row, SYMBOLS[line.style % len(SYMBOLS)]) | {
             "untouched": False,
             "limit": None,
         }
@@ -195,9 +195,9 @@ def _far_apart(rows: Sequence[dict[str, Any]], field: str) -> bool:
 
 
 def _lines(chosen: Sequence[Section]) -> list[list[Series]]:
-    """The lines of each section, one for an engine and precision where each k has one lowering.
+    """Returns the lines of each section: one per engine and precision if each k has one lowering.
 
-    The same name has the same style in all of them; exported graphs come before PyTorch.
+    A name has the same style in all sections; exported graphs come before PyTorch.
     """
     rows = [row for section in chosen for row in section.rows]
     precisions = {row.precision for row in rows if not row.engine.startswith("pytorch")}

@@ -9,9 +9,9 @@ from ..results import Results, Row
 from .content import SectionContent, TableContent
 
 NOTE = (
-    "An attribute is decided by the sign of its logit; positives are the inputs that have it. R² "
-    "is 1 for outputs without error, 0 for those no better than the mean of the targets. A column "
-    "is a k."
+    "An attribute is predicted by the sign of its logit; positives are the inputs that have it. R² "
+    "is 1 for outputs without error, and 0 if they are no better than the mean of the targets. "
+    "Each column is a k."
 )
 
 

@@ -1,9 +1,9 @@
 """`report.html`: one self-contained page that draws a results file.
 
 The page fetches nothing: Vega and Vega-Lite (compressed), the charts' specifications, style, script
-and data are in it. Its parts lie in `assets/`; placeholders are `%%NAME%%`. The results are
-embedded as they are, with a description of every row in words; `report.js` draws them,
-filters them and answers what to deploy.
+and data are in it. Its parts are in `assets/`; placeholders are `%%NAME%%`. The results are
+embedded unchanged, with a description of every row in words; `report.js` draws and filters them,
+and recommends what to deploy.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from .summary import (
 from .text import absent_lines, method_lines, reproduce, to_csv, to_markdown
 
 FIRST = 30
-"""Sections at places before this one are answers: they stand before the charts."""
+"""Sections with a smaller place are answers, shown before the charts."""
 
 OPEN = 40
-"""Those before this one are not folded."""
+"""Sections with a smaller place are not folded."""
 
 
 def write_report(results: Results, path: Path, comparison: ResultsComparison | None = None) -> None:
-    """Writes the page, whole or not at all."""
+    """Writes the page completely or not at all."""
     write_text(html(results, comparison), path)
 
 
@@ -85,7 +85,7 @@ def write_views(
 ) -> tuple[Path, ...]:
     """Writes the page (.html, else UsageError), and Markdown, CSV and figures next to it.
 
-    The page draws other `runs` next to the results. Without vl-convert there are no figures.
+    The page shows other `runs` next to the results. Without vl-convert there are no figures.
     """
     check_file(page)
     if page.suffix not in (".html", ".htm"):
@@ -108,7 +108,7 @@ def write_views(
 
 
 def can_draw() -> bool:
-    """Whether figures can be drawn: the page draws its own, which needs no vl-convert."""
+    """Returns whether figures can be drawn; the page draws its own without vl-convert."""
     return importlib.util.find_spec("vl_convert") is not None
 
 
@@ -117,7 +117,7 @@ def html(
     comparison: ResultsComparison | None = None,
     runs: Sequence[NamedRun] = (),
 ) -> str:
-    """Returns the page: the answer, charts, rows, environment, method, and what has changed."""
+    """Returns the page: the answer, charts, rows, environment, method and changes."""
     shown = sections(results)
     names = [model.name for model in results.models]
     parts = {
@@ -134,13 +134,13 @@ def html(
         "CHARTS": ",\n".join(chart.asset(f"{section.name}.js") for section, chart in charts()),
         "SCRIPT": _asset("report.js"),
     }
-    # Cut once, so that text inside one part is never taken for a placeholder.
+    # Split once, so that text inside a part is never mistaken for a placeholder.
     pieces = _asset("report.html").split("%%")
     return "".join(parts[p] if index % 2 else p for index, p in enumerate(pieces))
 
 
 def charts() -> list[tuple[ReportSection, PageChart]]:
-    """Returns the sections that draw charts of their own, in the order of the page."""
+    """Returns the sections with their own charts, in the order of the page."""
     return [(each, each.chart) for each in all_sections() if each.chart is not None]
 
 
@@ -149,13 +149,13 @@ def _asset(name: str) -> str:
 
 
 def _packed(*names: str) -> str:
-    """Assets as gzip in Base64; the same bytes every time."""
+    """Returns assets as gzip in Base64, with the same bytes every time."""
     text = "\n".join(map(_asset, names))
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def embedded_json(value: Any) -> str:
-    """Returns JSON that cannot end the script element it stands in."""
+    """Returns JSON that cannot end the script element that contains it."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
@@ -173,7 +173,7 @@ def payload(
     return {
         "results": as_json(results),
         "rows": [
-            _words(results, section, row) | marks(section, row, symbols[_style(row)])
+            _description(results, section, row) | marks(section, row, symbols[_style(row)])
             for section, row in zip(own, results.rows, strict=True)
         ],
         "charts": core_charts(next(filter(None, (each.quality for each in shown)), "accuracy")),
@@ -208,14 +208,14 @@ def _style(row: Row) -> tuple[str, str | None]:
 
 
 def _symbols(results: Results) -> dict[tuple[str, str | None], str]:
-    """The symbol of each engine and lowering, in the order of their rows."""
+    """Returns the symbol of each engine and lowering, in the order of their rows."""
     styles = dict.fromkeys(_style(row) for row in results.rows if row.engine != PYTORCH_EAGER)
     symbols = dict(zip(styles, cycle(SYMBOLS), strict=False))
     return symbols | {_style(row): STAR for row in results.rows if row.engine == PYTORCH_EAGER}
 
 
-def _words(results: Results, section: Section, row: Row) -> dict[str, Any]:
-    """A row's name and description on the page, and the index of its `base` for the speed."""
+def _description(results: Results, section: Section, row: Row) -> dict[str, Any]:
+    """Returns a row's name and description on the page, and the index of its `base`."""
     base = section.base(row)
     latency = row.latency_ms
     return {
@@ -245,7 +245,7 @@ def _words(results: Results, section: Section, row: Row) -> dict[str, Any]:
 
 
 def _limit(row: Row) -> str:
-    """The parts of the least time, or why it is unknown or does not apply."""
+    """Describes the parts of the least time, or why it is unknown or does not apply."""
     if row.no_limit or row.limit_ms is None or row.work is None:
         return row.no_limit or ""
     operations = row.work.operations + row.work.int8_operations
@@ -254,10 +254,10 @@ def _limit(row: Row) -> str:
 
 
 def export_command(results: Results, row: Row) -> str | None:
-    """Returns the command that makes the graph of a row again, or runs the bundle that holds it.
+    """Returns the command that exports the graph of a row again, or runs its bundle.
 
-    None for rows of PyTorch, and where the results were not made by a command, which shows how the
-    model is read.
+    It is None for rows of PyTorch, and if the results were not made by a command, which shows how
+    the model is read.
     """
     model = next((info for info in results.models if info.name == row.model), ModelInfo(""))
     source = model.source
@@ -283,7 +283,7 @@ def export_command(results: Results, row: Row) -> str | None:
     if row.batch > 1 and "--batch" not in options:
         words += ["--batch", f"1:{row.batch}:{max(row.batch, 32)}"]
     options = _parity_options(results, row, source, data, typed)
-    return shlex.join([*words, *options, *_carried(typed)])
+    return shlex.join([*words, *options, *_reading_options(typed)])
 
 
 def _parity_options(
@@ -297,7 +297,7 @@ def _parity_options(
     """
     from ...exporter.bundle.parity import tolerance_of  # loads onnx, which a report does not need
 
-    feed, least = _checked_on(source, data, typed), tolerance_of(row.precision).routing
+    feed, least = _check_inputs(source, data, typed), tolerance_of(row.precision).routing
     if least == 1:
         return feed
     if not feed and data and Path(data).suffix == ".npz":
@@ -310,14 +310,14 @@ def _parity_options(
     share = row.same_experts
     few = share - 3 * math.sqrt(share * (1 - share) / VERIFY_SAMPLES)  # three standard deviations
     if share < least or (few < least and not feed):
-        return ["--no-verify", *_checked_on(source, data, typed)]
+        return ["--no-verify", *_check_inputs(source, data, typed)]
     if few < least and inputs > VERIFY_SAMPLES:
         return [*feed, "--verify-samples", str(inputs)]
     return feed
 
 
-def _checked_on(source: str, data: str | None, typed: Sequence[str]) -> list[str]:
-    """The inputs that a network of the user's own is checked on, if those are not images."""
+def _check_inputs(source: str, data: str | None, typed: Sequence[str]) -> list[str]:
+    """Returns the option with the inputs that check a user's own network, except for images."""
     if data and names_code(source) and not (Path(data).is_dir() or _values_of(typed, "--pixels")):
         return ["--data", data]
     return []
@@ -326,16 +326,16 @@ def _checked_on(source: str, data: str | None, typed: Sequence[str]) -> list[str
 def recipe_command(source: str, recipe: str, bundle: str, typed: Sequence[str]) -> str:
     """Returns the command that exports a model again according to its recipe.
 
-    `typed` is the command of the search, which shows how the model is read: a network of the
-    user's own also on which inputs it is checked, where those are not images.
+    `typed` is the command of the search, which shows how the model is read and, unless they are
+    images, on which inputs a user's own network is checked.
     """
     words = ["moexport", "export", source, "--recipe", recipe, "-o", bundle]
     data = next(iter(_values_of(typed, "--data")), None)
-    return shlex.join([*words, *_checked_on(source, data, typed), *_carried(typed)])
+    return shlex.join([*words, *_check_inputs(source, data, typed), *_reading_options(typed)])
 
 
-def _carried(typed: Sequence[str]) -> list[str]:
-    """The options of a command for reading its model: an export of the model needs them, too."""
+def _reading_options(typed: Sequence[str]) -> list[str]:
+    """Returns a command's options for reading its model, which an export of it also needs."""
     panels = panels_of(LoadRequest)
     records: list[type[Any]] = [LoadRequest, *(panel.options for panel in panels)]
     options = (spelled(record, name) for record in records for name in shell_options(record))
@@ -348,13 +348,13 @@ def _carried(typed: Sequence[str]) -> list[str]:
 
 
 def _values_of(words: Sequence[str], option: str) -> list[str]:
-    """The values of an option in a command, as `--option value` or `--option=value`."""
+    """Yields the values of an option in a command, as `--option value` or `--option=value`."""
     after = [value for name, value in pairwise(words) if name == option]
     return after + [word.split("=", 1)[1] for word in words if word.startswith(f"{option}=")]
 
 
 def _environment(results: Results) -> Iterator[tuple[str, str]]:
-    """The machine and the versions as names and values."""
+    """Yields the machine and the versions as names and values."""
     for name, value in results.environment.items():
         if name == "packages" and isinstance(value, dict):
             yield from ((str(package), str(version)) for package, version in value.items())

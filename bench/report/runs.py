@@ -1,4 +1,4 @@
-"""Several runs, of one machine or more, in one report: their answers, and their points."""
+"""Several runs, on one or more machines, in one report: their answers and their points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADS = ("Run", "Machine", "ms", "Kept", "Row", "Answer")
 
 NOTE = (
     "The row of each run that its own report recommends; the chart of what can be deployed has the "
-    "Pareto front of each. Times of different machines are not those of different software."
+    "Pareto front of each run. Times on different machines do not compare software."
 )
 
 
@@ -27,7 +27,7 @@ class NamedRun:
 
 
 def named_runs(places: Sequence[Path | None], listed: Sequence[Results]) -> tuple[NamedRun, ...]:
-    """Returns runs by the folders of their files, or by when they were made."""
+    """Returns runs, named by the folders of their files or by when they were made."""
     named: list[NamedRun] = []
     for place, results in zip(places, listed, strict=True):
         made = f"run of {results.created[:16].replace('T', ' ')}"
@@ -39,10 +39,10 @@ def named_runs(places: Sequence[Path | None], listed: Sequence[Results]) -> tupl
 
 
 def machine_of(results: Results) -> str:
-    """Returns the CPU, or the GPUs, that results were measured on, with the threads."""
+    """Returns the CPU or the GPUs on which results were measured, with the threads."""
     facts = results.environment
     gpus = [gpu["name"] for gpu in facts.get("gpu") or ()]
-    cpu = (facts.get("cpu") or {}).get("model") or "a machine that is not told"
+    cpu = (facts.get("cpu") or {}).get("model") or "an unknown machine"
     threads = facts.get("threads")
     counted = [] if threads is None else [f"{threads} thread{'' if threads == 1 else 's'}"]
     return ", ".join([*dict.fromkeys(gpus), cpu, *counted])
@@ -69,7 +69,7 @@ def answers(now: Results, runs: Sequence[NamedRun]) -> dict[str, list[tuple[str,
 
 
 def run_points(run: NamedRun) -> dict[str, Any]:
-    """Returns the rows of another run that the page draws: those with a time and a quality."""
+    """Returns the rows of another run that the page shows: those with a time and a quality."""
     return {"name": run.name, "rows": list(map(_point, _drawn(run.results)))}
 
 

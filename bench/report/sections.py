@@ -1,4 +1,4 @@
-"""The sections of a report, apart from its charts and rows: a record each, in one list.
+"""The list of a report's sections, without its charts and rows: one record per section.
 
 The page, the Markdown and the tests read the list.
 """
@@ -20,28 +20,28 @@ from .summary import Section, headline, line_name, milliseconds, percent, sectio
 PARITY_NOTE = (
     "Compared with PyTorch at the same k: the share of samples for which every layer selected the "
     "same experts, the mean Jaccard index of the selected sets, and the outputs. Routing is not "
-    "compared if all experts are kept, nor in PyTorch's own rows."
+    "compared if all experts are kept, or in PyTorch's own rows."
 )
 
 HEAT_NOTE = (
-    "Inputs a second of the fastest export for each k and batch size, in each precision; the "
-    "stronger the colour, the more. The same factor in speed is the same step in colour."
+    "Inputs per second of the fastest export for each k, batch size and precision; stronger "
+    "colours are faster. Equal factors in speed are equal steps in colour."
 )
 
 LOSING_NOTE = (
-    "Right answers of the classes that lose most, on the inputs of the accuracy; of few inputs, "
-    "differences are mostly chance."
+    "Correct answers for the classes that lose most, on the inputs that measure accuracy; with few "
+    "inputs, differences are mostly chance."
 )
 
 
 SIDE_BY_SIDE = (
-    "For each model its answer, by the rule of the first sentence of the page. Each model is "
-    "compared with its own untouched PyTorch model."
+    "The answer for each model, by the rule of the page's first sentence. Each model is compared "
+    "with its own untouched PyTorch model."
 )
 
 
 def _side_by_side(results: Results) -> SectionContent | None:
-    """The answer of every model, if there are several."""
+    """Returns the answer for every model, if there are several."""
     shown = sections(results)
     if len({section.model for section in shown}) < 2:
         return None
@@ -62,7 +62,7 @@ def _side_by_side(results: Results) -> SectionContent | None:
                 "–" if row.median_ms is None else milliseconds(row.median_ms),
                 "–" if row.throughput is None else f"{row.throughput:,.0f}",
                 accuracy,
-                _kept(section, row),
+                _retention(section, row),
                 *("–" if gain is None else times(gain) for gain in gains),
                 "–" if row.disk_bytes is None else size(row.disk_bytes),
             )
@@ -74,8 +74,8 @@ def _side_by_side(results: Results) -> SectionContent | None:
     return SectionContent(tables=(TableContent("", heads, groups),), notes=(SIDE_BY_SIDE,))
 
 
-def _kept(section: Section, row: Row) -> str:
-    """A row's retention, and the lower end of its interval."""
+def _retention(section: Section, row: Row) -> str:
+    """Returns a row's retention, and the lower end of its interval."""
     low = section.shown(row)
     if row.kept is None or low is None:
         return "–"
@@ -84,7 +84,7 @@ def _kept(section: Section, row: Row) -> str:
 
 
 def _by_k_and_batch(results: Results) -> SectionContent | None:
-    """Inputs a second over k and batch size, if there are several of both; by precision."""
+    """Returns inputs per second by k and batch size, if there are several of both."""
     tables = []
     rows = [
         row
@@ -111,7 +111,7 @@ def _by_k_and_batch(results: Results) -> SectionContent | None:
 
 
 def _heat(values: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], Cell]:
-    """Cells that are coloured by the factor from the least to the largest value."""
+    """Returns cells that are coloured by the factor from the smallest to the largest value."""
     logs = {place: math.log(value) for place, value in values.items()}
     low, span = min(logs.values()), max(1e-9, max(logs.values()) - min(logs.values()))
     return {
@@ -121,12 +121,12 @@ def _heat(values: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], Cell
 
 
 def _losing(results: Results) -> SectionContent | None:
-    """The classes whose accuracy falls at each k, compared with the untouched model."""
+    """Returns the classes whose accuracy falls at each k, compared with the untouched model."""
     groups: dict[str, list[Sequence[Cell]]] = {}
     for row in results.rows:
         name = f"{row.model}, k = {row.k_of_n(' of ')}, {row.precision.upper()}"
         if not row.losing or row.engine.startswith("pytorch") or name in groups:
-            continue  # what is lost depends on neither engine nor batch size
+            continue  # the loss depends on neither engine nor batch size
         groups[name] = [
             (
                 str(change.label),
@@ -137,16 +137,16 @@ def _losing(results: Results) -> SectionContent | None:
             )
             for change in row.losing[:5]
         ]
-    heads = ("Class", "Inputs", "Untouched", "Here", "Right answers")
+    heads = ("Class", "Inputs", "Untouched", "Here", "Correct answers")
     tables = (TableContent("", heads, groups),)
     return SectionContent(tables=tables, notes=(LOSING_NOTE,)) if groups else None
 
 
 def _parity(results: Results) -> SectionContent:
-    """Per graph and k, whether PyTorch's experts were chosen and its values computed."""
+    """Returns how often each graph chose PyTorch's experts, and how close its outputs are."""
     groups: dict[str, list[Sequence[Cell]]] = {}
     for section in sections(results):
-        # Agreement does not depend on the batch size: it is taken once, and told once.
+        # Agreement does not depend on the batch size, so it is shown once.
         if section.model in groups:
             continue
         lines: list[Sequence[Cell]] = []
@@ -170,7 +170,7 @@ def _parity(results: Results) -> SectionContent:
 
 
 def _changes(comparison: ResultsComparison | None) -> SectionContent | None:
-    """The changes since an earlier file."""
+    """Returns the changes since an earlier file."""
     if comparison is None:
         return None
     heads = ("Engine", "k", "Before, ms", "Now, ms", "Change", "Kept before", "Kept now")
@@ -198,7 +198,7 @@ def _change(change: Change) -> tuple[Cell, ...]:
 
 
 def _runs(results: Results, runs: Sequence[NamedRun]) -> SectionContent | None:
-    """The answers of several runs."""
+    """Returns the answers of several runs."""
     if not runs:
         return None
     table = TableContent("", HEADS, answers(results, runs))
@@ -210,7 +210,7 @@ def all_sections(
 ) -> list[ReportSection]:
     """Returns every section, in the order of the page.
 
-    The core's own are of results, of what changed since earlier ones, and of other runs.
+    The core's sections are about results, changes since earlier results, and other runs.
     """
     own = (
         ReportSection(
@@ -242,7 +242,7 @@ def all_sections(
 def contents(
     results: Results, comparison: ResultsComparison | None, runs: Sequence[NamedRun] = ()
 ) -> Iterator[tuple[ReportSection, SectionContent]]:
-    """Yields the sections of these results, each with its content, without empty tables."""
+    """Yields the sections of these results with their content, without empty tables."""
     for section in all_sections(comparison, runs):
         content = section.content(results) if section.is_of(results) else None
         if content is None:

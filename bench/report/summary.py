@@ -17,11 +17,11 @@ KEPT = 0.99
 """The share of the untouched model's accuracy that a row must keep, unless another is requested."""
 
 DISAGREE = 0.5
-"""Of times whose rounds lie further apart than this share of their median nothing is concluded."""
+"""Nothing is concluded from times whose rounds differ by more than this share of their median."""
 
-R2 = "R²"  # what a regression is judged by
+R2 = "R²"  # the metric of a regression
 
-UNTOUCHED = "PyTorch, untouched"  # what tables and charts call the reference
+UNTOUCHED = "PyTorch, untouched"  # the name of the reference in tables and charts
 GPU_MS = "GPU ms"  # the heading of the times by CUDA events, in every table that has them
 
 
@@ -29,11 +29,11 @@ GPU_MS = "GPU ms"  # the heading of the times by CUDA events, in every table tha
 class Series:
     """The rows of one engine, lowering, precision and provider at one batch size, by k.
 
-    `look` numbers the lines of a results file: one colour and marker wherever a line appears.
+    `style` is the line's number in a results file: it has the same colour and marker everywhere.
     """
 
     name: str
-    look: int
+    style: int
     rows: tuple[Row, ...]
 
 
@@ -43,8 +43,8 @@ class Section:
 
     For a language model it has one phase, which `sizes` names with the batch size.
     `reference` is the untouched model on the CPU, `gpu_reference` on the GPU: one of the lines.
-    `keep` is what a row must keep. By a `decision` one of the rows may be `chosen`. `waited` is the
-    share of their time for which the threads of the rows waited for a core.
+    `keep` is the share that a row must keep. A `decision` may have `chosen` one of the rows.
+    `waited` is the share of time for which the rows' threads waited for a core.
     """
 
     model: str
@@ -62,7 +62,7 @@ class Section:
 
     @property
     def disturbed(self) -> bool:
-        """Whether other work on the machine disturbed the times: none is divided by another."""
+        """Whether other work on the machine disturbed the times; if so, there are no ratios."""
         return self.waited >= DISTURBED
 
     @property
@@ -95,40 +95,40 @@ class Section:
         return "perplexity" if any(row.perplexity is not None for row in self.all_rows) else None
 
     def base(self, row: Row) -> Row | None:
-        """The untouched model that a row's speed is against: on a GPU the GPU's, if measured."""
+        """Returns the untouched model to compare a row's speed with: on its device, if measured."""
         if row.on_gpu and self.gpu_reference is not None:
             return self.gpu_reference
         return self.reference
 
     def place(self, row: Row) -> str:
-        """Where the base of a row ran, to end a sentence; empty if no row ran on a GPU."""
+        """Returns where the base of a row ran, for a sentence; empty if no row ran on a GPU."""
         base = self.base(row)
         if base is None or not any(other.on_gpu for other in self.rows):
             return ""
         return f" on the {'GPU' if base.on_gpu else 'CPU'}"
 
     def speedup(self, row: Row) -> float | None:
-        """How many times faster than its base a row is, by medians of the wall clock.
+        """Returns how many times faster than its base a row is, by medians of the wall clock.
 
-        None if rounds disagree, too.
+        It is also None if rounds disagree.
         """
         return self.ratio(self.base(row), row)
 
     def ratio(self, base: Row | None, row: Row) -> float | None:
-        """How many times faster than another a row is; None if no times can be compared."""
+        """Returns how many times faster than another a row is; None if times cannot be compared."""
         return None if self.disturbed else _ratio(base, row)
 
     def stacked(self, row: Row) -> Row | None:
-        """PyTorch with one product for all experts, where a row's base computes them in a loop."""
+        """Returns PyTorch with one product for all experts, if a row's base has a loop of them."""
         stacked = (r for r in self.rows if r.engine == PYTORCH_STACKED and r.on_gpu == row.on_gpu)
         return next((r for r in stacked if r is not row and r.latency_ms), None)
 
     def faster_or_slower(self, row: Row) -> bool:
-        """Whether a row's speed differs from its base's by more than the noise."""
-        return _told_apart(self.base(row), row)
+        """Returns whether a row's speed differs from its base's by more than the noise."""
+        return _differ(self.base(row), row)
 
     def all_experts(self, row: Row) -> Row | None:
-        """The fastest row of all experts in the runtime and the precision of a row of fewer.
+        """Returns the fastest row of all experts in a row's runtime and precision.
 
         A gain over it comes from computing fewer experts, not from the runtime.
         """
@@ -145,15 +145,15 @@ class Section:
         return min(whole, key=_median, default=None)
 
     def gain(self, row: Row) -> float | None:
-        """How many times faster than all experts in its runtime a row is."""
+        """Returns how many times faster a row is than all experts in its runtime."""
         return self.ratio(self.all_experts(row), row)
 
     def shown(self, row: Row) -> float | None:
-        """The lower end of a row's retention (`shown`)."""
+        """Returns the lower end of a row's retention (`shown`)."""
         return shown(row, self.full_k)
 
     def missing(self, row: Row) -> float:
-        """How many more inputs would show that a row keeps enough: 0 if it is shown."""
+        """Returns how many more inputs would prove that a row keeps enough; 0 if it is proven."""
         kept, low = row.kept, self.shown(row)
         if kept is None or low is None or low >= self.keep:
             return 0
@@ -163,7 +163,7 @@ class Section:
         return max(1, math.ceil(inputs_needed(seen, kept, low, self.keep)) - seen)
 
     def unproven(self, row: Row) -> str:
-        """Says how many more inputs would show that a row keeps enough; empty if it is shown."""
+        """Returns a text on how many more inputs would prove it; empty if it is proven."""
         more, (_, unit) = self.missing(row), row.samples
         if not more:
             return ""
@@ -173,9 +173,9 @@ class Section:
 
 
 def shown(row: Row, full_k: int) -> float | None:
-    """Returns the retention that a row is shown to reach: the lower end of its interval.
+    """Returns the retention that a row is proven to reach: the lower end of its interval.
 
-    All experts in FP32 are the trained model: parity shows this without statistics.
+    All experts in FP32 are the trained model: parity proves this without statistics.
     """
     exact = row.k == full_k and row.precision == "fp32" and row.point is None
     return row.kept if exact or row.kept_interval is None else row.kept_interval.low
@@ -187,39 +187,39 @@ def _ratio(base: Row | None, row: Row) -> float | None:
     return None if disagreement(base, row) else base.median_ms / row.median_ms
 
 
-def _told_apart(base: Row | None, row: Row) -> bool:
+def _differ(base: Row | None, row: Row) -> bool:
     if base is None or base.latency_ms is None or row.latency_ms is None:
         return False
     return differs(row.latency_ms, base.latency_ms)
 
 
 def disagreement(*rows: Row | None) -> float | None:
-    """Returns the largest spread of some rows where that is too large to conclude anything."""
+    """Returns the largest spread of some rows if it is too large to conclude anything."""
     spreads = [row.latency_ms.spread for row in rows if row is not None and row.latency_ms]
     most = max(spreads, default=0.0)
     return most if most > DISAGREE else None
 
 
 def _rounded(number: int) -> int:
-    """A number up to two digits: 1 to 99, then 110, 1,300."""
+    """Returns a number rounded up to two digits: 1 to 99, then 110, 1,300."""
     step: int = 10 ** max(0, len(str(number)) - 2)
     return -(-max(1, number) // step) * step
 
 
 def engine_name(row: Row) -> str:
     """Returns the engine of a row without lowering and precision: `ONNX Runtime, cuda`."""
-    return ", ".join(_words(row, ()))
+    return ", ".join(_name_parts(row, ()))
 
 
 def line_name(row: Row) -> str:
     """Returns the name of a row's engine for readers: `ONNX Runtime, grouped, INT8`."""
     precision = "" if row.precision == "fp32" else row.precision.upper()
     bundle = row.bundle if row.apart else None
-    return ", ".join(_words(row, (row.lowering, precision, bundle)))
+    return ", ".join(_name_parts(row, (row.lowering, precision, bundle)))
 
 
-def _words(row: Row, between: tuple[str | None, ...]) -> Iterator[str]:
-    """The engine, the graph's description, and the provider, each if it is informative."""
+def _name_parts(row: Row, between: tuple[str | None, ...]) -> Iterator[str]:
+    """Yields the engine, the graph's description and the provider, each if it is informative."""
     provider = None if row.provider in ("cpu", row.engine) else row.provider
     engine = titles().get(row.engine, row.engine)
     if row.computed_in is not None:
@@ -238,7 +238,7 @@ def short_name(row: Row) -> str:
 
 
 def sections(results: Results) -> tuple[Section, ...]:
-    """Returns a section for each model, batch size and phase; rows that failed are in no line."""
+    """Returns a section for each model, batch size and phase; its lines omit failed rows."""
     names = list(dict.fromkeys(line_name(r) for r in results.rows if not r.is_reference))
     decision = decision_of(results)
     keep = KEPT if decision is None or decision.keep is None else decision.keep
@@ -262,8 +262,8 @@ def sections(results: Results) -> tuple[Section, ...]:
                     experts=max(row.experts for row in rows),
                     reference=next((r for r in here if r.is_reference), None),
                     series=tuple(
-                        Series(name, look, tuple(by_name[name]))
-                        for look, name in enumerate(names)
+                        Series(name, style, tuple(by_name[name]))
+                        for style, name in enumerate(names)
                         if name in by_name
                     ),
                     gpu_reference=next(on_gpu, None),
@@ -279,7 +279,7 @@ def sections(results: Results) -> tuple[Section, ...]:
 
 
 def _waited(results: Results, model: str, batch: int, phase: str | None) -> float:
-    """The share of waiting in the time of a section, from the protocol."""
+    """Returns the share of waiting in the time of a section, from the protocol."""
     own = {"model": model, "batch": batch, "phase": phase}
     shares = [
         wait["share"]
@@ -292,10 +292,10 @@ def _waited(results: Results, model: str, batch: int, phase: str | None) -> floa
 def headline(section: Section) -> Row | None:
     """Returns the row that a section's summary is about.
 
-    The rule: the fastest row that is shown to keep at least 99% of the untouched model's accuracy,
-    or the requested share, by the lower end of its interval. If no row is, the row that needs the
-    fewest more inputs to be shown to; if none seems to keep it, the one that keeps most. Without
-    labels, the fastest. Never the untouched model itself.
+    It is the fastest row that is proven, by the lower end of its interval, to keep at least 99% of
+    the untouched model's accuracy, or the requested share. If none is proven, it is the row that
+    needs the fewest additional inputs for a proof; if none seems to keep enough, the row that keeps
+    most; without labels, the fastest. It is never the untouched model itself.
     """
 
     def order(row: Row) -> tuple[float, float]:
@@ -305,7 +305,7 @@ def headline(section: Section) -> Row | None:
 
 
 def _contenders(section: Section) -> list[Row]:
-    """The rows of which the fastest is the answer."""
+    """Returns the rows of which the fastest is the answer."""
     if section.chosen is not None:
         return [section.chosen]
     timed = [row for row in section.rows if row.latency_ms and row is not section.gpu_reference]
@@ -318,7 +318,7 @@ def _contenders(section: Section) -> list[Row]:
 
 
 def summary(section: Section) -> str:
-    """Returns the row to deploy, its speed and retention; or why there is none."""
+    """Returns the row to deploy, its speed and retention, or why there is none."""
     row = headline(section)
     if row is None:
         return f"Nothing could be measured for {section.model} at {section.sizes}."
@@ -339,9 +339,9 @@ def summary(section: Section) -> str:
 def unknown(row: Row) -> str:
     """Returns why it is not known what a row keeps."""
     if row.accuracy is not None:
-        return "What is kept is not known: the untouched model is right for none of the inputs"
+        return "The kept accuracy is not known: the untouched model gets none of the inputs right"
     if row.regression is not None:
-        return "What is kept is not known: the R² of the untouched model is 0 or less"
+        return "The kept R² is not known: the R² of the untouched model is 0 or less"
     return "Accuracy is not known: the inputs had no labels"
 
 
@@ -364,15 +364,15 @@ def no_verdict(section: Section, row: Row, others: Sequence[Row]) -> str | None:
 
 
 def caveat(section: Section) -> str:
-    """Returns the faster rows that are not proven, or the effect of fewer experts; may be empty."""
+    """Returns the faster rows that are not proven, or the effect of fewer experts, if any."""
     row = headline(section)
     if row is not None and row is section.chosen and section.decision is not None:
         return section.decision.asked
-    return "" if row is None or row.kept is None else _beside(section, row)
+    return "" if row is None or row.kept is None else _other_rows(section, row)
 
 
-def _beside(section: Section, row: Row) -> str:
-    """The effect of other rows."""
+def _other_rows(section: Section, row: Row) -> str:
+    """Returns the effect of other rows."""
     others = [r for r in section.rows if r is not row and r.latency_ms and r.kept is not None]
     if no_verdict(section, row, _contenders(section)):
         return _by_accuracy(section, (row, *others))
@@ -391,7 +391,7 @@ def _beside(section: Section, row: Row) -> str:
 
 
 def _by_accuracy(section: Section, rows: Sequence[Row]) -> str:
-    """The verdict on a smaller k without times."""
+    """Returns the verdict on a smaller k without times."""
     fewer, keep = [row for row in rows if row.k < section.full_k], section.keep
     enough = [row for row in fewer if (section.shown(row) or 0.0) >= keep]
     if enough:
@@ -426,7 +426,7 @@ def claim(section: Section, row: Row) -> str:
 
 
 def _speed(section: Section, row: Row) -> str:
-    """A row's speed compared with all experts in its runtime, and with PyTorch."""
+    """Returns a row's speed compared with all experts in its runtime, and with PyTorch."""
     phase = "" if section.phase is None else f" in {section.phase}"
     runtime = engine_name(row)
     against = {
@@ -441,7 +441,7 @@ def _speed(section: Section, row: Row) -> str:
             continue
         of = f"that of {name}" if said else f"the speed of {name}"
         alike = f"{of}, within the spread"
-        said.append(f"{times(ratio)[:-1]} times {of}" if _told_apart(base, row) else alike)
+        said.append(f"{times(ratio)[:-1]} times {of}" if _differ(base, row) else alike)
     apart = disagreement(row, section.base(row))
     if section.disturbed:
         return "times are disturbed"
@@ -449,7 +449,7 @@ def _speed(section: Section, row: Row) -> str:
 
 
 def keeps(section: Section, row: Row) -> str:
-    """A row's retention and its lower bound: `keeps 99.2% of the accuracy (at least 98.1%)`."""
+    """Returns a row's retention and its bound: `keeps 99.2% of the accuracy (at least 98.1%)`."""
     if row.perplexity is not None:
         base = None if section.reference is None else section.reference.perplexity
         untouched = "" if base is None else f" (PyTorch: {base.value:.4g})"
@@ -474,7 +474,7 @@ def section_of(row: Row) -> tuple[str, int, str | None]:
 
 
 def by_row(shown: Sequence[Section]) -> dict[tuple[str, int, str | None], Section]:
-    """Returns sections by the `section_of` their rows."""
+    """Returns sections by the key of their rows (`section_of`)."""
     return {(section.model, section.batch, section.phase): section for section in shown}
 
 
@@ -484,13 +484,13 @@ def percent(share: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """Returns a speed-up as a reader wants it: `3.1×`, `0.85×`, `21×`."""
+    """Returns a readable speed-up: `3.1×`, `0.85×`, `21×`."""
     digits = 0 if ratio >= 20 else 1 if ratio >= 1 else 2
     return f"{ratio:.{digits}f}×"
 
 
 def over(ratio: float) -> str:
-    """Returns a time over the least time: `1.4`, `31`; below 1 that is not the least."""
+    """Returns a time over the least time: `1.4`, `31`; below 1 the limit does not hold."""
     return (
         f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 1 else "limit does not hold"
     )

@@ -1,4 +1,4 @@
-"""A results file as text: tables for the terminal, Markdown, CSV; and how it was measured."""
+"""A results file as text: tables for the terminal, Markdown, CSV, and the method."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .summary import (
 
 
 def rows_table(results: Results) -> str:
-    """Returns a table per section, the untouched model first, and its answer; analyses."""
+    """Returns a table and the answer per section, the untouched model first, and analyses."""
     blocks = []
     device = _device_heading(results)
     for section in sections(results):
@@ -52,18 +52,18 @@ def rows_table(results: Results) -> str:
             "same experts",
         )
         cells = [_cells(section, row, len(device)) for row in rows]
-        answers = "\n".join(filter(None, (*_beaten(rows), summary(section), caveat(section))))
+        answers = "\n".join(filter(None, (*_limits(rows), summary(section), caveat(section))))
         blocks.append(f"{section.model}, {section.sizes}\n{table(header, cells)}\n{answers}")
     ranges = results.protocol.get("ranges")
     if ranges:
-        blocks.append(f"INT8 takes its ranges from {ranges['text']}.")
+        blocks.append(f"The INT8 ranges come from {ranges['text']}.")
     further = (section.text(results) for section in showing(results))
     texts = (*blocks, outputs_text(results), _failures(results), *further, left_out(results))
     return "\n\n".join(filter(None, texts))
 
 
-def _beaten(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each reason for which limits do not hold."""
+def _limits(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields a line for each reason why limits do not hold."""
     by_reason: dict[str, list[str]] = {}
     for row in rows:
         if row.over_limit is not None and row.over_limit < 1:
@@ -74,7 +74,7 @@ def _beaten(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _device_heading(results: Results) -> tuple[str, ...]:
-    """The heading of the device's times, where any row has them."""
+    """Returns the heading of the device's times, if any row has them."""
     return (GPU_MS,) if any(row.device_ms is not None for row in results.rows) else ()
 
 
@@ -102,7 +102,7 @@ def _cells(section: Section, row: Row, devices: int) -> tuple[str, ...]:
 
 
 def _least(section: Section, row: Row) -> str:
-    """The lower end of a row's retention interval, not rounded up."""
+    """Returns the lower end of a row's retention interval, not rounded up."""
     low = section.shown(row)
     return "–" if low is None else f"{math.floor(1e3 * low + 1e-9) / 1e3:.1%}"
 
@@ -112,7 +112,7 @@ def _number(value: object, form: str, none: str = "–") -> str:
 
 
 def _failures(results: Results) -> str:
-    """A line for each reason, with the rows that failed for it."""
+    """Returns a line for each reason, with the rows that failed for it."""
     by_reason: dict[str, dict[str, list[str]]] = {}
     for row in results.rows:
         if row.error:
@@ -162,7 +162,7 @@ def to_markdown(
 
 
 def _section_lines(content: SectionContent) -> Iterator[str]:
-    """The lines of a section's sentences and tables in Markdown."""
+    """Yields the lines of a section's sentences and tables in Markdown."""
     for sentence in content.intro:
         yield from (markdown_text(sentence), "")
     for shown in content.tables:
@@ -175,7 +175,7 @@ def _section_lines(content: SectionContent) -> Iterator[str]:
 
 
 def markdown_cell(cell: Cell) -> str:
-    """Returns a cell of a section's table for one of Markdown."""
+    """Returns a cell of a section's table in Markdown."""
     return markdown_text(cell if isinstance(cell, str) else cell[0])
 
 
@@ -236,7 +236,7 @@ COLUMNS: Mapping[str, str] = {
     "computed_in": "computed_in",
     **{name: f"regression.{name}" for name in ("r2", "rmse", "mae")},
 }
-"""The columns of a CSV file, and where a row has each: `a.b` is empty if the row has no a."""
+"""The columns of a CSV file, and the path of each in a row: `a.b` is empty if there is no a."""
 
 
 def to_csv(results: Results) -> str:
@@ -281,7 +281,7 @@ def method_lines(results: Results) -> list[str]:
     if any(row.phase is not None for row in results.rows):
         lines.append(PHASES)
     if p.get("ranges"):
-        lines.append(f"INT8 takes its ranges from {p['ranges']['text']}.")
+        lines.append(f"The INT8 ranges come from {p['ranges']['text']}.")
     if "samples" in p:
         labelled = "labelled" if p.get("labelled") else "unlabelled"
         lines.append(f"Accuracy, routing and parity on {p['samples']:,} {labelled} samples.")
@@ -307,30 +307,30 @@ def absent_lines(results: Results) -> list[str]:
 
 
 PHASES = (
-    "Prefill computes a whole prompt, the time to the first token, and decode one token after it, "
-    "with the keys and values of the prompt in the cache: tokens/s. They are the same for every "
-    "engine, with the logits of every new token. What a call returns stays where the engine has "
-    "it, as the next call takes it. Same experts are those of each token in each layer; where "
-    "scores are closer than rounding none are compared."
+    "Prefill computes a whole prompt (the time to the first token). Decode computes one token "
+    "after it, with the prompt's keys and values in the cache. Every engine does the same work and "
+    "computes the logits of every new token. Outputs stay on the engine's device, where the next "
+    "call needs them. Same experts counts the choices of each token in each layer, without choices "
+    "between scores that are closer than rounding."
 )
 
 GPU_CLOCK = (
     "On a GPU, wall-clock times include the copies to and from the GPU and the wait; the host "
     "waits as CUDA does by default, on most machines by spinning. TensorRT engines, graphs in ONNX "
     "Runtime's CUDA provider and compiled PyTorch are replayed as CUDA graphs if possible; other "
-    "rows of PyTorch launch kernel by kernel, and in FP16 compute all of the network in it. FP32 "
+    "rows of PyTorch launch kernel by kernel, and with FP16 compute the whole network in it. FP32 "
     "products do not use TF32, unless an engine was built with it."
 )
 
 GPU_EVENTS = (
     f"{GPU_MS} is the time between two CUDA events around the computation, one pair per call, on a "
     "stream of its own. It includes gaps between kernels but no copies. It comes from separate "
-    "calls in the same rounds, with buffers that exist already."
+    "calls in the same rounds, with buffers that already exist."
 )
 
 
 def _on_gpu(results: Results) -> list[str]:
-    """What the times of rows on a GPU include, and the base of their speed; empty without any."""
+    """Returns what times on a GPU include, and the base of their speed; empty without a GPU."""
     rows = [row for row in results.rows if row.on_gpu and row.latency_ms is not None]
     if not rows:
         return []
@@ -353,7 +353,7 @@ def _on_gpu(results: Results) -> list[str]:
     there = any(row.engine == PYTORCH_EAGER for row in rows)
     lines.append(
         "Rows on a GPU are compared with the untouched PyTorch model on the GPU, the others with "
-        "it on the CPU."
+        "the one on the CPU."
         if there
         else "Rows on a GPU are compared with the untouched PyTorch model on the CPU, because it "
         "was not measured on the GPU."
@@ -362,7 +362,7 @@ def _on_gpu(results: Results) -> list[str]:
 
 
 def _k_changes(rows: Sequence[Row]) -> list[str]:
-    """Which time a smaller k changes, for engines with both: the GPU's, or array to array."""
+    """Returns which time a smaller k changes, the GPU's or array to array, if both are known."""
     lines, by_engine = [], dict[tuple[str, str, str], list[Row]]()
     for row in rows:
         if row.device_ms is not None and row.lowering is not None:
@@ -388,7 +388,7 @@ WALL = "array to array ms"
 
 
 def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
-    """A description of the limit, with the rates that were measured along with the rows."""
+    """Returns a description of the limit, with the rates that were measured with the rows."""
     if not measured:
         return []
     said = {
@@ -416,7 +416,7 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
 def reproduce(results: Results) -> str:
     """Returns what a repetition needs: versions, hashes of models and data, and the command.
 
-    Each name and version stays in its own line, and is one word for a shell.
+    Each name and version stays in its line and is one word for a shell.
     """
     packages = results.environment.get("packages")
     versions = dict(packages) if isinstance(packages, dict) else {}
@@ -434,8 +434,8 @@ def reproduce(results: Results) -> str:
         lines.append(f"# data {source}: sha256 {data.get('sha256')}")
     ranges = results.protocol.get("ranges")
     if ranges:
-        lines.append(f"# ranges of INT8 from {ranges['text']}")
-        lines += [f"#   kept in {path}" for path in ranges.get("found", {}).values()]
+        lines.append(f"# INT8 ranges from {ranges['text']}")
+        lines += [f"#   saved in {path}" for path in ranges.get("found", {}).values()]
     if results.protocol.get("calibration"):
-        lines.append(f"# ranges of INT8 from {results.protocol['calibration']}")
+        lines.append(f"# INT8 ranges from {results.protocol['calibration']}")
     return text_lines(*lines, *([results.command] if results.command else []))

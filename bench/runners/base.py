@@ -35,7 +35,7 @@ class Runner(ABC):
 
     @property
     def computed_in(self) -> str | None:
-        """The type in which the runtime computed matrix products, as it reports."""
+        """The type in which the runtime reports that it computed matrix products."""
         return None
 
     @property
@@ -45,13 +45,13 @@ class Runner(ABC):
 
     @abstractmethod
     def infer(self, x: Inputs, output: int = 0) -> Array:
-        """Maps inputs [b, …] to outputs [b, …]: those of the first output, or of a later one."""
+        """Maps inputs [b, …] to outputs [b, …], from the model's output of this index."""
 
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the call that is timed for inputs [b, …].
 
-        If `wraps`, it is the runtime's own call, without the checks and names around it in `infer`:
-        preparing it takes as long as they do.
+        With `wraps` it is the runtime's own call, without the checks and names around it in
+        `infer`; the time to prepare it is the time of these.
         """
         return partial(self.infer, x)
 
@@ -62,8 +62,8 @@ class Runner(ABC):
     def selected(self, x: Inputs) -> Mapping[str, Array] | None:
         """Returns the chosen experts [b, k], ascending, by the name of the MoE layer.
 
-        If tokens choose, those of each token [t, k]. Layers that keep all their experts may be
-        missing.
+        If tokens choose, the experts are those of each token [t, k]. Layers that keep all their
+        experts may be missing.
         """
         return None
 
@@ -81,9 +81,9 @@ R = TypeVar("R", bound=Runner)
 
 
 class Loader(ABC):
-    """Opens a runner; that may export, compile or load, and may fail.
+    """Opens a runner, which may export, compile or load, and may fail.
 
-    If it can be pickled, another process also opens it to measure its memory.
+    If it can be pickled, another process also opens it, to measure its memory.
     """
 
     @abstractmethod
@@ -91,12 +91,12 @@ class Loader(ABC):
         """Opens the runner with outputs for the layers' choices."""
 
     def deployed(self) -> Runner:
-        """Opens the runner as in deployment: without further outputs."""
+        """Opens the runner as in deployment, without further outputs."""
         return self()
 
     @property
     def profiles(self) -> bool:
-        """Whether `profile` can measure the time of parts."""
+        """Returns whether `profile` can measure the time of parts."""
         return False
 
     def profile(self, batches: Sequence[Inputs], calls: int) -> list[dict[str, Any]]:
@@ -111,11 +111,11 @@ class Loader(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFile:
-    """A graph to open, as plain data, so that another process can open it, too.
+    """A graph to open, as plain data, so that another process can also open it.
 
     `selected` names the values with the chosen experts [b, k] of the layers that choose, and
     `experts` is n by layer. `k` is given if it is a graph input. With `options` an engine is
-    compiled from it in its bundle, unless that exists.
+    compiled from it in its bundle, unless the engine exists.
     """
 
     path: Path
@@ -130,8 +130,8 @@ class GraphFile:
 class ModelRun:
     """A model to run in PyTorch, for an engine's loader.
 
-    `k` is kept by Algorithm 2 in each layer, and `k_by_layer` chosen by routers. Compilation is for
-    the sizes in `batches`. `precision` is FP32 or FP16, for all of it.
+    Algorithm 2 keeps `k` experts in each layer; routers choose `k_by_layer`. It is compiled for the
+    sizes in `batches`. The whole model computes in `precision`, FP32 or FP16.
     """
 
     model: Model
@@ -184,7 +184,7 @@ def first_of(x: Inputs) -> Array:
 def chosen_experts(
     selected: Mapping[str, Array], experts: Mapping[str, int], rows: int
 ) -> dict[str, Array]:
-    """Returns the experts [rows, k] of each layer, ascending: all n of a layer without a choice.
+    """Returns the experts [rows, k] of each layer, ascending: all n if a layer does not choose.
 
     If a graph exposes choices of tokens [b, m, k], each token is a row.
     """
@@ -205,8 +205,8 @@ def in_batches(
 def fitting(x: Array, *, most: int, takes: Callable[[int], bool]) -> Iterator[tuple[Array, int]]:
     """Yields inputs [b, …] in batches of sizes that can run, and the number of valid rows in each.
 
-    More than `most` run in several batches; a batch whose size nothing `takes` is padded to `most`
-    with its last input.
+    More than `most` inputs run in several batches; a batch whose size is not accepted by `takes` is
+    padded to `most` with its last input.
     """
     for start in range(0, len(x), most):
         part = x[start : start + most]

@@ -48,9 +48,9 @@ from .other_exporters import with_other_exporters
 def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = None) -> Candidate:
     """Returns a candidate for a bundle and the PyTorch model it was made from.
 
-    The k of a request are measured if the bundle's k is a graph input; a constant k stays. Without
-    `model` the checkpoint in the manifest is loaded; `UsageError` if it is missing or has changed.
-    `BundleError` if a graph or weights have changed since they were written.
+    The request's values of k are measured if the bundle's k is a graph input; a constant k stays.
+    Without `model` the checkpoint in the manifest is loaded. Raises `UsageError` if that is missing
+    or has changed, and `BundleError` if a graph or weights have changed since they were written.
     """
     record, only = bundle.manifest, only_batch(bundle)
     if only is not None:
@@ -86,9 +86,9 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
 
 
 def _k_of(record: Manifest, baked: Mapping[str, int], model: Model) -> tuple[KOption, bool]:
-    """The k of the model in a bundle, and whether that differs from the loaded model.
+    """Returns the k of a bundle's model, and whether that model differs from the loaded one.
 
-    It does for experts that a router chooses, and for a share of each level of a hierarchy.
+    It differs if a router chooses experts, and for a share of each level of a hierarchy.
     """
     if any(layer.k_levels for layer in record.layers):
         return parse_k(record.k), True
@@ -106,7 +106,7 @@ def _sources_of(
     baked: Mapping[str, int],
     request: BenchRequest,
 ) -> list[GraphSource]:
-    """A graph of a bundle for each k and engine that it is measured with."""
+    """Returns a graph of a bundle for each k and engine with which it is measured."""
     record = bundle.manifest
     for_all = not graph.batches
     sizes = frozenset(b for b in request.batches if for_all or record.graph_for(b) is graph)
@@ -135,7 +135,7 @@ def _sources_of(
             deploy=_deployed(bundle, graph, runtime, k, request.threads),
         )
         for k, runtime in product(ks, graph_engines(request))
-        # Graphs for some batch sizes are timed at these; an engine is the main graph's.
+        # Graphs for some batch sizes are timed at these; an engine belongs to the main graph.
         if (for_all or graph is record.graphs[0] if runtime.backend else sizes)
     ]
 
@@ -143,7 +143,7 @@ def _sources_of(
 def _deployed(
     bundle: Bundle, graph: GraphRecord, runtime: GraphEngine, k: int, threads: int | None
 ) -> tuple[str, ...]:
-    """The command that runs a graph of a bundle as measured, without the inputs."""
+    """Returns the command that runs a bundle's graph as measured, without the inputs."""
     words = ["run", str(bundle.path)]
     record = bundle.manifest
     words += ["--k", str(k)] if record.k == "input" else []
@@ -173,8 +173,8 @@ def only_batch(bundle: Bundle) -> int | None:
 def batch_sizes(sources: Sequence[Model | Bundle], request: BenchRequest) -> tuple[int, ...]:
     """Returns the batch sizes to measure: requested ones, or the common size of all bundles.
 
-    Raises `UsageError` for a bundle of a size that the request does not name, and for requested
-    sizes that no bundle has.
+    Raises `UsageError` for a bundle whose size the request does not name, and for requested sizes
+    that no bundle has.
     """
     held = [(item, only_batch(item)) for item in sources if isinstance(item, Bundle)]
     sizes = sorted({size for _, size in held if size is not None})
@@ -220,7 +220,7 @@ def check_exported(sources: Sequence[Model | Bundle], request: BenchRequest) -> 
         raise UsageError(
             f"--k: k is a constant of the given bundles: {ks}",
             hint="leave --k out, name a model without its bundle, or export a bundle with "
-            "--k input: that is measured at every k",
+            "--k input, which is measured at every k",
         )
     idle = {
         "--lowering": request.lowering is not None,
@@ -234,7 +234,7 @@ def check_exported(sources: Sequence[Model | Bundle], request: BenchRequest) -> 
     for option, given in idle.items():
         if given:
             raise UsageError(
-                f"{option}: the given bundles are measured as they are",
+                f"{option}: the given bundles are measured unchanged",
                 hint=f"leave {option} out, or name a model without its bundle",
             )
 
@@ -242,9 +242,9 @@ def check_exported(sources: Sequence[Model | Bundle], request: BenchRequest) -> 
 def with_sources(sources: Sequence[Model | Bundle]) -> list[Model | Bundle]:
     """Returns every model with its bundles after it, in the order in which they were first named.
 
-    A bundle belongs to the model with the same weights and settings, wherever it is named; else to
-    the model before it, unless its own source exists. Raises `UsageError` for a bundle that is
-    named twice, and for one whose model is neither named nor available.
+    A bundle belongs to the model with the same weights and settings, wherever that is named, or
+    else to the model before it, unless its own source exists. Raises `UsageError` if a bundle is
+    named twice or its model is neither named nor available.
     """
     models: list[tuple[Model, str, list[Bundle]]] = []
     places: set[Path] = set()
@@ -252,14 +252,14 @@ def with_sources(sources: Sequence[Model | Bundle]) -> list[Model | Bundle]:
     for item in sources:
         if isinstance(item, Model):
             digest = item.source.sha256() if item.source.files else ""
-            before = (item, _made_of(digest, item.config), [])
+            before = (item, _model_key(digest, item.config), [])
             models.append(before)
             continue
         if item.path.resolve() in places:
             raise UsageError(f"{item.path}: the bundle is named twice", hint="name it once")
         places.add(item.path.resolve())
         source = item.manifest.source
-        made_of = _made_of(source.sha256, source.config)
+        made_of = _model_key(source.sha256, source.config)
         own = next((each for each in models if each[1] == made_of), None)
         if own is None:
             own = _with_source(item, made_of, before)
@@ -272,15 +272,15 @@ def with_sources(sources: Sequence[Model | Bundle]) -> list[Model | Bundle]:
     return listing
 
 
-def _made_of(sha256: str, config: Mapping[str, Any]) -> str:
-    """The key of a model: its weights and settings."""
+def _model_key(sha256: str, config: Mapping[str, Any]) -> str:
+    """Returns the key of a model: its weights and settings."""
     return json.dumps([sha256, config], sort_keys=True, default=str)
 
 
 def _with_source(
     bundle: Bundle, made_of: str, before: tuple[Model, str, list[Bundle]] | None
 ) -> tuple[Model, str, list[Bundle]]:
-    """The model of a bundle that is not named: its source, or the model before it."""
+    """Returns the model of a bundle, if it is not named: its source, or the model before it."""
     try:
         return _source_of(bundle), made_of, []
     except UsageError:
@@ -318,7 +318,7 @@ def candidates_of(
 
 
 def _by_model(sources: Sequence[Model | Bundle]) -> list[tuple[Model, list[Bundle]]]:
-    """Each model with the bundles that follow it."""
+    """Returns each model with the bundles that follow it."""
     models: list[tuple[Model, list[Bundle]]] = []
     for item in sources:
         if isinstance(item, Model):
@@ -333,7 +333,7 @@ def side_by_side(
 ) -> list[Candidate]:
     """Returns the bundles of a model as one candidate: they are timed in turn, in one table.
 
-    If some only run one batch size, there is a candidate for each size, with those that run it.
+    If some bundles run only one batch size, each size has a candidate with the bundles that run it.
     """
     running: dict[int, list[Bundle]] = {
         size: [bundle for bundle in bundles if only_batch(bundle) in (None, size)]
@@ -355,14 +355,14 @@ def side_by_side(
 def _together(
     bundles: Sequence[Bundle], request: BenchRequest, model: Model, name: str | None
 ) -> Candidate:
-    """The bundles as one candidate; a single bundle stays unchanged."""
+    """Returns the bundles as one candidate; a single bundle stays unchanged."""
     each = [from_bundle(bundle, request, model=model) for bundle in bundles]
     each = with_distinct_names(each, [bundle.path for bundle in bundles])
     return each[0] if len(each) == 1 else joined(each, model, name)
 
 
 def joined(bundles: Sequence[Candidate], model: Model, name: str | None = None) -> Candidate:
-    """Returns bundles of a model as one candidate, whose name the rows have."""
+    """Returns bundles of a model as one candidate, which names the rows."""
     first = bundles[0]
     known = [own for own in bundles if own.only_batch is not None]
     whole = Candidate(
@@ -389,15 +389,15 @@ def joined(bundles: Sequence[Candidate], model: Model, name: str | None = None) 
 
 
 def _row_of(graph: GraphSource) -> tuple[object, ...]:
-    """The key of a graph's rows, without its bundle."""
+    """Returns the key of a graph's rows, without its bundle."""
     return (graph.k, graph.engine, graph.provider, graph.precision, graph.lowering, graph.scope)
 
 
 def with_distinct_names(candidates: Sequence[Candidate], places: Sequence[Path]) -> list[Candidate]:
     """Returns candidates with distinct names, by adding the folders that distinguish them.
 
-    `places` are their paths: `a/vit.pt` and `b/vit.pt` become `a/vit` and `b/vit`. A place that is
-    named twice keeps its name, which the plan refuses.
+    `places` are their paths: `a/vit.pt` and `b/vit.pt` become `a/vit` and `b/vit`. A path that is
+    given twice keeps its name, which the plan refuses.
     """
     names = [candidate.name for candidate in candidates]
     # from the innermost folder outwards
@@ -410,11 +410,11 @@ def with_distinct_names(candidates: Sequence[Candidate], places: Sequence[Path])
         ]
     if len(set(names)) < len(names):
         return list(candidates)
-    return [_called(one, name) for one, name in zip(candidates, names, strict=True)]
+    return [_renamed(one, name) for one, name in zip(candidates, names, strict=True)]
 
 
-def _called(candidate: Candidate, name: str) -> Candidate:
-    """A candidate with another name, also in the graphs of a single bundle."""
+def _renamed(candidate: Candidate, name: str) -> Candidate:
+    """Returns a candidate with another name, also in the graphs of a single bundle."""
     if candidate.bundle is None:
         return replace(candidate, name=name)
     return replace(
@@ -430,24 +430,24 @@ def _source_of(bundle: Bundle) -> Model:
     path = Path(source.path)
     if source.path.endswith(IN_MEMORY):
         raise UsageError(
-            f"{bundle.path}: made from {source.path}: that network is in no file, but the "
+            f"{bundle.path} was made from {source.path}: that network is in no file, but the "
             "untouched PyTorch model is part of every benchmark",
             hint="give the network before the bundle, in Python: moexport.bench([model, bundle]); "
             "`moexport verify` compares a bundle alone with its recorded outputs",
         )
     if names_code(source.path):
         raise UsageError(
-            f"{bundle.path}: made from {source.path}, which a benchmark needs, too",
+            f"{bundle.path} was made from {source.path}, which a benchmark also needs",
             hint=f"name it before the bundle: moexport bench {source.path} {bundle.path}",
         )
     if url_of(source.path) is not None:
         raise UsageError(
-            f"{bundle.path}: made from {source.path}, and sources in a manifest are not downloaded",
+            f"{bundle.path} was made from {source.path}, which is a URL and is not downloaded",
             hint=f"name it before the bundle: moexport bench {source.path} {bundle.path}",
         )
     if not path.exists():
         raise UsageError(
-            f"{bundle.path}: its checkpoint {path} is not here, but the untouched PyTorch model "
+            f"{bundle.path}: its checkpoint {path} does not exist, but the untouched PyTorch model "
             "is part of every benchmark",
             hint=f"name the checkpoint before the bundle: moexport bench CHECKPOINT {bundle.path}",
         )
@@ -455,7 +455,7 @@ def _source_of(bundle: Bundle) -> Model:
     model = loaded_again(source.path, request)
     if model.source.sha256() != source.sha256:
         raise UsageError(
-            f"{path}: not the checkpoint that {bundle.path} was made from (SHA-256 differs)",
-            hint="export again, or name the right checkpoint before the bundle",
+            f"{path} is not the checkpoint that {bundle.path} was made from (SHA-256 differs)",
+            hint="export again, or name the correct checkpoint before the bundle",
         )
     return model

@@ -1,7 +1,7 @@
 """Faster forms of Soft MoE in PyTorch: experts as one product of stacks, or as `grouped_mm`.
 
-A published network calls its experts one after the other, which on a GPU launches kernels for each.
-These forms are a fair baseline there.
+A published network calls its experts one after the other, which launches kernels for each on a GPU.
+These forms are a fair baseline for a GPU.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class GroupedSoftMoE(SoftMoE):
     """A Soft MoE whose experts are two grouped products, the rows of each expert together."""
 
     def _all_experts(self, slots: Tensor) -> Tensor:
-        """Every expert on its slots: [b, n, p, d] to [b, n, p, o]."""
+        """Computes every expert on its slots: [b, n, p, d] to [b, n, p, o]."""
         b, n, p, d = slots.shape
         ends = torch.arange(1, n + 1, dtype=torch.int32, device=slots.device) * (b * p)
         assert isinstance(self.w1, nn.Parameter)
 
         def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-            """Rows [n·b·p, in] to [b, n, p, out]."""
+            """Maps rows [n·b·p, in] to [b, n, p, out]."""
             y = F.grouped_mm(rows, weights, offs=ends).view(n, b, p, -1)
             y = y if bias is None else y + bias[:, None, None]
             return y.transpose(0, 1)
@@ -50,7 +50,7 @@ def in_stacked_form(model: Model, form: StackedForm) -> nn.Module:
     Raises `UsageError` for layers without that form, or a PyTorch without `grouped_mm`.
     """
     if form == "grouped_mm" and not hasattr(F, "grouped_mm"):
-        raise UsageError(f"PyTorch {torch.__version__} has no grouped_mm", hint="2.10 or newer has")
+        raise UsageError(f"PyTorch {torch.__version__} has no grouped_mm", hint="use 2.10 or newer")
     module = sharing_weights(model.module if model.as_trained is None else model.as_trained)
     for name, layer in moe_layers(module).items():
         if not isinstance(layer, SoftMoE):
@@ -59,7 +59,7 @@ def in_stacked_form(model: Model, form: StackedForm) -> nn.Module:
         widths = [width for width in (spec.dim, spec.inner, spec.hidden, spec.out) if width % 4]
         if form == "grouped_mm" and widths:
             raise UsageError(
-                f"{name}: grouped_mm takes rows of whole 16 bytes, but one is {widths[0]} wide"
+                f"{name}: grouped_mm needs rows of whole 16 bytes, but one has {widths[0]} numbers"
             )
         for weight in ("w1", "w2"):
             matrices = getattr(layer, weight)

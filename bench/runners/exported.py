@@ -75,12 +75,12 @@ def exported(
 ) -> Iterator[Candidate]:
     """Yields a model with a graph per k and lowering, exported to a temporary folder.
 
-    INT8 takes its ranges from the `table`, or from `inputs` [samples, …], whose shape engines are
-    compiled for; without inputs the export's own sizes apply. New ranges are written to the folder
-    of the results.
+    The INT8 ranges come from the `table`, or from `inputs` [samples, …]; engines are compiled for
+    the shape of the inputs or, without inputs, the sizes of the export. New ranges are written to
+    the folder of the results.
 
-    The graphs for one engine and precision share one weights file. `auto` stands for the cost
-    model's choice at each of the batch sizes, and is timed at that.
+    The graphs for one engine and precision share one weights file. `auto` is the cost model's
+    choice at each of the batch sizes, and is timed at that size.
     """
     progress = progress or Silent()
     graphs: list[GraphSource] = []
@@ -116,7 +116,7 @@ def exported(
                 given = table is not None and isinstance(error, CalibrationError)
                 if given or (precision == "fp32" and runtime.backend is None):
                     raise
-                # A precision that a model or target does not support becomes a row with the reason.
+                # A precision that a model or target lacks becomes a row with the reason.
                 every = product(ks, lowerings)
                 graphs += _refused(dict.fromkeys(every, error), runtime, precision)
         errors = [graph.loader.reason for graph in graphs if isinstance(graph.loader, Refused)]
@@ -139,7 +139,7 @@ def exported(
 def one_batch(model: Model, request: BenchRequest) -> int | None:
     """Returns the only batch size of a model; None if any works.
 
-    It is the number of inputs that it computes together, or the requested one if outputs depend on
+    It is the number of inputs that it computes together, or the requested size if outputs depend on
     the rest of the batch: the graphs then have that size.
     """
     if model.batch_of > 1:
@@ -151,9 +151,9 @@ def one_batch(model: Model, request: BenchRequest) -> int | None:
 
 
 def depends_on_batch(model: Model, batch: int) -> bool:
-    """Whether a network's outputs for random inputs depend on the others of a batch.
+    """Returns whether a network's outputs for random inputs depend on the rest of the batch.
 
-    It does, too, where it cannot be run on one input alone.
+    It also does if the network cannot run one input alone.
     """
     arrays = random_arrays(model, max(batch, PARITY_BATCHES[1]))
     together = run_untouched(model, arrays)[0]
@@ -166,14 +166,14 @@ def depends_on_batch(model: Model, batch: int) -> bool:
 
 
 def token_routed(model: Model) -> bool:
-    """Whether a model has experts whose router is outside of the layer."""
+    """Returns whether a model has experts whose router is outside the layer."""
     return any(layer.spec.flat for layer in model.layers.values())
 
 
 def _jobs(model: Model, ks: Sequence[KOption]) -> list[ExportJob]:
-    """The job of each k, without duplicates.
+    """Returns the job of each k, without duplicates.
 
-    Raises `UsageError` for two whose rows could not be distinguished.
+    Raises `UsageError` if the rows of two jobs could not be distinguished.
     """
     jobs: list[ExportJob] = []
     for k in ks:
@@ -185,7 +185,7 @@ def _jobs(model: Model, ks: Sequence[KOption]) -> list[ExportJob]:
         if alike is not None:
             raise UsageError(
                 f"--k {alike} and --k {k}: both keep {most} experts in the layer or level that "
-                "keeps most, and rows are identified by that",
+                "keeps most, and that number identifies rows",
                 hint="measure them in two runs",
             )
         jobs.append(job)
@@ -193,7 +193,7 @@ def _jobs(model: Model, ks: Sequence[KOption]) -> list[ExportJob]:
 
 
 def _same_layers(job: ExportJob, other: ExportJob) -> bool:
-    """Whether two jobs keep the same number of experts in each layer and level."""
+    """Returns whether two jobs keep the same number of experts in each layer and level."""
     specs, others = ([layer.spec for layer in each.model.layers.values()] for each in (job, other))
     return job.k == other.k and (specs == others or token_routed(job.model))
 
@@ -209,7 +209,7 @@ def _by_model(jobs: Sequence[ExportJob]) -> list[list[ExportJob]]:
 def _refused(
     reasons: Mapping[tuple[int, str], MoexportError], runtime: GraphEngine, precision: Precision
 ) -> list[GraphSource]:
-    """A graph for every k and lowering that cannot be exported."""
+    """Returns a graph for every k and lowering that cannot be exported."""
     return [
         GraphSource(
             k=k,
@@ -236,8 +236,8 @@ def _sources(
     traces: dict[object, ir.Model],
     only: int | None,
 ) -> list[GraphSource]:
-    """Exports graphs for a runtime, equal ones once; failures are recorded one by one."""
-    # Calibration covers every expert; a router chooses those of its own k.
+    """Exports graphs for a runtime, equal graphs once; failures are recorded one by one."""
+    # Calibration covers every expert, except that a router chooses those of its own k.
     whole = jobs[0].options.kept if token_routed(model) else "n"
     options = _options(request, runtime, precision, whole)
     if only is not None and model.batch_of == 1:
@@ -284,9 +284,9 @@ def _planned(
     table: CalibrationTable | None,
     traces: dict[object, ir.Model],
 ) -> Plan:
-    """The plan of an export with all experts, with its ranges; traced once for each model.
+    """Returns the plan of an export with all experts and its ranges, traced once for each model.
 
-    `computed` is the model of the jobs: for a share of each level it has the layers.
+    `computed` is the model of the jobs: for a share of each level, it has the layers.
     """
     routed = token_routed(model)
     ranged = options.precision in RANGED and not routed
@@ -317,7 +317,7 @@ def _chosen(
     options: ExportOptions,
     only: int | None,
 ) -> tuple[dict[tuple[int, tuple[str, ...]], _GraphChoice], dict[tuple[int, str], MoexportError]]:
-    """The graphs of each k by their lowerings, and why some lowerings are unavailable."""
+    """Returns the graphs of each k by their lowerings, and why some lowerings are unavailable."""
     ranges = _kept_table(planned.table, request)
     chosen: dict[tuple[int, tuple[str, ...]], _GraphChoice] = {}
     reasons: dict[tuple[int, str], MoexportError] = {}
@@ -338,7 +338,7 @@ def _chosen(
         first = chosen.setdefault(
             (largest_k(k), graph.lowerings), _GraphChoice(graph, words, set())
         )
-        # The choice of `auto` for one batch is timed at that.
+        # The choice of `auto` for one batch size is timed at that size.
         first.batches.update([batch] if lowering == AUTO else request.batches)
     return chosen, reasons
 
@@ -349,9 +349,9 @@ def table_file(table: CalibrationTable) -> str:
 
 
 def _kept_table(table: CalibrationTable | None, request: BenchRequest) -> tuple[str, ...] | None:
-    """The export option with the ranges of these graphs: a file next to the results.
+    """Returns the export option with the ranges of these graphs: a file next to the results.
 
-    Empty without ranges, and None if nothing is written.
+    It is empty if there are no ranges, and None if nothing is written.
     """
     if table is None:
         return ()
@@ -363,7 +363,7 @@ def _kept_table(table: CalibrationTable | None, request: BenchRequest) -> tuple[
 def _export_words(
     job: ExportJob, options: ExportOptions, graph: GraphPlan, only: int | None
 ) -> tuple[str, ...]:
-    """The arguments that export a graph again: without the model, its ranges and a batch size.
+    """Returns the arguments that export a graph again, without model, ranges and batch size.
 
     A graph whose layers have several lowerings is the choice of `auto` for its batch size.
     """
@@ -378,7 +378,7 @@ def _export_words(
 
 
 def _k_word(job: ExportJob) -> str:
-    """K as an argument of export: a number if all layers have it, else the requested value."""
+    """Returns k as an argument of export: a number if all layers have it, else as requested."""
     ks, asked = {*whole_k(job).values()}, job.options.kept
     if asked == "n" or isinstance(asked, tuple) or len(ks) > 1:
         return ",".join(map(str, asked)) if isinstance(asked, tuple) else str(asked)
@@ -416,10 +416,10 @@ def graph_source(
     missed: str | None = None,
     **graph: Any,
 ) -> GraphSource:
-    """A graph's `file` in a runtime; `given_k` if k is an input of the graph.
+    """Returns a graph's `file` for a runtime; `given_k` is set if k is an input of the graph.
 
-    `parity` is a bundle's record, whose bounds may be wider than the default, and `missed` is how
-    the graph fails that comparison now: such a graph is not measured.
+    `parity` is a bundle's record, whose bounds may be wider than the default. `missed` describes
+    how the graph fails that comparison now; such a graph is not measured.
     """
     specs = {name: layer.spec for name, layer in model.layers.items()}
     opened = GraphFile(
@@ -436,7 +436,7 @@ def graph_source(
     )
     loader, lowering = runtime.loader(opened), "+".join(sorted(set(lowerings)))
     if missed is not None:
-        loader = Refused(ParityError(f"{file}: it no longer computes what PyTorch does: {missed}"))
+        loader = Refused(ParityError(f"{file} no longer computes what PyTorch does: {missed}"))
     return GraphSource(
         k=k,
         lowering=lowering,
@@ -456,7 +456,7 @@ def _bounds(
     precision: str,
     parity: Mapping[str, Any] | None,
 ) -> Tolerance | None:
-    """The bounds of a graph's error: those of `verify`, on a GPU and as exported.
+    """Returns the bounds of a graph's error: those of `verify`, on a GPU and as exported.
 
     An inexact lowering may add as much as a GPU.
     """
@@ -483,7 +483,7 @@ def _bounds(
 def engine_options(
     model: Model, request: BenchRequest, backend: str, inputs: Feed | None = None
 ) -> EngineOptions:
-    """Returns how engines are compiled: a profile for each batch size, for exactly these inputs."""
+    """Returns options for engines with a profile for each batch size, for exactly these inputs."""
     sizes: dict[str, AxisRange] = {}
     if isinstance(inputs, np.ndarray) and inputs.ndim == len(model.input.shape):
         named = zip(model.input.shape[1:], inputs.shape[1:], strict=True)
@@ -496,7 +496,7 @@ def engine_options(
 
 
 def rounded_linears(linears: Mapping[str, str | None]) -> list[str]:
-    """The linear layers of a backbone that are quantised."""
+    """Returns the linear layers of a backbone that are quantised."""
     return [node for node, reason in linears.items() if reason is None]
 
 
@@ -505,7 +505,7 @@ def _exactly(size: int) -> AxisRange:
 
 
 def told_apart(sources: Sequence[GraphSource]) -> tuple[GraphSource, ...]:
-    """Names the batch of graphs whose lowerings are equal but in other layers."""
+    """Adds the batch to the names of graphs with equal lowerings in different layers."""
     named: list[GraphSource] = []
     seen: set[tuple[object, ...]] = set()
     for source in sources:
@@ -523,5 +523,5 @@ def largest_k(ks: Mapping[str, int]) -> int:
 
 
 def model_name(source: str) -> str:
-    """Returns a model's name in results: its file without the suffix, or its code."""
+    """Returns a model's name in results: its file without the suffix, or the name of its code."""
     return source if names_code(source) else Path(source).stem

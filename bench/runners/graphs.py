@@ -38,9 +38,9 @@ class SessionRunner(Runner):
         return self.outputs(x, [name])[name]
 
     def selected(self, x: Inputs) -> dict[str, Array] | None:
-        """Returns the chosen experts [b, k], ascending, by layer: all n without a choice.
+        """Returns the chosen experts [b, k], ascending, by layer: all n if it does not choose.
 
-        None for a graph whose layers are unknown.
+        It is None for a graph whose layers are unknown.
         """
         if not self.experts:
             return None
@@ -76,8 +76,8 @@ class GraphRunner(SessionRunner):
     def bound(self, x: Inputs) -> Callable[[], list[Any]]:
         """Returns the runtime's own call for inputs [b, …], with its first output.
 
-        A graph with a cache returns every output, on the runtime's device, as for the next token of
-        a text.
+        A graph with a cache returns every output on the runtime's device, as the next token of a
+        text needs.
         """
         routing = {*self.selected_values.values()}
         own = [

@@ -25,7 +25,7 @@ def reference_of(candidate: Candidate, k: int) -> PyTorch:
         job = candidate.routed[k]
         if not any(
             layer.spec.flat for layer in job.model.layers.values()
-        ):  # a share of each level is kept
+        ):  # if a share of each level is kept
             return with_algorithm_1(
                 job.model, whole_k(job), "masked", renormalize=candidate.renormalize
             )
@@ -38,8 +38,8 @@ def reference_of(candidate: Candidate, k: int) -> PyTorch:
 class TorchLoader(Loader):
     """Opens a model as a case runs it; `place` returns the model on its device.
 
-    Another process loads it from the source of `model` when it opens it. `k` is the choice of
-    routers by layer, if it is more than one number.
+    Another process loads it from the source of `model` when it opens it. `k` has the routers' k by
+    layer, if the layers differ.
     """
 
     case: Case
@@ -53,7 +53,7 @@ class TorchLoader(Loader):
         """Returns the model as its engine runs it, on the CPU or a GPU."""
         kind = engine_of(self.case.engine, self.case.provider)
         if not isinstance(kind, ModelEngine):
-            raise UsageError(f"{self.case.engine} runs no models of PyTorch")
+            raise UsageError(f"{self.case.engine} does not run PyTorch models")
         run = ModelRun(
             model=self.place(),
             provider=self.case.provider,
@@ -117,9 +117,9 @@ def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, L
 
 
 def _places(model: Model) -> dict[str, Callable[[], Model]]:
-    """Functions that return the model for each provider."""
+    """Returns a function for each provider that returns the model there."""
     return {
         "cpu": lambda: model,
-        # One copy on the GPU, made on first use, shared by all engines there.
+        # One copy on the GPU, made on first use and shared by all engines there.
         CUDA: functools.cache(lambda: on_device(model, CUDA)),
     }

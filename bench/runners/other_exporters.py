@@ -1,4 +1,4 @@
-"""Graphs of other exporters for comparison: that of `transformers`."""
+"""Graphs of another exporter, `transformers`, for comparison."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GRAPH, WEIGHTS = "model.onnx", "weights.bin"
 def with_other_exporters(candidate: Candidate, threads: int | None) -> Iterator[Candidate]:
     """Yields a candidate with the requested graphs of other exporters, in FP32.
 
-    They are made for its largest k, in a temporary folder. A failure becomes a row with the reason.
+    They are made for its largest k in a temporary folder. A failure becomes a row with the reason.
     """
     if TRANSFORMERS_ONNX not in candidate.engines or not candidate.routed:
         yield candidate
@@ -48,7 +48,7 @@ def with_other_exporters(candidate: Candidate, threads: int | None) -> Iterator[
 
 
 def library_graph(model: Model, k: Mapping[str, int], folder: Path) -> Path:
-    """Writes the graph that `transformers` exports of its model; returns its file."""
+    """Writes the graph that `transformers` exports from its model; returns its file."""
     network = model.host.in_form(model, k, None)
     folding = logging.getLogger("onnxscript.optimizer")  # logs every constant that it does not fold
     level = folding.level
@@ -58,7 +58,7 @@ def library_graph(model: Model, k: Mapping[str, int], folder: Path) -> Path:
     finally:
         folding.setLevel(level)
     defaults = {spec.name: spec.default for spec in model.inputs if spec.default is not None}
-    # Its inputs have the same names as ours, and are filled in alike.
+    # Its inputs have the same names as ours and are filled in the same way.
     graph.metadata_props[METADATA] = json.dumps({"layers": {}, "defaults": defaults})
     ir.save(graph, folder / GRAPH, external_data=WEIGHTS)
     return folder / GRAPH

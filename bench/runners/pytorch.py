@@ -41,8 +41,8 @@ class Expected(NamedTuple):
 class PyTorch(Runner):
     """A PyTorch module with numpy inputs and outputs, without gradients.
 
-    `ports` are the inputs of a module with several, whose defaults are filled in. `host` is that of
-    its model.
+    `ports` are the inputs of a module with several inputs, whose defaults are filled in. `host` is
+    the model's.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class PyTorch(Runner):
             for name, s in chosen.items()
             if s.shape[1] < specs[name].experts or specs[name].drops
         }
-        # If experts choose for themselves, the margin of the token's least certain one.
+        # If experts choose tokens, the margin is that of the token's least certain expert.
         least = {n: m.reshape(len(m), -1).amin(dim=1).numpy() for n, m in margins.items()}
         return Expected(y, chosen, least)
 
 
 def chooses(layer: MoELayer) -> bool:
-    """Whether a layer chooses sets of experts: for each input, or for each token."""
+    """Returns whether a layer chooses sets of experts, for each input or for each token."""
     return layer.spec.chooses_sets or layer.spec.flat
 
 
@@ -127,9 +127,9 @@ class PyTorchOnGpu(PyTorch):
         return result
 
     def bound(self, x: Inputs) -> Callable[[], object]:
-        """Returns `infer` of inputs [b, …]; a cache is on the GPU before the call, and stays there.
+        """Returns `infer` of inputs [b, …]; a cache is already on the GPU, and stays there.
 
-        The logits of a language model are copied back.
+        The logits of a language model are copied to the host.
         """
         with torch.cuda.stream(self._stream), torch.inference_mode():
             own = self.host.repeated(self.module, self.tensors(x))
@@ -173,8 +173,8 @@ def runner_on(provider: str, precision: str = "fp32") -> type[PyTorch]:
 class CompiledPyTorch(Runner):
     """A module under `torch.compile`, for fixed batch sizes: each is compiled at its first call.
 
-    Other sizes run in padded batches of the largest: another compilation takes up to a minute, and
-    its kernels would differ from the timed ones.
+    Other sizes run in padded batches of the largest size: compiling again takes up to a minute, and
+    the kernels would differ from the timed ones.
     """
 
     def __init__(
@@ -184,10 +184,10 @@ class CompiledPyTorch(Runner):
         runner: type[PyTorch] = PyTorch,
     ) -> None:
         keep_compiled_code_private()
-        # On a GPU kernels are replayed as CUDA graphs, as in other engines.
+        # On a GPU, kernels are replayed as CUDA graphs, as in other engines.
         mode = "reduce-overhead" if issubclass(runner, PyTorchOnGpu) else None
         compiled = torch.compile(module, dynamic=False, mode=mode)
-        # compiling a module returns a module, whatever its annotation
+        # compiling a module returns a module, although the annotation differs
         assert isinstance(compiled, nn.Module)
         self._runner = runner(compiled)
         self._sizes = frozenset(sizes)
@@ -211,7 +211,7 @@ def on_device(model: Model, device: str) -> Model:
     Weights that its module and its original share are also shared in the copies.
     """
     modules = [model.module] if model.original is None else [model.module, model.original]
-    # The deep copy's memo maps each tensor to its copy there, so that none is made here.
+    # The memo maps each tensor to its copy on the device, so the deep copy makes none.
     memo: dict[int, Any] = {}
     for module in modules:
         for parameter in module.parameters():
@@ -227,7 +227,7 @@ def on_device(model: Model, device: str) -> Model:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Within the context PyTorch computes FP32 products in FP32 on a GPU, as other engines do.
+    """Within the context, PyTorch computes FP32 products in FP32 on a GPU, as other engines do.
 
     By default it rounds the factors of convolutions to TF32: 10 bits of mantissa.
     """
@@ -262,7 +262,7 @@ def with_algorithm_1(
 
 
 def has_stacked_form(model: Model) -> bool:
-    """Whether the unmodified model computes its experts other than by one product for all.
+    """Returns whether the unmodified model does not compute its experts in one product.
 
     A loop over many modules is slow, which makes it a poor baseline.
     """

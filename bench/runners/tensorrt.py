@@ -77,7 +77,7 @@ class EngineLoader(Loader):
         return EngineRunner(session, k, shown, experts)
 
     def build(self, options: EngineOptions) -> None:
-        """Adds the engine to the bundle, unless it is there."""
+        """Adds the engine to the bundle, unless it exists."""
         file, bundle = self.graph.path.name, self.graph.path.parent
         manifest = Bundle.open(bundle).manifest
         there = {(engine.flavour, engine.graph) for engine in engines_of(manifest)}

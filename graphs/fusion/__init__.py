@@ -1,1 +1,1 @@
-"""Fuses the small ops around the layers that PyTorch's exporter writes into single ops."""
+"""Fuses the small ops that PyTorch's exporter writes around the layers into single ops."""

@@ -28,7 +28,7 @@ from .patterns import (
 class DecomposedAttention:
     """A decomposed attention: its last node, and the inputs of the fused op, all [b, heads, m, w].
 
-    `scores` are the products of queries and keys, which the op does not return.
+    `scores` are the products of queries and keys, which the fused op does not return.
     """
 
     last: ir.Node
@@ -41,11 +41,11 @@ class DecomposedAttention:
     joined: tuple[ir.Node, ir.Node] | None
     """The nodes that append new keys and values to the cached ones."""
     sinks: ir.Value | None
-    """[1, heads, 1, 1], scores that only take part in the softmax."""
+    """Scores [1, heads, 1, 1] that are only used in the softmax."""
 
 
 def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
-    """The attention around a softmax, or None."""
+    """Returns the attention around a softmax, or None."""
     weights, scores, sinks = softmax.outputs[0], softmax.inputs[0], None
     cut = only_user(weights, "Slice")
     if cut is not None:
@@ -67,11 +67,11 @@ def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
         return None
     q, of_q = unscaled(product.inputs[0])
     turned, of_turned = unscaled(product.inputs[1])
-    k, of_k = unscaled(_unturned(turned))
+    k, of_k = unscaled(_untransposed(turned))
     k, v = _unrepeated(k), _unrepeated(last.inputs[1])
     if q is None or k is None or v is None or not (heads_of(q) and heads_of(k) == heads_of(v) != 0):
         return None
-    taken = _alike(q, k, v) and takes_mask(mask, q, k) and are_float32(q, k, v, mask)
+    taken = _same_width(q, k, v) and takes_mask(mask, q, k) and are_float32(q, k, v, mask)
     if not taken or not (sinks is None or _is_of_heads(sinks, q)):
         return None
     joins = [made(value, "Concat") for value in (k, v)]
@@ -92,9 +92,9 @@ def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
 
 
 def is_plain(attention: DecomposedAttention) -> bool:
-    """Whether every token attends to all others, with keys per head, as in a ViT.
+    """Returns whether every token attends to all others, with keys per head, as in a ViT.
 
-    For these ONNX Runtime's own op is faster than ONNX's.
+    For such attention, ONNX Runtime's own op is faster than ONNX's.
     """
     other = (attention.mask, attention.joined, attention.sinks)
     sizes = {
@@ -103,10 +103,10 @@ def is_plain(attention: DecomposedAttention) -> bool:
     return other == (None, None, None) and len(sizes) == 1
 
 
-def _alike(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
-    """Whether queries have the keys' width and batch (a query shared by all inputs has not).
+def _same_width(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
+    """Returns whether queries have the keys' width and batch, unlike a query shared by all inputs.
 
-    The ops broadcast neither; heads of queries may share keys and values, but not the reverse.
+    The ops broadcast neither. Heads of queries may share keys and values, but not the reverse.
     """
     assert q.shape is not None and k.shape is not None and v.shape is not None
     same = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
@@ -114,12 +114,12 @@ def _alike(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
 
 
 def _is_of_heads(value: ir.Value, q: ir.Value) -> bool:
-    """Whether a value has one number per head of q, [1, heads, 1, 1]."""
+    """Returns whether a value has one number per head of q, [1, heads, 1, 1]."""
     return value.shape is not None and list(value.shape) == [1, heads_of(q), 1, 1]
 
 
 def _before_sinks(softmax: ir.Node, cut: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
-    """The scores and the sinks of a softmax whose sink column is sliced off; or neither.
+    """Returns the scores and the sinks of a softmax whose sink column is sliced off, or None, None.
 
     The form is softmax(x − max(x)) of x = (scores, sinks), as in gpt-oss.
     """
@@ -136,7 +136,7 @@ def _before_sinks(softmax: ir.Node, cut: ir.Node) -> tuple[ir.Value | None, ir.V
 
 
 def _appends(concat: ir.Node | None) -> bool:
-    """Whether a node appends keys or values to an input of the graph."""
+    """Returns whether a node appends keys or values to an input of the graph."""
     if concat is None or len(concat.inputs) != 2:
         return False
     axis, past = concat.attributes.get_int("axis"), concat.inputs[0]
@@ -144,18 +144,18 @@ def _appends(concat: ir.Node | None) -> bool:
 
 
 def appended_to(joined: ir.Node) -> ir.Value:
-    """The input with cached keys or values."""
+    """Returns the input with cached keys or values."""
     value = joined.inputs[1]
     assert value is not None
     return value
 
 
-def _unturned(value: ir.Value | None) -> ir.Value | None:
-    """The value [b, heads, m, w] behind a transposed one [b, heads, w, m]."""
+def _untransposed(value: ir.Value | None) -> ir.Value | None:
+    """Returns the value [b, heads, m, w] behind a transposed one [b, heads, w, m]."""
     node = made(value, "Transpose")
     if node is not None:
         if permutes(node, TOKENS_LAST):
-            _take_apart(node)
+            _split_transpose(node)
         return node.inputs[0] if permutes(node, [0, 1, 3, 2]) else None
     # If the rank is unknown, PyTorch's exporter transposes with three axes.
     shaped = made(value, "Reshape")
@@ -166,8 +166,8 @@ def _unturned(value: ir.Value | None) -> ir.Value | None:
     return flat.inputs[0]
 
 
-def _take_apart(node: ir.Node) -> None:
-    """Splits a transpose to [b, heads, w, m] into one to [b, heads, m, w] and a second one."""
+def _split_transpose(node: ir.Node) -> None:
+    """Splits a transpose to [b, heads, w, m] into one to [b, heads, m, w] and another one."""
     x, graph = node.inputs[0], node.graph
     if x is None or x.shape is None or graph is None:
         return
@@ -180,7 +180,7 @@ def _take_apart(node: ir.Node) -> None:
 
 
 def _unrepeated(value: ir.Value | None) -> ir.Value | None:
-    """Keys or values before they were repeated for the heads that share them."""
+    """Returns keys or values before they were repeated for the heads that share them."""
     shaped = made(value, "Reshape")
     spread = None if shaped is None else made(shaped.inputs[0], "Expand")
     apart = None if spread is None else made(spread.inputs[0], "Unsqueeze")

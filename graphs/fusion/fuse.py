@@ -1,11 +1,11 @@
 """Fuses a traced backbone's attention, rotary embeddings and RMS norms into one op each.
 
-A norm of a sum becomes one op of ONNX Runtime. For CUDA, where each node costs a kernel launch,
-layer norms do, too, and GELU includes a bias (`residuals.py`).
+A norm of a sum becomes one op of ONNX Runtime. For CUDA, where each node costs a kernel launch, a
+layer norm of a sum also does, and GELU includes a bias (`residuals.py`).
 
-PyTorch's exporter writes about eighty small ops for a layer, each of which takes some microseconds:
-most of a language model's time per token, apart from reading weights. Opset 23 has an op for each
-pattern. Subgraphs that do not match a pattern exactly stay unchanged.
+PyTorch's exporter writes about eighty small ops for a layer, each of which takes a few
+microseconds: most of a language model's time per token, apart from reading weights. Opset 23 has an
+op for each pattern. Subgraphs that do not match a pattern exactly stay unchanged.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ OF_FUSED_OPSET = frozenset({"Attention", "RotaryEmbedding", "RMSNormalization"})
 def fuse(model: ir.Model, ops: FusedOps, *, newest: bool = True) -> None:
     """Replaces the patterns in a traced model, in place, by ops in `ops`.
 
-    Raises the model's opset if an op needs that and `newest` allows it.
+    Raises the model's opset if an op needs a newer one and `newest` allows it.
     """
     if not ops.floats:
         return
-    graph, work, fewer = model.graph, _Fusion(model.graph, ops, newest), _in_fewer(ops)
+    graph, work, fewer = model.graph, _Fusion(model.graph, ops, newest), _launch_fusions(ops)
     for node in list(graph):
         match node.op_type:
             case "Add" if newest:
@@ -87,8 +87,8 @@ def fuse(model: ir.Model, ops: FusedOps, *, newest: bool = True) -> None:
         graph.sort()  # other users of a cache may precede the attention that now returns it
 
 
-def _in_fewer(ops: FusedOps) -> Mapping[str, Callable[[ir.Graph, ir.Node], bool]]:
-    """The target's further fusions, by the op at the end of the pattern."""
+def _launch_fusions(ops: FusedOps) -> Mapping[str, Callable[[ir.Graph, ir.Node], bool]]:
+    """Returns the target's further fusions, by the op at the end of the pattern."""
     if not ops.residuals:
         return {}
     from .launches import IN_FEWER  # for GPUs only
@@ -98,11 +98,11 @@ def _in_fewer(ops: FusedOps) -> Mapping[str, Callable[[ir.Graph, ir.Node], bool]
 
 @dataclass(frozen=True, slots=True)
 class _Cache:
-    """The sizes of a cache, computed from the graph's inputs: a buffer in place is larger.
+    """The sizes of a cache, computed from the graph's inputs, because a buffer in place is larger.
 
-    `rows` [1] is the batch, `past` [1] the number of earlier tokens, `total` of all tokens, `last`
-    [b] the position of the last one, and `in_place` whether `GroupQueryAttention` supports these
-    sizes: several new tokens after earlier ones only for a batch of 1.
+    `rows` [1] is the batch, `past` [1] the number of earlier tokens, `total` the number of all
+    tokens, `last` [b] the position of the last one, and `in_place` whether `GroupQueryAttention`
+    supports these sizes: several new tokens after earlier tokens need a batch of 1.
     """
 
     rows: ir.Value
@@ -113,7 +113,7 @@ class _Cache:
 
 
 def appends_in_place(model: ir.Model) -> bool:
-    """Whether the cache's inputs may share buffers with its outputs.
+    """Returns whether the cache's inputs may share buffers with its outputs.
 
     If so, nothing reads the sizes of these inputs, and each layer's attention appends to them.
     """
@@ -133,13 +133,13 @@ class _Fusion:
         self._rows: dict[ir.Value, ir.Value] = {}
 
     def rotary(self, node: ir.Node) -> None:
-        """x·cos + turned(x)·sin, where both halves of cos and of sin are equal."""
+        """Fuses x·cos + turned(x)·sin if both halves of cos and of sin are equal."""
         for first, second in orders(node.inputs):
             plain, turned = made(first, "Mul"), made(second, "Mul")
             if plain is None or turned is None:
                 continue
             for halves, sin in orders(turned.inputs):
-                x = _turned(halves)
+                x = _half_rotated(halves)
                 for value, cos in orders(plain.inputs):
                     if x is None or value is not x or not are_float32(x, sin, cos):
                         continue
@@ -152,7 +152,7 @@ class _Fusion:
                         return
 
     def norm(self, node: ir.Node, root: ir.Node | None) -> None:
-        """w·(x / √(mean(x²) + ε)) over the last axis; `root` is the node with the square root."""
+        """Fuses w·(x / √(mean(x²) + ε)) over the last axis; `root` is the square root's node."""
         scaled = only_user(node.outputs[0], "Mul")
         if root is None or scaled is None:
             return
@@ -208,7 +208,7 @@ class _Fusion:
             return
 
     def _gain(self, scaled: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value | None]:
-        """The last node of a norm, and its gain per column, if any."""
+        """Returns the last node of a norm, and its gain per column, if any."""
         outer = only_user(scaled.outputs[0], "Mul")
         weight = None if outer is None else other_input(outer, scaled.outputs[0])
         if outer is not None and is_row_of(weight, x) and are_float32(weight):
@@ -216,7 +216,7 @@ class _Fusion:
         return scaled, None
 
     def attention(self, node: ir.Node) -> None:
-        """softmax(q·kᵀ·scale + mask)·v, with or without cached keys and values."""
+        """Fuses softmax(q·kᵀ·scale + mask)·v, with or without cached keys and values."""
         parts = decomposed(node)
         merged = None if parts is None else self._merged(parts.last)
         if parts is None or (not self._newest and (merged is None or not is_plain(parts))):
@@ -244,17 +244,17 @@ class _Fusion:
         else:
             y, *present = self._one_op(b, parts, inputs, past, options)
         for where in merged[:-2]:  # between the product and the reshape
-            y = self._seen(b, where, y)
+            y = self._masked_tokens(b, where, y)
         if parts.joined is not None:
-            # They are needed where the first of them is read, which is before the output.
+            # They are needed where the first of them is read, before the output.
             for joined, value in zip(parts.joined, present, strict=True):
                 value.shape, value.type = joined.outputs[0].shape, joined.outputs[0].type
         self._put(b, last, last.outputs[0], y, hidden=[parts.scores])
         for joined, value in zip(parts.joined or (), present, strict=True):
             self._rename(joined.outputs[0], value)
 
-    def _seen(self, b: Builder, where: ir.Node, y: ir.Value) -> ir.Value:
-        """Adds a node's result for tokens that attend to none to an output [b, m, heads·w]."""
+    def _masked_tokens(self, b: Builder, where: ir.Node, y: ir.Value) -> ir.Value:
+        """Adds to an output [b, m, heads·w] a node's result for tokens that attend to no token."""
         condition = where.inputs[0]
         assert condition is not None
         if condition not in self._rows:
@@ -290,7 +290,7 @@ class _Fusion:
         sizes: _Cache,
         options: dict[str, int | float],
     ) -> list[ir.Value]:
-        """Adds an attention that appends to its cache in place where the sizes allow it.
+        """Adds an attention that appends to its cache in place if the sizes allow it.
 
         `inputs` are queries, keys and values, and the cached keys and values.
         """
@@ -340,10 +340,10 @@ class _Fusion:
         )
 
     def _cache(self, parts: DecomposedAttention) -> _Cache | None:
-        """The sizes of the cache, computed once for all attentions that append in place.
+        """Returns the sizes of the cache, computed once for all attentions that append in place.
 
-        None for an attention without cache or mask, for head sizes that the op does not support,
-        and if the inputs do not determine these sizes.
+        It is None for an attention without cache or mask, for head sizes that the op does not
+        support, and if the inputs do not determine these sizes.
         """
         if parts.joined is None or parts.mask is None or width_of(parts.k) != width_of(parts.v):
             return None
@@ -390,7 +390,7 @@ class _Fusion:
                     self._rename(node.outputs[0], sizes[bounds])
 
     def _flat(self, b: Builder, value: ir.Value | None) -> ir.Value | None:
-        """A value [b, heads, m, w] as [b, m, heads·w], if it was derived from that."""
+        """Adds a value [b, heads, m, w] as [b, m, heads·w], if it was derived from that."""
         turned = made(value, "RotaryEmbedding")
         source = turned.inputs[0] if turned is not None else value
         before = flat_before(source)
@@ -403,7 +403,7 @@ class _Fusion:
         return b.op("RotaryEmbedding", x, cos, sin, num_heads=heads_of(value), name="embedded")
 
     def _merged(self, last: ir.Node) -> tuple[ir.Node, ...] | None:
-        """The nodes that bring an attention's output [b, heads, m, w] to [b, m, heads·w]."""
+        """Returns the nodes that reshape an output [b, heads, m, w] to [b, m, heads·w]."""
         where = only_user(last.outputs[0], "Where")
         if where is not None:
             condition, zero = where.inputs[0], where.inputs[1]
@@ -420,7 +420,7 @@ class _Fusion:
         return (turned, shaped) if where is None else (where, turned, shaped)
 
     def _half(self, b: Builder, table: ir.Value | None, node: ir.Node) -> ir.Value:
-        """The first half of a table [b, m, w], shared by all layers."""
+        """Adds the first half of a table [b, m, w], shared by all layers."""
         assert table is not None and table.shape is not None
         if table not in self._halves:
             half = int(table.shape[-1]) // 2  # type: ignore[arg-type]
@@ -463,7 +463,7 @@ def join_products(graph: ir.Graph) -> None:
             continue
         b = Builder(name_of(node))
         bias = node.inputs[3] if len(node.inputs) > 3 else None
-        if bias is None:  # without a bias the kernel reads invalid memory and crashes
+        if bias is None:  # without a bias, the kernel reads invalid memory and crashes
             width = weight.const_value.shape.numpy()[1]
             bias = b.constant(np.zeros(width, dtype=np.float32))
         heads, scale = (node.attributes[name].value for name in ("num_heads", "scale"))
@@ -482,8 +482,8 @@ def _ones(b: Builder, x: ir.Value) -> ir.Value | None:
     return b.constant(np.ones(width, dtype=np.float32)) if isinstance(width, int) else None
 
 
-def _turned(value: ir.Value | None) -> ir.Value | None:
-    """The x of (−second half of x, first half of x), or None."""
+def _half_rotated(value: ir.Value | None) -> ir.Value | None:
+    """Returns the x of (−second half of x, first half of x), or None."""
     joined = made(value, "Concat")
     if joined is None or len(joined.inputs) != 2:
         return None
@@ -501,7 +501,7 @@ def _turned(value: ir.Value | None) -> ir.Value | None:
 
 
 def _by_position(value: ir.Value | None, x: ir.Value) -> ir.Value | None:
-    """The table [b, m, w] of cosines or sines that multiplies x, if its halves are equal."""
+    """Returns the table [b, m, w] of cosines or sines for x, if its halves are equal."""
     spread = made(value, "Unsqueeze")
     if spread is None or integers_in(spread.inputs[1]) != [1]:
         return None
@@ -532,7 +532,7 @@ def _flattened(b: Builder, value: ir.Value | None) -> ir.Value | None:
 
 
 def _tokens_first(b: Builder, value: ir.Value | None) -> ir.Value | None:
-    """A value [b, heads, m, w] as [b, m, heads, w], if it or its norm was derived from that."""
+    """Returns [b, heads, m, w] as [b, m, heads, w], if it or its norm was derived from that."""
     turned = made(value, "Transpose")
     if turned is not None:
         return turned.inputs[0] if permutes(turned, HEADS_FIRST) else None

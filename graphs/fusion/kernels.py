@@ -1,7 +1,7 @@
 """Limits of ONNX Runtime's CPU kernels for the fused ops.
 
-The kernels support less than the ops' definitions: other inputs fail at run time, or crash the
-process. In these cases the small ops stay.
+The kernels support less than the ops' definitions: other inputs fail at run time or crash the
+process. For such inputs, the small ops stay.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ SKIP_RANKS = (2, 3)
 
 
 def are_float32(*values: ir.Value | None) -> bool:
-    """Whether all given values are FP32, the only type that each of these kernels supports."""
+    """Returns whether all values are FP32, the only type that these kernels support."""
     return all(value is None or value.dtype == ir.DataType.FLOAT for value in values)
 
 
 def takes_heads(width: int | ir.SymbolicDim) -> bool:
-    """Whether `GroupQueryAttention` supports heads of this width."""
+    """Returns whether `GroupQueryAttention` supports heads of this width."""
     return isinstance(width, int) and width % CACHE_WIDTHS == 0
 
 
 def takes_mask(mask: ir.Value | None, q: ir.Value, k: ir.Value) -> bool:
-    """Whether `Attention` supports a mask of q and k, [b, heads, ·, w]: one row per token."""
+    """Returns whether `Attention` supports a mask of q and k: one row per token."""
     if mask is None:
         return True
     if mask.shape is None or q.shape is None or k.shape is None or len(mask.shape) not in (2, 4):

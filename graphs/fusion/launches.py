@@ -20,4 +20,4 @@ IN_FEWER: Mapping[str, Callable[[ir.Graph, ir.Node], bool]] = MappingProxyType(
         "Cast": fuse_cast,
     }
 )
-"""Functions that fuse a pattern, by the op at its end; each returns whether it matched."""
+"""Functions that fuse a pattern, by the op at its end; each returns whether the pattern matched."""

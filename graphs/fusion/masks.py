@@ -1,6 +1,6 @@
-"""Removes casts from masks and indices that PyTorch computes with numbers.
+"""Removes casts from masks and indices that PyTorch computes as numbers.
 
-PyTorch masks by multiplying ones and zeros with a large number; in 16 bits each step has a cast.
+PyTorch multiplies ones and zeros by a large number; in 16 bits, each step has a cast.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..builder import Builder
 from .patterns import integers_in, made, name_of, number_in, orders, put
 
 HIDES = -2.0
-"""A mask adds a number below this to masked scores."""
+"""Masks add a number below this to masked scores."""
 
 
 def fuse_mask(graph: ir.Graph, product: ir.Node) -> bool:
@@ -39,7 +39,7 @@ def fuse_mask(graph: ir.Graph, product: ir.Node) -> bool:
 
 
 def fuse_none_seen(graph: ir.Graph, less: ir.Node) -> bool:
-    """Derives the tokens that attend to none from the existing mask of numbers.
+    """Derives the tokens that attend to no token from the existing mask of numbers.
 
     PyTorch counts the unmasked scores of each token; returns whether that pattern matched.
     """
@@ -78,7 +78,7 @@ def fuse_zero(graph: ir.Graph, opposite: ir.Node) -> bool:
 
 
 def fuse_cast(graph: ir.Graph, cast: ir.Node) -> bool:
-    """Removes an index's casts there and back, or a constant's cast; returns whether it matched."""
+    """Removes an index's casts to and fro, or a constant's cast; returns whether it matched."""
     y, wanted = cast.outputs[0], cast.attributes.get_int("to", 0)
     inner = made(cast.inputs[0], "Cast")
     x = None if inner is None else inner.inputs[0]

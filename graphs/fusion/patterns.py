@@ -18,18 +18,18 @@ TOKENS_LAST = [0, 2, 3, 1]
 
 
 def made(value: ir.Value | None, *op_types: str) -> ir.Node | None:
-    """The node that computes a value, if its type is one of these."""
+    """Returns the node that computes a value, if its type is one of these."""
     node = None if value is None else value.producer()
     return node if node is not None and not node.domain and node.op_type in op_types else None
 
 
 def permutes(transpose: ir.Node, axes: Sequence[int]) -> bool:
-    """Whether a transpose has these axes."""
+    """Returns whether a transpose has these axes."""
     return list(transpose.attributes.get_ints("perm", ())) == list(axes)
 
 
 def only_user(value: ir.Value, op_type: str) -> ir.Node | None:
-    """The only node that reads a value, if it has this type."""
+    """Returns the only node that reads a value, if it has this type."""
     users = [node for node, _ in value.uses()]
     if len(users) != 1 or value.is_graph_output():
         return None
@@ -39,14 +39,14 @@ def only_user(value: ir.Value, op_type: str) -> ir.Node | None:
 def orders(
     inputs: Sequence[ir.Value | None],
 ) -> Iterator[tuple[ir.Value | None, ir.Value | None]]:
-    """The two inputs of a commutative node in both orders."""
+    """Yields the two inputs of a commutative node in both orders."""
     if len(inputs) == 2:
         yield inputs[0], inputs[1]
         yield inputs[1], inputs[0]
 
 
 def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
-    """The other input of a node with two inputs."""
+    """Returns the other input of a node with two inputs."""
     return next((other for one, other in orders(node.inputs) if one is value), None)
 
 
@@ -61,7 +61,7 @@ def integers_in(value: ir.Value | None) -> list[int] | None:
 
 
 def unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
-    """A value without its constant factor, and the factor."""
+    """Returns a value without its constant factor, and the factor."""
     node = made(value, "Mul", "Div")
     if node is not None and node.op_type == "Div":
         divisor = number_in(node.inputs[1])
@@ -75,7 +75,7 @@ def unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
 
 
 def span(node: ir.Node, width: int) -> tuple[int, int] | None:
-    """The start and end of a slice along the last axis."""
+    """Returns the start and end of a slice along the last axis."""
     start, end, axis, *step = (integers_in(value) for value in node.inputs[1:])
     if not start or not end or axis not in ([3], [-1]) or step not in ([], [[1]]):
         return None
@@ -83,7 +83,7 @@ def span(node: ir.Node, width: int) -> tuple[int, int] | None:
 
 
 def flat_before(value: ir.Value | None) -> ir.Value | None:
-    """The value [b, m, heads·w] that was split into heads [b, heads, m, w]."""
+    """Returns the value [b, m, heads·w] that was split into heads [b, heads, m, w]."""
     turned = made(value, "Transpose")
     if turned is None or not permutes(turned, HEADS_FIRST):
         return None
@@ -93,7 +93,7 @@ def flat_before(value: ir.Value | None) -> ir.Value | None:
 
 
 def joins_heads(flat: ir.Value | None, apart: ir.Value) -> bool:
-    """Whether a value [b, m, heads·w] is the reshape of another [b, m, heads, w]."""
+    """Returns whether a value [b, m, heads·w] is the reshape of another [b, m, heads, w]."""
     if flat is None or flat.shape is None or apart.shape is None or len(apart.shape) != 4:
         return False
     b, m, heads, width = apart.shape
@@ -108,7 +108,7 @@ def width_of(value: ir.Value) -> int | ir.SymbolicDim:
 
 
 def heads_of(value: ir.Value) -> int:
-    """The number of heads in a value [b, heads, m, w]; 0 if it is unknown."""
+    """Returns the number of heads in a value [b, heads, m, w]; 0 if it is unknown."""
     if value.shape is None or len(value.shape) != 4:
         return 0
     heads = value.shape[1]
@@ -140,7 +140,7 @@ def put(
     maker.meta[HIDDEN] = tuple(node.name for node in before if node is not None)
     b.insert_before(graph, node)
     for inner in b.nodes:
-        for value in inner.outputs:  # values other than floats have their type already
+        for value in inner.outputs:  # values other than floats already have their type
             value.type = value.type or old.type
     rename(graph, old, new)
 

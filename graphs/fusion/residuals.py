@@ -98,7 +98,7 @@ def added_before(inputs: Sequence[ir.Value | None]) -> ir.Value | None:
 def without_biases(
     b: Builder, inputs: Sequence[ir.Value | None]
 ) -> tuple[list[ir.Value | None], ir.Value | None]:
-    """Queries, keys and values from separate products, without biases, and the joined biases."""
+    """Returns queries, keys and values without their products' biases, and the joined biases."""
     taken: list[ir.Value | None] = []
     biases: list[np.ndarray] = []
     for value in inputs:
@@ -120,7 +120,7 @@ def without_biases(
 
 
 def same_shape(add: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
-    """The two operands of an addition, if neither is broadcast."""
+    """Returns the two operands of an addition, if neither is broadcast."""
     if add is None:
         return None
     x, y = add.inputs
@@ -133,14 +133,14 @@ def same_shape(add: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
 
 
 def is_row_of(weight: ir.Value | None, x: ir.Value) -> bool:
-    """Whether a value has one number per column of another."""
+    """Returns whether a value has one number per column of another."""
     if weight is None or weight.shape is None or x.shape is None or len(weight.shape) != 1:
         return False
     return weight.shape[0] == x.shape[-1]
 
 
 def _without_bias(total: ir.Value, user: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """An operand, and the constant row that is added to it, if only `user` reads the sum."""
+    """Returns an operand and the constant row added to it, if only `user` reads the sum."""
     add = made(total, "Add")
     if add is None or only_user(total, user.op_type) is not user:
         return None

@@ -2,7 +2,7 @@
 
 A kind is one file in this folder, with a spec (`MoESpec`: sizes, behaviour, costs and choices) and
 a PyTorch module (`MoELayer`: the reference, its choices and its stored weights), and a record of
-its lowerings (`lowerings.KINDS`). Tracing, planning, writing weights and checking use only the
+its lowerings (`lowerings.KINDS`). Tracing, planning, writing weights and checking only use the
 names in this module.
 """
 
@@ -31,34 +31,34 @@ Kind = str
 
 
 def a_layer(kind: Kind) -> str:
-    """A kind of layer with its article, for messages: "a soft-moe layer", "an experts layer"."""
+    """Returns a kind of layer with its article: "a soft-moe layer", "an experts layer"."""
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} layer"
 
 
 Algorithm = Literal["masked", "selected"]
 """How eager PyTorch applies Algorithm 1. `masked`: every expert runs, and unselected columns of C
-are zeroed. `selected`: a loop over experts that computes only the inputs that selected each (the
-meaning of the text on Algorithm 2 in the Soft MoE paper). muMoE layers support only `masked`."""
+are zeroed. `selected`: a loop over experts in which each computes only the inputs that selected it
+(the meaning of the text on Algorithm 2 in the Soft MoE paper). muMoE layers support `masked`."""
 
 
 class MoESpec(Protocol):
     """Sizes of one layer of any kind.
 
     `kind` names the kind, `op_type` is the type of its node in a traced graph (in the domain
-    `ai.moexport`), `name` the layer's path in its model. `experts` is the largest k that drops
-    nothing, `trained_k` the number of experts that the trained model computes, `levels` the sizes
-    of the expert modes (only n, unless the layer has a hierarchy, which also has `kept`, the
-    largest k of each level), `slots` is p (1 for layers without slots). `dim` is d, the width of a
-    token, `hidden` h, the width between a layer's two matmuls (0 with one), `out` o.
+    `ai.moexport`), and `name` is the layer's path in its model. `experts` is n, the k that keeps
+    all experts, and `trained_k` is the number of experts that the trained model computes. `levels`
+    are the sizes of the expert modes: only n, unless the layer has a hierarchy, which also has
+    `kept`, the largest k of each level. `slots` is p (1 for layers without slots), `dim` is d, the
+    width of a token, `hidden` is h, the width between two matmuls (0 if there is one), `out` is o.
 
     `renormalizable`: the weights of the kept experts can be divided by their sum. `chooses_sets`:
     each input chooses a set of k experts, over which eager PyTorch can loop. `routes_tokens`: each
     token has its own choice; otherwise the tokens of an input share one. `drops`: a capacity limit
-    may drop a token at any k. `flat`: the router is outside the layer, which takes the tokens of a
-    whole batch as rows, and their choices. `typical_tokens` are numbers of tokens for which a
-    lowering should be fast, whatever the batch; empty if the batch determines them. `dynamic_int8`:
-    INT8 products compute the scales of their rows at run time; otherwise, and always in Q/DQ form,
-    a calibration does. `rewritable`: coefficients mix the experts, so that outputs can be rewritten
+    may drop a token at any k. `flat`: the router is outside the layer, whose inputs are the tokens
+    of a whole batch as rows, and their choices. `typical_tokens` are numbers of tokens for which a
+    lowering should be fast at every batch; empty if the batch determines them. `dynamic_int8`: INT8
+    products compute the scales of their rows at run time; otherwise, and always in Q/DQ form, a
+    calibration does. `rewritable`: coefficients mix the experts, so that outputs can be rewritten
     (`Rewrite`).
     """
 
@@ -100,11 +100,11 @@ class MoESpec(Protocol):
     def rewritable(self) -> bool: ...
 
     def macs(self, tokens: int, k: int) -> dict[str, int]:
-        """Multiply-adds for one input of `tokens` tokens, by part."""
+        """Returns the multiply-adds for one input of `tokens` tokens, by part."""
         ...
 
     def bytes_read(self, k: int) -> int:
-        """FP32 bytes of the expert weights that a run with this k reads."""
+        """Returns the FP32 bytes of the expert weights that a run with this k reads."""
         ...
 
     @property
@@ -113,11 +113,11 @@ class MoESpec(Protocol):
         ...
 
     def quantized_bytes(self, k: int) -> int:
-        """FP32 bytes of those weights in `bytes_read` that INT8 stores as bytes."""
+        """Returns the FP32 bytes of those weights in `bytes_read` that INT8 stores as bytes."""
         ...
 
     def choices(self) -> dict[str, str]:
-        """Names of the values with a layer's choices within the layer, by choice."""
+        """Returns the names within the layer of the values with its choices, by choice."""
         ...
 
 
@@ -125,9 +125,9 @@ class MoESpec(Protocol):
 class RoutingDecision:
     """The choices of a layer for a batch, to compare with those of a graph.
 
-    `chosen` holds either the indices of the kept experts, int64 [b, k], ascending, or the weights
-    of all experts after the choice, float32 [b, m, n]. `margin` [b] or [b, m] is the distance from
-    the last kept one to the next, relative to the former; infinite if all are kept. `scores` [b, n]
+    `chosen` has either the indices of the kept experts, int64 [b, k], ascending, or the weights of
+    all experts after the choice, float32 [b, m, n]. `margin` [b] or [b, m] is the distance from the
+    last kept score to the next, relative to the former; infinite if all are kept. `scores` [b, n]
     rank the experts of an input, in layers that rank them per input.
     """
 
@@ -137,7 +137,7 @@ class RoutingDecision:
 
 
 def _float32() -> ir.DataType:
-    """The element type; imported here, so that inspecting a layer does not import ONNX."""
+    """Returns the element type; imported here, so that inspecting a layer does not import ONNX."""
     from onnx_ir import DataType
 
     return DataType.FLOAT
@@ -160,8 +160,8 @@ class StoredPart:
 class MoELayer(nn.Module, ABC):
     """A MoE layer in PyTorch, (b, m, d) to (b, m, o).
 
-    If the surrounding network makes the choice, the layer works on rows, (t, d) to (t, o), and
-    takes the choice as further inputs, like its node in the graph.
+    If the surrounding network makes the choice, the layer maps rows (t, d) to (t, o) and has the
+    choice as further inputs, like its node in the graph.
 
     `keep` is k; None computes all experts, as in the trained model. `renormalize` and `algorithm`
     select how k is applied, if the kind supports both. `edits` change the experts' contributions,
@@ -206,7 +206,7 @@ class MoELayer(nn.Module, ABC):
 
 
 def to_bfloat16(x: Tensor) -> Tensor:
-    """Returns x rounded to BF16, but of its own type."""
+    """Returns x rounded to BF16, in the type of x."""
     return x.to(torch.bfloat16).to(x.dtype)
 
 
@@ -245,7 +245,7 @@ def replaced_layers(
 ) -> Iterator[nn.Module]:
     """Within the context, `stand_in(name, layer)` replaces every MoE layer of a module."""
     stand_ins = {id(layer): stand_in(name, layer) for name, layer in moe_layers(module).items()}
-    places = [  # a network may hold a layer under several names, and call any of them
+    places = [  # a network may have a layer under several names, and call any of them
         (path, layer)
         for path, layer in module.named_modules(remove_duplicate=False)
         if isinstance(layer, MoELayer)
@@ -261,7 +261,7 @@ def replaced_layers(
 
 def sharing_weights(module: nn.Module) -> nn.Module:
     """Returns a copy of a module that shares its parameters and buffers."""
-    # The deep copy's memo maps every tensor to itself, so that none is copied.
+    # The memo maps every tensor to itself, so that the deep copy copies none.
     memo = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     return copy.deepcopy(module, memo)
 

@@ -104,7 +104,7 @@ class AroundMaps(Protocol):
 
 
 class Maps(AroundMaps, Protocol):
-    """The same with widths: columns of the first map, after the activation, and of the outputs."""
+    """`AroundMaps` with widths: of the first map, after the activation, and of the outputs."""
 
     @property
     def inner(self) -> int: ...

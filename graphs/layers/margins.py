@@ -25,19 +25,19 @@ class GroupRouter(nn.Module):
     def margin(self, x: Tensor, k: int | None = None) -> Tensor:
         """Returns the margins of the choices for tokens x [b, m, d], [b, m].
 
-        A margin is relative to a score: errors up to that size change no choice of the token. A
-        router by which each expert chooses for itself returns [b, m, n].
+        A margin is relative to a score: errors up to that size change no choice of the token. If
+        each expert chooses its tokens, the margins are [b, m, n].
         """
         raise NotImplementedError
 
 
 @contextmanager
 def routed_margins(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Within the context, each forward records the margins of token-routed experts, [t].
+    """Within the context, each forward pass records the margins of token-routed experts, [t].
 
     The router is code of the surrounding network. Its rankings are observed in its calls of
-    PyTorch's `topk` or `max`: the margin of a token is the smallest gap between the last score
-    taken and the next, relative to the largest, over all rankings since the previous layer. A
+    PyTorch's `topk` or `max`: the margin of a token is the smallest gap between the last chosen
+    score and the next, relative to the largest, over all rankings since the previous layer. A
     router whose choices depend on other tokens reports the margin itself (`GroupRouter`).
     """
     margins: dict[str, Tensor] = {}
@@ -72,7 +72,7 @@ _LARGEST = (torch.max, torch.Tensor.max, torch.argmax, torch.Tensor.argmax)
 
 
 class _Rankings(TorchFunctionMode):
-    """Records the rankings: the scores, and how many of them were taken."""
+    """Records the rankings: the scores, and how many of them were chosen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,10 +91,10 @@ class _Rankings(TorchFunctionMode):
     def margin(self, index: Tensor) -> Tensor:
         """Returns the margins [t] of the choices [t, k], and clears the rankings.
 
-        If masks leave fewer scores than were taken, rounding cannot change the choice.
+        If masks leave fewer scores than were chosen, rounding cannot change the choice.
         """
         least = torch.full(index.shape[:1], torch.inf)
-        # Rankings in here are not the network's, so they must not be recorded.
+        # Rankings in this function are not the network's and must not be recorded.
         rankings, self._seen = self._seen or [], None
         for scores, listed in rankings:
             taken = index.shape[-1] if listed is None else listed
@@ -118,7 +118,7 @@ _MASKED = torch.finfo(torch.float32).min / 2
 def _ranking(
     function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]
 ) -> tuple[Tensor, int | None] | None:
-    """The scores that a call ranks along their last axis, and how many it takes (None: a sort)."""
+    """Returns the scores that a call ranks along their last axis, and how many it chooses."""
     scores = arguments[0] if arguments else named.get("input")
     if not isinstance(scores, Tensor):
         return None

@@ -42,9 +42,9 @@ NORM_EPS = 1e-5
 class FactorisedSpec:
     """One weight tensor and its factorisation: y = W(a_1, …, a_E, z).
 
-    `ranks` is (R,) for CP; for TR the rank before each core, (r1, …), as the ring closes with r1;
-    for Tucker the shape of the core; empty for the unfactorised tensor. With `bias` the input mode
-    has one more row, for a 1 appended to z.
+    `ranks` is (R,) for CP; for TR the rank before each core, (r1, …), because the ring closes with
+    r1; for Tucker the shape of the core; empty for the unfactorised tensor. With `bias` the input
+    mode has one more row, for a 1 appended to z.
     """
 
     form: Form
@@ -90,7 +90,7 @@ class FactorisedSpec:
         match self.form:
             case "cp":
                 return min(own, self.ranks[0])
-            case "tr":  # the ring of the experts' cores is closed by the rank before the output
+            case "tr":  # the rank before the output closes the ring of the experts' cores
                 return min(own, min(self.ranks[:-1]) * self.ranks[-1])
             case "tucker":
                 return min(own, *self.ranks[-2:])
@@ -108,12 +108,12 @@ class FactorisedSpec:
         return replace(self, levels=(self.combinations,), ranks=ranks)
 
     def combinations_of(self, k: int | Sequence[int]) -> int:
-        """The number of combinations of kept experts: k, or k per level."""
+        """Returns the number of combinations of kept experts: k, or k per level."""
         kept = [k] * len(self.levels) if isinstance(k, int) else k
         return prod(min(most, n) for most, n in zip(kept, self.levels, strict=True))
 
     def macs(self, k: int | Sequence[int]) -> dict[str, int]:
-        """Multiply-adds for one token that keeps k coefficients, or k per level, by part.
+        """Returns multiply-adds for one token that keeps k coefficients, or k per level, by part.
 
         A bias row counts as one more input and elementwise products do not count, as in the papers.
         Only the unfactorised tensor has parts that a smaller k saves.
@@ -141,7 +141,7 @@ class FactorisedSpec:
         return parts | {"output mode": prod(shapes[-1])}
 
     def numbers_read(self, k: int | Sequence[int]) -> int:
-        """Numbers in the factors, or in the k·…·k kept experts of an unfactorised tensor.
+        """Returns how many numbers the factors, or the k·…·k kept unfactorised experts, have.
 
         The latter is for one token: others may keep different experts.
         """
@@ -248,7 +248,7 @@ class MuMoESpec:
         return self.gate_parameters + sum(tensor.parameters for tensor in self.tensors)
 
     def macs(self, tokens: int, k: int) -> dict[str, int]:
-        """Multiply-adds for one input, by part: equal for every k, unless the form is `full`.
+        """Returns multiply-adds for one input, by part: equal for every k unless `form` is `full`.
 
         In a factorised layer a smaller k could only save `expert modes`, where a dense product with
         mostly zero coefficients is faster than gathering rows.
@@ -260,21 +260,21 @@ class MuMoESpec:
         return {part: tokens * count for part, count in parts.items()}
 
     def bytes_read(self, k: int) -> int:
-        """FP32 bytes of the factors, which are read at every k, or of the kept whole matrices."""
+        """Returns FP32 bytes of the factors, read at every k, or of the kept whole matrices."""
         return 4 * sum(tensor.numbers_read(self._kept_of(tensor, k)) for tensor in self.tensors)
 
     def _kept_of(self, tensor: FactorisedSpec, k: int) -> tuple[int, ...]:
         return self.k_by_level(k) if tensor.levels else ()
 
     def quantized_bytes(self, k: int) -> int:
-        """FP32 bytes of the factors in `quantized_parts`.
+        """Returns the FP32 bytes of the factors in `quantized_parts`.
 
         Each number of a factor takes part in one multiply-add per token.
         """
         return 4 * sum(self.macs(1, k).get(part, 0) for part in self.quantized_parts)
 
     def choices(self) -> dict[str, str]:
-        """The kept coefficients of each level: `coefficients`, `coefficients_2` and so on."""
+        """Returns each level's kept coefficients: `coefficients`, `coefficients_2` and so on."""
         return {
             "" if level == 0 else f"level {level + 1}": names.coefficients(level)
             for level in range(len(self.levels))
@@ -321,7 +321,7 @@ class MuMoE(MoELayer):
             self.register_buffer(f"variance_{level}", variance)
 
     def tokens(self, x: Tensor) -> Tensor:
-        """A 2-D input (b, d) has one token per sample."""
+        """Returns tokens [b, m, d]; a 2-D input (b, d) has one token per sample."""
         return x.unsqueeze(1) if x.ndim == 2 else x
 
     def coefficients(
@@ -334,7 +334,7 @@ class MuMoE(MoELayer):
         return tuple(map(keep_largest, every, self.spec.k_by_level(keep)))
 
     def _all_coefficients(self, x: Tensor, outside: Sequence[Tensor]) -> list[Tensor]:
-        """The coefficients of each level, from the gate or from outside."""
+        """Returns the coefficients of each level, from the gate or from outside."""
         if not self.spec.external_routing:
             return list(self._activated(self._steered(x)))
         return list(outside[: len(self.spec.levels)])
@@ -349,7 +349,7 @@ class MuMoE(MoELayer):
             ranked = a.topk(min(k + 1, n), dim=-1).values
             last = ranked[..., k - 1]
             margin = torch.full_like(last, torch.inf)
-            if k < n:  # an exact zero can be dropped without loss
+            if k < n:  # an exact zero is dropped without loss
                 dropped = ranked[..., k]
                 margin = torch.where(dropped > 0, (last - dropped) / last, margin)
             chosen[name] = RoutingDecision(keep_largest(a, k), margin)
@@ -377,7 +377,7 @@ class MuMoE(MoELayer):
         x = self._steered(x)
         if self.edits.ablations:
             coefficients = tuple(
-                _present(self.edits, level, -1, a) for level, a in enumerate(coefficients)
+                _ablated(self.edits, level, -1, a) for level, a in enumerate(coefficients)
             )
         if self.gain is not None:
             x = F.layer_norm(x, (self.spec.dim,), self.gain, self.shift, NORM_EPS)
@@ -387,13 +387,13 @@ class MuMoE(MoELayer):
             selects = self.keep is not None and self.keep < self.spec.experts
             y = contract(spec, self.factors(index), coefficients, z, selects)
             for combination in self.edits.combinations:
-                alone = tuple(map(_alone, coefficients, combination.experts))
+                alone = tuple(map(_only_expert, coefficients, combination.experts))
                 y = y - contract(spec, self.factors(index), alone, z, selects)
             products.append((z, y))
         return coefficients, products
 
     def factors(self, index: int) -> list[nn.Parameter]:
-        """The factors or cores of a tensor, as `FactorisedSpec.shapes` lists them."""
+        """Returns the factors or cores of a tensor, as `FactorisedSpec.shapes` lists them."""
         module = self.tensors[index]
         assert isinstance(module, _Factors)
         return list(module.factors)
@@ -412,7 +412,7 @@ class MuMoE(MoELayer):
         return MuMoE(replace(self.spec, tensors=tensors), weights).eval()
 
     def _steered(self, x: Tensor) -> Tensor:
-        """The tokens [b, m, d] for gate and tensors, moved towards experts' centres."""
+        """Returns the tokens [b, m, d] for gate and tensors, moved towards experts' centres."""
         x = self.tokens(x)
         for steer in self.edits.steers:
             if steer.strength is not None:
@@ -429,13 +429,13 @@ class MuMoE(MoELayer):
         return folded(self)
 
     def statistics(self, level: int) -> tuple[Tensor, Tensor]:
-        """The recorded mean and variance [n] of a level's logits (batch normalisation)."""
+        """Returns the recorded mean and variance [n] of a level's logits (batch normalisation)."""
         mean, variance = getattr(self, f"mean_{level}"), getattr(self, f"variance_{level}")
         assert isinstance(mean, Tensor) and isinstance(variance, Tensor)
         return mean, variance
 
     def _activated(self, x: Tensor) -> Iterator[Tensor]:
-        """Each level's coefficients for tokens x [b, m, d]: activation(norm(x·P_e))."""
+        """Yields each level's coefficients for tokens x [b, m, d]: activation(norm(x·P_e))."""
         for level, projection in enumerate(self.projections):
             logits = x @ projection
             if self.spec.norm == "bn":
@@ -488,16 +488,16 @@ def contract(
     return torch.einsum("bmqs,soq->bmo", train, factors[-1])
 
 
-def _alone(a: Tensor, expert: int) -> Tensor:
-    """Coefficients a [..., n], zero except for that of one expert."""
+def _only_expert(a: Tensor, expert: int) -> Tensor:
+    """Returns coefficients a [..., n], zero except for that of one expert."""
     return torch.zeros_like(a).index_copy(-1, torch.tensor([expert]), a[..., [expert]])
 
 
 def contract_whole(tensor: Tensor, vectors: Sequence[Tensor], selects: bool = False) -> Tensor:
     """Returns W(a_1, …, a_E, z) [b, m, o] for a tensor [n_1, …, n_E, d, o], the input mode first.
 
-    Thus the largest intermediate is an output per combination of experts, not a matrix. For
-    `selects` see `contract`.
+    The largest intermediate is therefore an output per combination of experts, not a matrix. For
+    `selects`, see `contract`.
     """
     *gates, z = vectors
     y = torch.einsum("bmi,...io->bm...o", z, tensor)
@@ -509,7 +509,7 @@ def contract_whole(tensor: Tensor, vectors: Sequence[Tensor], selects: bool = Fa
 
 
 def keep_largest(a: Tensor, keep: int | None) -> Tensor:
-    """Coefficients a [..., n], zero except for the `keep` largest of each token."""
+    """Returns coefficients a [..., n], zero except for the `keep` largest of each token."""
     if keep is None or keep >= a.shape[-1]:
         return a
     largest = a.topk(keep, dim=-1)
@@ -528,7 +528,7 @@ def activate(logits: Tensor, activation: GateActivation) -> Tensor:
 
 
 def entmax15(logits: Tensor) -> Tensor:
-    """P = [z/2 − τ]₊² with Σp = 1, by sorting (Peters, Niculae and Martins, 2019, Algorithm 2)."""
+    """Returns [z/2 − τ]₊² with sum 1, by sorting (Peters et al., 2019, Algorithm 2)."""
     z = (logits - logits.amax(dim=-1, keepdim=True)) / 2
     ranked = z.sort(dim=-1, descending=True).values
     count = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
@@ -539,7 +539,7 @@ def entmax15(logits: Tensor) -> Tensor:
 
 
 def sparsemax(logits: Tensor) -> Tensor:
-    """P = [z − τ]₊ with Σp = 1, by sorting (Martins and Astudillo, 2016)."""
+    """Returns [z − τ]₊ with sum 1, by sorting (Martins and Astudillo, 2016)."""
     z = logits - logits.amax(dim=-1, keepdim=True)
     ranked = z.sort(dim=-1, descending=True).values
     count = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
@@ -548,13 +548,13 @@ def sparsemax(logits: Tensor) -> Tensor:
 
 
 def _last_valid(thresholds: Tensor, valid: Tensor) -> Tensor:
-    """The threshold [..., 1] of the largest valid support."""
+    """Returns the threshold [..., 1] of the largest valid support."""
     support = valid.sum(dim=-1, keepdim=True)
     return thresholds.gather(-1, support - 1)
 
 
 def logit_scale(spec: MuMoESpec) -> float:
-    """The factor on the logits before the activation: entmax15 works on halves."""
+    """Returns the factor on the logits before the activation: entmax15 works on halves."""
     return 0.5 if spec.activation == "entmax15" else 1.0
 
 
@@ -571,8 +571,8 @@ def folded(layer: MuMoE) -> Iterator[StoredPart]:
     contiguous matrix per combination of experts, so that single ones can be gathered, and
     `tensor.{t}.biases` [N, o].
 
-    `steer` [d] is added to every token; `steer.centres` [s, d] are added times the s strengths of a
-    run. An ablated expert's rows are zero. For P ablated combinations, `ablate.{e}` [n, P] selects
+    `steer` [d] is added to every token, and `steer.centres` [s, d] times the s strengths of a run.
+    An ablated expert's rows are zero. For P ablated combinations, `ablate.{e}` [n, P] selects
     the experts of level e, and `tensor.{t}.ablated` [P, ·] is their product over the expert modes:
     [P, R] for CP, [P, r1·r] for TR, [P, ΠR_e] for Tucker. Rewritten outputs are `rewrite.0` [n, o]
     in a layer with one level; with several, `rewrite.{e}` [n, rewrites] and `rewrite.output`
@@ -608,7 +608,7 @@ def _tensor(
     if spec.form == "full":
         whole = factors[0]
         for level in range(len(spec.levels)):
-            whole = _present(edits, level, level, whole)
+            whole = _ablated(edits, level, level, whole)
         if edits.combinations:
             whole = whole.clone()
             for combination in edits.combinations:
@@ -627,10 +627,10 @@ def _tensor(
         core, *factors = factors
         yield _part(f"{prefix}.core", core.movedim(-2, 0).flatten(1))
     for level, factor in enumerate(factors[:-2]):
-        yield _part(f"{prefix}.expert.{level}", _present(edits, level, 0, _by_mode(spec, factor)))
+        yield _part(f"{prefix}.expert.{level}", _ablated(edits, level, 0, _by_mode(spec, factor)))
     if edits.combinations:
         present = [
-            _present(edits, e, int(spec.form == "tr"), f) for e, f in enumerate(factors[:-2])
+            _ablated(edits, e, int(spec.form == "tr"), f) for e, f in enumerate(factors[:-2])
         ]
         removed = [
             EXPERT_MODES[spec.form]([f.select(int(spec.form == "tr"), e) for f, e in pairs])
@@ -645,7 +645,7 @@ def _tensor(
 
 
 def _ring(cores: Sequence[Tensor]) -> Tensor:
-    """The product of an expert's matrix [r, r'] of each level's core, flattened."""
+    """Returns the product of an expert's matrix [r, r'] of each level's core, flattened."""
     return reduce(torch.matmul, (core.double() for core in cores)).flatten()
 
 
@@ -657,14 +657,14 @@ EXPERT_MODES: Mapping[Form, Callable[[Sequence[Tensor]], Tensor]] = {
 """The joint factor of one expert per level: [R], [r1·r] or [ΠR_e]."""
 
 
-def _present(edits: Edits, level: int, axis: int, tensor: Tensor) -> Tensor:
-    """A tensor with a level's experts along an axis, the slices of ablated ones zeroed."""
+def _ablated(edits: Edits, level: int, axis: int, tensor: Tensor) -> Tensor:
+    """Returns a tensor with a level's experts along an axis, the slices of ablated ones zeroed."""
     ablated = edits.ablated_in(level)
     return tensor.index_fill(axis, torch.tensor(ablated), 0.0) if ablated else tensor
 
 
 def _rewrites(spec: MuMoESpec, edits: Edits) -> Iterator[StoredPart]:
-    """Eq. 5 for all rewritten outputs: y += Π_e(a_e·M_e)·Λ, multiplied out for one level."""
+    """Yields Eq. 5 for all rewritten outputs: y += Π_e(a_e·M_e)·Λ, multiplied out for one level."""
     strengths = torch.zeros(len(edits.rewrites), spec.out, dtype=torch.float64)
     for index, rewrite in enumerate(edits.rewrites):
         strengths[index, rewrite.output] = rewrite.strength
@@ -673,7 +673,7 @@ def _rewrites(spec: MuMoESpec, edits: Edits) -> Iterator[StoredPart]:
         columns = torch.tensor(
             [rewrite.coefficients[level] for rewrite in edits.rewrites], dtype=torch.float64
         ).T
-        means.append(_present(edits, level, 0, columns))
+        means.append(_ablated(edits, level, 0, columns))
     if len(means) == 1:
         yield _part("rewrite.0", means[0] @ strengths)
         return
@@ -683,7 +683,7 @@ def _rewrites(spec: MuMoESpec, edits: Edits) -> Iterator[StoredPart]:
 
 
 def _steerings(layer: MuMoE) -> Iterator[StoredPart]:
-    """The steering vectors: fixed strengths are multiplied in, others have a row each."""
+    """Yields the steering vectors: fixed strengths are multiplied in, others have a row each."""
     if not layer.edits.steers:
         return
     given = layer.edits.at_run_time
@@ -698,18 +698,18 @@ def _steerings(layer: MuMoE) -> Iterator[StoredPart]:
 
 
 def _centre(layer: MuMoE, steer: Steer) -> Tensor:
-    """An expert's cluster centre [d]: its column of the gating matrix."""
+    """Returns an expert's cluster centre [d]: its column of the gating matrix."""
     centre: Tensor = layer.projections[(steer.level or 1) - 1][:, steer.expert]
     return centre
 
 
 def _by_mode(spec: FactorisedSpec, factor: Tensor) -> Tensor:
-    """A factor as a matrix with its mode's index as the rows: a core [r, n, r'] as [n, r·r']."""
+    """Returns a factor as a matrix with the mode as rows: a core [r, n, r'] as [n, r·r']."""
     return factor.transpose(0, 1).flatten(1) if spec.form == "tr" else factor
 
 
 def _by_output(spec: FactorisedSpec, factor: Tensor) -> Tensor:
-    """The output factor [o, R] as [R, o], the output core [r', o, r1] as [r1·r', o]."""
+    """Returns the output factor [o, R] as [R, o], the output core [r', o, r1] as [r1·r', o]."""
     return factor.permute(2, 0, 1).flatten(0, 1) if spec.form == "tr" else factor.T
 
 

@@ -52,15 +52,15 @@ class SoftMoESpec:
     `hidden` is h, the width between an expert's two matmuls (0 for `linear` experts); a `gated`
     expert's first matrix is [d, 2h]. `out` is o. C can be divided by its sum over the kept experts
     (`renormalizable`), and each input chooses a set of them. `dropped` counts the experts that were
-    removed permanently: they have no weights, but take part in the softmax of C. With `constants`
-    each of their slots returns a fixed vector, whatever its input: the constant experts of Jin et
-    al., MoE++, 2024. Otherwise they return nothing. With `rounded`, tokens are rounded to BF16
+    removed permanently: they have no weights, but stay in the softmax of C. With `constants`, each
+    of their slots returns a fixed vector for every input: the constant experts of Jin et al.,
+    MoE++, 2024. Otherwise they return nothing. With `rounded`, tokens are rounded to BF16
     before the slots average them, and the experts' outputs before they are combined, as in
     google-research/vmoe.
 
-    With `gate_first` a `gated` expert's first matrix gives v before u. `biased` adds a number per
-    slot to L. With `external_routing` it has no router: the surrounding network computes the slots,
-    and C, by which Algorithm 1 chooses. `AroundMaps` describes the parts around the experts' maps.
+    With `gate_first`, v comes before u in a `gated` expert's first matrix. `biased` adds a number
+    per slot to L. With `external_routing` it has no router: the surrounding network computes the
+    slots and C, from which Algorithm 1 chooses. `AroundMaps` describes the parts around the maps.
     """
 
     kind: ClassVar[Kind] = "soft-moe"
@@ -128,10 +128,10 @@ class SoftMoESpec:
         return self.dim * self.inner + second
 
     def macs(self, tokens: int, k: int) -> dict[str, int]:
-        """Multiply-adds for one input of `tokens` tokens with k experts, by part.
+        """Returns the multiply-adds for one input of `tokens` tokens with k experts, by part.
 
         Router mdnp, dispatch mdkp, experts kp(d·inner + ho), combine mkpo: the router does not
-        shrink with k. Constant experts are combined, too.
+        shrink with k. Constant experts are also combined.
         """
         m, p = tokens, self.slots
         combined = k + (self.dropped if self.constants else 0)
@@ -146,11 +146,11 @@ class SoftMoESpec:
         return 4 * k * self.parameters_per_expert
 
     def quantized_bytes(self, k: int) -> int:
-        """FP32 bytes of the same weights: INT8 covers both matrices of an expert."""
+        """Returns the FP32 bytes of the same weights: INT8 covers both matrices of an expert."""
         return self.bytes_read(k)
 
     def choices(self) -> dict[str, str]:
-        """The chosen experts, `selected` [b, k]."""
+        """Returns the chosen experts, `selected` [b, k]."""
         return {"": SELECTED}
 
 
@@ -185,11 +185,11 @@ class SoftMoEWeights:
 class Routing:
     """The router's results for a batch.
 
-    `logits`, `combine` and `dispatch` are L, C and D, [b, m, n, p]; `combine_dropped` are the
+    `logits`, `combine` and `dispatch` are L, C and D, [b, m, n, p]; `combine_dropped` has the
     columns of C of dropped experts, [b, m, dropped, p]; `scores` [b, n] is s, the column sums of C;
-    `selected` [b, k] the indices of the k largest, ascending; `margin` [b] the distance from the
-    k-th to the (k+1)-th score (infinite for k = n). If the slots are given, L and D are unknown,
-    and C replaces them.
+    `selected` [b, k] has the indices of the k largest, ascending; `margin` [b] is the distance from
+    the k-th to the (k+1)-th score (infinite for k = n). If the slots are given, L and D are
+    unknown, and C replaces them.
     """
 
     logits: Tensor
@@ -206,8 +206,8 @@ class SoftMoE(MoELayer):
 
     `keep` is Algorithm 1's k; None computes all experts, as in the trained model. C is a softmax
     over all experts and slots, and is not renormalised after the selection unless `renormalize`.
-    `chooser` replaces Algorithm 1's choice, to study others, and `unchosen` are experts that are
-    never chosen and return the constants [e, p, o]; neither is ever exported.
+    `chooser` replaces Algorithm 1's choice, to study other choices, and `unchosen` are experts that
+    are never chosen and return the constants [e, p, o]; neither is ever exported.
     """
 
     spec: SoftMoESpec
@@ -254,7 +254,7 @@ class SoftMoE(MoELayer):
     def route(self, x: Tensor) -> Routing:
         """Returns C, D, the scores and the selection for tokens x [b, m, d] (Algorithm 1).
 
-        If the slots are given, it takes C itself, [b, m, n·p].
+        If the slots are given, x is C itself, [b, m, n·p].
         """
         n = self.spec.experts
         if self.phi is None:
@@ -320,8 +320,8 @@ class SoftMoE(MoELayer):
             "b2": (spec.out,),
             **{"g1": (spec.inner,), "s1": (spec.inner,), "g2": (spec.out,), "s2": (spec.out,)},
         }
-        # An expert whose last map is zero contributes nothing at the same cost. With a zero first
-        # map, too, nothing before it can overflow.
+        # An expert whose last map is zero contributes nothing at the same cost. If the first map is
+        # also zero, nothing before the last can overflow.
         last = {"g2", "s2", "w2", "b2"}
         some = len(self.edits.ablated_in(0)) < spec.experts  # zeros alone have no range
         if self.w2 is None or (spec.hidden_norm is None and some):
@@ -337,7 +337,7 @@ class SoftMoE(MoELayer):
                 )
 
     def _folded_phi(self) -> np.ndarray:
-        """Phi as [d, n·p], with the gain folded in unless a LayerNorm op applies it."""
+        """Returns phi as [d, n·p], with the gain folded in unless a LayerNorm op applies it."""
         assert self.phi is not None
         phi = self.phi.double().flatten(1)
         if self.gain is not None and self.spec.norm != "layernorm":
@@ -350,7 +350,7 @@ class SoftMoE(MoELayer):
         """Returns the layer with some of its experts; the others stay in the softmax of C.
 
         The others return nothing, or the `constants` [n − e, p, o], in their order. Experts that
-        are separate tensors are shared, those of a stack copied. None if the slots are given.
+        are separate tensors are shared, but not those of a stack. None if the slots are given.
         """
         if self.phi is None:
             return None
@@ -391,7 +391,7 @@ class SoftMoE(MoELayer):
         return self._all_experts(self._slots(x, routing)), routing.combine
 
     def _slots(self, x: Tensor, routing: Routing) -> Tensor:
-        """The inputs of the experts, [b, n, p, d]."""
+        """Returns the inputs of the experts, [b, n, p, d]."""
         source = self.normalise(x) if self.spec.slots_from == "normalised" else x
         if self.spec.rounded:
             source = to_bfloat16(source)
@@ -422,7 +422,7 @@ class SoftMoE(MoELayer):
                 outputs = outputs.masked_fill(~chosen[..., None, None], 0.0)
         if (
             self.edits.ablations
-        ):  # these may be infinite, too; the other contributions stay unchanged
+        ):  # these may also be infinite; the other contributions stay unchanged
             outputs = outputs.index_fill(1, torch.tensor(self.edits.ablated_in(0)), 0.0)
         if self.spec.rounded:
             outputs = to_bfloat16(outputs)
@@ -435,7 +435,7 @@ class SoftMoE(MoELayer):
         return y
 
     def _all_experts(self, slots: Tensor) -> Tensor:
-        """Every expert on its slots: [b, n, p, d] to [b, n, p, o], batched if stacked."""
+        """Computes every expert on its slots: [b, n, p, d] to [b, n, p, o], batched if stacked."""
         if isinstance(self.w1, nn.ParameterList):
             return torch.stack(
                 [self.expert(e, slots[:, e]) for e in range(self.spec.experts)], dim=1
@@ -448,7 +448,7 @@ class SoftMoE(MoELayer):
         return self._outputs(hidden, None)
 
     def _selected_experts(self, slots: Tensor, chosen: Tensor) -> Tensor:
-        """Each expert on the inputs that selected it; zeros elsewhere. `chosen` is [b, n]."""
+        """Computes each expert on inputs that selected it, zeros elsewhere; `chosen` is [b, n]."""
         outputs = slots.new_zeros(*slots.shape[:3], self.spec.out)
         for e in chosen.any(dim=0).nonzero().flatten().tolist():
             rows = chosen[:, e]
@@ -456,7 +456,7 @@ class SoftMoE(MoELayer):
         return outputs
 
     def expert(self, index: int, rows: Tensor) -> Tensor:
-        """Expert `index` on rows [..., d]; returns [..., o]."""
+        """Computes expert `index` on rows [..., d]; returns [..., o]."""
         hidden = F.linear(rows, self.w1[index].T, None if self.b1 is None else self.b1[index])
         if self.w2 is not None:
             bias = None if self.b2 is None else self.b2[index]
@@ -464,7 +464,7 @@ class SoftMoE(MoELayer):
         return self._outputs(hidden, index)
 
     def activate(self, hidden: Tensor, index: int | None = None) -> Tensor:
-        """The map between an expert's matrices: [..., inner] to [..., h]; all experts for None."""
+        """Computes the part between the matrices: [..., inner] to [..., h]; all experts if None."""
         spec = self.spec
         if spec.hidden_norm is not None:
             hidden = normalised(hidden, spec.hidden_norm, *self._affine("1", index))
@@ -474,20 +474,20 @@ class SoftMoE(MoELayer):
         return activated(hidden, spec.activation, spec.alpha)
 
     def _outputs(self, outputs: Tensor, index: int | None) -> Tensor:
-        """The parts after the last map: [..., o] to [..., o]."""
+        """Computes the parts after the last map: [..., o] to [..., o]."""
         spec = self.spec
         if spec.out_norm is not None:
             outputs = normalised(outputs, spec.out_norm, *self._affine("2", index))
         return activated(outputs, spec.out_activation)
 
     def _affine(self, which: str, index: int | None) -> list[Tensor | None]:
-        """The gain and the shift of an expert's normalisation; [n, 1, ·] of all for None."""
+        """Returns the gain and shift of an expert's normalisation; [n, 1, ·] of all if None."""
         weights: list[Tensor | None] = [getattr(self, f"{name}{which}") for name in "gs"]
         return [w if w is None else w[:, None] if index is None else w[index] for w in weights]
 
 
 def _over_slots(logits: Tensor) -> Tensor:
-    """Each token's softmax of L [b, m, n, p] over all slots of all experts."""
+    """Returns each token's softmax of L [b, m, n, p] over all slots of all experts."""
     return logits.flatten(2).softmax(dim=2).view_as(logits)
 
 

@@ -28,15 +28,15 @@ class LayerTensors(Protocol):
     """
 
     def has(self, name: str) -> bool:
-        """Whether the layer has this weight."""
+        """Returns whether the layer has this weight."""
         ...
 
     def stacked(self, name: str, *, batched: bool = False) -> ir.TensorProtocol:
-        """The whole tensor; `batched` as a batch of one, [1, …]."""
+        """Returns the whole tensor; `batched` as a batch of one, [1, …]."""
         ...
 
     def expert(self, name: str, index: int) -> ir.TensorProtocol:
-        """One expert's part of a tensor whose first axis is n, from the same bytes."""
+        """Returns one expert's part of a tensor whose first axis is n, from the same bytes."""
         ...
 
 
@@ -46,11 +46,11 @@ class Layer(Generic[S]):
 
     `build` is the lowering's: it adds the nodes for tokens x [b, m, d] and returns y. `k` is
     Algorithm 1's k: a number, or the graph input (int64, shape [1]). If k is None, `lower` creates
-    that input. From the traced node it takes `tokens`, which is m or None for a dynamic axis,
-    `x_type` and `y_type`, the float types of the tokens in and out, and `routed`. `batch` is the
-    usual number of inputs, which only affects speed: every graph takes any. `routed` are the
-    further inputs: if the choice is made outside the layer, the choice and its weights. With
-    `scores`, a lowering outputs the scores behind the choice (`Builder.show`).
+    that input. From the traced node come `tokens`, which is m or None for a dynamic axis, `x_type`
+    and `y_type`, the float types of the tokens in and out, and `routed`. `batch` is the usual
+    number of inputs, which only affects speed: a graph can run any number. `routed` are the further
+    inputs: if the choice is made outside the layer, the choice and its weights. With `scores`, a
+    lowering outputs the scores that determine the choice (`Builder.show`).
     """
 
     spec: S
@@ -73,18 +73,18 @@ class Layer(Generic[S]):
         return self.spec.drops or not (isinstance(self.k, int) and self.k == self.spec.experts)
 
     def k_value(self, b: Builder) -> ir.Value:
-        """K as a value of the graph, int64 [1]: a constant or the graph input."""
+        """Returns k as a value of the graph, int64 [1]: a constant or the graph input."""
         if isinstance(self.k, int):
             return b.ints(self.k)
         assert self.k is not None, "lower() creates the graph input"
         return self.k
 
     def stacked(self, b: Builder, name: str, *, batched: bool = False) -> ir.Value:
-        """The whole weight as an initializer of the graph; `batched` as a batch of one, [1, …]."""
+        """Returns the whole weight as an initializer; `batched` as a batch of one, [1, …]."""
         return b.weight(self.tensors.stacked(name, batched=batched), f"{self.spec.name}/{name}")
 
     def rows(self, b: Builder, name: str, called: str) -> ir.Value:
-        """A vector per expert, stored as [n, w], as an initializer [n, 1, w]."""
+        """Adds a vector per expert, stored as [n, w], as an initializer [n, 1, w]."""
         tensor, full = self.tensors.stacked(name), f"{self.spec.name}/{called}"
         n, width = tensor.shape.numpy()
         shape = ir.Shape((n, 1, width))
@@ -103,7 +103,7 @@ class Layer(Generic[S]):
         return b.weight(tensor, full)
 
     def optional(self, b: Builder, name: str) -> ir.Value | None:
-        """The whole weight as from `stacked`; None if the layer lacks it."""
+        """Returns the whole weight as from `stacked`; None if the layer lacks it."""
         return self.stacked(b, name) if self.tensors.has(name) else None
 
     def expert(self, b: Builder, name: str, index: int) -> ir.Value:

@@ -1,8 +1,8 @@
 """Lowerings: ways to compute the experts of a MoE layer in a target's ops, one per module.
 
 To add a lowering, write a module with a `LOWERING` record and list it here under its kind; kinds of
-plugins list their own. A plugin may add a lowering to an existing kind: it is used if it is named,
-while `auto` and `tune` choose among those that the kind lists.
+plugins list their own. A plugin may add a lowering to an existing kind, which is used if it is
+named; `auto` and `tune` only choose among the lowerings that the kind lists.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SOFT_MOE = KindRecord(
 _MUMOE = KindRecord("mumoe", (factorised.LOWERING, unfactorised.LOWERING, gathered.LOWERING))
 
 KINDS = Registry("moexport.kinds", KindRecord, (_SOFT_MOE, _MUMOE))
-"""Lowerings of different kinds that work alike share a name."""
+"""Lowerings of different kinds that work in the same way share a name."""
 
 FURTHER = Registry("moexport.lowerings", FurtherLowering)
 """Lowerings that plugins add to existing kinds."""
@@ -91,7 +91,7 @@ def kinds_with(name: str) -> Iterator[Kind]:
 
 
 def check_name(name: str) -> None:
-    """Raises `LoweringError` for an unknown name, with the known ones."""
+    """Raises `LoweringError` for an unknown name; the error lists the known names."""
     if next(kinds_with(name), None) is None:
         raise LoweringError(
             f"there is no lowering '{name}'",

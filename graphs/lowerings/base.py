@@ -17,7 +17,7 @@ from ..targets import TARGETS, Machine, Precision, Target, TargetRecord
 
 
 def no_blocks(precision: Precision, target: Target) -> str | None:
-    """The `no_kernel` of lowerings with one product for all matrices, which needs an engine."""
+    """Returns the `no_kernel` of lowerings with one product for all matrices."""
     record = TARGETS[target]
     if record.compiled or not (precision == "int4" or (precision == "int8" and record.weight_only)):
         return None
@@ -75,7 +75,7 @@ class LayerPlan(Generic[S]):
         renormalize: bool = False,
         scores: bool = False,
     ) -> Layer[S]:
-        """Returns the layer as its builder takes it, with its weights and their numbers."""
+        """Returns the layer for its builder, with its weights and numeric types."""
         return Layer(
             spec=self.spec,
             tensors=tensors,
@@ -123,7 +123,7 @@ class LayerPlan(Generic[S]):
         return self.lowering.copies(self)
 
     def inexact(self, target: Target) -> str | None:
-        """How the chosen lowering differs from the layer's definition; None if it is exact."""
+        """Returns how the lowering differs from the layer's definition; None if it is exact."""
         return self.lowering.differs(self.spec, self.precision, target)
 
 
@@ -138,11 +138,11 @@ class LoweringOf(Generic[S]):
     `build` adds the layer for tokens x [b, m, d] and returns y [b, m, o]. `predict_us` returns the
     time of one batch on a machine in microseconds. The others are optional. `copied_bytes` returns
     the weights that are copied for a batch before they are multiplied, counted as FP32. `needs`
-    returns whether a target has the required capabilities, without asking for its name. `unable`
-    returns why the lowering cannot serve a layer of its kind at all, `no_kernel` why it cannot in a
+    returns whether a target has the required capabilities, without using its name. `unable` returns
+    why the lowering cannot serve a layer of its kind at all, `no_kernel` why it cannot in a
     precision on a target, and `unfit` why it cannot for a layer of these sizes. `inexact` returns
-    how its result then differs from the layer's definition by more than rounding: `auto` chooses
-    only exact lowerings. With `observable`, its taps contain each selected row exactly once, as a
+    how its result differs from the layer's definition by more than rounding: `auto` only chooses
+    exact lowerings. With `observable`, its taps contain each selected row exactly once, as a
     calibration needs. With `branches`, it computes an `If` per expert.
     """
 

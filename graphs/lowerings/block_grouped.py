@@ -1,8 +1,8 @@
 """`block-grouped`: rows sorted by expert and padded to tiles; one weight is gathered per tile.
 
-All shapes follow from the input shapes, and positions are counted, without sort, NonZero or If:
-TensorRT does not support these, or synchronises for them. An item is an input or a token that has
-chosen an expert, with several rows each. The rows of an expert start at the beginning of a tile, so
+All shapes follow from the input shapes, and positions are counted without sort, NonZero or If,
+which TensorRT does not support or synchronises for. An item is an input or a token that has chosen
+an expert, with several rows each. The rows of an expert start at the beginning of a tile, so
 that one matrix serves a tile of T rows. At most a = min(items, n) experts have rows, and each of
 them fills all its tiles but the last, so r rows need at most a + ⌊(r − a)/T⌋ tiles. For one input
 that is a tile per chosen expert, as in `gather`.
@@ -60,7 +60,7 @@ def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
 
 
 def _tile_for(layer: SoftMoELayer) -> int:
-    """The tile with the lowest predicted time at the layer's usual batch."""
+    """Returns the tile with the lowest predicted time at the layer's usual batch."""
     spec, precision = layer.spec, costed_precision(layer.compute)
     k = layer.k if isinstance(layer.k, int) else max(1, spec.experts // 4)
     plan = SoftMoEPlan(spec, k, layer.batch, layer.tokens or 1, precision)
@@ -79,7 +79,7 @@ def costed_precision(compute: ComputeTypes) -> Precision:
 class Tiles:
     """Rows in tiles: `rows` [t, T, d], each tile's expert [t], and each row's position, [r].
 
-    Empty positions hold a copy of the first row, and empty tiles use the last expert; their results
+    Empty positions have a copy of the first row, and empty tiles use the last expert; their results
     are never read.
     """
 
@@ -145,7 +145,7 @@ def from_tiles(b: Builder, tiles: Tiles, outputs: ir.Value, width: int) -> ir.Va
 
 
 def _count(b: Builder, items: ir.Value, rows: ir.Value, n: int, tile: int) -> ir.Value:
-    """The number of tiles, [1], from shapes only."""
+    """Adds the number of tiles, [1], from shapes only."""
     length = b.op("Shape", items, start=0, end=1, name="tiles/item_count")
     active = b.op("Min", length, b.ints(n), name="tiles/active_at_most")
     total = b.op("Shape", rows, start=0, end=1, name="tiles/row_count")
@@ -155,7 +155,7 @@ def _count(b: Builder, items: ir.Value, rows: ir.Value, n: int, tile: int) -> ir
 
 
 def _gathered(b: Builder, rows: ir.Value, place: ir.Value, count: ir.Value, tile: int) -> ir.Value:
-    """The rows at their positions, [t·T, d]."""
+    """Adds the rows at their positions, [t·T, d]."""
     size = b.op("Mul", count, b.ints(tile), name="tiles/size")
     zeros = b.op("Expand", b.ints(0), size, name="tiles/nobody")
     shape = b.op("Shape", place, name="tiles/place_count")
@@ -165,7 +165,7 @@ def _gathered(b: Builder, rows: ir.Value, place: ir.Value, count: ir.Value, tile
 
 
 def _expert_of_tile(b: Builder, ends: ir.Value, count: ir.Value, n: int) -> ir.Value:
-    """The expert of each tile, [t]: the number of experts that end at or before the tile."""
+    """Adds the expert of each tile, [t]: the number of experts that end at or before the tile."""
     index = _counted(b, count, "tiles/index")
     column = b.op("Unsqueeze", index, b.ints(1), name="tiles/index_column")
     ended = b.op("GreaterOrEqual", column, ends, name="tiles/ended")
@@ -175,13 +175,13 @@ def _expert_of_tile(b: Builder, ends: ir.Value, count: ir.Value, n: int) -> ir.V
 
 
 def _counted(b: Builder, length: ir.Value, name: str) -> ir.Value:
-    """The indices 0, 1, 2 … below a length [1]."""
+    """Adds the indices 0, 1, 2 … below a length [1]."""
     scalar = b.op("Squeeze", length, b.ints(0), name=f"{name}_length")
     return b.op("Range", b.integer(0), scalar, b.integer(1), name=name)
 
 
 SORTING_NODES = 28
-"""Small operators that count the positions; a builder may fuse them."""
+"""The number of small operators that count the positions; an engine builder may fuse them."""
 
 
 def _tiles(plan: SoftMoEPlan, tile: int) -> int:
@@ -202,7 +202,7 @@ def _experts_us(plan: SoftMoEPlan, machine: Machine, tile: int) -> float:
 
 
 def tiles_us(plan: AnyPlan, machine: Machine, tile: int, tiles: int) -> float:
-    """The time to copy a matrix per tile, read it again, and compute all rows of the tiles."""
+    """Returns the time to copy a matrix per tile, read it again, and compute the tiles' rows."""
     copied, layer = expert_bytes(plan, tiles), expert_bytes(plan, plan.spec.experts)
     read = expert_bytes(plan, min(tiles, plan.expected_active)) if machine.reads_once else copied
     return (
@@ -213,14 +213,14 @@ def tiles_us(plan: AnyPlan, machine: Machine, tile: int, tiles: int) -> float:
 
 
 def copied_bytes(plan: SoftMoEPlan) -> float:
-    """Every tile copies its expert."""
+    """Returns the bytes of the experts that the tiles copy."""
     if plan.typical_k == plan.spec.experts:
         return 0.0
     return expert_bytes(plan, _tiles(plan, best_tile(plan, rates_of(SERVER_GPU)["fp32"])))
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """The copies of the tiles' weights, the tiles' rows, and the counting of positions."""
+    """Returns the time to copy and compute the tiles, and to count the positions."""
     if plan.typical_k == plan.spec.experts:
         return dense.predict_us(plan, machine)  # nothing needs gathering: it is the same graph
     counted = plan.selections * plan.spec.experts

@@ -1,8 +1,8 @@
 """Chooses the lowering of a layer: the requested one, or the one with the best prediction.
 
-One graph serves a range of batches, and a choice inside the graph does not pay off (weights in a
-branch are not packed before the run). So `auto` takes the lowering that is never far from the
-fastest; if none is close at all sizes, several graphs share the range.
+One graph serves a range of batches, and a choice inside the graph does not pay off, because weights
+in a branch are not packed before the run. `auto` therefore takes the lowering that is never far
+from the fastest; if none is close at all sizes, several graphs share the range.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .base import AnyLowering, AnyPlan
 from .cost import assumed, machine_for, unmeasured
 
 MUCH_SLOWER = 1.5
-"""The ratio to another lowering at one of the batches from which the reason suggests a remedy."""
+"""The ratio to the fastest lowering at a batch size from which the reason suggests a remedy."""
 
 
 DECODE_FIRST = ("int8", "int4")
-"""Precisions that make a language model decode faster: each token reads all weights."""
+"""Precisions that make a language model decode faster, because each token reads all weights."""
 
 
 def able(plan: AnyPlan, target: Target) -> list[AnyLowering]:
@@ -91,7 +91,7 @@ def choose(
         slower = times[best][column] / fastest[column]
         if slower >= MUCH_SLOWER:
             better = next(other for other in others if times[other][column] == fastest[column])
-            alone = "" if by_token else f"--batch {size} takes it, "
+            alone = "" if by_token else f"--batch {size} selects it, "
             reason += (
                 f"; at {_sizes([size], by_token=by_token)} {better.name} is {slower:.2g} times as "
                 f"fast: {alone}--lowering auto,{better.name} writes both"
@@ -118,11 +118,11 @@ class _Predictions:
         return _Predictions(times, [min(column) for column in zip(*times.values(), strict=True)])
 
     def worst(self, record: AnyLowering, columns: Collection[int]) -> float:
-        """A lowering's worst ratio to the fastest at some of the sizes."""
+        """Returns a lowering's worst ratio to the fastest at some of the sizes."""
         return round(max(self.times[record][c] / self.fastest[c] for c in columns), 2)
 
     def ranked(self, columns: Collection[int], own: int) -> list[AnyLowering]:
-        """The lowerings by their worst ratio; ties are sorted by the time at size `own`."""
+        """Returns the lowerings by their worst ratio; ties are sorted by the time at size `own`."""
         return sorted(
             self.times, key=lambda name: (self.worst(name, columns), self.times[name][own])
         )
@@ -132,7 +132,7 @@ Span = tuple[int, int]
 """The first and the last batch size that a graph serves."""
 
 DIVIDED = 1.15
-"""The ratio of a single graph to the fastest at one size from which several are written."""
+"""The ratio of a single graph to the fastest at some size, from which several are written."""
 
 CALL_US = 10.0
 """The least overhead of a call outside its layers: smaller savings do not justify a graph."""
@@ -187,15 +187,15 @@ def _looked_at(smallest: int, largest: int, between: Collection[int]) -> list[in
 
 
 def _regrets(layers: Sequence[_Predictions], parts: Sequence[range]) -> tuple[float, float]:
-    """The worst ratio of several graphs to the fastest at each size, and the sum of the ratios."""
+    """Returns the worst ratio of several graphs to the fastest, and the sum of the ratios."""
     regrets = [_regret(layers, part) for part in parts]
     return max(regrets), sum(regrets)
 
 
 def _regret(layers: Sequence[_Predictions], columns: Sequence[int]) -> float:
-    """The worst ratio of one graph to the fastest, its layers together, at some of the sizes.
+    """Returns the worst ratio of one graph, all layers together, to the fastest at some sizes.
 
-    Its lowerings are those that `choose` takes for the first and the last size.
+    Its lowerings are those that `choose` selects for the first and the last size.
     """
     ends = (columns[0], columns[-1])
     chosen = [layer.times[layer.ranked(ends, columns[0])[0]] for layer in layers]
@@ -207,7 +207,7 @@ def _regret(layers: Sequence[_Predictions], columns: Sequence[int]) -> float:
 
 
 def _sizes(sizes: Sequence[int], *, by_token: bool) -> str:
-    """`batch 1 and 16`, or `1 and 512 tokens`."""
+    """Returns `batch 1 and 16`, or `1 and 512 tokens`."""
     listed = " and ".join(map(str, sizes))
     if by_token:
         return f"{listed} token{'s' if sizes[-1] > 1 else ''}"
@@ -225,7 +225,7 @@ def check(name: str, plan: AnyPlan, target: Target) -> AnyPlan:
     lowering = lowering_of(spec.kind, name)
     if lowering is None:
         kinds = " and ".join(kinds_with(name))
-        problem: str | None = f"it is for {kinds} layers, and this is {a_layer(spec.kind)}"
+        problem: str | None = f"it is for {kinds} layers, but this is {a_layer(spec.kind)}"
     else:
         problem = lowering.problem(spec, plan.precision, target)
     if lowering is None or problem is not None:

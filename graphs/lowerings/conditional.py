@@ -77,7 +77,7 @@ def zero_rows(b: Builder, rows: ir.Value, width: int, dtype: ir.DataType) -> ir.
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """The chosen experts are read once and compute the whole batch; one branch per expert."""
+    """Returns the time to read the chosen experts once for the whole batch, and of n branches."""
     n, active = plan.spec.experts, plan.expected_active
     branches = 0.0
     if plan.typical_k < n:
@@ -96,7 +96,7 @@ def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
 
 LOWERING = Lowering(
     name="conditional",
-    summary="an If per expert: the whole batch through it if any input chose it, else skipped",
+    summary="an If per expert, which runs on the whole batch if any input chose the expert",
     needs=lambda target: target.branches,
     branches=True,
     build=build,

@@ -1,9 +1,9 @@
 """Terms that the lowerings' predictions share.
 
 A layer's time is its weight traffic, plus its arithmetic, plus the passes over tokens that do not
-shrink with k, plus a price per node; each lowering's own module adds them up. The constants are of
-one machine; only the order of the lowerings matters, which a test compares with the measurements in
-`perf/results`.
+shrink with k, plus a cost per node; each lowering's own module adds them up. The constants belong
+to one machine; only the order of the lowerings matters, which a test compares with the measurements
+in `perf/results`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def assumed(target: Target, kind: Kind, lowerings: Iterable[str]) -> str:
 
 
 def unmeasured(target: Target, kind: Kind, lowerings: Iterable[str]) -> list[str]:
-    """Returns the lowerings of a kind that were not run on a machine on which others were."""
+    """Returns the lowerings of a kind that were not run on a machine where others were."""
     machine = TARGETS[target].machine
     ran = machine.measured.get(kind, frozenset())
     return [name for name in lowerings if machine.measured and name not in ran]
@@ -74,7 +74,7 @@ LOGIT_PASSES = 2
 
 
 def around_experts_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """Router, dispatch and combine of a Soft MoE layer, which all lowerings share."""
+    """Returns the time of router, dispatch and combine, which all Soft MoE lowerings share."""
     spec, macs = plan.spec, plan.spec.macs(plan.tokens, plan.typical_k)
     passes = 4.0 * plan.batch * plan.tokens * (3 * spec.dim + spec.out)  # norm, L, X̃ and y
     computed = plan.batch * (macs["router"] + macs["dispatch"] + macs["combine"])
@@ -88,21 +88,21 @@ def around_experts_us(plan: SoftMoEPlan, machine: Machine) -> float:
 
 
 def unselected_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """Dispatch and combine of unused experts, in lowerings that carry all of them."""
+    """Returns the time to dispatch and combine unused experts, if a lowering includes them."""
     columns = plan.batch * plan.tokens * (plan.spec.experts - plan.typical_k) * plan.spec.slots
     macs = float(columns * (plan.spec.dim + plan.spec.out))
     return macs / machine.batched_macs_per_us + LOGIT_PASSES * columns * machine.number_us
 
 
 def expert_bytes(plan: AnyPlan, experts: float) -> float:
-    """The bytes of the weights of a number of experts, counted as FP32."""
+    """Returns the bytes of the weights of a number of experts, counted as FP32."""
     return 4.0 * experts * float(plan.spec.parameters_per_expert)
 
 
 def stream_us(
     plan: AnyPlan, weights_bytes: float, among: float, bytes_per_us: float, machine: Machine
 ) -> float:
-    """The time to stream weights of `nbytes`, if the caches hold a part of the `among` bytes.
+    """Returns the time to stream `weights_bytes`, if caches have a part of the `among` bytes.
 
     Both are counted as FP32.
     """
@@ -112,12 +112,12 @@ def stream_us(
 
 
 def products_of(plan: AnyPlan, experts: float) -> float:
-    """The number of products for a number of experts."""
+    """Returns the number of products for a number of experts."""
     return experts * (1 if plan.spec.expert == "linear" else 2)
 
 
 def stacked_us(plan: AnyPlan, experts: float, rows: int, machine: Machine) -> float:
-    """Reads the weights of experts out of one constant, for products with `rows` rows each."""
+    """Returns the time to read experts from one constant, for products with `rows` rows each."""
     size = expert_bytes(plan, experts)
     layer = max(size, expert_bytes(plan, plan.spec.experts))
     read = stream_us(plan, size, layer, machine.stacked_bytes_per_us, machine)
@@ -129,7 +129,7 @@ PACKED_ROWS = 2
 
 
 def packing_us(plan: AnyPlan, experts: float, rows: int, machine: Machine) -> float:
-    """The time to pack the weights of experts during the run, unless there are few rows."""
+    """Returns the time to pack the weights of experts during the run, unless there are few rows."""
     if rows < PACKED_ROWS:
         return 0.0
     size = expert_bytes(plan, experts)
@@ -144,7 +144,7 @@ def expert_macs(plan: AnyPlan, rows: float) -> float:
 def lone_products_us(
     plan: AnyPlan, active: float, products: float, pairs: float, machine: Machine
 ) -> float:
-    """Products with the matrices of `active` experts, on the rows of `pairs` pairs."""
+    """Returns the time of products with `active` experts' matrices, on the rows of `pairs`."""
     macs, layer = expert_macs(plan, pairs), expert_bytes(plan, plan.spec.experts)
     return (
         stream_us(plan, expert_bytes(plan, active), layer, machine.bytes_per_us, machine)
@@ -154,17 +154,17 @@ def lone_products_us(
 
 
 def waiting_us(nodes: float, machine: Machine) -> float:
-    """Nodes for which the host waits, because no CUDA graph replays them."""
+    """Returns the time of nodes for which the host waits, because no CUDA graph replays them."""
     return nodes * (machine.node_us + machine.launch_us)
 
 
 def expert_nodes(plan: SoftMoEPlan) -> int:
-    """Nodes per expert: two matmuls and an activation, or one matmul."""
+    """Returns the nodes per expert: two matmuls and an activation, or one matmul."""
     return 1 if plan.spec.expert == "linear" else 3
 
 
 def passes_around(spec: Maps) -> int:
-    """Numbers that an expert's activations and normalisations process per row."""
+    """Returns how many numbers an expert's activations and normalisations process per row."""
     hidden = 0 if spec.hidden_norm is None else NORM_PASSES * spec.inner
     out = 0 if spec.out_norm is None else NORM_PASSES * spec.out
     out += PASSES[spec.out_activation] * spec.out
@@ -172,7 +172,7 @@ def passes_around(spec: Maps) -> int:
 
 
 def between_us(plan: SoftMoEPlan, pairs: float, machine: Machine) -> float:
-    """The operators between and after the products of (input, expert) pairs."""
+    """Returns the time of operators between and after the products of (input, expert) pairs."""
     spec = plan.spec
     hidden = 0 if spec.expert == "linear" else spec.hidden
     passes = passes_around(spec) + spec.out
@@ -183,7 +183,7 @@ def between_us(plan: SoftMoEPlan, pairs: float, machine: Machine) -> float:
 
 
 def apart_us(plan: SoftMoEPlan, active: float, pairs: float, machine: Machine) -> float:
-    """`active` experts one by one, on `pairs` (input, expert) pairs in total, without the nodes."""
+    """Returns the time of `active` experts one by one, on `pairs` in total, without the nodes."""
     products = products_of(plan, active)
     return lone_products_us(plan, active, products, pairs, machine) + between_us(
         plan, pairs, machine

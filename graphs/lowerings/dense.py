@@ -37,7 +37,7 @@ def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """Every expert is read and computed for every input, at any k."""
+    """Returns the time to read and compute every expert for every input, at any k."""
     n = plan.spec.experts
     pairs = plan.batch * n
     return (
@@ -53,7 +53,7 @@ def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
 
 LOWERING = Lowering(
     name="dense",
-    summary="all experts in batched MatMuls; the outputs of unselected ones are left out",
+    summary="all experts in batched MatMuls; the outputs of unselected experts are left out",
     build=build,
     predict_us=predict_us,
     no_kernel=no_blocks,

@@ -1,4 +1,4 @@
-"""The arithmetic of the experts, which the lowerings share."""
+"""The arithmetic of the experts, shared by the lowerings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..targets import TARGETS
 
 
 def expert_rows(b: Builder, layer: SoftMoELayer, rows: ir.Value) -> ir.Value:
-    """Adds the rows as the experts' first product takes them, in any shape, once for all."""
+    """Adds the rows in the form that the experts' first product needs, in any shape."""
     converted = b.cast(rows, ir.DataType.FLOAT, layer.compute.inner, "experts/rows_narrow")
     return operand(b, layer.compute, "experts.w1", converted, "experts/rows")
 
@@ -97,7 +97,7 @@ def activate(b: Builder, layer: SoftMoELayer, hidden: ir.Value, name: str = "exp
 
 
 def stacked_weights(b: Builder, layer: SoftMoELayer) -> dict[str, ir.Value]:
-    """The experts' weights [n, …] as constants; biases and scales as [n, 1, …], for all rows."""
+    """Adds the experts' weights [n, …] as constants; biases and scales as [n, 1, …]."""
     weights = {}
     for which in ("1", "2"):
         w, bias = f"w{which}", f"b{which}"
@@ -114,7 +114,7 @@ def stacked_weights(b: Builder, layer: SoftMoELayer) -> dict[str, ir.Value]:
 
 
 def stacked_rows(b: Builder, layer: Layer[Any], key: str) -> ir.Value:
-    """A vector per expert as [n, 1, ·], for all its rows."""
+    """Adds a vector per expert as [n, 1, ·], for all its rows."""
     if TARGETS[layer.target].launches:
         return layer.rows(b, f"experts.{key}", f"experts/{key}_rows")
     stacked = layer.stacked(b, f"experts.{key}")
@@ -127,7 +127,7 @@ so that every float type represents the weights exactly, as numbers between −1
 
 
 def _stacked_weight(b: Builder, layer: Layer[Any], key: str) -> ir.Value:
-    """The weights [n, in, out] of all experts.
+    """Adds the weights [n, in, out] of all experts.
 
     In Q/DQ form they are multiples of `UNIT`: DequantizeLinear supports one axis, and their scales
     have two. The constant may only feed that node, so a Gather comes after it.
@@ -147,7 +147,7 @@ def _stacked_weight(b: Builder, layer: Layer[Any], key: str) -> ir.Value:
 
 
 def _stacked_scale(b: Builder, layer: Layer[Any], key: str) -> ir.Value:
-    """The scales of `_stacked_weight` [n, in, out], as [n, 1, out]."""
+    """Adds the scales of `_stacked_weight` [n, in, out], as [n, 1, out]."""
     scale = layer.stacked(b, f"experts.{key}.scale")
     rows = b.op("Unsqueeze", scale, b.ints(1), name=f"experts/{key}_scale_rows")
     quantized = layer.compute.quantized
@@ -159,7 +159,7 @@ def _stacked_scale(b: Builder, layer: Layer[Any], key: str) -> ir.Value:
 
 
 def stacked_linear(b: Builder, layer: Layer[Any], which: str, *, biased: bool = True) -> Linear:
-    """The first or second matmul of all experts at once."""
+    """Adds the constants of the first or second matmul of all experts."""
     w, bias = f"w{which}", f"experts.b{which}"
     scale, rows = None, None
     if layer.tensors.has(f"experts.{w}.scale") and layer.compute.blocked is None:
@@ -244,7 +244,7 @@ def constants_of(b: Builder, layer: Layer[Any], index: int) -> Affine:
 
 
 def _linear(b: Builder, layer: SoftMoELayer, index: int, which: str) -> Linear:
-    """An expert's first or second matmul."""
+    """Adds the constants of an expert's first or second matmul."""
     constant = constants_of(b, layer, index)
     w = f"w{which}"
     weight = layer.expert(b, f"experts.{w}", index)

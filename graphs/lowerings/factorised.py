@@ -64,7 +64,7 @@ def _ablated(b: Builder, layer: MuMoELayer, gates: Gates) -> ir.Value | None:
     return b.cast(weights, ir.DataType.FLOAT, layer.compute.inner, "ablated/narrow")
 
 
-def _without(
+def _subtract(
     b: Builder, layer: MuMoELayer, parts: _ExpertModes, name: str, expert_modes: ir.Value
 ) -> ir.Value:
     """Subtracts the part of ablated combinations from the expert modes [b, m, ·]."""
@@ -87,7 +87,7 @@ def _cp(
     ]
     if parts.ablated is not None:  # only from the product of the experts
         together = reduce(lambda x, y: b.op("Mul", x, y, name=f"{name}/experts"), modes)
-        modes = [_without(b, layer, parts, name, together)]
+        modes = [_subtract(b, layer, parts, name, together)]
     for weights in modes:
         product = b.op("Mul", product, weights, name=f"{name}/product")
     return factor_product(b, layer, f"{name}.output", product, f"{name}/output")
@@ -109,7 +109,7 @@ def _tr(
     if parts.ablated is not None and ring is not None:
         shape = b.ints(0, 0, spec.ranks[0] * spec.ranks[len(gates)])
         flat = b.op("Reshape", ring, shape, name=f"{name}/experts_flat")
-        flat = _without(b, layer, parts, name, flat)
+        flat = _subtract(b, layer, parts, name, flat)
         shape = b.ints(0, 0, spec.ranks[0], spec.ranks[len(gates)])
         ring = b.op("Reshape", flat, shape, name=f"{name}/experts")
     ring = _chained(b, tensor, len(gates), ring, input_product(b, layer, name, z))
@@ -147,7 +147,7 @@ def _tucker(
         b.op("MatMul", gate, layer.stacked(b, f"{name}.expert.{e}"), name=f"{name}/expert_{e}")
         for e, gate in enumerate(parts.gates)
     ]
-    weights = _without(b, layer, parts, name, combined(b, reduced, f"{name}/weights"))
+    weights = _subtract(b, layer, parts, name, combined(b, reduced, f"{name}/weights"))
     mix = mixed(b, weights, outputs, f"{name}/core")
     return factor_product(b, layer, f"{name}.output", mix, f"{name}/output")
 

@@ -1,7 +1,7 @@
 """`fused`: ONNX Runtime's `com.microsoft.MoE`, with each slot as a token for one expert.
 
-On a GPU it is a grouped product that reads each selected expert once without copies. It is imported
-only for targets that have the op.
+On a GPU it is a grouped product that reads each selected expert once, without copies. This module
+is only imported for targets that have the op.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _unfit(spec: SoftMoESpec, precision: Precision, target: Target) -> str | Non
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """The chosen experts are read once and compute their rows, in one node."""
+    """Returns the time to read the chosen experts once and compute their rows, in one node."""
     from .moe_layer import predict_us as predicted
 
     return predicted(plan, machine)

@@ -48,13 +48,13 @@ def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
 
 
 def copied_bytes(plan: SoftMoEPlan) -> float:
-    """Every input copies its kept experts."""
+    """Returns the bytes of the kept experts that every input copies."""
     selects = plan.typical_k < plan.spec.experts
     return expert_bytes(plan, plan.selections) if selects else 0.0
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """The copy, and the arithmetic of the selected experts."""
+    """Returns the time of the copy and of the selected experts' arithmetic."""
     if plan.typical_k == plan.spec.experts:
         return dense.predict_us(plan, machine)  # nothing needs gathering: it is the same graph
     pairs, copied = plan.selections, copied_bytes(plan)
@@ -75,7 +75,7 @@ def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
 
 
 def no_kernel(precision: Precision, target: Target) -> str | None:
-    """Gathered weights are not constant."""
+    """Returns why integer products, which need constant weights, cannot be gathered."""
     if precision == "int8" and TARGETS[target].constant_integers:
         return f"the runtime of {target} multiplies gathered INT8 weights as floats"
     return no_blocks(precision, target)

@@ -30,8 +30,8 @@ class _Chosen:
 def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
     """Adds the layer with matrices gathered to [b, m, K, o, d]; at k = n nothing needs gathering.
 
-    A token passes over K/N of the weights three times (read, write, read again). Many tokens pass
-    over more than the whole tensor, which `unfactorised` streams once.
+    Each token passes over K/N of the weights three times (read, write, read again). Many tokens
+    together pass over more than the whole tensor, which `unfactorised` streams once.
     """
     if not layer.selects:
         return unfactorised.build(b, layer, x)
@@ -87,7 +87,7 @@ def _contract(
 
 
 def copied_bytes(plan: LayerPlan[MuMoESpec]) -> float:
-    """Every token copies its kept experts."""
+    """Returns the bytes of the kept experts that every token copies."""
     selects = plan.typical_k < plan.spec.experts
     return (
         float(plan.batch * plan.tokens * plan.spec.bytes_read(plan.typical_k)) if selects else 0.0
@@ -95,7 +95,7 @@ def copied_bytes(plan: LayerPlan[MuMoESpec]) -> float:
 
 
 def predict_us(plan: LayerPlan[MuMoESpec], machine: Machine) -> float:
-    """The copy, and the arithmetic of the kept experts."""
+    """Returns the time of the copy and of the kept experts' arithmetic."""
     if plan.typical_k >= plan.spec.experts:
         # Nothing needs gathering: it is the same graph.
         return unfactorised.LOWERING.predict_us(plan, machine)
@@ -109,7 +109,7 @@ def predict_us(plan: LayerPlan[MuMoESpec], machine: Machine) -> float:
 
 LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
     name="gathered",
-    summary="each token gathers the matrices of the experts that it keeps, and no others",
+    summary="each token gathers the matrices of only those experts that it keeps",
     build=build,
     predict_us=predict_us,
     copied_bytes=copied_bytes,

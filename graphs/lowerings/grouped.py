@@ -1,8 +1,8 @@
 """`grouped`: rows are sorted by expert, and each expert computes its own rows.
 
 Each expert's weights are constants of a 2-D Gemm, which runtimes pre-pack once. An expert without
-rows gets a Gemm with zero rows, which takes 2 µs, where an `If` around it takes 40 µs; so there is
-no control flow, and the number of nodes is the only price.
+rows runs a Gemm with zero rows, which takes 2 µs, but an `If` around it would take 40 µs. There is
+therefore no control flow, and the number of nodes is the only cost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
 
 
 def _every_expert(b: Builder, layer: SoftMoELayer, slots: ir.Value) -> ir.Value:
-    """All experts on all inputs: slots [b, n·p, d] to outputs [b, n·p, o]."""
+    """Adds all experts on all inputs: slots [b, n·p, d] to outputs [b, n·p, o]."""
     n, p, d, o = layer.spec.experts, layer.spec.slots, layer.spec.dim, layer.spec.out
     by_input = b.op("Reshape", slots, b.ints(0, n, p, d), name="dispatch/slots_by_expert")
     by_expert = b.op("Transpose", by_input, perm=[1, 0, 2, 3], name="dispatch/by_expert")
@@ -46,7 +46,7 @@ def _every_expert(b: Builder, layer: SoftMoELayer, slots: ir.Value) -> ir.Value:
 
 
 def _chosen_rows(b: Builder, layer: SoftMoELayer, slots: ir.Value, selected: ir.Value) -> ir.Value:
-    """The experts on the rows that chose them: slots [b, k·p, d] to outputs [b, k·p, o].
+    """Adds the experts on the rows that chose them: slots [b, k·p, d] to outputs [b, k·p, o].
 
     A row here is one (input, expert) pair with its p slots: b·k rows of p·d numbers.
     """
@@ -65,7 +65,7 @@ def _chosen_rows(b: Builder, layer: SoftMoELayer, slots: ir.Value, selected: ir.
     if p > 1:
         outputs = b.op("Reshape", outputs, b.ints(-1, p * o), name="group/outputs_by_pair")
 
-    # Reshape the indices, not the outputs: after a reshape by k runtimes cannot infer the width.
+    # Reshape the indices, not the outputs: runtimes cannot infer the width after a reshape by k.
     place = b.op(
         "Reshape", inverse(b, pairs.order), _by_input(b, layer), name="group/place_by_input"
     )
@@ -92,7 +92,7 @@ def sorted_by_expert(b: Builder, expert_of_pair: ir.Value, n: int, counts: str) 
     """Adds the order of pairs by their experts, [r] or [1, r]; `counts` names that output."""
     experts = b.constant(np.arange(n, dtype=np.int64)[:, None])
     one_hot = b.op("Equal", expert_of_pair, experts, name="group/one_hot")  # [n, r]
-    # NonZero reads row by row, so the pairs come out sorted by expert: a counting sort in one op.
+    # NonZero reads row by row, so its pairs are sorted by expert: a counting sort in one op.
     coordinates = b.op("NonZero", one_hot, name="group/coordinates")
     order = b.op("Gather", coordinates, b.integer(1), axis=0, name="group/order")
     counted = b.op("Cast", one_hot, to=ir.DataType.INT64.value, name="group/one_hot_int")
@@ -104,7 +104,7 @@ def sorted_by_expert(b: Builder, expert_of_pair: ir.Value, n: int, counts: str) 
 
 
 def inverse(b: Builder, order: ir.Value) -> ir.Value:
-    """The inverse of a permutation [r]."""
+    """Adds the inverse of a permutation [r]."""
     shape = b.op("Shape", order, name="group/pair_count")
     count = b.op("Squeeze", shape, name="group/pair_count_scalar")
     positions = b.op("Range", b.integer(0), count, b.integer(1), name="group/positions")
@@ -112,7 +112,7 @@ def inverse(b: Builder, order: ir.Value) -> ir.Value:
 
 
 def _by_input(b: Builder, layer: SoftMoELayer) -> ir.Value:
-    """The shape [b, k] for a Reshape of [b·k]."""
+    """Adds the shape [b, k] for a Reshape of [b·k]."""
     if isinstance(layer.k, int):
         return b.ints(-1, layer.k)
     return b.op("Concat", b.ints(-1), layer.k_value(b), axis=0, name="group/place_shape")
@@ -126,7 +126,7 @@ joining the hidden rows costs."""
 def _by_expert(
     b: Builder, layer: SoftMoELayer, rows: ir.Value, counts: ir.Value | None
 ) -> ir.Value:
-    """Each expert on its rows: [r, d] sorted by expert to [r, o].
+    """Adds each expert on its rows: [r, d] sorted by expert to [r, o].
 
     `counts` [n] are the rows of each; None if all have the same number.
     """
@@ -153,7 +153,7 @@ def _concat(b: Builder, parts: list[ir.Value]) -> ir.Value:
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """The chosen experts are read once and compute their rows; n chains of nodes."""
+    """Returns the time to read chosen experts once and compute their rows, in n chains of nodes."""
     n = plan.spec.experts
     selects = plan.typical_k < n
     nodes = (expert_nodes(plan) + machine.integer_nodes) * n + (12 if selects else 3)
@@ -172,7 +172,7 @@ def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
 
 LOWERING = Lowering(
     name="grouped",
-    summary="sorts rows by expert; each expert computes the rows that chose it, none in no time",
+    summary="sorts rows by expert; each expert computes only the rows that chose it",
     needs=lambda target: target.data_sizes,
     build=build,
     predict_us=predict_us,

@@ -57,7 +57,7 @@ def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
 def _router_logits(
     b: Builder, layer: SoftMoELayer, selected: ir.Value | None, slots: ir.Value
 ) -> ir.Value:
-    """One-hot logits [b·e·p, n] that send each slot to its own expert."""
+    """Adds one-hot logits [b·e·p, n] that send each slot to its own expert."""
     n, p, other = layer.spec.experts, layer.spec.slots, never(layer.target)
     if selected is None:
         own = np.full((1, n * p, n), other, dtype=np.float32)
@@ -78,7 +78,7 @@ def _router_logits(
 
 
 def unable(spec: SoftMoESpec) -> str | None:
-    """Why the op cannot compute a layer's experts."""
+    """Returns why the op cannot compute a layer's experts."""
     if spec.expert == "gated" and spec.activation != "silu":
         return f"com.microsoft.MoE has no gated experts with {spec.activation}"
     if spec.expert == "linear":
@@ -91,19 +91,19 @@ def unable(spec: SoftMoESpec) -> str | None:
 
 
 def unfit(spec: SoftMoESpec, precision: Precision, target: Target) -> str | None:
-    """Why its kernel on a target cannot compute them in a precision."""
+    """Returns why the op's kernel on a target cannot compute them in a precision."""
     if spec.expert == "gated" and TARGETS[target].on_cpu:
-        return "com.microsoft.MoE has no gated experts there that were measured"
+        return "com.microsoft.MoE has no gated experts that were measured on this target"
     return other_gelu_on_cuda(spec, precision, target) or other_size_on_cuda(
         spec, precision, target
     )
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """The chosen experts are read once and compute their rows, in one node.
+    """Returns the time to read the chosen experts once and compute their rows, in one node.
 
-    A GPU's node runs several kernels. The CPU's routes every row by a softmax over all experts, in
-    one thread, packs weights in every run, and processes rows and the activation with scalar loops.
+    On a GPU the node runs several kernels. On a CPU it routes every row by a softmax over all
+    experts in one thread, packs weights in every run, and loops over rows and activations.
     """
     rows, active = plan.selections * plan.spec.slots, plan.expected_active
     tanh = 1 if plan.spec.activation in ("relu", "identity") else EXPONENTIAL

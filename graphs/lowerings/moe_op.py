@@ -1,7 +1,7 @@
 """ONNX Runtime's `com.microsoft.MoE`, and `QMoE` for integer weights, as one node on rows.
 
 The op chooses k experts for a row by its logits, and weights their outputs by the softmax over
-these k. It takes an expert's matrices as [out, in], with the columns of gate and value interleaved:
+these k. It needs an expert's matrices as [out, in], with the columns of gate and value interleaved:
 the CPU's kernel has no other layout.
 """
 
@@ -40,16 +40,16 @@ NEVER_ON_CPU = -16.0
 is exactly 1; an exp that underflows would take several times as long."""
 
 NEVER = -1e4
-"""The same for other targets: the softmax over all experts is exactly zero for it, whatever it is
+"""The same for other targets: its softmax over all experts is exactly zero, whatever that is
 divided by."""
 
 ROUTER_WEIGHTS = 14
-"""The index among the inputs of `QMoE` of weights that differ from the logits. The CUDA provider
-ignores them."""
+"""The index of the input of `QMoE` for weights that differ from the logits. The CUDA provider
+ignores that input."""
 
 
 def never(target: Target) -> float:
-    """Returns the logit of an expert that a row is not sent to."""
+    """Returns the logit of an expert to which a row is not sent."""
     return NEVER_ON_CPU if TARGETS[target].on_cpu else NEVER
 
 
@@ -126,13 +126,13 @@ def op_weights(b: Builder, layer: Layer[Any], experts: OpExperts) -> list[ir.Val
         if integers is not None:
             inputs.append(_scales(b, layer, experts, f"w{which}", integers.block))
         bias = layer.optional(b, f"experts.b{which}")
-        inputs.append(None if bias is None else _in_turn(b, layer, experts, bias, f"b{which}"))
+        inputs.append(None if bias is None else _interleaved(b, layer, experts, bias, f"b{which}"))
     return inputs
 
 
 @dataclass(frozen=True, slots=True)
 class _Integers:
-    """The weights of `QMoE`: their bits, and the block size along a column."""
+    """The form of the weights of `QMoE`: their bits, and the block size along a column."""
 
     bits: int
     block: int | None
@@ -146,37 +146,37 @@ def _integers(layer: Layer[Any]) -> _Integers | None:
 
 
 def takes_integers(layer: Layer[Any]) -> bool:
-    """Whether the node is `QMoE`."""
+    """Returns whether the node is `QMoE`."""
     return _integers(layer) is not None
 
 
 def block_of_columns(spec: Any) -> int | None:
-    """The block size for INT8; None if no size divides both matrices, which are slow then."""
+    """Returns the block size for INT8; None, which is slow, if no size divides both matrices."""
     return block_of("kernel", (spec.dim, spec.hidden), bits=8)
 
 
 def _matrices(b: Builder, layer: Layer[Any], experts: OpExperts, key: str) -> ir.Value:
-    """The matrices of all experts in the op's layout, [n, out, in]; folded at load time."""
+    """Adds the matrices of all experts in the op's layout, [n, out, in]; folded at load time."""
     n, out = layer.spec.experts, layer.spec.inner if key == "w1" else layer.spec.out
     weight = layer.stacked(b, f"experts.{key}")
     if layer.compute.blocked is not None:  # [n, out, blocks, bytes]
         turned = b.op("Reshape", weight, b.ints(n, out, -1), name=f"experts/{key}_by_output")
-        return _in_turn(b, layer, experts, turned, key)
+        return _interleaved(b, layer, experts, turned, key)
     quantized = layer.compute.quantized
     if quantized is not None and not quantized.weights.zero_point:
-        # The op takes them plus 128, which flips the first bit of a byte.
+        # The op needs them plus 128, which flips the first bit of a byte.
         byte = ir.DataType.UINT8
         unsigned = b.op("Cast", weight, to=byte.value, name=f"experts/{key}_bytes")
         first_bit = b.constant(np.array(128, dtype=np.uint8))
         weight = b.op("BitwiseXor", unsigned, first_bit, name=f"experts/{key}_unsigned")
     turned = b.op("Transpose", weight, perm=[0, 2, 1], name=f"experts/{key}_by_output")
-    return _in_turn(b, layer, experts, turned, key)
+    return _interleaved(b, layer, experts, turned, key)
 
 
 def _scales(
     b: Builder, layer: Layer[Any], experts: OpExperts, key: str, block: int | None
 ) -> ir.Value:
-    """The scales of a matrix's columns, or of their blocks, [n, out, blocks]."""
+    """Adds the scales of a matrix's columns, or of their blocks, [n, out, blocks]."""
     scale = layer.stacked(b, f"experts.{key}.scale")
     if layer.compute.blocked is None and block is not None:
         n, out = layer.spec.experts, layer.spec.inner if key == "w1" else layer.spec.out
@@ -184,13 +184,13 @@ def _scales(
         column = b.op("Unsqueeze", scale, b.ints(2), name=f"experts/{key}_scale_columns")
         shape = b.ints(n, out, blocks)
         scale = b.op("Expand", column, shape, name=f"experts/{key}_scale_blocks")
-    return _in_turn(b, layer, experts, scale, f"{key}.scale")
+    return _interleaved(b, layer, experts, scale, f"{key}.scale")
 
 
-def _in_turn(
+def _interleaved(
     b: Builder, layer: Layer[Any], experts: OpExperts, value: ir.Value, key: str
 ) -> ir.Value:
-    """With a gate, the first product's [n, 2h, …] with gate and value interleaved."""
+    """Interleaves gate and value in the first product's [n, 2h, …], if there is a gate."""
     n, h = layer.spec.experts, layer.spec.hidden
     if not experts.gated or key.startswith(("w2", "b2")):
         return value
@@ -200,7 +200,7 @@ def _in_turn(
     pairs = b.op("Transpose", halves, perm=[0, 2, 1, 3], name=f"experts/{key}_pairs")
     flat = value.shape is not None and len(value.shape) == 2  # a bias, or a scale per column
     shape = b.ints(n, 2 * h) if flat else b.ints(n, 2 * h, -1)
-    return b.op("Reshape", pairs, shape, name=f"experts/{key}_in_turn")
+    return b.op("Reshape", pairs, shape, name=f"experts/{key}_interleaved")
 
 
 def has_op(target: TargetRecord) -> bool:
@@ -208,16 +208,16 @@ def has_op(target: TargetRecord) -> bool:
 
 
 def around_maps(spec: AroundMaps) -> str | None:
-    """Why the op cannot compute the parts after the experts' maps."""
+    """Returns why the op cannot compute the parts after the experts' maps."""
     if spec.hidden_norm or spec.out_norm or spec.out_activation != "identity":
         return "com.microsoft.MoE has no normalisation in an expert, and no activation after it"
     return None
 
 
 def other_width(spec: MoESpec) -> str | None:
-    """Why the op cannot compute experts whose output width differs from the input's."""
+    """Returns why the op cannot compute experts whose output width differs from the input's."""
     if spec.dim != spec.out:
-        return f"com.microsoft.MoE keeps the width, and this layer maps {spec.dim} to {spec.out}"
+        return f"com.microsoft.MoE keeps the width, but this layer maps {spec.dim} to {spec.out}"
     return None
 
 
@@ -227,7 +227,7 @@ that rows are a multiple of, and for integers a block size that divides the colu
 
 
 def other_size_on_cuda(spec: Any, precision: Precision, target: Target) -> str | None:
-    """Why the op's kernel on a GPU cannot compute experts of these widths."""
+    """Returns why the op's kernel on a GPU cannot compute experts of these widths."""
     if TARGETS[target].on_cpu:
         return None
     widths = (spec.dim, spec.hidden)
@@ -235,20 +235,20 @@ def other_size_on_cuda(spec: Any, precision: Precision, target: Target) -> str |
         if not any(width % BLOCKS_ON_CUDA[-1] for width in widths):
             return None
         return (
-            f"com.microsoft.QMoE takes widths that are multiples of {BLOCKS_ON_CUDA[-1]} there, "
-            f"and an expert's are {spec.dim} and {spec.hidden}"
+            f"on a GPU com.microsoft.QMoE needs widths that are multiples of {BLOCKS_ON_CUDA[-1]}, "
+            f"but an expert's are {spec.dim} and {spec.hidden}"
         )
     least = VECTOR_BYTES // (4 if precision == "fp32" else 2)
     if all(width >= LEAST_WIDTH and width % least == 0 for width in widths):
         return None
     return (
-        f"com.microsoft.MoE takes widths of at least {LEAST_WIDTH} that are multiples of {least} "
-        f"in {precision.upper()} there, and an expert's are {spec.dim} and {spec.hidden}"
+        f"on a GPU com.microsoft.MoE needs widths of at least {LEAST_WIDTH} that are multiples of "
+        f"{least} in {precision.upper()}, but an expert's are {spec.dim} and {spec.hidden}"
     )
 
 
 def other_gelu_on_cuda(spec: AroundMaps, precision: Precision, target: Target) -> str | None:
-    """Why the op's kernel on a GPU cannot compute an expert's GELU within the bound.
+    """Returns why the op's kernel on a GPU cannot compute an expert's GELU within the bound.
 
     In ONNX Runtime GPU 1.31.1 it is the tanh form if GELU is the epilogue of the product (FP32
     everywhere, and cards older than Hopper: `EpilogueOpDefaultFtGelu`), and the exact one if it is
@@ -259,28 +259,28 @@ def other_gelu_on_cuda(spec: AroundMaps, precision: Precision, target: Target) -
         return None
     return (
         "com.microsoft.MoE computes the tanh form of GELU in FP32, up to 5e-4 from the exact one "
-        "of this layer; --precision fp16 takes it, whose rounding is larger"
+        "of this layer; use --precision fp16, whose rounding error is larger"
     )
 
 
 def inexact_gelu(spec: AroundMaps, precision: Precision, target: Target) -> str | None:
-    """How the op's GELU on a CPU differs from the exact one."""
+    """Returns how the op's GELU on a CPU differs from the exact one."""
     if TARGETS[target].on_cpu and spec.activation == "gelu":
         return "com.microsoft.MoE computes the tanh form of GELU, up to 5e-4 from the exact one"
     return None
 
 
 FEW_ROWS = 256
-"""Up to this number of rows one kernel sorts them by expert; above, it takes three."""
+"""Up to this number of rows, one kernel sorts them by expert; above, three kernels do."""
 
 
 def kernels_after_first(rows: int) -> int:
-    """The number of kernels that the node launches on a GPU after the first.
+    """Returns the number of kernels that the node launches on a GPU after the first.
 
     For FP16 on Hopper ONNX Runtime's `moe_kernels.cu` (`runMoe`) launches one each for the choice
     of experts, the rows of each expert, the copies of these rows, the addresses of the products,
-    both products, the activation between them, and the sum for each row. Counted there, not
-    measured.
+    both products, the activation between them, and the sum for each row. This was counted in the
+    source, not measured.
     """
     return 7 if rows <= FEW_ROWS else 9
 
@@ -293,7 +293,7 @@ TILE = 128
 
 
 def grouped_read_us(spec: Any, active: float, machine: Machine) -> float:
-    """Reads experts in the grouped products of a GPU, with `TILE` columns per processor.
+    """Returns the time to read experts in a GPU's grouped products: `TILE` columns per processor.
 
     A product with few columns and many rows has too few tiles to occupy all processors.
     """

@@ -37,7 +37,7 @@ def through_tensors(
 ) -> ir.Value:
     """Adds one or two tensors on tokens x [b, m, d], and the outputs rewritten by coefficients.
 
-    If the layer normalises x, it does so in FP32, like everything in the gate.
+    If the layer normalises x, it does that in FP32, like everything in the gate.
     """
     single, inner = ir.DataType.FLOAT, layer.compute.inner
     if layer.spec.input_norm:
@@ -144,12 +144,12 @@ LEVEL_NODES = 50
 
 
 def gate_us(plan: AnyPlan, machine: Machine) -> float:
-    """The nodes of a layer, most of which are the gate's steps."""
+    """Returns the time of a layer's nodes, most of which are the gate's steps."""
     return float(LEVEL_NODES * len(plan.spec.levels) * machine.node_us)
 
 
 def all_coefficients_us(plan: AnyPlan, machine: Machine) -> float:
-    """A layer whose factors, or whole tensor, are read once for all tokens."""
+    """Returns the time of a layer whose factors or whole tensor are read once for all tokens."""
     everything = plan.spec.experts
     macs: int = sum(plan.spec.macs(plan.tokens, everything).values())
     traffic: float = plan.spec.bytes_read(everything) / machine.bytes_per_us

@@ -28,7 +28,7 @@ def _contract(
     """Adds y = Σ_N a_N·(z·W_N + w_N): one product with a constant [d, N·o], then the mix.
 
     The other order, (a ⊗ z)·W, saves the mix's N·o multiply-adds of N·d·o but writes N·d numbers
-    per token: in measurements it is never clearly faster, and several times slower for small o. The
+    per token: measured, it is never clearly faster, and several times slower for small o. The
     weights are stored by expert, so that `gathered` can share them; runtimes transpose the constant
     once, when they load the graph.
     """
@@ -47,7 +47,7 @@ def _contract(
 
 
 def unable(spec: MuMoESpec) -> str | None:
-    """Why a lowering of whole tensors cannot serve a layer, or None."""
+    """Returns why a lowering of whole tensors cannot serve a layer, or None."""
     return {
         "full": None,
         "matrix": "its experts are merged into one matrix",
@@ -56,7 +56,7 @@ def unable(spec: MuMoESpec) -> str | None:
 
 LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
     name="unfactorised",
-    summary="every expert of a weight tensor that is held whole computes every token",
+    summary="every expert of an unfactorised weight tensor computes every token",
     build=build,
     predict_us=all_coefficients_us,
     unable=unable,

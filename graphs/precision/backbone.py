@@ -1,10 +1,10 @@
 """Quantises the linear layers of a traced backbone: `--quantize all`.
 
 Only products with a constant matrix are changed. Attention's products of two activations, softmax,
-normalisations and the router stay as they are. With calibrated INT8 the layers directly before the
-graph's outputs stay, too: a classifier's head is small, and its rounding would reach the result
-undiminished. If rows have their own scales, or stay floats, the head is included: that of a
-language model reads as much as its experts.
+normalisations and the router stay unchanged. With calibrated INT8, so do the layers directly before
+the graph's outputs: a classifier's head is small, and its rounding error would reach the result in
+full. If rows have their own scales, or stay floats, the head is included: the head of a language
+model reads as much as its experts.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def backbone_linears(graph: ir.Graph) -> Iterator[BackboneLinear]:
 
 
 def _stored(weight: ir.Value) -> tuple[ir.Value, bool]:
-    """A weight as stored, and whether the graph transposes it.
+    """Returns a weight as stored, and whether the graph transposes it.
 
     PyTorch's exporter transposes small weights itself and leaves large ones, such as a language
     model's head, to the graph; a head that is also the embedding is stored in the embedding's
@@ -112,7 +112,7 @@ def _stored(weight: ir.Value) -> tuple[ir.Value, bool]:
     return node.inputs[0], True
 
 
-HEAD = "it gives the graph's output"
+HEAD = "it computes the graph's output"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def block_backbone(
     for linear in linears:
         name = linear.node.name
         assert name is not None
-        reason = f"its rows of {linear.width} numbers are no whole blocks of {INT4_BLOCK}"
+        reason = f"its rows of {linear.width} numbers are not whole blocks of {INT4_BLOCK}"
         whole = linear.width % INT4_BLOCK == 0
         made.append(QuantizedLinear(name, None if whole else reason))
     if form == "kernel" and any(engine.reason is None for engine in made):
@@ -189,7 +189,7 @@ def block_backbone(
 
 
 def _is_head(graph: ir.Graph, node: ir.Node) -> bool:
-    """Whether only additions and reshapes lie between a node and an output."""
+    """Returns whether only additions and reshapes are between a node and an output."""
     moves = {"Add", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast"}
     for value in node.outputs:
         if value in graph.outputs:
@@ -255,7 +255,7 @@ def _replace(
         names = [f"part/{index}" for index in range(len(group))]
         outputs = b.ops("Split", y, widths, names=names, axis=-1)
     b.insert_before(graph, node)
-    for inner in b.nodes:  # the conversion of the backbone to 16 bits needs the types
+    for inner in b.nodes:  # converting the backbone to 16 bits needs the types
         zero = inner.inputs[2] if inner.op_type == "QuantizeLinear" else None
         integer = ir.DataType.INT32 if inner.op_type == "MatMulInteger" else ir.DataType.FLOAT
         dtype = integer if zero is None else zero.dtype
@@ -272,7 +272,7 @@ def _replace(
 
 
 def _scaled_after(node: ir.Node) -> tuple[ir.Node, np.float32] | None:
-    """The node that multiplies or divides a product by a constant, and the factor.
+    """Returns the node that multiplies or divides a product by a constant, and the factor.
 
     The weights' scales absorb it.
     """
@@ -295,7 +295,7 @@ def _scaled_after(node: ir.Node) -> tuple[ir.Node, np.float32] | None:
 def _integers(
     key: str, matrix: np.ndarray, compute: ComputeTypes, float_type: ir.DataType
 ) -> Iterator[ir.TensorProtocol]:
-    """A weight [in, out] as integers, and its scales."""
+    """Yields a weight [in, out] as integers, and its scales."""
     quantized = compute.quantized
     if quantized is not None:
         integers, scale = quantize(matrix, quantized.weights, float_type)

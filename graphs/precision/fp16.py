@@ -1,9 +1,9 @@
 """Converts a traced backbone to 16-bit floats, with nodes that stay in FP32.
 
 Every node either computes in 16 bits or stays in FP32 for a recorded reason; casts connect the two.
-MoE layers are single nodes here, and their lowerings determine the types inside (`types.py`): their
-outputs have 16 bits, while their inputs keep the type they arrive in, since a router reads them in
-FP32, and casts there and back would lose digits.
+MoE layers are single nodes here, and their lowerings determine the types inside (`types.py`). Their
+outputs have 16 bits, but their inputs keep their type, because a router reads them in FP32, and
+casting them twice would lose digits.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ FP16_OPS = frozenset(
         *("QuantizeLinear", "DequantizeLinear"),
     }
 )
-"""Products, which runtimes sum in FP32 (but not ONNX Runtime on CPUs: `fp16_weights`), elementwise
-ops without growth, and ops that only move values."""
+"""Products, which runtimes sum in FP32 (except ONNX Runtime on CPUs: see `fp16_weights`),
+elementwise ops whose values do not grow, and ops that only move values."""
 
 _STATISTICS = "its mean and variance are sums over many values"
 _SUM = "a sum over many values"
@@ -71,7 +71,7 @@ WIDE_MOVES = frozenset(
     {"ScatterND", "ScatterElements", "ConstantOfShape", "ReduceMax", "ReduceMin", "TopK"}
 )
 """Ops whose outputs are numbers from their inputs or attributes: 16 bits if their neighbours have
-16 bits, in runtimes that compute `WIDE_SUMS` in that way."""
+16 bits, in runtimes that compute `WIDE_SUMS` in 16 bits."""
 
 COMPARISONS = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 
@@ -88,7 +88,7 @@ HEADROOM = 2.0
 
 LOST = 5e-3
 """The share of a weight tensor's norm that rounding may lose: ten times FP16's loss in its normal
-range, reached if many numbers are too small for FP16."""
+range. It is reached if many numbers are too small for FP16."""
 
 
 ORDINARY = 1e-4
@@ -138,12 +138,12 @@ def to_fp16(
 
 
 def misfit(array: np.ndarray, dtype: ir.DataType) -> str | None:
-    """Returns why a float type cannot hold numbers, or None. Infinities are masks, and fit."""
+    """Returns why a float type cannot represent numbers, or None. Infinities are masks and fit."""
     largest = limit(dtype)
     finite = np.abs(array[np.isfinite(array)]).astype(np.float32)
     peak = float(finite.max(initial=0.0))
     if peak > largest:
-        return f"a weight of {peak:.3g} is more than {dtype.name} holds ({largest:.3g})"
+        return f"a weight of {peak:.3g} is above the largest {dtype.name} ({largest:.3g})"
     rms = float(np.linalg.norm(finite)) / max(1, finite.size) ** 0.5
     if dtype != ir.DataType.FLOAT16 or not peak or rms > ORDINARY:
         return None
@@ -161,7 +161,7 @@ def limit(dtype: ir.DataType) -> float:
 
 
 def beyond(peak: float, dtype: ir.DataType) -> bool:
-    """Whether an observed peak leaves too little headroom below the type's largest number."""
+    """Returns whether a peak leaves too little headroom below the type's largest number."""
     return HEADROOM * peak > limit(dtype)
 
 
@@ -213,12 +213,12 @@ class _Conversion:
             self.types[value] = target
 
     def _sizes_inside(self, node: ir.Node) -> bool:
-        """Whether a node returns a size of 16-bit values, which needs no cast."""
+        """Returns whether a node returns a size of 16-bit values, which needs no cast."""
         inside = node.op_type == "Shape" and not node.domain and self.wide_sums
         return inside and not any(v is not None and v.is_graph_input() for v in node.inputs)
 
     def _compares_fp32(self, node: ir.Node, floats: list[ir.Value]) -> bool:
-        """Whether a node compares values that are computed in FP32 anyway."""
+        """Returns whether a node compares values that are computed in FP32 anyway."""
         computed = [value for value in floats if not value.is_initializer()]
         return (
             self.wide_sums
@@ -246,7 +246,7 @@ class _Conversion:
     def _reason(
         self, node: ir.Node, floats: list[ir.Value], made: list[ir.Value]
     ) -> tuple[str | None, bool]:
-        """Why a node stays in FP32, and whether its kind always does; None if it has 16 bits."""
+        """Returns why a node stays in FP32 and whether its kind always does; None for 16 bits."""
         if node in self.kept:
             return self.kept[node], True
         if self.attention and _of_attention(node):
@@ -255,7 +255,7 @@ class _Conversion:
 
     def _reason_of_kind(self, node: ir.Node) -> tuple[str | None, bool] | None:
         if any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()):
-            return "it holds a graph of its own", False
+            return "it contains a graph", False
         if self.wide_sums and (node.domain, node.op_type) in WIDE_SUMS:
             return None
         if node.domain not in ("", DOMAIN):
@@ -263,7 +263,7 @@ class _Conversion:
         if (
             self.wide_sums
             and not node.domain
-            and (_gives_its_inputs(node, self.dtype) or _squares(node))
+            and (_returns_inputs(node, self.dtype) or _squares(node))
         ):
             return None
         if not node.domain and node.op_type not in FP16_OPS:
@@ -275,7 +275,7 @@ class _Conversion:
         self, node: ir.Node, floats: list[ir.Value], made: list[ir.Value]
     ) -> tuple[str | None, bool]:
         values = made if node.domain == DOMAIN else (*floats, *made)
-        seen = [name for value in values for name in _seen_as(value)]
+        seen = [name for value in values for name in _observed_names(value)]
         for name in (*seen, *node.meta.get(HIDDEN, ())):
             peak = self.peaks.get(name)
             if peak is not None and beyond(peak, self.dtype):
@@ -294,7 +294,7 @@ class _Conversion:
         return self._misfits[value]
 
     def _within(self, array: np.ndarray) -> np.ndarray:
-        """A constant, with the extreme value of FP32 replaced by that of the 16-bit type.
+        """Returns a constant with FP32's extreme value replaced by that of the 16-bit type.
 
         Such a constant is a mask: values that are added to it or chosen instead are never larger.
         """
@@ -302,7 +302,7 @@ class _Conversion:
         return np.sign(array) * np.float32(limit(self.dtype)) if ends else array
 
     def _as(self, value: ir.Value, target: ir.DataType, user: ir.Node) -> ir.Value:
-        """The value in the type that a node computes in: itself, a 16-bit constant, or a cast."""
+        """Returns a value in the type of a node: the same value, a 16-bit constant, or a cast."""
         if self.types.get(value, FLOAT) == target:
             return value
         key = (value, target)
@@ -318,7 +318,7 @@ class _Conversion:
         return self._casts[key]
 
     def _fp16_constant(self, value: ir.Value, name: str) -> ir.Value:
-        """The constant in 16 bits, converted on writing; an unused FP32 original is removed."""
+        """Returns the constant in 16 bits, converted on writing; removes an unused original."""
         tensor, dtype = value.const_value, self.dtype
         assert tensor is not None
 
@@ -333,19 +333,19 @@ class _Conversion:
         return converted
 
 
-def _gives_its_inputs(node: ir.Node, dtype: ir.DataType) -> bool:
-    """Whether a node only returns numbers from its inputs, and has a kernel for them."""
+def _returns_inputs(node: ir.Node, dtype: ir.DataType) -> bool:
+    """Returns whether a node only returns numbers from its inputs, and has a kernel for them."""
     if node.domain or node.op_type not in WIDE_MOVES:
         return False
     if node.op_type == "TopK" or node.op_type.startswith(
         "Reduce"
-    ):  # CUDA has it for FP16, but not for BF16
+    ):  # CUDA has this kernel for FP16, but not for BF16
         return dtype == ir.DataType.FLOAT16
     return node.attributes.get_string("reduction", "none") == "none"
 
 
 def _squares(node: ir.Node) -> bool:
-    """Whether a node squares numbers for a 16-bit user, and not for a sum, as a variance does."""
+    """Returns whether a node squares numbers for a 16-bit user, not for a sum as in a variance."""
     exponent = node.inputs[1] if node.op_type == "Pow" and not node.domain else None
     tensor = None if exponent is None else exponent.const_value
     users = [user for user, _ in node.outputs[0].uses()]
@@ -353,7 +353,7 @@ def _squares(node: ir.Node) -> bool:
     return squared and bool(users) and all(user.op_type in FP16_OPS for user in users)
 
 
-def _seen_as(value: ir.Value) -> Iterator[str]:
+def _observed_names(value: ir.Value) -> Iterator[str]:
     """Yields the names under which a value was observed, before other nodes moved it."""
     node = value.producer()
     if SEEN_AS in value.meta:
@@ -362,13 +362,13 @@ def _seen_as(value: ir.Value) -> Iterator[str]:
         moved = node.inputs if node.op_type == "Concat" else node.inputs[:1]
         for source in moved:
             if source is not None:
-                yield from _seen_as(source)
+                yield from _observed_names(source)
     elif node is not None:
         yield str(node.name)
 
 
 def _uncast(value: ir.Value) -> ir.Value:
-    """The source of a cast from a non-float: a single cast rounds once."""
+    """Returns the source of a cast from a non-float: a single cast rounds once."""
     node = value.producer()
     source = node.inputs[0] if node is not None and node.op_type == "Cast" else None
     if source is None or source.dtype is None or source.dtype.is_floating_point():
@@ -377,7 +377,7 @@ def _uncast(value: ir.Value) -> ir.Value:
 
 
 def _of_attention(node: ir.Node) -> bool:
-    """Whether a node is a softmax between two products, whose results have 16 bits."""
+    """Returns whether a node is a softmax between two products, whose results have 16 bits."""
     if node.domain or node.op_type != "Softmax" or node.inputs[0] is None:
         return False
     before = node.inputs[0].producer()

@@ -1,9 +1,9 @@
 """Makes a 16-bit graph compute in FP32 on CPUs: only its weights are stored in FP16.
 
-ONNX Runtime inserts casts to compute FP16 in FP32 on CPUs without FP16 arithmetic. On a CPU with
-it, such as recent ARM CPUs, it sums products in FP16: ten times the error, and NaN beyond 65504. A
-graph that casts its weights itself gives the same results on all of them, and is the graph that the
-runtime would create on x86.
+ONNX Runtime inserts casts to compute FP16 in FP32 on CPUs without FP16 arithmetic. On CPUs with
+such arithmetic, for example recent ARM CPUs, it sums products in FP16: ten times the error, and NaN
+beyond 65504. A graph that casts its weights itself has the same results on all CPUs, and is the
+graph that the runtime would create on x86.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MOVES = frozenset(
         *("Slice", "Split", "Expand", "Flatten", "Identity", "Concat"),
     }
 )
-"""Ops that only move values: weights are cast after them, since they may select a few of many."""
+"""Ops that only move values: weights are cast after them, as they may select a few of many."""
 
 SMALL = 512
-"""Constants with at most this many numbers are stored in FP32: a cast would save nothing."""
+"""Constants with at most this many numbers stay in FP32, because a cast would save nothing."""
 
 
 def compute_in_fp32(model: ir.Model) -> dict[str, str]:
@@ -39,7 +39,7 @@ def compute_in_fp32(model: ir.Model) -> dict[str, str]:
 
 
 def _types(model: ir.Model) -> dict[str, ir.DataType]:
-    """The types of all values as ONNX infers them."""
+    """Returns the types of all values as ONNX infers them."""
     typed = model.clone()
     common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(typed)
     return {
@@ -125,7 +125,7 @@ class _Widening:
         graph.remove(cast, safe=True)
 
     def _wide(self, value: ir.Value, graph: ir.Graph, user: ir.Node | None) -> ir.Value:
-        """An FP16 value in FP32: a constant, or one cast for all its users in a graph."""
+        """Returns an FP16 value in FP32: a constant, or one cast for all its users in a graph."""
         if value.is_initializer():
             assert value.graph is not None
             graph, user = value.graph, next(iter(value.graph), None)
@@ -138,7 +138,7 @@ class _Widening:
 
 
 def _small(value: ir.Value, graph: ir.Graph, name: str) -> ir.Value | None:
-    """A small constant in FP32; None if it is large, in a file, or not constant."""
+    """Returns a small constant in FP32; None if it is large, in a file, or not constant."""
     tensor = value.const_value if value.is_initializer() else None
     if tensor is None or isinstance(tensor, ir.ExternalTensor) or tensor.size > SMALL:
         return None

@@ -1,10 +1,10 @@
 """One product with a constant matrix, rows·w + b: in floats, in integers, or in Q/DQ form.
 
-With blocked weights only the weights are integers, 4-bit ones packed two in a byte, and the product
-is one of floats.
+With blocked weights, only the weights are integers (4-bit weights are packed two in a byte), and
+the product is of floats.
 
-With INT8 activations have one scale and weights one per column: x ≈ (q − z)·s and w[:, j] ≈ v[:,
-j]·t[j] with integers q, v, so that x·w ≈ (q − z)·v · s·t[j]. The sum is exact, and one
+With INT8, activations have one scale and weights have one per column: x ≈ (q − z)·s and w[:, j] ≈
+v[:, j]·t[j] with integers q and v, so that x·w ≈ (q − z)·v · s·t[j]. The sum is exact, and one
 multiplication per result rescales it.
 """
 
@@ -41,10 +41,10 @@ class Linear:
 
 
 def operand(b: Builder, compute: ComputeTypes, key: str, rows: ir.Value, name: str) -> ir.Value:
-    """Adds the rows in the form that the product with weight `key` takes, in any shape.
+    """Adds the rows in the form that the product with weight `key` needs, in any shape.
 
-    They are integers if the product is one of integers; in Q/DQ form they are rounded directly
-    before the product, where the runtime expects it.
+    They are integers if the product is of integers; in Q/DQ form they are rounded directly before
+    the product, where the runtime expects it.
     """
     quantized = compute.quantized
     if quantized is None or quantized.in_qdq:
@@ -75,7 +75,7 @@ def product(
 ) -> ir.Value:
     """Adds rows·w + b for rows from `operand`: [..., r, in] to [..., r, out]."""
     quantized, blocked = compute.quantized, compute.blocked
-    # Stacked operands are floats already.
+    # Stacked operands are already floats.
     if blocked is not None and linear.key in blocked.weights and linear.rows != "stacked":
         return _blocked(b, blocked, rows, linear, name)
     if quantized is None:
@@ -92,8 +92,8 @@ def product(
 def one_token(b: Builder, rows: ir.Value, weight: ir.Value, bias: ir.Value, name: str) -> ir.Value:
     """Adds rows·w + b for rows [b, 1, in], as one Gemm between two reshapes.
 
-    ONNX Runtime fuses an Add only with a MatMul of matrices; with a row per input the Add takes 3%
-    of a whole layer.
+    ONNX Runtime only fuses an Add with a MatMul of matrices; with one row per input, the Add takes
+    3% of a whole layer.
     """
     assert weight.shape is not None
     width, out = weight.shape.numpy()
@@ -124,7 +124,7 @@ AS_THEY_ARE = 0
 def _blocked(
     b: Builder, blocked: BlockedWeights, rows: ir.Value, linear: Linear, name: str
 ) -> ir.Value:
-    """Products with a matrix in blocks, one matrix at a time."""
+    """Adds products with a matrix in blocks, one matrix at a time."""
     assert linear.weight.shape is not None and linear.rows != "stacked"
     if blocked.format != "kernel":
         weight = b.op(
@@ -156,7 +156,7 @@ def _blocked(
 
 
 def _rounded(b: Builder, rows: ir.Value, linear: Linear, name: str) -> ir.Value:
-    """Products of rounded floats, which a runtime turns into integer ones."""
+    """Adds products of rounded floats, which a runtime turns into integer products."""
     if linear.rows == "stacked":
         return _scaled(b, b.op("MatMul", rows, linear.weight, name=f"{name}_units"), linear, name)
     weight = b.op("DequantizeLinear", linear.weight, linear.scale, axis=1, name=f"{name}_weight")
@@ -167,7 +167,7 @@ def _rounded(b: Builder, rows: ir.Value, linear: Linear, name: str) -> ir.Value:
 def _integers(
     b: Builder, quantized: QuantizedProducts, rows: ir.Value, linear: Linear, name: str
 ) -> ir.Value:
-    """Integer products; `scale` is the product of the rows' and the weight's steps."""
+    """Adds integer products; `scale` is the product of the rows' and the weight's steps."""
     zero = b.constant(np.array(quantized.inputs[linear.key].zero_point, dtype=np.uint8))
     weight_zero = None
     if quantized.weights.zero_point:
@@ -206,7 +206,7 @@ def _scaled(b: Builder, products: ir.Value, linear: Linear, name: str) -> ir.Val
 def _scale(
     b: Builder, compute: ComputeTypes, quantized: QuantizedProducts, key: str
 ) -> tuple[ir.Value, ir.Value]:
-    """The step and the zero point of a weight's operand, as constants."""
+    """Adds the step and the zero point of a weight's operand, as constants."""
     scale = quantized.inputs[key]
     kind = quantized.weights.dtype.numpy() if quantized.format == "qdq" else np.dtype(np.uint8)
     return (

@@ -1,8 +1,8 @@
 """Finds the nodes outside MoE layers that always stay in FP32: routers and angles.
 
 If the choice is made outside a layer, it is an input of the layer's node. The nodes that lead to
-that input, but not to the layer's tokens, are its router. For a Soft MoE layer that is given C and
-its slots, it is the part of the surrounding module that computes them.
+that input, but not to the layer's tokens, are the router. If a Soft MoE layer has C and its slots
+as inputs, the router is the part of the surrounding module that computes them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _is_float_input(value: ir.Value) -> bool:
 
 
 def _within(layer: ir.Node, nodes: set[ir.Node]) -> set[ir.Node]:
-    """The nodes that belong to the module around a layer."""
+    """Returns the nodes that belong to the module around a layer."""
     around, _, _ = layer.attributes.get_string("layer").rpartition(".")
     scopes = (f"{around}/", f"{around}.") if around else ("",)
     return {node for node in nodes if (node.name or "").startswith(scopes)}
@@ -67,7 +67,7 @@ def _within(layer: ir.Node, nodes: set[ir.Node]) -> set[ir.Node]:
 def _leading_to(
     values: Iterable[ir.Value | None], beside: set[ir.Node] | None = None
 ) -> set[ir.Node]:
-    """The nodes that values depend on, except for those that `beside` depends on."""
+    """Returns the nodes that values depend on, except for those that `beside` depends on."""
     beside, nodes = beside or set(), set[ir.Node]()
     waiting = [value for value in values if value is not None]
     while waiting:

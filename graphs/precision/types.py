@@ -16,7 +16,7 @@ UINT8_LEVELS = 255
 """The largest unsigned byte: the number of steps of an affine scale."""
 
 INT8_LEVELS = 127
-"""The largest signed byte with a negative: the number of steps of a symmetric scale."""
+"""The largest byte whose negative is a signed byte: the number of steps of a symmetric scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Range:
 
 
 def _float32(value: float) -> float:
-    """The float32 value in the graph, never zero."""
+    """Returns the float32 value in the graph, never zero."""
     return float(max(np.float32(value), np.finfo(np.float32).tiny))
 
 
@@ -79,8 +79,8 @@ class WeightQuantization:
     """The integers that weights are rounded to: −`levels` … `levels`, stored plus `zero_point`.
 
     CPUs without VNNI multiply unsigned by signed bytes with `vpmaddubsw`, which adds two products
-    in 16 bits and saturates: 255 · 127 · 2 does not fit, 255 · 64 · 2 does. Unsigned weights use
-    another, slower instruction there, which is exact.
+    in 16 bits and saturates: 255 · 127 · 2 does not fit, but 255 · 64 · 2 does. For unsigned
+    weights these CPUs use a slower instruction, which is exact.
     """
 
     levels: int

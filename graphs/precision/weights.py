@@ -84,8 +84,7 @@ def quantize(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns a matrix [in, out] as integers, or FP8, with a float32 scale [out] per column.
 
-    `scale_type` represents the scales exactly, so a graph that stores them in that type loses
-    nothing more.
+    `scale_type` represents the scales exactly, so storing them in that type loses nothing more.
     """
     largest = np.abs(matrix).max(axis=0, initial=0.0)
     scale = rounded_to(largest / weights.levels, scale_type)
@@ -104,7 +103,7 @@ def not_in_blocks(parts: Iterable[StoredPart], form: QuantFormat) -> str | None:
     """Returns why weights cannot be written in blocks; None if their rows are whole blocks."""
     return next(
         (
-            f"{part.name} has {part.shape[-2]} rows, which are no whole blocks of {INT4_BLOCK}"
+            f"{part.name} has {part.shape[-2]} rows, which are not whole blocks of {INT4_BLOCK}"
             for part in parts
             if operand_of(part.name) is not None and block_of(form, part.shape[-2:-1]) is None
         ),
@@ -151,7 +150,7 @@ def in_blocks(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns a matrix [in, out] as integers with a scale for each block of a column.
 
-    Four-bit integers are −8 … 7. The scales [in / block, out] are signed: −8 stands for the number
+    Four-bit integers are −8 … 7. The scales [in / block, out] are signed: −8 represents the number
     with the largest absolute value, so all sixteen integers are used. Each scale minimises the
     squared error for its integers.
     """
@@ -167,7 +166,7 @@ def in_blocks(
 def _block(
     numbers: np.ndarray, scale_type: ir.DataType, bits: Bits
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One block [in, out] as integers, with their scales [out]."""
+    """Returns one block [in, out] as integers, with their scales [out]."""
     levels = 2 ** (bits - 1)
     place = np.abs(numbers).argmax(axis=0, keepdims=True)
     largest = np.take_along_axis(numbers, place, axis=0)[0]

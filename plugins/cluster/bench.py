@@ -166,7 +166,7 @@ def _check(cells: Sequence[Cells]) -> None:
         if names.count(name) > 1:
             raise UsageError(
                 f"two models have the same name: {name}",
-                hint="rename one of the files or folders: results are identified by it",
+                hint="rename one of the files or folders: the name identifies the results",
             )
 
 

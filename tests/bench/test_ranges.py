@@ -93,7 +93,7 @@ def test_other_inputs_or_a_table_give_the_ranges_and_all_data_are_scored(
     place = tmp_path / "feed"
     outcome = measured(place, data, "--calibrate-data", tmp_path / "train.npz")
     assert outcome.code == 0, outcome.err
-    assert f"INT8 takes its ranges from {tmp_path / 'train.npz'}." in outcome.out
+    assert f"The INT8 ranges come from {tmp_path / 'train.npz'}." in outcome.out
     protocol, found = rows(place)
     assert protocol["ranges"]["held_out"] == 0
     assert {row["accuracy"]["n"] for row in found} == {COUNT}
@@ -103,7 +103,7 @@ def test_other_inputs_or_a_table_give_the_ranges_and_all_data_are_scored(
     assert outcome.code == 0, outcome.err
     protocol, found = rows(place)
     assert protocol["ranges"]["table"] == str(tmp_path / "table.json")
-    assert "# ranges of INT8 from the table" in (place / "report.html").read_text()
+    assert "# INT8 ranges from the table" in (place / "report.html").read_text()
     assert {row["accuracy"]["n"] for row in found if row["precision"] == "int8"} == {COUNT}
 
 
@@ -150,7 +150,7 @@ def test_the_page_of_a_bundle_in_int8_tells_what_calibrated_it(
             *("--engine", "onnxruntime", "--no-memory", "--threads", "1"),
         )
         assert outcome.code == 0, outcome.err
-        assert f"INT8 takes its ranges from {text}" in outcome.out
+        assert f"The INT8 ranges come from {text}" in outcome.out
         assert text in (tmp_path / place.stem / "report.md").read_text()
 
 

@@ -61,7 +61,7 @@ def test_a_k_that_cannot_be_meant(k: str, message: str, hint: str, tmp_path: Pat
     ("k", "message", "hint"),
     [
         ("5", "--k 5: layer layer has 4 experts", "use 1 ≤ k ≤ 4, or n for all"),
-        ("2,2", "--k 2,2: 2 values for 1 MoE layers", "or one each for: layer"),
+        ("2,2", "--k 2,2: 2 values for 1 MoE layers", "or one for each of: layer"),
     ],
 )
 def test_a_k_that_does_not_fit_the_model(k: str, message: str, hint: str, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_list_of_k_names_the_layers_that_it_must_fit(tmp_path: Path) -> None:
         ("32:8:1", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "the sizes in order are 1:8:32"),
         ("1:64:32", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "the sizes in order are 1:32:64"),
         ("0:1:2", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "sizes"),
-        ("0", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "sizes begin at 1"),
+        ("0", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "sizes start at 1"),
         ("-4", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "sizes"),
         ("1:2", "expected MIN:OPT:MAX or one size", "1:8:32"),
         ("1:2:3:4", "expected MIN:OPT:MAX or one size", "1:8:32"),
@@ -375,7 +375,7 @@ def test_a_path_that_the_system_refuses_is_no_defect(tmp_path: Path) -> None:
 
 def test_an_empty_model_is_not_the_current_folder() -> None:
     for command in (("inspect", ""), ("bench", "", "-o", "report"), ("export", "", "-o", "out")):
-        assert_refused(run(*command), "MODEL is empty", "give a checkpoint")
+        assert_refused(run(*command), "MODEL is empty", "name a checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_an_empty_name_is_not_the_current_folder(
     outcome = run(*command)
     named = "'BUNDLE'" if command[1] == "" else "'--output' / '-o'"
     assert_refused(outcome, f"Invalid value for {named}: ", f"{command[0]} --help")
-    assert "it is empty: name a file or folder" in outcome.error
+    assert "it is empty: name a file or a folder" in outcome.error
     assert list(tmp_path.iterdir()) == []
 
 

@@ -334,7 +334,7 @@ def test_an_interrupted_benchmark_says_that_the_same_command_goes_on(tmp_path: P
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "hint: the same command continues where it stopped" in err.splitlines()
+    assert "hint: run the same command again to continue where it stopped" in err.splitlines()
 
 
 def test_why_a_lowering_was_chosen_is_for_who_asks(tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_an_interrupt_while_the_parser_loads_is_no_traceback() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 130
-    assert done.stderr == "error: interrupted; nothing half-written was left behind\n"
+    assert done.stderr == "error: interrupted; no partial files remain\n"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals as Unix does")
@@ -416,7 +416,7 @@ def test_an_interrupt_while_a_model_is_traced_is_told_as_one(name: str, tmp_path
     )
     # Python ends by the signal where an interrupt came out of the `exec` that makes dataclasses.
     assert done.returncode in (130, -signal.SIGINT)
-    assert done.stderr == "error: interrupted; nothing half-written was left behind\n"
+    assert done.stderr == "error: interrupted; no partial files remain\n"
     assert [*tmp_path.iterdir()] == []
 
 

@@ -97,7 +97,7 @@ def test_a_graph_that_computes_for_ages_ends_with_130(
     err, took = sent_to(process, number, signals)
     assert process.returncode == 130
     assert took > grace_s if signals == 1 else took < grace_s  # the second signal does not wait
-    assert err.splitlines()[-1] == "error: interrupted; nothing half-written was left behind"
+    assert err.splitlines()[-1] == "error: interrupted; no partial files remain"
     assert not (tmp_path / "y.npz").exists()
 
 

@@ -1,8 +1,8 @@
 "use strict";
-// Draws results.json: one state (the controls, also in the address), one render.
+// Draws results.json from one state: the controls, which the address also contains.
 const byId = id => document.getElementById(id);
 const data = JSON.parse(byId("data").textContent);
-// Python says what rows are called, claim and are exported by; the rest is read from the rows.
+// Python provides the name, claim and export command of each row; the rest comes from the rows.
 const rows = data.results.rows.map((row, index) => ({ ...row, ...data.rows[index], index,
   keptRange: row.accuracy?.retention_interval ?? row.perplexity?.retention_interval
     ?? row.regression?.retention_interval ?? null,
@@ -16,7 +16,7 @@ const unique = values => [...new Set(values)];
 const least = (list, of) => list.reduce((a, b) => (of(b) < of(a) ? b : a));
 const shown = value => value >= 100 ? value.toFixed(0) : value.toPrecision(3);
 const percent = share => (100 * share).toFixed(1).replace(/\.0$/, "") + "%";
-// Two ends of an interval: with more digits where it is narrow.
+// The two ends of an interval, with more digits if it is narrow.
 const between = ({ low, high }) => percent(low) !== percent(high) ? `${percent(low)} to ${percent(high)}`
   : `${(100 * low).toFixed(2)}% to ${(100 * high).toFixed(2)}%`;
 const speed = ratio => ratio.toFixed(ratio >= 20 ? 0 : ratio >= 1 ? 1 : 2) + "×";
@@ -29,7 +29,7 @@ function element(tag, properties, ...children) {
   return made;
 }
 
-// State: what the address holds is what the page shows.
+// State: the page shows what the address contains.
 const defaults = { model: "", batch: "", phase: "", engine: "", precision: "", lowering: "", goal: "accuracy",
   at: "", log: "", all: "", row: "", sort: "", search: "", more: "" };
 let state = { ...defaults };
@@ -72,7 +72,7 @@ function threshold() {
 function answer() {
   const list = candidates();
   if (!list.length) return { row: null, text: "Nothing could be measured within these filters." };
-  // What a search was asked is answered by it, until something else is asked.
+  // The search's own answer is shown until the reader changes the requirement.
   const found = list.find(row => row.index === rows.length - 1);
   if (data.search && found && state.at === "" && goal() === state.goal) return { row: found, text: data.search.answer };
   const at = threshold(), known = list.filter(row => row.kept !== null);
@@ -95,7 +95,7 @@ function answer() {
   }
   const proven = known.filter(row => row.shown >= at / 100 - 1e-9), likely = known.filter(row => enough(row));
   if (proven.length) return deploy(proven, fastest(proven), `Deploy ${fastest(proven).claim}.`);
-  if (likely.length) { // Of those that seem to keep enough, the one that is nearest to its proof.
+  if (likely.length) { // Of the rows that seem to keep enough, the one that needs the fewest inputs for a proof.
     const fewest = Math.min(...likely.map(missing)), row = fastest(likely.filter(each => missing(each) === fewest));
     return deploy([row], row, `${row.claim}. ${unproven(row)}.`);
   }
@@ -105,7 +105,7 @@ function answer() {
 
 const enough = row => row.kept >= threshold() / 100 - 1e-9;
 
-// What is said instead of an answer where rounds of the row, its base or a faster other disagree.
+// Replaces the answer if the rounds of the row, its base or a faster row disagree.
 function noVerdict(row, others) {
   if (row.waited) return `No verdict: threads waited for a core ${(100 * row.waited).toFixed(0)}% of their time. Close other programs, or run again.`;
   const faster = others.filter(each => Math.min(...each.latency_ms.rounds) < row.ms);
@@ -113,7 +113,7 @@ function noVerdict(row, others) {
   return most > data.disagree ? `No verdict: times disagree by ${(100 * most).toFixed(0)}%. Close other programs, or run again.` : null;
 }
 
-// How many more inputs would show that a row keeps enough: 0 where it is shown.
+// How many more inputs would prove that a row keeps enough: 0 if it is proven.
 function missing(row) {
   const keep = threshold() / 100, [seen] = row.samples;
   if (row.kept === null || row.shown === null || row.shown >= keep - 1e-9) return 0;
@@ -129,7 +129,7 @@ function unproven(row) {
   return `Not proven: about ${number(step * Math.ceil(more / step))} more ${unit} needed`;
 }
 
-// What is faster and not proven, or what fewer experts would do.
+// The faster rows that are not proven, or the effect of fewer experts.
 function caveat(row) {
   const others = candidates().filter(each => each !== row && each.kept !== null);
   if (data.search && answer().text === data.search.answer) return data.search.told;
@@ -162,7 +162,7 @@ function caveat(row) {
     : `No smaller k keeps ${percent(threshold() / 100)}. The next: ${claim}.`;
 }
 
-// A slowest call that takes so many times the median one tells of the machine, not of the row.
+// Calls that take this many times the median are due to the machine, not to the row.
 const FAR = 10;
 const far = row => row.latency_ms && row.latency_ms.p99 > FAR * row.ms;
 
@@ -173,26 +173,26 @@ function detail(row) {
   return [text + ".", why(row)].filter(Boolean).join(" ");
 }
 
-// Why a row is the answer: it is the fastest of those that are shown to keep enough.
+// Why a row is the answer: it is the fastest row that is proven to keep enough.
 function why(row) {
   if (goal() !== "accuracy" || row !== answer().row || data.search || answer().text.startsWith("No verdict")) return "";
   const list = candidates(), proven = list.filter(each => each.shown !== null && each.shown >= threshold() / 100 - 1e-9);
   if (!proven.includes(row)) return "";
-  return `Why: of ${list.length} rows ${proven.length} are shown to keep ${percent(threshold() / 100)} by the lower end of the `
+  return `Why: of ${list.length} rows, ${proven.length} are shown to keep ${percent(threshold() / 100)} by the lower end of the `
     + "95% interval, and this is the fastest of them.";
 }
 
-// The decision: the fastest row of each k, and the untouched model; what is the same in all is said once.
+// The decision: the fastest row of each k, and the untouched model; values that are the same for every k are shown once.
 const bytes = value => value >= 1e9 ? (value / 1e9).toFixed(2) + " GB" : value >= 1e6 ? (value / 1e6).toFixed(1) + " MB"
   : (value / 1e3).toFixed(1) + " kB";
 const within95 = (value, range, text) => range ? [text(value), `${text(range.low)} to ${text(range.high)}`] : text(value);
-// A mean and its standard deviation, which has as many decimals, or three digits where it is larger.
+// A mean and its standard deviation, with equal decimals, or three digits if the deviation is larger.
 function plusMinus({ mean, std }) {
   const text = shown(mean), decimals = (text.split(".")[1] ?? "").length, rounded = std.toFixed(decimals);
   if (std && !Number(rounded)) return `${text} ± ${Number(std.toPrecision(1))}`;
   return `${text} ± ${std > mean ? shown(std) : rounded}`;
 }
-const CHOICES = [ // The first three are what a phone shows.
+const CHOICES = [ // A phone shows the first three.
   ["Median ms", row => row.ms, (value, row) => [shown(value), plusMinus(row.latency_ms)], "", "mean ± std"],
   ["vs all experts", row => rows[row.base] === row ? null : row.gain, speed],
   ["Kept", row => row.kept, (value, row) => row.shown === null || row.shown === value ? percent(value)
@@ -239,10 +239,10 @@ function decision(chosen) {
     row.untouched ? "PyTorch" : "k = " + row.k})`);
   byId("decision-same").textContent = notes.length ? `The same for every k: ${notes.join("; ")}.` : "";
   byId("decision-far").textContent = slow.length ? `Some calls took more than ${FAR} times the median: ${slow.join("; ")}. `
-    + "Other programs ran, or threads waited for each other: run again, or give fewer --threads." : "";
+    + "Other programs ran, or threads waited for each other: run again, or with fewer --threads." : "";
 }
 
-// Charts: Vega-Lite specifications that Python has made, drawn with these rows and parameters.
+// Charts: Vega-Lite specifications from Python, drawn with these rows and parameters.
 const width = host => document.documentElement.classList.contains("print") ? 690 : host.clientWidth;
 const hint = element("div", { className: "hint", hidden: true });
 
@@ -260,7 +260,7 @@ function draw(id, spec, list, params, label) {
     if (labelled) place(made.marks.find(mark => mark.name === "chart_labels_marks"), names);
     host.spec = spec;
     host.view = new vega.View(vega.parse(made), { renderer: "svg" }).tooltip(point).initialize(host);
-    // Vega cannot place labels beside marks of which it never had one.
+    // Vega cannot place labels next to marks until it has drawn at least one.
     if (labelled) host.view.data("rows", [{ ...list[0], index: -1, level: false }]).width(size.width).height(size.height).run();
     host.view.addEventListener("click", (_, item) => {
       const row = rows[item?.datum?.index];
@@ -272,7 +272,7 @@ function draw(id, spec, list, params, label) {
   host.view.width(size.width).height(size.height).data("rows", list.map(row => ({ ...row }))).run();
 }
 
-// A label goes where it hides neither a mark, nor another label, nor a bar.
+// A label is placed where it hides no mark, bar or other label.
 const BESIDE = "chart_points_marks";
 function place(mark, names) {
   const sides = ["top-right", "top-left", "bottom-right", "bottom-left", "right", "left", "top", "bottom"];
@@ -295,9 +295,9 @@ function point(_, event, item, text) {
 // The threshold as a share that a chart shows; one far below all rows would flatten them.
 const shownThreshold = () => goal() === "accuracy" && threshold() >= 50 ? threshold() / 100 : null;
 
-// What can be deployed: rows that keep about what is asked, and faster ones that come near.
+// What can be deployed: rows that keep about the requested share, and faster ones that come close.
 const NEAR = 0.05;
-const LISTED = 4; // So many others are named below the chart.
+const LISTED = 4; // The most rows that are named below the chart.
 const near = row => row.kept >= (shownThreshold() ?? 1) - NEAR;
 function zoomed(known, chosen) {
   const own = known.filter(row => !row.engine.startsWith("pytorch") && (near(row) || row === chosen));
@@ -306,7 +306,7 @@ function zoomed(known, chosen) {
   return own.length ? [...own, ...others] : known;
 }
 
-// Of rows those that no other beats.
+// The rows that no other row beats.
 function frontOf(list) {
   const found = [];
   for (const row of [...list].sort((a, b) => a.ms - b.ms || b.kept - a.kept)) {
@@ -326,10 +326,10 @@ function deploy(chosen) {
   byId("deploy-title").textContent = `What can be deployed: ${quality()} over latency`;
   const listed = away.sort((a, b) => a.ms - b.ms).slice(0, away.length > LISTED ? LISTED - 1 : LISTED)
     .map(row => `${row.untouched ? "PyTorch" : at(row)} (${shown(row.ms)} ms, ${percent(row.kept)})`);
-  if (away.length > LISTED) listed.push(`and ${away.length - LISTED + 1} others, which the table of rows has`);
-  byId("deploy-away").textContent = away.length ? `Outside of the chart: ${listed.join("; ")}.` : "";
+  if (away.length > LISTED) listed.push(`and ${away.length - LISTED + 1} others in the table of rows`);
+  byId("deploy-away").textContent = away.length ? `Outside the chart: ${listed.join("; ")}.` : "";
   const front = frontOf(known);
-  // The axes hold the points, and the bars but for outliers.
+  // The axes cover the points, and the bars except for outliers.
   const own = known.map(row => ({ ...row, front: front.includes(row), label_ink: `var(--${front.includes(row) ? "ink" : "soft"})`,
     label: row.untouched ? "PyTorch" + (row.on_gpu ? ", GPU" : "") : String(row.k),
     ms_low: Math.max(0.6 * row.ms, row.ms_low), ms_high: Math.min(1.6 * row.ms, row.ms_high),
@@ -348,11 +348,11 @@ function deploy(chosen) {
       `${row.untouched ? "PyTorch" : "k = " + row.k} ${shown(row.ms)} ms ${percent(row.kept)}`).join("; "));
 }
 
-// Latencies that are far apart are drawn by factors, unless the reader says otherwise.
+// Latencies that are far apart get a logarithmic axis, unless the reader chooses otherwise.
 const farApart = values => Math.max(...values) > 6 * Math.min(...values);
 const logarithmic = () => state.log ? state.log === "1" : farApart(timed().map(row => row.ms));
 
-// An engine's rows by k: one line where every k has one lowering, else a line for each.
+// An engine's rows by k: one line if every k has one lowering, else a line for each lowering.
 function lined(list) {
   const keyed = row => row.engine_name + row.precision;
   return list.map(row => {
@@ -374,9 +374,9 @@ function overK(chosen) {
   byId("overk-title").textContent = "Latency" + (both ? ` and ${quality()}` : "") + " by k";
   byId("overk-kept").hidden = !both;
   const params = { chosen: chosen?.index, ticks: ks, of: `experts computed, k of ${list[0].experts}` };
-  const told = `for k = ${ks.join(", ")}; the table below holds the numbers`;
+  const told = `for k = ${ks.join(", ")}; the table below has the numbers`;
   draw("overk", data.charts[logarithmic() ? "ms_log" : "ms"], lined(all), params, `Latency ${told}`);
-  if (both) draw("overk-kept", data.charts.kept, lined(all), { ...params, keep: shownThreshold() }, `What is kept of ${quality()} ${told}`);
+  if (both) draw("overk-kept", data.charts.kept, lined(all), { ...params, keep: shownThreshold() }, `Share of ${quality()} kept ${told}`);
 }
 
 function throughput(chosen) {
@@ -402,7 +402,7 @@ function throughput(chosen) {
       `${line}: ${all.filter(row => row.line === line).map(row => number(row.rate)).join(", ")}`).join("; "));
 }
 
-// How long the calls of the selected row took: bins of equal factors.
+// The times of the selected row's calls, in bins of equal factors.
 function percentiles(chosen) {
   const latency = chosen?.latency_ms, counts = latency?.counts ?? [];
   byId("percentiles-figure").hidden = !counts.length;
@@ -422,7 +422,7 @@ function tokens(chosen) {
   byId("tokens-card").hidden = !list.length;
   if (!list.length) return;
   for (const phase of ["decode", "prefill"]) tokensOverK(phase, list.filter(row => row.phase === phase), "rate", chosen);
-  // Quality does not depend on the phase. PyTorch's rows have that of the graphs in FP32.
+  // Quality does not depend on the phase. PyTorch's rows have the quality of the FP32 graphs.
   const judged = list.filter(row => row.perplexity && row.phase === list[0].phase);
   const graphs = judged.filter(row => row.untouched || !row.engine.startsWith("pytorch"));
   tokensOverK("perplexity", graphs.some(row => !row.untouched) ? graphs : judged, "ppl", chosen);
@@ -453,7 +453,7 @@ function routing() {
   }
   const why = !list.length ? "nothing was measured" : list.every(row => row.k === row.experts)
     ? "every row here computes all its experts" : !exports.length
-      ? "only PyTorch was measured, and there is nothing to compare it with"
+      ? "only PyTorch was measured, so there is nothing to compare it with"
       : kind === "mumoe" ? "muMoE layers weigh all experts for every token and choose no set for an input"
         : `${unique(exports.map(row => row.engine_name)).join(" and ")} does not show which experts it chose`;
   return `Routing is not compared: ${why}.`;
@@ -469,7 +469,7 @@ function stacked(id, names, series, unit, label) {
 function key(id, entries) {
   byId(id).replaceChildren(...entries.map(([name, drawn]) => {
     const chip = element("span", { className: "key" });
-    chip.innerHTML = drawn; // Ours alone; the name is text.
+    chip.innerHTML = drawn; // Only our own markup; the name is text.
     chip.append(name);
     return chip;
   }));
@@ -498,12 +498,12 @@ function parts(chosen) {
   key("parts-key", inks.map(part => [PARTS[part], box(`var(--${part})`)]));
   const sum = (row, wanted) => row.parts.filter(wanted).reduce((total, part) => total + part.ms, 0);
   stacked("parts", all.map(at), inks.map(part => ({ name: PARTS[part], ink: "--" + part,
-    values: all.map(row => sum(row, p => p.part === part)) })), "ms a call, as profiled", "Time by part, for every graph");
+    values: all.map(row => sum(row, p => p.part === part)) })), "ms per call, as profiled", "Time by part, for every graph");
   const row = all.includes(chosen) ? chosen : all[0];
   const layers = unique(row.parts.map(part => part.layer ?? part.part));
   stacked("layers", layers.map(name => PARTS[name] ?? name), inks.map(part => ({ name: PARTS[part], ink: "--" + part,
     values: layers.map(name => sum(row, p => p.part === part && (p.layer ?? p.part) === name)) })),
-  "ms a call, as profiled", `Time by layer of ${at(row)}`);
+  "ms per call, as profiled", `Time by layer of ${at(row)}`);
 }
 
 function memory() {
@@ -541,7 +541,7 @@ const COLUMNS = [
   ["Inputs/s", row => row.throughput, number], ["Memory MB", row => row.peak_memory_mb, number],
   ["Bundle", row => row.bundle, String, "text"],
 ].filter(([name, value]) => rows.some(row => value(row) !== null));
-// What tells the rows apart that are shown.
+// The columns in which the shown rows differ.
 const telling = some => COLUMNS.filter(([name, value]) => ["k", "Median ms", "Engine"].includes(name) || some.length < 2
   || unique(some.filter(row => row.error === null).map(value)).length > 1);
 
@@ -560,7 +560,7 @@ function table(chosen) {
   if (by) {
     some.sort((a, b) => {
       const x = by[1](a), y = by[1](b);
-      // Rows without the value stay below, whichever way it is sorted.
+      // Rows without the value stay at the end in both directions.
       if (x === null || y === null) return (x === null) - (y === null);
       return (typeof x === "string" ? x.localeCompare(y) : x - y) * (down ? -1 : 1);
     });
@@ -602,10 +602,10 @@ function table(chosen) {
   byId("rows").replaceChildren(element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body));
 }
 
-// Texts of more letters are broken into lines.
+// Longer texts are broken into lines.
 const LONG = 32;
 
-// What does not change with the controls.
+// Fills the parts that do not change with the controls.
 function still() {
   byId("disturbed").textContent = data.disturbed;
   byId("environment").replaceChildren(...data.environment.flatMap(([name, value]) =>
@@ -616,7 +616,7 @@ function still() {
     ...data.again ? [element("h3", { textContent: "Reproduce" }), element("pre", { textContent: data.again })] : []);
   for (const card of data.tables) {
     const chart = document.getElementById(`${card.id}-card`), made = section(card);
-    if (chart) chart.after(made); // What a chart draws stands below it in numbers.
+    if (chart) chart.after(made); // The numbers of a chart are below it.
     else byId(card.first ? "answers" : "tables").append(made);
   }
 }
@@ -649,7 +649,7 @@ function fill(id, values, label = String, every = "all") {
   select.parentElement.hidden = values.length < 2;
 }
 
-// The slider goes from the least to the most that any row has: evenly, and in latency by factors.
+// The slider covers the values of all rows, linearly or, for latency, logarithmically.
 function range() {
   const list = candidates();
   if (goal() === "accuracy") {
@@ -729,7 +729,7 @@ byId("json").onclick = () => save("results.json", "application/json", JSON.strin
 let resized = 0;
 addEventListener("resize", () => { cancelAnimationFrame(resized); resized = requestAnimationFrame(render); });
 addEventListener("hashchange", () => { restore(); render(); });
-// Paper is light and as wide as A4, whatever the screen is.
+// Print is light and as wide as A4 on every screen.
 let folded = [];
 for (const [name, on] of [["beforeprint", true], ["afterprint", false]]) {
   addEventListener(name, () => {
@@ -739,10 +739,10 @@ for (const [name, on] of [["beforeprint", true], ["afterprint", false]]) {
     render();
   });
 }
-// What is folded has no width to be drawn in.
+// Folded parts have no width, so they are drawn when they open.
 document.addEventListener("toggle", event => event.target.open && render(), true);
 
-// Vega and Vega-Lite are in the page compressed: a third of their size.
+// Vega and Vega-Lite are compressed in the page, to a third of their size.
 async function start() {
   restore();
   still();
@@ -757,5 +757,5 @@ async function start() {
 
 start().catch(error => {
   byId("disturbed").textContent = `The charts cannot be drawn in this browser (${error.message}); `
-    + "report.md and report.csv beside this page hold the same rows.";
+    + "report.md and report.csv next to this page contain the same rows.";
 });

@@ -159,7 +159,7 @@ def test_values_are_those_of_one_machine_although_a_node_is_killed_and_the_run_i
     assert all(each["cpu"]["cores"] for each in machines.values())
     assert values(read(out / "results.json")) == values(results)
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert f"{len(results.rows)} rows were timed on another machine than before" in page
+    assert f"{len(results.rows)} rows were timed on a different machine" in page
     assert not (out / "unfinished.jsonl").exists()
     nodes.add_node(num_cpus=1, object_store_memory=80 << 20, resources={"second": 1})
     nodes.wait_for_nodes()

@@ -244,7 +244,7 @@ def test_an_ablation_of_what_is_not_there(
         (json.dumps([entry(output=True)]), "output is True, not an index"),
         (json.dumps([entry(output="7")]), "output is '7', not an index"),
         (json.dumps([entry(**{"lambda": None})]), "lambda is None, not a number"),
-        (json.dumps([entry(**{"lambda": 1e39})]), "lambda is 1e+39, not a number that float32"),
+        (json.dumps([entry(**{"lambda": 1e39})]), "lambda is 1e+39, which float32 cannot"),
         (json.dumps([entry(coefficients="x")]), "coefficients are not lists of numbers"),
         (json.dumps([entry(coefficients=[[0.1], 3])]), "of level 2 are 3, not a list"),
         (json.dumps([entry(coefficients=[[float("nan")]])]), "of level 1, number 0 is nan"),

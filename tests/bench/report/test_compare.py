@@ -34,11 +34,11 @@ def test_only_what_lies_beyond_the_spread_is_told(results: Results, slower: Resu
     (change,) = found.slower
     assert change.label == ("digits, batch 1: ONNX Runtime, grouped, k = 4: 1.00 → 1.40 ms (+40%)")
     assert found.faster == ()
-    assert "0 are faster and 1 slower by more than the spread; 3 are not told apart" in (
+    assert "0 are faster and 1 slower by more than the spread; 3 show no difference" in (
         found.sentence
     )
-    assert "Measured on another machine or setting: threads was None, is 4." in found.notes
-    assert "1 rows are in the earlier file only, 0 in this one." in found.notes
+    assert "Another machine or setting: threads was None and is now 4." in found.notes
+    assert "1 rows are only in the earlier file, 0 only in this one." in found.notes
 
 
 def test_the_report_tells_what_changed(results: Results, slower: Results) -> None:

@@ -258,7 +258,7 @@ def test_the_chart_of_the_decision_is_zoomed_to_what_can_be_deployed(
     (left, right), (low, high) = domain(window, "deploy", "x"), domain(window, "deploy", "y")
     assert 0.9 < left < 1.0 and 3.1 < right < 3.5
     assert 0.98 < low < 0.99 and 1.0 < high < 1.01
-    assert text(window, "deploy-away") == "Outside of the chart: grouped, k = 2 (0.500 ms, 80%)."
+    assert text(window, "deploy-away") == "Outside the chart: grouped, k = 2 (0.500 ms, 80%)."
     for axis in "xy":
         bars = f"return document.querySelectorAll('#deploy .chart_bars_{axis}_marks line').length"
         assert window.run(bars) >= 5
@@ -356,8 +356,8 @@ def test_what_lies_outside_of_the_chart_is_listed_in_short(
     write_report(replace(results, rows=(*results.rows[:2], *far)), tmp_path / "report.html")
     shown(window, tmp_path / "report.html")
     assert text(window, "deploy-away") == (
-        "Outside of the chart: grouped, k = 1 (0.100 ms, 50%); grouped, k = 2 (0.200 ms, 50%); "
-        "grouped, k = 3 (0.300 ms, 50%); and 4 others, which the table of rows has."
+        "Outside the chart: grouped, k = 1 (0.100 ms, 50%); grouped, k = 2 (0.200 ms, 50%); "
+        "grouped, k = 3 (0.300 ms, 50%); and 4 others in the table of rows."
     )
 
 
@@ -446,7 +446,7 @@ def test_the_limits_lie_inside_the_chart_and_the_answer_has_its_reason(
     assert low <= least == pytest.approx(0.1 / 40)
     lines = "return document.querySelectorAll('#overk .chart_limits_marks path').length"
     assert window.run(lines) == 1
-    assert "Why: of 3 rows 3 are shown to keep 99%" in text(window, "detail")
+    assert "Why: of 3 rows, 3 are shown to keep 99%" in text(window, "detail")
 
 
 @pytest.mark.parametrize("name", ["decision", "rows"])

@@ -246,7 +246,7 @@ def test_where_the_untouched_model_is_right_for_nothing_that_is_the_reason(
     wrong = Accuracy(0.0, None, 10)
     rows = (replace(results.rows[0], accuracy=wrong), replace(row(4, 1.0, 1.0), accuracy=wrong))
     assert summary(sections(replace(results, rows=rows))[0]).startswith(
-        "What is kept is not known: the untouched model is right for none of the inputs. Fastest: "
+        "The kept accuracy is not known: the untouched model gets none of the inputs right. Fast"
     )
 
 
@@ -390,7 +390,7 @@ def test_a_token_models_figure_shows_its_perplexity(
         "Deploy k = 16 of 16 (all experts) in FP32: the speed of PyTorch, within the spread; "
         "perplexity 6.3 (PyTorch: 6.3)."
     )
-    assert "perplexity, less is better" in words
+    assert "perplexity, lower is better" in words
     assert "digits: perplexity" in words
     assert "12" in words  # on the axis
     assert not any("no labels" in each for each in words)

@@ -180,7 +180,7 @@ def test_files_that_are_not_of_the_bundle_are_told(bundle: Path) -> None:
     assert outcome.code == 0
     assert (
         outcome.err
-        == "note: files that do not belong to the bundle, not checked: model-dense.onnx\n"
+        == "note: not checked, because they are not part of the bundle: model-dense.onnx\n"
     )
 
 

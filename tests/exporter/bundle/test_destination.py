@@ -382,7 +382,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing_behind(
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.splitlines()[-1] == "error: interrupted; nothing half-written was left behind"
+    assert err.splitlines()[-1] == "error: interrupted; no partial files remain"
     assert "Traceback" not in err
     assert out == ""
     assert list(tmp_path.iterdir()) == []

@@ -114,7 +114,7 @@ def test_a_backbone_s_weights_beyond_fp16_keep_their_node_in_fp32(tmp_path: Path
     assert outcome.code == 0, outcome.err
     bundle = Bundle.open(tmp_path / "out")
     (node,) = bundle.manifest.numbers["fp32_nodes"]
-    assert "a weight of 1e+05 is more than FLOAT16 holds" in node["reason"]
+    assert "a weight of 1e+05 is above the largest FLOAT16" in node["reason"]
     assert node["reason"] in outcome.err
     assert node["reason"] in run("inspect", tmp_path / "out").out
     assert bundle.manifest.layers[0].precision == "fp16"

@@ -314,7 +314,7 @@ def test_an_interrupted_build_leaves_nothing_behind(number: signal.Signals, bund
     os.kill(process.pid, number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted; nothing half-written was left behind" in err
+    assert "interrupted; no partial files remain" in err
     assert sorted(path.name for path in bundle.iterdir()) == before
 
 
@@ -337,7 +337,7 @@ def test_an_interrupt_while_the_builder_is_at_work_ends_both_processes(
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted; nothing half-written was left behind" in err
+    assert "interrupted; no partial files remain" in err
     assert not worker.exists()
     assert {path.name: path.read_bytes() for path in bundle.iterdir()} == before
     assert not kept.exists()

@@ -232,7 +232,7 @@ def test_where_another_lowering_is_much_faster_at_an_end_it_is_said_how_to_get_i
     at = {f.name: ratios(spec, 2, (1, 4096))[f.name] for f in able(work(spec, 2), "onnx")}
     for place, size in enumerate((1, 4096)):
         best = next(name for name, each in at.items() if each[place] == 1.0)
-        said = f"--batch {size} takes it, --lowering auto,{best} writes both"
+        said = f"--batch {size} selects it, --lowering auto,{best} writes both"
         assert (said in choice.reason) == (at[choice.lowering.name][place] >= MUCH_SLOWER)
 
 

@@ -77,7 +77,7 @@ def test_weights_that_a_type_cannot_hold_are_told() -> None:
     ones = np.ones(100, dtype=np.float32)
     assert misfit(ones, ir.DataType.FLOAT16) is None
     assert misfit(np.append(ones, -np.inf), ir.DataType.FLOAT16) is None  # a mask
-    assert "7e+04 is more than FLOAT16 holds (6.55e+04)" in str(
+    assert "7e+04 is above the largest FLOAT16 (6.55e+04)" in str(
         misfit(ones * 7e4, ir.DataType.FLOAT16)
     )
     assert "too small for FLOAT16" in str(misfit(ones * 1.03e-7, ir.DataType.FLOAT16))
