@@ -128,7 +128,7 @@ def typed_config(text: str | Path) -> Path:
 
 def typed_family(text: str) -> str:
     """Returns the family that was typed; `FamilyError` where there is none of that name."""
-    from ..exporter.checkpoints.family_names import check_family
+    from ..exporter.families import check_family
 
     check_family(text)
     return text
