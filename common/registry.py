@@ -8,6 +8,7 @@ one of its records is needed.
 from __future__ import annotations
 
 import os
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -192,21 +193,15 @@ def imported(place: str) -> Any:
     return getattr(import_module(module), name)
 
 
-class OnUse(Mapping[str, R]):
+class OnUse(UserDict[str, Any]):
     """Records by name: `places` names a `module:attribute` in a package, imported on use."""
 
     def __init__(self, package: str, places: Mapping[str, str]) -> None:
-        self._package, self._places = package, places
+        super().__init__(places)
+        self._package = package
 
-    def __getitem__(self, name: str) -> R:
-        record: R = imported(f"{self._package}.{self._places[name]}")
-        return record
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
+    def __getitem__(self, name: str) -> Any:
+        return imported(f"{self._package}.{self.data[name]}")
 
 
 Records = Mapping[str, R] | Sequence[R]

@@ -197,8 +197,11 @@ def test_a_plugin_of_another_version_harms_no_other(module: str, tmp_path: Path)
 
 NAMES = """
 import json, sys
-from moexport.exporter.families import FAMILIES
+from moexport.exporter.families import FAMILIES, check_family
+from moexport.exporter.options import parse_lowerings
 from moexport.graphs.lowerings import KINDS
+parse_lowerings("dense,gathered,slots")
+check_family("mumoe"), check_family("vmoe-vit")
 names = [FAMILIES.names, *(list(kind.by_name) for kind in KINDS)]
 alone = "torch" not in sys.modules
 records = [list(FAMILIES), *(kind.lowerings for kind in KINDS)]
