@@ -13,7 +13,7 @@ from ..common.text import near_miss, split_list
 from ..data.pixels import check_pixels
 from ..errors import UsageError
 from ..exporter.requests import AnyPath, LoadRequest
-from ..graphs.targets import Precision, Scope
+from ..graphs.targets import Precision, Scope, runtime_names
 
 if TYPE_CHECKING:
     import numpy as np
@@ -211,6 +211,10 @@ class BenchRequest(LoadRequest):
         """The engines, `all` for every one; `UsageError` for an unknown name."""
         from .engines import KINDS
 
+        for name in _entries(self.engine):
+            if name not in KINDS and name in runtime_names():
+                hint = f"`moexport run BUNDLE --engine {name}` runs it; bench needs a TargetRecord"
+                raise UsageError(f"--engine {name}: a runtime that no target names", hint=hint)
         names = _known_entries(self.engine, (*KINDS, ALL), "--engine", "engine")
         every = [engine for name in names for engine in (KINDS if name == ALL else (name,))]
         return tuple(dict.fromkeys(every))

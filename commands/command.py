@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from typing import Any
 
-from ..common.registry import Registry
+from ..common.registry import Registry, imported
 from ..errors import PluginError
 
 
@@ -34,14 +33,8 @@ class Command:
     @cached_property
     def loaded(self) -> Callable[..., Any]:
         """Imports the function and returns it."""
-        return imported(self.function)
-
-
-def imported(function: str) -> Callable[..., Any]:
-    """Returns the function that `package.module:function` names."""
-    module, _, name = function.partition(":")
-    loaded: Callable[..., Any] = getattr(import_module(module), name)
-    return loaded
+        function: Callable[..., Any] = imported(self.function)
+        return function
 
 
 def summaries(commands: Registry[Command]) -> dict[str, str]:

@@ -125,7 +125,7 @@ def typed_config(text: str | Path) -> Path:
 
 def typed_family(text: str) -> str:
     """Parses the name of a family; raises `FamilyError` if there is no such family."""
-    from ..exporter.checkpoints.family_names import check_family
+    from ..exporter.families import check_family
 
     check_family(text)
     return text

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import typer
 
 from ..common.option import Request, changed, panels_for, record_in
-from .command import Command, imported
+from ..common.registry import imported
+from .command import Command
 from .options import READING
 
 T = TypeVar("T")

@@ -8,7 +8,8 @@ one of its records is needed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -186,25 +187,51 @@ def record_of_plugin(group: str, name: str) -> Any:
     return None if entry is None else _loaded(entry, object)
 
 
+def imported(place: str) -> Any:
+    """Returns what `package.module:name` names."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+class OnUse(UserDict[str, Any]):
+    """Records by name: `places` names a `module:attribute` in a package, imported on use."""
+
+    def __init__(self, package: str, places: Mapping[str, str]) -> None:
+        super().__init__(places)
+        self._package = package
+
+    def __getitem__(self, name: str) -> Any:
+        return imported(f"{self._package}.{self.data[name]}")
+
+
+Records = Mapping[str, R] | Sequence[R]
+
+
+def by_name(records: Records[R]) -> Mapping[str, R]:
+    """Returns records by name; those of `OnUse` are not imported."""
+    return records if isinstance(records, Mapping) else {each.name: each for each in records}
+
+
 class Registry(Generic[R]):
     """The records of one kind: `own` are the core's, `group` names the entry points of plugins.
 
-    Plugins follow in the order of their names. `problem` returns why a plugin's record is unusable,
-    or an empty string.
+    Plugins follow in the order of their names. `kind` is the class of a record, or names one whose
+    import takes long (`module:class`). `problem` returns why a plugin's record is unusable, or an
+    empty string.
     """
 
     def __init__(
         self,
         group: str,
-        kind: type[R],
-        own: Sequence[R] = (),
+        kind: type[R] | str,
+        own: Records[R] = (),
         problem: Callable[[R], str] | None = None,
     ) -> None:
         self.group = group
         if problem is not None:
             _PROBLEMS[group] = problem
         self._kind = kind
-        self._own = {record.name: record for record in own}
+        self._own = by_name(own)
         _OWN_NAMES[group] = frozenset(self._own)
 
     @property
@@ -280,7 +307,7 @@ class Registry(Generic[R]):
             )
 
 
-def _loaded(entry: Entry, kind: type[Any]) -> Any:
+def _loaded(entry: Entry, kind: type[Any] | str) -> Any:
     """The record of an entry point; None if loading fails, with the reason recorded."""
     point = entry.point
     if entry in _UNLOADABLE:
@@ -288,13 +315,14 @@ def _loaded(entry: Entry, kind: type[Any]) -> Any:
     try:
         api = getattr(import_module(point.module), "API", None)
         record = point.load() if api == API else None
+        expected = imported(kind) if isinstance(kind, str) else kind
     except (Exception, SystemExit) as error:  # noqa: BLE001  a plugin may fail in any way
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     else:
         if api != API:
             reason = f"{point.module} is for API {api}, but this moexport has API {API}"
-        elif not isinstance(record, kind):
-            reason = f"{point.value} is not a {kind.__name__}"
+        elif not isinstance(record, expected):
+            reason = f"{point.value} is not a {expected.__name__}"
         elif getattr(record, "name", None) != point.name:
             reason = f"{point.value} is not named '{point.name}'"
         elif not (reason := _problem(entry.group, record)):

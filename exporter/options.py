@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..common.option import Request, option
 from ..common.text import split_list
-from ..errors import UsageError
+from ..errors import LoweringError, UsageError
 from ..graphs.k import K, KOption, parse_k
 from ..graphs.sizes import Sizes
 from ..graphs.targets import (
@@ -315,7 +315,10 @@ def parse_lowerings(text: str) -> tuple[str, ...]:
         raise UsageError("--lowering is empty", hint="--lowering auto lets the cost model choose")
     for name in names:
         if name not in CHOOSERS:
-            from ..graphs.lowering_names import check_lowering  # loaded only if one is named
+            from ..graphs.lowerings import check_name  # loaded if one is named
 
-            check_lowering(name)
+            try:
+                check_name(name)
+            except LoweringError as error:
+                raise UsageError(f"--lowering {name}: {error.message}", hint=error.hint) from None
     return names

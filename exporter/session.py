@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import partial, wraps
 from math import inf
 from numbers import Integral
 from pathlib import Path
@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..common.option import misfits, refuse, speaks_python
+from ..common.option import A, P, misfits, refuse, speaks_python
 from ..common.registry import left_out
-from ..errors import BundleError, EngineError, FeedError, MissingExtraError, UsageError, install
+from ..errors import (
+    BundleError,
+    EngineError,
+    FeedError,
+    MissingExtraError,
+    MoexportError,
+    UsageError,
+    install,
+)
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, Runtime, runtime_names
 from .bundle.manifest import METADATA, GraphFacts, TensorSpec
@@ -140,6 +148,24 @@ class GraphSession(Protocol):
         ...
 
 
+def _names_the_runtime(run: Callable[P, A]) -> Callable[P, A]:
+    """A session's `run`, whose failure is an `EngineError` that names the runtime."""
+
+    @wraps(run)
+    def named(*values: P.args, **others: P.kwargs) -> A:
+        session: Any = values[0]
+        try:
+            return run(*values, **others)
+        except MoexportError:
+            raise
+        except session.errors() as error:
+            x: Any = values[1] if values[1:] else others["x"]
+            batch = len(x[session.input_name] if isinstance(x, Mapping) else x)
+            raise _failed(session.path, *session.failure(error), batch) from error
+
+    return named
+
+
 class Session:
     """An exported graph, loaded in ONNX Runtime.
 
@@ -149,8 +175,12 @@ class Session:
 
     The session of another runtime is a subclass. Its constructor sets `path` and `options` and
     calls `describe`; `provider` names the provider that runs the graph. It has a `call`, which
-    `bench` times alone, with the `errors` that this raises, or a `run`, which begins with `feeds`.
+    `bench` times alone, or a `run`, which begins with `feeds`. A run that fails names the runtime.
     """
+
+    def __init_subclass__(cls) -> None:
+        if "run" in vars(cls):
+            setattr(cls, "run", _names_the_runtime(cls.run))  # noqa: B010  a method, to mypy
 
     def __init__(self, path: Path | str, options: SessionOptions | None = None) -> None:
         self.path = path = Path(path)
@@ -236,6 +266,7 @@ class Session:
         return self.run(x, k, self.output_names[:1])[self.output_names[0]]
 
     @speaks_python
+    @_names_the_runtime
     def run(
         self, x: Any, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> dict[str, Any]:
@@ -250,14 +281,10 @@ class Session:
         first = x.get(self.input_name) if isinstance(x, Mapping) else x
         like = None if first is None else tensor_of(first)
         feeds = self.feeds(x, k)
-        try:
-            if like is not None and like.is_cuda and self._runs is not None:
-                values = self._runs.run(wanted, feeds, stays=True)
-            else:
-                values = self.call(wanted, feeds)
-        except self.errors() as error:
-            who, said = self.failure(error)
-            raise _failed(self.path, who, len(feeds[self.input_name]), said) from error
+        if like is not None and like.is_cuda and self._runs is not None:
+            values = self._runs.run(wanted, feeds, stays=True)
+        else:
+            values = self.call(wanted, feeds)
         if like is not None and not like.is_cuda:
             import torch
 
@@ -266,6 +293,8 @@ class Session:
 
     def errors(self) -> tuple[type[Exception], ...]:
         """Returns the exceptions that the runtime raises if a run fails."""
+        if type(self) is not Session:
+            return (Exception,)
         from ..common.onnx_runtime import runtime_errors
 
         # Copies to and from a GPU raise other exceptions than the runtime.
@@ -273,6 +302,8 @@ class Session:
 
     def failure(self, error: Exception) -> tuple[str, str]:
         """Returns the name of the runtime, and its message for an error."""
+        if type(self) is not Session:
+            return self.options.runtime, f"{type(error).__name__}: {error}".splitlines()[0]
         from ..common.onnx_runtime import words
 
         return self.options.provider, words(error)
@@ -616,7 +647,7 @@ def _tensorrt_options(path: Path) -> dict[str, str]:
     return provider_options(path)
 
 
-def _failed(path: Path, who: str, batch: int, said: str) -> EngineError:
+def _failed(path: Path, who: str, said: str, batch: int) -> EngineError:
     """The error for a run that failed although its inputs fit."""
     if re.search("bad.alloc|[Ff]ailed to allocate memory|[Oo]ut of memory", said):
         return EngineError(

@@ -195,12 +195,22 @@ def test_a_plugin_of_another_version_does_not_affect_others(module: str, tmp_pat
     assert failed == ["mine", "first-of-mine", "second-of-mine"]
 
 
-def test_names_listed_without_loading_are_those_of_the_records() -> None:
-    from moexport.exporter.checkpoints import family_names
-    from moexport.exporter.families import FAMILIES
-    from moexport.graphs.lowering_names import NAMES
-    from moexport.graphs.lowerings import KINDS
+NAMES = """
+import json, sys
+from moexport.exporter.families import FAMILIES, check_family
+from moexport.exporter.options import parse_lowerings
+from moexport.graphs.lowerings import KINDS
+parse_lowerings("dense,gathered,slots")
+check_family("mumoe"), check_family("vmoe-vit")
+names = [FAMILIES.names, *(list(kind.by_name) for kind in KINDS)]
+alone = "torch" not in sys.modules
+records = [list(FAMILIES), *(kind.lowerings for kind in KINDS)]
+print(json.dumps([alone, names, [[each.name for each in several] for several in records]]))
+"""
 
-    assert tuple(family.name for family in FAMILIES.own) == family_names.OWN
-    listed = {kind.name: tuple(each.name for each in kind.lowerings) for kind in KINDS}
-    assert {kind.name: kind.lowerings for kind in NAMES} == listed
+
+def test_names_that_are_known_without_pytorch_are_those_of_the_records() -> None:
+    done = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, check=True)
+    alone, names, of_records = json.loads(done.stdout)
+    assert alone
+    assert names == of_records

@@ -21,8 +21,8 @@ from ...errors import (
     PluginError,
     UsageError,
 )
-from ..families import Family, detect, family_named
-from ..families.base import FamilyModel
+from ..families import detect, family_named
+from ..families.base import Family, FamilyModel
 from ..inputs import Example
 from ..model import Model, Source
 from ..requests import LoadRequest

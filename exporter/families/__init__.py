@@ -1,44 +1,37 @@
 """The known families, and the choice of one for a checkpoint.
 
-Families of plugins are tried only if none of the core's fits.
+Their names are known without importing them, which loads PyTorch. Families of plugins are tried
+only if none of the core's fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ...common.registry import Registry, left_out
+from ...common.registry import OnUse, Registry, left_out
+from ...common.text import near_miss
 from ...errors import FamilyError
-from . import (
-    fkodom,
-    lucidrains,
-    mnist,
-    mumoe,
-    mumoe_gpt2,
-    mumoe_mixer,
-    vit,
-    vmoe,
-    vmoe_vit,
-)
-from .base import Family, PublishedLayer, Tensors, find_layers, some, under
 
-FAMILIES = Registry(
-    "moexport.families",
-    Family,
-    (
-        vit.FAMILY,
-        mnist.FAMILY,
-        lucidrains.FAMILY,
-        vit.CONV_FAMILY,
-        fkodom.FAMILY,
-        vmoe.FAMILY,
-        vmoe_vit.SOFT_FAMILY,
-        mumoe.FAMILY,
-        mumoe.HEAD_FAMILY,
-        mumoe_mixer.FAMILY,
-        mumoe_gpt2.FAMILY,
-    ),
+if TYPE_CHECKING:
+    from .base import Family, PublishedLayer, Tensors
+
+_OWN = {
+    "soft-moe-vit": "vit:FAMILY",
+    "soft-moe-mnist": "mnist:FAMILY",
+    "soft-moe-pytorch": "lucidrains:FAMILY",
+    "soft-moe-conv": "vit:CONV_FAMILY",
+    "soft-moe-fkodom": "fkodom:FAMILY",
+    "soft-moe-vmoe": "vmoe:FAMILY",
+    "soft-moe-vmoe-vit": "vmoe_vit:SOFT_FAMILY",
+    "mumoe": "mumoe:FAMILY",
+    "mumoe-clip": "mumoe:HEAD_FAMILY",
+    "mumoe-mixer": "mumoe_mixer:FAMILY",
+    "mumoe-gpt2": "mumoe_gpt2:FAMILY",
+}
+
+FAMILIES: Registry[Family] = Registry(
+    "moexport.families", f"{__name__}.base:Family", OnUse(__name__, _OWN)
 )
 
 OTHER_BACKBONES = (
@@ -62,10 +55,18 @@ def layouts() -> tuple[PublishedLayer[Any], ...]:
     return tuple(dict.fromkeys(FAMILIES[name].layer for name in all_names()))
 
 
+def check_family(name: str, listed: Sequence[str] = ()) -> None:
+    """Raises `FamilyError` for a name that no family has, with the nearest one.
+
+    `listed` are the names in the order in which they are shown, if that is known.
+    """
+    names = listed or FAMILIES.names
+    if name not in names:
+        raise FamilyError(f"unknown family {name!r}", hint=near_miss(name, names) + left_out())
+
+
 def family_named(name: str) -> Family:
     """Returns the family of that name; raises FamilyError with the nearest one."""
-    from ..checkpoints.family_names import check_family  # loaded only if one is named
-
     if name not in FAMILIES:
         check_family(name, all_names())
     return FAMILIES[name]
@@ -76,6 +77,8 @@ def detect(tensors: Tensors) -> Family:
 
     Raises FamilyError, describing the tensors, if none or several fit.
     """
+    from .base import some, under
+
     fitting = fits(tensors, FAMILIES.own) or fits(tensors, FAMILIES)
     if len(fitting) == 1:
         return fitting[0]
@@ -118,6 +121,8 @@ def _prefixes(tensors: Tensors) -> list[str]:
 
 def _known_layers(tensors: Tensors) -> str:
     """A remark for known layers in an unknown network."""
+    from .base import find_layers
+
     for layer in layouts():
         prefixes = find_layers(tensors, layer)
         if prefixes:
@@ -127,6 +132,3 @@ def _known_layers(tensors: Tensors) -> str:
                 "network)"
             )
     return ""
-
-
-__all__ = ["FAMILIES", "Family", "all_names", "detect", "family_named", "fits", "layouts"]

@@ -1,56 +1,59 @@
 """Lowerings: ways to compute the experts of a MoE layer in a target's ops, one per module.
 
 To add a lowering, write a module with a `LOWERING` record and list it here under its kind; kinds of
-plugins list their own. A plugin may add a lowering to an existing kind, which is used if it is
-named; `auto` and `tune` only choose among the lowerings that the kind lists.
+plugins list their own. Names are known without importing the modules, which loads PyTorch. A plugin
+may add a lowering to an existing kind, which is used if it is named; `auto` and `tune` only choose
+among the lowerings that the kind lists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...common.registry import Registry, left_out
+from ...common.registry import OnUse, Registry, left_out
 from ...common.text import near_miss
 from ...errors import LoweringError, PluginError
-from ..layers.base import Kind
-from . import (
-    block_grouped,
-    conditional,
-    dense,
-    factorised,
-    fused,
-    gather,
-    gathered,
-    grouped,
-    unfactorised,
-)
-from .base import AnyLowering, FurtherLowering, KindRecord
+from ..kinds import KindRecord
 
-_SOFT_MOE = KindRecord(
-    "soft-moe",
+if TYPE_CHECKING:
+    from ..layers.base import Kind
+    from .base import AnyLowering, FurtherLowering
+
+_SOFT_MOE = {
+    "dense": "dense:LOWERING",
+    "gather": "gather:LOWERING",
+    "grouped": "grouped:LOWERING",
+    "conditional": "conditional:LOWERING",
+    "block-grouped": "block_grouped:LOWERING",
+    "fused": "fused:LOWERING",
+}
+
+_MUMOE = {
+    "factorised": "factorised:LOWERING",
+    "unfactorised": "unfactorised:LOWERING",
+    "gathered": "gathered:LOWERING",
+}
+
+KINDS = Registry(
+    "moexport.kinds",
+    KindRecord,
     (
-        dense.LOWERING,
-        gather.LOWERING,
-        grouped.LOWERING,
-        conditional.LOWERING,
-        block_grouped.LOWERING,
-        fused.LOWERING,
+        KindRecord("soft-moe", OnUse(__name__, _SOFT_MOE)),
+        KindRecord("mumoe", OnUse(__name__, _MUMOE)),
     ),
 )
-
-_MUMOE = KindRecord("mumoe", (factorised.LOWERING, unfactorised.LOWERING, gathered.LOWERING))
-
-KINDS = Registry("moexport.kinds", KindRecord, (_SOFT_MOE, _MUMOE))
 """Lowerings of different kinds that work in the same way share a name."""
 
-FURTHER = Registry("moexport.lowerings", FurtherLowering)
+FURTHER: Registry[FurtherLowering] = Registry(
+    "moexport.lowerings", f"{__name__}.base:FurtherLowering"
+)
 """Lowerings that plugins add to existing kinds."""
 
 
 def lowerings_of(kind: Kind) -> Mapping[str, AnyLowering]:
     """Returns the lowerings that a kind lists, by name."""
-    return {record.name: record for record in KINDS[kind].lowerings}
+    return KINDS[kind].by_name
 
 
 def lowering_of(kind: Kind, name: str) -> AnyLowering | None:
@@ -77,14 +80,14 @@ def _source(registry: Registry[Any], name: str) -> str:
 
 def all_names() -> tuple[str, ...]:
     """Returns the names of all lowerings, without duplicates."""
-    listed = (record.name for kind in KINDS for record in kind.lowerings)
+    listed = (name for kind in KINDS for name in kind.by_name)
     return tuple(dict.fromkeys((*listed, *FURTHER.names)))
 
 
 def kinds_with(name: str) -> Iterator[Kind]:
     """Yields the kinds of layer that have a lowering of that name, the core's first."""
     for kind in KINDS:
-        if any(record.name == name for record in kind.lowerings):
+        if name in kind.by_name:
             yield kind.name
     if name in FURTHER:
         yield FURTHER[name].kind
@@ -92,7 +95,7 @@ def kinds_with(name: str) -> Iterator[Kind]:
 
 def check_name(name: str) -> None:
     """Raises `LoweringError` for an unknown name; the error lists the known names."""
-    if next(kinds_with(name), None) is None:
+    if name not in FURTHER and next(kinds_with(name), None) is None:
         raise LoweringError(
             f"there is no lowering '{name}'",
             hint=near_miss(name, ("auto", *all_names())) + left_out(),

@@ -9,6 +9,7 @@ from typing import Any, Generic
 import onnx_ir as ir
 
 from ..builder import Builder
+from ..kinds import KindRecord as KindRecord  # noqa: PLC0414  plugins import it from here
 from ..layers.base import Kind
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import Layer, LayerTensors, S
@@ -189,14 +190,6 @@ class LoweringOf(Generic[S]):
 
 Lowering = LoweringOf[SoftMoESpec]
 AnyLowering = LoweringOf[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class KindRecord:
-    """One kind of layer: the name in its spec, and its lowerings in listed order."""
-
-    name: Kind
-    lowerings: tuple[AnyLowering, ...]
 
 
 @dataclass(frozen=True, slots=True)

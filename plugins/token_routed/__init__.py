@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-from ...graphs.lowering_names import LoweringNames
-
-API = 1
-
-LOWERINGS = LoweringNames(
-    "experts", ("dense", "grouped", "conditional", "block-grouped", "fused", "slots")
-)
-"""The names of their lowerings, listed without loading any."""
-
 CONFIG_FILE = "config.json"
 """The settings of a `transformers` model, in its folder."""
 

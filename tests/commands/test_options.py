@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from moexport.bench.request import BenchRequest, ReportRequest
 from moexport.cli import COMMANDS
-from moexport.commands.command import imported
 from moexport.commands.program import declared_command
 from moexport.common.option import PANELS, Request, declared, flags
+from moexport.common.registry import imported
 from moexport.exporter.options import ExportOptions
 from moexport.exporter.requests import (
     BuildRequest,

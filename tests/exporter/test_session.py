@@ -13,6 +13,7 @@ import onnx
 import pytest
 import torch
 from moexport.errors import BundleError, EngineError, FeedError, TraceError, UsageError
+from moexport.exporter import session as session_module
 from moexport.exporter.bundle.manifest import GraphFacts
 from moexport.exporter.export import plan_job
 from moexport.exporter.job import export_job
@@ -294,6 +295,46 @@ def test_a_runtime_with_a_run_alone_is_timed_by_it(tmp_path: Path) -> None:
     (timed,) = session.bound(x, 2)()
     assert np.abs(timed - ours.run(x, 2)["output"]).max() < 1e-5
     assert np.abs(timed - ours.run(x, 4)["output"]).max() > 1e-3
+
+
+class Failing(Evaluated):
+    """A runtime whose own `run` fails, without a `failure` and `errors`."""
+
+    def run(
+        self, x: Any, k: int | None = None, outputs: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        self.feeds(x, k)
+        raise KeyError("no kernel")
+
+
+class FailingCall(Evaluated):
+    """A runtime whose `call` fails, which `Session.run` calls."""
+
+    run = Session.run
+
+    @property
+    def call(self) -> Any:
+        def call(wanted: list[str], feeds: dict[str, Any]) -> list[Any]:
+            raise LookupError("no kernel")
+
+        return call
+
+
+@pytest.mark.parametrize("kind", [Failing, FailingCall])
+def test_a_runtime_that_fails_is_named(
+    kind: type[Evaluated], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, [("x", 1)], [helper.make_node("Identity", ["x"], ["y"])])
+    monkeypatch.setattr(session_module, "runtime_names", lambda: ("onnxruntime", "theirs"))
+    session = kind(path)
+    session.options = SessionOptions(runtime="theirs")
+    with pytest.raises(
+        EngineError, match=r"the run failed in theirs: \w+Error: '?no kernel"
+    ) as told:
+        session.run(np.ones((2, 4), np.float32))
+    assert isinstance(told.value.__cause__, LookupError)
+    with pytest.raises(FeedError, match="input 'x'"):
+        session.run(np.ones(2, np.float32))
 
 
 def test_a_session_takes_no_kernels_that_round_rows_whole() -> None:

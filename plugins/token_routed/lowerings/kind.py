@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from ....graphs.lowerings.base import KindRecord
-from . import block_grouped, conditional, dense, fused, grouped, slots
+from ....common.registry import OnUse
+from ....graphs.kinds import KindRecord
 
 API = 1
 
 EXPERTS = KindRecord(
     "experts",
-    (
-        dense.LOWERING,
-        grouped.LOWERING,
-        conditional.LOWERING,
-        block_grouped.LOWERING,
-        fused.LOWERING,
-        slots.LOWERING,
+    OnUse(
+        __package__,
+        {
+            "dense": "dense:LOWERING",
+            "grouped": "grouped:LOWERING",
+            "conditional": "conditional:LOWERING",
+            "block-grouped": "block_grouped:LOWERING",
+            "fused": "fused:LOWERING",
+            "slots": "slots:LOWERING",
+        },
     ),
 )

@@ -12,6 +12,7 @@ import moexport
 import numpy as np
 import pytest
 import torch
+from moexport.bench import request
 from moexport.bench.engines import KINDS
 from moexport.bench.plan import select
 from moexport.bench.request import BenchRequest
@@ -41,6 +42,15 @@ def test_engines_that_are_not_there_are_named_with_the_reason() -> None:
     assert BenchRequest().engines == tuple(KINDS)
 
 
+def test_a_runtime_without_a_target_is_no_engine_and_is_said_to_be_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request, "runtime_names", lambda: ("onnxruntime", "theirs"))
+    with pytest.raises(UsageError, match="--engine theirs: a runtime that no target") as told:
+        BenchRequest(engine="onnxruntime,theirs").engines  # noqa: B018  asked for its error
+    assert "moexport run BUNDLE --engine theirs" in str(told.value.hint)
+
+
 @pytest.mark.skipif(KINDS["tensorrt"].missing() is None, reason="TensorRT is here")
 def test_a_benchmark_of_engines_that_are_not_there_is_refused_before_it_begins(
     tmp_path: Path,
@@ -54,6 +64,7 @@ def test_a_benchmark_of_engines_that_are_not_there_is_refused_before_it_begins(
 
 LISTED = """
 import json, sys
+from moexport.bench import request
 from moexport.bench.engines import KINDS
 
 names = list(KINDS)
