@@ -183,7 +183,6 @@ class Measurement:
         return {case: source for case, source in timed.items() if case not in self.failures}
 
     def _evaluate(self, group: str, runners: Mapping[Case, Runner]) -> None:
-        """Evaluates cases in one pass over the data."""
         keys = {"model": self.candidate.name, "group": group}
         pieces = self.journal.pieces("quality", **keys)
         state = self.known or evaluate(

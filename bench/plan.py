@@ -214,7 +214,6 @@ class Candidate:
         return next((dict(graph.k_by_layer) for graph in graphs if graph.k == k), {})
 
     def _run_by(self, kind: ModelEngine) -> list[Case]:
-        """Returns the cases that an engine of PyTorch runs."""
         n, ks = self.experts, self.ks
         if kind.algorithm_2:
             loops = any(layer.spec.chooses_sets for layer in self.model.layers.values())

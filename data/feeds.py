@@ -422,7 +422,6 @@ def label_names(inputs: Sequence[str], outputs: Sequence[str] = ()) -> list[str]
 
 
 def _labels_of(item: object, inputs: Array, where: str, names: Sequence[str]) -> Fields:
-    """The field of labels in an item of an iterable, if any."""
     labels: object = None
     if isinstance(item, dict):
         labels = next((item[name] for name in label_names(names) if name in item), None)

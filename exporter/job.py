@@ -331,7 +331,6 @@ def _with_shares(model: Model, share: Fraction) -> Model:
 
 
 def _calibration_of(job: ExportJob) -> CalibrationJob:
-    """The calibration that finds the ranges of a job."""
     from ..calibration.methods import DEFAULT_METHOD  # loaded if ranges are found
     from .quantization.calibrate import CalibrationJob
 

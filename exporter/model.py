@@ -372,7 +372,6 @@ def _without(kept: KeptExperts, layer: MoELayer) -> MoELayer:
 
 
 def _merged(edit: MergedExperts, layer: MoELayer) -> MoELayer:
-    """A layer whose experts are merged into one."""
     if not isinstance(layer, MuMoE):
         raise UsageError(
             f"{edit.text}: the experts of {a_layer(layer.spec.kind)} cannot be merged",

@@ -161,7 +161,8 @@ def _names_the_runtime(run: Callable[P, A]) -> Callable[P, A]:
         except session.errors() as error:
             x: Any = values[1] if values[1:] else others["x"]
             batch = len(x[session.input_name] if isinstance(x, Mapping) else x)
-            raise _failed(session.path, *session.failure(error), batch) from error
+            who, said = session.failure(error)
+            raise _failed(session.path, who, said, batch) from error
 
     return named
 
@@ -515,7 +516,6 @@ def check_provider(provider: str) -> None:
 
 
 def _settings(options: SessionOptions) -> ort.SessionOptions:
-    """The options in ONNX Runtime's form."""
     from ..common.onnx_runtime import ort
 
     settings = ort.SessionOptions()

@@ -201,7 +201,6 @@ def manifest_of(
 
 
 def _notes(plan: Plan, parities: Mapping[str, Parity]) -> list[str]:
-    """Notes for the user on the model, the plan, and the comparison."""
     options, model = plan.job.options, plan.job.model
     notes = [*model.notes, *plan.notes]
     if not options.verify:

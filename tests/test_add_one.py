@@ -294,7 +294,7 @@ def test_an_engine_that_computes_something_else_is_a_row_with_an_error(
     copy: Copy, tmp_path: Path
 ) -> None:
     copy.write("bench/runners/zeros.py", RUNNER)
-    copy.insert("bench/engines.py", "# --- what they need ", LOADER)
+    copy.insert("bench/engines.py", "# --- requirements ", LOADER)
     copy.insert("bench/engines.py", "    GraphEngine(\n        name=TENSORRT,\n", RECORD)
     assert copy.changed() == named_in_contributing("To add an engine of `bench`", "zeros")
     copy.refresh()

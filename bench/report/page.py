@@ -302,12 +302,10 @@ def _parity_options(
         return feed
     if not feed and data and Path(data).suffix == ".npz":
         feed = ["--data", data]
-    if row.same_experts is None:
+    share, protocol = row.same_experts, results.protocol
+    if share is None:
         return feed
-    inputs = results.protocol.get("samples", 0) + results.protocol.get("ranges", {}).get(
-        "held_out", 0
-    )
-    share = row.same_experts
+    inputs = protocol.get("samples", 0) + protocol.get("ranges", {}).get("held_out", 0)
     few = share - 3 * math.sqrt(share * (1 - share) / VERIFY_SAMPLES)  # three standard deviations
     if share < least or (few < least and not feed):
         return ["--no-verify", *_check_inputs(source, data, typed)]

@@ -372,7 +372,6 @@ def caveat(section: Section) -> str:
 
 
 def _other_rows(section: Section, row: Row) -> str:
-    """Returns the effect of other rows."""
     others = [r for r in section.rows if r is not row and r.latency_ms and r.kept is not None]
     if no_verdict(section, row, _contenders(section)):
         return _by_accuracy(section, (row, *others))

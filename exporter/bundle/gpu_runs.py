@@ -434,7 +434,6 @@ def _read_on_cpu(session: ort.InferenceSession) -> str | None:
 
 
 def _numpy_type(value: Any) -> Any:
-    """The numpy type of an array or tensor."""
     if isinstance(value, np.ndarray):
         return value.dtype
     return np.dtype(str(value.dtype).removeprefix("torch."))

@@ -103,7 +103,6 @@ def _load(source: str | os.PathLike[str], request: LoadRequest) -> Model:
 
 
 def _load_module(module: nn.Module, request: LoadRequest) -> Model:
-    """The model of a network in memory, from a plugin."""
     found = loader_of_module(module)
     if found is None:
         raise PluginError(
@@ -124,7 +123,6 @@ def _settings(request: LoadRequest) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _load_code(source: str, config: Mapping[str, Any], request: LoadRequest) -> Model:
-    """The model of the user's own code, from a plugin."""
     found = loader_of(source)
     if found is None:
         raise PluginError(f"{source}: no installed plugin loads networks from code", hint=MISSING)

@@ -86,7 +86,7 @@ def detect(tensors: Tensors) -> Family:
         names = [family.name for family in fitting]
         raise FamilyError(
             f"the checkpoint fits several families: {', '.join(names)}",
-            hint=f"name the correct one: --family {names[0]}",
+            hint=f"name the correct one: --family {' or --family '.join(names)}",
         )
     for prefix in _prefixes(tensors):
         beneath = under(tensors, prefix)
@@ -109,7 +109,17 @@ def detect(tensors: Tensors) -> Family:
 
 def fits(tensors: Tensors, families: Iterable[Family]) -> list[Family]:
     """Returns those of the families that fit the names and shapes of these tensors."""
-    return [family for family in families if family.detect(tensors)]
+    return [family for family in families if _detects(family, tensors)]
+
+
+def _detects(family: Family, tensors: Tensors) -> bool:
+    try:
+        return family.detect(tensors)
+    except Exception as error:
+        raise FamilyError(
+            f"family '{family.name}' cannot check a checkpoint: {type(error).__name__}: {error}",
+            hint="name another with --family, or disable plugins: MOEXPORT_PLUGINS=off",
+        ) from error
 
 
 def _prefixes(tensors: Tensors) -> list[str]:

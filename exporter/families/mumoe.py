@@ -316,7 +316,6 @@ def _check_variance(key: str, variance: Tensor) -> None:
 
 
 def _shapes(spec: MuMoESpec) -> dict[str, TensorShape]:
-    """Names and shapes of a layer's tensors."""
     expected: dict[str, TensorShape] = {}
     for index, tensor in enumerate(spec.tensors):
         key = (FIRST, SECOND)[index]
@@ -427,7 +426,6 @@ def _io(layer: MuMoE, config: Config) -> tuple[TensorSpec, TensorSpec]:
 def _family(
     constructor: Constructor, summary: str, choose: Choose, detect: Callable[[Tensors], bool]
 ) -> Family:
-    """A family that exports one layer."""
     family = layer_family(
         replace(LAYOUT, family=constructor.family),
         summary,

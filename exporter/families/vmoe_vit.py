@@ -428,7 +428,6 @@ def _norm_weights(tensors: Tensors, name: str) -> dict[str, Tensor]:
 
 
 def _network_weights(tensors: Tensors, config: Config, grid: tuple[int, int]) -> dict[str, Tensor]:
-    """The weights by their names in `VmoeTransformer`."""
     state: dict[str, Tensor] = {}
 
     def put(path: str, weights: Mapping[str, Tensor]) -> None:
@@ -470,7 +469,6 @@ def _network_weights(tensors: Tensors, config: Config, grid: tuple[int, int]) ->
 
 
 def _spec(config: Config, image: tuple[int, int], channels: int) -> ViT:
-    """The network around the layers as a `vit.ViT`."""
     dim = config["hidden_size"]
     return ViT(
         moe_layer_index=list(config["moe_layers"]),

@@ -201,7 +201,6 @@ def _write(job: CalibrationJob, traced: ir.Model, path: Path) -> ObservingGraph:
 
 
 def _observed_lowering(spec: MoESpec) -> AnyLowering:
-    """The lowering of an observing graph for a layer."""
     serving = (lowering for lowering in lowerings_of(spec.kind).values() if lowering.observable)
     return next(each for each in serving if each.unable is None or each.unable(spec) is None)
 

@@ -253,7 +253,6 @@ def _layer(
 
 
 def _bits(options: ExportOptions) -> Bits:
-    """The bits of a blocked weight."""
     return 4 if options.precision == "int4" else 8
 
 

@@ -185,7 +185,6 @@ class EngineOptions:
             )
 
     def _check_gpu(self, backend: Backend) -> None:
-        """Checks options that need a GPU to build."""
         from .backends import first_gpu
 
         gpu = first_gpu()

@@ -334,11 +334,9 @@ def _takes_k(manifest: Manifest) -> bool:
 
 
 def _k(manifest: Manifest, record: EngineRecord) -> int:
-    """The optimal k of the first profile."""
     k = record.ranges[0].k
     return min(layer.experts for layer in manifest.layers) if k is None else k.opt
 
 
 def _shape(record: EngineRecord) -> tuple[int, ...]:
-    """The optimal shape of the first profile."""
     return tuple(record.ranges[0].opt)

@@ -109,7 +109,6 @@ class _Widening:
         return node.op_type != "Concat" or all(value in self._half for value in node.inputs)
 
     def _drop(self, cast: ir.Node, graph: ir.Graph) -> None:
-        """Removes a cast of an FP32 value."""
         (value,), (output,) = cast.inputs, cast.outputs
         assert value is not None and value.name is not None and output.name is not None
         if value.dtype != FLOAT and self._types.get(value.name) not in (FLOAT, HALF):

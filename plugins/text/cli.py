@@ -151,8 +151,10 @@ def serve(
     )
     where = f"http://{host}:{port}/v1"
     from ...exporter.bundle.bundle import Bundle
+    from .generate import check_generates
 
     opened = Bundle.open(bundle)
+    check_generates(opened)
     Console(verbose=verbose, quiet=quiet).step(f"serving {bundle} at {where}; Ctrl-C ends it")
     answer(opened, request)
 

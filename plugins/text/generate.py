@@ -281,7 +281,8 @@ def check_generates(bundle: Bundle) -> None:
         reason = next((n for n in bundle.manifest.notes if n.startswith("no text")), None)
         raise BundleError(
             reason or f"{bundle.path}: no language model with a cache: it has no {GENAI_FILE}",
-            hint="export a causal language model from its transformers folder",
+            hint="export a causal language model from its transformers folder; `moexport run` runs "
+            "any other bundle",
         )
     bundle.graph_file()
     bundle.check_whole(name for name in files if name in CONFIGURED)

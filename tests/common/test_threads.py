@@ -70,3 +70,12 @@ def test_with_one_thread_there_is_nothing_to_try(taking: Taking) -> None:
     assert Threads(1, {1: 1.283, 2: 1240.4}).sentence.endswith(
         "(1.28 ms a call with 1, 1,240 ms with 2)"
     )
+
+
+def test_a_call_is_timed_even_if_the_process_does_not_run_for_as_long_as_it_measures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threads, "PROBE_S", 0.0)
+    with with_threads(2):
+        call_ms = fastest_threads(lambda: sum(range(1000))).call_ms
+    assert [*call_ms] == [1, 2] and min(call_ms.values()) > 0

@@ -177,7 +177,7 @@ def test_each_kind_of_node_has_its_report_and_one_table_has_the_best_k_of_each(
         *("--no-memory", "--samples", "64", "--compare", before.parent, "--fail-if-slower", "5%"),
     )
     assert outcome.code == 0, outcome.err
-    assert "second: Of 2 rows in both files 2 are faster and 0 slower" in outcome.err
+    assert "second: Of 2 rows in both files, 2 are faster and 0 slower" in outcome.err
     assert "CPU: not compared: the earlier run has no results of this kind" in outcome.err
     outcome_of_one = run(  # earlier results of one kind, for two
         *("bench", WEIGHTS, "-o", tmp_path / "again", "--ray", nodes.address, "--on", "second,CPU"),

@@ -131,7 +131,7 @@ WIDE = SoftMoESpec("wide", 8, 1, 768, 3072, 768, activation="relu", norm="l2")
         (
             {"hidden": 3076},
             "fp16",
-            "multiples of 8 in FP16 there, and an expert's are 768 and 3076",
+            "multiples of 8 in FP16, but an expert's are 768 and 3076",
         ),
         ({"hidden": 3076}, "bf16", "multiples of 8 in BF16"),
         ({"hidden": 8}, "fp16", "at least 16"),

@@ -326,5 +326,5 @@ def test_a_bundle_that_names_a_url_as_its_source_makes_bench_open_none(
     change_manifest(bundle, lambda m: m["source"].__setitem__("path", url))
     outcome = run("bench", bundle, "-o", tmp_path / "report")
     assert outcome.code == 2
-    assert "are not downloaded" in outcome.error
+    assert "is not downloaded" in outcome.error
     assert f"moexport bench {url}" in outcome.hint

@@ -181,7 +181,7 @@ def test_for_cuda_weights_alone_are_integers_in_what_its_kernels_take(
 @pytest.mark.parametrize(
     ("hidden", "lowering", "why"),
     [
-        (96, "fused", "multiples of 64 there, and an expert's are 64 and 96"),
+        (96, "fused", "multiples of 64, but an expert's are 64 and 96"),
         (128, "dense", "one matrix at a time"),
     ],
 )
