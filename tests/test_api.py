@@ -148,7 +148,7 @@ def test_bench_of_a_bundle_without_its_checkpoint_hints_what_to_name(
     model = moexport.load(checkpoint, config=CONFIG)
     bundle = moexport.export(model, tmp_path / "out", k=2, data=recorded["x"])
     checkpoint.unlink()
-    with pytest.raises(UsageError, match=r"vit\.pt is not here") as caught:
+    with pytest.raises(UsageError, match=r"vit\.pt does not exist") as caught:
         moexport.bench(bundle, data=recorded["x"])
     assert "moexport.bench([checkpoint, " in str(caught.value.hint)
 

@@ -123,7 +123,7 @@ def test_every_option_of_a_command_is_handed_to_its_record_by_name(name: str) ->
                 )
 
 
-SEVERAL_TIMES = {"force", "threads", "tokens"}
+SEVERAL_TIMES = {"force", "threads"}
 """Options of one line that records have which share nothing else."""
 
 

@@ -311,7 +311,7 @@ def test_a_row_comes_with_the_command_that_exports_it(results: Results, row: Row
     )
     assert told(asked, integers) == (
         "moexport export digits.pt -o digits-k4-int8 --k 4 --target ort-cpu --lowering grouped "
-        "--calibration t --batch 1:64:64 --family soft-moe-vit --set num_heads=4"
+        "--calibration t --batch 1:64:64 --data test.npz --family soft-moe-vit --set num_heads=4"
     )
     own = "moexport bench own:net --weights w.pt --adapter=own:adapt --data x.npz -o r"
     by_code = str(told(own, floats, "own:net"))

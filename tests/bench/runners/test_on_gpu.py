@@ -137,7 +137,9 @@ def test_the_method_says_what_is_in_each_time(on_gpu: Results, results: Results)
     ):
         assert words in told
     assert "ONNX Runtime (cuda): wall clock only, no GPU ms." in told
-    against = "compared with the untouched PyTorch model on the GPU, the others with it on the CPU"
+    against = (
+        "compared with the untouched PyTorch model on the GPU, the others with the one on the CPU"
+    )
     assert against in told
     assert "GPU" not in " ".join(method_lines(results))
 
