@@ -438,7 +438,8 @@ def _source_of(bundle: Bundle) -> Model:
     if names_code(source.path):
         raise UsageError(
             f"{bundle.path} was made from {source.path}, which a benchmark also needs",
-            hint=f"name it before the bundle: moexport bench {source.path} {bundle.path}",
+            hint="name it before the bundle, with the options that load it: moexport bench "
+            f"{source.path} {bundle.path}",
         )
     if url_of(source.path) is not None:
         raise UsageError(

@@ -65,3 +65,5 @@ def adapt(
             f"{layer} was not recognised: {'; '.join(adapter.missing)}",
             hint="complete the adapter's forward: docs/own-layer.md",
         )
+    if output is not None:
+        show(f"{output}: the layer is recognised; name it with --adapter {output.stem}:adapt")

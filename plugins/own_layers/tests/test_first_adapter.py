@@ -145,7 +145,7 @@ def test_maps_in_a_list_for_each_map_are_experts(gated: bool, experts: str, tmp_
 @pytest.mark.parametrize("name", [*FOUND, *FOUND_ROUTED])
 def test_the_adapter_that_is_written_serves_the_layer(name: str, tmp_path: Path) -> None:
     outcome = run("adapt", f"bare_layers:{name}", "-o", "found.py")
-    assert outcome.code == 0, outcome.err
+    assert outcome.code == 0 and "--adapter found:adapt" in outcome.out, outcome.err
     module = importlib.import_module("bare_layers")
     (key,) = (key for key, made in module.LAYERS.items() if made.__name__ == name)
     importlib.import_module("found")
