@@ -148,7 +148,7 @@ def threads_for(
     """Returns the number of threads for every engine.
 
     It is the requested number, the number of an unfinished run in the folder `work`, or the number
-    with which the unmodified models are fastest. Raises FeedError if one cannot run the data.
+    with which the unmodified models are fastest. Raises FeedError if any rejects the data.
     """
     if count is not None:
         return Threads(count)
@@ -171,7 +171,7 @@ def threads_for(
 
 
 def _served(item: Model | Bundle) -> Serves:
-    """Returns the kind of engines (`engines.KINDS`) that a model needs, besides those for all."""
+    """Returns the kind of model (`engines.KINDS`) that engines not for all models must serve."""
     ports = item.inputs if isinstance(item, Model) else item.manifest.inputs
     further = [port for port in ports if port.name != K_INPUT][1:]
     if not further:
@@ -197,7 +197,7 @@ def fixed_sizes(model: Model, sources: Sequence[Model | Bundle]) -> dict[str, in
 
 
 def data_of(model: Model, request: BenchRequest, sizes: Mapping[str, int]) -> Labelled:
-    """Returns the inputs for measuring a model; models of sequences have their own kind.
+    """Returns the inputs for measuring a model; sequence models have their own kind.
 
     Random inputs have `sizes` along the model's dynamic axes.
     """
@@ -213,7 +213,7 @@ def data_of(model: Model, request: BenchRequest, sizes: Mapping[str, int]) -> La
 
 
 def in_phases(candidate: Candidate, data: Labelled, tokens: int | None) -> Candidate:
-    """Returns a candidate with its timed calls, if it is a model of sequences."""
+    """Returns a candidate with its timed calls, if it is a sequence model."""
     benchmark = benchmark_of(candidate.model)
     if benchmark is None:
         return candidate

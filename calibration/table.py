@@ -27,7 +27,7 @@ _WRITES = "`moexport calibrate MODEL --data FEED -o table.json` writes one"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of a table: two tables of one origin are equal.
+    """The origin of a table: tables of the same origin are equal.
 
     `model` is a hash of the weights and the configuration, `feed` of the inputs in their order,
     whatever their file or batch size. `k` is the number of kept experts of each layer; rows of
@@ -118,6 +118,6 @@ def _check(path: Path, table: CalibrationTable) -> None:
         numbers = (r.low, r.high, r.minimum, r.maximum)
         if not all(math.isfinite(number) for number in numbers) or r.low > r.high:
             raise CalibrationError(
-                f"{path}: {key} has the range {r.low} to {r.high}, which is not a range",
+                f"{path}: {key} has the invalid range {r.low} to {r.high}",
                 hint="calibrate again",
             )

@@ -16,7 +16,7 @@ UNKNOWN = "the weights do not show how images were scaled in training"
 
 
 def check_pixels(pixels: str, *, given: bool = True) -> None:
-    """Raises `UsageError` for an unknown scale of images, and if no data are `given`."""
+    """Raises `UsageError` for an unknown scale of images, and if no images are `given`."""
     if pixels not in get_args(Pixels):
         raise UsageError(f"--pixels {pixels}: there is no such scale; {UNKNOWN}", hint=SCALES)
     if not given:

@@ -1,4 +1,4 @@
-"""Data in shards: WebDataset's tar files and Parquet, read in batches of their fields.
+"""Data in shards: WebDataset's tar files and Parquet, read in batches.
 
 A feed names shards by one file, a folder of them, or a range in WebDataset's notation:
 `train-{000..015}.tar`; each may be a URL.
@@ -34,7 +34,7 @@ IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", "
 def shards_of(where: object) -> list[AnyPlace] | None:
     """Returns the shards that a feed names, in order; None if it names something else.
 
-    Raises `FeedError` for a range without an end, or an absurdly long one.
+    Raises `FeedError` for a reversed or an absurdly long range.
     """
     if not isinstance(where, str | Path):
         return None
@@ -81,7 +81,7 @@ def shard_batches(
         if not samples:
             raise FeedError(
                 f"{name} contains nothing that can be read",
-                hint="a tar needs sample.npy or an image, and sample.cls; Parquet, such columns",
+                hint="tar: sample.npy or an image, and sample.cls; Parquet: such columns",
             )
         folder = name.rpartition("/")[0] if url_of(shard) else str(path.parent)
         if folder not in sizes:
@@ -99,7 +99,7 @@ INDEXES = ("sizes.json", "shardindex.json", "index.json", "_info.json")
 data sets on Hugging Face."""
 
 NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)(\D*)")
-"""The name of a shard that includes the number of shards, as `datasets` writes them."""
+"""Names of shards that include the number of shards, as `datasets` writes them."""
 
 
 def _indexes(folder: str) -> Iterator[dict[str, int]]:
@@ -254,20 +254,20 @@ def _parquet(path: Path, name: str) -> Iterator[Fields]:
                 arrays = ((n, _column(column, f"{name}: column '{n}'")) for n, column in columns)
                 yield {n: x for n, x in arrays if x is not None}
             if left:
-                raise ValueError(f"its footer declares {left} rows more than it has")
+                raise ValueError(f"its footer declares {left} rows too many")
     except (pa.ArrowException, OSError, *_UNREADABLE) as error:
         reason = str(error).partition("\n")[0]
         raise FeedError(f"{name}: truncated, or not Parquet ({reason})", hint=DAMAGED) from error
 
 
 _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError)
-"""Exceptions of pyarrow for damaged files besides its own."""
+"""Other exceptions that pyarrow raises for damaged files."""
 
 
 def _parquet_batch(path: Path, name: str) -> int:
     """The number of rows to read at once, from a file whose declared sizes fit its size.
 
-    A constant column takes no space in a file, and decoding copies a dictionary's text to each row.
+    A constant column takes no space in a file, but decoding copies a dictionary's text to each row.
     """
     from .footer import row_groups  # for Parquet only
 

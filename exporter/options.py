@@ -1,4 +1,4 @@
-"""The options of an export: one record, which `refusals` check. Importing this loads little."""
+"""The options of an export: one record, checked by `refusals`. Importing this loads little."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 WEIGHT_BITS = (7, 8)
 
 MIN_OPSET, MAX_OPSET = 20, 23
-"""Graphs have the first, unless another is requested or ops of a later one replace many."""
+"""The first is the default, unless an op of a later opset replaces many nodes."""
 
 BLOCKED_OPSET = 21
 """The first opset in which DequantizeLinear supports blocks, and INT4."""
@@ -53,7 +53,7 @@ AUTO = "auto"
 TUNE = "tune"
 
 CHOOSERS = (AUTO, TUNE)
-"""How a lowering is chosen: by prediction, or by measuring them here (`tune`)."""
+"""How a lowering is chosen: by prediction, or by measurement here (`tune`)."""
 
 RoutingName = Literal["chosen", "scores"]
 """The part of a layer's routing that is an output: its choices, or also its scores."""
@@ -70,8 +70,8 @@ class ExportOptions(AxisSizes, Request):
     """Which graphs of a model are written, how they are checked, and which are compiled.
 
     The options of `export` as they are given; properties parse them. A plugin's options set the
-    fields that no call has (`bundle.steps`): `layer_lowerings` names the lowering of a layer and
-    the reason, which may be the lowering's own; `edits` are made to the model. `destination` is
+    fields without an option (`bundle.steps`): `layer_lowerings` names the lowering of a layer and
+    the reason; `edits` are made to the model. `destination` is
     None if nothing is to be left behind. Invalid options are refused before the work begins
     (`refusals`).
     """
@@ -80,7 +80,7 @@ class ExportOptions(AxisSizes, Request):
 
     k: K = option(
         "n",
-        "Experts to compute of the n of each layer: a number (4), a share (0.25, n/4), all (n), a "
+        "Experts to compute of each layer's n: a number (4), a share (0.25, n/4), all (n), a "
         "number per layer (4,4,8), or input, which makes k an input of the graph. For token-routed "
         "models, n and shares refer to the k that the router was trained with.",
     )
@@ -90,8 +90,8 @@ class ExportOptions(AxisSizes, Request):
     )
     lowering: str = option(
         "auto",
-        "How to compute the experts: auto takes the one predicted to be fastest, tune measures "
-        "them, or a name (dense, gather, grouped, ...); a,b writes one graph each.",
+        "How to compute the experts: auto (predicted to be fastest), tune (measures "
+        "them), or a name (dense, gather, grouped, ...); a,b writes one graph each.",
     )
     batch: Sizes = option(
         "1:1:32",
@@ -100,12 +100,12 @@ class ExportOptions(AxisSizes, Request):
     tokens: Sizes = option(
         "1:196:1024", "The same for the number of tokens, if that axis is dynamic."
     )
-    renormalize: bool = option(False, "Divide C by its sum over the selected experts.")
+    renormalize: bool = option(False, "Divide the selected combine weights by their sum.")
     expose_routing: bool | RoutingName = option(
         False,
         "Add the selected experts of every layer as outputs of the graphs and their engines; for a "
-        "muMoE layer, its coefficients. scores: also what they are chosen by, D, C and its column "
-        "sums, or all coefficients, or the gates.",
+        "muMoE layer, its coefficients. scores: also their scores (D, C and its column sums; "
+        "all coefficients; or the gates).",
     )
     precision: Precision = option(
         "fp32",

@@ -870,7 +870,7 @@ def _check_batches(
         raise ParityError(
             f"in PyTorch the output for an input depends on the others in its batch{where}: "
             f"batches of {size} and of {count} differ ({describe(parity)})",
-            hint="--batch N exports it for batches of N only; for any batch its router must "
+            hint="--batch N exports the model for batches of N only; for any size, its router must "
             "choose for each input alone, without a capacity or statistics over the batch",
         )
 

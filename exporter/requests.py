@@ -113,7 +113,7 @@ class SensitivityRequest(Request):
         None, "How many inputs to use.", unset="all; 64, the most, to compare layers"
     )
     renormalize: bool = option(
-        False, "Divide C by its sum over the selected experts; use it if the export does."
+        False, "Divide the selected combine weights by their sum; use it if the export does."
     )
 
     def __post_init__(self) -> None:

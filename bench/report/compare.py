@@ -95,7 +95,7 @@ class ResultsComparison:
 
 
 def compare(before: Results, now: Results) -> ResultsComparison:
-    """Returns the rows of two files by what they measure, and notes on what else differs."""
+    """Pairs the rows of two files by what they measure, with notes on what else differs."""
     old = {row.identity: row for row in before.rows}
     new = {row.identity: row for row in now.rows}
     shared = [key for key in new if key in old]
@@ -158,7 +158,7 @@ def earlier(out: Path, named: Path | None, *, wanted: bool) -> Results | None:
 
 
 def check_regression(before: Results, now: Results, share: float | None) -> tuple[str, ...]:
-    """Returns the changes, in lines; raises CheckError if rows are slower than allowed.
+    """Returns the changes as lines; raises CheckError if rows are slower than allowed.
 
     A row counts as slower if it is slower by more than `share` and by more than the spread of its
     rounds. A row that fails but did not before also counts.

@@ -1,4 +1,4 @@
-"""Converts weights to float32; many of them go to a temporary file, which is memory-mapped."""
+"""Converts weights to float32; large ones go to a temporary file, which is memory-mapped."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def floats_for_retention(
 def _out_of_reach(least: float, reached: float, floats: str) -> ParityError:
     rounding = "the rounding of another runtime" if floats == "fp32" else f"{floats} itself"
     return ParityError(
-        f"--min-retention {least:g}: {reached:.7g} is reached with every layer in {floats}, so "
+        f"--min-retention {least:g}: every layer in {floats} reaches {reached:.7g}, so "
         f"the loss is caused by {rounding}, not by INT8",
         hint="request less" + ("" if floats == "fp32" else ", or --rest fp32"),
     )

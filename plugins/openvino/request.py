@@ -38,7 +38,9 @@ class OpenVinoOptions:
         """Raises `UsageError` for an invalid number of calls."""
         streams: Any = self.streams
         if streams is not None and (not isinstance(streams, Integral) or streams < 1):
-            raise UsageError(f"streams={streams!r}: not a number of calls", hint="streams=2")
+            raise UsageError(
+                f"streams={streams!r}: not a number of calls", hint="for example streams=2"
+            )
 
 
 PANEL = Panel(

@@ -175,7 +175,10 @@ def found_file(protocol: dict[str, Any]) -> Path:
         (("--precision", "fp32", "--calibrate-data", __file__), "needs no ranges"),
         (("--precision", "fp32", "--calibration", TABLE), "needs no ranges"),
         (("--precision", "fp32", "--quantize", "all"), "belongs to --precision int8"),
-        (("--calibrate-data", __file__, "--calibration", TABLE), "the table has the ranges already"),
+        (
+            ("--calibrate-data", __file__, "--calibration", TABLE),
+            "the table has the ranges already",
+        ),
     ],
 )
 def test_options_of_int8_that_cannot_apply_are_refused(

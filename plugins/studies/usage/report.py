@@ -20,7 +20,7 @@ has all."""
 
 
 def usage_text(usage: Usage, layer: str | None = None) -> str:
-    """Returns a row for each layer, notes on it, and each class's experts.
+    """Returns a row for each layer, notes, and each class's experts.
 
     The experts are those of the named layer, or of the last.
     """
@@ -39,7 +39,7 @@ def _layers(usage: Usage) -> str:
         "k": [f"{layer.k} of {layer.experts}" for layer in usage.layers],
         "chosen most": [_extreme(layer, most=True) for layer in usage.layers],
         "chosen least": [_extreme(layer, most=False) for layer in usage.layers],
-        "by nobody": [
+        "unused": [
             "–" if layer.chosen is None else str(len(layer.unused)) for layer in usage.layers
         ],
         "largest mean gate": [
@@ -47,7 +47,7 @@ def _layers(usage: Usage) -> str:
         ],
         "balance loss": [_number(layer.balance_loss) for layer in usage.layers],
         "dropped": [_share(layer.dropped) for layer in usage.layers],
-        "by no expert": [_share(layer.uncomputed) for layer in usage.layers],
+        "uncomputed": [_share(layer.uncomputed) for layer in usage.layers],
     }
     shown = {name: cells for name, cells in columns.items() if any(cell != "–" for cell in cells)}
     return table(tuple(shown), list(zip(*shown.values(), strict=True)))
@@ -84,7 +84,7 @@ def _of_all(usage: Usage) -> Iterator[str]:
     if every:
         yield (
             f"all experts are kept in {_listed(every)}: nothing is chosen there, and only mean "
-            "gates show which experts matter; --k K counts the choices of K experts"
+            "gates show which experts matter; --k K counts choices"
         )
 
 

@@ -89,7 +89,7 @@ def _weights_itself(layer: ExpertsLayer) -> bool:
     """Whether the op may weight the experts' outputs and sum them."""
     spec, on_cpu = layer.spec, TARGETS[layer.target].on_cpu
     summed = spec.weights_on == "output" and not (spec.post_norm or spec.rounded)
-    dropped = bool(spec.capacities) and not on_cpu  # their outputs may be infinite
+    dropped = bool(spec.capacities) and not on_cpu  # outputs may be infinite
     known = isinstance(layer.k, int) and layer.k <= spec.experts
     here = takes_integers(layer) or not on_cpu
     return here and summed and not dropped and known and _positive(layer.routed[1])
@@ -154,7 +154,7 @@ def _spread(b: Builder, layer: ExpertsLayer, index: ir.Value, weights: ir.Value)
 
 
 def _log_weights(b: Builder, layer: ExpertsLayer, spread: ir.Value) -> ir.Value:
-    """Logits [t, n] whose softmax over a token's experts is each one's share of their weights.
+    """Logits [t, n] whose softmax is each expert's share of the token's total weight.
 
     They are divided by the largest weight, whose logarithm is then 0: in 16 bits a logarithm near 0
     has the smallest rounding error, and errors of small weights matter little.
@@ -179,7 +179,7 @@ def _logits(b: Builder, layer: ExpertsLayer, index: ir.Value) -> ir.Value:
 
 def _unable(spec: ExpertsSpec) -> str | None:
     if spec.linear:
-        return "com.microsoft.MoE has no experts of one map"
+        return "com.microsoft.MoE supports no experts with only one linear layer"
     if around_maps(spec):
         return around_maps(spec)
     if spec.gate != "none" and spec.activation != "silu":
@@ -194,9 +194,9 @@ def _no_kernel(precision: Precision, target: Target) -> str | None:
     if precision not in record.moe and not (integers and (record.on_cpu or record.weight_only)):
         return f"com.microsoft.MoE has no {precision.upper()} kernel there"
     if integers and record.on_cpu and not record.new_kernels:
-        return "com.microsoft.QMoE accepts the experts' weights in no onnxruntime-web up to 1.30"
+        return "com.microsoft.QMoE does not accept routing weights in onnxruntime-web up to 1.30"
     if integers and older("onnxruntime", ROUTED_WEIGHTS):
-        return "com.microsoft.QMoE accepts the experts' weights from ONNX Runtime 1.31 on"
+        return "com.microsoft.QMoE accepts routing weights from ONNX Runtime 1.31 on"
     return None
 
 

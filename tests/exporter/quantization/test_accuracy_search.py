@@ -203,7 +203,7 @@ def test_what_not_even_floats_hold_is_said(tmp_path: Path) -> None:
     options = ("--data", feed(tmp_path), "--min-retention", "1", "--target", "tensorrt")
     outcome = export(tmp_path, *options)
     assert outcome.code == 3
-    assert "is reached with every layer in fp16" in outcome.error
+    assert "every layer in fp16 reaches " in outcome.error
     assert "--rest fp32" in outcome.hint
 
 
