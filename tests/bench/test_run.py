@@ -399,7 +399,7 @@ def test_a_bundle_of_one_batch_size_is_measured_in_whole_batches_of_it(tmp_path:
     assert graph.parity is not None and graph.parity.cosine > 1 - 1e-6
     np.savez(data, input=x[:2])
     few = run("bench", out, "-o", tmp_path / "few", "--data", data, *quick)
-    assert "only runs batches of 3 inputs, but 2 are measured" in few.error
+    assert "only runs batches of 3 inputs, but the data have 2" in few.error
 
 
 @pytest.mark.parametrize("sizes", ["1", "1,3"])
