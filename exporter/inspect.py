@@ -416,8 +416,8 @@ def support(model: Model, data: Feed, count: int = SAMPLES) -> tuple[SupportRepo
     specs = {name: layer.spec for name, layer in model.layers.items() if layer.spec.rewritable}
     if not specs:
         raise UsageError(
-            f"--data: a {model.family} model has no muMoE layers, whose coefficients can be "
-            "zero, and the data have neither labels nor outputs of your own model",
+            "--data: nothing to measure: the data have neither labels nor outputs of your own model, "
+            f"and {model.family} has no muMoE layers, whose zero coefficients are counted",
             hint="add an array 'label' or 'output'; `moexport bench` shows what k costs a Soft MoE",
         )
     x = feed_inputs(model, data, count)
