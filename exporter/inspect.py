@@ -416,7 +416,7 @@ def support(model: Model, data: Feed, count: int = SAMPLES) -> tuple[SupportRepo
     specs = {name: layer.spec for name, layer in model.layers.items() if layer.spec.rewritable}
     if not specs:
         raise UsageError(
-            "--data: nothing to measure: there are neither labels nor outputs of your own model, and "
+            "--data: nothing to measure: neither labels nor outputs of your own model, and "
             f"{model.family} has no muMoE layers, whose zero coefficients are counted",
             hint="add an array 'label' or 'output'; `moexport bench` shows what k costs a Soft MoE",
         )
