@@ -173,7 +173,7 @@ def test_a_layer_that_changes_its_input_is_right_where_nobody_else_uses_that() -
 @pytest.mark.parametrize(
     ("given", "code", "error", "hint"),
     [
-        ("does=autocast", 1, "bfloat16 under torch.autocast", "leave autocast out"),
+        ("does=autocast", 1, "bfloat16 under torch.autocast", "can disable autocast"),
         ("does=call twice", 1, "the layer mix is called 2 times", "its own layer"),
         ("does=return a text", 1, "its output 'classes' is a str", "return only tensors"),
         ("does=count the batch", 1, ": x = x.reshape(len(x), 6, 3))", "x.shape[0]"),

@@ -277,7 +277,7 @@ def test_a_search_keeps_the_accuracy_of_the_first_output() -> None:
     setting = ("--set", "form=several outputs", "--data", "data.npz", "--keep", "0.9")
     outcome = run("tune", "ports_net:net", *ADAPTER, *setting, "-o", "out")
     assert outcome.code == 2
-    assert "its labels are of the output 'scores'" in outcome.error
+    assert "the labels are of the output 'scores'" in outcome.error
 
 
 def test_a_bundle_lists_each_port_with_its_type() -> None:
