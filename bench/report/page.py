@@ -298,34 +298,30 @@ def _parity_options(
     from ...exporter.bundle.parity import tolerance_of  # loads onnx, which a report does not need
 
     feed, least = _check_inputs(source, data, typed), tolerance_of(row.precision).routing
-    if least == 1:
-        return feed
-    if not feed and data and Path(data).suffix == ".npz":
-        feed = ["--data", data]
     share, protocol = row.same_experts, results.protocol
-    if share is None:
+    if share is None or least == 1:
         return feed
     inputs = protocol.get("samples", 0) + protocol.get("ranges", {}).get("held_out", 0)
     few = share - 3 * math.sqrt(share * (1 - share) / VERIFY_SAMPLES)  # three standard deviations
     if share < least or (few < least and not feed):
-        return ["--no-verify", *_check_inputs(source, data, typed)]
+        return ["--no-verify", *(feed if names_code(source) else [])]
     if few < least and inputs > VERIFY_SAMPLES:
         return [*feed, "--verify-samples", str(inputs)]
     return feed
 
 
 def _check_inputs(source: str, data: str | None, typed: Sequence[str]) -> list[str]:
-    """Returns the option with the inputs that check a user's own network, except for images."""
-    if data and names_code(source) and not (Path(data).is_dir() or _values_of(typed, "--pixels")):
-        return ["--data", data]
-    return []
+    """Returns the option with the inputs to compare, if they are arrays, which an export reads."""
+    if not data or Path(data).is_dir() or _values_of(typed, "--pixels"):
+        return []
+    return ["--data", data] if names_code(source) or Path(data).suffix == ".npz" else []
 
 
 def recipe_command(source: str, recipe: str, bundle: str, typed: Sequence[str]) -> str:
     """Returns the command that exports a model again according to its recipe.
 
-    `typed` is the command of the search, which shows how the model is read and, unless they are
-    images, on which inputs a user's own network is checked.
+    `typed` is the command of the search, which shows how the model is read and on which inputs it
+    is checked: random ones may be outside the ranges of INT8.
     """
     words = ["moexport", "export", source, "--recipe", recipe, "-o", bundle]
     data = next(iter(_values_of(typed, "--data")), None)

@@ -293,6 +293,7 @@ the time, and an eighth of the experts is enough. The paper's own network with 1
 counterexample: it needs all of them, and they are so small that fewer save no time."""
 
 
+TEST_FILE = "digits-test.npz"
 HELD_OUT = 0.5
 """The share of digits held out: 899 images that no network is trained on. The report judges the
 kept accuracy by the lower end of an interval. With 360 images this is at most 98.9%, so no smaller
@@ -315,7 +316,7 @@ def run_demo(
 
 def _trained(directory: Path, progress: Progress) -> list[Group]:
     data = digits.load_digits(test_share=HELD_OUT)
-    test = saved(data.test, directory / "digits-test.npz")
+    test = saved(data.test, directory / TEST_FILE)
     calibration = saved(data.train, directory / "digits-train.npz")
     networks = []
     for training, exports in NETWORKS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from ..tune.findings import text
 from ..tune.request import TuneRequest
 from ..tune.tune import search_and_export
 from . import digits
-from .demo import HELD_OUT, TrainedNetwork
+from .demo import HELD_OUT, TEST_FILE, TrainedNetwork
 
 SECONDS = 45.0
 """The time limit of the search; a busy machine tries fewer candidates."""
@@ -35,7 +36,8 @@ def tuned_bundle(
     tuned = search_and_export(
         network.load(), data, directory / "tuned", request, force=True, progress=progress
     )
-    return tuned.bundle, text(tuned)
+    command = ("moexport", "demo", "--data", str(directory / TEST_FILE))
+    return tuned.bundle, text(tuned, command=shlex.join(command))
 
 
 def halves(data: digits.Digits) -> LabelledData:

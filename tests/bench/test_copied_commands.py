@@ -95,7 +95,7 @@ FEED = ["--data", "inputs.npz"]
         ("int8", 0.999, "inputs.npz", FEED),
         ("int8", 0.999, "images/", []),
         ("int8", None, "inputs.npz", FEED),
-        ("fp32", 0.97, "inputs.npz", []),
+        ("fp32", 0.97, "inputs.npz", FEED),
     ],
 )
 def test_the_command_of_a_row_compares_what_an_export_accepts(

@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import re
+import shlex
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ import pytest
 from moexport.bench.report import page as page_module
 from moexport.bench.report.charts import ChartPanel, ink_of, over_k, side_by_side, write_pictures
 from moexport.bench.report.figures import figures
-from moexport.bench.report.page import export_command, html, write_report
+from moexport.bench.report.page import export_command, html, recipe_command, write_report
 from moexport.bench.report.sections import contents
 from moexport.bench.report.summary import (
     caveat,
@@ -307,8 +308,10 @@ def test_a_row_comes_with_the_command_that_exports_it(results: Results, row: Row
     asked = "moexport bench digits.pt --set num_heads=4 --family=soft-moe-vit --data test.npz -o r"
     assert told(asked, floats) == (
         "moexport export digits.pt -o digits-k4-fp32 --k 4 --target ort-cpu --lowering grouped "
-        "--family soft-moe-vit --set num_heads=4"
+        "--data test.npz --family soft-moe-vit --set num_heads=4"
     )
+    again = "moexport export digits.pt --recipe r.yaml -o again --data test.npz"
+    assert recipe_command("digits.pt", "r.yaml", "again", shlex.split(asked)).startswith(again)
     assert told(asked, integers) == (
         "moexport export digits.pt -o digits-k4-int8 --k 4 --target ort-cpu --lowering grouped "
         "--calibration t --batch 1:64:64 --data test.npz --family soft-moe-vit --set num_heads=4"
