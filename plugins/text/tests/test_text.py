@@ -207,6 +207,9 @@ def test_a_bundle_that_cannot_generate_is_refused_with_a_reason(
     assert done.code == 1 and done.error.endswith(" has no tokenizer.json")
     image = run("generate", DATA / "bundle_0_1_0", PROMPT)
     assert image.code == 1 and "no language model with a cache" in image.error
+    served = run("serve", DATA / "bundle_0_1_0")
+    assert served.code == 1 and "no language model with a cache" in served.error
+    assert "serving" not in served.err
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -410,3 +411,12 @@ def test_an_mnist_network_keeps_the_biases_that_a_file_has(
     assert outcome.code == 0, outcome.err
     exported = Bundle.open(tmp_path / "out").session()(images)
     assert np.abs(exported - y).max() < 1e-5 * np.abs(y).max()
+
+
+def test_a_family_that_fails_on_a_checkpoint_is_named() -> None:
+    def fails(tensors: Mapping[str, torch.Tensor]) -> bool:
+        return bool(tensors["none such"].ndim)
+
+    theirs = replace(FAMILIES["soft-moe-vit"], name="theirs", detect=fails)
+    with pytest.raises(FamilyError, match="family 'theirs' cannot check a checkpoint: KeyError"):
+        fits({"a": torch.zeros(1)}, [theirs])
