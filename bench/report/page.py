@@ -282,8 +282,8 @@ def export_command(results: Results, row: Row) -> str | None:
     words = ["moexport", command, source, "-o", f"{name}-k{row.k}-{row.precision}", *options]
     if row.batch > 1 and "--batch" not in options:
         words += ["--batch", f"1:{row.batch}:{max(row.batch, 32)}"]
-    options = _parity_options(results, row, source, data, typed)
-    return shlex.join([*words, *options, *_reading_options(typed)])
+    words += _parity_options(results, row, source, data, typed)
+    return shlex.join([*words, *_reading_options(typed)])
 
 
 def _parity_options(
