@@ -82,6 +82,12 @@ def foreign_plugins() -> dict[str, list[str]]:
     return found
 
 
+def foreign_packages() -> dict[str, str]:
+    """Returns the distributions of other authors' plugins by the package that they import."""
+    entries = (entry for entry in _found() if not entry.own)
+    return {entry.point.module.partition(".")[0]: entry.distribution for entry in entries}
+
+
 def troubles() -> tuple[str, ...]:
     """Returns a line for each name that two packages, or one and the core, claim.
 
