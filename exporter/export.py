@@ -20,12 +20,12 @@ from ..common.option import takes
 from ..common.threads import fastest_threads, with_threads
 from ..errors import ParityError, TraceError, UsageError
 from ..graphs.sizes import DEFAULT_TOKENS
+from ..graphs.targets import TARGETS
 from .bundle.bundle import Bundle
 from .bundle.destination import atomic_directory, check_destination
 from .bundle.footprint import with_peak_memory
 from .bundle.manifest import MANIFEST_FILE
 from .bundle.parity import Parity
-from .bundle.runtimes import with_engines
 from .inputs import parity_batches
 from .job import ExportJob, export_job
 from .model import Model
@@ -193,7 +193,10 @@ def _write(
 
             manifest = with_scores(job, manifest, directory, answers, progress)
         manifest = with_peak_memory(directory, manifest)
-        manifest = with_engines(directory, manifest, options.engine, progress)
+        if TARGETS[options.target].compiled and options.engine is not False:
+            from .tensorrt.engines import build_for_export
+
+            manifest = build_for_export(directory, manifest, options.engine, progress)
         for finish in (step.finish for step in job.steps if step.finish is not None):
             manifest = finish(job, directory, manifest)
         from .bundle.readme import with_readme  # loaded if a bundle is written

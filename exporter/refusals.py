@@ -364,9 +364,10 @@ def read_once(options: ExportOptions) -> Iterator[Mistake]:
 
 def engine(options: ExportOptions) -> Iterable[Mistake]:
     """A requested engine that cannot be built here."""
-    from .bundle.runtimes import check_engine  # its checks load the runtimes
+    if options.engine is not None and options.engine is not False:
+        from .tensorrt.engines import check_for_export
 
-    check_engine(options.target, options.engine)
+        check_for_export(options.target, options.engine)
     return ()
 
 

@@ -6,8 +6,8 @@ import contextlib
 import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import partial, wraps
+from dataclasses import dataclass, field, fields
+from functools import partial
 from math import inf
 from numbers import Integral
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..common.option import A, P, misfits, refuse, speaks_python
+from ..common.option import misfits, refuse, speaks_python
 from ..common.registry import left_out
 from ..errors import (
     BundleError,
@@ -116,10 +116,6 @@ class SessionOptions:
         )
         object.__setattr__(self, "provider", PROVIDERS.get(self.provider, self.provider))
 
-    def stating(self, **stated: Any) -> SessionOptions:
-        """Returns the options with the given ones replaced; None means not given."""
-        return replace(self, **{name: each for name, each in stated.items() if each is not None})
-
 
 OWN_OPTIONS = ("provider", "profile", "cuda_graphs")
 """The options that runtimes refuse if they do not have them."""
@@ -148,25 +144,6 @@ class GraphSession(Protocol):
         ...
 
 
-def _names_the_runtime(run: Callable[P, A]) -> Callable[P, A]:
-    """A session's `run`, whose failure is an `EngineError` that names the runtime."""
-
-    @wraps(run)
-    def named(*values: P.args, **others: P.kwargs) -> A:
-        session: Any = values[0]
-        try:
-            return run(*values, **others)
-        except MoexportError:
-            raise
-        except session.errors() as error:
-            x: Any = values[1] if values[1:] else others["x"]
-            batch = len(x[session.input_name] if isinstance(x, Mapping) else x)
-            who, said = session.failure(error)
-            raise _failed(session.path, who, said, batch) from error
-
-    return named
-
-
 class Session:
     """An exported graph, loaded in ONNX Runtime.
 
@@ -175,13 +152,8 @@ class Session:
     a mask of ones, positions by that mask, an empty cache.
 
     The session of another runtime is a subclass. Its constructor sets `path` and `options` and
-    calls `describe`; `provider` names the provider that runs the graph. It has a `call`, which
-    `bench` times alone, or a `run`, which begins with `feeds`. A run that fails names the runtime.
+    calls `describe`; `provider` names the provider that runs the graph, and `call` runs it.
     """
-
-    def __init_subclass__(cls) -> None:
-        if "run" in vars(cls):
-            setattr(cls, "run", _names_the_runtime(cls.run))  # noqa: B010  a method, to mypy
 
     def __init__(self, path: Path | str, options: SessionOptions | None = None) -> None:
         self.path = path = Path(path)
@@ -190,10 +162,11 @@ class Session:
             self._on_cpu = _open(path, self.options)
         else:
             self._runs = _gpu_runs(path, self.options)
+        text = self._session.get_modelmeta().custom_metadata_map.get(METADATA)
         self.describe(
             [(value.name, value.type, value.shape) for value in self._session.get_inputs()],
             [value.name for value in self._session.get_outputs()],
-            _facts(self._session),
+            None if text is None else GraphFacts.read(text, "the graph"),
         )
 
     def describe(
@@ -267,7 +240,6 @@ class Session:
         return self.run(x, k, self.output_names[:1])[self.output_names[0]]
 
     @speaks_python
-    @_names_the_runtime
     def run(
         self, x: Any, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> dict[str, Any]:
@@ -282,10 +254,15 @@ class Session:
         first = x.get(self.input_name) if isinstance(x, Mapping) else x
         like = None if first is None else tensor_of(first)
         feeds = self.feeds(x, k)
-        if like is not None and like.is_cuda and self._runs is not None:
-            values = self._runs.run(wanted, feeds, stays=True)
-        else:
-            values = self.call(wanted, feeds)
+        try:
+            if like is not None and like.is_cuda and self._runs is not None:
+                values = self._runs.run(wanted, feeds, stays=True)
+            else:
+                values = self.call(wanted, feeds)
+        except MoexportError:
+            raise
+        except self.errors() as error:
+            raise self._failed(error, len(feeds[self.input_name])) from error
         if like is not None and not like.is_cuda:
             import torch
 
@@ -314,22 +291,29 @@ class Session:
     ) -> Callable[[], list[np.ndarray]]:
         """Returns the runtime's own call for a batch x, by default of the first output, for timing.
 
-        Inputs are checked here once, and not by the call. Raises what `run` raises. For a runtime
-        that has only a `run`, the call is that `run`.
+        Inputs are checked here once, and not by the call. Raises what `run` raises.
         """
-        wanted = list(outputs or self.output_names[:1])
-        kind = type(self)
-        if kind.run is not Session.run and kind.call is Session.call:
-            return lambda: list(self.run(x, k, wanted).values())
-        return partial(self.call, wanted, self.feeds(x, k))
+        return partial(self.call, list(outputs or self.output_names[:1]), self.feeds(x, k))
 
-    @property
-    def call(self) -> Callable[..., list[np.ndarray]]:
-        """The runtime's own call, with the names of outputs, and inputs by name."""
-        call: Callable[..., list[np.ndarray]] = (
-            self._on_cpu.run if self._runs is None else self._runs.run
+    def call(self, wanted: Sequence[str], feeds: Mapping[str, Any]) -> list[np.ndarray]:
+        """Returns the values of outputs for checked inputs by name, as `bench` times it."""
+        run = self._on_cpu.run if self._runs is None else self._runs.run
+        values: list[np.ndarray] = run(wanted, feeds)
+        return values
+
+    def _failed(self, error: Exception, batch: int) -> EngineError:
+        """The error for a run that failed although its inputs fit."""
+        who, message = self.failure(error)
+        if re.search("bad.alloc|[Ff]ailed to allocate memory|[Oo]ut of memory", message):
+            return EngineError(
+                f"{self.path.name}: memory ran out for a batch of {batch}",
+                hint="run smaller batches: --batch-size",
+            )
+        return EngineError(
+            f"{self.path.name}: the run failed in {who}: {message}",
+            hint="`moexport verify` checks whether the bundle is damaged; another --lowering may "
+            "run",
         )
-        return call
 
     def gpu_ms(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
@@ -471,12 +455,6 @@ def described(model: ModelProto) -> list[Described]:
     ]
 
 
-def _facts(session: ort.InferenceSession) -> GraphFacts | None:
-    """The graph's own metadata; None if another program wrote the graph."""
-    text = session.get_modelmeta().custom_metadata_map.get(METADATA)
-    return None if text is None else GraphFacts.read(text, "the graph")
-
-
 def graph_call(
     path: Path, options: SessionOptions | None = None
 ) -> Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]:
@@ -573,7 +551,11 @@ def _provider_options(
     path: Path, provider: str, *, graphs: bool, stream: Stream | None
 ) -> dict[str, str]:
     if provider == TENSORRT:
-        return _tensorrt_options(path)
+        # This import loads all that builds engines.
+        from .tensorrt.ort_provider import load_libraries, provider_options
+
+        load_libraries()
+        return provider_options(path)
     own = dict(PROVIDER_OPTIONS.get(provider, {}))
     if provider == CUDA and graphs:
         own["enable_cuda_graph"] = "1"
@@ -636,27 +618,6 @@ def _check_started(session: ort.InferenceSession, provider: str) -> None:
         "cuDNN (pip install 'onnxruntime-gpu[cuda,cudnn]')"
         + (" and the TensorRT that it was built with" if provider == TENSORRT else "")
         + "; `moexport doctor` shows what is installed",
-    )
-
-
-def _tensorrt_options(path: Path) -> dict[str, str]:
-    # This import loads all that builds engines.
-    from .tensorrt.ort_provider import load_libraries, provider_options
-
-    load_libraries()
-    return provider_options(path)
-
-
-def _failed(path: Path, who: str, said: str, batch: int) -> EngineError:
-    """The error for a run that failed although its inputs fit."""
-    if re.search("bad.alloc|[Ff]ailed to allocate memory|[Oo]ut of memory", said):
-        return EngineError(
-            f"{path.name}: memory ran out for a batch of {batch}",
-            hint="run smaller batches: --batch-size",
-        )
-    return EngineError(
-        f"{path.name}: the run failed in {who}: {said}",
-        hint="`moexport verify` checks whether the bundle is damaged; another --lowering may run",
     )
 
 

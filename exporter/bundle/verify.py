@@ -43,7 +43,7 @@ from .parity import (
     sized_files,
     tolerance_of,
 )
-from .runtimes import RUNTIMES, engine_checks, opened
+from .runtimes import RUNTIMES, opened
 
 AS_RECORDED = "SHA-256 as recorded"
 
@@ -95,12 +95,15 @@ def checks(
             bounds = _bounds(directory, manifest, graph, atol, rtol)
             yield _parity_check(directory, manifest, graph, expected, bounds)
 
-    def on_gpus(tf32: bool) -> Tolerance:
-        bounds = _bounds(directory, manifest, None, atol, rtol)
-        usual = atol is None and rtol is None
-        return on_gpu(bounds, manifest.precision, tf32=tf32) if usual else bounds
+    if manifest.engines:
+        from ..tensorrt.verify import checks as engine_checks  # loaded if a bundle has an engine
 
-    yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
+        def on_gpus(tf32: bool) -> Tolerance:
+            bounds = _bounds(directory, manifest, None, atol, rtol)
+            usual = atol is None and rtol is None
+            return on_gpu(bounds, manifest.precision, tf32=tf32) if usual else bounds
+
+        yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
     if expected is None:
         yield Check("parity", False, _why_no_reference(manifest))
     if manifest.answers or data is not None:
