@@ -122,7 +122,7 @@ def _check_sums(ports: Sequence[TensorSpec], sizes: Mapping[str, int], where: st
         past, plus, new = axis.partition(" + ")
         if not plus or past not in sizes or not (new in sizes or new.isdecimal()):
             continue
-        more = _size(new, sizes)
+        more = int(new) if new.isdecimal() else sizes[new]  # it may be a constant of the graph
         if sizes[past] + more > most:
             raise FeedError(
                 f"{where}the cache has {sizes[past]} tokens and {more} more are given, but the "
@@ -160,11 +160,6 @@ def _sizes(arrays: Mapping[str, np.ndarray], ports: Sequence[TensorSpec]) -> dic
     return sizes
 
 
-def _size(axis: str, sizes: Mapping[str, int]) -> int:
-    """The size of one axis in a sum; it may be a constant of the graph."""
-    return int(axis) if axis.isdecimal() else sizes[axis]
-
-
 def _default(
     port: TensorSpec,
     sizes: Mapping[str, int],
@@ -172,10 +167,7 @@ def _default(
     where: str,
 ) -> np.ndarray:
     try:
-        shape = tuple(
-            sum(_size(axis, sizes) for axis in size.split(" + ")) if isinstance(size, str) else size
-            for size in port.shape
-        )
+        shape = port.concrete(sizes)
     except KeyError:
         shape = None
     if port.default is None or shape is None:
@@ -273,7 +265,7 @@ def of_tokens(
     Tokens of `inputs` are repeated as by `again`, and floats are scaled slightly, so that no two
     are equal. Masks and positions follow from the tokens.
     """
-    limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
+    limits = model.limits
     sizes = {**SIZES, "tokens": tokens}
     if f"{PAST_AXIS} + tokens" in limits:
         sizes[PAST_AXIS] = min(SIZES[PAST_AXIS], limits[f"{PAST_AXIS} + tokens"] - tokens)
@@ -304,9 +296,10 @@ def _feed_batches(
     from ..data.feeds import named_batches  # loaded if there are data
 
     size = batch * max(1, SAMPLES // batch)
-    names = [spec.name for spec in model.inputs]
-    taken = limited(named_batches(data, names), max(count, batch))
-    parts = rebatched((_with_axes(x, model) for x in taken), size)
+    specs = {spec.name: spec for spec in model.inputs}
+    taken = limited(named_batches(data, [*specs]), max(count, batch))
+    complete = ({name: with_axes(x, specs[name]) for name, x in part.items()} for part in taken)
+    parts = rebatched(complete, size)
     first = next(parts, None)
     if first is None:
         raise FeedError(
@@ -328,11 +321,6 @@ def _feed_batches(
                 yield fitted_arrays(whole, model, fixed)
 
     return rest()
-
-
-def _with_axes(arrays: Fields, model: Model) -> Fields:
-    specs = {spec.name: spec for spec in model.inputs}
-    return {name: with_axes(x, specs[name]) for name, x in arrays.items()}
 
 
 def fitted_arrays(
@@ -400,7 +388,7 @@ def random_arrays(
     unknown, from its example, like further inputs (a time, a weight). A mask hides the end of every
     second input, or with a cache its beginning.
     """
-    limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
+    limits = model.limits
     within = {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
     for (first, _, second), most in ((axis.partition(" + "), m) for axis, m in limits.items()):
         if second:  # the sum has its own limit

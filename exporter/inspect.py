@@ -211,15 +211,6 @@ def _macs_of_token(spec: MuMoESpec) -> int:
     return sum(spec.macs(1, spec.experts).values())
 
 
-def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, int]:
-    """Returns the tokens m that each layer processes for one input.
-
-    A dynamic token axis counts as `dynamic` tokens. The backbone runs on zeros instead of its
-    inputs and weights, which are not read; its MoE layers and matrix products do not run.
-    """
-    return _counted(model, dynamic, _NoProducts())
-
-
 def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | None]:
     """The tokens of each layer for one input, and the multiply-adds of the network around them.
 
@@ -239,8 +230,9 @@ def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | 
             f"--tokens {tokens}: the model accepts at most {limits['tokens']}",
             hint=f"use --tokens {limits['tokens']} or fewer",
         )
+    tokens = min(tokens, limits.get("tokens", tokens))
     if model.host.of_tokens:
-        return _counted(model, tokens, _NoProducts()), None
+        return dict.fromkeys(model.layers, tokens), None
     # Imported here: no other code counts operations.
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -251,17 +243,18 @@ def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | 
     return found, whole // model.batch_of
 
 
-def _counted(model: Model, dynamic: int, products: _NoProducts) -> dict[str, int]:
-    """The tokens of each layer, found by a pass without `products`, which counts them."""
-    height = next(h for h in range(math.isqrt(dynamic), 0, -1) if dynamic % h == 0)
-    tokens_limit = model.input.limits.get("tokens", dynamic)
-    if model.host.of_tokens:
-        return dict.fromkeys(model.layers, min(dynamic, tokens_limit))
+def _counted(model: Model, count: int, products: _NoProducts) -> dict[str, int]:
+    """The tokens of each layer for inputs of `count` tokens, or of so many pixels.
+
+    The backbone runs on zeros instead of its inputs and weights, which are not read; its MoE layers
+    do not run, and `products` replaces and counts matrix products.
+    """
+    height = next(h for h in range(math.isqrt(count), 0, -1) if count % h == 0)
     sizes = {
         "batch": model.batch_of,
-        "tokens": min(dynamic, tokens_limit),
+        "tokens": count,
         "height": height,
-        "width": dynamic // height,
+        "width": count // height,
     }
     examples = tuple(
         torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype)) for spec in model.inputs
@@ -319,7 +312,7 @@ class _NoProducts(TorchFunctionMode):
 
 
 def _costs(model: Model, tokens: dict[str, int]) -> tuple[CostReport, ...]:
-    specs = {name: layer.spec for name, layer in model.layers.items()}
+    specs = model.specs
     reports: list[CostReport] = []
     for label, share, kept in _kept(specs):
         of = {name: _sharing(spec, share) for name, spec in specs.items()}
@@ -413,7 +406,7 @@ def support(model: Model, data: Feed, count: int = SAMPLES) -> tuple[SupportRepo
     It uses up to `count` inputs of a feed. Raises UsageError for a model without such layers, and
     FeedError for a feed that does not fit.
     """
-    specs = {name: layer.spec for name, layer in model.layers.items() if layer.spec.rewritable}
+    specs = {name: spec for name, spec in model.specs.items() if spec.rewritable}
     if not specs:
         raise UsageError(
             "--data: nothing to measure: neither labels nor outputs of your own model, and "
@@ -430,18 +423,15 @@ def support(model: Model, data: Feed, count: int = SAMPLES) -> tuple[SupportRepo
                 sizes = (records[choice_key(name, choice)].chosen > 0).sum(dim=-1)
                 counts.setdefault((name, level), []).append(sizes.flatten().numpy())
     return tuple(
-        _report(name, level, specs[name].levels[level], np.concatenate(parts))
+        SupportReport(
+            layer=name,
+            level=level + 1,
+            experts=specs[name].levels[level],
+            tokens=len(sizes),
+            mean=float(sizes.mean()),
+            p99=float(np.percentile(sizes, 99)),
+            max=int(sizes.max()),
+        )
         for (name, level), parts in counts.items()
-    )
-
-
-def _report(name: str, level: int, experts: int, sizes: np.ndarray) -> SupportReport:
-    return SupportReport(
-        layer=name,
-        level=level + 1,
-        experts=experts,
-        tokens=len(sizes),
-        mean=float(sizes.mean()),
-        p99=float(np.percentile(sizes, 99)),
-        max=int(sizes.max()),
+        for sizes in [np.concatenate(parts)]
     )

@@ -224,6 +224,11 @@ class Model:
         return self.input.groups_of or 1
 
     @property
+    def limits(self) -> dict[str, int]:
+        """The largest sizes of axes, and of sums of axes, over all inputs."""
+        return {axis: most for spec in self.inputs for axis, most in spec.limits.items()}
+
+    @property
     def host(self) -> Host:
         """The loader's knowledge about the model."""
         return self.source.host
@@ -243,6 +248,11 @@ class Model:
         """The MoE layers by module path, in execution order."""
         layers = moe_layers(self.module)
         return {name: layers[name] for name in self.order or layers}
+
+    @property
+    def specs(self) -> dict[str, MoESpec]:
+        """The specs of the MoE layers by module path, in execution order."""
+        return {name: layer.spec for name, layer in self.layers.items()}
 
 
 def check_one_input(model: Model, what: str) -> None:
@@ -296,7 +306,7 @@ def edited(model: Model, edits: Edits) -> Model:
     """
     if not edits:
         return model
-    specs = {name: layer.spec for name, layer in model.layers.items()}
+    specs = model.specs
     changes: list[Ablation | AblatedCombination | Rewrite | Steer]
     changes = [*edits.ablations, *edits.combinations, *edits.rewrites, *edits.steers]
     for change in changes:

@@ -17,10 +17,10 @@ from ..graphs.sizes import DEFAULT_TOKENS, AxisRange
 from ..graphs.targets import FUSED_OPSET, TARGETS, FusedOps
 from .bundle.manifest import MAIN_GRAPH, Tuning
 from .bundle.weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
-from .job import ExportJob
+from .job import ExportJob, decodes
 from .options import AUTO, TUNE
 from .quantization.precision import PrecisionPlan, Retention, apply_precision
-from .trace import HELD, Held, trace
+from .trace import VALID_SIZES, ValidSizes, trace
 
 if TYPE_CHECKING:
     from ..calibration.table import CalibrationTable
@@ -122,10 +122,9 @@ def _share_notes(job: ExportJob) -> tuple[str, ...]:
     share = job.options.kept
     if not isinstance(share, Fraction):
         return ()
-    specs = {name: layer.spec for name, layer in job.model.layers.items()}
     counts = {
         (spec.trained_k, job.k[name], spec.experts)
-        for name, spec in specs.items()
+        for name, spec in job.model.specs.items()
         if spec.trained_k < spec.experts
     }
     return tuple(
@@ -150,7 +149,7 @@ def with_trace(
         progress.step("tracing" if tokens is None else f"tracing with {tokens} tokens")
         sizes = job.traced_sizes | ({} if tokens is None else {"tokens": tokens})
         traced = trace(job.model, opset=job.options.least_opset, fixed=job.fixed, sizes=sizes)
-    valid: Held | None = traced.meta.get(HELD)
+    valid: ValidSizes | None = traced.meta.get(VALID_SIZES)
     if valid is None:
         return job, traced
     for axis, requested in job.axis_ranges.items():
@@ -351,7 +350,9 @@ def plan_graph(
             checked = check(lowering, layer, job.options.target)
             return replace(checked, reason=why or checked.reason)
         if name == AUTO:
-            return choose(layer, job.options.target, batches, decodes=job.decodes)
+            return choose(
+                layer, job.options.target, batches, decodes=decodes(job.model, job.options)
+            )
         if name == TUNE:
             from .measured_lowerings import with_fastest  # for `tune` alone
 

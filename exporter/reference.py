@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from ..common.console import Progress
 from ..common.environment import available_bytes, grown_memory
 from ..common.files import release
-from ..data.batches import Fields
+from ..data.batches import Fields, rebatched
 from ..errors import (
     EngineError,
     LoweringError,
@@ -56,7 +56,6 @@ from .bundle.parity import (
     Rounded,
     Tolerance,
     by_expert,
-    chunks,
     compare,
     describe,
     not_compared,
@@ -68,7 +67,7 @@ from .job import ExportJob
 from .model import Model
 from .options import ExportOptions
 from .plan import GraphPlan, Plan, copied_bytes, plan_graph
-from .trace import HELD, Held
+from .trace import VALID_SIZES, ValidSizes
 from .write import graph_record
 
 ROUNDED_FILE = "rounded.onnx"  # the graph that others are compared with; removed afterwards
@@ -247,7 +246,7 @@ def _changes(planned: Plan, axis: str) -> tuple[int, ...]:
 
     They are the sizes on both sides of each change.
     """
-    valid: Held | None = planned.traced.meta.get(HELD)
+    valid: ValidSizes | None = planned.traced.meta.get(VALID_SIZES)
     span = planned.job.axis_ranges.get(axis)
     if valid is None or span is None or axis not in valid.traced:
         return ()
@@ -577,7 +576,7 @@ def reference(
     as_trained = model.as_trained is None and not renormalize and kept == _trained(model)
     dense: list[np.ndarray] = []
     parts: list[Computed] = []
-    for part in chunks(arrays, batch):
+    for part in rebatched([arrays], batch):
         values = untouched.outputs(part)
         dense.append(values[0])
         computed = ours.computed(part)
@@ -618,7 +617,7 @@ def with_exact(job: ExportJob, expected: Reference) -> Reference:
     with pages_given_back(model):
         try:
             feeds = expected.feeds(model.input.name)
-            parts = [network.computed(part) for part in chunks(feeds, batch)]
+            parts = [network.computed(part) for part in rebatched([feeds], batch)]
         except Exception:  # noqa: BLE001  a network may need float32: the result is then unknown
             return unknown
     y = np.concatenate([part.outputs[0] for part in parts])

@@ -17,7 +17,7 @@ Only these refusals are elsewhere:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -27,7 +27,7 @@ from ..common.text import near_miss
 from ..errors import FeedError, LoweringError
 from ..graphs.sizes import DEFAULT_BATCH, DEFAULT_TOKENS
 from ..graphs.targets import CPU_PROVIDER, TARGETS, Precision
-from .bundle.steps import STEPS, asked
+from .bundle.steps import STEPS, Export, asked
 from .options import (
     BLOCKED_OPSET,
     CALIBRATED,
@@ -52,13 +52,9 @@ _TOKEN_AXES = frozenset({"tokens", "height", "width"})
 """Axes that `--tokens` sets: for an image it is the number of pixels."""
 
 
-class Resolved(Protocol):
+class Resolved(Export, Protocol):
     """The input of a check of an export that is resolved for its model (`job.ExportJob`)."""
 
-    @property
-    def model(self) -> Model: ...
-    @property
-    def options(self) -> ExportOptions: ...
     @property
     def k(self) -> Mapping[str, int | None]: ...
     @property
@@ -69,9 +65,6 @@ class Resolved(Protocol):
 
 
 Stage = Literal["options", "target", "machine", "model", "export"]
-
-BEFORE_LOADING: tuple[Stage, ...] = ("options", "target", "machine")
-"""The stages that need no model."""
 
 
 def with_plugins(options: ExportOptions) -> ExportOptions:
@@ -92,15 +85,15 @@ def with_plugins(options: ExportOptions) -> ExportOptions:
 
 def check_without_model(options: ExportOptions) -> None:
     """Raises the reason why an export is impossible for any model; does not import PyTorch."""
-    for stage in BEFORE_LOADING:
-        check(stage, options)
+    check("options", options)
+    check("target", options)
+    check("machine", options)
 
 
 def check(stage: Stage, *of: Any) -> None:
     """Raises the first mistake of a stage, whose checks are called with `of`."""
-    for needs, found in CHECKS:
-        if needs == stage:
-            refuse(found(*of))
+    for mistakes in CHECKS[stage]:
+        refuse(mistakes(*of))
 
 
 def values(options: ExportOptions) -> Iterator[Mistake]:
@@ -329,7 +322,7 @@ def inputs_of_engines(model: Model, options: ExportOptions) -> Iterator[Mistake]
 def routing(job: Resolved) -> Iterator[Mistake]:
     """`--expose-routing` if no layer chooses."""
     shown = job.options.shown_routing
-    specs = {n: layer.spec for n, layer in job.model.layers.items() if layer.spec.levels}
+    specs = {name: spec for name, spec in job.model.specs.items() if spec.levels}
     if shown == "chosen":
         specs = {n: s for n, s in specs.items() if s.rewritable or s.drops or job.k[n] != s.experts}
     if shown is not None and not specs:
@@ -418,7 +411,7 @@ def axes(job: Resolved) -> Iterator[Mistake]:
             f"'{spec.name}' is ({', '.join(map(str, spec.shape))})",
             "leave --tokens out",
         )
-    for axis, sizes in (("batch", options.batches), ("tokens", options.token_counts)):
+    for axis, sizes in options.ranges.items():
         # The default range is not a request: a model with fewer positions narrows it.
         default = axis == "tokens" and sizes == DEFAULT_TOKENS
         most = spec.limits.get(axis, sizes.max)
@@ -432,8 +425,7 @@ def axes(job: Resolved) -> Iterator[Mistake]:
 def renormalized(job: Resolved) -> Iterator[Mistake]:
     """`--renormalize` for layers whose coefficients cannot be renormalised."""
     if job.options.renormalize:
-        specs = {name: layer.spec for name, layer in job.model.layers.items()}
-        yield from not_renormalizable(specs)
+        yield from not_renormalizable(job.model.specs)
 
 
 def not_renormalizable(specs: Mapping[str, MoESpec]) -> Iterator[Mistake]:
@@ -519,30 +511,20 @@ def real_inputs(job: Resolved) -> Iterable[Mistake]:
         yield no_ranges_found(options.precision)
 
 
-CHECKS: tuple[tuple[Stage, Callable[..., Iterable[Mistake]]], ...] = (
-    ("options", values),
-    ("options", integers),
-    ("options", known_target),
-    ("options", graph),
-    ("options", comparison),
-    ("target", numbers_of_target),
-    ("target", inputs),
-    ("target", read_once),
-    ("machine", engine),
-    ("machine", computed),
-    ("machine", destination),
-    ("model", unread_data),
-    ("model", linear_layers),
-    ("model", inputs_of_engines),
-    ("model", groups),
-    ("model", retention_of_one_input),
-    ("export", axes),
-    ("export", routing),
-    ("export", named_layers),
-    ("export", renormalized),
-    ("export", lowerings),
-    ("export", stored_integers),
-    ("export", integers_in_blocks),
-    ("export", real_inputs),
-)
+CHECKS: Mapping[Stage, Sequence[Callable[..., Iterable[Mistake]]]] = {
+    "options": (values, integers, known_target, graph, comparison),
+    "target": (numbers_of_target, inputs, read_once),
+    "machine": (engine, computed, destination),
+    "model": (unread_data, linear_layers, inputs_of_engines, groups, retention_of_one_input),
+    "export": (
+        axes,
+        routing,
+        named_layers,
+        renormalized,
+        lowerings,
+        stored_integers,
+        integers_in_blocks,
+        real_inputs,
+    ),
+}
 """Every check of an export, by its stage."""

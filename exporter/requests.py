@@ -103,6 +103,11 @@ class AxisSizes:
         """The numbers of tokens of the graph, if that axis is dynamic."""
         return parse_range(self.tokens, "--tokens")
 
+    @property
+    def ranges(self) -> dict[str, AxisRange]:
+        """Both, by the name of the axis."""
+        return {"batch": self.batches, "tokens": self.token_counts}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SensitivityRequest(Request):

@@ -237,7 +237,7 @@ class _StandIn(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ValidSizes:
     """The sizes of its axes for which a trace is valid, as PyTorch's tracer reports them.
 
     `bounds` are the smallest and the largest size of an axis, None if unlimited. A `guard` is a
@@ -266,18 +266,18 @@ class Held:
             if axis not in guard.co_names:
                 continue
             for sizes in (up, down):
-                found.update(islice((n for n in sizes if not self._holds(guard, axis, n)), 1))
+                found.update(islice((n for n in sizes if not self._is_met(guard, axis, n)), 1))
         return tuple(sorted(found))
 
-    def _holds(self, guard: CodeType, axis: str, size: int) -> bool:
+    def _is_met(self, guard: CodeType, axis: str, size: int) -> bool:
         try:
             return bool(eval(guard, {"math": math, "torch": torch}, {**self.traced, axis: size}))
         except ArithmeticError:  # it divides by another size
             return True
 
 
-HELD = "moexport.held"
-"""The key of a trace's valid sizes (`Held`) in its `meta`."""
+VALID_SIZES = "moexport.valid_sizes"
+"""The key of a trace's valid sizes (`ValidSizes`) in its `meta`."""
 
 PROGRAM = "moexport.program"
 """The key of PyTorch's program in the `meta` of a graph that a host traced."""
@@ -293,7 +293,7 @@ def trace(
     """Returns the traced graph of a model, every named axis of its input dynamic.
 
     `fixed` has the sizes of axes that become constants instead, and `sizes` those of other axes
-    while they are traced. The sizes for which it is valid are in its `meta` (`HELD`). Raises
+    while they are traced. The sizes for which it is valid are in its `meta` (`VALID_SIZES`). Raises
     `TraceError` if the backbone cannot be traced.
     """
     fixed = fixed or {}
@@ -324,7 +324,7 @@ def trace(
     _check_calls(graph, moe_layers(model.module))
     program = graph.meta.pop(PROGRAM, None)
     if program is not None:
-        graph.meta[HELD] = _valid_sizes(program, model, sizes, fixed)
+        graph.meta[VALID_SIZES] = _valid_sizes(program, model, sizes, fixed)
     return graph
 
 
@@ -333,7 +333,7 @@ def _valid_sizes(
     model: Model,
     traced: Mapping[str, int],
     fixed: Mapping[str, int],
-) -> Held:
+) -> ValidSizes:
     """The sizes for which a program of PyTorch is valid."""
     users = set(program.graph_signature.user_inputs)
     values = [node.meta.get("val") for node in program.graph.nodes if node.name in users]
@@ -365,7 +365,7 @@ def _valid_sizes(
                 min((most for most in (high, before[1]) if most is not None), default=None),
             )
     guards = () if environment is None else _guards(environment, symbols)
-    return Held(bounds=bounds, guards=guards, traced=dict(traced))
+    return ValidSizes(bounds=bounds, guards=guards, traced=dict(traced))
 
 
 def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[CodeType, ...]:
@@ -423,13 +423,12 @@ def _why(cause: BaseException) -> tuple[str, str]:
 
 def traced_sizes(model: Model, fixed: Mapping[str, int]) -> dict[str, int]:
     """Returns the size of every named axis of a model's inputs while it is traced."""
-    limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
     axes = dict.fromkeys(
         axis for spec in model.inputs for size in spec.dynamic_axes for axis in size.split(" + ")
     )
     traced = {**TRACED_SIZES, BATCH: TRACED_BATCH * model.batch_of}
     sizes = {axis: fixed.get(axis, traced.get(axis, TRACED_BATCH)) for axis in axes}
-    return {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
+    return {axis: min(size, model.limits.get(axis, size)) for axis, size in sizes.items()}
 
 
 def _program(
@@ -444,10 +443,9 @@ def _program(
     examples = tuple(
         torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype)) for spec in model.inputs
     )
-    limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
     # Equal names are one axis, wherever they occur.
     axes = {
-        axis: torch.export.Dim(axis, min=least_size(size), max=limits.get(axis))
+        axis: torch.export.Dim(axis, min=least_size(size), max=model.limits.get(axis))
         for axis, size in sizes.items()
     }
     if model.batch_of > 1 and BATCH not in fixed:
@@ -543,7 +541,9 @@ def _made_a_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes: An
             return
         if frame.f_locals["self"].node.maybe_as_int() is None:
             frames = (f for f, _ in traceback.walk_stack(frame.f_back))
-            own = next((f for f in frames if not _of_pytorch(f.f_code.co_filename)), None)
+            own = next(
+                (f for f in frames if not f.f_code.co_filename.startswith((PYTORCH, "<"))), None
+            )
             if own is not None:
                 file, line = own.f_code.co_filename, own.f_lineno
                 code = linecache.getline(file, line).strip()
@@ -557,10 +557,6 @@ def _made_a_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes: An
     finally:
         sys.setprofile(before)
     return "".join(lines)
-
-
-def _of_pytorch(file: str) -> bool:
-    return file.startswith((PYTORCH, "<"))
 
 
 def _check_dynamic(
@@ -589,7 +585,8 @@ def _name_batch(traced: ir.Model, images: int) -> None:
 
     After a Reshape, PyTorch names the groups by its own symbol, and no other axis varies.
     """
-    for value in (item for node in (*traced.graph, traced.graph) for item in _values(node)):
+    values = (value for node in traced.graph for value in node.outputs)
+    for value in (*values, *traced.graph.inputs, *traced.graph.outputs):
         if value.shape is None:
             continue
         sizes: list[int | str | None] = []
@@ -602,10 +599,6 @@ def _name_batch(traced: ir.Model, images: int) -> None:
             else:
                 sizes.append(size.value if isinstance(size, ir.SymbolicDim) else size)
         value.shape = ir.Shape(sizes)
-
-
-def _values(of: ir.Node | ir.Graph) -> Sequence[ir.Value]:
-    return (*of.inputs, *of.outputs) if isinstance(of, ir.Graph) else of.outputs
 
 
 def _check_calls(graph: ir.Model, layers: Iterable[str]) -> None:

@@ -36,7 +36,7 @@ from .bundle.weights import StoredLayer, WeightsWriter, write_backbone, write_la
 from .job import ExportJob
 from .plan import GraphPlan, Plan
 from .quantization.precision import precision_record
-from .trace import HELD, Held
+from .trace import VALID_SIZES, ValidSizes
 
 
 def write_graphs(
@@ -104,8 +104,7 @@ def _lower(
         facts["defaults"] = defaults
     limits = {
         str(axis_within(axis, job.fixed)): n
-        for port in job.model.inputs
-        for axis, n in port.limits.items()
+        for axis, n in job.model.limits.items()
         if " + " in axis
     }
     if limits:
@@ -129,10 +128,10 @@ def _lower(
 
 def _valid_sizes(plan: Plan) -> dict[str, tuple[int, int | None]]:
     """The sizes of axes within which the graph computes the same as the network."""
-    valid: Held | None = plan.traced.meta.get(HELD)
+    valid: ValidSizes | None = plan.traced.meta.get(VALID_SIZES)
     if valid is None:
         return {}
-    most = {axis: n for port in plan.job.model.inputs for axis, n in port.limits.items()}
+    most = plan.job.model.limits
     between = {axis: valid.between(axis) for axis in plan.job.axis_ranges}
     return {
         axis: (low, high)

@@ -158,9 +158,11 @@ class TensorSpec:
         return tuple(size for size in self.shape if isinstance(size, str))
 
     def concrete(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape with each dynamic axis replaced by its size in `sizes`."""
+        """The shape with each dynamic axis replaced by its size in `sizes`, or by their sum."""
         return tuple(
-            sum(sizes[axis] for axis in size.split(" + ")) if isinstance(size, str) else size
+            size
+            if isinstance(size, int)
+            else sum(int(a) if a.isdecimal() else sizes[a] for a in size.split(" + "))
             for size in self.shape
         )
 

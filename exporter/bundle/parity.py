@@ -20,12 +20,11 @@ import numpy as np
 import onnx
 
 from ...common.documents import from_data
-from ...data.batches import Fields
+from ...data.batches import rebatched
 from ...errors import BundleError, FeedError, ParityError
 from ..inputs import again
 
 if TYPE_CHECKING:
-    from ...graphs.targets import Precision
     from ..session import GraphSession
 
 PARITY_FILE = "parity.npz"
@@ -107,7 +106,7 @@ class Tolerance:
 
 _IN_INTEGERS = {"outlier": 3.0, "least_cosine": 0.8}
 
-TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
+TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
     {
         "fp32": Tolerance(rtol=1e-4, routing=1.0, tie=1e-5, roundings=16.0),
         "fp16": Tolerance(rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
@@ -130,8 +129,7 @@ PyTorch's own rounding, and sums in another order round more or less than that."
 
 def tolerance_of(precision: str) -> Tolerance:
     """Returns the bounds of a precision; those of FP32 if it is unknown."""
-    known = (bounds for name, bounds in TOLERANCES.items() if name == precision)
-    return next(known, TOLERANCES["fp32"])
+    return TOLERANCES.get(precision, TOLERANCES["fp32"])
 
 
 def recorded(parity: Mapping[str, Any] | None, precision: str = "fp32") -> Tolerance:
@@ -244,9 +242,9 @@ class Parity:
     @staticmethod
     def of(record: Mapping[str, Any]) -> Parity:
         """Returns the result from a manifest of any version."""
-        bounds = {each.name for each in fields(Tolerance)}
-        known = {name: value for name, value in record.items() if name in bounds}
-        rest = {name: value for name, value in record.items() if name not in bounds}
+        rest = dict(record)
+        names = [bound.name for bound in fields(Tolerance)]
+        known = {name: rest.pop(name) for name in names if name in rest}
         return Parity(**rest, bounds=Tolerance(**{"routing": 1.0, "tie": TIE, **known}))
 
 
@@ -425,13 +423,13 @@ class Reference:
         `experts` are the numbers of the layers' experts: if a layer keeps all, all are compared.
         """
         found = self.reached()
-        for one in self.at_other_k.values():
+        for other in self.at_other_k.values():
             every = {
                 layer: frozenset(range(n))
                 for layer, n in experts.items()
-                if one.kept.get(layer) == n and layer not in one.selected
+                if other.kept.get(layer) == n and layer not in other.selected
             }
-            for name, chosen in (*one.reached().items(), *every.items()):
+            for name, chosen in (*other.reached().items(), *every.items()):
                 found[name] = found.get(name, frozenset()) | chosen
         return found
 
@@ -577,7 +575,7 @@ class Reference:
         if self.selected.keys() != self.margin.keys() or not self.kept:
             yield "its choices are not complete"
             return
-        yield from self._problems_of_choices()
+        yield from self._problems_of_choices(rounded.selected)
         for k, record in self.at_other_k.items():
             yield from (f"with k = {k}, {problem}" for problem in record._problems())
             if (
@@ -586,9 +584,9 @@ class Reference:
             ):
                 yield f"the results with k = {k} are not complete"
 
-    def _problems_of_choices(self) -> Iterator[str]:
+    def _problems_of_choices(self, rounded: Mapping[str, np.ndarray]) -> Iterator[str]:
         """Why its choices are invalid."""
-        for name, sets in (self.rounded.selected if self.rounded else {}).items():
+        for name, sets in rounded.items():
             if name not in self.selected or sets.shape != self.selected[name].shape:
                 yield f"'rounded/{name}' has the shape {sets.shape}"
         for name, sets in self.selected.items():
@@ -598,11 +596,12 @@ class Reference:
     def observed(self, values: Mapping[str, str]) -> dict[str, int]:
         """Returns the ONNX element types of the values with recorded choices, by name."""
         types = {"f": onnx.TensorProto.FLOAT, "i": onnx.TensorProto.INT64}
-        found: dict[str, int] = {}
-        for one in (*self.at_other_k.values(), self):
-            chosen = {choice: sets.dtype.kind for choice, sets in one.selected.items()}
-            found |= {name: types[chosen[c]] for c, name in values.items() if c in chosen}
-        return found
+        chosen = {
+            choice: types[sets.dtype.kind]
+            for reference in (*self.at_other_k.values(), self)
+            for choice, sets in reference.selected.items()
+        }
+        return {name: chosen[choice] for choice, name in values.items() if choice in chosen}
 
 
 def holds_coefficients(chosen: np.ndarray) -> bool:
@@ -617,13 +616,6 @@ def _shared(name: str) -> bool:
 
 def _group(arrays: Mapping[str, Item], prefix: str) -> dict[str, Item]:
     return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
-
-
-def chunks(arrays: Fields, size: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the inputs in batches of `size`; the last may be smaller."""
-    count = len(next(iter(arrays.values())))
-    for start in range(0, count, size):
-        yield {name: array[start : start + size] for name, array in arrays.items()}
 
 
 def not_compared(reached: Mapping[str, frozenset[int]], experts: Mapping[str, int]) -> str:
@@ -787,7 +779,7 @@ class Comparison:
         outputs: dict[str, list[np.ndarray]] = {name: [] for name in names}
         chosen: dict[str, list[np.ndarray | None]] = {name: [] for name in compared}
         first = self.session.input_name
-        for part in chunks(expected.feeds(first), batch):
+        for part in rebatched([expected.feeds(first)], batch):
             x = part[first]
             values = self.session.run(part if len(part) > 1 else x, self.k)
             for name in names:
@@ -1111,7 +1103,10 @@ class Distance:
     def within_outliers(self, bounds: Tolerance) -> bool:
         """Whether each input is within the bounds of an outlier."""
         largest = float(self._beyond(bounds.atol).max(initial=0.0))
-        return largest <= bounds.outlier * bounds.rtol and not self.turned(bounds.least_cosine)
+        loud = self.counted & (self.own >= self.scale())
+        # A few numbers have no clear direction.
+        turned = self.numbers >= FEW_NUMBERS and (self.cosine[loud] < bounds.least_cosine).any()
+        return largest <= bounds.outlier * bounds.rtol and not turned
 
     def near(self, usual: Distance, bounds: Tolerance) -> bool:
         """Whether a few inputs with another number of tokens are not too far off.
@@ -1126,13 +1121,6 @@ class Distance:
         """The difference of each counted input beyond `atol`, in its scale."""
         excess: np.ndarray = (np.maximum(0.0, self.off - atol) / self.scale())[self.counted]
         return excess
-
-    def turned(self, least: float) -> bool:
-        """Whether a cosine is below `least`, among inputs whose outputs have a clear direction."""
-        if self.numbers < FEW_NUMBERS:
-            return False
-        loud = self.counted & (self.own >= self.scale())
-        return bool((self.cosine[loud] < least).any())
 
     def like(self, other: Distance, rows: np.ndarray, bounds: Tolerance) -> bool:
         """Whether inputs in another batch are within the bounds, or as far off as in the usual one.

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from ...common.console import Progress
-from ...data.batches import Fields
+from ...data.batches import Fields, rebatched
 from ..bundle.manifest import GraphRecord, Manifest
-from ..bundle.parity import PARITY_FILE, Reference, chunks
+from ..bundle.parity import PARITY_FILE, Reference
 from ..bundle.verify import checking_session
 from ..job import ExportJob
 from ..reference import Network, compared_inputs, kept_experts, pages_given_back, pytorch_bounds
@@ -74,7 +74,7 @@ def _counted(job: ExportJob, manifest: Manifest, directory: Path, progress: Prog
 
     def batches() -> Iterator[Fields]:
         for x in compared_inputs(job):
-            yield from chunks(x, job.checked_batch)
+            yield from rebatched([x], job.checked_batch)
             progress.advance(len(x[job.model.input.name]))
 
     return choices_of(session, manifest, graph, batches(), chosen_k(manifest, expected))

@@ -28,7 +28,7 @@ from ..inputs import feed_batches
 from ..model import Model, fingerprint
 from ..requests import CalibrateRequest
 from ..session import SessionOptions, graph_call
-from ..trace import HELD, Held, trace
+from ..trace import VALID_SIZES, ValidSizes, trace
 
 STANDARD = "onnx"
 """The target of observing graphs: standard ops, which ONNX Runtime has."""
@@ -166,8 +166,8 @@ def observe_share(
             graph = _write(job, traced.clone(), path)
         progress.step("observing", total=total, unit="inputs")
         together = job.fixed.get(BATCH, job.model.batch_of)
-        held: Held | None = traced.meta.get(HELD)
-        least, _ = (1, None) if held is None else held.bounds.get(BATCH, (1, None))
+        valid: ValidSizes | None = traced.meta.get(VALID_SIZES)
+        least = 1 if valid is None else valid.between(BATCH)[0]
         # Inputs that are computed together are observed together.
         whole = (
             rows_between(batch, 0, row_count(batch) // together * together)
