@@ -340,7 +340,7 @@ def plan_graph(
     job: ExportJob, traced: ir.Model, name: str, file: str, tuning: Tuning | None = None
 ) -> GraphPlan:
     """Returns the plan of one graph: every layer with one lowering, or the chosen one."""
-    batch = job.options.batches
+    batch, generates = job.options.batches, decodes(job.model, job.options)
     # An engine is compiled for the OPT of its profile.
     batches = () if TARGETS[job.options.target].compiled else (batch.min, batch.opt, batch.max)
 
@@ -350,9 +350,7 @@ def plan_graph(
             checked = check(lowering, layer, job.options.target)
             return replace(checked, reason=why or checked.reason)
         if name == AUTO:
-            return choose(
-                layer, job.options.target, batches, decodes=decodes(job.model, job.options)
-            )
+            return choose(layer, job.options.target, batches, decodes=generates)
         if name == TUNE:
             from .measured_lowerings import with_fastest  # for `tune` alone
 

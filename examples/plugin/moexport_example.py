@@ -77,8 +77,7 @@ class ReferenceSession(Session):
 
     def call(self, wanted: Sequence[str], feeds: Mapping[str, Any]) -> list[np.ndarray]:
         """Returns the values of outputs for checked inputs by name."""
-        values: list[np.ndarray] = self._evaluator.run(list(wanted), dict(feeds))
-        return values
+        return list(self._evaluator.run(list(wanted), dict(feeds)))
 
 
 RUNTIME = RuntimeRecord("onnx-reference", "ONNX's reference", ReferenceSession)

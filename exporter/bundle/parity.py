@@ -25,6 +25,7 @@ from ...errors import BundleError, FeedError, ParityError
 from ..inputs import again
 
 if TYPE_CHECKING:
+    from ...graphs.targets import Precision
     from ..session import GraphSession
 
 PARITY_FILE = "parity.npz"
@@ -106,7 +107,7 @@ class Tolerance:
 
 _IN_INTEGERS = {"outlier": 3.0, "least_cosine": 0.8}
 
-TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
+TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
     {
         "fp32": Tolerance(rtol=1e-4, routing=1.0, tie=1e-5, roundings=16.0),
         "fp16": Tolerance(rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
@@ -129,7 +130,8 @@ PyTorch's own rounding, and sums in another order round more or less than that."
 
 def tolerance_of(precision: str) -> Tolerance:
     """Returns the bounds of a precision; those of FP32 if it is unknown."""
-    return TOLERANCES.get(precision, TOLERANCES["fp32"])
+    known = (bounds for name, bounds in TOLERANCES.items() if name == precision)
+    return next(known, TOLERANCES["fp32"])
 
 
 def recorded(parity: Mapping[str, Any] | None, precision: str = "fp32") -> Tolerance:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...common.option import declared, panels_for
 from ...common.registry import Registry, left_out
@@ -86,11 +87,19 @@ def owner_of(option: str) -> tuple[str, str]:
     return next(owners, ("", "another runtime"))
 
 
+def of_plugins() -> dict[str, Any]:
+    """Returns the session options of plugins, with their defaults."""
+    return {
+        name: field.default
+        for panel in panels_for(("run",), ())
+        for name, (field, _) in declared(panel.options).items()
+    }
+
+
 def check_options(options: SessionOptions) -> None:
     """Raises `UsageError` for an option that the named runtime does not accept."""
     defaults = {name: getattr(SessionOptions(), name) for name in OWN_OPTIONS}
-    for panel in panels_for(("run",), ()) if options.of_plugins else ():  # loads the plugins
-        defaults |= {name: field.default for name, (field, _) in declared(panel.options).items()}
+    defaults |= of_plugins() if options.of_plugins else {}  # loads the plugins
     stated = {name: getattr(options, name) for name in OWN_OPTIONS} | {**options.of_plugins}
     for name, value in stated.items():
         is_default = name in defaults and value == defaults[name]

@@ -281,8 +281,7 @@ class Evaluated(Session):
         self._evaluator = ReferenceEvaluator(graph)
 
     def call(self, wanted: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]:
-        values: list[Any] = self._evaluator.run(list(wanted), dict(feeds))
-        return values
+        return list(self._evaluator.run(list(wanted), dict(feeds)))
 
 
 def test_a_runtime_with_a_call_alone_is_timed_by_it(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ class Attempt:
         hold, as a parity check lets a few tokens choose others.
         """
         precision = self.row["precision"]
-        bounds = TOLERANCES[precision]
+        bounds = TOLERANCES[precision]  # type: ignore[index]
         off = np.abs(found - wanted).reshape(len(found), -1).max(1) / np.abs(wanted).max()
         clear = margin > bounds.tie * (4 if precision in ("int8", "int4", "fp8") else 1)
         worst = off[clear].max() if clear.any() else np.median(off)
