@@ -112,7 +112,12 @@ def write_bundle(
     progress, options = progress or Silent(), job.options
     with job.model.source.changes_told():
         if options.verify and isinstance(options.data, Iterator):
-            job = replace(job, options=replace(options, data=_first_inputs(job, options.data)))
+            from .checks.accuracy import fields_of
+
+            # Stored for the comparisons, because a generator yields its inputs only once.
+            count = max(options.samples_to_verify, job.least_batch)
+            data = tuple(fields_of(job.model, options.data, count))
+            job = replace(job, options=replace(options, data=data))
         if options.verify:
             first = next(compared_inputs(job))
             job, traced = with_trace(job, progress, traced)  # before a run: its errors are clearer
@@ -133,13 +138,6 @@ def write_bundle(
             if options.token_counts != DEFAULT_TOKENS or missed.valid is None:
                 raise missed
             return _write(of_tokens(job, *missed.valid, missed.message), progress, traced, answers)
-
-
-def _first_inputs(job: ExportJob, data: Iterator[object]) -> tuple[object, ...]:
-    """The inputs for the comparisons, stored because a generator yields them only once."""
-    from .checks.accuracy import fields_of
-
-    return tuple(fields_of(job.model, data, max(job.options.samples_to_verify, job.least_batch)))
 
 
 def _fastest_threads(job: ExportJob, first: Fields, progress: Progress) -> int:

@@ -47,7 +47,7 @@ INPUTS = "random normal tokens, with a different direction for each input"
 SEED = 1
 
 IR_VERSION = 10
-"""The opset of the timed graphs; every supported ONNX Runtime accepts it."""
+"""The version of the timed graphs' format; every supported ONNX Runtime accepts it."""
 
 
 def with_fastest(tuned: TunedLayers, plan: AnyPlan, target: Target) -> AnyPlan:
@@ -73,20 +73,17 @@ def with_fastest(tuned: TunedLayers, plan: AnyPlan, target: Target) -> AnyPlan:
     return replace(plan, reason=reason)
 
 
-Tokens = Mapping[str, np.ndarray]
-"""The inputs of layers in a real model, [s, m, d] by name; s is at least the batch size."""
-
-
 @dataclass(frozen=True)
 class Measuring:
     """How layers are measured: for how long, and on what inputs (random ones if none are given).
 
+    `inputs` are those of layers in a real model, [s, m, d] by name; s is at least the batch size.
     With `alone`, a lowering without alternatives is also measured. One that is predicted to take
     over `within` times as long as the fastest is left out. `spin_ms`: as in `SessionOptions`.
     """
 
     protocol: Protocol = PROTOCOL
-    inputs: Tokens = field(default_factory=dict)
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
     alone: bool = False
     within: float = math.inf
     spin_ms: float | None = None
@@ -111,10 +108,6 @@ def _machine(target: Target) -> str:
     return cpu_model() if gpu is None else gpu.name
 
 
-def _place(target: Target) -> str:
-    return "cpu" if TARGETS[target].on_cpu else "gpu"
-
-
 def measure_lowerings(
     job: ExportJob,
     traced: ir.Model,
@@ -133,10 +126,10 @@ def measure_lowerings(
     target, threads = job.options.target, torch.get_num_threads()
     check_runs(target)
     session = options_for(target, threads, measuring.spin_ms)
-    name = session.runtime
+    name, place = session.runtime, "cpu" if TARGETS[target].on_cpu else "gpu"
     return Tuning(
         machine=_machine(target),
-        provider=session.provider if "provider" in RUNTIMES[name].takes else _place(target),
+        provider=session.provider if "provider" in RUNTIMES[name].takes else place,
         runtime=f"{name} {versions((name,)).get(name, ort.__version__)}",
         threads=threads,
         rounds=measuring.protocol.rounds,
@@ -178,9 +171,9 @@ def _measured(
     plan, name = group.plan, group.names[0]
     candidates = able(plan, job.options.target)
     machine = machine_for(job.options.target, plan.precision)
-    predicted = [name.predict_us(plan, machine) for name in candidates]
-    most = measuring.within * min(predicted)
-    candidates = [name for name, us in zip(candidates, predicted, strict=True) if us <= most]
+    predicted = {way.name: way.predict_us(plan, machine) for way in candidates}
+    most = measuring.within * min(predicted.values())
+    candidates = [way for way in candidates if predicted[way.name] <= most]
     latencies: dict[str, Latency] = {}
     left_out: dict[str, str] = {}
     if len(candidates) > 1 or measuring.alone:

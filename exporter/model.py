@@ -254,6 +254,11 @@ class Model:
         """The specs of the MoE layers by module path, in execution order."""
         return {name: layer.spec for name, layer in self.layers.items()}
 
+    @property
+    def trained_k(self) -> dict[str, int]:
+        """The number of experts that each MoE layer computed in training."""
+        return {name: spec.trained_k for name, spec in self.specs.items()}
+
 
 def check_one_input(model: Model, what: str) -> None:
     """Raises `UsageError` for a model of several inputs if `what` needs a single input."""

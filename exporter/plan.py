@@ -103,7 +103,8 @@ class Plan:
                 f"{dense.file} copies none, for a k near n: `--graph {DENSE}` runs it",
             )
         spans = [
-            f"{graph.file} ({graph.title}) for batches of {_span_text(graph.batches)}"
+            f"{graph.file} ({graph.title}) for batches of "
+            + " to ".join(str(size) for size in dict.fromkeys(graph.batches))
             for graph in self.graphs
             if graph.batches is not None
         ]
@@ -235,9 +236,17 @@ def plan_traced(
             plan_graph(job, traced, name, f"model-{name}.onnx" if index else MAIN_GRAPH, tuning)
             for index, name in enumerate(job.options.lowerings)
         )
-    return _loadable(
-        Plan(job=job, traced=traced, table=table, precision=precision, graphs=graphs, tuning=tuning)
+    plan = Plan(
+        job=job, traced=traced, table=table, precision=precision, graphs=graphs, tuning=tuning
     )
+    most = TARGETS[job.options.target].most_bytes
+    if most is not None and plan.weights_bytes > most:
+        raise UsageError(
+            f"--target {job.options.target}: the weights have {plan.weights_bytes / 1e9:.2f} GB, "
+            f"but it loads at most {most / 1e9:.2f} GB",
+            hint="use a smaller --precision (fp16, int8, int4), or serve the model from a machine",
+        )
+    return plan
 
 
 def fused_ops(job: ExportJob) -> FusedOps:
@@ -257,19 +266,6 @@ def _takes_newest(job: ExportJob) -> bool:
     return job.options.opset is None or job.options.least_opset >= FUSED_OPSET
 
 
-def _loadable(plan: Plan) -> Plan:
-    """The plan, or `UsageError` for weights that its target cannot load."""
-    target = plan.job.options.target
-    most = TARGETS[target].most_bytes
-    if most is not None and plan.weights_bytes > most:
-        raise UsageError(
-            f"--target {target}: the weights have {plan.weights_bytes / 1e9:.2f} GB, but "
-            f"it loads at most {most / 1e9:.2f} GB",
-            hint="use a smaller --precision (fp16, int8, int4), or serve the model from a machine",
-        )
-    return plan
-
-
 def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
     """Returns the graphs of `--lowering auto`: one, or several for parts of the range of batches.
 
@@ -282,7 +278,10 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
     if len(spans) < 2:
         graph = plan_graph(job, traced, AUTO, MAIN_GRAPH)
         if TARGETS[job.options.target].compiled and copies_by_k(graph):
-            return graph, _for_large_k(plan_graph(job, traced, DENSE, f"model-{DENSE}.onnx"))
+            dense = plan_graph(job, traced, DENSE, f"model-{DENSE}.onnx")
+            reason = "copies no weights, so it is for a k near n"
+            layers = tuple(replace(layer, reason=reason) for layer in dense.layers)
+            return graph, replace(dense, layers=layers)
         return (graph,)
     spans.sort(key=lambda span: not span[0] <= batch.opt <= span[1])
     graphs: list[GraphPlan] = []
@@ -324,16 +323,6 @@ def copies_by_k(graph: GraphPlan) -> bool:
     return all(layer.k is None and layer.spec.chooses_sets for layer in graph.layers) and any(
         layer.copied_bytes for layer in graph.layers
     )
-
-
-def _for_large_k(graph: GraphPlan) -> GraphPlan:
-    reason = "copies no weights, so it is for a k near n"
-    return replace(graph, layers=tuple(replace(layer, reason=reason) for layer in graph.layers))
-
-
-def _span_text(span: Span) -> str:
-    first, last = span
-    return str(first) if first == last else f"{first} to {last}"
 
 
 def plan_graph(

@@ -166,7 +166,7 @@ def compare_graphs(
     compared: list[Reference] = []
     reached: dict[str, frozenset[int]] = {}
     silent = {spec.name: None for spec in job.model.outputs}
-    experts = {name: layer.spec.experts for name, layer in job.model.layers.items()}
+    experts = {name: spec.experts for name, spec in job.model.specs.items()}
     budget = Budget(job, partial(copied_bytes, (*planned.graphs, *rounded_graphs)))
 
     def opened(graph: GraphPlan, expected: Reference) -> Comparison:
@@ -410,14 +410,11 @@ def _dropped(kept: Reference, model: Model) -> tuple[str, ...]:
     if not left_out:
         return ()
 
-    def listed(shares: Mapping[str, float]) -> str:
-        return ", ".join(f"{share:.1%} in {name}" for name, share in shares.items())
-
-    alone = listed({name: float(mask.all(axis=-1).mean()) for name, mask in left_out.items()})
+    alone = ", ".join(f"{mask.all(axis=-1).mean():.1%} in {n}" for n, mask in left_out.items())
     sentence = f"no expert computes some tokens of the check's inputs: {alone}"
-    specs = [model.layers[name].spec for name in left_out]
+    specs = [model.specs[name] for name in left_out]
     if any(spec.trained_k < spec.experts for spec in specs):  # tokens choose
-        dropped = listed({name: float(mask.mean()) for name, mask in left_out.items()})
+        dropped = ", ".join(f"{mask.mean():.1%} in {name}" for name, mask in left_out.items())
         sentence = f"some choices for the check's inputs were dropped: {dropped}; {sentence}"
     return (sentence,)
 
@@ -498,7 +495,7 @@ class Budget:
         """
         last_rows, last_tokens, seconds = self._last
         longer = tokens / last_tokens
-        specs = [layer.spec for layer in self.job.model.layers.values()]
+        specs = self.job.model.specs.values()
         widest = max(spec.experts * max(spec.hidden, spec.dim) for spec in specs)
         floats = rows * max(tokens * widest, self._row_bytes // 4 * longer, HEADS * tokens**2)
         quick = needed or seconds * rows / last_rows * longer <= MOST_SECONDS
@@ -553,7 +550,7 @@ def other_k(job: ExportJob) -> list[int]:
     if None not in job.k.values():
         return []
     found = {1}
-    for spec in (layer.spec for layer in job.model.layers.values()):
+    for spec in job.model.specs.values():
         found |= {spec.trained_k, *(n // part for n in spec.levels for part in (1, 2, 4))}
     found -= {0, *kept_experts(job).values()}
     return sorted(k for k in found if k <= job.fewest_experts)
@@ -573,7 +570,7 @@ def reference(
     ours = Network(model, model.module, kept, renormalize=renormalize)
     arrays = completed(x, model.inputs)
     untouched = Network(model, model.untouched)
-    as_trained = model.as_trained is None and not renormalize and kept == _trained(model)
+    as_trained = model.as_trained is None and not renormalize and kept == model.trained_k
     dense: list[np.ndarray] = []
     parts: list[Computed] = []
     for part in rebatched([arrays], batch):
@@ -585,16 +582,14 @@ def reference(
         np.concatenate(y) for y in zip(*(part.outputs for part in parts), strict=True)
     )
     choices = _by_input(parts)
-    rest = iter(arrays.items())
-    _, inputs = next(rest)
     return Reference(
-        x=inputs,
+        x=arrays.pop(model.input.name),
         y=first,
         dense=np.concatenate(dense),
         selected={name: chosen for name, (chosen, _) in choices.items()},
         margin={name: margin for name, (_, margin) in choices.items()},
         kept=dict(kept),
-        inputs=dict(rest),
+        inputs=arrays,
         outputs={spec.name: y for spec, y in zip(model.outputs[1:], further, strict=True)},
     )
 
@@ -629,13 +624,7 @@ def with_exact(job: ExportJob, expected: Reference) -> Reference:
 
 
 def weights_bytes(model: Model) -> int:
-    weights = dict((*model.module.named_parameters(), *model.module.named_buffers()))
-    return sum(weight.nbytes for weight in weights.values())
-
-
-def _trained(model: Model) -> dict[str, int]:
-    """The number of experts that each layer computed in training."""
-    return {name: layer.spec.trained_k for name, layer in model.layers.items()}
+    return sum(part.nbytes for part in (*model.module.parameters(), *model.module.buffers()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -675,9 +664,6 @@ class Network:
     experts. If `exact`, it computes in float64, without changing its weights.
     """
 
-    takes_k = False
-    provider = "PyTorch"
-
     def __init__(
         self,
         model: Model,
@@ -691,16 +677,13 @@ class Network:
         self._kept, self._renormalize = dict(kept or {}), renormalize
         self.input_name = model.input.name
         self.output_names = [spec.name for spec in model.outputs]
-        layers = model.layers
+        specs = model.specs
         self.keys = {
             key: key
             for name, k in self._kept.items()
-            if k < layers[name].spec.experts or layers[name].spec.drops
-            for key in (choice_key(name, choice) for choice in layers[name].spec.choices())
+            if k < specs[name].experts or specs[name].drops
+            for key in (choice_key(name, choice) for choice in specs[name].choices())
         }
-
-    def __call__(self, x: Inputs, k: int | None = None) -> np.ndarray:
-        return self.run(x, k)[self.output_names[0]]
 
     def run(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
@@ -799,12 +782,12 @@ def check_network(job: ExportJob, expected: Reference, batches: Sequence[int]) -
         trained = replace(model, module=ours, as_trained=None)
         x = _several(expected.feeds(model.input.name), job.checked_batch)
         batch = job.largest_batch
-        whole = reference(trained, x, _trained(trained), renormalize=False, batch=batch)
+        whole = reference(trained, x, trained.trained_k, renormalize=False, batch=batch)
         if model.untouched is not ours:
             _check_stand_ins(trained, whole, batch, bounds)
         if job.fixed_batch is not None:
             return
-        network = Network(trained, trained.untouched, _trained(trained))
+        network = Network(trained, trained.untouched, trained.trained_k)
         _check_batches(network, whole, bounds, batches)
         kept, renormalize = expected.kept, options.renormalize
         if ours is not model.module or kept != whole.kept or renormalize:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from math import inf
@@ -32,7 +32,7 @@ from .bundle.manifest import METADATA, GraphFacts, TensorSpec
 from .inputs import WHOLE, Inputs, by_name, check_array, check_given, completed, tensor_of
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
+    from onnx import GraphProto, ModelProto
 
     from ..common.onnx_runtime import ort
     from .bundle.gpu_runs import GpuRuns
@@ -126,16 +126,6 @@ class GraphSession(Protocol):
 
     input_name: str
     output_names: list[str]
-    takes_k: bool
-
-    @property
-    def provider(self) -> str:
-        """The provider that runs the graph."""
-        ...
-
-    def __call__(self, x: Inputs, k: int | None = None) -> np.ndarray:
-        """Returns the first output for a batch x."""
-        ...
 
     def run(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
@@ -381,8 +371,8 @@ class Session:
             )
         given = by_name(x, self._ports)
         tensors = {n: t for n, value in given.items() if (t := tensor_of(value)) is not None}
-        seen = {n: self._for_checks(n, tensor) for n, tensor in tensors.items()}
-        arrays = completed({**given, **seen}, self._ports)
+        checked = {n: self._for_checks(n, tensor) for n, tensor in tensors.items()}
+        arrays = completed({**given, **checked}, self._ports)
         feeds: dict[str, Any] = {}
         for port in self._ports:
             array = arrays[port.name]
@@ -621,14 +611,15 @@ def _check_started(session: ort.InferenceSession, provider: str) -> None:
     )
 
 
-def _check_nodes(nodes: Iterable[NodeProto], name: str) -> None:
+def _check_nodes(graph: GraphProto, name: str) -> None:
     """Raises `BundleError` for a node that would end the process.
 
     ONNX Runtime 1.32 does not check for a negative `batch_dims` of GatherND, which is invalid.
     """
-    for node in nodes:
+    from .bundle.fp16_emulation import nodes_in
+
+    for node in nodes_in(graph):
         for attribute in node.attribute:
-            _check_nodes(attribute.g.node, name)
             if attribute.name == "batch_dims" and attribute.i < 0:
                 raise BundleError(
                     f"{name}: {node.name} of {node.op_type} has {attribute.i} batch dimensions",
@@ -647,7 +638,7 @@ def _changed(path: Path, options: SessionOptions) -> ModelProto | None:
     import onnx
 
     model = onnx.load(path, load_external_data=False)
-    _check_nodes(model.graph.node, path.name)
+    _check_nodes(model.graph, path.name)
     facts = GraphFacts.of(model, path.name)
     emulated = ("bf16", "fp16") if options.rounded else ("bf16",)
     twin = options.provider == CPU and facts is not None and facts.floats in emulated

@@ -97,23 +97,18 @@ def _lower(
         },
         "renormalize": options.renormalize,
     }
-    if job.model.edits:
-        facts["edits"] = job.model.edits.texts()
-    defaults = {port.name: port.default for port in job.model.inputs if port.default is not None}
-    if defaults:
-        facts["defaults"] = defaults
-    limits = {
-        str(axis_within(axis, job.fixed)): n
-        for axis, n in job.model.limits.items()
-        if " + " in axis
+    further = {
+        "edits": job.model.edits.texts(),
+        "defaults": {p.name: p.default for p in job.model.inputs if p.default is not None},
+        "limits": {
+            str(axis_within(axis, job.fixed)): n
+            for axis, n in job.model.limits.items()
+            if " + " in axis
+        },
+        "sizes": _valid_sizes(plan),
+        "groups_of": job.groups_of,
     }
-    if limits:
-        facts["limits"] = limits
-    sizes = _valid_sizes(plan)
-    if sizes:
-        facts["sizes"] = sizes
-    if job.groups_of is not None:
-        facts["groups_of"] = job.groups_of
+    facts |= {name: fact for name, fact in further.items() if fact}
     model.metadata_props[METADATA] = json.dumps(facts)
     # The same for readers: a viewer shows it next to the graph.
     about = f"{job.model.family} for {options.target} in {options.precision}"

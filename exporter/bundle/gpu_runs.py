@@ -30,8 +30,6 @@ from ...errors import EngineError
 from ...graphs.names import K_INPUT
 
 if TYPE_CHECKING:
-    from onnx import GraphProto
-
     from ...common.onnx_runtime import ort
     from ..tensorrt.cuda import Stream
 
@@ -61,16 +59,6 @@ GraphKey = tuple[object, ...]
 
 FIRST, OTHERS = "first", "others"
 """The two threads that run a session with graphs: the first caller's, and one for all others."""
-
-
-def not_capturable(graph: GraphProto) -> str | None:
-    """Returns why a graph cannot be replayed as a CUDA graph, judging by its nodes, or None."""
-    ops = {node.op_type for node in graph.node}
-    for op in sorted(ops.intersection(BRANCHES)):
-        return f"the graph has control flow ({op}), which waits for the CPU"
-    for op in sorted(ops.intersection(DATA_SIZES)):
-        return f"the size of an output of {op} depends on values, and the CPU waits for it"
-    return None
 
 
 def why_refused(message: str) -> str | None:
@@ -150,16 +138,6 @@ class _Captures:
     graphs: dict[GraphKey, _Graph] = field(default_factory=dict)
     single: OrderedDict[GraphKey, list[tuple[list[int], int]]] = field(default_factory=OrderedDict)
 
-    def room(self) -> bool:
-        """Whether another graph may be captured."""
-        return len(self.graphs) < GRAPHS
-
-    def remember(self, key: GraphKey, outputs: list[tuple[list[int], int]]) -> None:
-        """Records a plain run, and forgets the oldest if there are too many."""
-        self.single[key] = outputs
-        while len(self.single) > REMEMBERED:
-            self.single.popitem(last=False)
-
 
 class GpuRuns:
     """Runs a session with its values on a device; `refused` is why it captures no graphs.
@@ -238,11 +216,12 @@ class GpuRuns:
             if self._others is None:
                 self._others = ThreadPoolExecutor(1, thread_name_prefix="moexport-gpu")
             others = self._others
-        return others.submit(self._locked, call).result()
 
-    def _locked(self, call: Callable[[object], T]) -> T:
-        with self._lock:
-            return call(OTHERS)
+        def locked() -> T:
+            with self._lock:
+                return call(OTHERS)
+
+        return others.submit(locked).result()
 
     # --- one run ---------------------------------------------------------------------------------
 
@@ -250,8 +229,9 @@ class GpuRuns:
         self, thread: object, wanted: Sequence[str], feeds: Feeds, *, stays: bool
     ) -> list[Any]:
         key = _key(thread, wanted, feeds)
-        graph = self._captures.graphs.get(key)
-        if graph is None and key in self._captures.single and self._captures.room():
+        captures = self._captures
+        graph = captures.graphs.get(key)
+        if graph is None and key in captures.single and len(captures.graphs) < GRAPHS:
             graph = self._capture(key, wanted, feeds)
         elif graph is not None:
             with CAPTURING.shared():
@@ -267,13 +247,16 @@ class GpuRuns:
         self, key: GraphKey, wanted: Sequence[str], feeds: Feeds, *, stays: bool = False
     ) -> list[Any]:
         """Runs without a capture, and records the outputs under the key."""
-        binding, held = self.session.io_binding(), []
+        binding, bound = self.session.io_binding(), []
         for name, value in feeds.items():
-            held.append(self._bind(binding, name, value))
+            bound.append(self._bind(binding, name, value))
         outputs = self._outputs(binding, wanted)
         self.replayed = False
         if self.refused is None:
-            self._captures.remember(key, [(y.shape(), y.element_type()) for y in outputs])
+            single = self._captures.single
+            single[key] = [(y.shape(), y.element_type()) for y in outputs]
+            if len(single) > REMEMBERED:
+                single.popitem(last=False)
         return [_torch_view(y) if stays else y.numpy() for y in outputs]
 
     def _outputs(self, binding: ort.IOBinding, wanted: Sequence[str]) -> list[ort.OrtValue]:
@@ -359,13 +342,14 @@ class GpuRuns:
         with CAPTURING.shared():
             if graph is None:
                 binding = self.session.io_binding()
-                held = [self._bind(binding, name, value) for name, value in feeds.items()]
+                bound = [self._bind(binding, name, value) for name, value in feeds.items()]
                 for name in wanted:
                     binding.bind_output(name, self.device, 0)
                 options = self._options(PLAIN)
             else:
                 self._fill(graph, feeds)
-                binding, options, held = graph.binding, self._options(_id(graph)), []
+                name = str(graph.options.get_run_config_entry(GRAPH_ID))
+                binding, options, bound = graph.binding, self._options(name), []
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
             watch = Stopwatch()
             try:
@@ -375,7 +359,7 @@ class GpuRuns:
             finally:
                 stream.synchronize()
                 watch.close()
-                held.clear()  # the run has read these inputs
+                bound.clear()  # the run has read these inputs
 
     def _options(self, graph: str) -> ort.RunOptions:
         from ...common.onnx_runtime import ort
@@ -411,10 +395,6 @@ class GpuRuns:
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _id(graph: _Graph) -> str:
-    return str(graph.options.get_run_config_entry(GRAPH_ID))
 
 
 def _key(thread: object, wanted: Sequence[str], feeds: Feeds) -> GraphKey:
@@ -471,6 +451,12 @@ def capture_refused(path: Path) -> str | None:
     from google.protobuf.message import DecodeError
 
     try:
-        return not_capturable(onnx.load(path, load_external_data=False).graph)
+        nodes = onnx.load(path, load_external_data=False).graph.node
     except (DecodeError, OSError):  # opening it reports the fault
         return None
+    ops = {node.op_type for node in nodes}
+    for op in sorted(ops.intersection(BRANCHES)):
+        return f"the graph has control flow ({op}), which waits for the CPU"
+    for op in sorted(ops.intersection(DATA_SIZES)):
+        return f"the size of an output of {op} depends on values, and the CPU waits for it"
+    return None

@@ -18,6 +18,7 @@ from ...errors import MissingExtraError, MoexportError, PluginError
 from ...graphs.sizes import DEFAULT_BATCH, PARITY_BATCHES, parse_range
 from ...graphs.targets import Target, for_cpus, runtime_of
 from ..session import CPU, Session, SessionOptions
+from .fp16_emulation import nodes_in
 from .manifest import (
     MANIFEST_FILE,
     Check,
@@ -48,6 +49,12 @@ from .runtimes import RUNTIMES, opened
 AS_RECORDED = "SHA-256 as recorded"
 
 CHANGED = "the content has changed"
+
+NEVER_COMPARED = "the bundle was exported with --no-verify: no reference"
+
+REFERENCE_MISSING = (
+    f"{MANIFEST_FILE} records a comparison but does not list {PARITY_FILE}: it is incomplete"
+)
 
 LARGE_WEIGHTS_BYTES = 1 << 27
 """Above this a check runs without copies of weights: slower, but in a third of the memory."""
@@ -105,7 +112,8 @@ def checks(
 
         yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
     if expected is None:
-        yield Check("parity", False, _why_no_reference(manifest))
+        never = manifest.parity is None and all(graph.parity is None for graph in manifest.graphs)
+        yield Check("parity", False, NEVER_COMPARED if never else REFERENCE_MISSING)
     if manifest.answers or data is not None:
         from ..checks.bundle import data_checks, recorded_checks  # few bundles have either
 
@@ -235,13 +243,6 @@ def _listed(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
-def _why_no_reference(manifest: Manifest) -> str:
-    """Why there is no reference: the bundle was never compared, or has lost it."""
-    if manifest.parity is None and all(graph.parity is None for graph in manifest.graphs):
-        return "the bundle was exported with --no-verify: no reference"
-    return f"{MANIFEST_FILE} records a comparison but does not list {PARITY_FILE}: it is incomplete"
-
-
 def _bounds(
     directory: Path,
     manifest: Manifest,
@@ -261,23 +262,20 @@ def _bounds(
     fp32 = usual == TOLERANCES["fp32"]
     if fp32 and bounds.rtol > usual.rtol and graph is not None and _rounds(directory / graph.file):
         usual = replace(usual, rtol=ROUNDED_RTOL)
-    held = bounds.no_wider(usual)
+    bounds = bounds.no_wider(usual)
     if fp32 and (atol, rtol) != (None, None):
-        held = replace(held, roundings=math.inf)
-    return held.asked(atol, rtol)
+        bounds = replace(bounds, roundings=math.inf)
+    return bounds.asked(atol, rtol)
 
 
 def _rounds(path: Path) -> bool:
     """Whether a graph rounds values to BF16 on the way, as some published code does."""
-    pending = [onnx.load(path, load_external_data=False).graph]
-    while pending:
-        graph = pending.pop()
-        for node in graph.node:
-            attributes = {attribute.name: attribute for attribute in node.attribute}
-            if node.op_type == "Cast" and attributes["to"].i == onnx.TensorProto.BFLOAT16:
-                return True
-            pending += [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
-    return False
+    return any(
+        attribute.name == "to" and attribute.i == onnx.TensorProto.BFLOAT16
+        for node in nodes_in(onnx.load(path, load_external_data=False).graph)
+        if node.op_type == "Cast"
+        for attribute in node.attribute
+    )
 
 
 def _parity_check(

@@ -317,7 +317,7 @@ def _tied_inputs(model: Model, x: Fields) -> np.ndarray:
     """The inputs [b] for which rounding may change the choices of the untouched model."""
     ours = model.module if model.as_trained is None else model.as_trained
     trained = replace(model, module=ours, as_trained=None)
-    kept = {name: layer.spec.trained_k for name, layer in trained.layers.items()}
+    kept = trained.trained_k
     rows = row_count(x)
     tied = np.zeros(rows, dtype=bool)
     for _, margin in Network(trained, ours, kept).computed(x).choices.values():

@@ -142,7 +142,7 @@ def _graph_score(
 def _kept_score(job: ExportJob, labelled: int) -> Score | None:
     """PyTorch's accuracy with the experts and edits of the export; None if it is as trained."""
     kept = kept_experts(job, _shared_k(job))
-    trained = {name: layer.spec.trained_k for name, layer in job.model.layers.items()}
+    trained = job.model.trained_k
     if kept == trained and not job.options.renormalize and job.model.as_trained is None:
         return None
 
