@@ -26,7 +26,6 @@ from .bundle.destination import atomic_directory, check_destination
 from .bundle.footprint import with_peak_memory
 from .bundle.manifest import MANIFEST_FILE
 from .bundle.parity import Parity
-from .inputs import parity_batches
 from .job import ExportJob, export_job
 from .model import Model
 from .options import ExportOptions
@@ -80,8 +79,7 @@ def plan(model: AnyModel, destination: AnyPath, options: ExportOptions) -> Plan:
     requested = with_plugins(replace(options, destination=Path(destination), force=True))
     job = export_job(_loading(model, options), requested)
     if job.options.data is not None and job.options.verify:
-        samples = job.options.samples_to_verify
-        parity_batches(job.model, job.fixed, job.options.data, samples, ranges=job.axis_ranges)
+        compared_inputs(job)  # reads the first
         _answers(job)
     return plan_job(job, options.progress)
 

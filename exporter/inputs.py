@@ -216,19 +216,13 @@ def parity_batches(
         given = by_name(model.example, model.inputs)
         own = {spec.name: given[spec.name].astype(spec.dtype) for spec in model.inputs}
         if "tokens" in ranges:
-            own = _within(own, model, ranges["tokens"])
+            tokens = own[model.input.name].shape[model.input.shape.index("tokens")]
+            nearest = ranges["tokens"].nearest(tokens)
+            if nearest != tokens:
+                own = of_tokens(model, own, row_count(own), nearest, random=False)
         varies = len(model.input.dynamic_axes) > 1  # then other lengths are compared as well
         return iter([_whole(own, least), arrays] if varies else [_whole(own, least)])
     return iter([_with_tiny(arrays, model) if tiny else arrays])
-
-
-def _within(arrays: Fields, model: Model, tokens: AxisRange) -> Fields:
-    """The inputs, with a token count that the graph supports."""
-    has = arrays[model.input.name].shape[model.input.shape.index("tokens")]
-    nearest = tokens.nearest(has)
-    if nearest == has:
-        return arrays
-    return of_tokens(model, arrays, row_count(arrays), nearest, random=False)
 
 
 TINY = 2.0**-20
@@ -374,11 +368,6 @@ def fitted(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int] | None = No
     return x.astype(spec.dtype, copy=False)
 
 
-def random_inputs(model: Model, count: int, sizes: Mapping[str, int] = SIZES) -> np.ndarray:
-    """Returns random values for a model's first input, as `random_arrays` does."""
-    return random_arrays(model, count, sizes)[model.input.name]
-
-
 def random_arrays(
     model: Model, count: int, sizes: Mapping[str, int] = SIZES
 ) -> dict[str, np.ndarray]:
@@ -469,7 +458,8 @@ def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool 
         from .checks.shapes import shape_hint  # needed for errors only
 
         raise FeedError(
-            f"{what} needs {port.dtype} {_shape(port.shape)}, not {x.dtype.name} {_shape(x.shape)}",
+            f"{what} needs {port.dtype} {shape_text(port.shape)}, not {x.dtype.name} "
+            f"{shape_text(x.shape)}",
             hint=f"cast the array: x = x.astype('{port.dtype}')"
             if fits(x.shape, port.shape)
             else shape_hint(x.shape, port.shape),
@@ -483,7 +473,7 @@ def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool 
         at = sizes.index(0)
         hint = f"its axis {port.shape[at]} is at least 1" if at else "give at least one input"
         hint = f"leave such inputs out of the feed: {hint}" if feed and at else hint
-        raise FeedError(f"{what} is empty: {_shape(x.shape)}", hint=hint)
+        raise FeedError(f"{what} is empty: {shape_text(x.shape)}", hint=hint)
     for axis, most in port.limits.items():
         size = x.shape[port.shape.index(axis)] if axis in port.shape else 0
         if size > most:
@@ -518,5 +508,5 @@ def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool 
         raise FeedError(f"{what} contains NaN or Inf", hint="leave such inputs out")
 
 
-def _shape(sizes: Sequence[object]) -> str:
+def shape_text(sizes: Sequence[object]) -> str:
     return "(" + ", ".join(str(size) for size in sizes) + ")"

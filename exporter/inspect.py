@@ -23,8 +23,9 @@ from ..graphs.layers.base import MoELayer, MoESpec, choice_key, recorded_choices
 from ..graphs.layers.mumoe import MuMoESpec
 from ..graphs.sizes import DEFAULT_TOKENS
 from .checkpoints.load import AnyModel, model_of
-from .inputs import feed_inputs
+from .inputs import feed_inputs, shape_text
 from .model import Model
+from .refusals import TOKEN_AXES
 from .requests import InspectRequest
 
 SHARES = (1, 2, 4, 8)
@@ -132,15 +133,15 @@ def _report_on(model: Model, data: Feed | None, tokens: int | None) -> ModelRepo
     Raises what `answers_of` raises, and `UsageError` for data without labels or outputs.
     """
     counted_tokens, backbone_macs = _one_input(model, tokens)
-    told: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()
     if data is not None:
         from .checks.answers import answers_of, texts  # loaded only for a run
 
-        answers = answers_of(model, data)
-        told = () if answers is None else tuple(texts(answers, model))
+        found = answers_of(model, data)
+        answers = () if found is None else tuple(texts(found, model))
     # For a user's own network, data are first its example: it may have no muMoE layers.
     mixing = any(layer.spec.rewritable for layer in model.layers.values())
-    counted = mixing or (not told and not model.host.own_code)
+    counted = mixing or (not answers and not model.host.own_code)
     layers = tuple(
         _layer_report(name, layer, counted_tokens[name]) for name, layer in model.layers.items()
     )
@@ -151,8 +152,8 @@ def _report_on(model: Model, data: Feed | None, tokens: int | None) -> ModelRepo
     return ModelReport(
         family=model.family,
         config=dict(model.config),
-        input=", ".join(_port(spec.name, spec.shape) for spec in model.inputs),
-        output=", ".join(_port(spec.name, spec.shape) for spec in model.outputs),
+        input=", ".join(f"{spec.name} {shape_text(spec.shape)}" for spec in model.inputs),
+        output=", ".join(f"{spec.name} {shape_text(spec.shape)}" for spec in model.outputs),
         parameters=_parameters(model.module),
         moe_parameters=sum(layer.parameters for layer in layers),
         layers=layers,
@@ -162,7 +163,7 @@ def _report_on(model: Model, data: Feed | None, tokens: int | None) -> ModelRepo
         macs=None if backbone_macs is None else backbone_macs + moe_macs,
         moe_macs=moe_macs,
         equivalents=tuple(_equivalents(model)),
-        answers=told,
+        answers=answers,
     )
 
 
@@ -220,7 +221,7 @@ def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | 
     if tokens is None:
         # A vector is one token if arrays may omit the token axis.
         tokens = 1 if model.input.implied == "tokens" else DEFAULT_TOKENS.opt
-    elif not {"tokens", "height", "width"} & {*shape} and not model.host.of_tokens:
+    elif TOKEN_AXES.isdisjoint(shape) and not model.host.of_tokens:
         raise UsageError(
             f"--tokens {tokens}: the model's inputs, {shape}, have no token axis",
             hint="leave --tokens out",
@@ -256,9 +257,6 @@ def _counted(model: Model, count: int, products: _NoProducts) -> dict[str, int]:
         "height": height,
         "width": count // height,
     }
-    examples = tuple(
-        torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype)) for spec in model.inputs
-    )
     tokens: dict[str, int] = {}
 
     class Counted(nn.Module):
@@ -279,7 +277,7 @@ def _counted(model: Model, count: int, products: _NoProducts) -> dict[str, int]:
             for name, tensor in (*backbone.named_parameters(), *backbone.named_buffers())
             if tensor.is_floating_point()
         }
-        functional_call(backbone, zeros, examples)
+        functional_call(backbone, zeros, model.zeros(sizes))
     return tokens
 
 
@@ -372,10 +370,6 @@ def _k_label(what: str, kept: dict[str, int], specs: Mapping[str, MoESpec]) -> s
 
 def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _port(name: str, shape: tuple[int | str, ...]) -> str:
-    return f"{name} ({', '.join(str(size) for size in shape)})"
 
 
 SAMPLES = 256

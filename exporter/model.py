@@ -238,6 +238,13 @@ class Model:
         """The reference network for all comparisons: the user's own if there is one."""
         return self.module if self.original is None else self.original
 
+    def zeros(self, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
+        """Returns inputs of zeros, whose named axes have these sizes."""
+        return tuple(
+            torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype))
+            for spec in self.inputs
+        )
+
     def changed(self, module: nn.Module) -> Model:
         """Returns the model with `module`, a changed copy, in place of its own."""
         before = self.module if self.as_trained is None else self.as_trained

@@ -44,11 +44,7 @@ if TYPE_CHECKING:
     from ..graphs.lowerings.base import AnyPlan
     from .model import Model
 
-NO_FACTORS = "its weight tensor is not factorised, but only factors can be quantised"
-
-NO_EXPERTS = "it has no matrices of experts to quantise in blocks"
-
-_TOKEN_AXES = frozenset({"tokens", "height", "width"})
+TOKEN_AXES = frozenset({"tokens", "height", "width"})
 """Axes that `--tokens` sets: for an image it is the number of pixels."""
 
 
@@ -405,7 +401,7 @@ def retention_of_one_input(model: Model, options: ExportOptions) -> Iterable[Mis
 def axes(job: Resolved) -> Iterator[Mistake]:
     """Token counts for a model without a token axis, and sizes that it does not accept."""
     spec, options = job.model.input, job.options
-    if options.token_counts != DEFAULT_TOKENS and not _TOKEN_AXES.intersection(spec.dynamic_axes):
+    if options.token_counts != DEFAULT_TOKENS and not TOKEN_AXES.intersection(spec.dynamic_axes):
         yield (
             f"--tokens {options.token_counts}: the model has no token axis: its input "
             f"'{spec.name}' is ({', '.join(map(str, spec.shape))})",
@@ -468,12 +464,13 @@ def stored_integers(job: Resolved) -> Iterator[Mistake]:
             other = "fp16" if TARGETS[options.target].weight_only else "int8 or fp32"
             yield LoweringError(
                 f"layer {name}: --precision {options.precision} does not support this layer: "
-                f"{NO_EXPERTS}",
+                "it has no matrices of experts to quantise in blocks",
                 hint=f"use --precision {other}",
             )
         if quantised and not any(operand_of(part.name) for part in layer.stored()):
             yield LoweringError(
-                f"layer {name}: --precision int8 does not support this layer: {NO_FACTORS}",
+                f"layer {name}: --precision int8 does not support this layer: its weight tensor is "
+                "not factorised, but only factors can be quantised",
                 hint="use --precision fp16 or bf16 for a GPU, fp32 for a CPU",
             )
 

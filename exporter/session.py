@@ -60,9 +60,6 @@ AS_STORED = (
 """The runtime keeps no copies of weights, neither packed ones nor FP32 ones of FP16 weights that a
 graph casts."""
 
-PROVIDER_OPTIONS = {CUDA: {"use_tf32": "0"}}
-"""FP32 is FP32: by default, the provider rounds products to 10 bits of mantissa."""
-
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
@@ -546,10 +543,12 @@ def _provider_options(
 
         load_libraries()
         return provider_options(path)
-    own = dict(PROVIDER_OPTIONS.get(provider, {}))
-    if provider == CUDA and graphs:
+    if provider != CUDA:
+        return {}
+    own = {"use_tf32": "0"}  # by default, FP32 products are rounded to 10 bits of mantissa
+    if graphs:
         own["enable_cuda_graph"] = "1"
-    if provider == CUDA and stream is not None:
+    if stream is not None:
         own["user_compute_stream"] = str(stream.handle)
     return own
 

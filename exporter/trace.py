@@ -440,9 +440,7 @@ def _program(
     opset: int,
 ) -> ir.Model:
     """The graph of a network that takes and returns tensors, by PyTorch's own exporter."""
-    examples = tuple(
-        torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype)) for spec in model.inputs
-    )
+    examples = model.zeros(sizes)
     # Equal names are one axis, wherever they occur.
     axes = {
         axis: torch.export.Dim(axis, min=least_size(size), max=model.limits.get(axis))

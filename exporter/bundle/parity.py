@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import onnx
@@ -55,10 +55,8 @@ OUTLIER_IN_A_BATCH = 1.5  # times as far off as the same outlier in the usual ba
 OUTLIER_AT_TOKENS = 1.5  # times as far off as most may be
 FURTHER_AT_TOKENS = 2.0  # times as far off as the worst input at the usual number
 
-Item = TypeVar("Item")
 _SIZED = re.compile(r"parity-(\d+)-tokens\.npz")
 _AT_K = re.compile(r"(k=[1-9]\d*/)")  # before the names of arrays of another k
-_KEPT = re.compile(r"(k=[1-9]\d*/)?kept/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,8 +403,8 @@ class Reference:
         """Returns the reference of some of the inputs, by their numbers or a mask."""
         if any(len(other.x) < len(self.x) for other in self.at_other_k.values()):
             return replace(self, at_other_k={}).rows(chosen)  # a bundle has fewer inputs for these
-        arrays = {name: array[chosen] for name, array in self._arrays().items()}
-        return Reference._of(arrays, self._kept())
+        arrays = self._arrays()
+        return Reference._of({name: a[chosen] if a.ndim else a for name, a in arrays.items()})
 
     def reached(self) -> dict[str, frozenset[int]]:
         """Returns, by choice, the experts that some input chose; the others were not compared."""
@@ -468,36 +466,33 @@ class Reference:
         mine, theirs = self._arrays(), later._arrays()
         if mine.keys() != theirs.keys():
             mine, theirs = self._unrounded()._arrays(), later._unrounded()._arrays()
-        arrays = {name: np.concatenate((array, theirs[name])) for name, array in mine.items()}
-        return Reference._of(arrays, self._kept())
+        return Reference._of(
+            {n: np.concatenate((a, theirs[n])) if a.ndim else a for n, a in mine.items()}
+        )
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self._arrays().values())
 
     def save(self, path: Path) -> None:
-        kept = {name: np.array(k) for name, k in self._kept().items()}
         arrays = replace(self, at_other_k={})._arrays()
         for k, other in self.at_other_k.items():
             own = other._own_arrays()
             if np.array_equal(other.y, self.dense):  # equal to those with all experts
                 del own["y"]
-            bytes_of_one = sum(array[:1].nbytes for array in own.values())
+            bytes_of_one = sum(array[:1].nbytes for array in own.values() if array.ndim)
             count = max(1, MOST_BYTES_AT_A_K // max(1, bytes_of_one))
-            arrays |= {f"k={k}/{name}": array[:count] for name, array in own.items()}
+            arrays |= {f"k={k}/{name}": array for name, array in _first(own, count).items()}
         # np.savez takes names as keywords; its own first parameter is positional.
-        np.savez(path, **arrays, **kept)  # type: ignore[arg-type]
-
-    def _kept(self) -> dict[str, int]:
-        """The values that do not depend on the inputs, by name: each layer's k."""
-        kept = {f"kept/{layer}": k for layer, k in self.kept.items()}
-        for k, other in self.at_other_k.items():
-            kept |= {f"k={k}/{name}": count for name, count in other._kept().items()}
-        return kept
+        np.savez(path, **arrays)  # type: ignore[arg-type]
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """The values of each input, by name; for another k, those that differ from k = n."""
+        """The values of each input, by name, and each layer's k; for another k, those that differ.
+
+        An array without an axis has one value for all inputs.
+        """
         arrays = {"x": self.x, "y": self.y, "dense": self.dense}
+        arrays |= {f"kept/{layer}": np.array(k) for layer, k in self.kept.items()}
         for choice in self.selected:
             arrays[f"selected/{choice}"] = self.selected[choice]
             arrays[f"margin/{choice}"] = self.margin[choice]
@@ -521,9 +516,7 @@ class Reference:
         from ...data.feeds import npz_arrays  # not needed to write one
 
         try:
-            arrays = dict(npz_arrays(path))
-            counts = {name: int(arrays.pop(name)) for name in [*arrays] if _KEPT.match(name)}
-            record = Reference._of(arrays, counts)
+            record = Reference._of(dict(npz_arrays(path)))
         except (FeedError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise BundleError(f"{path}: not a readable parity record ({error})") from error
         for problem in record._problems():
@@ -531,15 +524,14 @@ class Reference:
         return record
 
     @staticmethod
-    def _of(arrays: Mapping[str, np.ndarray], kept: Mapping[str, int]) -> Reference:
-        """The record whose `_arrays` and `_kept` these are."""
+    def _of(arrays: Mapping[str, np.ndarray]) -> Reference:
+        """The record whose `_arrays` these are."""
         shared = {name: array for name, array in arrays.items() if _shared(name)}
         at_other_k = {}
-        for prefix in dict.fromkeys(found[1] for name in kept if (found := _AT_K.match(name))):
+        for prefix in dict.fromkeys(found[1] for name in arrays if (found := _AT_K.match(name))):
             own = {"y": arrays["dense"], **_group(arrays, prefix)}
-            count = min(len(array) for array in own.values())
-            own = {name: array[:count] for name, array in {**own, **shared}.items()}
-            at_other_k[int(prefix[2:-1])] = Reference._of(own, _group(kept, prefix))
+            count = min(len(array) for array in own.values() if array.ndim)
+            at_other_k[int(prefix[2:-1])] = Reference._of(_first({**own, **shared}, count))
         rounded = None
         if "rounded" in arrays:
             rounded = Rounded(arrays["rounded"], _group(arrays, "rounded/"))
@@ -549,7 +541,7 @@ class Reference:
             dense=arrays["dense"],
             selected=_group(arrays, "selected/"),
             margin=_group(arrays, "margin/"),
-            kept=_group(kept, "kept/"),
+            kept={layer: int(k) for layer, k in _group(arrays, "kept/").items()},
             inputs=_group(arrays, "x/"),
             outputs=_group(arrays, "y/"),
             rounded=rounded,
@@ -616,7 +608,12 @@ def _shared(name: str) -> bool:
     return name in ("x", "dense") or name.startswith("x/")
 
 
-def _group(arrays: Mapping[str, Item], prefix: str) -> dict[str, Item]:
+def _first(arrays: Mapping[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
+    """The values of the first inputs."""
+    return {name: array[:count] if array.ndim else array for name, array in arrays.items()}
+
+
+def _group(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
 
 

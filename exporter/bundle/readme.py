@@ -10,7 +10,7 @@ from ...common.text import markdown, markdown_text, size
 from ...graphs.edits import Edits
 from ...graphs.names import K_INPUT, PRESENT
 from ...graphs.targets import for_cpus, runtime_of
-from ..inputs import PAST_AXIS
+from ..inputs import PAST_AXIS, shape_text
 from ..session import CPU, CUDA, NO_KLEIDIAI
 from .manifest import MANIFEST_FILE, FileRecord, LayerRecord, Manifest, TensorSpec
 from .parity import Parity, describe, sized_files
@@ -181,7 +181,7 @@ def _ports(ports: Sequence[TensorSpec]) -> str:
 
 
 def _port(port: TensorSpec) -> str:
-    return f"`{port.name}`: {port.dtype} ({', '.join(map(str, port.shape))})"
+    return f"`{port.name}`: {port.dtype} {shape_text(port.shape)}"
 
 
 def _multiples(port: TensorSpec) -> str:
