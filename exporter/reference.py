@@ -165,19 +165,20 @@ def compare_graphs(
     kept: Reference | None = None
     compared: list[Reference] = []
     reached: dict[str, frozenset[int]] = {}
+    batches: tuple[int, ...] = ()
     silent = {spec.name: None for spec in job.model.outputs}
     experts = {name: spec.experts for name, spec in job.model.specs.items()}
     budget = Budget(job, partial(copied_bytes, (*planned.graphs, *rounded_graphs)))
 
     def opened(graph: GraphPlan, expected: Reference) -> Comparison:
         record = graph_record(graph, lowered[graph.file])
-        return opened_comparison(job, directory, record, expected, budget.batches)
+        return opened_comparison(job, directory, record, expected, batches)
 
     for x in compared_inputs(job):
         expected = budget.timed(x)
         if not comparisons:
-            budget.choose_batches(_changes(planned, "batch"))
-            check_network(job, expected, budget.batches)
+            batches = budget.batches(_changes(planned, "batch"))
+            check_network(job, expected, batches)
             comparisons = {graph.file: opened(graph, expected) for graph in planned.graphs}
             rounded = next((opened(graph, expected) for graph in rounded_graphs), None)
         measured = by_rounding and kept is None
@@ -455,7 +456,6 @@ class Budget:
 
     job: ExportJob
     copied_bytes: Callable[[int, int], float]
-    batches: tuple[int, ...] = ()
     _last: tuple[int, int, float] = (1, 1, 0.0)
     """The number of inputs, their tokens, and seconds."""
     _row_bytes: int = 0
@@ -477,10 +477,10 @@ class Budget:
         )
         return expected
 
-    def choose_batches(self, changes: Sequence[int]) -> None:
-        """Chooses the batch sizes that are compared."""
+    def batches(self, changes: Sequence[int]) -> tuple[int, ...]:
+        """Returns the batch sizes to compare."""
         rows, tokens, _ = self._last
-        self.batches = tuple(
+        return tuple(
             size
             for size in self.job.probed_batches(changes)
             if size <= rows or self.affords(size, tokens, axis="batch")

@@ -87,9 +87,12 @@ def check_without_model(options: ExportOptions) -> None:
 
 
 def check(stage: Stage, *of: Any) -> None:
-    """Raises the first mistake of a stage, whose checks are called with `of`."""
+    """Raises the first mistake of a stage, whose checks are called with `of`.
+
+    A check yields mistakes, or raises an error itself.
+    """
     for mistakes in CHECKS[stage]:
-        refuse(mistakes(*of))
+        refuse(mistakes(*of) or ())
 
 
 def values(options: ExportOptions) -> Iterator[Mistake]:
@@ -351,31 +354,28 @@ def read_once(options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def engine(options: ExportOptions) -> Iterable[Mistake]:
+def engine(options: ExportOptions) -> None:
     """A requested engine that cannot be built here."""
     if options.engine is not None and options.engine is not False:
         from .tensorrt.engines import check_for_export
 
         check_for_export(options.target, options.engine)
-    return ()
 
 
-def computed(options: ExportOptions) -> Iterable[Mistake]:
+def computed(options: ExportOptions) -> None:
     """A precision that this machine cannot compute, if graphs are compared."""
     from .bundle.runtimes import check_computes
 
     if options.verify:
         check_computes(options.precision, options.target)
-    return ()
 
 
-def destination(options: ExportOptions) -> Iterable[Mistake]:
+def destination(options: ExportOptions) -> None:
     """A folder that cannot be written, or must not be replaced."""
     from .bundle.destination import check_destination
 
     if options.destination is not None:
         check_destination(options.destination, force=options.force)
-    return ()
 
 
 def groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
@@ -389,13 +389,12 @@ def groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def retention_of_one_input(model: Model, options: ExportOptions) -> Iterable[Mistake]:
+def retention_of_one_input(model: Model, options: ExportOptions) -> None:
     """`--min-retention` for a model with several inputs."""
     from .model import check_one_input  # loads PyTorch
 
     if options.min_retention is not None:
         check_one_input(model, "--min-retention")
-    return ()
 
 
 def axes(job: Resolved) -> Iterator[Mistake]:
@@ -437,7 +436,7 @@ def not_renormalizable(specs: Mapping[str, MoESpec]) -> Iterator[Mistake]:
             )
 
 
-def lowerings(job: Resolved) -> Iterable[Mistake]:
+def lowerings(job: Resolved) -> None:
     """A lowering that does not support a layer."""
     from ..graphs.lowerings.choice import check as check_lowering  # loads PyTorch
 
@@ -448,7 +447,6 @@ def lowerings(job: Resolved) -> Iterable[Mistake]:
         for lowering in options.lowerings if own is None else (own[0],):
             if lowering not in CHOOSERS:
                 check_lowering(lowering, plan, options.target)
-    return ()
 
 
 def stored_integers(job: Resolved) -> Iterator[Mistake]:
@@ -508,7 +506,7 @@ def real_inputs(job: Resolved) -> Iterable[Mistake]:
         yield no_ranges_found(options.precision)
 
 
-CHECKS: Mapping[Stage, Sequence[Callable[..., Iterable[Mistake]]]] = {
+CHECKS: Mapping[Stage, Sequence[Callable[..., Iterable[Mistake] | None]]] = {
     "options": (values, integers, known_target, graph, comparison),
     "target": (numbers_of_target, inputs, read_once),
     "machine": (engine, computed, destination),

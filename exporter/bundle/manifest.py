@@ -19,6 +19,7 @@ from ...common.locations import AnyPlace, holds, local_files
 from ...common.registry import left_out
 from ...common.text import by_level
 from ...errors import BundleError
+from ...graphs.sizes import DEFAULT_BATCH, AxisRange, parse_range
 from ...graphs.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -306,6 +307,23 @@ class Manifest:
     plugins: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Additions of plugins' steps, by their names; only the plugins read them."""
     schema: int = SCHEMA
+
+    @property
+    def batches(self) -> AxisRange:
+        """The batch sizes of the graphs."""
+        size = self.inputs[0].shape[0]
+        known = self.batch or DEFAULT_BATCH
+        return parse_range(size if isinstance(size, int) else known, "--batch")
+
+    @property
+    def together(self) -> int:
+        """The number of inputs that are computed together: a batch is a multiple of it."""
+        return self.inputs[0].groups_of or 1
+
+    @property
+    def experts(self) -> dict[str, int]:
+        """The number of experts of each layer."""
+        return {layer.name: layer.experts for layer in self.layers}
 
     def to_json(self) -> str:
         """The manifest as indented JSON, `schema` first and its own hash last."""

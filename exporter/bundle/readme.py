@@ -225,7 +225,7 @@ def _where(manifest: Manifest) -> Iterator[str]:
 
 def _program(manifest: Manifest) -> str:
     """The program that runs the main graph on one input of zeros."""
-    k = max(1, min(layer.experts for layer in manifest.layers) // 4)
+    k = max(1, min(manifest.experts.values()) // 4)
     feeds = [
         f'"{K_INPUT}": np.array([{k}], "int64")'
         if port.name == K_INPUT

@@ -19,7 +19,7 @@ from ...data.feeds import batches, count, npz_array, npz_names
 from ...errors import FeedError, OutputError, UsageError
 from ...graphs.names import PRESENT
 from ...graphs.score_names import is_score
-from ...graphs.sizes import DEFAULT_BATCH, AxisRange, parse_range
+from ...graphs.sizes import AxisRange
 from ..inputs import check_array, with_axes
 from ..requests import AnyPath, RunRequest
 from ..session import GraphSession
@@ -59,12 +59,12 @@ def run(
     _check_output(output_file, input_file, force=options.force)
     opened = Bundle.open(bundle_path, check=options.check)
     record = opened.manifest
-    fewest = min(layer.experts for layer in record.layers)
+    fewest = min(record.experts.values())
     if k is not None and not 1 <= k <= fewest:
         raise UsageError(f"--k {k}: the model has {fewest} experts", hint=f"use 1 ≤ k ≤ {fewest}")
     port = record.inputs[0]
     total = count(str(input_file), port.name)
-    _check_groups(options.batch_size, total, port, input_file)
+    _check_groups(options.batch_size, total, record.together, input_file)
     feed = in_batches(_stacking(input_file, port), _sizes(record, options, total))
     first = next(feed, None)
     if first is None:
@@ -140,9 +140,8 @@ def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -
     )
 
 
-def _check_groups(size: int | None, total: int | None, port: TensorSpec, source: Path) -> None:
+def _check_groups(size: int | None, total: int | None, together: int, source: Path) -> None:
     """Raises if a group of inputs that are computed together would be incomplete."""
-    together = port.groups_of or 1
     reason = f"the bundle computes {together} inputs together"
     if size is not None and size % together:
         raise UsageError(f"--batch-size {size}: {reason}", hint=f"choose a multiple of {together}")
@@ -155,10 +154,7 @@ def _check_groups(size: int | None, total: int | None, port: TensorSpec, source:
 
 def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRange:
     """The batch sizes: smallest, usual and largest."""
-    axis = record.inputs[0].shape[0]
-    fixed = AxisRange(axis, axis, axis) if isinstance(axis, int) else None
-    known = fixed or (parse_range(record.batch, "--batch") if record.batch else DEFAULT_BATCH)
-    size = options.batch_size
+    known, size = record.batches, options.batch_size
     if not options.runs_graph:  # an engine's profiles limit it
         usual = size or total or known.max
         return AxisRange(1, usual, usual)

@@ -15,7 +15,7 @@ from ...common.environment import cpu_features
 from ...common.files import sha256
 from ...data.batches import Feed
 from ...errors import MissingExtraError, MoexportError, PluginError
-from ...graphs.sizes import DEFAULT_BATCH, PARITY_BATCHES, parse_range
+from ...graphs.sizes import PARITY_BATCHES
 from ...graphs.targets import Target, for_cpus, runtime_of
 from ..session import CPU, Session, SessionOptions
 from .fp16_emulation import nodes_in
@@ -296,8 +296,7 @@ def _parity_check(
         absent = isinstance(error, MissingExtraError | PluginError)
         return Check(name, False, error.message, error.hint if absent else None)
     detail = describe(parity)
-    experts = {layer.name: layer.experts for layer in manifest.layers}
-    missing = not_compared(expected.compared(experts), experts)
+    missing = not_compared(expected.compared(manifest.experts), manifest.experts)
     detail += f"; {missing}" if missing else ""
     if bounds.rtol == ROUNDED_RTOL > tolerance_of(manifest.precision).rtol:
         detail += f"; the bound is {bounds.rtol:g} of max|y|, since the graph rounds to BF16"
@@ -325,15 +324,12 @@ def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]
 
     They are those of the export; if it recorded none, the smallest.
     """
-    port = manifest.inputs[0]
-    if isinstance(port.shape[0], int):
-        return port.shape[0], ()
-    of = port.groups_of or 1
-    known = parse_range(manifest.batch, "--batch") if manifest.batch else DEFAULT_BATCH
-    usual = known.compared(of)
+    known, of = manifest.batches, manifest.together
+    if known.fixed:
+        return known.opt, ()
     sizes = (graph.parity or {}).get("batches", ())
     compared = [size for size in sizes if isinstance(size, int) and size > 0]
-    return usual, compared or [known.nearest(size * of) for size in PARITY_BATCHES]
+    return known.compared(of), compared or [known.nearest(size * of) for size in PARITY_BATCHES]
 
 
 def _compared(
@@ -355,7 +351,7 @@ def _compared(
         tolerance=bounds,
         k=expected.main_k if manifest.k == "input" else None,
         probed=probed,
-        together=manifest.inputs[0].groups_of or 1,
+        together=manifest.together,
     )
     comparison.add(expected)
     for tokens, file in sized_files(manifest.files).items():

@@ -130,7 +130,7 @@ def choices_of(
 
     `k` is the number of experts if that is an input.
     """
-    experts = {layer.name: layer.experts for layer in manifest.layers}
+    experts = manifest.experts
     found = Choices()
     for x in batches:
         rows = len(next(iter(x.values())))
