@@ -26,7 +26,7 @@ from .bundle.destination import atomic_directory, check_destination
 from .bundle.footprint import with_peak_memory
 from .bundle.manifest import MANIFEST_FILE
 from .bundle.parity import Parity
-from .job import ExportJob, export_job
+from .job import ExportJob, export_job, steps_of
 from .model import Model
 from .options import ExportOptions
 from .plan import Plan, of_tokens, plan_traced, with_trace
@@ -166,7 +166,8 @@ def _write(
     job, options, weights_bytes = planned.job, planned.job.options, planned.weights_bytes
     place, force = options.destination, options.force
     assert place is not None, "an export has a destination"
-    copies = 1 + sum(step.copies for step in job.steps)
+    steps = steps_of(job.model, options)
+    copies = 1 + sum(step.copies for step in steps)
     check_destination(place, force=force, needed_bytes=copies * weights_bytes)
     with atomic_directory(place, force=force) as directory:
         progress.step("writing weights and graphs", total=weights_bytes)
@@ -193,11 +194,11 @@ def _write(
             from .tensorrt.engines import build_for_export
 
             manifest = build_for_export(directory, manifest, options.engine, progress)
-        for finish in (step.finish for step in job.steps if step.finish is not None):
-            manifest = finish(job, directory, manifest)
+        for step in steps:
+            manifest = step.finish(job, directory, manifest)
         from .bundle.readme import with_readme  # loaded if a bundle is written
 
-        manifest = with_readme(directory, manifest, job.steps)
+        manifest = with_readme(directory, manifest, steps)
         (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return Bundle(place, manifest)
 

@@ -337,14 +337,12 @@ def fitted_arrays(
     return {spec.name: fitted(arrays[spec.name], spec, fixed) for spec in model.inputs}
 
 
-def feed_inputs(
-    model: Model, data: Feed, count: int, fixed: Mapping[str, int] | None = None
-) -> Fields:
+def feed_inputs(model: Model, data: Feed, count: int) -> Fields:
     """Returns up to `count` inputs of a feed; `FeedError` if they do not fit the model."""
     from ..data.feeds import named_samples  # loaded if there are data
 
     names = [spec.name for spec in model.inputs]
-    return fitted_arrays(named_samples(data, names, count), model, fixed)
+    return fitted_arrays(named_samples(data, names, count), model)
 
 
 def feed_batches(model: Model, data: Feed) -> Iterator[Fields]:

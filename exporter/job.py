@@ -155,11 +155,6 @@ class ExportJob:
         """Whether it needs no other inputs for that: a decoder also reads an encoder's output."""
         return writes_text(self.model, self.options)
 
-    @property
-    def steps(self) -> list[Step]:
-        """The plugins' parts of the export: those of the model, then those of the options."""
-        return steps_of(self.model, self.options)
-
     def layer(self, name: str, tokens: int, *, fixed: bool = False) -> AnyPlan:
         """Returns a layer to plan, without a lowering yet, for inputs with this number of `tokens`.
 
@@ -396,8 +391,7 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
         raise CalibrationError(
             f"{where} was made {renormalised(table.origin)}, but this export is not", hint=again
         )
-    for layer, k in job.k.items():
-        kept = job.model.layers[layer].spec.experts if k is None else k
+    for layer, kept in _observed(job.k, job.model.specs).items():
         observed = table.origin.k.get(layer, 0)
         if observed < kept:
             raise CalibrationError(

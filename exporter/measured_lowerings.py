@@ -317,7 +317,8 @@ def _timed(
     if real is None or len(group.node.inputs) > 1:
         batches = _tokens(group.plan, group.node)
     else:
-        batches = _real(real, group.plan.batch)
+        rows = np.split(np.arange(PROTOCOL.inputs * group.plan.batch) % len(real), PROTOCOL.inputs)
+        batches = [np.ascontiguousarray(real[indices]) for indices in rows]
     k = group.plan.typical_k if group.plan.k is None else None
     cases: dict[str, IndexedCall] = {}
     for name, path in paths.items():
@@ -336,12 +337,6 @@ def _timed(
 
 def _call(session: Session, batches: Sequence[np.ndarray], k: int | None, index: int) -> None:
     session(batches[index], k)
-
-
-def _real(tokens: np.ndarray, batch: int) -> list[np.ndarray]:
-    """Batches [b, m, d] of a layer's inputs in its model, to be used in turn."""
-    rows = np.arange(PROTOCOL.inputs * batch) % len(tokens)
-    return [np.ascontiguousarray(tokens[indices]) for indices in np.split(rows, PROTOCOL.inputs)]
 
 
 def _tokens(plan: AnyPlan, node: ir.Node) -> list[np.ndarray]:

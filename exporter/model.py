@@ -455,6 +455,13 @@ class Steered(nn.Module):
                 layer.strengths = None
 
 
+def _check_index(what: str, index: int, count: int, of: str) -> None:
+    if not 0 <= index < count:
+        raise UsageError(
+            f"{what} has {count} {of}", hint=f"they are counted from 0: use 0 to {count - 1}"
+        )
+
+
 def _check_expert(edit: Ablation | Steer, spec: MoESpec) -> None:
     """Raises `UsageError` for an expert that is missing or cannot be edited."""
     if isinstance(edit, Ablation) and getattr(spec, "out_activation", "identity") == "softmax":
@@ -483,12 +490,8 @@ def _check_expert(edit: Ablation | Steer, spec: MoESpec) -> None:
             f"{what} has no level {level}",
             hint=f"levels are counted from 1 (experts by level: {sizes})",
         )
-    n = spec.levels[level - 1]
-    if not 0 <= edit.expert < n:
-        of_level = f" in level {level}" if count > 1 else ""
-        raise UsageError(
-            f"{what} has {n} experts{of_level}", hint=f"they are counted from 0: use 0 to {n - 1}"
-        )
+    of_level = f" in level {level}" if count > 1 else ""
+    _check_index(what, edit.expert, spec.levels[level - 1], f"experts{of_level}")
 
 
 def _check_combination(edit: AblatedCombination, spec: MoESpec) -> None:
@@ -502,11 +505,7 @@ def _check_combination(edit: AblatedCombination, spec: MoESpec) -> None:
             else "name experts of one level after commas",
         )
     for level, (expert, n) in enumerate(zip(edit.experts, levels, strict=True), start=1):
-        if not 0 <= expert < n:
-            raise UsageError(
-                f"{what} has {n} experts in level {level}",
-                hint=f"they are counted from 0: use 0 to {n - 1}",
-            )
+        _check_index(what, expert, n, f"experts in level {level}")
 
 
 def _check_rewrite(entry: Rewrite, spec: MoESpec) -> None:
@@ -516,11 +515,7 @@ def _check_rewrite(entry: Rewrite, spec: MoESpec) -> None:
             f"{what}: {a_layer(spec.kind)} has no coefficients to re-write an output by",
             hint="only muMoE layers can be re-written; --ablate works for both kinds",
         )
-    if entry.output >= spec.out:
-        raise UsageError(
-            f"{what}: the layer has {spec.out} outputs",
-            hint=f"they are counted from 0: use 0 to {spec.out - 1}",
-        )
+    _check_index(f"{what}: the layer", entry.output, spec.out, "outputs")
     lengths = tuple(len(vector) for vector in entry.coefficients)
     if lengths != tuple(spec.levels):
         given_text, wanted = (" and ".join(map(str, sizes)) for sizes in (lengths, spec.levels))

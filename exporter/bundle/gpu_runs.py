@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Lock, get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -131,14 +131,6 @@ class _Graph:
     outputs: Sequence[ort.OrtValue]
 
 
-@dataclass(slots=True)
-class _Captures:
-    """The captured graphs of a session, and the outputs (shape, element type) of single runs."""
-
-    graphs: dict[GraphKey, _Graph] = field(default_factory=dict)
-    single: OrderedDict[GraphKey, list[tuple[list[int], int]]] = field(default_factory=OrderedDict)
-
-
 class GpuRuns:
     """Runs a session with its values on a device; `refused` is why it captures no graphs.
 
@@ -162,7 +154,9 @@ class GpuRuns:
         self._lock, self._opening = Lock(), Lock()
         self._first: int | None = None
         self._others: ThreadPoolExecutor | None = None
-        self._captures = _Captures()
+        self._graphs: dict[GraphKey, _Graph] = {}
+        self._single: OrderedDict[GraphKey, list[tuple[list[int], int]]] = OrderedDict()
+        """The outputs (shape, element type) of runs that happened once."""
         self._session: ort.InferenceSession | None = None
         with CAPTURING.shared():
             self._session = self._open()
@@ -229,9 +223,8 @@ class GpuRuns:
         self, thread: object, wanted: Sequence[str], feeds: Feeds, *, stays: bool
     ) -> list[Any]:
         key = _key(thread, wanted, feeds)
-        captures = self._captures
-        graph = captures.graphs.get(key)
-        if graph is None and key in captures.single and len(captures.graphs) < GRAPHS:
+        graph = self._graphs.get(key)
+        if graph is None and key in self._single and len(self._graphs) < GRAPHS:
             graph = self._capture(key, wanted, feeds)
         elif graph is not None:
             with CAPTURING.shared():
@@ -244,7 +237,7 @@ class GpuRuns:
             return [_copied(value, stays=stays) for value in graph.outputs]
 
     def _plain(
-        self, key: GraphKey, wanted: Sequence[str], feeds: Feeds, *, stays: bool = False
+        self, key: GraphKey, wanted: Sequence[str], feeds: Feeds, *, stays: bool
     ) -> list[Any]:
         """Runs without a capture, and records the outputs under the key."""
         binding, bound = self.session.io_binding(), []
@@ -253,10 +246,9 @@ class GpuRuns:
         outputs = self._outputs(binding, wanted)
         self.replayed = False
         if self.refused is None:
-            single = self._captures.single
-            single[key] = [(y.shape(), y.element_type()) for y in outputs]
-            if len(single) > REMEMBERED:
-                single.popitem(last=False)
+            self._single[key] = [(y.shape(), y.element_type()) for y in outputs]
+            if len(self._single) > REMEMBERED:
+                self._single.popitem(last=False)
         return [_torch_view(y) if stays else y.numpy() for y in outputs]
 
     def _outputs(self, binding: ort.IOBinding, wanted: Sequence[str]) -> list[ort.OrtValue]:
@@ -288,14 +280,14 @@ class GpuRuns:
         failures: tuple[type[Exception], ...] = (RuntimeError, *runtime_errors())
         try:
             with CAPTURING.alone():
-                graph = self._prepared(str(len(self._captures.graphs) + 1), key, wanted, feeds)
+                graph = self._prepared(str(len(self._graphs) + 1), key, wanted, feeds)
                 # Three runs in one: two plain ones, which allocate all memory, and the capture.
                 self.session.run_with_iobinding(graph.binding, graph.options)
         except failures as error:
             self._give_up(words(error))
             return None
-        self._captures.graphs[key] = graph
-        del self._captures.single[key]
+        self._graphs[key] = graph
+        del self._single[key]
         return graph
 
     def _prepared(self, name: str, key: GraphKey, wanted: Sequence[str], feeds: Feeds) -> _Graph:
@@ -309,7 +301,7 @@ class GpuRuns:
         inputs = {
             n: buffer(value.shape, _numpy_type(value)) for n, value in feeds.items() if n != K_INPUT
         }
-        outputs = [buffer(shape, element) for shape, element in self._captures.single[key]]
+        outputs = [buffer(shape, element) for shape, element in self._single[key]]
         for n, value in inputs.items():
             binding.bind_ortvalue_input(n, value)
         for n, value in zip(wanted, outputs, strict=True):
@@ -336,9 +328,9 @@ class GpuRuns:
 
         key = _key(thread, wanted, feeds)
         for _ in range(2):  # the second is the capture
-            if self.refused is None and key not in self._captures.graphs:
+            if self.refused is None and key not in self._graphs:
                 self._run(thread, wanted, feeds, stays=False)
-        graph = self._captures.graphs.get(key)
+        graph = self._graphs.get(key)
         with CAPTURING.shared():
             if graph is None:
                 binding = self.session.io_binding()
@@ -388,7 +380,8 @@ class GpuRuns:
     def _give_up(self, message: str) -> None:
         """Stops capturing and drops the session: after a failed capture its state is undefined."""
         self.refused = f"capturing a CUDA graph failed: {message}"
-        self._captures = _Captures()
+        self._graphs.clear()
+        self._single.clear()
         self._session = None  # frees its memory before another one is opened
         warnings.warn(
             f"{self.refused}; the session runs kernel by kernel from now on",

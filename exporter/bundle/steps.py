@@ -50,7 +50,7 @@ class Step:
     refuses: Callable[[ExportOptions], None] = lambda _: None
     change: Callable[[ExportOptions], ExportOptions] = lambda options: options
     check: Callable[[ExportOptions, Model | None], Iterable[Mistake]] = lambda _options, _model: ()
-    finish: Callable[[Export, Path, Manifest], Manifest] | None = None
+    finish: Callable[[Export, Path, Manifest], Manifest] = lambda _job, _folder, manifest: manifest
     copies: int = 0
     page: Callable[[Manifest], Iterable[str]] = lambda _: ()
     reading: Callable[[LoadRequest, ExportOptions, str], LoadRequest] = lambda reading, *_: reading
