@@ -101,14 +101,11 @@ def write_bundle(
     """Does a job: writes a verified bundle to its destination and returns it.
 
     `traced` is its model's trace, if it was made before. A graph that is valid for too few token
-    counts is written again, traced with more tokens or limited to the valid counts.
-
-    Raises what `plan_job` raises, `ParityError` if a graph differs from PyTorch by more than the
-    options allow, and `EngineError` if a requested engine cannot be compiled. Leaves nothing
-    behind on failure.
+    counts is written again, traced with more tokens or limited to the valid counts. Raises what
+    `export` raises, and leaves nothing behind on failure.
     """
     progress, options = progress or Silent(), job.options
-    with job.model.source.changes_told():
+    with job.model.source.reporting_changes():
         if options.verify and isinstance(options.data, Iterator):
             from .checks.accuracy import fields_of
 
@@ -219,11 +216,7 @@ def _write_ranges_and_substitutes(planned: Plan, directory: Path) -> None:
 def plan_job(
     job: ExportJob, progress: Progress | None = None, traced: ir.Model | None = None
 ) -> Plan:
-    """Returns the plan of a job, for which its model is traced; writes nothing.
-
-    Raises `FeedError` for inputs that do not fit, `TraceError` for a network that cannot be traced,
-    and what `calibrate`, `floats_for_retention` and `plan_traced` raise.
-    """
+    """Returns the plan of a job, for which its model is traced; writes nothing."""
     progress = progress or Silent()
     job, traced = with_trace(job, progress, traced)
     table = found_ranges(job, traced, progress)

@@ -221,7 +221,7 @@ def parity_batches(
             if nearest != tokens:
                 own = of_tokens(model, own, row_count(own), nearest, random=False)
         varies = len(model.input.dynamic_axes) > 1  # then other lengths are compared as well
-        return iter([_whole(own, least), arrays] if varies else [_whole(own, least)])
+        return iter([_repeated(own, least), arrays] if varies else [_repeated(own, least)])
     return iter([_with_tiny(arrays, model) if tiny else arrays])
 
 
@@ -245,7 +245,7 @@ def _with_tiny(arrays: Fields, model: Model) -> Fields:
     return {**arrays, name: x}
 
 
-def _whole(arrays: Fields, least: int) -> Fields:
+def _repeated(arrays: Fields, least: int) -> Fields:
     """The inputs, repeated if there are fewer than the smallest batch."""
     rows = np.arange(max(least, row_count(arrays))) % row_count(arrays)
     return {name: array[rows] for name, array in arrays.items()}
@@ -301,7 +301,7 @@ def _feed_batches(
         )
     first = fitted_arrays(first, model, fixed)
     if row_count(first) >= model.batch_of and BATCH not in fixed:
-        first = _whole(first, batch)
+        first = _repeated(first, batch)
     if row_count(first) < batch:
         raise FeedError(
             f"--data: the model computes {batch} inputs together, the feed has {row_count(first)}"

@@ -245,7 +245,7 @@ def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | 
 
 
 def _counted(model: Model, count: int, products: _NoProducts) -> dict[str, int]:
-    """The tokens of each layer for inputs of `count` tokens, or of so many pixels.
+    """The tokens of each layer for inputs of `count` tokens or pixels.
 
     The backbone runs on zeros instead of its inputs and weights, which are not read; its MoE layers
     do not run, and `products` replaces and counts matrix products.

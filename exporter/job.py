@@ -240,11 +240,6 @@ def export_job(
 
     `model` may be a function that loads it: the checks that need no model come before the call.
     `more` are fields that replace those of `options`.
-
-    Raises `UsageError` for contradictory options, `BundleError` for a destination that cannot be
-    written, `CalibrationError` for a table of another model or of fewer experts, `LoweringError`
-    for a layer that the lowering or the precision does not support, and `EngineError` or
-    `MissingExtraError` for a requested engine that cannot be built here.
     """
     options = replace(options or ExportOptions(), **more)
     check_without_model(options)

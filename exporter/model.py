@@ -130,7 +130,7 @@ class Source:
     `mapped` are the files that its weights may be mapped from: those, and one of converted weights.
     `further` are the options of plugins that load it again. It is `importable` unless it needs code
     of a notebook or this script. `watched` are the files as they were loaded. `host` is provided by
-    its loader. `held` is the network of a model that was given in memory.
+    its loader. `in_memory` is the network of a model that was given in memory.
     """
 
     path: str
@@ -140,7 +140,7 @@ class Source:
     importable: bool = True
     watched: Watched | None = None
     host: Host = field(default=OURS, compare=False, repr=False)
-    held: nn.Module | None = field(default=None, compare=False, repr=False)
+    in_memory: nn.Module | None = field(default=None, compare=False, repr=False)
 
     @property
     def elsewhere(self) -> bool:
@@ -153,9 +153,9 @@ class Source:
         Empty if code creates them. Raises CheckpointError if a file was changed, replaced or
         removed since.
         """
-        if self.held is not None:
+        if self.in_memory is not None:
             digest = hashlib.sha256()
-            _add_weights(digest, self.held, self.reading())
+            _add_weights(digest, self.in_memory, self.reading())
             return digest.hexdigest()
         if self.watched is None:
             return hash_files(self.files)
@@ -167,7 +167,7 @@ class Source:
         return Reading(self.mapped, self.watched)
 
     @contextmanager
-    def changes_told(self) -> Iterator[None]:
+    def reporting_changes(self) -> Iterator[None]:
         """Within the block, an error names a file that was changed, which may be the cause.
 
         Copying a removed part of a mapped file to another file raises OSError.

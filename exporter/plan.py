@@ -208,8 +208,7 @@ def plan_traced(
     """Returns the plan for a job whose model was traced; `traced` is not changed.
 
     `table` has the ranges that INT8 needs and 16-bit floats use; `floats` and `retention` are as in
-    `apply_precision`. Raises `LoweringError` for an unsuitable lowering, `UsageError` for weights
-    larger than the target can load, and what `tune` raises if lowerings are measured.
+    `apply_precision`. Raises `UsageError` for weights larger than the target can load.
     """
     known, traced = traced.meta, traced.clone()
     traced.meta.update(known)  # the sizes for which it is valid

@@ -162,7 +162,7 @@ def compare_graphs(
     by_rounding = job.options.held_to_rounding and not _inexact(planned)
     comparisons: dict[str, Comparison] = {}
     rounded: Comparison | None = None
-    kept: Reference | None = None
+    stored: Reference | None = None
     compared: list[Reference] = []
     reached: dict[str, frozenset[int]] = {}
     batches: tuple[int, ...] = ()
@@ -181,12 +181,12 @@ def compare_graphs(
             check_network(job, expected, batches)
             comparisons = {graph.file: opened(graph, expected) for graph in planned.graphs}
             rounded = next((opened(graph, expected) for graph in rounded_graphs), None)
-        measured = by_rounding and kept is None
+        measured = by_rounding and stored is None
         expected = _compared(job, comparisons, expected, rounded, directory, measured=measured)
-        if kept is None:
-            kept = expected
+        if stored is None:
+            stored = expected
         elif job.least_batch == 1:
-            kept = kept.with_unreached(expected, MOST_KEPT)
+            stored = stored.with_unreached(expected, MOST_KEPT)
         if job.options.tolerance.routing < 1 or expected.y[0].size < FEW_NUMBERS:
             compared.append(expected)
         for name, y in {job.model.outputs[0].name: expected.y, **expected.outputs}.items():
@@ -195,19 +195,19 @@ def compare_graphs(
         for choice, sets in expected.compared(experts).items():
             reached[choice] = reached.get(choice, frozenset()) | sets
         progress.advance(len(x[job.model.input.name]))
-    assert kept is not None, "parity has inputs"
-    _compare_tokens(planned, kept, comparisons, budget, directory)
+    assert stored is not None, "parity has inputs"
+    _compare_tokens(planned, stored, comparisons, budget, directory)
     parities = {file: comparison.parity() for file, comparison in comparisons.items()}
     for file, parity in parities.items():
         if not parity.passed:
             raise _differs(job, directory / file, lowered[file], parity, comparisons[file].worst)
-    alike = [one for one in compared if one.shapes() == compared[0].shapes()]
-    if alike and not all(one.alone(kept).passed for one in comparisons.values()):
+    same_shapes = [each for each in compared if each.shapes() == compared[0].shapes()]
+    if same_shapes and not all(graph.alone(stored).passed for graph in comparisons.values()):
         # A few inputs may have a larger share of outliers or other choices: `verify` needs all.
-        kept = reduce(Reference.joined, alike)
-    # Otherwise it has more inputs than the first batch, or was not computed.
-    again = by_rounding and kept.rounded is None
-    (with_exact(job, kept) if again else kept).save(directory / PARITY_FILE)
+        stored = reduce(Reference.joined, same_shapes)
+    if by_rounding and stored.rounded is None:  # it has more inputs than the first batch
+        stored = with_exact(job, stored)
+    stored.save(directory / PARITY_FILE)
     zeros = (
         f"'{name}' is zero for all inputs of the check, so it could not be compared: give "
         "other inputs with --data"
@@ -215,7 +215,7 @@ def compare_graphs(
     )
     missing = not_compared(reached, experts)
     coverage = (f"{missing}; give more inputs with --data",) if missing else ()
-    return parities, (*coverage, *budget.notes(), *_dropped(kept, job.model), *zeros)
+    return parities, (*coverage, *budget.notes(), *_dropped(stored, job.model), *zeros)
 
 
 def opened_comparison(
@@ -275,7 +275,7 @@ def _compare_tokens(
     rows = job.least_batch
     random = job.options.data is None and model.example is None
 
-    def wrong(tokens: int) -> str | None:
+    def problem(tokens: int) -> str | None:
         """Why graphs are not valid for this number of tokens; None if they are."""
         inputs = first.feeds(model.input.name)
         x = of_tokens(model, inputs, rows, tokens, random=random)
@@ -285,12 +285,12 @@ def _compare_tokens(
             return f"PyTorch cannot compute them: {str(error).strip().splitlines()[0][:200]}"
         for file, comparison in comparisons.items():
             try:
-                right = comparison.add_sized(expected, tokens)
+                within = comparison.add_sized(expected, tokens)
             except MoexportError as error:
                 return f"{file} does not run: {error.message}"
             finally:
-                _give_back(directory)
-            if not right:
+                _release_weights(directory)
+            if not within:
                 return f"{file} differs from PyTorch: {describe(comparison.parity())}"
         if expected.nbytes <= KEPT_BYTES:
             expected.save(directory / sized_file(tokens))
@@ -299,37 +299,37 @@ def _compare_tokens(
     changes = _changes(planned, "tokens")
     sizes, needed = span.probed(more=changes), {span.min, span.opt, *changes}
     for step in (1, -1):
-        right = usual
+        valid = usual
         for tokens in sorted((n for n in sizes if (n - usual) * step > 0), reverse=step < 0):
             if not budget.affords(rows, tokens, needed=tokens in needed):
                 continue
-            why = wrong(tokens)
+            why = problem(tokens)
             if why is not None:
-                raise _first_missed(right, tokens, why, wrong, span, step)
-            right = tokens
+                raise _first_missed(valid, tokens, why, problem, span, step)
+            valid = tokens
 
 
 def _first_missed(
-    right: int,
+    valid: int,
     missed: int,
     why: str,
-    wrong: Callable[[int], str | None],
+    problem: Callable[[int], str | None],
     span: AxisRange,
     step: int,
 ) -> TokensError:
-    """The error for the first invalid number of tokens between `right` and `missed`."""
-    while abs(missed - right) > 1:
-        between = (missed + right) // 2
-        reason = wrong(between)
-        right, missed = (between, missed) if reason is None else (right, between)
+    """The error for the first invalid number of tokens between `valid` and `missed`."""
+    while abs(missed - valid) > 1:
+        between = (missed + valid) // 2
+        reason = problem(between)
+        valid, missed = (between, missed) if reason is None else (valid, between)
         why = reason or why
-    valid = (span.min, right) if step > 0 else (right, span.max)
+    least, most = (span.min, valid) if step > 0 else (valid, span.max)
     return TokensError(
         f"with {missed} tokens {why}",
-        hint=f"--tokens {valid[0]}:{max(valid[0], min(span.opt, valid[1]))}:{valid[1]} exports it "
-        "for the valid numbers",
+        hint=f"--tokens {least}:{max(least, min(span.opt, most))}:{most} exports it for the valid "
+        "numbers",
         tokens=missed,
-        valid=valid,
+        valid=(least, most),
     )
 
 
@@ -351,12 +351,12 @@ def _compared(
     try:
         if rounded is not None:
             expected = rounded.with_rounded(expected)
-            _give_back(directory)
+            _release_weights(directory)
         elif measured:
             expected = with_exact(job, expected)
         for file, comparison in comparisons.items():  # noqa: B007  for the error
             comparison.add(expected)
-            _give_back(directory)
+            _release_weights(directory)
     except EngineError as error:
         port = job.model.input
         at = port.shape.index("tokens") if "tokens" in job.axis_ranges else 0
@@ -369,7 +369,7 @@ def _compared(
     return expected
 
 
-def _give_back(directory: Path) -> None:
+def _release_weights(directory: Path) -> None:
     """Releases the pages of large weights that a graph has read, before others are read."""
     if is_large(directory):
         release(directory.glob("*.bin"))
@@ -401,12 +401,12 @@ def _differs(
     )
 
 
-def _dropped(kept: Reference, model: Model) -> tuple[str, ...]:
+def _dropped(stored: Reference, model: Model) -> tuple[str, ...]:
     """A sentence on the tokens of the check that experts with a capacity left out."""
     left_out = {
         name: (chosen >= layer.spec.experts).reshape(*chosen.shape[:2], -1)
         for name, layer in model.layers.items()
-        if layer.spec.drops and (chosen := kept.selected.get(name)) is not None
+        if layer.spec.drops and (chosen := stored.selected.get(name)) is not None
     }
     if not left_out:
         return ()
@@ -525,7 +525,7 @@ def torch_reference(job: ExportJob, x: Inputs, *, every_k: bool = True) -> Refer
     """
     renormalize, batch = job.options.renormalize, job.largest_batch
     computed = partial(reference, job.model, x, renormalize=renormalize, batch=batch)
-    with pages_given_back(job.model):
+    with releasing_pages(job.model):
         others = other_k(job) if every_k else ()
         at_other_k = {k: computed(kept_experts(job, k)) for k in others}
         return replace(computed(kept_experts(job)), at_other_k=at_other_k)
@@ -609,7 +609,7 @@ def with_exact(job: ExportJob, expected: Reference) -> Reference:
     batch = job.whole_batch or min(few, job.largest_batch)
     renormalize = job.options.renormalize
     network = Network(model, model.module, expected.kept, renormalize=renormalize, exact=True)
-    with pages_given_back(model):
+    with releasing_pages(model):
         try:
             feeds = expected.feeds(model.input.name)
             parts = [network.computed(part) for part in rebatched([feeds], batch)]
@@ -750,7 +750,7 @@ def _user_errors(model: Model, count: int) -> Iterator[None]:
 
 
 @contextmanager
-def pages_given_back(model: Model) -> Iterator[None]:
+def releasing_pages(model: Model) -> Iterator[None]:
     """Within the context, the pages of mapped weights are released once a module has run."""
     reading = model.source.reading()
 
@@ -777,7 +777,7 @@ def check_network(job: ExportJob, expected: Reference, batches: Sequence[int]) -
     `batches` of these sizes.
     """
     model, options, bounds = job.model, job.options, pytorch_bounds(job.options)
-    with pages_given_back(model):
+    with releasing_pages(model):
         ours = model.module if model.as_trained is None else model.as_trained
         trained = replace(model, module=ours, as_trained=None)
         x = _several(expected.feeds(model.input.name), job.checked_batch)

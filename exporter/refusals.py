@@ -210,7 +210,7 @@ def comparison(options: ExportOptions) -> Iterator[Mistake]:
 
 
 def numbers_of_target(options: ExportOptions) -> Iterator[Mistake]:
-    """Raises an error for number types that a target does not support."""
+    """Number types that a target does not support."""
     name, target, floats = options.precision, TARGETS[options.target], options.float_name
 
     def problem(option: str, reason: str, hint: str) -> Mistake:

@@ -98,7 +98,6 @@ class SessionOptions:
     of_plugins: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for a value of another type, a number of threads or a time."""
         threads: Any = self.threads
         spin_ms: Any = self.spin_ms
         if threads is not None and (not isinstance(threads, Integral) or threads < 1):

@@ -162,7 +162,7 @@ CAUSAL = {nn.TransformerEncoder: "is_causal", nn.TransformerDecoder: "tgt_is_cau
 
 
 @contextlib.contextmanager
-def _masks_unread(network: nn.Module) -> Iterator[None]:
+def _masks_by_flag(network: nn.Module) -> Iterator[None]:
     """Within the block, PyTorch's Transformers add a mask unless `is_causal` is set.
 
     Otherwise they compare its values with a causal mask, which cannot be traced.
@@ -312,11 +312,11 @@ def trace(
                 raise MemoryError(str(cause)) from None
             if isinstance(cause, MoexportError):  # from the code around the user's
                 raise type(cause)(cause.message, hint=cause.hint) from error
-            said, hint = _why(cause)
+            reason, hint = _reason(cause)
             line = LINE.search(str(cause))
             where = f" ({Path(line[1]).name}, line {line[2]}: {line[3]})" if line else ""
             raise TraceError(
-                f"PyTorch cannot trace this {model.family} model: {said}{where}",
+                f"PyTorch cannot trace this {model.family} model: {reason}{where}",
                 hint=older_tracer() or f"{hint}--verbose shows PyTorch's own report",
             ) from error
     name_nodes(graph.graph)
@@ -385,7 +385,7 @@ def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[C
     return tuple(by_code.values())
 
 
-def _why(cause: BaseException) -> tuple[str, str]:
+def _reason(cause: BaseException) -> tuple[str, str]:
     """The reason why PyTorch could not trace a network, and the beginning of a hint, if any.
 
     The first error has the reason; the errors chained to it name only the step.
@@ -395,7 +395,7 @@ def _why(cause: BaseException) -> tuple[str, str]:
         chain.append(before)
     first = chain[-1]
     lines = (line.strip() for line in str(first).splitlines())
-    said = next((line for line in lines if line), type(first).__name__)
+    reason = next((line for line in lines if line), type(first).__name__)
     for error in chain:
         if type(error).__name__ != "DispatchError":  # PyTorch's exporter wraps the reason in it
             continue
@@ -403,22 +403,22 @@ def _why(cause: BaseException) -> tuple[str, str]:
         nodes = (frame.f_locals.get("node") for frame, _ in frames)
         node = next((node for node in nodes if isinstance(node, torch.fx.Node)), None)
         if node is None:
-            return said, ""
+            return reason, ""
         modules = [path for path, _ in node.meta.get("nn_module_stack", {}).values() if path]
         where = f" in {modules[-1]}" if modules else ""
         hint = "write it with other operators, or leave that part out of the network; "
         return f"the operator {node.target}{where} has no form in ONNX", hint
     text = f"{type(first).__name__}: {first}"
     if "DataDependent" in text or "data-dependent" in text:
-        said = "a branch of its forward, or a size, depends on the values of its inputs"
-        return said, "torch.where(condition, a, b) computes both branches; "
+        reason = "a branch of its forward, or a size, depends on the values of its inputs"
+        return reason, "torch.where(condition, a, b) computes both branches; "
     # PyTorch fails to write its message if the size in it is not a whole number.
     limit = re.search(r"Expected op to be '==', got \S+ for (.+)", text)
     if limit is not None:
-        said = f"its computation depends on its sizes: the trace is valid for {limit[1]}"
+        reason = f"its computation depends on its sizes: the trace is valid for {limit[1]}"
     if "Constraints violated" in text or limit is not None:
-        return said, "--batch N exports for that size only; "
-    return said, ""
+        return reason, "--batch N exports for that size only; "
+    return reason, ""
 
 
 def traced_sizes(model: Model, fixed: Mapping[str, int]) -> dict[str, int]:
@@ -461,7 +461,7 @@ def _program(
     nested: tuple[Any, ...] = dynamic  # the tracer passes all of `*past` as one argument
     if listed is not None and listed < len(dynamic):
         nested = (*dynamic[:listed], dynamic[listed:])
-    with BagsAsRows(), _masks_unread(backbone):
+    with BagsAsRows(), _masks_by_flag(backbone):
         program = torch.onnx.export(
             backbone,
             examples,
@@ -477,7 +477,10 @@ def _program(
         assert program is not None
         optimise(program.model, program.exported_program)
         _check_dynamic(
-            program.model, dynamic, model, lambda: _made_a_number(backbone, examples, nested)
+            program.model,
+            dynamic,
+            model,
+            lambda: _line_with_number(backbone, examples, nested),
         )
     if model.batch_of > 1:
         _name_batch(program.model, model.batch_of)
@@ -526,7 +529,7 @@ GROUPS = "groups"
 PYTORCH = str(Path(torch.__file__).parent)
 
 
-def _made_a_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes: Any) -> str:
+def _line_with_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes: Any) -> str:
     """The line of a network's code that turns a symbolic size into a number.
 
     It traces the network again and watches the calls, which takes several times as long.

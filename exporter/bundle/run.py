@@ -65,11 +65,11 @@ def run(
     port = record.inputs[0]
     total = count(str(input_file), port.name)
     _check_groups(options.batch_size, total, record.together, input_file)
-    feed = in_batches(_stacking(input_file, port), _sizes(record, options, total))
+    feed = in_batches(_checked_parts(input_file, port), _sizes(record, options, total))
     first = next(feed, None)
     if first is None:
         raise FeedError(f"{input_file} contains no inputs")
-    others = _others(input_file, record.inputs[1:], total)
+    others = _further(input_file, record.inputs[1:], total)
     session = _opened(opened, options, first, k)
     progress.step(f"running {bundle_path.name}", total=total, unit="inputs")
     names = _written(record)
@@ -166,7 +166,7 @@ def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRang
     return AxisRange(known.min, size or known.max, known.max)
 
 
-def _others(path: Path, ports: Sequence[TensorSpec], total: int | None) -> dict[str, np.ndarray]:
+def _further(path: Path, ports: Sequence[TensorSpec], total: int | None) -> dict[str, np.ndarray]:
     """The inputs in a file other than the first; missing ones have defaults."""
     if path.suffix != ".npz":
         return {}
@@ -185,7 +185,7 @@ def _others(path: Path, ports: Sequence[TensorSpec], total: int | None) -> dict[
     return arrays
 
 
-def _stacking(path: Path, port: TensorSpec) -> Iterator[np.ndarray]:
+def _checked_parts(path: Path, port: TensorSpec) -> Iterator[np.ndarray]:
     """The inputs of a feed, a few at a time; they must stack, since none may be left out."""
     shape: tuple[int, ...] | None = None
     for part in batches(path, port.name):

@@ -16,7 +16,7 @@ import numpy as np
 from ...data.batches import LABEL, OUTPUT, Feed, Fields, Labels, rebatched, row_count
 from ...errors import FeedError, ParityError
 from ..bundle.parity import ROUNDED_RTOL, TOLERANCES, Tolerance
-from ..reference import EXACT_BYTES, Network, pages_given_back, run_untouched, weights_bytes
+from ..reference import EXACT_BYTES, Network, releasing_pages, run_untouched, weights_bytes
 from .accuracy import (
     COUNT,
     WHOLE,
@@ -220,7 +220,7 @@ class _Results:
         theirs = {name: part.pop(name) for name in outputs if name in part}
         labels = part.pop(LABEL, None)
         x = arrays_of(part, self.model, fixed)
-        with pages_given_back(self.model):
+        with releasing_pages(self.model):
             ours = dict(zip(outputs, run_untouched(self.model, x), strict=True))
         self.inputs += row_count(x)
         self.scored &= labels is not None

@@ -14,7 +14,7 @@ from ..bundle.manifest import GraphRecord, Manifest
 from ..bundle.parity import PARITY_FILE, Reference
 from ..bundle.verify import checking_session
 from ..job import ExportJob
-from ..reference import Network, compared_inputs, kept_experts, pages_given_back, pytorch_bounds
+from ..reference import Network, compared_inputs, kept_experts, pytorch_bounds, releasing_pages
 from .accuracy import Score, graph_score, labelled_parts, unread_arrays
 from .answers import Answers, answers_of, what_pytorch_is
 from .choices import CHOICES, Choices, choices_of, chosen_k
@@ -148,7 +148,7 @@ def _kept_score(job: ExportJob, labelled: int) -> Score | None:
 
     def run(x: Fields) -> Sequence[np.ndarray]:
         network = Network(job.model, job.model.module, kept, renormalize=job.options.renormalize)
-        with pages_given_back(job.model):
+        with releasing_pages(job.model):
             return network.computed(x).outputs
 
     return graph_score(run, _parts(job), labelled)

@@ -116,7 +116,7 @@ def find_ranges(
     `traced` is the model's trace for the job's sizes, if it exists. Raises `CalibrationError`
     naming a tensor whose values give no range, and what `observe_model` raises.
     """
-    with job.model.source.changes_told():
+    with job.model.source.reporting_changes():
         observed = observe_model(job, workspace=workspace, progress=progress, traced=traced)
         return observed.table(job.options.method, job.options.share)
 
