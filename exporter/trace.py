@@ -190,22 +190,14 @@ def name_nodes(graph: ir.Graph) -> None:
     """Renames every node `MODULE/OP` in place, with a number from the second of a kind on."""
     taken: set[str] = set()
     for node in graph:
-        module = _module(node)
-        base = f"{module}/{node.op_type}" if module else node.op_type
+        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+        # The last scope is the op itself, the one before it the module that called it.
+        base = f"{scopes[-2]}/{node.op_type}".lstrip("/") if len(scopes) > 1 else node.op_type
         name, count = base, 2
         while name in taken:
             name, count = f"{base}.{count}", count + 1
         taken.add(name)
         node.name = name
-
-
-def _module(node: ir.Node) -> str:
-    """The path of the module that called the op, empty if the tracer does not record it."""
-    recorded = node.metadata_props.get(_SCOPES)
-    if recorded is None:
-        return ""
-    *modules, _ = ast.literal_eval(recorded)  # the last scope is the op itself
-    return str(modules[-1]) if modules else ""
 
 
 NOTICES = ("torch.onnx", "torch.fx.experimental.symbolic_shapes")

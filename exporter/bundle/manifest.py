@@ -334,9 +334,7 @@ class Manifest:
             for key in OPTIONAL:
                 if key in record and not record[key]:
                     del record[key]
-        if self.peak_memory_bytes is None:
-            del content["peak_memory_bytes"]
-        for key in ("answers", "plugins"):
+        for key in ("answers", "plugins", "peak_memory_bytes"):
             if not content[key]:
                 del content[key]
         _without_empty_counts(content)
