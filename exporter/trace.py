@@ -100,51 +100,11 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-def embedding_bag(
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Tensor:
-    """Bags of one size as rows, looked up and reduced: PyTorch's is a loop over the bags."""
-    if input.ndim != 2 or offsets is not None or max_norm is not None:
-        return nn.functional.embedding_bag(
-            input,
-            weight,
-            offsets=offsets,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            scale_grad_by_freq=scale_grad_by_freq,
-            mode=mode,
-            sparse=sparse,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=include_last_offset,
-            padding_idx=padding_idx,
-        )
-    rows = nn.functional.embedding(input, weight)  # [b, m, d]
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights[..., None]
-    if padding_idx is None:
-        if mode == "max":
-            return rows.amax(dim=1)
-        return rows.sum(dim=1) if mode == "sum" else rows.mean(dim=1)
-    counts = (input != padding_idx % len(weight))[..., None]
-    if mode == "max":
-        highest = rows.masked_fill(~counts, -torch.inf).amax(dim=1)
-        return highest.masked_fill(~counts.any(dim=1), 0.0)
-    total = (rows * counts).sum(dim=1)
-    return total if mode == "sum" else total / counts.sum(dim=1).clamp(min=1)
-
-
 class BagsAsRows(TorchFunctionMode):
-    """Within the block, calls of PyTorch's `embedding_bag` use ours."""
+    """Within the block, PyTorch's `embedding_bag` looks up bags of one size as rows.
+
+    PyTorch's own is a loop over the bags.
+    """
 
     def __torch_function__(
         self,
@@ -153,8 +113,38 @@ class BagsAsRows(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        called = embedding_bag if func is nn.functional.embedding_bag else func
-        return called(*args, **(kwargs or {}))
+        if func is nn.functional.embedding_bag:
+            given = signature(func).bind(*args, **(kwargs or {}))
+            given.apply_defaults()
+            bags = given.arguments
+            if bags["input"].ndim == 2 and bags["offsets"] is None and bags["max_norm"] is None:
+                return _reduced_rows(
+                    bags["input"],
+                    bags["weight"],
+                    bags["mode"],
+                    bags["per_sample_weights"],
+                    bags["padding_idx"],
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _reduced_rows(
+    indices: Tensor, weight: Tensor, mode: str, scales: Tensor | None, padding: int | None
+) -> Tensor:
+    """The rows of bags [b, m], looked up and reduced to [b, d]."""
+    rows = nn.functional.embedding(indices, weight)  # [b, m, d]
+    if scales is not None:
+        rows = rows * scales[..., None]
+    if padding is None:
+        if mode == "max":
+            return rows.amax(dim=1)
+        return rows.sum(dim=1) if mode == "sum" else rows.mean(dim=1)
+    counts = (indices != padding % len(weight))[..., None]
+    if mode == "max":
+        highest = rows.masked_fill(~counts, -torch.inf).amax(dim=1)
+        return highest.masked_fill(~counts.any(dim=1), 0.0)
+    total = (rows * counts).sum(dim=1)
+    return total if mode == "sum" else total / counts.sum(dim=1).clamp(min=1)
 
 
 CAUSAL = {nn.TransformerEncoder: "is_causal", nn.TransformerDecoder: "tgt_is_causal"}
