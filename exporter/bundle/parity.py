@@ -49,7 +49,7 @@ FEW_NUMBERS = 8  # fewer outputs may all be near zero by chance, and have no cle
 Axis = Literal["batch", "tokens"]
 # Rounding does not change the order of scores that are this many ties apart; with other numbers of
 # tokens, at which other tokens are compared, sound graphs reach 6.
-_FAR: Mapping[Axis, float] = {"batch": 4.0, "tokens": 12.0}
+_FAR_APART: Mapping[Axis, float] = {"batch": 4.0, "tokens": 12.0}
 FLIPS_AT_TOKENS = 3.0  # times the share of choices that may differ; sound graphs reach 1.3
 OUTLIER_IN_A_BATCH = 1.5  # times as far off as the same outlier in the usual batch
 OUTLIER_AT_TOKENS = 1.5  # times as far off as most may be
@@ -87,16 +87,16 @@ class Tolerance:
     outlier: float = 1.0
     least_cosine: float = 0.99
 
-    def asked(self, atol: float | None, rtol: float | None) -> Tolerance:
+    def with_user_bounds(self, atol: float | None, rtol: float | None) -> Tolerance:
         """Returns these bounds with a user's; if those are wider, any cosine is allowed."""
-        given = {"atol": atol, "rtol": rtol}
-        asked = replace(self, **{name: value for name, value in given.items() if value is not None})
-        return replace(asked, least_cosine=-1.0) if asked.wider_than(self) else asked
+        atol = self.atol if atol is None else atol
+        bounds = replace(self, atol=atol, rtol=self.rtol if rtol is None else rtol)
+        return replace(bounds, least_cosine=-1.0) if bounds.wider_than(self) else bounds
 
     def wider_than(self, other: Tolerance) -> bool:
         return self.atol > other.atol or self.rtol > other.rtol
 
-    def no_wider(self, than: Tolerance) -> Tolerance:
+    def narrower(self, than: Tolerance) -> Tolerance:
         """Returns the narrower of these bounds and another's, one by one; the other's for NaN."""
         pairs = {name: (getattr(than, name), value) for name, value in asdict(self).items()}
         at_least = ("routing", "least_cosine")
@@ -411,7 +411,7 @@ class Reference:
         return {
             name: frozenset(
                 np.flatnonzero((sets > 0).any(axis=tuple(range(sets.ndim - 1)))).tolist()
-                if holds_coefficients(sets)
+                if has_coefficients(sets)
                 else np.unique(sets).tolist()
             )
             for name, sets in self.selected.items()
@@ -598,7 +598,7 @@ class Reference:
         return {name: chosen[choice] for choice, name in values.items() if choice in chosen}
 
 
-def holds_coefficients(chosen: np.ndarray) -> bool:
+def has_coefficients(chosen: np.ndarray) -> bool:
     """Whether a choice has coefficients [s, m, n], not the indices of a set [s, k]."""
     return chosen.dtype.kind == "f"
 
@@ -700,7 +700,7 @@ class Comparison:
             self._first = expected
             for size in self.probed:
                 if size != self.batch:
-                    self._at_sizes["batch", size] = self._compared(self._probe(size), size)
+                    self._at_sizes["batch", size] = self._compared(self._first_inputs(size), size)
         for k, other in expected.at_other_k.items():
             if k not in self._at_other_k:
                 self._at_other_k[k] = replace(self, k=k, probed=())
@@ -718,7 +718,7 @@ class Comparison:
         """
         values, sets = self._run(expected, self.batch)
         sets = {
-            name: chosen if holds_coefficients(chosen) else np.sort(chosen, axis=-1)
+            name: chosen if has_coefficients(chosen) else np.sort(chosen, axis=-1)
             for name, chosen in sets.items()
         }
         others = {
@@ -741,7 +741,7 @@ class Comparison:
         parity = self.parity()
         if parity.k in self._at_other_k:
             return self._at_other_k[parity.k].worst
-        return self._worst if parity.batch is None else self._probe(parity.batch)
+        return self._worst if parity.batch is None else self._first_inputs(parity.batch)
 
     def parity(self) -> Parity:
         """Returns how far the graph is off, over all inputs that were added.
@@ -794,7 +794,7 @@ class Comparison:
             {n: np.concatenate(parts) for n, parts in sets.items() if len(parts) == len(chosen[n])},
         )
 
-    def _probe(self, size: int) -> Reference:
+    def _first_inputs(self, size: int) -> Reference:
         """The first inputs, repeated (`again`) if there are fewer than `size`."""
         return self._first.rows(again(len(self._first.x), size, self.together))
 
@@ -829,7 +829,7 @@ class Comparison:
         may, at each number.
         """
         bounds, usual = self.tolerance, _by_output(self._results)
-        far = max(*(part.margin for part in self._results), bounds.tie * _FAR[axis])
+        far = max(*(part.margin for part in self._results), bounds.tie * _FAR_APART[axis])
         wrong = int(probe.wrong.sum())
         if axis == "batch":
             rows = again(len(self._first.x), size, self.together)
@@ -1082,7 +1082,7 @@ class Distance:
     @property
     def usual_rel(self) -> float:
         """The largest difference of all inputs but the outliers, in their scales."""
-        return _usual(self._beyond())
+        return _largest_usual(self._beyond())
 
     @property
     def loudness(self) -> tuple[float, float]:
@@ -1096,7 +1096,7 @@ class Distance:
 
     def within(self, bounds: Tolerance) -> bool:
         """Whether the inputs are within the bounds, each in its own scale."""
-        usual = _usual(self._beyond(bounds.atol)) <= bounds.rtol
+        usual = _largest_usual(self._beyond(bounds.atol)) <= bounds.rtol
         return usual and self.within_outliers(bounds)
 
     def within_outliers(self, bounds: Tolerance) -> bool:
@@ -1139,7 +1139,7 @@ class Distance:
         return Distance(**joined, numbers=min(part.numbers for part in parts))
 
 
-def _usual(relative: np.ndarray) -> float:
+def _largest_usual(relative: np.ndarray) -> float:
     """The largest value without the outliers."""
     if not relative.size:
         return 0.0
@@ -1181,7 +1181,7 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def _jaccard(actual: np.ndarray, expected: np.ndarray) -> float:
     """The mean overlap of two choices: of sets of experts [s, k], or of non-zero coefficients."""
-    if holds_coefficients(expected):
+    if has_coefficients(expected):
         one, other = actual > 0, expected > 0
         shares = (one & other).sum(axis=-1) / np.maximum(1, (one | other).sum(axis=-1))
         return float(shares.mean())
@@ -1202,7 +1202,7 @@ def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -
     Below FP32 rounding before a layer moves its coefficients, so only experts that one of the two
     has dropped count.
     """
-    if holds_coefficients(expected):
+    if has_coefficients(expected):
         off = np.abs(actual - expected)
         if tolerance.routing < 1.0:
             off = np.where((actual > 0) == (expected > 0), 0.0, off)

@@ -262,10 +262,10 @@ def _bounds(
     fp32 = usual == TOLERANCES["fp32"]
     if fp32 and bounds.rtol > usual.rtol and graph is not None and _rounds(directory / graph.file):
         usual = replace(usual, rtol=ROUNDED_RTOL)
-    bounds = bounds.no_wider(usual)
+    bounds = bounds.narrower(usual)
     if fp32 and (atol, rtol) != (None, None):
         bounds = replace(bounds, roundings=math.inf)
-    return bounds.asked(atol, rtol)
+    return bounds.with_user_bounds(atol, rtol)
 
 
 def _rounds(path: Path) -> bool:
