@@ -717,10 +717,6 @@ class Comparison:
         It is the reference for other graphs in the same precision.
         """
         values, sets = self._run(expected, self.batch)
-        sets = {
-            name: chosen if has_coefficients(chosen) else np.sort(chosen, axis=-1)
-            for name, chosen in sets.items()
-        }
         others = {
             k: replace(self, k=k, probed=()).with_rounded(other)
             for k, other in expected.at_other_k.items()
@@ -786,12 +782,12 @@ class Comparison:
             for name, value in compared.items():
                 wanted = (len(x), *expected.selected[name].shape[1:])
                 chosen[name].append(_as_recorded(name, values[value], wanted))
-        sets = {
-            name: [each for each in parts if each is not None] for name, parts in chosen.items()
+        recorded = {
+            name: [part for part in parts if part is not None] for name, parts in chosen.items()
         }
         return (
             {name: np.concatenate(parts) for name, parts in outputs.items()},
-            {n: np.concatenate(parts) for n, parts in sets.items() if len(parts) == len(chosen[n])},
+            {n: np.concatenate(p) for n, p in recorded.items() if len(p) == len(chosen[n])},
         )
 
     def _first_inputs(self, size: int) -> Reference:
@@ -873,7 +869,10 @@ def _as_recorded(name: str, array: np.ndarray, wanted: tuple[int, ...]) -> np.nd
     same_k = array.ndim > 0 and array.shape[-1] == wanted[-1]
     if not same_k or not (of_tokens or array.shape == wanted):
         raise ParityError(f"layer {name}: choices {array.shape} for {wanted} in the reference")
-    return array.reshape(wanted) if array.size == math.prod(wanted) else None
+    if array.size != math.prod(wanted):
+        return None
+    array = array.reshape(wanted)
+    return array if has_coefficients(array) else np.sort(array, axis=-1)
 
 
 def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
@@ -1208,7 +1207,7 @@ def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -
             off = np.where((actual > 0) == (expected > 0), 0.0, off)
         different: np.ndarray = (off > tolerance.coefficient).any(axis=-1)
         return different
-    other: np.ndarray = (np.sort(actual, axis=-1) != expected).any(axis=-1)
+    other: np.ndarray = (actual != expected).any(axis=-1)
     return other.reshape(len(other), -1)
 
 
