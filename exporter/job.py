@@ -33,7 +33,7 @@ from ..graphs.sizes import (
 )
 from .bundle.parity import ROUNDED_RTOL
 from .bundle.steps import STEPS, Step, asked
-from .model import Model, check_given_inputs, edited, fingerprint
+from .model import Model, check_one_input, edited, fingerprint
 from .options import ExportOptions
 from .refusals import check, check_without_model, not_renormalizable
 from .requests import CalibrateRequest
@@ -345,7 +345,7 @@ def calibration_job(
     from .quantization.calibrate import CalibrationJob
 
     options = options or CalibrateRequest()
-    check_given_inputs(model, "calibration")
+    check_one_input(model, "calibration", or_further=True)
     specs = model.specs
     if options.renormalize:
         refuse(not_renormalizable(specs))

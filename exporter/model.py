@@ -267,24 +267,19 @@ class Model:
         return {name: spec.trained_k for name, spec in self.specs.items()}
 
 
-def check_one_input(model: Model, what: str) -> None:
-    """Raises `UsageError` for a model of several inputs if `what` needs a single input."""
-    _check_inputs(model, what, len(model.inputs) > 1)
+def check_one_input(model: Model, what: str, *, or_further: bool = False) -> None:
+    """Raises `UsageError` for a model of several inputs if `what` needs a single input.
 
-
-def check_given_inputs(model: Model, what: str) -> None:
-    """Raises `UsageError` if a model has optional inputs, which `what` does not support."""
-    _check_inputs(model, what, any(spec.default is not None for spec in model.inputs))
-
-
-def _check_inputs(model: Model, what: str, wrong: bool) -> None:
-    if wrong:
+    With `or_further`, only optional inputs are refused.
+    """
+    optional = any(spec.default is not None for spec in model.inputs)
+    if optional if or_further else len(model.inputs) > 1:
         raise UsageError(
             f"{what} needs a model with one input, but this {model.family} model has "
             f"{len(model.inputs)}",
             hint="models with token-routed experts are exported, verified and run: "
             "docs/families.md#token-routed-models"
-            if any(spec.default is not None for spec in model.inputs)
+            if optional
             else "such networks are exported, verified, run, measured, calibrated and tuned: "
             "docs/families.md#inputs-and-outputs",
         )

@@ -20,7 +20,7 @@ from .bundle.weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
 from .job import ExportJob, decodes
 from .options import AUTO, TUNE
 from .quantization.precision import PrecisionPlan, Retention, apply_precision
-from .trace import VALID_SIZES, ValidSizes, trace
+from .trace import trace, valid_sizes
 
 if TYPE_CHECKING:
     from ..calibration.table import CalibrationTable
@@ -150,9 +150,7 @@ def with_trace(
         progress.step("tracing" if tokens is None else f"tracing with {tokens} tokens")
         sizes = job.traced_sizes | ({} if tokens is None else {"tokens": tokens})
         traced = trace(job.model, opset=job.options.least_opset, fixed=job.fixed, sizes=sizes)
-    valid: ValidSizes | None = traced.meta.get(VALID_SIZES)
-    if valid is None:
-        return job, traced
+    valid = valid_sizes(traced)
     for axis, requested in job.axis_ranges.items():
         low, high = valid.between(axis)
         high = requested.max if high is None else high
@@ -251,8 +249,8 @@ def plan_traced(
 def fused_ops(job: ExportJob) -> FusedOps:
     """Returns the parts around the layers that a job's graphs have as one op.
 
-    None if the target has no such ops for the float type (ONNX Runtime's CPU kernels are FP32 only,
-    whatever the experts' type), or if it needs a newer opset than requested.
+    Empty if the target has no such ops for the float type (ONNX Runtime's CPU kernels are FP32
+    only, whatever the experts' type), or if it needs a newer opset than requested.
     """
     options = job.options
     fused = TARGETS[options.target].fused
@@ -276,7 +274,9 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
         spans = batch_spans(job.traced_layers(traced), job.options.target, batch.min, batch.max)
     if len(spans) < 2:
         graph = plan_graph(job, traced, AUTO, MAIN_GRAPH)
-        if TARGETS[job.options.target].compiled and copies_by_k(graph):
+        by_k = all(layer.k is None and layer.spec.chooses_sets for layer in graph.layers)
+        copies = any(layer.copied_bytes for layer in graph.layers)  # of all experts at k = n
+        if TARGETS[job.options.target].compiled and by_k and copies:
             dense = plan_graph(job, traced, DENSE, f"model-{DENSE}.onnx")
             reason = "copies no weights, so it is for a k near n"
             layers = tuple(replace(layer, reason=reason) for layer in dense.layers)
@@ -314,13 +314,6 @@ def copied_bytes(graphs: Iterable[GraphPlan], batch: int, tokens: int) -> float:
             for layer in graph.layers
         ),
         default=0.0,
-    )
-
-
-def copies_by_k(graph: GraphPlan) -> bool:
-    """Whether a graph with k as an input copies the weights of chosen experts: all at k = n."""
-    return all(layer.k is None and layer.spec.chooses_sets for layer in graph.layers) and any(
-        layer.copied_bytes for layer in graph.layers
     )
 
 

@@ -67,7 +67,7 @@ from .job import ExportJob
 from .model import Model
 from .options import ExportOptions
 from .plan import GraphPlan, Plan, copied_bytes, plan_graph
-from .trace import VALID_SIZES, ValidSizes
+from .trace import valid_sizes
 from .write import graph_record
 
 ROUNDED_FILE = "rounded.onnx"  # the graph that others are compared with; removed afterwards
@@ -247,9 +247,9 @@ def _changes(planned: Plan, axis: str) -> tuple[int, ...]:
 
     They are the sizes on both sides of each change.
     """
-    valid: ValidSizes | None = planned.traced.meta.get(VALID_SIZES)
+    valid = valid_sizes(planned.traced)
     span = planned.job.axis_ranges.get(axis)
-    if valid is None or span is None or axis not in valid.traced:
+    if span is None or axis not in valid.traced:
         return ()
     traced = valid.traced[axis]
     found = valid.changes(axis, span.min, span.max)

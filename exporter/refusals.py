@@ -497,11 +497,12 @@ def integers_in_blocks(job: Resolved) -> Iterator[Mistake]:
 
 def real_inputs(job: Resolved) -> Iterable[Mistake]:
     """Ranges that need inputs, if there are none; and models that cannot be calibrated."""
-    from .model import check_given_inputs  # loads PyTorch
+    from .model import check_one_input  # loads PyTorch
 
     options = job.options
     if job.calibrates:
-        check_given_inputs(job.model, "--quantize all" if options.quantize == "all" else "--data")
+        what = "--quantize all" if options.quantize == "all" else "--data"
+        check_one_input(job.model, what, or_further=True)
     elif job.needs_ranges and options.data is None and options.calibration is None:
         yield no_ranges_found(options.precision)
 

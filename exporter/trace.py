@@ -259,7 +259,14 @@ class ValidSizes:
 
 
 VALID_SIZES = "moexport.valid_sizes"
-"""The key of a trace's valid sizes (`ValidSizes`) in its `meta`."""
+"""The key of a trace's valid sizes in its `meta`."""
+
+
+def valid_sizes(traced: ir.Model) -> ValidSizes:
+    """Returns the sizes for which a trace is valid; without a record, any size."""
+    found: ValidSizes = traced.meta.get(VALID_SIZES, ValidSizes({}, (), {}))
+    return found
+
 
 PROGRAM = "moexport.program"
 """The key of PyTorch's program in the `meta` of a graph that a host traced."""

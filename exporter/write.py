@@ -36,7 +36,7 @@ from .bundle.weights import StoredLayer, WeightsWriter, write_backbone, write_la
 from .job import ExportJob
 from .plan import GraphPlan, Plan
 from .quantization.precision import precision_record
-from .trace import VALID_SIZES, ValidSizes
+from .trace import valid_sizes
 
 
 def write_graphs(
@@ -123,9 +123,7 @@ def _lower(
 
 def _valid_sizes(plan: Plan) -> dict[str, tuple[int, int | None]]:
     """The sizes of axes within which the graph computes the same as the network."""
-    valid: ValidSizes | None = plan.traced.meta.get(VALID_SIZES)
-    if valid is None:
-        return {}
+    valid = valid_sizes(plan.traced)
     most = plan.job.model.limits
     between = {axis: valid.between(axis) for axis in plan.job.axis_ranges}
     return {

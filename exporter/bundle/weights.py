@@ -56,8 +56,8 @@ class Stored:
 
     def part(self, index: int) -> Stored:
         """The `index`-th part along the first axis, in the same bytes."""
-        part = Stored(offset=0, shape=self.shape[1:], dtype=self.dtype)
-        return Stored(offset=self.offset + index * part.bytes, shape=part.shape, dtype=self.dtype)
+        shape = self.shape[1:]
+        return Stored(self.offset + index * size_of(shape, self.dtype), shape, self.dtype)
 
     def external(self, name: str) -> ir.ExternalTensor:
         """The tensor as external data of an ONNX file next to the weights file."""

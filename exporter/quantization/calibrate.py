@@ -28,7 +28,7 @@ from ..inputs import feed_batches
 from ..model import Model, fingerprint
 from ..requests import CalibrateRequest
 from ..session import SessionOptions, graph_call
-from ..trace import VALID_SIZES, ValidSizes, trace
+from ..trace import trace, valid_sizes
 
 STANDARD = "onnx"
 """The target of observing graphs: standard ops, which ONNX Runtime has."""
@@ -166,8 +166,7 @@ def observe_share(
             graph = _write(job, traced.clone(), path)
         progress.step("observing", total=total, unit="inputs")
         together = job.fixed.get(BATCH, job.model.batch_of)
-        valid: ValidSizes | None = traced.meta.get(VALID_SIZES)
-        least = 1 if valid is None else valid.between(BATCH)[0]
+        least, _ = valid_sizes(traced).between(BATCH)
         # Inputs that are computed together are observed together.
         whole = (
             rows_between(batch, 0, row_count(batch) // together * together)
