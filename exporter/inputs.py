@@ -193,8 +193,8 @@ def parity_batches(
     data: Feed | None,
     count: int,
     *,
-    ranges: Mapping[str, AxisRange] | None = None,
-    tiny: bool = False,
+    ranges: Mapping[str, AxisRange],
+    tiny: bool,
 ) -> Iterator[Fields]:
     """Returns inputs for the comparison, `SAMPLES` at a time, or in batches of a fixed size.
 
@@ -205,7 +205,6 @@ def parity_batches(
     a constant seed; `fixed` is `ExportJob.fixed`. The first ones are read by the call, which raises
     `FeedError` if they do not fit.
     """
-    ranges = ranges or {}
     least = fixed.get(BATCH) or max(model.batch_of, ranges[BATCH].min if BATCH in ranges else 1)
     if data is not None:
         return _feed_batches(model, data, count, fixed, least)

@@ -237,18 +237,17 @@ def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | 
     # Imported here: no other code counts operations.
     from torch.utils.flop_counter import FlopCounterMode
 
-    products = _NoProducts()
-    with FlopCounterMode(display=False) as counter:
-        found = _counted(model, tokens, products)
+    with FlopCounterMode(display=False) as counter, _NoProducts() as products:
+        found = _counted(model, tokens)
     whole = products.macs + counter.get_total_flops() // 2
     return found, whole // model.batch_of
 
 
-def _counted(model: Model, count: int, products: _NoProducts) -> dict[str, int]:
+def _counted(model: Model, count: int) -> dict[str, int]:
     """The tokens of each layer for inputs of `count` tokens or pixels.
 
     The backbone runs on zeros instead of its inputs and weights, which are not read; its MoE layers
-    do not run, and `products` replaces and counts matrix products.
+    do not run.
     """
     height = next(h for h in range(math.isqrt(count), 0, -1) if count % h == 0)
     sizes = {
@@ -269,7 +268,7 @@ def _counted(model: Model, count: int, products: _NoProducts) -> dict[str, int]:
             tokens[self.name] = x.shape[-2] // (model.batch_of if x.ndim == 2 else 1)
             return x.new_zeros(*x.shape[:-1], self.spec.out)
 
-    with torch.inference_mode(), replaced_layers(model.module, Counted) as backbone, products:
+    with torch.inference_mode(), replaced_layers(model.module, Counted) as backbone:
         # Each is a single zero in memory, expanded to the tensor's shape. PyTorch's meta device
         # would avoid computing the backbone, but its imports take a second.
         zeros = {
