@@ -39,7 +39,6 @@ from ..exporter.inputs import (
     Inputs,
     fitted_arrays,
     random_arrays,
-    random_inputs,
     with_axes,
 )
 from ..exporter.model import Model, TensorSpec
@@ -251,7 +250,7 @@ def labelled(
             f"--pixels {pixels}: the data are not a folder of images", hint="give one with --data"
         )
     if data is None:
-        data = random_inputs(model, max(batch, RANDOM_INPUTS), {**SIZES, **sizes})
+        data = random_arrays(model, max(batch, RANDOM_INPUTS), {**SIZES, **sizes})[model.input.name]
     if isinstance(data, np.ndarray):
         data = LabelledData(data, None, model.input.name)
     if not isinstance(data, LabelledData | Streamed):

@@ -14,7 +14,7 @@ import numpy as np
 from ...data.batches import Fields
 from ...errors import BundleError
 from ..bundle.manifest import GraphRecord, Manifest
-from ..bundle.parity import Reference, holds_coefficients
+from ..bundle.parity import Reference, has_coefficients
 from ..session import Session
 
 CHOICES = "choices"
@@ -41,7 +41,7 @@ def by_input(
     """
     if not rows or len(chosen) % rows:
         return None
-    if holds_coefficients(chosen):
+    if has_coefficients(chosen):
         by_token = chosen.reshape(rows, -1, chosen.shape[-1])
         mask = real_tokens(inputs, rows, by_token.shape[1])
         kept = by_token if mask is None else by_token * mask[..., None]
@@ -130,7 +130,7 @@ def choices_of(
 
     `k` is the number of experts if that is an input.
     """
-    experts = {layer.name: layer.experts for layer in manifest.layers}
+    experts = manifest.experts
     found = Choices()
     for x in batches:
         rows = len(next(iter(x.values())))

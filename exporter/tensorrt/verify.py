@@ -39,7 +39,7 @@ def checks(
     *,
     trust: bool,
 ) -> Iterator[Check]:
-    """Yields the checks of a bundle's engines; see `bundle.runtimes.engine_checks`."""
+    """Yields the checks of a bundle's engines; `bounds` are those with or without TF32."""
     for engine in engines_of(manifest):
         tolerance = bounds(bool(engine.options.get("tf32")))
         yield from _engine_check(directory, manifest, engine, expected, tolerance, trust=trust)

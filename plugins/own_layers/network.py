@@ -181,7 +181,7 @@ def _model_of(
             further=_asked_again(weights, tuple(used)),
             importable=origin.held is None and all(map(_importable, used)),
             host=FactoryHost(),
-            held=origin.held,
+            in_memory=origin.held,
         ),
         inputs=_ports(passes[0].inputs),
         outputs=_ports(passes[0].outputs),

@@ -12,7 +12,7 @@ import numpy as np
 from ...common.console import Progress
 from ...common.timing import Protocol
 from ...exporter.bundle.manifest import TunedLayers
-from ...exporter.measured_lowerings import Measuring, Tokens, measure_lowerings
+from ...exporter.measured_lowerings import Measuring, measure_lowerings
 from ...exporter.quantization.precision import apply_precision
 from ...graphs.targets import Precision, Target
 from .budget import SPIN_MS, TIMES_SHARE
@@ -182,7 +182,7 @@ class LayerTimes:
         self,
         job: SearchJob,
         choices: Mapping[str, Sequence[LayerRecipe]],
-        inputs: Tokens,
+        inputs: Mapping[str, np.ndarray],
         progress: Progress,
     ) -> None:
         """Measures every choice of every layer in one precision; skips what is known.
