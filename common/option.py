@@ -372,7 +372,7 @@ def keywords_of(request: type[Any]) -> Keywords:
                 several=get_origin(kind) is Sequence,
                 choices=frozenset(literals(kind)),
             )
-            found |= {spelling.lstrip("-"): keyword for spelling in spellings[:1]}
+            found[spellings[0].lstrip("-")] = keyword
     return found
 
 
