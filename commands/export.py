@@ -11,7 +11,7 @@ import typer
 
 from ..common.console import Console, show
 from ..common.libraries import check_pytorch
-from ..common.text import by_level, size, table
+from ..common.text import and_alike, by_level, size, table
 from ..exporter.options import ExportOptions
 from ..exporter.refusals import check_without_model, with_plugins
 from ..exporter.requests import SIZES
@@ -33,7 +33,7 @@ from .options import (
 from .reading import ReadingOptions, loader
 
 if TYPE_CHECKING:
-    from ..exporter.bundle.manifest import LayerRecord, Manifest
+    from ..exporter.bundle.manifest import Manifest
     from ..exporter.bundle.runtimes import RuntimeRecord
     from ..exporter.model import Model
     from ..exporter.plan import Plan
@@ -140,13 +140,12 @@ def _print_exported(
 
     for text in _edited(Edits.from_records(manifest.edits, "manifest.json").texts()):
         console.note(text)
-    alike: dict[str, list[LayerRecord]] = {}
+    alike: dict[str, list[str]] = {}
     for layer in manifest.layers:
         k = "a graph input" if layer.k is None else f"{layer.kept} of {layer.of_experts}"
-        alike.setdefault(f"k = {k}, {layer.lowering}", []).append(layer)
-    for chosen, layers in alike.items():
-        first, *more = (layer.name for layer in layers)
-        console.note(f"{first}{f' and {len(more)} like it' if more else ''}: {chosen}")
+        alike.setdefault(f"k = {k}, {layer.lowering}", []).append(layer.name)
+    for chosen, names in alike.items():
+        console.note(f"{and_alike(names)}: {chosen}")
     for layer in manifest.layers if console.verbose else ():
         console.note(f"{layer.name}: {layer.lowering}: {layer.reason}")
     for layer in manifest.layers:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..common.console import Console, show
 from ..common.libraries import check_pytorch
-from ..common.text import by_level, count, lines, size, table
+from ..common.text import and_alike, by_level, count, lines, size, table
 from ..errors import UsageError
 from ..exporter.requests import InspectRequest, RunRequest
 from ..graphs.targets import CUDA_PROVIDER, TARGETS
@@ -195,8 +195,8 @@ def _equivalents_text(report: ModelReport) -> tuple[str, ...]:
     if not alike:
         return ()
     rows = []
-    for forms, (first, *more) in alike.items():
-        name = f"{first} and {len(more)} like it" if more else first
+    for forms, names in alike.items():
+        name = and_alike(names)
         rows += [(name, form, count(p), count(2 * macs)) for form, p, macs in forms]
     header = ("muMoE layer", "form", "parameters", "FLOPs of one token")
     notes = (
@@ -326,8 +326,7 @@ def tuning_text(tuning: Tuning | None) -> tuple[str, ...]:
         return ()
     rows = []
     for group in tuning.measured:
-        first, *more = group.layers
-        layers = f"{first} and {len(more)} like it" if more else first
+        layers = and_alike(group.layers)
         kept = f"{group.k}/{group.experts}"
         for candidate in group.candidates:
             ms = candidate.latency_ms
