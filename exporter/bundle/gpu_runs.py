@@ -349,7 +349,7 @@ class GpuRuns:
                 _wait_for(view)
 
     def _timed(self, thread: object, wanted: Sequence[str], feeds: Feeds, stream: Stream) -> float:
-        from ..tensorrt.cuda import Stopwatch
+        from ..tensorrt.cuda import elapsed_ms
 
         key = _key(thread, wanted, feeds)
         for _ in range(2):  # the second is the capture
@@ -367,14 +367,10 @@ class GpuRuns:
                 self._fill(graph, feeds)
                 binding, options, held = graph.binding, self._options(_id(graph)), []
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-            watch = Stopwatch()
             try:
-                watch.begin(stream)
-                self.session.run_with_iobinding(binding, options)
-                return watch.end(stream)
+                return elapsed_ms(stream, lambda: self.session.run_with_iobinding(binding, options))
             finally:
                 stream.synchronize()
-                watch.close()
                 held.clear()  # the run has read these inputs
 
     def _options(self, graph: str) -> ort.RunOptions:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ...common.console import Progress, Silent
-from ...common.files import sha256
 from ...common.option import spelled
 from ...common.writing import scratch_folder
 from ...errors import EngineError, MissingExtraError, UsageError
@@ -31,6 +30,7 @@ from .records import (
     EngineRecord,
     add_to_bundle,
     engines_of,
+    is_as_listed,
     staging,
     with_engines,
 )
@@ -300,18 +300,13 @@ def _in_bundle(
 ) -> EngineRecord | None:
     """The bundle's own engine, if its key and its files match."""
     for record in engines_of(manifest):
-        own = record.file in manifest.files and is_own(
-            record.signature, manifest.files[record.file].sha256
-        )
+        listed = manifest.files.get(record.file)
+        own = listed is not None and is_own(record.signature, listed.sha256)
         if own and record.key == key and record.file == plan.file:
             names = (record.layers, record.file)
-            if all(_sound(directory / name, manifest.files.get(name)) for name in names):
+            if all(is_as_listed(directory / name, manifest) for name in names):
                 return record
     return None
-
-
-def _sound(path: Path, known: FileRecord | None) -> bool:
-    return known is not None and path.is_file() and sha256(path) == known.sha256
 
 
 def _make(

@@ -206,15 +206,8 @@ class EngineOptions:
 
     def as_json(self) -> dict[str, Any]:
         """The options as plain data: all that affect the engine."""
-        content = {name: getattr(self, name) for name in self.changed() if name != "timing_cache"}
-        if "profiles" in content:
-            content["profiles"] = [
-                {axis: asdict(sizes) for axis, sizes in profile.items()}
-                for profile in self.profiles
-            ]
-        if "compute_capabilities" in content:
-            content["compute_capabilities"] = list(self.compute_capabilities)
-        return content
+        content = asdict(self)
+        return {name: content[name] for name in self.changed() if name != "timing_cache"}
 
 
 _NUMBERS = r"[0-9]{1,4}\.[0-9]{1,4}"

@@ -101,11 +101,11 @@ class EngineSession:
         self.provider = plan.backend.name
         self.record = plan.record
         self._loaded = LoadedEngine(plan, graphs=capture, eager=eager, host_weights=host_weights)
-        held = ExitStack()
-        held.callback(self._loaded.close)
-        self._free = cuda.closing_once(self, held.close)
+        resources = ExitStack()
+        resources.callback(self._loaded.close)
+        self._free = cuda.closing_once(self, resources.close)
         self._capture = capture and not self._loaded.records_itself
-        self._buffers: dict[str, cuda.DeviceBuffer] = {}
+        self._buffers: dict[str, int] = {}  # their addresses
         self._captured: cuda.Captured | None = None
         self._ready: Key | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -117,9 +117,9 @@ class EngineSession:
         try:
             self._device = int(cuda.call("cudaGetDevice"))
             self._stream = cuda.Stream()
-            held.callback(self._stream.close)
+            resources.callback(self._stream.close)
             self._loaded.bind_weights(experts, host=host_weights)
-            self._allocate(held)
+            self._allocate(resources)
         except BaseException:
             self.close()
             raise
@@ -168,13 +168,7 @@ class EngineSession:
         self._prepare((tuple(source.array.shape), k))
         self._send(source)
         self._record()
-        watch = cuda.Stopwatch()
-        try:
-            watch.begin(self._stream)
-            self._execute()
-            return watch.end(self._stream)
-        finally:
-            watch.close()
+        return cuda.elapsed_ms(self._stream, self._execute)
 
     def close(self) -> None:
         """Frees the GPU's memory."""
@@ -221,7 +215,7 @@ class EngineSession:
     def _send(self, source: AddressedArray) -> None:
         """Copies the input into its buffer, after pending work on it."""
         source.settle()
-        self._stream.copy(self._buffers[self.input_name].address, source.address, source.nbytes)
+        self._stream.copy(self._buffers[self.input_name], source.address, source.nbytes)
 
     def _receive(self, name: str, like: Any) -> Any:
         """Starts copying an output to memory of the input's kind."""
@@ -235,7 +229,7 @@ class EngineSession:
                 torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
             )
             array.settle()  # the caller's earlier work may still use its memory
-        self._stream.copy(output.address, self._buffers[name].address, output.nbytes)
+        self._stream.copy(output.address, self._buffers[name], output.nbytes)
         return output.array
 
     def _execute(self) -> None:
@@ -271,7 +265,7 @@ class EngineSession:
             self._captured.close()
         self._captured, self._ready, self._fresh = None, None, True
 
-    def _allocate(self, held: ExitStack) -> None:
+    def _allocate(self, resources: ExitStack) -> None:
         """Allocates buffers for the largest shapes that the profiles allow."""
         sizes: dict[str, int] = {}
         for index, profile in enumerate(self.profiles):
@@ -283,9 +277,9 @@ class EngineSession:
                 width = 2 if dtype == BF16 else np.dtype(dtype).itemsize
                 sizes[name] = max(sizes.get(name, 1), int(np.prod(shape, dtype=np.int64)) * width)
         for name, nbytes in sizes.items():
-            self._buffers[name] = cuda.DeviceBuffer(nbytes)
-            held.callback(self._buffers[name].free)
-            self._loaded.bind(name, self._buffers[name].address)
+            address = self._buffers[name] = int(cuda.call("cudaMalloc", nbytes))
+            resources.callback(cuda.call, "cudaFree", address)
+            self._loaded.bind(name, address)
 
 
 class LoadedEngine:
