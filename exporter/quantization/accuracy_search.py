@@ -27,7 +27,7 @@ from ...graphs.targets import Target
 from ..bundle.manifest import GraphRecord
 from ..bundle.parity import cosines
 from ..bundle.verify import checking_session
-from ..checks.accuracy import one_per_sample
+from ..checks.accuracy import one_per_sample, score
 from ..inputs import Inputs, feed_inputs, fitted
 from ..job import ExportJob, export_job
 from ..model import Model
@@ -263,12 +263,10 @@ class ReferenceOutputs:
             if not self.classes:
                 kept, of = kept + float(cosines(y, expected).sum()), of + len(y)
             else:
-                finite = np.isfinite(y).all(axis=-1, keepdims=self.attributes)
-                answers = _answers(y, attributes=self.attributes)
-                classes = np.where(finite, answers, IGNORED - 1)
-                labels = None if self.labels is None else self.labels[index]
-                kept += _right(classes, expected if labels is None else labels)
-                of += expected.size if labels is None else _right(expected, labels)
+                labels = expected if self.labels is None else self.labels[index]
+                found = score(y, labels)
+                assert found is not None, "the first batches' labels fitted"
+                kept, of = kept + found.right, of + _right(expected, labels)
             if progress is not None:
                 progress.advance(len(x))
         return kept / of
