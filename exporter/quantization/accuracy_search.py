@@ -116,7 +116,13 @@ def floats_for_retention(
             if reached >= least:
                 break
             if not left:
-                raise _out_of_reach(least, reached, floats)
+                fp32 = floats == "fp32"
+                rounding = "the rounding of another runtime" if fp32 else f"{floats} itself"
+                raise ParityError(
+                    f"--min-retention {least:g}: every layer in {floats} reaches {reached:.7g}, so "
+                    f"the loss is caused by {rounding}, not by INT8",
+                    hint="request less" + ("" if fp32 else ", or --rest fp32"),
+                )
             if len(left) > 1 and not ranked:
                 left, ranked = trials.worst_first(outputs), True
             kept.append(KeptPart(name=left.pop(0), before=reached))
@@ -128,15 +134,6 @@ def floats_for_retention(
         floats=floats,
         kept=tuple(kept),
         whole=not left,
-    )
-
-
-def _out_of_reach(least: float, reached: float, floats: str) -> ParityError:
-    rounding = "the rounding of another runtime" if floats == "fp32" else f"{floats} itself"
-    return ParityError(
-        f"--min-retention {least:g}: every layer in {floats} reaches {reached:.7g}, so "
-        f"the loss is caused by {rounding}, not by INT8",
-        hint="request less" + ("" if floats == "fp32" else ", or --rest fp32"),
     )
 
 
@@ -290,7 +287,10 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
     Raises `FeedError` for a feed without inputs, for inputs or labels that do not fit the model,
     and for labels of which FP32 predicts none; `UsageError` for a model with one number per input.
     """
-    classes = _gives_classes(job.model)
+    # Class scores are [b, c], or [b, m, c] for token ids [b, m].
+    shape, ids = job.model.output.shape, job.model.input
+    of_ids = np.dtype(ids.dtype).kind in "iu" and len(ids.shape) == 2
+    classes = len(shape) == 2 or (len(shape) == 3 and (of_ids or shape[1] == 1))
     unlabelled = attributes = False
     batches = samples = right = 0
     by_batch: list[Labels] = []
@@ -319,11 +319,8 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
             hint="give at least one array; a generator can be read only once, and the "
             "ranges have read it",
         )
-    if not classes or unlabelled:
-        return ReferenceOutputs(
-            folder=folder, batches=batches, samples=samples, classes=classes, labels=None
-        )
-    if not right:
+    scored = classes and not unlabelled
+    if scored and not right:
         raise FeedError(
             f"--data: FP32 predicts none of {samples} labels, so there is no accuracy to retain",
             hint="are they this model's classes, counted from 0? Without labels the agreement "
@@ -334,8 +331,8 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
         batches=batches,
         samples=samples,
         classes=classes,
-        labels=tuple(by_batch),
-        attributes=attributes,
+        labels=tuple(by_batch) if scored else None,
+        attributes=scored and attributes,
     )
 
 
@@ -372,13 +369,6 @@ def _computed(
                 hint="--rtol bounds its error; `calibrate --sensitivity` ranks the layers",
             )
         yield x, y, labels
-
-
-def _gives_classes(model: Model) -> bool:
-    """Whether a model's outputs are class scores: [b, c], or [b, m, c] for token ids [b, m]."""
-    shape = model.output.shape
-    ids = np.dtype(model.input.dtype).kind in "iu" and len(model.input.shape) == 2
-    return len(shape) == 2 or (len(shape) == 3 and (ids or shape[1] == 1))
 
 
 def _check_labels(labels: Labels, y: np.ndarray, first: int, *, attributes: bool) -> None:

@@ -94,7 +94,9 @@ def profile(
     names = [size for size in port.shape if isinstance(size, str)]
     for axis, wanted in requested.items():
         if axis != K_INPUT and axis not in names:
-            fixed = _fixed_size(port, axis)
+            # Only the batch has a name if it is fixed.
+            first = port.shape[0]
+            fixed = first if axis == "batch" and isinstance(first, int) else None
             if fixed is not None and (wanted.min, wanted.max) == (fixed, fixed):
                 continue
             state = f"fixed at {fixed}" if fixed is not None else "not an axis"
@@ -110,12 +112,6 @@ def profile(
     return Profile(
         input=port.name, min=shapes[0], opt=shapes[1], max=shapes[2], k=_k_range(requested, experts)
     )
-
-
-def _fixed_size(port: TensorSpec, axis: str) -> int | None:
-    """The batch size if it is constant; other fixed axes have no name."""
-    first = port.shape[0]
-    return first if axis == "batch" and isinstance(first, int) else None
 
 
 def _clipped(axis: str, requested: AxisRanges, defaults: AxisRanges, port: TensorSpec) -> AxisRange:
