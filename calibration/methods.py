@@ -32,7 +32,6 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """The number of values."""
         return int(self.counts.sum())
 
     @property
@@ -44,7 +43,6 @@ class Histogram:
         return np.arange(-HALF, HALF + 1, dtype=np.float64) * self.width
 
     def __add__(self, other: Histogram) -> Histogram:
-        """The histogram of both sets of values."""
         width = max(self.width, other.width)
         a, b = self.coarsened(width), other.coarsened(width)
         return Histogram(

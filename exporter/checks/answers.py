@@ -85,7 +85,6 @@ class Answers:
     notes: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """Returns the manifest's entry."""
         scores = {"pytorch": self.accuracy, "own": self.own_accuracy}
         found: dict[str, Any] = {
             name: asdict(score) for name, score in scores.items() if score is not None
@@ -208,7 +207,6 @@ class _Results:
     """Whether the user's outputs are the softmax of ours, or its logarithm."""
 
     def add(self, part: Fields, fixed: Mapping[str, int] | None) -> None:
-        """Runs the model on a batch, and compares its outputs."""
         outputs = output_names(self.model)
         theirs = {name: part.pop(name) for name in outputs if name in part}
         labels = part.pop(LABEL, None)
@@ -275,7 +273,6 @@ class _Results:
         )
 
     def answers(self) -> Answers:
-        """The results over all batches."""
         scored = self.scored and self.accuracy.of > 0
         return Answers(
             own=self.own,

@@ -135,7 +135,6 @@ def data_checks(
 
 
 def _nothing_to_compare(manifest: Manifest) -> FeedError:
-    """The error for data without an accuracy, a distance or drift."""
     nothing = ", and no layer chooses among its experts" if _keeps_all(manifest) else ""
     routing = f"; {_COEFFICIENTS}" if _coefficients_alone(manifest) else ""
     return FeedError(

@@ -89,7 +89,6 @@ class Choices:
     lost: dict[str, float] = field(default_factory=dict)
 
     def add(self, choice: str, counts: np.ndarray, lost: np.ndarray) -> None:
-        """Adds the choices of further inputs."""
         self.counts.setdefault(choice, []).append(counts)
         self.lost[choice] = self.lost.get(choice, 0.0) + float(lost.sum())
 

@@ -147,7 +147,6 @@ def under(tensors: Tensors, prefix: str) -> dict[str, Tensor]:
 
 
 def prefixed(entries: Mapping[str, T], prefix: str) -> dict[str, T]:
-    """The entries with `prefix` before every key."""
     return {prefix + key: value for key, value in entries.items()}
 
 
@@ -230,7 +229,6 @@ def filled(network: AnyNetwork, tensors: Tensors, layers: Mapping[str, nn.Module
 
 
 def shapes_of(network: nn.Module) -> dict[str, TensorShape]:
-    """Returns the names and shapes of a network's own tensors."""
     return {key: tuple(tensor.shape) for key, tensor in network.state_dict().items()}
 
 
@@ -275,7 +273,6 @@ class Constructor:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The valid configuration keys."""
         return (*self.shapes, *self.questions, *self.free, *self.aliases, REST)
 
     def settle(

@@ -110,7 +110,6 @@ class GPT2Block(nn.Module):
     def forward(
         self, x: Tensor, later: Tensor, past: KeyValue | None = None
     ) -> tuple[Tensor, KeyValue]:
-        """Maps (b, m, d) to (b, m, d), with the keys and values of all tokens."""
         attended, present = self.attn(self.ln_1(x), later, past)
         x = x + attended
         return x + self.mlp(x), present

@@ -292,7 +292,6 @@ def _stored_parts(key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _stored_shape(key: str, part: Tensor, heads: int) -> TensorShape:
-    """The shape in the checkpoint of a tensor of the network."""
     if part.ndim == 4:
         return tuple(part.permute(2, 3, 1, 0).shape)
     stored = part.T if part.ndim == 2 else part
@@ -498,7 +497,6 @@ def rounds(family: str, config: Config) -> bool:
 
 
 def rounding_note(*, rounded: bool) -> str:
-    """Returns a note on the layers' rounding."""
     if rounded:
         return (
             "tokens and the experts' outputs are rounded to bfloat16, as in the published code: "

@@ -233,13 +233,11 @@ class ReferenceOutputs:
 
     @property
     def measure(self) -> Measure:
-        """The meaning of `retention`."""
         if not self.classes:
             return "cosine"
         return "agreement" if self.labels is None else "accuracy"
 
     def inputs(self) -> Iterator[np.ndarray]:
-        """Yields the inputs, batch by batch."""
         for index in range(self.batches):
             yield np.load(self._path("x", index))
 

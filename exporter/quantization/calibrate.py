@@ -69,7 +69,6 @@ class CalibrationJob:
         return self.origin(digest)
 
     def origin(self, digest: FeedHash) -> Origin:
-        """The origin of a table from these inputs."""
         options = self.options
         return Origin(
             model=fingerprint(self.model),
@@ -90,7 +89,6 @@ class Observed:
     origin: Origin
 
     def table(self, method: Method, percentile: float = DEFAULT_PERCENTILE) -> CalibrationTable:
-        """The table of ranges by a method."""
         share = percentile if method == "percentile" else None
         return CalibrationTable(
             origin=replace(self.origin, method=method, percentile=share),
@@ -193,7 +191,6 @@ def _write(job: CalibrationJob, traced: ir.Model, path: Path) -> ObservingGraph:
 
 
 def _numbered(batches: Iterator[Fields], progress: Progress) -> Iterator[tuple[int, Fields]]:
-    """The batches, each with the index of its first input."""
     done = 0
     for batch in batches:
         yield done, batch
@@ -249,7 +246,6 @@ def kept_table(
 
 
 def _difference(existing: Origin, wanted: Origin) -> str | None:
-    """The difference between the origins of two tables as text, or None."""
     if existing.model != wanted.model:
         return "another model, or this one with other weights, configuration or edits"
     if (existing.feed, existing.samples) != (wanted.feed, wanted.samples):

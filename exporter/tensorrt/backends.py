@@ -132,7 +132,6 @@ class Backend:
 
     @property
     def builds_without_gpu(self) -> bool:
-        """Whether an engine can be compiled on a machine without a GPU."""
         return bool(self.cards)
 
     def installed(self) -> bool:
@@ -181,14 +180,12 @@ class Backend:
             )
 
     def serves(self, compute_capability: str) -> bool:
-        """Whether its engines run on GPUs of a compute capability."""
         if self.cards:
             return compute_capability in self.cards
         return _number(compute_capability) >= _number(self.oldest)
 
     @property
     def served(self) -> str:
-        """The supported compute capabilities as text."""
         if not self.cards:
             return f"compute capability {self.oldest} and newer"
         listed = ", ".join(f"{name} ({card})" for name, card in self.cards.items())
@@ -204,7 +201,6 @@ class Backend:
             )
 
     def missing(self, what: str) -> MissingExtraError:
-        """The error for a missing package, with the command to install it."""
         return MissingExtraError(f"{what} is not installed", hint=self.install)
 
 

@@ -159,7 +159,6 @@ def explanation(lines: Sequence[str], plan: EnginePlan) -> tuple[str, Explanatio
 
 
 def ended(status: int, printed: Sequence[str], plan: EnginePlan) -> EngineError:
-    """Returns the error for a build process that crashed, from its last output."""
     reported = [line.strip() for line in printed if line.strip()]
     if explanation(reported, plan) is not None:
         return explained(reported, plan)
@@ -180,7 +179,6 @@ def killed(plan: EnginePlan) -> EngineError:
 
 
 def less_host_memory(plan: EnginePlan) -> str:
-    """Returns advice for a build that needs less of the machine's memory."""
     several, elsewhere = (
         ("about three", "build on a machine with more memory, which needs no GPU")
         if plan.backend.builds_without_gpu
@@ -207,7 +205,6 @@ def less_gpu_memory(plan: EnginePlan) -> str:
 
 
 def more_workspace(plan: EnginePlan) -> str:
-    """Returns advice if no kernel fits into the workspace."""
     workspace = plan.options.workspace
     if workspace is None:
         return "lower the profile's MAX, or export with --lowering conditional or --precision fp16"

@@ -136,7 +136,6 @@ class Stream:
         self.handle = int(call("cudaStreamCreateWithFlags", runtime().cudaStreamNonBlocking))
 
     def synchronize(self) -> None:
-        """Waits until all work is done."""
         call("cudaStreamSynchronize", self.handle)
 
     def copy(self, destination: int, source: int, size: int) -> None:
@@ -161,7 +160,6 @@ class Captured:
             self.close = closing_once(self, stack.pop_all().close)
 
     def launch(self, stream: Stream) -> None:
-        """Queues the recorded work on a stream."""
         call("cudaGraphLaunch", self._ready, stream.handle)
 
 

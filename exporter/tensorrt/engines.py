@@ -500,7 +500,6 @@ def kernel_types(
 
 
 def _nodes_of(layer: Mapping[str, Any]) -> list[str]:
-    """The ONNX nodes that an engine's layer computes."""
     return re.findall(r"\[ONNX Layer: ([^\]]*)\]", str(layer.get("Metadata")))
 
 

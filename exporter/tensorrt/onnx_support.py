@@ -142,7 +142,6 @@ def _reason(
 
 
 def _unknown(node: onnx.NodeProto, backend: Backend) -> str | None:
-    """Why the op is not supported."""
     if node.domain not in STANDARD_DOMAINS:
         return f"it does not support the domain {node.domain}"
     if node.op_type in NO_IMPORTER:

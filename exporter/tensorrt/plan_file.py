@@ -215,7 +215,6 @@ def _set_budget(plan: PlanFile, engine: Any, budget: int, lines: Sequence[str]) 
 
 
 def unloadable(plan: PlanFile, lines: Sequence[str]) -> EngineError:
-    """Returns the error for an engine that the runtime refuses, with its message."""
     detail = lines[0] if lines else "no reason was given"
     no_room = any(re.search(rf"{NO_ROOM}|cudaErrorMemory", line) for line in lines)
     return EngineError(
@@ -274,7 +273,6 @@ def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
 
 
 def _listing(path: Path) -> list[Product]:
-    """The products and convolutions in the file next to the engine."""
     try:
         content = read_document(path, "json", BundleError)
     except OSError as error:

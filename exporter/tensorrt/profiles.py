@@ -40,7 +40,6 @@ class Profile:
     k: AxisRange | None = None
 
     def contains(self, shape: Sequence[int], k: int | None) -> bool:
-        """Whether inputs of this shape, with this k, can run in the profile."""
         fits = len(shape) == len(self.min) and all(
             low <= size <= high for low, size, high in zip(self.min, shape, self.max, strict=True)
         )

@@ -124,7 +124,6 @@ def with_engines(manifest: Manifest, built: Sequence[EnginePlan]) -> Manifest:
 
 
 def without_files(manifest: Manifest, names: set[str]) -> Manifest:
-    """Returns the manifest without the engines of these files."""
     return replace(
         manifest,
         engines=[engine for engine in manifest.engines if engine.get("file") not in names],
@@ -184,7 +183,6 @@ def staging(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _write_errors(directory: Path) -> Iterator[None]:
-    """Turns system errors in writing into a `BundleError`."""
     try:
         yield
     except OSError as error:
@@ -217,7 +215,6 @@ def engine_page(manifest: Manifest) -> Iterator[str]:
 
 
 def engine_files(manifest: Manifest) -> dict[str, str]:
-    """Returns descriptions of the engines' files, by name."""
     found = {}
     for record in engines_of(manifest):
         found[record.file] = f"the engine of `{record.graph}` for {gpus(record)}"

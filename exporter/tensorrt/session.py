@@ -260,7 +260,6 @@ class EngineSession:
                 self._capture = False
 
     def _forget(self) -> None:
-        """Drops the recording and the preparation."""
         if self._captured is not None:
             self._captured.close()
         self._captured, self._ready, self._fresh = None, None, True
@@ -431,7 +430,6 @@ class LoadedEngine:
         )
 
     def enqueue(self, stream: int) -> None:
-        """Queues the work on a stream."""
         if not self._context.execute_async_v3(stream):
             raise EngineError(
                 f"{self.path}: the run failed on the GPU",
@@ -496,7 +494,6 @@ def _aligned(dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _keep_kernels(name: str, runtime_cache: Any, before: bytes) -> None:
-    """Saves compiled kernels, if there are new ones."""
     with runtime_cache.serialize() as buffer:
         content = bytes(buffer)
     if content != before:

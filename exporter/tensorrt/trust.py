@@ -120,7 +120,6 @@ def _backend(path: Path, record: EngineRecord | None, wrote: Backend | None) -> 
 
 
 def _listed(path: Path) -> tuple[EngineRecord | None, FileRecord | None]:
-    """The record and hash of an engine in the manifest next to it."""
     if not (path.parent / MANIFEST_FILE).is_file():
         return None, None
     manifest = Manifest.read(path.parent)
