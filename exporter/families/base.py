@@ -214,10 +214,9 @@ def check_tensors(family: str, tensors: Tensors, expected: Mapping[str, TensorSh
         )
 
 
-def some(keys: Sequence[str], limit: int = 6) -> str:
-    """The first keys, and the number of others."""
-    rest = f", … ({len(keys) - limit} more)" if len(keys) > limit else ""
-    return ", ".join(keys[:limit]) + rest
+def some(keys: Sequence[str]) -> str:
+    """The first six keys, and the number of others."""
+    return ", ".join(keys[:6]) + (f", … ({len(keys) - 6} more)" if len(keys) > 6 else "")
 
 
 def filled(network: AnyNetwork, tensors: Tensors, layers: Mapping[str, nn.Module]) -> AnyNetwork:

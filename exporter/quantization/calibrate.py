@@ -201,17 +201,6 @@ def _numbered(batches: Iterator[Fields], progress: Progress) -> Iterator[tuple[i
 AGAIN = "calibrate again: `moexport calibrate MODEL --data FEED -o {path}`"
 
 
-def calibrate_to(
-    path: Path, job: CalibrationJob, *, force: bool = False, progress: Progress | None = None
-) -> CalibrationTable:
-    """Returns the table at `path`, created unless it exists; raises what `kept_table` raises."""
-
-    def make() -> CalibrationTable:
-        return find_ranges(job, workspace=path.absolute().parent, progress=progress)
-
-    return kept_table(path, job.whole_origin, make, force=force, progress=progress)
-
-
 def kept_table(
     path: Path,
     origin: Callable[[], Origin],

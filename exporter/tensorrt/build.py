@@ -211,8 +211,8 @@ def more_workspace(plan: EnginePlan) -> str:
     return f"raise --workspace ({size(workspace)}), or leave it out"
 
 
-def _short(line: str, most: int = 300) -> str:
-    return line if len(line) <= most else line[: most - 1] + "…"
+def _short(line: str) -> str:
+    return line if len(line) <= 300 else line[:299] + "…"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  with it, numpy has the type bfloat16
 import numpy as np
 
 from ...common.files import known_sha256
@@ -221,7 +222,7 @@ class EngineSession:
         """Starts copying an output to memory of the input's kind."""
         shape, dtype = self._shapes[name], self._loaded.dtype(name)
         if isinstance(like, np.ndarray):
-            output = AddressedArray.of(np.empty(shape, np.uint16 if dtype == BF16 else dtype))
+            output = AddressedArray.of(np.empty(shape, dtype))
         else:
             import torch
 
@@ -272,8 +273,7 @@ class EngineSession:
             shapes = self._loaded.use(index, profile.max, k, self._stream.handle)
             self._stream.synchronize()
             for name, shape in (shapes | {self.input_name: profile.max}).items():
-                dtype = self._loaded.dtype(name)
-                width = 2 if dtype == BF16 else np.dtype(dtype).itemsize
+                width = np.dtype(self._loaded.dtype(name)).itemsize
                 sizes[name] = max(sizes.get(name, 1), int(np.prod(shape, dtype=np.int64)) * width)
         for name, nbytes in sizes.items():
             address = self._buffers[name] = int(cuda.call("cudaMalloc", nbytes))
@@ -506,26 +506,15 @@ KINDS = {"f": "real", "i": "whole", "u": "whole", "b": "whole"}
 
 def _array(x: np.ndarray, wanted: str) -> AddressedArray | None:
     """The array converted to a type; None for numbers of another kind."""
-    target = np.dtype(np.float32 if wanted == BF16 else wanted)
-    if KINDS.get(x.dtype.kind) != KINDS[target.kind]:
+    target = np.dtype(wanted)
+    if KINDS.get(x.dtype.kind) != KINDS["f" if wanted == BF16 else target.kind]:
         return None
-    converted = np.require(x, target, ["C"])
-    return AddressedArray.of(_bf16(converted) if wanted == BF16 else converted)
-
-
-def _bf16(x: np.ndarray) -> np.ndarray:
-    """The upper halves of FP32 numbers, rounded to the nearest; numpy has no BF16."""
-    bits = x.view(np.uint32)
-    rounded = bits + 0x7FFF + (bits >> 16 & 1)
-    halves: np.ndarray = (np.where(np.isnan(x), bits | 0x400000, rounded) >> 16).astype(np.uint16)
-    return halves
+    return AddressedArray.of(np.require(x, target, ["C"]))
 
 
 def _widened(y: Any, dtype: str) -> Any:
     """The output unchanged; BF16 in numpy as FP32, without loss."""
-    if dtype != BF16 or not isinstance(y, np.ndarray):
-        return y
-    return (y.astype(np.uint32) << 16).view(np.float32)
+    return y.astype(np.float32) if dtype == BF16 and isinstance(y, np.ndarray) else y
 
 
 def _tensor(x: Any, wanted: str) -> AddressedArray | None:

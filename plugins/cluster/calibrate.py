@@ -47,7 +47,7 @@ def calibrate_on_ray(
     force: bool = False,
     progress: Progress | None = None,
 ) -> CalibrationTable:
-    """Returns the ranges of a model's tensors; `out` and `force` are as in `calibrate_to`.
+    """Returns the ranges of a model's tensors; `out` and `force` are as in `kept_table`.
 
     Raises the errors of nodes, and `ClusterError` if the cluster cannot be reached or used, or if
     its nodes read different inputs.
