@@ -226,11 +226,11 @@ def unread_arrays(model: Ports, data: Feed | None) -> list[str]:
     return [f"{data}: nothing reads {others}; labels are an array 'label', 'labels' or 'y'"]
 
 
-def distances(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def distances(y: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns each input's largest difference, and its largest number, in float64."""
-    rows = len(one)
-    one, other = (np.asarray(y, np.float64).reshape(rows, -1) for y in (one, other))
-    return np.abs(one - other).max(axis=1, initial=0.0), np.abs(one).max(axis=1, initial=0.0)
+    rows = len(y)
+    y, other = (np.asarray(array, np.float64).reshape(rows, -1) for array in (y, other))
+    return np.abs(y - other).max(axis=1, initial=0.0), np.abs(y).max(axis=1, initial=0.0)
 
 
 def epsilon(array: np.ndarray) -> float:

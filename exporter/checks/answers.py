@@ -244,7 +244,10 @@ class _Results:
                 exact = {} if values is None else dict(zip(ours, values, strict=True))
             allowed = self.bounds.atol + (self.bounds.rtol + epsilon(array)) * largest
             if name in exact:
-                rounding = _rounding(ours[name], exact[name])
+                # How far PyTorch's float32 is from float64: at least the last bit.
+                rounding = max(
+                    _most(*distances(ours[name], exact[name])), float(np.finfo(np.float32).eps)
+                )
                 apart, _ = distances(array, exact[name])
                 allowed = (ROUNDINGS * rounding + epsilon(array)) * largest
                 apart_in[name] = ~(apart <= allowed)
@@ -307,11 +310,6 @@ def _tied_inputs(model: Model, x: Fields) -> np.ndarray:
     return tied
 
 
-def _rounding(ours: np.ndarray, exact: np.ndarray) -> float:
-    """How far PyTorch's float32 is from float64, over max|y|: at least the last bit."""
-    return max(_most(*distances(ours, exact)), float(np.finfo(np.float32).eps))
-
-
 def _most(off: np.ndarray, of: np.ndarray) -> float:
     """The largest of some distances, as a share of `of`."""
     return float((off / np.where(of > 0, of, 1.0)).max(initial=0.0))
@@ -370,5 +368,5 @@ def _settings(model: Model) -> str:
     from ..families import FAMILIES  # only needed for an error
 
     questions = FAMILIES[model.family].questions if model.family in FAMILIES else model.config
-    taken = {key: model.config[key] for key in questions if key in model.config}
-    return ", ".join(f"{key}={value}" for key, value in taken.items())
+    values = {key: model.config[key] for key in questions if key in model.config}
+    return ", ".join(f"{key}={value}" for key, value in values.items())

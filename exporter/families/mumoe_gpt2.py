@@ -146,8 +146,8 @@ class GPT2(nn.Module):
         assert isinstance(blocks, nn.ModuleList)
         presents: list[Tensor] = []
         for index, block in enumerate(blocks):
-            held = (past[2 * index], past[2 * index + 1]) if past else None
-            x, present = block(x, later, held)
+            own_past = (past[2 * index], past[2 * index + 1]) if past else None
+            x, present = block(x, later, own_past)
             presents += present
         logits = F.linear(self.transformer["ln_f"](x), wte.weight)
         return (logits, *presents) if past else logits

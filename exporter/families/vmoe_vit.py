@@ -111,10 +111,10 @@ ELSEWHERE = (
 """Settings that shapes determine, that have another name, or that do not change results."""
 
 
-def published(family: str, taken: Collection[str], config: Config) -> dict[str, Any]:
+def published(family: str, known: Collection[str], config: Config) -> dict[str, Any]:
     """Returns the options for a run's configuration: all of it, or its `model`.
 
-    `taken` are those of the family. Options that are not part of a configuration pass through.
+    `known` are those of the family. Options that are not part of a configuration pass through.
     Raises FamilyError for an unknown setting, which may change the computation.
     """
     whole = isinstance(config.get("model"), Mapping)
@@ -141,7 +141,7 @@ def published(family: str, taken: Collection[str], config: Config) -> dict[str, 
                 hint="leave it out if it changes nothing at inference",
             )
     options |= {key: options.get(key) or 0 for key in ("num_classes", "representation_size")}
-    return {key: value for key, value in (DEFAULTS | options).items() if key in taken}
+    return {key: value for key, value in (DEFAULTS | options).items() if key in known}
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -297,9 +297,9 @@ def _stored_shape(key: str, part: Tensor, heads: int) -> TensorShape:
     stored = part.T if part.ndim == 2 else part
     module = key.rpartition(".")[0].rpartition(".")[2]
     if module in QKV:
-        stored = stored.unflatten(-1, (heads, -1))
+        stored = stored.reshape(*stored.shape[:-1], heads, -1)
     elif module == "out" and part.ndim == 2:
-        stored = stored.unflatten(0, (heads, -1))
+        stored = stored.reshape(heads, -1, stored.shape[-1])
     return tuple(stored.shape)
 
 

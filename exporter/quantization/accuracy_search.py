@@ -183,10 +183,10 @@ class Trials:
             with self.graph({*parts} - {part}) as (place, graph):
                 comparison = opened_comparison(self.job, place, graph, expected)
                 comparison.add(expected)
-                kept = 0.0
+                share = 0.0
                 if outputs is not None:
                     session = checking_session(place / graph.file, self.target, rounded=True)
-                    kept = outputs.retention(session)
+                    share = outputs.retention(session)
             p = comparison.parity()
             layer = LayerSensitivity(
                 layer=part,
@@ -195,7 +195,7 @@ class Trials:
                 routing=p.routing_agreement,
                 jaccard=p.jaccard,
             )
-            ranked.append((kept, layer))
+            ranked.append((share, layer))
             self.progress.advance(1)
         ranked.sort(key=lambda pair: (pair[0], pair[1].routing, pair[1].jaccard, pair[1].cosine))
         return tuple(layer for _, layer in ranked)
@@ -251,20 +251,20 @@ class ReferenceOutputs:
         mean, over the inputs, of the cosine between an input's outputs and the model's. Outputs
         that are not finite count as wrong.
         """
-        kept = of = 0.0
+        right = of = 0.0
         for index, x in enumerate(self.inputs()):
             expected = np.load(self._path("y", index))
             y = one_per_sample(run(x), None if self.labels is None else self.labels[index])
             if not self.classes:
-                kept, of = kept + float(cosines(y, expected).sum()), of + len(y)
+                right, of = right + float(cosines(y, expected).sum()), of + len(y)
             else:
                 labels = expected if self.labels is None else self.labels[index]
                 found = score(y, labels)
                 assert found is not None, "the first batches' labels fitted"
-                kept, of = kept + found.right, of + _right(expected, labels)
+                right, of = right + found.right, of + _right(expected, labels)
             if progress is not None:
                 progress.advance(len(x))
-        return kept / of
+        return right / of
 
     def _path(self, name: str, index: int) -> Path:
         return self.folder / f"{name}-{index}.npy"

@@ -278,12 +278,12 @@ def backend_named(name: str) -> Backend:
 
 def instead(compute_capability: str) -> str:
     """Returns an alternative for GPUs of a compute capability that a backend does not support."""
-    able = [backend for backend in BACKENDS.values() if backend.serves(compute_capability)]
-    if able:
-        brings = "" if able[0].installed() else f", installed with {able[0].install}"
+    others = [backend for backend in BACKENDS.values() if backend.serves(compute_capability)]
+    if others:
+        command = "" if others[0].installed() else f", installed with {others[0].install}"
         return (
-            f"use {able[0].title} there (--target {able[0].name}){brings}, or run the graph in "
-            "ONNX Runtime (--provider cuda)"
+            f"use {others[0].title} there (--target {others[0].name}){command}, or run the graph "
+            "in ONNX Runtime (--provider cuda)"
         )
     return "run the graph in ONNX Runtime there: --provider cuda if its CUDA supports it, or cpu"
 

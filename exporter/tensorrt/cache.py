@@ -99,7 +99,7 @@ def keep_kernels(name: str, content: bytes) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(folder), whole_file(folder / f"{name}.kernels") as partial:
             partial.write_bytes(content)
-            _make_room(folder, kept=folder / f"{name}.kernels")
+            _make_room(folder, new=folder / f"{name}.kernels")
 
 
 def keep(folder: Path, key: str, plan: Path, digest: str, compiled: Compiled) -> None:
@@ -115,19 +115,19 @@ def keep(folder: Path, key: str, plan: Path, digest: str, compiled: Compiled) ->
             with whole_file(place) as partial:
                 shutil.copyfile(plan, partial)
             write_text(json.dumps({"sha256": digest, "built": asdict(compiled)}), notes)
-            _make_room(folder, kept=place)
+            _make_room(folder, new=place)
     except (OSError, OutputError):  # the cache is optional: the engine itself is in place
         _remove(place, notes)
 
 
-def _make_room(folder: Path, kept: Path) -> None:
+def _make_room(folder: Path, new: Path) -> None:
     files = [*folder.glob("*.plan"), *folder.glob("*.kernels")]
     files.sort(key=lambda path: path.stat().st_mtime)
     total = sum(path.stat().st_size for path in files)
     for path in files:
         if total <= MOST_BYTES:
             return
-        if path != kept:
+        if path != new:
             total -= path.stat().st_size
             _remove(path, path.with_suffix(".json"))
 

@@ -75,7 +75,7 @@ def plan_engines(
     experts = min(layer.experts for layer in manifest.layers) if manifest.k == "input" else None
     requested = options.profiles or ({},)
     _check_axes(port, requested, ranges or {})
-    profiles = tuple(profile(port, one, defaults, experts) for one in requested)
+    profiles = tuple(profile(port, axes, defaults, experts) for axes in requested)
     if len(set(profiles)) < len(profiles):
         again = next(profile for profile in profiles if profiles.count(profile) > 1)
         raise UsageError(

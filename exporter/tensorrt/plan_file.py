@@ -204,12 +204,12 @@ def _stream_weights(plan: PlanFile, engine: Any, bound: int, lines: Sequence[str
 
 def _set_budget(plan: PlanFile, engine: Any, budget: int, lines: Sequence[str]) -> None:
     engine.weight_streaming_budget_v2 = budget
-    kept = int(engine.weight_streaming_budget_v2)
-    if kept != budget:
+    actual = int(engine.weight_streaming_budget_v2)
+    if actual != budget:
         detail = f": {lines[-1]}" if lines else ""
         raise EngineError(
             f"{plan.path}: {plan.backend.title} should keep {budget} bytes of the weights on the "
-            f"GPU, but keeps {kept}{detail}",
+            f"GPU, but keeps {actual}{detail}",
             hint="build it again with fewer bytes in --weight-streaming, or free the GPU's memory",
         )
 

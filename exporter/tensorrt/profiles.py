@@ -195,7 +195,16 @@ def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> 
     """
     fitting = [i for i, p in enumerate(profiles) if p.contains(shape, k)]
     if fitting:
-        return min(fitting, key=lambda i: _distance(profiles[i], shape, k))
+
+        def distance(index: int) -> float:
+            """The distance from a profile's optimum, in factors of size."""
+            optimum = profiles[index]
+            sizes = list(zip(optimum.opt, shape, strict=True))
+            if optimum.k is not None and k is not None:
+                sizes.append((optimum.k.opt, k))
+            return sum(abs(math.log(actual / best)) for best, actual in sizes if best and actual)
+
+        return min(fitting, key=distance)
     if k is not None and any(replace(p, k=None).contains(shape, None) for p in profiles):
         raise _k_outside(profiles, k)
     raise FeedError(
@@ -214,11 +223,3 @@ def _k_outside(profiles: Sequence[Profile], k: int) -> UsageError:
 
 def _listed(profiles: Sequence[Profile]) -> str:
     return "; ".join(str(profile) for profile in profiles)
-
-
-def _distance(profile: Profile, shape: Sequence[int], k: int | None) -> float:
-    """The distance of a run from a profile's optimum, in factors of size."""
-    sizes = list(zip(profile.opt, shape, strict=True))
-    if profile.k is not None and k is not None:
-        sizes.append((profile.k.opt, k))
-    return sum(abs(math.log(actual / best)) for best, actual in sizes if best and actual)

@@ -87,21 +87,21 @@ def engine_parity(
     the inputs.
     """
     bounds = tolerance or recorded(manifest.parity, manifest.precision)
-    shown = _exposed(session, manifest, record)
+    exposed = _exposed(session, manifest, record)
 
-    def at(one: Reference) -> Parity:
-        clear, batch, k = _runs(manifest, record, one, bounds.tie)
-        compared = one if shown else clear
-        return compare(session, compared, shown, batch=batch, tolerance=bounds, k=k)
+    def compared(reference: Reference) -> Parity:
+        clear, batch, k = _runs(manifest, record, reference, bounds.tie)
+        inputs = reference if exposed else clear
+        return compare(session, inputs, exposed, batch=batch, tolerance=bounds, k=k)
 
     if manifest.k != "input":
-        return at(expected)
+        return compared(expected)
     parities = {}
-    for k, one in {expected.main_k: expected, **expected.at_other_k}.items():
+    for k, reference in {expected.main_k: expected, **expected.at_other_k}.items():
         try:
-            parities[k] = at(one)
+            parities[k] = compared(reference)
         except (FeedError, UsageError):  # its profiles do not contain this k, or all choices tie
-            if one is expected:
+            if reference is expected:
                 raise
     return furthest_off(parities)
 

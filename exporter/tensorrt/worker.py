@@ -267,11 +267,11 @@ def check_timing_cache(builder: Any, file: Path) -> None:
 
     config = builder.create_builder_config()
     with util.LockFile(str(file)):
-        kept = file.read_bytes() if file.is_file() else b""
+        content = file.read_bytes() if file.is_file() else b""
     empty = _serialized(config.create_timing_cache(b""))
-    timing_cache = config.create_timing_cache(kept)
-    taken = timing_cache is not None and config.set_timing_cache(timing_cache, False)
-    if not taken or (kept not in (b"", empty) and _serialized(timing_cache) == empty):
+    timing_cache = config.create_timing_cache(content)
+    accepted = timing_cache is not None and config.set_timing_cache(timing_cache, False)
+    if not accepted or (content not in (b"", empty) and _serialized(timing_cache) == empty):
         raise DishonouredError(f"timing_cache: {file} is damaged, or of another GPU or TensorRT")
 
 
