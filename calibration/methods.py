@@ -32,7 +32,6 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """The number of values."""
         return int(self.counts.sum())
 
     @property
@@ -44,7 +43,6 @@ class Histogram:
         return np.arange(-HALF, HALF + 1, dtype=np.float64) * self.width
 
     def __add__(self, other: Histogram) -> Histogram:
-        """The histogram of both sets of values."""
         width = max(self.width, other.width)
         a, b = self.coarsened(width), other.coarsened(width)
         return Histogram(
@@ -156,10 +154,10 @@ def _divergence(hist: Histogram, populated: np.ndarray, low: float, high: float)
     last = min(math.floor(high / hist.width) + HALF, len(hist.counts) - 1)
     bins = np.clip(populated, first, last)
     p = np.bincount(bins - first, weights=hist.counts[populated], minlength=last - first + 1)
-    kept = hist.counts[first : last + 1].astype(np.float64)
-    levels = np.arange(len(kept)) * (UINT8_LEVELS + 1) // len(kept)
-    filled = kept > 0
-    total = np.bincount(levels, weights=kept)
+    inside = hist.counts[first : last + 1].astype(np.float64)
+    levels = np.arange(len(inside)) * (UINT8_LEVELS + 1) // len(inside)
+    filled = inside > 0
+    total = np.bincount(levels, weights=inside)
     share = total / np.maximum(np.bincount(levels, weights=filled), 1)
     q = np.where(filled, share[levels], 0.0)
     p, q = p / p.sum(), q / max(q.sum(), 1.0)

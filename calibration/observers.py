@@ -7,8 +7,8 @@ leave the runtime, whatever the tensor's size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,34 +63,6 @@ class ObservingGraph:
     peaks: Mapping[str, str]
 
 
-@dataclass
-class _Observers:
-    """Adds the observing nodes, and records which output describes which tensor."""
-
-    ranged: dict[str, TensorOutputs] = field(default_factory=dict)
-    peaks: dict[str, str] = field(default_factory=dict)
-
-    def layer(self, b: Builder) -> list[ir.Value]:
-        """Observes the taps of one lowered MoE layer (`graphs.lower.Observer`)."""
-        added = []
-        for tensor, parts in b.taps.items():
-            value = parts[0]
-            if len(parts) > 1:
-                value = b.op("Concat", *parts, axis=0, name=f"observed/{tensor}")
-            added += self.tensor(b, range_key(b.layer, tensor), tensor, value)
-        return added
-
-    def tensor(self, b: Builder, key: str, name: str, value: ir.Value) -> list[ir.Value]:
-        """Observes one tensor: its range if it may be quantised, or its peak."""
-        if not is_ranged(name):
-            peak = _peak(b, value, f"observed/{name}")
-            self.peaks[key] = _named(peak)
-            return [peak]
-        values = _histogram(b, value, f"observed/{name}")
-        self.ranged[key] = TensorOutputs(**{what: _named(v) for what, v in values.items()})
-        return list(values.values())
-
-
 def observing_graph(traced: ir.Model, layers: Mapping[str, Layer[Any]]) -> ObservingGraph:
     """Returns a copy of a traced model whose outputs are observations.
 
@@ -98,42 +70,52 @@ def observing_graph(traced: ir.Model, layers: Mapping[str, Layer[Any]]) -> Obser
     layer's lowering (`names.range_key`), which must compute only the selected rows. Peaks are those
     of every other float value of the backbone's or an expert's ops.
     """
+    ranged: dict[str, TensorOutputs] = {}
+    peaks: dict[str, str] = {}
+
+    def observe(b: Builder, key: str, name: str, value: ir.Value) -> list[ir.Value]:
+        """Observes one tensor: its range if it may be quantised, or its peak."""
+        if not is_ranged(name):
+            peak = _peak(b, value, f"observed/{name}")
+            peaks[key] = _named(peak)
+            return [peak]
+        values = _histogram(b, value, f"observed/{name}")
+        ranged[key] = TensorOutputs(**{what: _named(v) for what, v in values.items()})
+        return list(values.values())
+
+    def observe_layer(b: Builder) -> list[ir.Value]:
+        """Observes the taps of one lowered MoE layer (`graphs.lower.Observer`)."""
+        added = []
+        for tensor, parts in b.taps.items():
+            value = parts[0]
+            if len(parts) > 1:
+                value = b.op("Concat", *parts, axis=0, name=f"observed/{tensor}")
+            added += observe(b, range_key(b.layer, tensor), tensor, value)
+        return added
+
     model = traced.clone()
-    observers = _Observers()
-    originals = list(model.graph.outputs)
-    _observe_backbone(model.graph, observers)
-    lowered = lower(model, layers, observers.layer).model
-    graph = lowered.graph
-    for value in [v for v in graph.outputs if v.name in {o.name for o in originals}]:
-        graph.outputs.remove(value)
-    return ObservingGraph(model=lowered, ranged=observers.ranged, peaks=observers.peaks)
+    originals = {value.name for value in model.graph.outputs}
+    _observe_backbone(model.graph, observe)
+    lowered = lower(model, layers, observe_layer).model
+    for value in [v for v in lowered.graph.outputs if v.name in originals]:
+        lowered.graph.outputs.remove(value)
+    return ObservingGraph(model=lowered, ranged=ranged, peaks=peaks)
 
 
-def _observe_backbone(graph: ir.Graph, observers: _Observers) -> None:
-    nodes: list[ir.Node] = []
-    outputs: list[ir.Value] = []
-
-    def observe(key: str, tensor: str, value: ir.Value) -> None:
+def _observe_backbone(
+    graph: ir.Graph, observe: Callable[[Builder, str, str, ir.Value], list[ir.Value]]
+) -> None:
+    tensors = [(linear.key, INPUT, linear.input) for linear in backbone_linears(graph)]
+    for node in graph:
+        if node.op_type not in _MOVES and node.outputs[0].dtype == ir.DataType.FLOAT:
+            assert node.name is not None
+            tensors.append((node.name, "output", node.outputs[0]))
+    for key, tensor, value in tensors:
         b = Builder(f"{key}/{tensor}")
-        outputs.extend(observers.tensor(b, key, tensor, value))
-        nodes.extend(b.nodes)
+        graph.outputs.extend(observe(b, key, tensor, value))
+        graph.extend(b.nodes)
         for initializer in b.initializers:
             graph.register_initializer(initializer)
-
-    for linear in backbone_linears(graph):
-        observe(linear.key, INPUT, linear.input)
-    for node, value in _float_outputs(graph):
-        assert node.name is not None
-        observe(node.name, "output", value)
-    graph.extend(nodes)
-    graph.outputs.extend(outputs)
-
-
-def _float_outputs(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value]]:
-    """The float outputs of the backbone's ops, with their nodes."""
-    for node in list(graph):
-        if node.op_type not in _MOVES and node.outputs[0].dtype == ir.DataType.FLOAT:
-            yield node, node.outputs[0]
 
 
 def _histogram(b: Builder, x: ir.Value, name: str) -> dict[str, ir.Value]:

@@ -22,8 +22,6 @@ SCHEMA = 1
 
 METHODS: tuple[Method, ...] = get_args(Method)
 
-_WRITES = "`moexport calibrate MODEL --data FEED -o table.json` writes one"
-
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -78,7 +76,8 @@ class CalibrationTable:
     @staticmethod
     def read(path: Path) -> CalibrationTable:
         """Reads a table; raises `CalibrationError` if it is missing or invalid."""
-        refused = partial(CalibrationError, hint=_WRITES)
+        advice = "`moexport calibrate MODEL --data FEED -o table.json` writes one"
+        refused = partial(CalibrationError, hint=advice)
         try:
             content = read_document(path, "json", refused)
         except FileNotFoundError as error:

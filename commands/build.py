@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -103,7 +103,7 @@ def build(
     with Console(verbose=verbose, quiet=quiet) as console:
         made = build_engines(bundle, plans, rebuild=request.rebuild, progress=console)
     if as_json:
-        show(json_text([engine.built.as_json() for engine in made]))
+        show(json_text([asdict(engine.built) for engine in made]))
         return
     for plan in plans:
         for note in plan.notes:

@@ -324,7 +324,7 @@ class GpuRuns:
                 _wait_for(view)
 
     def _timed(self, thread: object, wanted: Sequence[str], feeds: Feeds, stream: Stream) -> float:
-        from ..tensorrt.cuda import Stopwatch
+        from ..tensorrt.cuda import elapsed_ms
 
         key = _key(thread, wanted, feeds)
         for _ in range(2):  # the second is the capture
@@ -343,14 +343,10 @@ class GpuRuns:
                 name = str(graph.options.get_run_config_entry(GRAPH_ID))
                 binding, options, bound = graph.binding, self._options(name), []
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-            watch = Stopwatch()
             try:
-                watch.begin(stream)
-                self.session.run_with_iobinding(binding, options)
-                return watch.end(stream)
+                return elapsed_ms(stream, lambda: self.session.run_with_iobinding(binding, options))
             finally:
                 stream.synchronize()
-                watch.close()
                 bound.clear()  # the run has read these inputs
 
     def _options(self, graph: str) -> ort.RunOptions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,9 @@ from ...errors import (
 )
 from ..families import detect, family_named
 from ..families.base import Family, FamilyModel
-from ..inputs import Example
 from ..model import Model, Source
 from ..requests import LoadRequest
-from .loaders import LOADERS, MISSING, loader_of, loader_of_module
+from .loaders import LOADERS, MISSING, loader_of
 from .state_dict import Checkpoint, read_checkpoint
 from .weight_files import local_checkpoint
 
@@ -51,22 +50,18 @@ def load(source: str | os.PathLike[str] | nn.Module, options: LoadRequest) -> Mo
         ParityError: a factory's network does not compute the same as its layers.
         UsageError: an argument is invalid.
     """
-    if isinstance(source, nn.Module):
-        _report_loading(options, type(source).__name__)
-        return _load_module(source, options)
-    if not isinstance(source, str | os.PathLike):
+    if not isinstance(source, str | os.PathLike | nn.Module):
         raise UsageError(
             f"expected a model, not {type(source).__name__}",
             hint="give a checkpoint's path or URL, package.module:factory, or an nn.Module",
         )
-    _report_loading(options, source)
+    name = type(source).__name__ if isinstance(source, nn.Module) else source
+    if options.progress is not None:
+        options.progress.step(f"loading {name}")
+    if isinstance(source, nn.Module):
+        return _load_by_plugin(source, _settings(options), options)
     with named_by_url():
         return _load(source, options)
-
-
-def _report_loading(options: LoadRequest, source: object) -> None:
-    if options.progress is not None:
-        options.progress.step(f"loading {source}")
 
 
 def model_of(model: AnyModel, options: LoadRequest, data: Feed | None = None) -> Model:
@@ -87,53 +82,44 @@ def model_of(model: AnyModel, options: LoadRequest, data: Feed | None = None) ->
 
 
 def _load(source: str | os.PathLike[str], request: LoadRequest) -> Model:
-    family, example, values = request.family, request.example, request.values
-    file, sets = _settings(request)
-    _check_options(os.fspath(source), request)
+    settings = _settings(request)
+    for loader in LOADERS if request.further else ():
+        if loader.refuses is not None:  # options of a loader that do not apply to this source
+            loader.refuses(os.fspath(source), request)
     if names_code(str(source)):
-        return _load_code(str(source), {**file, **sets}, request)
+        return _load_by_plugin(str(source), settings, request)
     path = local_checkpoint(source)
-    found = None if family is not None else loader_of(path)
+    found = None if request.family is not None else loader_of(path)
     if found is not None and _is_unknown(path):
-        model = found[0].loads(path, {**file, **sets}, request)
+        model = found[0].loads(path, {**settings[0], **settings[1]}, request)
     else:
-        model = _load_checkpoint(path, family, (file, sets), example, values=values)
+        model = _load_checkpoint(path, settings, request)
     url = url_of(os.fspath(source))
     return model if url is None else replace(model, source=replace(model.source, path=url))
 
 
-def _load_module(module: nn.Module, request: LoadRequest) -> Model:
-    found = loader_of_module(module)
+Settings = tuple[dict[str, Any], dict[str, Any]]
+"""The settings of a file, and those that override them."""
+
+
+def _load_by_plugin(source: str | nn.Module, settings: Settings, request: LoadRequest) -> Model:
+    found = loader_of(source)
     if found is None:
-        raise PluginError(
-            f"{type(module).__name__}: no installed plugin loads networks in memory",
-            hint=MISSING,
+        name, kind = (
+            (type(source).__name__, "in memory")
+            if isinstance(source, nn.Module)
+            else (source, "from code")
         )
-    file, sets = _settings(request)
-    return found[0].loads(module, {**file, **sets}, request)
+        raise PluginError(f"{name}: no installed plugin loads networks {kind}", hint=MISSING)
+    return found[0].loads(source, {**settings[0], **settings[1]}, request)
 
 
-def _settings(request: LoadRequest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings of a request: a file's, and those that override them."""
+def _settings(request: LoadRequest) -> Settings:
     if request.config is None and not request.sets:
         return {}, {}
     from .settings import read_config  # loaded only if there are any
 
     return read_config(request.config), read_config(sets=request.sets)
-
-
-def _load_code(source: str, config: Mapping[str, Any], request: LoadRequest) -> Model:
-    found = loader_of(source)
-    if found is None:
-        raise PluginError(f"{source}: no installed plugin loads networks from code", hint=MISSING)
-    return found[0].loads(source, config, request)
-
-
-def _check_options(source: str, request: LoadRequest) -> None:
-    """Raises `UsageError` for a loader's options that do not apply to the source."""
-    for loader in LOADERS if request.further else ():
-        if loader.refuses is not None:
-            loader.refuses(source, request)
 
 
 def _is_unknown(folder: Path) -> bool:
@@ -145,17 +131,9 @@ def _is_unknown(folder: Path) -> bool:
     return False
 
 
-def _load_checkpoint(
-    path: Path,
-    name: str | None,
-    settings: tuple[dict[str, Any], dict[str, Any]],
-    example: Example | None,
-    *,
-    values: bool,
-) -> Model:
-    """The model of a checkpoint; `settings` are those of a file, and those that override them."""
-    chosen = None if name is None else family_named(name)
-    checkpoint = read_checkpoint(path, values=values)
+def _load_checkpoint(path: Path, settings: Settings, request: LoadRequest) -> Model:
+    chosen = None if request.family is None else family_named(request.family)
+    checkpoint = read_checkpoint(path, values=request.values)
     notes: list[str] = []
     where = ""
     try:
@@ -163,9 +141,14 @@ def _load_checkpoint(
         config = {**family.published(settings[0]), **settings[1]}
         recorded, notes = _recorded_settings(checkpoint, family, config)
         where = f" ({'; '.join(notes)}; --set overrides it)" if recorded else ""
-        model = _built(family, checkpoint, {**recorded, **config}, notes, values=values)
+        model = _built(family, checkpoint, {**recorded, **config}, notes, values=request.values)
     except (CheckpointError, FamilyError) as error:
         raise type(error)(f"{path}: {error.message}{where}", hint=error.hint) from error
+    shape, odd = model.inputs[0].shape, list[str]()
+    if len(shape) == len("bchw"):
+        from ..checks.shapes import odd_sizes
+
+        odd += odd_sizes(shape)
     return Model(
         module=model.module,
         family=family.name,
@@ -179,19 +162,10 @@ def _load_checkpoint(
         ),
         inputs=model.inputs,
         outputs=model.outputs,
-        notes=(*checkpoint.notes, *notes, *model.notes, *_odd_sizes(model.inputs[0].shape)),
-        example=None if isinstance(example, str | Path) else example,
+        notes=(*checkpoint.notes, *notes, *model.notes, *odd),
+        example=None if isinstance(request.example, str | Path) else request.example,
         rounded=model.rounded,
     )
-
-
-def _odd_sizes(shape: Sequence[object]) -> list[str]:
-    """Unusual properties of an image input's shape."""
-    if len(shape) != len("bchw"):
-        return []
-    from ..checks.shapes import odd_sizes
-
-    return [*odd_sizes(shape)]
 
 
 def _detected(checkpoint: Checkpoint) -> Family:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,40 +46,29 @@ LOADERS = Registry("moexport.loaders", ModelLoader)
 """All come from plugins: the core loads its families itself, and first."""
 
 
-def loader_of(source: str | Path) -> tuple[ModelLoader, str] | None:
+def loader_of(source: str | Path | nn.Module) -> tuple[ModelLoader, str] | None:
     """Returns the loader of a source and its model's family; None if no plugin loads it.
 
-    Raises `PluginError` if two plugins do.
+    Without a `config.json` in a folder, or next to a file, no plugin is tried. Raises
+    `PluginError` if two plugins load it.
     """
-    if isinstance(source, Path) and not _has_config(source):
-        return None
-    asked = ((loader, loader.finds(source)) for loader in LOADERS)
-    return _only_one(str(source), asked)
-
-
-def loader_of_module(module: nn.Module) -> tuple[ModelLoader, str] | None:
-    """Returns the loader of a network in memory and its family; None if no plugin loads it.
-
-    Raises `PluginError` if two plugins do.
-    """
-    finding = ((loader, loader.finds_module) for loader in LOADERS)
-    asked = ((loader, finds(module)) for loader, finds in finding if finds is not None)
-    return _only_one(type(module).__name__, asked)
-
-
-def _only_one(
-    source: str, asked: Iterable[tuple[ModelLoader, str | None]]
-) -> tuple[ModelLoader, str] | None:
-    found = [(loader, family) for loader, family in asked if family is not None]
+    if isinstance(source, str | Path):
+        name = str(source)
+        if isinstance(source, Path):
+            folder = source if source.is_dir() else source.parent
+            if not (folder / "config.json").is_file():
+                return None
+        families = [(loader, loader.finds(source)) for loader in LOADERS]
+    else:
+        name = type(source).__name__
+        families = [
+            (loader, loader.finds_module(source)) for loader in LOADERS if loader.finds_module
+        ]
+    found = [(loader, family) for loader, family in families if family is not None]
     if len(found) > 1:
         names = " and ".join(loader.name for loader, _ in found)
         raise PluginError(
-            f"{source}: several plugins load it: {names}",
+            f"{name}: several plugins load it: {names}",
             hint=f"remove all but one of them; {PLUGINS}=off disables all plugins",
         )
     return found[0] if found else None
-
-
-def _has_config(place: Path) -> bool:
-    """Whether a `config.json` is in a folder or next to a file; otherwise plugins are skipped."""
-    return ((place if place.is_dir() else place.parent) / "config.json").is_file()

@@ -54,11 +54,9 @@ READERS = Registry("moexport.readers", Reader)
 
 
 def formats() -> list[str]:
-    """Returns the names of all readers' formats in messages."""
     return [reader.formats for reader in READERS]
 
 
 def found_by_readers(source: Path) -> list[tuple[Reader, Path]]:
-    """Returns the places that readers find at a path, with the readers."""
     found = ((reader, reader.finds(source)) for reader in READERS)
     return [(reader, place) for reader, place in found if place is not None]

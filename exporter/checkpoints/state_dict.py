@@ -103,8 +103,9 @@ def _read(source: Path, *, values: bool) -> Checkpoint:
     content = _unwrap(saved, notes)
     tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
+        entries = [f"{key} ({type(value).__name__})" for key, value in content.items()]
         raise CheckpointError(
-            f"{source} has no tensors; it contains {_listed(content)}",
+            f"{source} has no tensors; it contains {', '.join(entries[:6]) or 'nothing'}",
             hint="save the model's state_dict()",
         )
     others = [str(key) for key in content if str(key) not in tensors]
@@ -112,7 +113,8 @@ def _read(source: Path, *, values: bool) -> Checkpoint:
         notes.append(f"skipped entries that are not tensors: {', '.join(others[:6])}")
     if weights.arrays is None:
         _check_plain(source, tensors, sum(file.stat().st_size for file in weights.files))
-    tensors = _dotted(tensors)
+    if not any("." in key for key in tensors):  # a JAX flat dict: `Router/mu` is `Router.mu`
+        tensors = {key.strip("/").replace("/", "."): value for key, value in tensors.items()}
     tensors, prefixes = _without_prefixes(_network_alone(tensors, notes))
     if prefixes:
         notes.append(f"removed the prefix {''.join(prefixes)} from every key")
@@ -210,18 +212,6 @@ def _settings(saved: Mapping[str, Any], keys: Sequence[str]) -> dict[str, dict[s
         for key, value in settings.items()
         if isinstance(value, Mapping)
     }
-
-
-def _listed(content: Mapping[str, Any]) -> str:
-    entries = [f"{key} ({type(value).__name__})" for key, value in content.items()]
-    return ", ".join(entries[:6]) if entries else "nothing"
-
-
-def _dotted(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Keys of a JAX flat dict (`Router/mu`) in PyTorch's notation (`Router.mu`)."""
-    if any("." in key for key in tensors):
-        return tensors
-    return {key.strip("/").replace("/", "."): value for key, value in tensors.items()}
 
 
 def _network_alone(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:

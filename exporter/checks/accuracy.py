@@ -5,7 +5,7 @@ None of this needs PyTorch: `verify` scores graphs without it in the same way as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -80,22 +80,6 @@ def score(y: np.ndarray, labels: Labels) -> Score | None:
     return Score(int(((answers == labels) & counted).sum()), int(counted.sum()))
 
 
-def graph_score(
-    run: Callable[[Fields], Sequence[np.ndarray]],
-    model_inputs: Iterator[Fields],
-    labelled: int,
-) -> Score | None:
-    """Returns the accuracy of `run` on batches of inputs with labels (`LABEL`); None if unknown."""
-    total = Score()
-    for part in model_inputs:
-        labels = part.pop(LABEL)
-        found = score(run(part)[labelled], labels)
-        if found is None:
-            return None
-        total += found
-    return total if total.of else None
-
-
 @dataclass(frozen=True, slots=True)
 class GraphAnswers:
     """A graph's results on a feed: its accuracy, and how far it is from a user's own outputs.
@@ -126,6 +110,7 @@ def measured(
     data: Feed,
     batch: int,
     fixed: Mapping[str, int],
+    count: int = COUNT,
 ) -> GraphAnswers | None:
     """Returns a graph's results on the first inputs of a feed; `run` computes batches of them.
 
@@ -135,7 +120,7 @@ def measured(
     names, labelled = output_names(ports), output_names(ports)[labelled_output(ports, data)]
     inputs, total, scored, agreeing, some = 0, Score(), True, 0, False
     apart: list[np.ndarray] = []
-    for part in rebatched(fields_of(ports, data, COUNT), batch):
+    for part in rebatched(fields_of(ports, data, count), batch):
         theirs = {name: part.pop(name) for name in names if name in part}
         labels = part.pop(LABEL, None)
         if (labels is None and not theirs) or ("batch" in fixed and row_count(part) < batch):
@@ -148,15 +133,20 @@ def measured(
         inputs += row_count(part)
         if theirs:
             apart.append(_apart(theirs, values))
-            first = next(iter(theirs))
-            same = theirs[first].argmax(axis=-1) == values[first].argmax(axis=-1)
-            agreeing += int(same.reshape(row_count(part), -1).all(axis=1).sum())
+            agreeing += agreeing_inputs(theirs, values)
     if not inputs:
         return None
     together = np.concatenate(apart) if apart else np.empty(0)
     accuracy = total if scored and total.of else None
     unscored = labelled if some and accuracy is None else None
     return GraphAnswers(inputs, accuracy, together, agreeing, unscored)
+
+
+def agreeing_inputs(theirs: Fields, values: Mapping[str, np.ndarray]) -> int:
+    """Returns how many inputs have the same largest number in the first of some outputs."""
+    first = next(iter(theirs))
+    same = theirs[first].argmax(axis=-1) == values[first].argmax(axis=-1)
+    return int(same.reshape(len(same), -1).all(axis=1).sum())
 
 
 def _apart(theirs: Fields, values: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -172,22 +162,6 @@ def _apart(theirs: Fields, values: Mapping[str, np.ndarray]) -> np.ndarray:
             found = (array != values[name]).reshape(rows, -1).mean(axis=1)
         apart = np.maximum(apart, found)
     return apart
-
-
-def labelled_parts(
-    model: Ports, data: Feed, count: int, batch: int, fixed: Mapping[str, int] | None = None
-) -> Iterator[Fields]:
-    """Yields inputs with their labels in batches of `batch`; only whole ones if it is `fixed`."""
-    whole = "batch" in (fixed or {})
-    fields = (
-        {name: array for name, array in part.items() if name not in output_names(model)}
-        for part in fields_of(model, data, count)
-    )
-    for part in rebatched(fields, batch):
-        if LABEL not in part or (whole and row_count(part) < batch):
-            continue
-        labels = part.pop(LABEL)
-        yield {**arrays_of(part, model, fixed), LABEL: labels}
 
 
 def arrays_of(part: Fields, model: Ports, fixed: Mapping[str, int] | None) -> Fields:
@@ -252,11 +226,11 @@ def unread_arrays(model: Ports, data: Feed | None) -> list[str]:
     return [f"{data}: nothing reads {others}; labels are an array 'label', 'labels' or 'y'"]
 
 
-def distances(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def distances(y: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns each input's largest difference, and its largest number, in float64."""
-    rows = len(one)
-    one, other = (np.asarray(y, np.float64).reshape(rows, -1) for y in (one, other))
-    return np.abs(one - other).max(axis=1, initial=0.0), np.abs(one).max(axis=1, initial=0.0)
+    rows = len(y)
+    y, other = (np.asarray(array, np.float64).reshape(rows, -1) for array in (y, other))
+    return np.abs(y - other).max(axis=1, initial=0.0), np.abs(y).max(axis=1, initial=0.0)
 
 
 def epsilon(array: np.ndarray) -> float:

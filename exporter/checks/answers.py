@@ -8,12 +8,12 @@ accuracy shows this; outputs of the user's own model, an array `output`, are com
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...data.batches import LABEL, OUTPUT, Feed, Fields, Labels, rebatched, row_count
+from ...data.batches import LABEL, OUTPUT, Feed, Fields, rebatched, row_count
 from ...errors import FeedError, ParityError
 from ..bundle.parity import ROUNDED_RTOL, TOLERANCES, Tolerance
 from ..reference import EXACT_BYTES, Network, releasing_pages, run_untouched, weights_bytes
@@ -21,6 +21,7 @@ from .accuracy import (
     COUNT,
     WHOLE,
     Score,
+    agreeing_inputs,
     arrays_of,
     check_own,
     distances,
@@ -75,33 +76,23 @@ class Answers:
     """A model's results on a feed that has labels, or outputs of the user's own model, or both.
 
     `accuracy` is PyTorch's and `own_accuracy` that of the outputs in the feed; None if there are
-    no labels, or the outputs are not class scores. `labels` are those of the output number
-    `labelled`, in the order of the inputs. `notes` are further remarks for the user.
+    no labels, or the outputs are not class scores. `notes` are further remarks for the user.
     """
 
-    inputs: int
     own: OwnOutputs | None = None
     accuracy: Score | None = None
     own_accuracy: Score | None = None
-    labelled: int = 0
-    labels: Labels | None = field(default=None, compare=False, repr=False)
     notes: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """Returns the manifest's entry."""
         scores = {"pytorch": self.accuracy, "own": self.own_accuracy}
         found: dict[str, Any] = {
-            name: {"right": score.right, "of": score.of}
-            for name, score in scores.items()
-            if score is not None
+            name: asdict(score) for name, score in scores.items() if score is not None
         }
         if self.own is not None:
-            own = self.own
+            own = asdict(self.own)
             found["own_outputs"] = {
-                "inputs": own.inputs,
-                "max_abs": own.max_abs,
-                "max_rel": own.max_rel,
-                "tied": own.tied,
+                key: own[key] for key in ("inputs", "max_abs", "max_rel", "tied")
             }
         return found
 
@@ -159,7 +150,8 @@ def answers_of(
     rounding = not asked and not model.rounded
     of = batch or model.batch_of
     size = of * max(1, BATCH // of)
-    results = _Results(model, labelled_output(model, data), usual, rounding)
+    labelled = output_names(model)[labelled_output(model, data)]
+    results = _Results(model, labelled, usual, rounding)
     for part in rebatched(_alike(first, fields), size):
         whole = row_count(part) // of * of
         if whole:
@@ -199,14 +191,14 @@ class _Results:
     """The results of the batches so far."""
 
     model: Model
-    labelled: int
+    labelled: str
     bounds: Tolerance
     rounding: bool
     """Whether outputs may differ by rounding alone, according to float64."""
     inputs: int = 0
     accuracy: Score = Score()
     own_accuracy: Score = Score()
-    labels: list[Labels] = field(default_factory=list)
+    some_labels: bool = False
     scored: bool = True
     own: OwnOutputs | None = None
     others: dict[str, None] = field(default_factory=dict)
@@ -215,7 +207,6 @@ class _Results:
     """Whether the user's outputs are the softmax of ours, or its logarithm."""
 
     def add(self, part: Fields, fixed: Mapping[str, int] | None) -> None:
-        """Runs the model on a batch, and compares its outputs."""
         outputs = output_names(self.model)
         theirs = {name: part.pop(name) for name in outputs if name in part}
         labels = part.pop(LABEL, None)
@@ -224,12 +215,12 @@ class _Results:
             ours = dict(zip(outputs, run_untouched(self.model, x), strict=True))
         self.inputs += row_count(x)
         self.scored &= labels is not None
-        name = outputs[self.labelled]
+        name = self.labelled
         if labels is not None:
+            self.some_labels = True
             found = score(ours[name], labels)
             self.scored &= found is not None
             self.accuracy += found or Score()
-            self.labels.append(labels)
             of_own = score(theirs[name], labels) if name in theirs else None
             self.own_accuracy += of_own or Score()
         if theirs:
@@ -238,7 +229,7 @@ class _Results:
     def _compare(self, x: Fields, theirs: Fields, ours: Fields) -> None:
         rows = row_count(x)
         apart_in: dict[str, np.ndarray] = {}
-        found: list[tuple[float, float]] = []
+        max_abs = max_rel = 0.0
         times: float | None = None
         exact: dict[str, np.ndarray] | None = None
         for name, array in theirs.items():
@@ -253,29 +244,29 @@ class _Results:
                 exact = {} if values is None else dict(zip(ours, values, strict=True))
             allowed = self.bounds.atol + (self.bounds.rtol + epsilon(array)) * largest
             if name in exact:
-                rounding = _rounding(ours[name], exact[name])
+                # How far PyTorch's float32 is from float64: at least the last bit.
+                rounding = max(
+                    _most(*distances(ours[name], exact[name])), float(np.finfo(np.float32).eps)
+                )
                 apart, _ = distances(array, exact[name])
                 allowed = (ROUNDINGS * rounding + epsilon(array)) * largest
                 apart_in[name] = ~(apart <= allowed)
                 times = max(times or 0.0, _most(apart, rounding * largest))
             else:
                 apart_in[name] = ~(off <= allowed)
-            found.append((float(off.max()), _most(off, largest)))
+            max_abs, max_rel = max(max_abs, off.max()), max(max_rel, _most(off, largest))
             self.probabilities &= _is_softmax(array, ours[name])
         wrong = np.logical_or.reduce([*apart_in.values()])
         tied = wrong & _tied_inputs(self.model, x) if wrong.any() else np.zeros(rows, dtype=bool)
         self.others |= {name: None for name, each in apart_in.items() if (each & ~tied).any()}
-        first = next(iter(theirs))
-        agreeing = None
-        if ours[first].ndim > 1 and ours[first].shape[-1] > 1:
-            same = theirs[first].argmax(axis=-1) == ours[first].argmax(axis=-1)
-            agreeing = int(same.reshape(rows, -1).all(axis=1).sum())
+        first = ours[next(iter(theirs))]
+        classes = first.ndim > 1 and first.shape[-1] > 1
+        agreeing = agreeing_inputs(theirs, ours) if classes else None
         before = self.own or OwnOutputs(0, 0.0, 0.0, 0, agreeing=0)
-        largest_abs, largest_rel = (max(values, default=0.0) for values in zip(*found, strict=True))
         self.own = OwnOutputs(
             inputs=before.inputs + rows,
-            max_abs=max(before.max_abs, largest_abs),
-            max_rel=max(before.max_rel, largest_rel),
+            max_abs=max(before.max_abs, float(max_abs)),
+            max_rel=max(before.max_rel, max_rel),
             wrong=before.wrong + int((wrong & ~tied).sum()),
             tied=before.tied + int(tied.sum()),
             agreeing=None
@@ -285,19 +276,12 @@ class _Results:
         )
 
     def answers(self) -> Answers:
-        """The results over all batches."""
         scored = self.scored and self.accuracy.of > 0
-        notes = []
-        if self.labels and not scored:
-            notes.append(no_accuracy(output_names(self.model)[self.labelled]))
         return Answers(
-            inputs=self.inputs,
             own=self.own,
             accuracy=self.accuracy if scored else None,
             own_accuracy=self.own_accuracy if scored and self.own_accuracy.of else None,
-            labelled=self.labelled,
-            labels=np.concatenate(self.labels) if scored else None,
-            notes=tuple(notes),
+            notes=(no_accuracy(self.labelled),) if self.some_labels and not scored else (),
         )
 
 
@@ -324,11 +308,6 @@ def _tied_inputs(model: Model, x: Fields) -> np.ndarray:
         if len(margin) % rows == 0:
             tied |= (margin.reshape(rows, -1) <= TOLERANCES["fp32"].tie).any(axis=1)
     return tied
-
-
-def _rounding(ours: np.ndarray, exact: np.ndarray) -> float:
-    """How far PyTorch's float32 is from float64, over max|y|: at least the last bit."""
-    return max(_most(*distances(ours, exact)), float(np.finfo(np.float32).eps))
 
 
 def _most(off: np.ndarray, of: np.ndarray) -> float:
@@ -389,5 +368,5 @@ def _settings(model: Model) -> str:
     from ..families import FAMILIES  # only needed for an error
 
     questions = FAMILIES[model.family].questions if model.family in FAMILIES else model.config
-    taken = {key: model.config[key] for key in questions if key in model.config}
-    return ", ".join(f"{key}={value}" for key, value in taken.items())
+    values = {key: model.config[key] for key in questions if key in model.config}
+    return ", ".join(f"{key}={value}" for key, value in values.items())

@@ -130,11 +130,14 @@ def data_checks(
         batches = _inputs(ports, data, size, fixed)
         yield from drift_checks(manifest, lambda observe: main(observe=observe), batches, expected)
     elif main is not None and manifest.layers:
-        yield _routing_unknown(manifest)
+        text, hint = "the export recorded no choices for its --data", None
+        if _keeps_all(manifest):
+            text = "every layer keeps all of its experts"
+            hint = _COEFFICIENTS if _coefficients_alone(manifest) else None
+        yield Check(ROUTING, True, f"not compared: {text}", hint)
 
 
 def _nothing_to_compare(manifest: Manifest) -> FeedError:
-    """The error for data without an accuracy, a distance or drift."""
     nothing = ", and no layer chooses among its experts" if _keeps_all(manifest) else ""
     routing = f"; {_COEFFICIENTS}" if _coefficients_alone(manifest) else ""
     return FeedError(
@@ -145,14 +148,6 @@ def _nothing_to_compare(manifest: Manifest) -> FeedError:
 
 
 _COEFFICIENTS = "an export with --expose-routing and --data records coefficients to compare"
-
-
-def _routing_unknown(manifest: Manifest) -> Check:
-    """The check of the routing of new inputs, if the export recorded none to compare it with."""
-    if not _keeps_all(manifest):
-        return Check(ROUTING, True, "not compared: the export recorded no choices for its --data")
-    hint = _COEFFICIENTS if _coefficients_alone(manifest) else None
-    return Check(ROUTING, True, "not compared: every layer keeps all of its experts", hint)
 
 
 def _keeps_all(manifest: Manifest) -> bool:

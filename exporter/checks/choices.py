@@ -44,8 +44,8 @@ def by_input(
     if has_coefficients(chosen):
         by_token = chosen.reshape(rows, -1, chosen.shape[-1])
         mask = real_tokens(inputs, rows, by_token.shape[1])
-        kept = by_token if mask is None else by_token * mask[..., None]
-        return kept.sum(axis=1, dtype=np.float64), np.zeros(rows)
+        counted = by_token if mask is None else by_token * mask[..., None]
+        return counted.sum(axis=1, dtype=np.float64), np.zeros(rows)
     by_token = chosen.reshape(rows, -1, chosen.shape[-1])
     if by_token.shape[2] >= experts:
         return None
@@ -89,7 +89,6 @@ class Choices:
     lost: dict[str, float] = field(default_factory=dict)
 
     def add(self, choice: str, counts: np.ndarray, lost: np.ndarray) -> None:
-        """Adds the choices of further inputs."""
         self.counts.setdefault(choice, []).append(counts)
         self.lost[choice] = self.lost.get(choice, 0.0) + float(lost.sum())
 
@@ -163,7 +162,15 @@ def recorded_histograms(answers: Mapping[str, Any]) -> dict[str, ChoiceHistogram
             )
             for choice, layer in answers[CHOICES]["layers"].items()
         }
-        valid = all(map(_is_histogram, found.values()))
+        valid = all(
+            layer.inputs > 0
+            and layer.counts.ndim == 1
+            and layer.counts.shape == layer.spread.shape
+            and (layer.counts >= 0).all()
+            and (layer.spread >= 0).all()
+            and 0 < layer.counts.sum() < np.inf
+            for layer in found.values()
+        )
     except (KeyError, TypeError, ValueError, AttributeError):
         valid = False
     if not valid:
@@ -171,9 +178,3 @@ def recorded_histograms(answers: Mapping[str, Any]) -> dict[str, ChoiceHistogram
             f"manifest.json: '{CHOICES}' is not a histogram", hint="export the bundle again"
         )
     return found
-
-
-def _is_histogram(one: ChoiceHistogram) -> bool:
-    same = one.counts.ndim == 1 and one.counts.shape == one.spread.shape
-    positive = same and bool((one.counts >= 0).all() and (one.spread >= 0).all())
-    return one.inputs > 0 and positive and bool(0 < one.counts.sum() < np.inf)

@@ -135,7 +135,7 @@ def drift_checks(
     found = choices_of(session, manifest, graph, batches, k)
     now = {choice: found.of(choice) for choice in before if choice in found.counts}
     count = max((len(counts) for counts in now.values()), default=0)
-    fewest = min(one.inputs for one in before.values())
+    fewest = min(layer.inputs for layer in before.values())
     if count < LEAST or fewest < LEAST:
         whose = f"{count} inputs" if count < LEAST else f"the {fewest} inputs of the export"
         text = f"{whose} are too few to tell whether routing has drifted"
@@ -149,21 +149,21 @@ def drift_checks(
         if counts.sum() > 0 and len(before[choice].counts) == counts.shape[1]
     )
     at_k = "" if k is None else f", with k = {k}"
-    yield _drift_check(drift, count, max(one.inputs for one in before.values()), at_k)
+    yield _drift_check(drift, count, max(layer.inputs for layer in before.values()), at_k)
 
 
 def _drift_check(drift: tuple[Drift, ...], now: int, before: int, at_k: str) -> DriftCheck:
-    drifted = sorted((one for one in drift if one.drifted), key=lambda one: -one.distance)
+    drifted = sorted((layer for layer in drift if layer.drifted), key=lambda layer: -layer.distance)
     compared = (
         f"{now:,} inputs compared with the {before:,} of the export{at_k}, intervals of {LEVEL:.0%}"
     )
     if not drifted:
-        furthest = max(drift, key=lambda one: (one.distance, one.high))
+        furthest = max(drift, key=lambda layer: (layer.distance, layer.high))
         text = f"no drift: {furthest.text} of the choices changed"
         if len(drift) > 1:
             text += f" in layer {furthest.layer}, the most of {len(drift)} layers"
         return DriftCheck(NAME, True, f"{text} ({compared})", drift=drift)
-    where = ", ".join(f"{one.text} in layer {one.layer}" for one in drifted[:FEW])
+    where = ", ".join(f"{layer.text} in layer {layer.layer}" for layer in drifted[:FEW])
     more = len(drifted) - FEW
     where += f", and less in {more} more" if more > 0 else ""
     return DriftCheck(

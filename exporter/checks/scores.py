@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +14,8 @@ from ..bundle.manifest import GraphRecord, Manifest
 from ..bundle.parity import PARITY_FILE, Reference
 from ..bundle.verify import checking_session
 from ..job import ExportJob
-from ..reference import Network, compared_inputs, kept_experts, pytorch_bounds, releasing_pages
-from .accuracy import Score, graph_score, labelled_parts, unread_arrays
+from ..reference import Network, compared_inputs, kept_experts, releasing_pages, pytorch_bounds
+from .accuracy import Score, measured, output_names, unread_arrays
 from .answers import Answers, answers_of, what_pytorch_is
 from .choices import CHOICES, Choices, choices_of, chosen_k
 
@@ -87,15 +87,12 @@ def _with_accuracies(
     record, notes = answers.record(), [*answers.notes]
     if answers.accuracy is not None:
         progress.step("measuring the accuracy")
-        graphs = {
-            graph.file: _graph_score(job, graph, directory, answers.labelled)
-            for graph in manifest.graphs
-        }
-        kept = _kept_score(job, answers.labelled)
-        known = {file: one for file, one in graphs.items() if one is not None}
-        record["graphs"] = {f: {"right": one.right, "of": one.of} for f, one in known.items()}
+        graphs = {graph.file: _graph_score(job, graph, directory) for graph in manifest.graphs}
+        kept = _kept_score(job)
+        known = {file: score for file, score in graphs.items() if score is not None}
+        record["graphs"] = {file: asdict(score) for file, score in known.items()}
         if kept is not None:
-            record["pytorch_at_k"] = {"right": kept.right, "of": kept.of}
+            record["pytorch_at_k"] = asdict(kept)
         notes.append(_accuracies(job, answers, kept, known))
     notes += what_pytorch_is(answers, job.model)
     return replace(manifest, answers=record, notes=[*manifest.notes, *notes])
@@ -112,7 +109,7 @@ def _accuracies(
         parts.append(f"PyTorch as exported {kept.text}")
     k = _shared_k(job)
     at_k = "" if k is None else f" with k = {k}"
-    parts += [f"{file}{at_k} {one.text}" for file, one in graphs.items()]
+    parts += [f"{file}{at_k} {score.text}" for file, score in graphs.items()]
     options = job.options
     ranged = job.needs_ranges and options.data is not None and options.calibration is None
     same = (
@@ -126,38 +123,32 @@ def _shared_k(job: ExportJob) -> int | None:
     return job.fewest_experts if None in job.k.values() else None
 
 
-def _graph_score(
-    job: ExportJob, graph: GraphRecord, directory: Path, labelled: int
-) -> Score | None:
+def _graph_score(job: ExportJob, graph: GraphRecord, directory: Path) -> Score | None:
     session = checking_session(directory / graph.file, job.options.target)
     k = _shared_k(job)
-
-    def run(x: Fields) -> Sequence[np.ndarray]:
-        values = session.run(x, k)
-        return [values[name] for name in session.output_names]
-
-    return graph_score(run, _parts(job), labelled)
+    return _score(job, lambda x: session.run(x, k))
 
 
-def _kept_score(job: ExportJob, labelled: int) -> Score | None:
+def _kept_score(job: ExportJob) -> Score | None:
     """PyTorch's accuracy with the experts and edits of the export; None if it is as trained."""
     kept = kept_experts(job, _shared_k(job))
     trained = job.model.trained_k
     if kept == trained and not job.options.renormalize and job.model.as_trained is None:
         return None
 
-    def run(x: Fields) -> Sequence[np.ndarray]:
+    def run(x: Fields) -> Mapping[str, np.ndarray]:
         network = Network(job.model, job.model.module, kept, renormalize=job.options.renormalize)
         with releasing_pages(job.model):
-            return network.computed(x).outputs
+            return dict(zip(output_names(job.model), network.computed(x).outputs, strict=True))
 
-    return graph_score(run, _parts(job), labelled)
+    return _score(job, run)
 
 
-def _parts(job: ExportJob) -> Iterator[Fields]:
-    """The labelled inputs of a job's data, in batches that its graphs accept."""
+def _score(job: ExportJob, run: Callable[[Fields], Mapping[str, np.ndarray]]) -> Score | None:
+    """The accuracy of `run` on labelled inputs of a job, in batches that its graphs accept."""
     data = job.options.data
     assert data is not None, "there are labels"
     of = job.whole_batch or 1
     size = of * max(1, min(BATCH, job.largest_batch) // of)
-    return labelled_parts(job.model, data, job.options.samples_to_verify, size, job.fixed)
+    found = measured(run, job.model, data, size, job.fixed, job.options.samples_to_verify)
+    return None if found is None else found.accuracy

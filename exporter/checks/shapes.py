@@ -77,11 +77,8 @@ def _order(sizes: Sequence[int], shape: Sequence[object]) -> tuple[int, ...] | N
     """The order of axes in which an array fits; orders that move one axis are tried first."""
     if len(sizes) != len(shape) or not 2 < len(sizes) <= MOST_AXES:
         return None
-    return next((order for order in _orders(len(sizes)) if _in_order(sizes, order, shape)), None)
-
-
-def _in_order(sizes: Sequence[int], order: Sequence[int], shape: Sequence[object]) -> bool:
-    return fits([sizes[axis] for axis in order], shape)
+    orders = _orders(len(sizes))
+    return next((order for order in orders if fits([sizes[n] for n in order], shape)), None)
 
 
 def _orders(axes: int) -> Iterator[tuple[int, ...]]:

@@ -88,7 +88,10 @@ def detect(tensors: Tensors) -> Family:
             f"the checkpoint fits several families: {', '.join(names)}",
             hint=f"name the correct one: --family {' or --family '.join(names)}",
         )
-    for prefix in _prefixes(tensors):
+    # Prefixes that a training script may add: the first one or two names of the keys.
+    parts = [key.split(".") for key in tensors]
+    depths = [".".join(names[:depth]) + "." for depth in (1, 2) for names in parts]
+    for prefix in dict.fromkeys(depths):
         beneath = under(tensors, prefix)
         inside = fits(beneath, FAMILIES)
         if len(inside) == 1:
@@ -120,13 +123,6 @@ def _detects(family: Family, tensors: Tensors) -> bool:
             f"family '{family.name}' cannot check a checkpoint: {type(error).__name__}: {error}",
             hint="name another with --family, or disable plugins: MOEXPORT_PLUGINS=off",
         ) from error
-
-
-def _prefixes(tensors: Tensors) -> list[str]:
-    """Possible prefixes by a training script: the first one or two names of the keys."""
-    parts = [key.split(".") for key in tensors]
-    depths = [".".join(names[:depth]) + "." for depth in (1, 2) for names in parts]
-    return list(dict.fromkeys(depths))
 
 
 def _known_layers(tensors: Tensors) -> str:

@@ -147,7 +147,6 @@ def under(tensors: Tensors, prefix: str) -> dict[str, Tensor]:
 
 
 def prefixed(entries: Mapping[str, T], prefix: str) -> dict[str, T]:
-    """The entries with `prefix` before every key."""
     return {prefix + key: value for key, value in entries.items()}
 
 
@@ -215,10 +214,9 @@ def check_tensors(family: str, tensors: Tensors, expected: Mapping[str, TensorSh
         )
 
 
-def some(keys: Sequence[str], limit: int = 6) -> str:
-    """The first keys, and the number of others."""
-    rest = f", … ({len(keys) - limit} more)" if len(keys) > limit else ""
-    return ", ".join(keys[:limit]) + rest
+def some(keys: Sequence[str]) -> str:
+    """The first six keys, and the number of others."""
+    return ", ".join(keys[:6]) + (f", … ({len(keys) - 6} more)" if len(keys) > 6 else "")
 
 
 def filled(network: AnyNetwork, tensors: Tensors, layers: Mapping[str, nn.Module]) -> AnyNetwork:
@@ -230,7 +228,6 @@ def filled(network: AnyNetwork, tensors: Tensors, layers: Mapping[str, nn.Module
 
 
 def shapes_of(network: nn.Module) -> dict[str, TensorShape]:
-    """Returns the names and shapes of a network's own tensors."""
     return {key: tuple(tensor.shape) for key, tensor in network.state_dict().items()}
 
 
@@ -275,7 +272,6 @@ class Constructor:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The valid configuration keys."""
         return (*self.shapes, *self.questions, *self.free, *self.aliases, REST)
 
     def settle(

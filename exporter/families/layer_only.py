@@ -50,7 +50,6 @@ class PixelBackbone(TokenBackbone):
     """One layer whose tokens are the pixels of (b, d, H, W), row by row; returns (b, o, H, W)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the layer's output in the layout of its input."""
         y: Tensor = self.layer(x.flatten(2).transpose(1, 2)).transpose(1, 2)
         return y.reshape(y.shape[0], y.shape[1], x.shape[2], x.shape[3])
 
@@ -107,7 +106,6 @@ def token_io(layer: MoELayer, config: Config) -> tuple[TensorSpec, TensorSpec]:
 
 
 def pixel_io(layer: MoELayer, _: Config) -> tuple[TensorSpec, TensorSpec]:
-    """Returns the input and output of a layer in `PixelBackbone`."""
     return (
         TensorSpec("input", "float32", ("batch", layer.spec.dim, "height", "width")),
         TensorSpec("output", "float32", ("batch", layer.spec.out, "height", "width")),

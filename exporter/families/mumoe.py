@@ -292,7 +292,13 @@ def read_layer(prefix: str, tensors: Tensors, name: str) -> MuMoE:
     check_tensors(NAME, prefixed(local, prefix), prefixed(_shapes(spec), prefix))
     normed = range(len(sizes) if batch_norm else 0)
     for level in normed:
-        _check_variance(f"{prefix}bn.{level}.running_var", local[f"bn.{level}.running_var"])
+        variance = local[f"bn.{level}.running_var"]
+        least = 0.0 if variance.is_meta else float(variance.min())
+        if least < 0:  # its root would be NaN
+            raise CheckpointError(
+                f"{prefix}bn.{level}.running_var contains the negative variance {least:.3g}",
+                hint="the file is damaged: use another copy or an earlier checkpoint",
+            )
     return MuMoE(
         spec,
         MuMoEWeights(
@@ -304,15 +310,6 @@ def read_layer(prefix: str, tensors: Tensors, name: str) -> MuMoE:
             shift=local.get("input_ln.bias"),
         ),
     ).eval()
-
-
-def _check_variance(key: str, variance: Tensor) -> None:
-    """Raises CheckpointError for a negative variance, whose root would be NaN."""
-    if not variance.is_meta and variance.numel() and float(variance.min()) < 0:
-        raise CheckpointError(
-            f"{key} contains the negative variance {float(variance.min()):.3g}",
-            hint="the file is damaged: use another copy or an earlier checkpoint",
-        )
 
 
 def _shapes(spec: MuMoESpec) -> dict[str, TensorShape]:

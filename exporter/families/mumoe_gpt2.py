@@ -110,7 +110,6 @@ class GPT2Block(nn.Module):
     def forward(
         self, x: Tensor, later: Tensor, past: KeyValue | None = None
     ) -> tuple[Tensor, KeyValue]:
-        """Maps (b, m, d) to (b, m, d), with the keys and values of all tokens."""
         attended, present = self.attn(self.ln_1(x), later, past)
         x = x + attended
         return x + self.mlp(x), present
@@ -147,8 +146,8 @@ class GPT2(nn.Module):
         assert isinstance(blocks, nn.ModuleList)
         presents: list[Tensor] = []
         for index, block in enumerate(blocks):
-            held = (past[2 * index], past[2 * index + 1]) if past else None
-            x, present = block(x, later, held)
+            own_past = (past[2 * index], past[2 * index + 1]) if past else None
+            x, present = block(x, later, own_past)
             presents += present
         logits = F.linear(self.transformer["ln_f"](x), wte.weight)
         return (logits, *presents) if past else logits

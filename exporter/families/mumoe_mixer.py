@@ -69,12 +69,10 @@ class MixerSpec:
 
     @property
     def tokens(self) -> int:
-        """The number m of patches in an image."""
         return self.grid[0] * self.grid[1]
 
     @property
     def pixels(self) -> int:
-        """The number of values in a patch."""
         return self.patch * self.patch * self.channels
 
 

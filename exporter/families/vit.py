@@ -200,13 +200,11 @@ class ViT:
 
     @property
     def moe_blocks(self) -> Sequence[int]:
-        """The blocks whose MLP is a Soft MoE layer."""
         index = self.moe_layer_index
         return range(index, self.depth) if isinstance(index, int) else index
 
     @property
     def patches(self) -> int:
-        """The number of patches of one image."""
         return (self.image[0] // self.patch[0]) * (self.image[1] // self.patch[1])
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,7 +37,6 @@ from .base import (
     height_width,
     one_or_pair,
     shape_of,
-    under,
 )
 from .vit import Mlp, VisionTransformer, ViT, attend
 
@@ -112,10 +111,10 @@ ELSEWHERE = (
 """Settings that shapes determine, that have another name, or that do not change results."""
 
 
-def published(family: str, taken: Collection[str], config: Config) -> dict[str, Any]:
+def published(family: str, known: Collection[str], config: Config) -> dict[str, Any]:
     """Returns the options for a run's configuration: all of it, or its `model`.
 
-    `taken` are those of the family. Options that are not part of a configuration pass through.
+    `known` are those of the family. Options that are not part of a configuration pass through.
     Raises FamilyError for an unknown setting, which may change the computation.
     """
     whole = isinstance(config.get("model"), Mapping)
@@ -142,7 +141,7 @@ def published(family: str, taken: Collection[str], config: Config) -> dict[str, 
                 hint="leave it out if it changes nothing at inference",
             )
     options |= {key: options.get(key) or 0 for key in ("num_classes", "representation_size")}
-    return {key: value for key, value in (DEFAULTS | options).items() if key in taken}
+    return {key: value for key, value in (DEFAULTS | options).items() if key in known}
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -211,9 +210,8 @@ def as_read(settings: Config, read: Config) -> Config:
     if isinstance(same.get("moe_layers"), int):
         same["moe_layers"] = [same["moe_layers"]]
     if isinstance(same.get("moe_layers"), list | tuple):
-        same["moe_layers"] = sorted(same["moe_layers"], key=str)
         same["moe_layers"] = sorted(
-            same["moe_layers"], key=lambda n: n if isinstance(n, int) else 0
+            same["moe_layers"], key=lambda n: (n if isinstance(n, int) else 0, str(n))
         )
     if "classifier" in same:
         same["classifier"] = str(same["classifier"])
@@ -244,60 +242,72 @@ def _square_side(tensors: Tensors, read: Config, settings: Config) -> int | None
 
 # --- names and shapes --------------------------------------------------------------------------
 
+QKV = ("query", "key", "value")
 
-def _linear(name: str, *sizes: int) -> dict[str, TensorShape]:
-    return {f"{name}.kernel": sizes, f"{name}.bias": sizes[-1:]}
+BLOCK_NAMES = {
+    "norm1": ("LayerNorm_0",),
+    "norm2": ("LayerNorm_1",),
+    "attn.qkv": tuple(f"SelfAttention.{part}" for part in QKV),
+    "attn.q_norm": ("SelfAttention.query_ln",),
+    "attn.k_norm": ("SelfAttention.key_ln",),
+    "attn.proj": ("SelfAttention.out",),
+    "mlp.fc1": ("Mlp.Dense_0",),
+    "mlp.fc2": ("Mlp.Dense_1",),
+}
+
+PROBE_ATTENTION = "MapHead.MultiHeadDotProductAttention"
+
+MODULE_NAMES = {
+    **{f"blocks.{{}}.{path}": names for path, names in BLOCK_NAMES.items()},
+    "patch_embed.proj": ("embedding",),
+    "norm": ("Encoder.encoder_norm",),
+    "map_head.q": (f"{PROBE_ATTENTION}.query",),
+    "map_head.kv": (f"{PROBE_ATTENTION}.key", f"{PROBE_ATTENTION}.value"),
+    "map_head.q_norm": (f"{PROBE_ATTENTION}.query_ln",),
+    "map_head.k_norm": (f"{PROBE_ATTENTION}.key_ln",),
+    "map_head.proj": (f"{PROBE_ATTENTION}.out",),
+    "map_head.norm": ("MapHead.LayerNorm",),
+    "map_head.mlp.fc1": ("MapHead.Mlp.Dense_0",),
+    "map_head.mlp.fc2": ("MapHead.Mlp.Dense_1",),
+    "pre_logits": ("pre_logits",),
+    "head": ("head",),
+}
+"""The checkpoint's names of the network's modules; the weights of several are concatenated."""
+
+TENSOR_NAMES = {"cls_token": "cls", "pos_embed": POSITIONS, "map_head.probe": PROBE}
 
 
-def _norm(name: str, dim: int) -> dict[str, TensorShape]:
-    return {f"{name}.scale": (dim,), f"{name}.bias": (dim,)}
+def _stored_parts(key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint's keys for a tensor of the network, each with its part of the tensor."""
+    if key in TENSOR_NAMES:
+        yield TENSOR_NAMES[key], tensor
+        return
+    path, _, kind = key.rpartition(".")
+    block = re.match(r"blocks\.(\d+)\.", path)
+    names = MODULE_NAMES[re.sub(r"^blocks\.\d+", "blocks.{}", path)]
+    if kind == "weight":
+        kind = "scale" if "norm" in path.rpartition(".")[2] else "kernel"
+    for name, part in zip(names, tensor.chunk(len(names)), strict=True):
+        yield f"{_block(int(block[1])) if block else ''}{name}.{kind}", part
 
 
-def _attention(name: str, dim: int, heads: int, *, qk_norm: bool) -> dict[str, TensorShape]:
-    head = dim // heads
-    expected: dict[str, TensorShape] = {}
-    for part in ("query", "key", "value"):
-        expected |= {
-            f"{name}.{part}.kernel": (dim, heads, head),
-            f"{name}.{part}.bias": (heads, head),
-        }
-    expected |= {f"{name}.out.kernel": (heads, head, dim), f"{name}.out.bias": (dim,)}
-    if qk_norm:
-        expected |= {f"{name}.query_ln.scale": (head,), f"{name}.key_ln.scale": (head,)}
-    return expected
+def _stored_shape(key: str, part: Tensor, heads: int) -> TensorShape:
+    if part.ndim == 4:
+        return tuple(part.permute(2, 3, 1, 0).shape)
+    stored = part.T if part.ndim == 2 else part
+    module = key.rpartition(".")[0].rpartition(".")[2]
+    if module in QKV:
+        stored = stored.reshape(*stored.shape[:-1], heads, -1)
+    elif module == "out" and part.ndim == 2:
+        stored = stored.reshape(heads, -1, stored.shape[-1])
+    return tuple(stored.shape)
 
 
-def _expected(
-    config: Config, channels: int, tokens: int, moe: Mapping[str, TensorShape]
-) -> dict[str, TensorShape]:
-    """Names and shapes of a whole network; those of its MoE layers are `moe`."""
-    dim, heads, hidden = config["hidden_size"], config["num_heads"], config["mlp_dim"]
-    qk_norm = config["attention_qk_norm"]
-    patch = height_width(SOFT, "patch_size", config["patch_size"])
-    expected = _linear("embedding", *patch, channels, dim) | _norm("Encoder.encoder_norm", dim)
-    if config["classifier"] == "token":
-        expected["cls"] = (1, 1, dim)
-    if config["position_emb"] == "learned":
-        expected[POSITIONS] = (1, tokens, dim)
-    for number in range(config["num_layers"]):
-        block = _block(number)
-        expected |= _norm(f"{block}LayerNorm_0", dim) | _norm(f"{block}LayerNorm_1", dim)
-        expected |= _attention(f"{block}SelfAttention", dim, heads, qk_norm=qk_norm)
-        if number not in config["moe_layers"]:
-            expected |= _linear(f"{block}Mlp.Dense_0", dim, hidden)
-            expected |= _linear(f"{block}Mlp.Dense_1", hidden, dim)
-    if config["classifier"] == "map":
-        expected |= {PROBE: (1, 1, dim)} | _norm("MapHead.LayerNorm", dim)
-        expected |= _attention("MapHead.MultiHeadDotProductAttention", dim, heads, qk_norm=qk_norm)
-        expected |= _linear("MapHead.Mlp.Dense_0", dim, hidden)
-        expected |= _linear("MapHead.Mlp.Dense_1", hidden, dim)
-    width = dim
-    if config["representation_size"]:
-        width = config["representation_size"]
-        expected |= _linear("pre_logits", dim, width)
-    if config["num_classes"]:
-        expected |= _linear("head", width, config["num_classes"])
-    return expected | dict(moe)
+def _converted(stored: Tensor, part: Tensor) -> Tensor:
+    """A tensor of the checkpoint in the shape of `part`; a view, if possible."""
+    if part.ndim == 4:
+        return stored.permute(3, 2, 0, 1)
+    return stored.reshape(part.shape[::-1]).T if part.ndim == 2 else stored.reshape(part.shape)
 
 
 # --- the network -------------------------------------------------------------------------------
@@ -392,82 +402,6 @@ def sincos2d(height: int, width: int, dim: int, temperature: float) -> Tensor:
 # --- from a checkpoint to the network ----------------------------------------------------------
 
 
-def _attention_weights(tensors: Tensors, name: str) -> dict[str, Tensor]:
-    """Weights of one attention: of q, k and v, each [d, d], and of the output."""
-    local = under(tensors, f"{name}.")
-    weights = {"proj.weight": local["out.kernel"].flatten(0, 1).T, "proj.bias": local["out.bias"]}
-    for part in ("query", "key", "value"):
-        weights[f"{part}.weight"] = local[f"{part}.kernel"].flatten(1).T
-        weights[f"{part}.bias"] = local[f"{part}.bias"].flatten()
-    for part in ("query", "key"):
-        if f"{part}_ln.scale" in local:
-            scale = local[f"{part}_ln.scale"]
-            weights |= {
-                f"{part[0]}_norm.weight": scale,
-                f"{part[0]}_norm.bias": torch.zeros_like(scale),
-            }
-    return weights
-
-
-def _joined(weights: dict[str, Tensor], parts: tuple[str, ...], name: str) -> dict[str, Tensor]:
-    """The weights with those of some parts concatenated, which copies them."""
-    joined = {
-        k: t for k, t in weights.items() if k.partition(".")[0] not in ("query", "key", "value")
-    }
-    for kind in ("weight", "bias"):
-        joined[f"{name}.{kind}"] = torch.cat([weights[f"{part}.{kind}"] for part in parts])
-    return joined
-
-
-def _dense(tensors: Tensors, name: str) -> dict[str, Tensor]:
-    return {"weight": tensors[f"{name}.kernel"].T, "bias": tensors[f"{name}.bias"]}
-
-
-def _norm_weights(tensors: Tensors, name: str) -> dict[str, Tensor]:
-    return {"weight": tensors[f"{name}.scale"], "bias": tensors[f"{name}.bias"]}
-
-
-def _network_weights(tensors: Tensors, config: Config, grid: tuple[int, int]) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = {}
-
-    def put(path: str, weights: Mapping[str, Tensor]) -> None:
-        state.update({f"{path}.{key}": tensor for key, tensor in weights.items()})
-
-    kernel = tensors["embedding.kernel"].permute(3, 2, 0, 1)
-    put("patch_embed.proj", {"weight": kernel, "bias": tensors["embedding.bias"]})
-    if "cls" in tensors:
-        state["cls_token"] = tensors["cls"]
-    match config["position_emb"]:
-        case "learned":
-            state["pos_embed"] = tensors[POSITIONS]
-        case "sincos2d":
-            state["pos_embed"] = sincos2d(*grid, config["hidden_size"], config["temperature"])
-        case _:
-            state["pos_embed"] = torch.zeros(1, math.prod(grid), config["hidden_size"])
-    for number in range(config["num_layers"]):
-        ours, theirs = f"blocks.{number}", _block(number)
-        attention = _attention_weights(tensors, f"{theirs}SelfAttention")
-        put(f"{ours}.attn", _joined(attention, ("query", "key", "value"), "qkv"))
-        for norm in (1, 2):
-            put(f"{ours}.norm{norm}", _norm_weights(tensors, f"{theirs}LayerNorm_{norm - 1}"))
-        if number not in config["moe_layers"]:
-            for fc in (1, 2):
-                put(f"{ours}.mlp.fc{fc}", _dense(tensors, f"{theirs}Mlp.Dense_{fc - 1}"))
-    put("norm", _norm_weights(tensors, "Encoder.encoder_norm"))
-    if config["classifier"] == "map":
-        state["map_head.probe"] = tensors[PROBE]
-        attention = _attention_weights(tensors, "MapHead.MultiHeadDotProductAttention")
-        query = {f"q.{kind}": attention[f"query.{kind}"] for kind in ("weight", "bias")}
-        put("map_head", _joined(attention, ("key", "value"), "kv") | query)
-        put("map_head.norm", _norm_weights(tensors, "MapHead.LayerNorm"))
-        for fc in (1, 2):
-            put(f"map_head.mlp.fc{fc}", _dense(tensors, f"MapHead.Mlp.Dense_{fc - 1}"))
-    for name in ("pre_logits", "head"):
-        if f"{name}.kernel" in tensors:
-            put(name, _dense(tensors, name))
-    return state
-
-
 def _spec(config: Config, image: tuple[int, int], channels: int) -> ViT:
     dim = config["hidden_size"]
     return ViT(
@@ -505,8 +439,9 @@ def settled(
     questions: Mapping[str, Question] | None = None,
 ) -> tuple[dict[str, Any], tuple[int, int]]:
     """The whole configuration, and the grid of patches; raises FamilyError for missing settings."""
-    questions = dict(constructor.questions) if questions is None else dict(questions)
-    if _square_side(tensors, read, settings) is not None:
+    questions = dict(questions or constructor.questions)
+    side = _square_side(tensors, read, settings)
+    if side is not None:
         del questions["image_size"]
     config = constructor.settle(settings, read, questions)
     if config["classifier"] not in POOLS or (config["classifier"] == "token") != ("cls" in tensors):
@@ -520,7 +455,6 @@ def settled(
             f"{family}: position_emb={config['position_emb']} is not learned, sincos2d or none"
         )
     patch = height_width(family, "patch_size", config["patch_size"])
-    side = _square_side(tensors, read, settings)
     if settings.get("image_size") is not None:
         image = height_width(family, "image_size", settings["image_size"])
     elif side is not None:
@@ -563,7 +497,6 @@ def rounds(family: str, config: Config) -> bool:
 
 
 def rounding_note(*, rounded: bool) -> str:
-    """Returns a note on the layers' rounding."""
     if rounded:
         return (
             "tokens and the experts' outputs are rounded to bfloat16, as in the published code: "
@@ -641,20 +574,42 @@ def network_of(
     """The network with its weights and layers, its inputs and its outputs."""
     channels = shape_of(family, tensors, "embedding.kernel", "h, w, c, d")[2]
     image = height_width(family, "image_size", config["image_size"])
-    tokens = math.prod(grid) + int("cls" in tensors)
     members = config.get("ensemble_size", 1)
     moe = {
         key: tuple(tensor.shape)
         for key, tensor in tensors.items()
         if re.match(r"Encoder\.encoderblock_\d+\.Moe\.", key)
     }
-    check_tensors(family, tensors, _expected(config, channels, tokens, moe))
     spec = _spec(config, image, channels)
     with torch.device("meta"):
         backbone = VmoeTransformer(
             spec, config["representation_size"], members, mean=config.get("ensemble") == "mean"
         )
-    weights = _network_weights(tensors, config, grid)
+    # The norms of queries and keys have no bias in the code; unlearned positions are computed.
+    computed = {
+        key: torch.zeros(tensor.shape)
+        for key, tensor in backbone.state_dict().items()
+        if key.endswith(("q_norm.bias", "k_norm.bias"))
+    }
+    if config["position_emb"] == "sincos2d":
+        computed["pos_embed"] = sincos2d(*grid, config["hidden_size"], config["temperature"])
+    elif config["position_emb"] == "none":
+        computed["pos_embed"] = torch.zeros(1, math.prod(grid), config["hidden_size"])
+    stored = {
+        key: list(_stored_parts(key, tensor))
+        for key, tensor in backbone.state_dict().items()
+        if key not in computed
+    }
+    expected = {
+        name: _stored_shape(name, part, spec.num_heads)
+        for parts in stored.values()
+        for name, part in parts
+    }
+    check_tensors(family, tensors, expected | moe)
+    weights = computed
+    for key, parts in stored.items():
+        converted = [_converted(tensors[name], part) for name, part in parts]
+        weights[key] = torch.cat(converted) if len(converted) > 1 else converted[0]
     backbone = filled(backbone, weights, {f"blocks.{n}.mlp": layer for n, layer in layers.items()})
     backbone.place()
     width = config["num_classes"] or config["representation_size"] or config["hidden_size"]

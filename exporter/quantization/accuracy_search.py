@@ -27,7 +27,7 @@ from ...graphs.targets import Target
 from ..bundle.manifest import GraphRecord
 from ..bundle.parity import cosines
 from ..bundle.verify import checking_session
-from ..checks.accuracy import one_per_sample
+from ..checks.accuracy import one_per_sample, score
 from ..inputs import Inputs, feed_inputs, fitted
 from ..job import ExportJob, export_job
 from ..model import Model
@@ -116,7 +116,13 @@ def floats_for_retention(
             if reached >= least:
                 break
             if not left:
-                raise _out_of_reach(least, reached, floats)
+                fp32 = floats == "fp32"
+                rounding = "the rounding of another runtime" if fp32 else f"{floats} itself"
+                raise ParityError(
+                    f"--min-retention {least:g}: every layer in {floats} reaches {reached:.7g}, so "
+                    f"the loss is caused by {rounding}, not by INT8",
+                    hint="request less" + ("" if fp32 else ", or --rest fp32"),
+                )
             if len(left) > 1 and not ranked:
                 left, ranked = trials.worst_first(outputs), True
             kept.append(KeptPart(name=left.pop(0), before=reached))
@@ -128,15 +134,6 @@ def floats_for_retention(
         floats=floats,
         kept=tuple(kept),
         whole=not left,
-    )
-
-
-def _out_of_reach(least: float, reached: float, floats: str) -> ParityError:
-    rounding = "the rounding of another runtime" if floats == "fp32" else f"{floats} itself"
-    return ParityError(
-        f"--min-retention {least:g}: every layer in {floats} reaches {reached:.7g}, so "
-        f"the loss is caused by {rounding}, not by INT8",
-        hint="request less" + ("" if floats == "fp32" else ", or --rest fp32"),
     )
 
 
@@ -186,10 +183,10 @@ class Trials:
             with self.graph({*parts} - {part}) as (place, graph):
                 comparison = opened_comparison(self.job, place, graph, expected)
                 comparison.add(expected)
-                kept = 0.0
+                share = 0.0
                 if outputs is not None:
                     session = checking_session(place / graph.file, self.target, rounded=True)
-                    kept = outputs.retention(session)
+                    share = outputs.retention(session)
             p = comparison.parity()
             layer = LayerSensitivity(
                 layer=part,
@@ -198,7 +195,7 @@ class Trials:
                 routing=p.routing_agreement,
                 jaccard=p.jaccard,
             )
-            ranked.append((kept, layer))
+            ranked.append((share, layer))
             self.progress.advance(1)
         ranked.sort(key=lambda pair: (pair[0], pair[1].routing, pair[1].jaccard, pair[1].cosine))
         return tuple(layer for _, layer in ranked)
@@ -236,13 +233,11 @@ class ReferenceOutputs:
 
     @property
     def measure(self) -> Measure:
-        """The meaning of `retention`."""
         if not self.classes:
             return "cosine"
         return "agreement" if self.labels is None else "accuracy"
 
     def inputs(self) -> Iterator[np.ndarray]:
-        """Yields the inputs, batch by batch."""
         for index in range(self.batches):
             yield np.load(self._path("x", index))
 
@@ -256,22 +251,20 @@ class ReferenceOutputs:
         mean, over the inputs, of the cosine between an input's outputs and the model's. Outputs
         that are not finite count as wrong.
         """
-        kept = of = 0.0
+        right = of = 0.0
         for index, x in enumerate(self.inputs()):
             expected = np.load(self._path("y", index))
             y = one_per_sample(run(x), None if self.labels is None else self.labels[index])
             if not self.classes:
-                kept, of = kept + float(cosines(y, expected).sum()), of + len(y)
+                right, of = right + float(cosines(y, expected).sum()), of + len(y)
             else:
-                finite = np.isfinite(y).all(axis=-1, keepdims=self.attributes)
-                answers = _answers(y, attributes=self.attributes)
-                classes = np.where(finite, answers, IGNORED - 1)
-                labels = None if self.labels is None else self.labels[index]
-                kept += _right(classes, expected if labels is None else labels)
-                of += expected.size if labels is None else _right(expected, labels)
+                labels = expected if self.labels is None else self.labels[index]
+                found = score(y, labels)
+                assert found is not None, "the first batches' labels fitted"
+                right, of = right + found.right, of + _right(expected, labels)
             if progress is not None:
                 progress.advance(len(x))
-        return kept / of
+        return right / of
 
     def _path(self, name: str, index: int) -> Path:
         return self.folder / f"{name}-{index}.npy"
@@ -292,7 +285,10 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
     Raises `FeedError` for a feed without inputs, for inputs or labels that do not fit the model,
     and for labels of which FP32 predicts none; `UsageError` for a model with one number per input.
     """
-    classes = _gives_classes(job.model)
+    # Class scores are [b, c], or [b, m, c] for token ids [b, m].
+    shape, ids = job.model.output.shape, job.model.input
+    of_ids = np.dtype(ids.dtype).kind in "iu" and len(ids.shape) == 2
+    classes = len(shape) == 2 or (len(shape) == 3 and (of_ids or shape[1] == 1))
     unlabelled = attributes = False
     batches = samples = right = 0
     by_batch: list[Labels] = []
@@ -321,11 +317,8 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
             hint="give at least one array; a generator can be read only once, and the "
             "ranges have read it",
         )
-    if not classes or unlabelled:
-        return ReferenceOutputs(
-            folder=folder, batches=batches, samples=samples, classes=classes, labels=None
-        )
-    if not right:
+    scored = classes and not unlabelled
+    if scored and not right:
         raise FeedError(
             f"--data: FP32 predicts none of {samples} labels, so there is no accuracy to retain",
             hint="are they this model's classes, counted from 0? Without labels the agreement "
@@ -336,8 +329,8 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
         batches=batches,
         samples=samples,
         classes=classes,
-        labels=tuple(by_batch),
-        attributes=attributes,
+        labels=tuple(by_batch) if scored else None,
+        attributes=scored and attributes,
     )
 
 
@@ -374,13 +367,6 @@ def _computed(
                 hint="--rtol bounds its error; `calibrate --sensitivity` ranks the layers",
             )
         yield x, y, labels
-
-
-def _gives_classes(model: Model) -> bool:
-    """Whether a model's outputs are class scores: [b, c], or [b, m, c] for token ids [b, m]."""
-    shape = model.output.shape
-    ids = np.dtype(model.input.dtype).kind in "iu" and len(model.input.shape) == 2
-    return len(shape) == 2 or (len(shape) == 3 and (ids or shape[1] == 1))
 
 
 def _check_labels(labels: Labels, y: np.ndarray, first: int, *, attributes: bool) -> None:

@@ -18,9 +18,8 @@ from ...common.writing import made_folder, output_errors, scratch_folder
 from ...data.batches import Feed, Fields, limited, rebatched, row_count, rows_between
 from ...data.feeds import FeedHash, count
 from ...errors import CalibrationError
-from ...graphs.layers.base import MoESpec
 from ...graphs.lowerings import lowerings_of
-from ...graphs.lowerings.base import AnyLowering, LayerPlan
+from ...graphs.lowerings.base import LayerPlan
 from ...graphs.sizes import BATCH, TRACED_BATCH
 from ...graphs.targets import Method
 from ..bundle.weights import WeightsWriter, write_backbone, write_layer
@@ -70,7 +69,6 @@ class CalibrationJob:
         return self.origin(digest)
 
     def origin(self, digest: FeedHash) -> Origin:
-        """The origin of a table from these inputs."""
         options = self.options
         return Origin(
             model=fingerprint(self.model),
@@ -91,7 +89,6 @@ class Observed:
     origin: Origin
 
     def table(self, method: Method, percentile: float = DEFAULT_PERCENTILE) -> CalibrationTable:
-        """The table of ranges by a method."""
         share = percentile if method == "percentile" else None
         return CalibrationTable(
             origin=replace(self.origin, method=method, percentile=share),
@@ -123,6 +120,7 @@ def find_ranges(
 
 def observe_model(
     job: CalibrationJob,
+    share: tuple[int, int] | None = None,
     *,
     workspace: Path | None = None,
     progress: Progress | None = None,
@@ -130,26 +128,11 @@ def observe_model(
 ) -> Observed:
     """Returns observations of the model's tensors over the inputs of a feed, for any method.
 
+    With a `share` (i, s) only every s-th batch is observed, starting with the i-th; the sum over
+    all shares equals the whole, and the origin is that of all inputs, which are read in any case.
     While it runs, the model's FP32 weights are in a temporary folder in `workspace`. Raises
-    `FeedError` for inputs that do not fit, and `CalibrationError` naming a tensor without a range.
-    """
-    observed = observe_share(job, (0, 1), workspace=workspace, progress=progress, traced=traced)
-    observed.observations.check()
-    return observed
-
-
-def observe_share(
-    job: CalibrationJob,
-    share: tuple[int, int],
-    *,
-    workspace: Path | None = None,
-    progress: Progress | None = None,
-    traced: ir.Model | None = None,
-) -> Observed:
-    """Returns observations over some batches: for (i, s) every s-th, starting with the i-th.
-
-    The origin is that of all inputs, which are read in any case. The sum over all shares equals the
-    result of `observe_model`; a single share may leave tensors unseen.
+    `FeedError` for inputs that do not fit and, without a `share`, `CalibrationError` naming a
+    tensor without a range.
     """
     progress = progress or Silent()
     total = count(job.data, job.model.input.name)
@@ -175,37 +158,38 @@ def observe_share(
         )
         # A pre-packed copy of every weight would double the memory.
         run = graph_call(path, SessionOptions(prepack=False))
-        found = observe(run, graph, islice(_numbered(whole, progress), share[0], None, share[1]))
+        first, step = share or (0, 1)
+        found = observe(run, graph, islice(_numbered(whole, progress), first, None, step))
         if total is None:  # the number was unknown before
             progress.step(f"the feed has {feed_hash.samples} inputs")
+    if share is None:
+        found.check()
     return Observed(observations=found, origin=job.origin(feed_hash))
 
 
 def _write(job: CalibrationJob, traced: ir.Model, path: Path) -> ObservingGraph:
     with WeightsWriter(path.parent, reading=job.model.source.reading()) as writer:
         write_backbone(writer, traced)
-        layers = {
-            name: LayerPlan(
-                layer.spec, job.k[name], job.batch, 1, chosen=_observed_lowering(layer.spec)
-            ).to_build(
+        layers = {}
+        for name, layer in job.model.layers.items():
+            lowering = next(
+                lowering
+                for lowering in lowerings_of(layer.spec.kind).values()
+                if lowering.observable
+                and (lowering.unable is None or lowering.unable(layer.spec) is None)
+            )
+            plan = LayerPlan(layer.spec, job.k[name], job.batch, 1, chosen=lowering)
+            layers[name] = plan.to_build(
                 write_layer(writer, name, layer),
                 target=STANDARD,
                 renormalize=job.options.renormalize,
             )
-            for name, layer in job.model.layers.items()
-        }
     graph = observing_graph(traced, layers)
     ir.save(graph.model, path)
     return graph
 
 
-def _observed_lowering(spec: MoESpec) -> AnyLowering:
-    serving = (lowering for lowering in lowerings_of(spec.kind).values() if lowering.observable)
-    return next(each for each in serving if each.unable is None or each.unable(spec) is None)
-
-
 def _numbered(batches: Iterator[Fields], progress: Progress) -> Iterator[tuple[int, Fields]]:
-    """The batches, each with the index of its first input."""
     done = 0
     for batch in batches:
         yield done, batch
@@ -214,17 +198,6 @@ def _numbered(batches: Iterator[Fields], progress: Progress) -> Iterator[tuple[i
 
 
 AGAIN = "calibrate again: `moexport calibrate MODEL --data FEED -o {path}`"
-
-
-def calibrate_to(
-    path: Path, job: CalibrationJob, *, force: bool = False, progress: Progress | None = None
-) -> CalibrationTable:
-    """Returns the table at `path`, created unless it exists; raises what `kept_table` raises."""
-
-    def make() -> CalibrationTable:
-        return find_ranges(job, workspace=path.absolute().parent, progress=progress)
-
-    return kept_table(path, job.whole_origin, make, force=force, progress=progress)
 
 
 def kept_table(
@@ -261,7 +234,6 @@ def kept_table(
 
 
 def _difference(existing: Origin, wanted: Origin) -> str | None:
-    """The difference between the origins of two tables as text, or None."""
     if existing.model != wanted.model:
         return "another model, or this one with other weights, configuration or edits"
     if (existing.feed, existing.samples) != (wanted.feed, wanted.samples):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from ...calibration.table import CalibrationTable
@@ -14,7 +15,7 @@ from ..executors import executor_of
 from ..job import calibration_job
 from ..requests import CalibrateRequest, LoadRequest, SensitivityRequest
 from .accuracy_search import LayerSensitivity, rank
-from .calibrate import calibrate_to, find_ranges
+from .calibrate import find_ranges, kept_table
 
 
 @takes(CalibrateRequest)
@@ -38,10 +39,13 @@ def calibrate(model: AnyModel, data: Feed, options: CalibrateRequest) -> Calibra
     loaded = model_of(model, options.loading, data)
     check_own_outputs(loaded, data)
     job = calibration_job(loaded, data, options)
-    if options.out is not None:
-        return calibrate_to(Path(options.out), job, force=options.force, progress=options.progress)
-    place = None if options.workspace is None else Path(options.workspace)
-    return find_ranges(job, workspace=place, progress=options.progress)
+    progress = options.progress
+    if options.out is None:
+        place = None if options.workspace is None else Path(options.workspace)
+        return find_ranges(job, workspace=place, progress=progress)
+    path = Path(options.out)
+    make = partial(find_ranges, job, workspace=path.absolute().parent, progress=progress)
+    return kept_table(path, job.whole_origin, make, force=options.force, progress=progress)
 
 
 @takes(SensitivityRequest)

@@ -104,12 +104,10 @@ class Retention:
 
     @property
     def how(self) -> str:
-        """The measure as text."""
         return _MEASURES[self.measure].format(n=self.samples)
 
     @property
     def names(self) -> frozenset[str]:
-        """The parts that stayed in floats."""
         return frozenset(part.name for part in self.kept)
 
 
@@ -319,7 +317,6 @@ def _peaks(
 
 
 def _activations(plan: PrecisionPlan, form: QuantFormat) -> str:
-    """The encoding of activations for integer weights, as text."""
     if form == "qdq":
         return "int8, per tensor, symmetric"
     quantised = [layer.quantized for layer in plan.layers.values()]

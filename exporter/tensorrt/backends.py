@@ -132,7 +132,6 @@ class Backend:
 
     @property
     def builds_without_gpu(self) -> bool:
-        """Whether an engine can be compiled on a machine without a GPU."""
         return bool(self.cards)
 
     def installed(self) -> bool:
@@ -181,14 +180,12 @@ class Backend:
             )
 
     def serves(self, compute_capability: str) -> bool:
-        """Whether its engines run on GPUs of a compute capability."""
         if self.cards:
             return compute_capability in self.cards
         return _number(compute_capability) >= _number(self.oldest)
 
     @property
     def served(self) -> str:
-        """The supported compute capabilities as text."""
         if not self.cards:
             return f"compute capability {self.oldest} and newer"
         listed = ", ".join(f"{name} ({card})" for name, card in self.cards.items())
@@ -204,7 +201,6 @@ class Backend:
             )
 
     def missing(self, what: str) -> MissingExtraError:
-        """The error for a missing package, with the command to install it."""
         return MissingExtraError(f"{what} is not installed", hint=self.install)
 
 
@@ -282,12 +278,12 @@ def backend_named(name: str) -> Backend:
 
 def instead(compute_capability: str) -> str:
     """Returns an alternative for GPUs of a compute capability that a backend does not support."""
-    able = [backend for backend in BACKENDS.values() if backend.serves(compute_capability)]
-    if able:
-        brings = "" if able[0].installed() else f", installed with {able[0].install}"
+    others = [backend for backend in BACKENDS.values() if backend.serves(compute_capability)]
+    if others:
+        command = "" if others[0].installed() else f", installed with {others[0].install}"
         return (
-            f"use {able[0].title} there (--target {able[0].name}){brings}, or run the graph in "
-            "ONNX Runtime (--provider cuda)"
+            f"use {others[0].title} there (--target {others[0].name}){command}, or run the graph "
+            "in ONNX Runtime (--provider cuda)"
         )
     return "run the graph in ONNX Runtime there: --provider cuda if its CUDA supports it, or cpu"
 

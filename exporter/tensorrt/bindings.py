@@ -168,7 +168,6 @@ def placed(folder: Path, bound: BoundWeight, *, host: bool) -> PlacedWeight:
 
 
 def mapped(folder: Path, bound: BoundWeight) -> np.ndarray:
-    """Returns a weight's bytes in the mapped file."""
     return np.memmap(folder / bound.file, np.uint8, "r", bound.offset, (bound.nbytes,))
 
 

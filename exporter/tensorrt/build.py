@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from ...common.environment import memory_bytes
 from ...common.text import size
 from ...errors import EngineError
 from . import cuda
-from .options import EngineOptions
 from .records import EnginePlan
 from .worker import PER_MILLE, Compiled
 
@@ -50,6 +50,11 @@ def build_engine(
     file, if it cannot be compiled. An interrupt cancels the build, and also leaves nothing
     behind.
     """
+    options = {name: getattr(plan.options, name) for name in plan.options.changed()}
+    for name in ("profiles", "compute_capabilities"):
+        options.pop(name, None)
+    if "timing_cache" in options:
+        options["timing_cache"] = str(Path(options["timing_cache"]).absolute())
     request = {
         "flavour": plan.backend.name,
         "graph": str((bundle / plan.graph).absolute()),
@@ -57,40 +62,26 @@ def build_engine(
         "output": str(output.absolute()),
         "profiles": [profile.as_json() for profile in plan.profiles],
         "cards": list(plan.cards),
-        "options": _worker_options(plan.options),
+        "options": options,
         "gpu": plan.on_gpu,
     }
     progress.step(f"compiling {output.name} with {plan.backend.title}", total=PER_MILLE)
-    done = False
-    try:
-        compiled = _compiled(_run(request, progress), plan)
-        done = True
-    finally:
-        if not done:
-            output.unlink(missing_ok=True)
-    return compiled
+    with ExitStack() as unfinished:
+        unfinished.callback(output.unlink, missing_ok=True)
+        event, status, printed = _run(request, progress)
+        if event.get("event") == "built" and status == 0:
+            compiled = from_data(Compiled, event, WORKER)
+            unfinished.pop_all()
+            return compiled
+    if event.get("event") == "failed":
+        raise explained(event["lines"], plan)
+    if sys.platform != "win32" and status == -signal.SIGKILL:
+        raise killed(plan)
+    raise ended(status, printed.splitlines(), plan)
 
 
-def _worker_options(options: EngineOptions) -> dict[str, Any]:
-    content = {name: getattr(options, name) for name in options.changed()}
-    content.pop("profiles", None)
-    content.pop("compute_capabilities", None)
-    if "timing_cache" in content:
-        content["timing_cache"] = str(Path(content["timing_cache"]).absolute())
-    return content
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerResult:
-    """The end of the worker: its last event, its exit status and its last output."""
-
-    event: Mapping[str, Any]
-    status: int
-    printed: str
-
-
-def _run(request: Mapping[str, Any], progress: Progress) -> WorkerResult:
-    """Starts the worker and follows its events to the end."""
+def _run(request: Mapping[str, Any], progress: Progress) -> tuple[dict[str, Any], int, str]:
+    """Runs the worker; returns its last event, its exit status and its output."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     last: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
@@ -119,7 +110,7 @@ def _run(request: Mapping[str, Any], progress: Progress) -> WorkerResult:
         finally:
             _stop(process)
         printed.seek(0)
-        return WorkerResult(event=last, status=status, printed=printed.read())
+        return last, status, printed.read()
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
@@ -133,17 +124,6 @@ def _stop(process: subprocess.Popen[str]) -> None:
             process.wait()
     if process.stdout is not None:
         process.stdout.close()
-
-
-def _compiled(result: WorkerResult, plan: EnginePlan) -> Compiled:
-    """The result of a successful build; otherwise raises `EngineError` with a remedy."""
-    if result.event.get("event") == "built" and result.status == 0:
-        return from_data(Compiled, result.event, WORKER)
-    if result.event.get("event") == "failed":
-        raise explained(result.event["lines"], plan)
-    if sys.platform != "win32" and result.status == -signal.SIGKILL:
-        raise killed(plan)
-    raise ended(result.status, result.printed.splitlines(), plan)
 
 
 DEFAULT_LEVEL = 3
@@ -179,7 +159,6 @@ def explanation(lines: Sequence[str], plan: EnginePlan) -> tuple[str, Explanatio
 
 
 def ended(status: int, printed: Sequence[str], plan: EnginePlan) -> EngineError:
-    """Returns the error for a build process that crashed, from its last output."""
     reported = [line.strip() for line in printed if line.strip()]
     if explanation(reported, plan) is not None:
         return explained(reported, plan)
@@ -200,7 +179,6 @@ def killed(plan: EnginePlan) -> EngineError:
 
 
 def less_host_memory(plan: EnginePlan) -> str:
-    """Returns advice for a build that needs less of the machine's memory."""
     several, elsewhere = (
         ("about three", "build on a machine with more memory, which needs no GPU")
         if plan.backend.builds_without_gpu
@@ -227,15 +205,14 @@ def less_gpu_memory(plan: EnginePlan) -> str:
 
 
 def more_workspace(plan: EnginePlan) -> str:
-    """Returns advice if no kernel fits into the workspace."""
     workspace = plan.options.workspace
     if workspace is None:
         return "lower the profile's MAX, or export with --lowering conditional or --precision fp16"
     return f"raise --workspace ({size(workspace)}), or leave it out"
 
 
-def _short(line: str, most: int = 300) -> str:
-    return line if len(line) <= most else line[: most - 1] + "…"
+def _short(line: str) -> str:
+    return line if len(line) <= 300 else line[:299] + "…"
 
 
 @dataclass(frozen=True, slots=True)

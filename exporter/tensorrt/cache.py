@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,20 +54,34 @@ def take(folder: Path, key: str, destination: Path) -> Compiled | None:
 
     None if there is none; a damaged one is removed.
     """
-    try:
-        with locked(folder):
-            return _take(folder, key, destination)
-    except FileNotFoundError:  # no folder, no engines
+    if not folder.is_dir():
         return None
+    plan, notes = _files(folder, key)
+    with locked(folder):
+        content = object_in(notes)
+        try:
+            compiled = from_data(Compiled, content.get("built"), notes)
+            intact = sha256(plan) == content.get("sha256")
+        except (OSError, ResultsError):
+            intact = False
+        if not intact:
+            _remove(plan, notes)
+            return None
+        os.utime(plan)  # marks it as used recently
+        shutil.copyfile(plan, destination)
+        return compiled
+
+
+def private_cache() -> Path | None:
+    """Returns the default folder, unless others may write to it: cached files are code."""
+    folder = default_cache()
+    return None if folder is None or why_not_private(folder) is not None else folder
 
 
 def read_kernels(name: str) -> bytes:
-    """Returns the kernels that TensorRT-RTX compiled for an engine here earlier, or nothing.
-
-    They are code, like engines: a folder that others may write to is not used.
-    """
-    folder = default_cache()
-    if folder is None or why_not_private(folder) is not None:
+    """Returns the kernels that TensorRT-RTX compiled for an engine here earlier, or nothing."""
+    folder = private_cache()
+    if folder is None:
         return b""
     try:
         with locked(folder):
@@ -78,32 +92,14 @@ def read_kernels(name: str) -> bytes:
 
 def keep_kernels(name: str, content: bytes) -> None:
     """Saves compiled kernels for the next start of the same engine."""
-    folder = default_cache()
-    if folder is None or why_not_private(folder) is not None:
+    folder = private_cache()
+    if folder is None:
         return
-    try:
+    with contextlib.suppress(OSError, OutputError):  # they will be compiled again
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(folder), whole_file(folder / f"{name}.kernels") as partial:
             partial.write_bytes(content)
-            _make_room(folder, kept=folder / f"{name}.kernels")
-    except (OSError, OutputError):  # they will be compiled again
-        return
-
-
-def _take(folder: Path, key: str, destination: Path) -> Compiled | None:
-    plan, notes = _files(folder, key)
-    content = object_in(notes)
-    try:
-        compiled = from_data(Compiled, content.get("built"), notes)
-        sound = sha256(plan) == content.get("sha256")
-    except (OSError, ResultsError):
-        sound = False
-    if not sound:
-        _remove((plan, notes))
-        return None
-    os.utime(plan)  # marks it as used recently
-    shutil.copyfile(plan, destination)
-    return compiled
+            _make_room(folder, new=folder / f"{name}.kernels")
 
 
 def keep(folder: Path, key: str, plan: Path, digest: str, compiled: Compiled) -> None:
@@ -119,28 +115,28 @@ def keep(folder: Path, key: str, plan: Path, digest: str, compiled: Compiled) ->
             with whole_file(place) as partial:
                 shutil.copyfile(plan, partial)
             write_text(json.dumps({"sha256": digest, "built": asdict(compiled)}), notes)
-            _make_room(folder, kept=place)
+            _make_room(folder, new=place)
     except (OSError, OutputError):  # the cache is optional: the engine itself is in place
-        _remove((place, notes))
+        _remove(place, notes)
 
 
-def _make_room(folder: Path, kept: Path) -> None:
+def _make_room(folder: Path, new: Path) -> None:
     files = [*folder.glob("*.plan"), *folder.glob("*.kernels")]
     files.sort(key=lambda path: path.stat().st_mtime)
     total = sum(path.stat().st_size for path in files)
     for path in files:
         if total <= MOST_BYTES:
             return
-        if path != kept:
+        if path != new:
             total -= path.stat().st_size
-            _remove((path, path.with_suffix(".json")))
+            _remove(path, path.with_suffix(".json"))
 
 
 def _files(folder: Path, key: str) -> tuple[Path, Path]:
     return folder / f"{key}.plan", folder / f"{key}.json"
 
 
-def _remove(paths: Sequence[Path]) -> None:
+def _remove(*paths: Path) -> None:
     for path in paths:
         with contextlib.suppress(OSError):  # gone, or not removable
             path.unlink()

@@ -129,19 +129,6 @@ def call(name: str, *arguments: Any) -> Any:
     )
 
 
-class DeviceBuffer:
-    """Memory on the GPU; `address` is its place."""
-
-    def __init__(self, size: int) -> None:
-        self.address = int(call("cudaMalloc", size))
-
-    def free(self) -> None:
-        """Frees the memory."""
-        if self.address:
-            call("cudaFree", self.address)
-            self.address = 0
-
-
 class Stream:
     """A stream that does not wait for the default one."""
 
@@ -149,7 +136,6 @@ class Stream:
         self.handle = int(call("cudaStreamCreateWithFlags", runtime().cudaStreamNonBlocking))
 
     def synchronize(self) -> None:
-        """Waits until all work is done."""
         call("cudaStreamSynchronize", self.handle)
 
     def copy(self, destination: int, source: int, size: int) -> None:
@@ -174,7 +160,6 @@ class Captured:
             self.close = closing_once(self, stack.pop_all().close)
 
     def launch(self, stream: Stream) -> None:
-        """Queues the recorded work on a stream."""
         call("cudaGraphLaunch", self._ready, stream.handle)
 
 
@@ -203,23 +188,15 @@ def captured(stream: Stream, send: Callable[[], None]) -> Captured:
     return Captured(call("cudaStreamEndCapture", stream.handle))
 
 
-class Stopwatch:
-    """Milliseconds of GPU time between two points of a stream."""
-
-    def __init__(self) -> None:
-        self._begin, self._end = call("cudaEventCreate"), call("cudaEventCreate")
-
-    def begin(self, stream: Stream) -> None:
-        """Records the first point, after the work queued so far."""
-        call("cudaEventRecord", self._begin, stream.handle)
-
-    def end(self, stream: Stream) -> float:
-        """Records the second point, waits for it and returns the milliseconds between them."""
-        call("cudaEventRecord", self._end, stream.handle)
-        call("cudaEventSynchronize", self._end)
-        return float(call("cudaEventElapsedTime", self._begin, self._end))
-
-    def close(self) -> None:
-        """Destroys both events."""
-        call("cudaEventDestroy", self._begin)
-        call("cudaEventDestroy", self._end)
+def elapsed_ms(stream: Stream, send: Callable[[], object]) -> float:
+    """Returns the milliseconds of GPU time of the work that `send` queues on a stream."""
+    begin, end = call("cudaEventCreate"), call("cudaEventCreate")
+    try:
+        call("cudaEventRecord", begin, stream.handle)
+        send()
+        call("cudaEventRecord", end, stream.handle)
+        call("cudaEventSynchronize", end)
+        return float(call("cudaEventElapsedTime", begin, end))
+    finally:
+        call("cudaEventDestroy", begin)
+        call("cudaEventDestroy", end)

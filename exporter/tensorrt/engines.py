@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ...common.console import Progress, Silent
-from ...common.files import sha256
 from ...common.option import spelled
 from ...common.writing import scratch_folder
 from ...errors import EngineError, MissingExtraError, UsageError
@@ -31,6 +30,7 @@ from .records import (
     EngineRecord,
     add_to_bundle,
     engines_of,
+    is_as_listed,
     staging,
     with_engines,
 )
@@ -75,7 +75,7 @@ def plan_engines(
     experts = min(layer.experts for layer in manifest.layers) if manifest.k == "input" else None
     requested = options.profiles or ({},)
     _check_axes(port, requested, ranges or {})
-    profiles = tuple(profile(port, one, defaults, experts) for one in requested)
+    profiles = tuple(profile(port, axes, defaults, experts) for axes in requested)
     if len(set(profiles)) < len(profiles):
         again = next(profile for profile in profiles if profiles.count(profile) > 1)
         raise UsageError(
@@ -299,18 +299,13 @@ def _in_bundle(
 ) -> EngineRecord | None:
     """The bundle's own engine, if its key and its files match."""
     for record in engines_of(manifest):
-        own = record.file in manifest.files and is_own(
-            record.signature, manifest.files[record.file].sha256
-        )
+        listed = manifest.files.get(record.file)
+        own = listed is not None and is_own(record.signature, listed.sha256)
         if own and record.key == key and record.file == plan.file:
             names = (record.layers, record.file)
-            if all(_sound(directory / name, manifest.files.get(name)) for name in names):
+            if all(is_as_listed(directory / name, manifest) for name in names):
                 return record
     return None
-
-
-def _sound(path: Path, known: FileRecord | None) -> bool:
-    return known is not None and path.is_file() and sha256(path) == known.sha256
 
 
 def _make(
@@ -504,7 +499,6 @@ def kernel_types(
 
 
 def _nodes_of(layer: Mapping[str, Any]) -> list[str]:
-    """The ONNX nodes that an engine's layer computes."""
     return re.findall(r"\[ONNX Layer: ([^\]]*)\]", str(layer.get("Metadata")))
 
 

@@ -87,10 +87,11 @@ def _instead(backend: Backend, layer: LayerRecord | None) -> str:
     target = next(record.name for record in TARGETS.own if record.backend == backend.name)
     if layer is None:
         return "change that part of the network, or run this graph in ONNX Runtime (--target onnx)"
-    able = [n for n, lowering in lowerings_of(layer.kind).items() if target in lowering.targets]
+    lowerings = lowerings_of(layer.kind).items()
+    supported = [name for name, lowering in lowerings if target in lowering.targets]
     return (
         f"export with --target {target}, which writes supported ops; lowerings that it runs: "
-        f"{', '.join(able)}"
+        f"{', '.join(supported)}"
     )
 
 
@@ -103,7 +104,8 @@ def refusals(model: onnx.ModelProto, backend: Backend) -> Iterator[Refusal]:
             constants[node.output[0]] = node.attribute[0].t
         reason = _reason(node, constants, backend)
         if reason is not None:
-            yield Refusal(node=node.name or node.output[0], op=_op(node), reason=reason)
+            op = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+            yield Refusal(node=node.name or node.output[0], op=op, reason=reason)
 
 
 def _nodes(
@@ -118,16 +120,15 @@ def _nodes(
                 yield from _nodes(attribute.g)
 
 
-def _op(node: onnx.NodeProto) -> str:
-    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-
-
 def _reason(
     node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], backend: Backend
 ) -> str | None:
-    unknown = _unknown(node, backend)
-    if unknown is not None:
-        return unknown
+    if node.domain not in STANDARD_DOMAINS:
+        return f"it does not support the domain {node.domain}"
+    if node.op_type in NO_IMPORTER:
+        return "its ONNX importer does not support the op"
+    if node.op_type in REFUSED_BY[backend.name]:
+        return REFUSED_BY[backend.name][node.op_type]
     if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
         return _quantization(node, constants)
     if node.op_type == "TopK":
@@ -141,15 +142,6 @@ def _reason(
     return None
 
 
-def _unknown(node: onnx.NodeProto, backend: Backend) -> str | None:
-    """Why the op is not supported."""
-    if node.domain not in STANDARD_DOMAINS:
-        return f"it does not support the domain {node.domain}"
-    if node.op_type in NO_IMPORTER:
-        return "its ONNX importer does not support the op"
-    return REFUSED_BY[backend.name].get(node.op_type)
-
-
 def _quantization(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> str | None:
     """Quantisation must be symmetric: INT8 with a zero point of 0."""
     name = node.input[2] if len(node.input) > 2 else ""
@@ -160,7 +152,7 @@ def _quantization(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto
         return "its zero point is not a constant"
     if zero.data_type == onnx.TensorProto.UINT8:
         return "it quantises to UINT8, but only symmetric INT8 is supported"
-    if not zero.external_data and _values(zero).any():
+    if _values(zero).any():
         return "its zero point is not 0; quantisation must be symmetric"
     return None
 

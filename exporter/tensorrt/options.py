@@ -26,17 +26,14 @@ AUTO = "auto"
 
 
 def parsed_capabilities(text: str) -> tuple[str, ...]:
-    """Returns the compute capabilities in a list."""
     return tuple(split_list(text))
 
 
 def parsed_workspace(text: str) -> int:
-    """Returns the bytes of `--workspace`."""
     return parse_size(text, "--workspace")
 
 
 def parsed_profile(text: str) -> Mapping[str, AxisRange]:
-    """Returns the ranges of one `--profile`."""
     from .profiles import parse_profile
 
     return parse_profile(text)
@@ -149,20 +146,17 @@ class EngineOptions:
                 "--strip-plan and --bind-weights exclude each other: bound weights are in no plan",
                 hint="leave --strip-plan out",
             )
-        self._check_timing_cache()
-        self._check_cards(backend)
-        self._check_gpu(backend)
-
-    def _check_timing_cache(self) -> None:
-        """The file is written when a build ends, which may be hours later."""
+        # The file is written when a build ends, which may be hours later.
         file = self.timing_cache
-        if file is None:
-            return
-        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        if file is not None and (
+            file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)
+        ):
             raise UsageError(
                 f"--timing-cache {file} cannot be written",
                 hint="name a file in a folder that exists and that you may write to",
             )
+        self._check_cards(backend)
+        self._check_gpu(backend)
 
     def _check_cards(self, backend: Backend) -> None:
         from .backends import instead
@@ -206,15 +200,8 @@ class EngineOptions:
 
     def as_json(self) -> dict[str, Any]:
         """The options as plain data: all that affect the engine."""
-        content = {name: getattr(self, name) for name in self.changed() if name != "timing_cache"}
-        if "profiles" in content:
-            content["profiles"] = [
-                {axis: asdict(sizes) for axis, sizes in profile.items()}
-                for profile in self.profiles
-            ]
-        if "compute_capabilities" in content:
-            content["compute_capabilities"] = list(self.compute_capabilities)
-        return content
+        content = asdict(self)
+        return {name: content[name] for name in self.changed() if name != "timing_cache"}
 
 
 _NUMBERS = r"[0-9]{1,4}\.[0-9]{1,4}"

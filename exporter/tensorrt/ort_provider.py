@@ -13,11 +13,10 @@ import sys
 from pathlib import Path
 
 from ...common.environment import versions
-from ...common.files import why_not_private
 from ...errors import MissingExtraError
 from ..bundle.manifest import MANIFEST_FILE, GraphFacts, Manifest
 from .backends import TENSORRT, first_gpu
-from .cache import default_cache, engine_key
+from .cache import engine_key, private_cache
 from .engines import exported_ranges, within_copies
 from .profiles import Profile, profile
 
@@ -112,17 +111,13 @@ def type_options(graph: Path, manifest: Manifest) -> dict[str, str]:
     """
     import onnx
 
-    if _onnx_runtime() < WEAKLY_TYPED:
+    from ...common.onnx_runtime import ort
+
+    if tuple(int(part) for part in ort.__version__.split(".")[:2]) < WEAKLY_TYPED:
         return {}
     facts = GraphFacts.of(onnx.load(graph, load_external_data=False), graph.name)
     types = {layer.precision for layer in manifest.layers} | ({facts.floats} if facts else set())
     return {f"trt_{name}_enable": "1" for name in ("fp16", "bf16", "int8") if name in types}
-
-
-def _onnx_runtime() -> tuple[int, ...]:
-    from ...common.onnx_runtime import ort
-
-    return tuple(int(part) for part in ort.__version__.split(".")[:2])
 
 
 def profile_options(ranges: Profile) -> dict[str, str]:
@@ -137,8 +132,8 @@ def profile_options(ranges: Profile) -> dict[str, str]:
 
 
 def _cache_options(manifest: Manifest, graph: str) -> dict[str, str]:
-    folder = default_cache()
-    if folder is None or why_not_private(folder) is not None:  # an engine is code
+    folder = private_cache()
+    if folder is None:
         return {}
     own = {n: r.sha256 for n, r in manifest.files.items() if n == graph or n.endswith(".bin")}
     runtime = versions(("onnxruntime", "onnxruntime-gpu", "tensorrt"))

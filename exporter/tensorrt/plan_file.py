@@ -20,10 +20,9 @@ from ...errors import (
     UntrustedEngineError,
 )
 from . import cuda
-from .backends import Gpu, first_gpu
+from .backends import first_gpu
 from .build import NO_ROOM
 from .options import AUTO
-from .records import EngineRecord
 from .trust import PlanFile, find_plan, trusted_content
 from .worker import Product
 
@@ -48,17 +47,9 @@ def check_runs_here(plan: PlanFile) -> None:
             hint=f"build it again here with `moexport build {plan.path.parent}`, or in an "
             f"environment of its own: {plan.backend.install_version(f'=={record.version}')}",
         )
-    if gpu is not None:
-        _check_gpu(plan, record, gpu)
-
-
-def _check_gpu(plan: PlanFile, record: EngineRecord, gpu: Gpu) -> None:
-    """Raises `ForeignEngineError` for an engine that was built for other compute capabilities.
-
-    TensorRT's engines run on the GPU of their build, TensorRT-RTX's on all named GPUs.
-    """
-    if record.options.get("hardware_compatible"):
+    if gpu is None or record.options.get("hardware_compatible"):
         return
+    # TensorRT's engines run on the GPU of their build, TensorRT-RTX's on all named GPUs.
     if gpu.compute_capability not in record.compute_capabilities:
         option = "--compute-capability" if plan.backend.cards else "--hardware-compatible"
         raise ForeignEngineError(
@@ -159,7 +150,11 @@ def load_engine(plan: PlanFile, *, host_weights: bool = False) -> tuple[Any, Any
     logger.lines.clear()
     runtime = trt.Runtime(logger)
     if hasattr(runtime, "get_engine_validity"):
-        _check_validity(plan, trt, runtime, content)
+        validity, diagnostics = runtime.get_engine_validity(content)
+        reason = reason_of(trt, diagnostics)
+        if validity == trt.EngineValidity.INVALID and reason is not None:
+            kind = ForeignEngineError if reason.foreign else EngineError
+            raise kind(f"{plan.path}: cannot be loaded: {reason.meaning}", hint=reason.hint)
     # The lean runtime inside such a plan is also code; a plan without a record is trusted
     # explicitly.
     if plan.record is None or plan.record.options.get("version_compatible"):
@@ -209,28 +204,17 @@ def _stream_weights(plan: PlanFile, engine: Any, bound: int, lines: Sequence[str
 
 def _set_budget(plan: PlanFile, engine: Any, budget: int, lines: Sequence[str]) -> None:
     engine.weight_streaming_budget_v2 = budget
-    kept = int(engine.weight_streaming_budget_v2)
-    if kept != budget:
+    actual = int(engine.weight_streaming_budget_v2)
+    if actual != budget:
         detail = f": {lines[-1]}" if lines else ""
         raise EngineError(
             f"{plan.path}: {plan.backend.title} should keep {budget} bytes of the weights on the "
-            f"GPU, but keeps {kept}{detail}",
+            f"GPU, but keeps {actual}{detail}",
             hint="build it again with fewer bytes in --weight-streaming, or free the GPU's memory",
         )
 
 
-def _check_validity(plan: PlanFile, trt: Any, runtime: Any, content: bytes) -> None:
-    validity, diagnostics = runtime.get_engine_validity(content)
-    if validity != trt.EngineValidity.INVALID:
-        return
-    reason = reason_of(trt, diagnostics)
-    if reason is not None:
-        kind = ForeignEngineError if reason.foreign else EngineError
-        raise kind(f"{plan.path}: cannot be loaded: {reason.meaning}", hint=reason.hint)
-
-
 def unloadable(plan: PlanFile, lines: Sequence[str]) -> EngineError:
-    """Returns the error for an engine that the runtime refuses, with its message."""
     detail = lines[0] if lines else "no reason was given"
     no_room = any(re.search(rf"{NO_ROOM}|cudaErrorMemory", line) for line in lines)
     return EngineError(
@@ -273,19 +257,22 @@ def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
         "read_from": "header",
     }
     if plan.record is not None:
-        facts |= plan.record.as_json() | {"file": str(path), "read_from": "record"}
+        facts |= asdict(plan.record) | {"file": str(path), "read_from": "record"}
         listed = _listing(path.parent / plan.record.layers)
         facts["layers"] = [asdict(layer) for layer in listed]
     if first_gpu() is not None:
         try:
-            facts |= {"inspector": _inspected(plan), "read_from": "engine"}
+            trt, _runtime, engine = load_engine(plan)
+            report = engine.create_engine_inspector().get_engine_information(
+                trt.LayerInformationFormat.JSON
+            )
+            facts |= {"inspector": json.loads(report), "read_from": "engine"}
         except (ForeignEngineError, MissingExtraError, UntrustedEngineError) as error:
             facts["not_loaded"] = error.message
     return facts
 
 
 def _listing(path: Path) -> list[Product]:
-    """The products and convolutions in the file next to the engine."""
     try:
         content = read_document(path, "json", BundleError)
     except OSError as error:
@@ -298,10 +285,3 @@ def _listing(path: Path) -> list[Product]:
 @dataclass(frozen=True, slots=True)
 class _Listing:
     layers: list[Product]
-
-
-def _inspected(plan: PlanFile) -> Any:
-    """The report of TensorRT's own inspector, layer by layer."""
-    trt, _runtime, engine = load_engine(plan)
-    inspector = engine.create_engine_inspector()
-    return json.loads(inspector.get_engine_information(trt.LayerInformationFormat.JSON))

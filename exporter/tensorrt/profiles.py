@@ -40,7 +40,6 @@ class Profile:
     k: AxisRange | None = None
 
     def contains(self, shape: Sequence[int], k: int | None) -> bool:
-        """Whether inputs of this shape, with this k, can run in the profile."""
         fits = len(shape) == len(self.min) and all(
             low <= size <= high for low, size, high in zip(self.min, shape, self.max, strict=True)
         )
@@ -94,7 +93,9 @@ def profile(
     names = [size for size in port.shape if isinstance(size, str)]
     for axis, wanted in requested.items():
         if axis != K_INPUT and axis not in names:
-            fixed = _fixed_size(port, axis)
+            # Only the batch has a name if it is fixed.
+            first = port.shape[0]
+            fixed = first if axis == "batch" and isinstance(first, int) else None
             if fixed is not None and (wanted.min, wanted.max) == (fixed, fixed):
                 continue
             state = f"fixed at {fixed}" if fixed is not None else "not an axis"
@@ -110,12 +111,6 @@ def profile(
     return Profile(
         input=port.name, min=shapes[0], opt=shapes[1], max=shapes[2], k=_k_range(requested, experts)
     )
-
-
-def _fixed_size(port: TensorSpec, axis: str) -> int | None:
-    """The batch size if it is constant; other fixed axes have no name."""
-    first = port.shape[0]
-    return first if axis == "batch" and isinstance(first, int) else None
 
 
 def _clipped(axis: str, requested: AxisRanges, defaults: AxisRanges, port: TensorSpec) -> AxisRange:
@@ -200,7 +195,16 @@ def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> 
     """
     fitting = [i for i, p in enumerate(profiles) if p.contains(shape, k)]
     if fitting:
-        return min(fitting, key=lambda i: _distance(profiles[i], shape, k))
+
+        def distance(index: int) -> float:
+            """The distance from a profile's optimum, in factors of size."""
+            optimum = profiles[index]
+            sizes = list(zip(optimum.opt, shape, strict=True))
+            if optimum.k is not None and k is not None:
+                sizes.append((optimum.k.opt, k))
+            return sum(abs(math.log(actual / best)) for best, actual in sizes if best and actual)
+
+        return min(fitting, key=distance)
     if k is not None and any(replace(p, k=None).contains(shape, None) for p in profiles):
         raise _k_outside(profiles, k)
     raise FeedError(
@@ -219,11 +223,3 @@ def _k_outside(profiles: Sequence[Profile], k: int) -> UsageError:
 
 def _listed(profiles: Sequence[Profile]) -> str:
     return "; ".join(str(profile) for profile in profiles)
-
-
-def _distance(profile: Profile, shape: Sequence[int], k: int | None) -> float:
-    """The distance of a run from a profile's optimum, in factors of size."""
-    sizes = list(zip(profile.opt, shape, strict=True))
-    if profile.k is not None and k is not None:
-        sizes.append((profile.k.opt, k))
-    return sum(abs(math.log(actual / best)) for best, actual in sizes if best and actual)

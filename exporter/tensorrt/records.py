@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.documents import from_data
+from ...common.files import sha256
 from ...common.text import markdown
 from ...common.writing import locked, temporary_folder, to_disk, write_text
 from ...errors import BundleError
@@ -49,9 +50,6 @@ class EngineRecord:
     signature: str = ""
     kernels: dict[str, list[str]] = field(default_factory=dict)
     bound: list[dict[str, Any]] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def check_fits(self, shape: Sequence[int], k: int | None) -> None:
         """Raises the errors of a run with inputs of this shape and this k, without the engine.
@@ -121,12 +119,11 @@ def with_engines(manifest: Manifest, built: Sequence[EnginePlan]) -> Manifest:
     files = dict(manifest.files)
     for engine in built:
         files.update(engine.files)
-    engines: list[dict[str, Any]] = [record.as_json() for record in (*old, *new.values())]
+    engines = [asdict(record) for record in (*old, *new.values())]
     return replace(manifest, engines=engines, files=dict(sorted(files.items())))
 
 
 def without_files(manifest: Manifest, names: set[str]) -> Manifest:
-    """Returns the manifest without the engines of these files."""
     return replace(
         manifest,
         engines=[engine for engine in manifest.engines if engine.get("file") not in names],
@@ -149,30 +146,30 @@ def add_to_bundle(
     and the new one is listed when its files are there. Concurrent builds take turns, and each keeps
     the engines of the other.
     """
-    names = sorted({name for engine in built for name in engine.files})
+    new = [engine for engine in built if engine.files]
+    if not new:
+        return
+    names = sorted({name for engine in new for name in engine.files})
     with _write_errors(directory), locked(directory):
-        if names:
-            for name in names:
-                to_disk(staged / name)
-            before = Manifest.read(directory)
-            if not _is_as_written(directory / PAGE, before):
-                describe = None  # a page that a user wrote stays unchanged
-            removed = {*names, PAGE} if describe else {*names}
-            _write_manifest(directory, without_files(before, removed))
-            for name in names:
-                (staged / name).replace(directory / name)
-            manifest = with_engines(
-                Manifest.read(directory), [engine for engine in built if engine.files]
-            )
-            if describe is not None:
-                manifest = describe(directory, manifest)
-            _write_manifest(directory, manifest)
+        for name in names:
+            to_disk(staged / name)
+        before = Manifest.read(directory)
+        if not is_as_listed(directory / PAGE, before):
+            describe = None  # a page that a user wrote stays unchanged
+        removed = {*names, PAGE} if describe else {*names}
+        write_text(without_files(before, removed).to_json(), directory / MANIFEST_FILE)
+        for name in names:
+            (staged / name).replace(directory / name)
+        manifest = with_engines(Manifest.read(directory), new)
+        if describe is not None:
+            manifest = describe(directory, manifest)
+        write_text(manifest.to_json(), directory / MANIFEST_FILE)
 
 
-def _is_as_written(path: Path, manifest: Manifest) -> bool:
-    """Whether a file of a bundle matches the manifest."""
+def is_as_listed(path: Path, manifest: Manifest) -> bool:
+    """Returns whether a bundle's file is the one in the manifest."""
     known = manifest.files.get(path.name)
-    return known is not None and path.is_file() and FileRecord.of(path) == known
+    return known is not None and path.is_file() and sha256(path) == known.sha256
 
 
 @contextmanager
@@ -186,7 +183,6 @@ def staging(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _write_errors(directory: Path) -> Iterator[None]:
-    """Turns system errors in writing into a `BundleError`."""
     try:
         yield
     except OSError as error:
@@ -194,10 +190,6 @@ def _write_errors(directory: Path) -> Iterator[None]:
             f"{directory}: cannot be written: {error.strerror}",
             hint="free some space, or copy the bundle to a folder that you may write to",
         ) from error
-
-
-def _write_manifest(directory: Path, manifest: Manifest) -> None:
-    write_text(manifest.to_json(), directory / MANIFEST_FILE)
 
 
 NEVER_RUN = (
@@ -223,7 +215,6 @@ def engine_page(manifest: Manifest) -> Iterator[str]:
 
 
 def engine_files(manifest: Manifest) -> dict[str, str]:
-    """Returns descriptions of the engines' files, by name."""
     found = {}
     for record in engines_of(manifest):
         found[record.file] = f"the engine of `{record.graph}` for {gpus(record)}"
@@ -257,7 +248,7 @@ def _row(record: EngineRecord, backend: Backend) -> tuple[str, ...]:
 
 
 def _shell(manifest: Manifest, record: EngineRecord) -> str:
-    k = f" --k {_k(manifest, record)}" if _takes_k(manifest) else ""
+    k = f" --k {_k(manifest, record)}" if manifest.k == "input" else ""
     run = f"moexport run . -i INPUTS.npz -o OUTPUTS.npz{k} --engine {record.flavour}"
     return f"moexport verify . --trust-engine\n{run} --trust-engine"
 
@@ -265,11 +256,11 @@ def _shell(manifest: Manifest, record: EngineRecord) -> str:
 def _python(manifest: Manifest, record: EngineRecord) -> str:
     """Python code that runs it through moexport."""
     port = manifest.inputs[0]
-    k = f", {_k(manifest, record)}" if _takes_k(manifest) else ""
+    k = f", {_k(manifest, record)}" if manifest.k == "input" else ""
     return (
         "import moexport\nimport numpy as np\n\n"
         f'with moexport.Bundle.open(".").engine("{record.flavour}", trust=True) as session:\n'
-        f'    y = session(np.zeros({_shape(record)}, "{port.dtype}"){k})'
+        f'    y = session(np.zeros({record.ranges[0].opt}, "{port.dtype}"){k})'
     )
 
 
@@ -312,8 +303,8 @@ def _program(manifest: Manifest, record: EngineRecord) -> str:
             f'with open("{record.file}", "rb") as plan:',
             "    engine = runtime.deserialize_cuda_engine(plan.read())",
             "context = engine.create_execution_context()",
-            *(on_host if _takes_k(manifest) else ()),
-            f'x = torch.zeros({_shape(record)}, dtype=torch.{port.dtype}, device="cuda")',
+            *(on_host if manifest.k == "input" else ()),
+            f'x = torch.zeros({record.ranges[0].opt}, dtype=torch.{port.dtype}, device="cuda")',
             f'context.set_input_shape("{port.name}", tuple(x.shape))',
             f'context.set_tensor_address("{port.name}", x.data_ptr())',
             "y = {}",
@@ -329,14 +320,6 @@ def _program(manifest: Manifest, record: EngineRecord) -> str:
     )
 
 
-def _takes_k(manifest: Manifest) -> bool:
-    return any(port.name == K_INPUT for port in manifest.inputs)
-
-
 def _k(manifest: Manifest, record: EngineRecord) -> int:
     k = record.ranges[0].k
     return min(layer.experts for layer in manifest.layers) if k is None else k.opt
-
-
-def _shape(record: EngineRecord) -> tuple[int, ...]:
-    return tuple(record.ranges[0].opt)

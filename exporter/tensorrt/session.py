@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  with it, numpy has the type bfloat16
 import numpy as np
 
 from ...common.files import known_sha256
@@ -101,11 +102,11 @@ class EngineSession:
         self.provider = plan.backend.name
         self.record = plan.record
         self._loaded = LoadedEngine(plan, graphs=capture, eager=eager, host_weights=host_weights)
-        held = ExitStack()
-        held.callback(self._loaded.close)
-        self._free = cuda.closing_once(self, held.close)
+        resources = ExitStack()
+        resources.callback(self._loaded.close)
+        self._free = cuda.closing_once(self, resources.close)
         self._capture = capture and not self._loaded.records_itself
-        self._buffers: dict[str, cuda.DeviceBuffer] = {}
+        self._buffers: dict[str, int] = {}  # their addresses
         self._captured: cuda.Captured | None = None
         self._ready: Key | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -117,9 +118,9 @@ class EngineSession:
         try:
             self._device = int(cuda.call("cudaGetDevice"))
             self._stream = cuda.Stream()
-            held.callback(self._stream.close)
+            resources.callback(self._stream.close)
             self._loaded.bind_weights(experts, host=host_weights)
-            self._allocate(held)
+            self._allocate(resources)
         except BaseException:
             self.close()
             raise
@@ -168,13 +169,7 @@ class EngineSession:
         self._prepare((tuple(source.array.shape), k))
         self._send(source)
         self._record()
-        watch = cuda.Stopwatch()
-        try:
-            watch.begin(self._stream)
-            self._execute()
-            return watch.end(self._stream)
-        finally:
-            watch.close()
+        return cuda.elapsed_ms(self._stream, self._execute)
 
     def close(self) -> None:
         """Frees the GPU's memory."""
@@ -221,13 +216,13 @@ class EngineSession:
     def _send(self, source: AddressedArray) -> None:
         """Copies the input into its buffer, after pending work on it."""
         source.settle()
-        self._stream.copy(self._buffers[self.input_name].address, source.address, source.nbytes)
+        self._stream.copy(self._buffers[self.input_name], source.address, source.nbytes)
 
     def _receive(self, name: str, like: Any) -> Any:
         """Starts copying an output to memory of the input's kind."""
         shape, dtype = self._shapes[name], self._loaded.dtype(name)
         if isinstance(like, np.ndarray):
-            output = AddressedArray.of(np.empty(shape, np.uint16 if dtype == BF16 else dtype))
+            output = AddressedArray.of(np.empty(shape, dtype))
         else:
             import torch
 
@@ -235,7 +230,7 @@ class EngineSession:
                 torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
             )
             array.settle()  # the caller's earlier work may still use its memory
-        self._stream.copy(output.address, self._buffers[name].address, output.nbytes)
+        self._stream.copy(output.address, self._buffers[name], output.nbytes)
         return output.array
 
     def _execute(self) -> None:
@@ -266,12 +261,11 @@ class EngineSession:
                 self._capture = False
 
     def _forget(self) -> None:
-        """Drops the recording and the preparation."""
         if self._captured is not None:
             self._captured.close()
         self._captured, self._ready, self._fresh = None, None, True
 
-    def _allocate(self, held: ExitStack) -> None:
+    def _allocate(self, resources: ExitStack) -> None:
         """Allocates buffers for the largest shapes that the profiles allow."""
         sizes: dict[str, int] = {}
         for index, profile in enumerate(self.profiles):
@@ -279,13 +273,12 @@ class EngineSession:
             shapes = self._loaded.use(index, profile.max, k, self._stream.handle)
             self._stream.synchronize()
             for name, shape in (shapes | {self.input_name: profile.max}).items():
-                dtype = self._loaded.dtype(name)
-                width = 2 if dtype == BF16 else np.dtype(dtype).itemsize
+                width = np.dtype(self._loaded.dtype(name)).itemsize
                 sizes[name] = max(sizes.get(name, 1), int(np.prod(shape, dtype=np.int64)) * width)
         for name, nbytes in sizes.items():
-            self._buffers[name] = cuda.DeviceBuffer(nbytes)
-            held.callback(self._buffers[name].free)
-            self._loaded.bind(name, self._buffers[name].address)
+            address = self._buffers[name] = int(cuda.call("cudaMalloc", nbytes))
+            resources.callback(cuda.call, "cudaFree", address)
+            self._loaded.bind(name, address)
 
 
 class LoadedEngine:
@@ -437,7 +430,6 @@ class LoadedEngine:
         )
 
     def enqueue(self, stream: int) -> None:
-        """Queues the work on a stream."""
         if not self._context.execute_async_v3(stream):
             raise EngineError(
                 f"{self.path}: the run failed on the GPU",
@@ -502,7 +494,6 @@ def _aligned(dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _keep_kernels(name: str, runtime_cache: Any, before: bytes) -> None:
-    """Saves compiled kernels, if there are new ones."""
     with runtime_cache.serialize() as buffer:
         content = bytes(buffer)
     if content != before:
@@ -515,26 +506,15 @@ KINDS = {"f": "real", "i": "whole", "u": "whole", "b": "whole"}
 
 def _array(x: np.ndarray, wanted: str) -> AddressedArray | None:
     """The array converted to a type; None for numbers of another kind."""
-    target = np.dtype(np.float32 if wanted == BF16 else wanted)
-    if KINDS.get(x.dtype.kind) != KINDS[target.kind]:
+    target = np.dtype(wanted)
+    if KINDS.get(x.dtype.kind) != KINDS["f" if wanted == BF16 else target.kind]:
         return None
-    converted = np.require(x, target, ["C"])
-    return AddressedArray.of(_bf16(converted) if wanted == BF16 else converted)
-
-
-def _bf16(x: np.ndarray) -> np.ndarray:
-    """The upper halves of FP32 numbers, rounded to the nearest; numpy has no BF16."""
-    bits = x.view(np.uint32)
-    rounded = bits + 0x7FFF + (bits >> 16 & 1)
-    halves: np.ndarray = (np.where(np.isnan(x), bits | 0x400000, rounded) >> 16).astype(np.uint16)
-    return halves
+    return AddressedArray.of(np.require(x, target, ["C"]))
 
 
 def _widened(y: Any, dtype: str) -> Any:
     """The output unchanged; BF16 in numpy as FP32, without loss."""
-    if dtype != BF16 or not isinstance(y, np.ndarray):
-        return y
-    return (y.astype(np.uint32) << 16).view(np.float32)
+    return y.astype(np.float32) if dtype == BF16 and isinstance(y, np.ndarray) else y
 
 
 def _tensor(x: Any, wanted: str) -> AddressedArray | None:

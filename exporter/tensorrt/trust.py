@@ -68,7 +68,7 @@ def find_plan(path: Path, *, trust: bool = False) -> PlanFile:
             f"{path}: there is no such engine", hint="`moexport build BUNDLE` builds one"
         )
     record, known = _listed(path)
-    wrote, version, whole = _header(path) or (None, None, None)
+    header_backend, version, whole = _header(path) or (None, None, None)
     size = path.stat().st_size
     if whole is None:
         whole = size if known is None else known.bytes
@@ -90,25 +90,25 @@ def find_plan(path: Path, *, trust: bool = False) -> PlanFile:
     return PlanFile(
         path=path,
         record=record,
-        backend=_backend(path, record, wrote),
+        backend=_backend(path, record, header_backend),
         trusted=trust or own,
         sha256=must_be,
         version=version,
     )
 
 
-def _backend(path: Path, record: EngineRecord | None, wrote: Backend | None) -> Backend:
+def _backend(path: Path, record: EngineRecord | None, header_backend: Backend | None) -> Backend:
     if record is not None:
         listed = backend_named(record.flavour)
-        if wrote is not None and wrote != listed:
+        if header_backend is not None and header_backend != listed:
             raise EngineError(
-                f"{path} is an engine of {wrote.title}, but {MANIFEST_FILE} lists one of "
+                f"{path} is an engine of {header_backend.title}, but {MANIFEST_FILE} lists one of "
                 f"{listed.title}",
                 hint=f"build it again with `moexport build {path.parent} --target {listed.name}`",
             )
         return listed
-    if wrote is not None:
-        return wrote
+    if header_backend is not None:
+        return header_backend
     named = [backend for name, backend in BACKENDS.items() if name in path.name]
     if not named:
         raise EngineError(
@@ -120,7 +120,6 @@ def _backend(path: Path, record: EngineRecord | None, wrote: Backend | None) -> 
 
 
 def _listed(path: Path) -> tuple[EngineRecord | None, FileRecord | None]:
-    """The record and hash of an engine in the manifest next to it."""
     if not (path.parent / MANIFEST_FILE).is_file():
         return None, None
     manifest = Manifest.read(path.parent)

@@ -39,10 +39,38 @@ def checks(
     *,
     trust: bool,
 ) -> Iterator[Check]:
-    """Yields the checks of a bundle's engines; `bounds` are those with or without TF32."""
-    for engine in engines_of(manifest):
-        tolerance = bounds(bool(engine.options.get("tf32")))
-        yield from _engine_check(directory, manifest, engine, expected, tolerance, trust=trust)
+    """Yields the parity of a bundle's engines, or why they were not run.
+
+    See `bundle.runtimes.engine_checks`.
+    """
+    for record in engines_of(manifest):
+        tolerance = bounds(bool(record.options.get("tf32")))
+        why_not = None if first_gpu() is not None else "there is no NVIDIA GPU here"
+        try:
+            if expected is not None:
+                _runs(manifest, record, expected, tolerance.tie)
+        except (FeedError, UsageError) as error:
+            why_not = error.message
+        if why_not is not None:
+            built = f"the file that {backend_named(record.flavour).title} {record.version} built"
+            yield Check(f"engine {record.file}", True, f"{built}; not run: {why_not}")
+            continue
+        if expected is None:
+            continue
+        name = f"parity of {record.file}"
+        try:
+            with EngineSession(directory / record.file, trust=trust) as session:
+                parity = engine_parity(session, manifest, record, expected, tolerance)
+                exposed = _exposed(session, manifest, record)
+        except (ForeignEngineError, MissingExtraError, UntrustedEngineError) as error:
+            yield Check(name, True, f"not run: {error.message}")
+        except MoexportError as error:
+            yield Check(name, False, error.message)
+        else:
+            left = f" of {len(expected.x)}" if parity.samples < len(expected.x) else ""
+            where = f"in {parity.samples}{left} inputs; built without --expose-routing"
+            detail = differences(parity.max_abs, parity.max_rel, parity.cosine)
+            yield Check(name, parity.passed, describe(parity) if exposed else f"{detail} {where}")
 
 
 def engine_parity(
@@ -59,21 +87,21 @@ def engine_parity(
     the inputs.
     """
     bounds = tolerance or recorded(manifest.parity, manifest.precision)
-    shown = _exposed(session, manifest, record)
+    exposed = _exposed(session, manifest, record)
 
-    def at(one: Reference) -> Parity:
-        clear, batch, k = _runs(manifest, record, one, bounds.tie)
-        compared = one if shown else clear
-        return compare(session, compared, shown, batch=batch, tolerance=bounds, k=k)
+    def compared(reference: Reference) -> Parity:
+        clear, batch, k = _runs(manifest, record, reference, bounds.tie)
+        inputs = reference if exposed else clear
+        return compare(session, inputs, exposed, batch=batch, tolerance=bounds, k=k)
 
     if manifest.k != "input":
-        return at(expected)
+        return compared(expected)
     parities = {}
-    for k, one in {expected.main_k: expected, **expected.at_other_k}.items():
+    for k, reference in {expected.main_k: expected, **expected.at_other_k}.items():
         try:
-            parities[k] = at(one)
+            parities[k] = compared(reference)
         except (FeedError, UsageError):  # its profiles do not contain this k, or all choices tie
-            if one is expected:
+            if reference is expected:
                 raise
     return furthest_off(parities)
 
@@ -113,41 +141,3 @@ def settled(expected: Reference, tie: float) -> Reference:
             hint="export again with other or more --data",
         )
     return expected.rows(clear)
-
-
-def _engine_check(
-    directory: Path,
-    manifest: Manifest,
-    record: EngineRecord,
-    expected: Reference | None,
-    bounds: Tolerance,
-    *,
-    trust: bool,
-) -> Iterator[Check]:
-    """An engine's parity if it can run here, or why it was not run."""
-    why_not = None if first_gpu() is not None else "there is no NVIDIA GPU here"
-    try:
-        if expected is not None:
-            _runs(manifest, record, expected, bounds.tie)
-    except (FeedError, UsageError) as error:
-        why_not = error.message
-    if why_not is not None:
-        built = f"the file that {backend_named(record.flavour).title} {record.version} built"
-        yield Check(f"engine {record.file}", True, f"{built}; not run: {why_not}")
-        return
-    if expected is None:
-        return
-    name = f"parity of {record.file}"
-    try:
-        with EngineSession(directory / record.file, trust=trust) as session:
-            parity = engine_parity(session, manifest, record, expected, bounds)
-            exposed = _exposed(session, manifest, record)
-    except (ForeignEngineError, MissingExtraError, UntrustedEngineError) as error:
-        yield Check(name, True, f"not run: {error.message}")
-    except MoexportError as error:
-        yield Check(name, False, error.message)
-    else:
-        left = f" of {len(expected.x)}" if parity.samples < len(expected.x) else ""
-        where = f"in {parity.samples}{left} inputs; built without --expose-routing"
-        detail = differences(parity.max_abs, parity.max_rel, parity.cosine)
-        yield Check(name, parity.passed, describe(parity) if exposed else f"{detail} {where}")

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 from ...common.environment import peak_memory_bytes
 from .backends import BACKENDS
@@ -34,28 +34,31 @@ PER_MILLE = 1000
 
 
 def main() -> None:
-    """Serves one request."""
     # Native code's output on stdout must not mix with the events.
-    events = Events(os.fdopen(os.dup(1), "w", encoding="utf-8"))
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+
+    def send(kind: str, **content: Any) -> None:
+        print(json.dumps({"event": kind, **content}), file=events, flush=True)
+
     request = json.loads(sys.stdin.readline())
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if request["flavour"] == "tensorrt-rtx" else "0"
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     errors = ErrorLines()
     try:
-        compiled = _build(request, events, errors, stop)
+        compiled = _build(request, send, errors, stop)
     except MemoryError:
-        events.say("failed", lines=[*errors.lines, "MemoryError"], canceled=False)
+        send("failed", lines=[*errors.lines, "MemoryError"])
     except Exception as error:  # noqa: BLE001  the parent explains every failure
         lines = [*errors.lines, " ".join(f"{type(error).__name__}: {error}".split())]
-        events.say("failed", lines=lines, canceled=stop.is_set())
+        send("failed", lines=lines)
     else:
-        events.say("built", **asdict(compiled))
+        send("built", **asdict(compiled))
 
 
 def _build(
-    request: dict[str, Any], events: Events, errors: ErrorLines, stop: threading.Event
+    request: dict[str, Any], send: Callable[..., None], errors: ErrorLines, stop: threading.Event
 ) -> Compiled:
     """Compiles the engine to the file in the request; returns what was read back."""
     started = time.monotonic()
@@ -70,7 +73,7 @@ def _build(
 
     def on_step(per_mille: int) -> bool:
         """Reports the progress; returns False on an interrupt, or if the parent is gone."""
-        events.say("step", done=per_mille)
+        send("step", done=per_mille)
         return not stop.is_set() and os.getppid() == parent
 
     plan, compiled = compile_engine(loaders, request, on_step)
@@ -184,11 +187,8 @@ def _profiles(loaders: ModuleType, records: list[dict[str, Any]]) -> list[Any]:
     profiles = []
     for record in records:
         profile = loaders.Profile()
-        for name, (low, opt, high) in record.items():
-            if isinstance(low, list):
-                profile.add(name, tuple(low), tuple(opt), tuple(high))
-            else:  # k: the value of a shape tensor with one element
-                profile.add(name, (low,), (opt,), (high,))
+        for name, sizes in record.items():  # k is the value of a shape tensor with one element
+            profile.add(name, *(tuple(n) if isinstance(n, list) else (n,) for n in sizes))
         profiles.append(profile)
     return profiles
 
@@ -267,11 +267,11 @@ def check_timing_cache(builder: Any, file: Path) -> None:
 
     config = builder.create_builder_config()
     with util.LockFile(str(file)):
-        kept = file.read_bytes() if file.is_file() else b""
+        content = file.read_bytes() if file.is_file() else b""
     empty = _serialized(config.create_timing_cache(b""))
-    timing_cache = config.create_timing_cache(kept)
-    taken = timing_cache is not None and config.set_timing_cache(timing_cache, False)
-    if not taken or (kept not in (b"", empty) and _serialized(timing_cache) == empty):
+    timing_cache = config.create_timing_cache(content)
+    accepted = timing_cache is not None and config.set_timing_cache(timing_cache, False)
+    if not accepted or (content not in (b"", empty) and _serialized(timing_cache) == empty):
         raise DishonouredError(f"timing_cache: {file} is damaged, or of another GPU or TensorRT")
 
 
@@ -354,24 +354,11 @@ def inspect_plan(trt: Any, plan: Any, logger: Any) -> dict[str, Any] | None:
 
 
 def inspected(text: str) -> dict[str, Any]:
-    """Returns the inspector's JSON, or an empty dict for other text."""
     try:
         content = json.loads(text)
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
-
-
-class Events:
-    """Writes events for the parent process."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-
-    def say(self, kind: str, **content: Any) -> None:
-        """Sends one event."""
-        self._stream.write(json.dumps({"event": kind, **content}) + "\n")
-        self._stream.flush()
 
 
 class Fraction:
@@ -393,7 +380,6 @@ class Fraction:
         return self._best
 
     def finish(self, name: str) -> None:
-        """Finishes a phase."""
         self._phases.pop(name, None)
 
     def _done(self, name: str, inner: float = 0.0) -> float:
@@ -416,7 +402,6 @@ class ErrorLines(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Collects one line."""
         text = " ".join(record.getMessage().split())
         if not any(words in text for words in NOISE):
             self.lines.append(text)

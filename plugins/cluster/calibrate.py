@@ -18,7 +18,7 @@ from ...common.console import Progress, Silent
 from ...errors import ClusterError
 from ...exporter.checkpoints.load import load
 from ...exporter.job import calibration_job
-from ...exporter.quantization.calibrate import CalibrationJob, Observed, kept_table, observe_share
+from ...exporter.quantization.calibrate import CalibrationJob, Observed, kept_table, observe_model
 from ...exporter.requests import CalibrateRequest, LoadRequest
 from .ray import Cluster, NodeKind, Task, connected, kinds_of
 
@@ -47,7 +47,7 @@ def calibrate_on_ray(
     force: bool = False,
     progress: Progress | None = None,
 ) -> CalibrationTable:
-    """Returns the ranges of a model's tensors; `out` and `force` are as in `calibrate_to`.
+    """Returns the ranges of a model's tensors; `out` and `force` are as in `kept_table`.
 
     Raises the errors of nodes, and `ClusterError` if the cluster cannot be reached or used, or if
     its nodes read different inputs.
@@ -106,7 +106,7 @@ def _all_of(
 
 def observed_share(source: CalibrationSource, share: tuple[int, int]) -> Observed:
     """Returns the observations of the model's tensors over a share of the batches."""
-    return observe_share(source.job(), share)
+    return observe_model(source.job(), share)
 
 
 def whole_origin(source: CalibrationSource) -> Origin:

@@ -179,7 +179,7 @@ def test_a_compatibility_package_for_another_card_is_told(monkeypatch: pytest.Mo
     stand_in = Cuda(error="cudaErrorCompatNotSupportedOnDevice", fails={"cudaMalloc"})
     monkeypatch.setattr(cuda, "runtime", lambda: stand_in)
     with pytest.raises(EngineError, match=r"cuda-compat\) does not support this card") as caught:
-        cuda.DeviceBuffer(8)
+        cuda.call("cudaMalloc", 8)
     assert "update the driver: CUDA 13 needs a driver of 580" in str(caught.value.hint)
 
 
