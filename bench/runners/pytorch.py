@@ -170,6 +170,11 @@ def runner_on(provider: str, precision: str = "fp32") -> type[PyTorch]:
     return PyTorchOnGpu if provider == CUDA else PyTorch
 
 
+def in_precision(module: nn.Module, precision: str) -> nn.Module:
+    """Returns a network, or its copy in FP16."""
+    return copy.deepcopy(module).half() if precision == "fp16" else module
+
+
 class CompiledPyTorch(Runner):
     """A module under `torch.compile`, for fixed batch sizes: each is compiled at its first call.
 
