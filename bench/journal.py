@@ -16,7 +16,7 @@ from ..common.writing import output_errors, write_text
 
 FILE = "unfinished.jsonl"
 
-FORMAT = 3
+FORMAT = 4
 """The version of the pieces; other versions are ignored: their keys may mean something else."""
 
 

@@ -49,9 +49,9 @@ PROCESS_S = 4.0  # time to start a process and load a runtime
 class Measurement:
     """The measurements of one candidate, taken from the journal if an earlier run made them.
 
-    `seen` samples were evaluated. `beside` has further entries for the protocol: the machine's
-    `rates` as measured with each group, the share of time that threads `waited` for a core, and the
-    time in ms that the `wrapper` adds to a graph's bare call.
+    Entries for the protocol are added to `entries`: the machine's `rates` as measured with each
+    group, the share of time that threads `waited` for a core, and the time in ms that the `wrapper`
+    adds to a graph's bare call. `samples` is the number that was evaluated.
     """
 
     candidate: Candidate
@@ -61,8 +61,8 @@ class Measurement:
     request: BenchRequest
     journal: Journal
     progress: Progress
-    seen: int = 0
-    beside: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    entries: dict[str, list[dict[str, Any]]]
+    samples: int = 0
     qualities: dict[Case, dict[str, Any]] = field(default_factory=dict)
     failures: dict[Case, str] = field(default_factory=dict)
     computed_in: dict[Case, str | None] = field(default_factory=dict)
@@ -197,7 +197,7 @@ class Measurement:
             else None,
             keep=lambda state: self.journal.add("quality", **keys, state=asdict(state)),
         )
-        self.seen = max(self.seen, state.seen)
+        self.samples = max(self.samples, state.seen)
         for case in runners:
             if case.label in state.failures:
                 self.failures[case] = state.failures[case.label]
@@ -215,7 +215,7 @@ class Measurement:
         runners: Mapping[Case, Runner | Loader],
         limits: Mapping[str, Limits],
     ) -> timing.Measured:
-        """Times the cases of a group in turn; disturbances are added to `beside`."""
+        """Times the cases of a group in turn; disturbances are added to `entries`."""
         keys = group.keys
         done = [
             msgspec.convert(piece, timing.Round) for piece in self.journal.pieces("round", **keys)
@@ -224,7 +224,7 @@ class Measurement:
         measured, wrapper_ms = measure_group(
             group,
             runners,
-            self.inputs(group),
+            timed_inputs(group, self.candidate, self.head),
             benchmarks=limits[""].benchmarks if limits else {},
             progress=self.progress,
             done=done,
@@ -237,9 +237,9 @@ class Measurement:
             self.journal.add("waited", **keys, share=share)
             shares.append(share)
         if shares:
-            self._tell("waited", {**keys, "share": max(shares)})
+            self._add("waited", {**keys, "share": max(shares)})
         for label, ms in wrapper_ms.items():
-            self._tell("wrapper", {**keys, "case": label, "ms": ms})
+            self._add("wrapper", {**keys, "case": label, "ms": ms})
         return measured
 
     def _limits(
@@ -255,7 +255,7 @@ class Measurement:
                 facts = asdict(rates)
                 if not rates.gpu:
                     del facts["gpu"], facts["fp16_gflop_s"]
-                self._tell("rates", group.keys | facts)
+                self._add("rates", group.keys | facts)
         by_case = {}
         for case, graph in self.candidate.cases.items():
             if case in group.cases:
@@ -267,12 +267,8 @@ class Measurement:
                 by_case[case] = limit if reason is None else replace(limit, reason=reason)
         return by_case
 
-    def inputs(self, group: TimingGroup) -> list[Inputs]:
-        """Returns the batches that a group uses in turn."""
-        return timed_inputs(group, self.candidate, self.head)
-
-    def _tell(self, name: str, entry: dict[str, Any]) -> None:
-        self.beside.setdefault(name, []).append(entry)
+    def _add(self, name: str, entry: dict[str, Any]) -> None:
+        self.entries.setdefault(name, []).append(entry)
 
     def _memories(self, opening: Mapping[Case, Loader]) -> dict[str, PeakMemory]:
         """Returns the memory of each case by its label; failed cases are skipped."""
@@ -312,7 +308,7 @@ class Measurement:
         self.progress.step(f"{what}: profiling")
         layers = tuple(self.candidate.of(case).model.layers)
         try:
-            parts = parts_of(loader, self.inputs(group), layers)
+            parts = parts_of(loader, timed_inputs(group, self.candidate, self.head), layers)
         except Exception as error:  # noqa: BLE001  only the parts are missing from the row
             self.progress.step(f"{what}: no profile: {one_line(error)}")
             return ()

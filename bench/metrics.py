@@ -7,6 +7,7 @@ separately. Nothing here depends on an engine.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -17,6 +18,7 @@ import numpy as np
 from ..data.batches import IGNORED, Array, Labels
 from ..errors import FeedError, ParityError
 from ..exporter.bundle.parity import Tolerance, jaccard
+from ..exporter.checks.accuracy import one_per_sample
 from .results import (
     MOST_LOSING,
     Accuracy,
@@ -94,7 +96,8 @@ def _score(both: int, lost: int, won: int, ratio: float) -> float:
 class Sums:
     """Sums over samples; `a + b` are the sums over the samples of both, field by field.
 
-    A field that is unknown in either is unknown in the sum; fields in `LARGEST` take the maximum.
+    A field that is unknown in either is unknown in the sum; fields in `LARGEST` take the maximum. A
+    tuple has a sum per output; it is empty without samples.
     """
 
     __slots__ = ()
@@ -105,6 +108,8 @@ class Sums:
             a, b = getattr(self, name), getattr(other, name)
             if a is None or b is None:
                 return None
+            if isinstance(a, tuple) and a and b:
+                return tuple(map(operator.add, a, b))
             return max(a, b) if name in self.LARGEST else a + b
 
         return type(self)(*(both(part.name) for part in fields(self)))  # type: ignore[arg-type]
@@ -199,11 +204,6 @@ class ClassCounts:
 def _count(labels: Labels) -> dict[int, int]:
     classes, counts = np.unique(labels, return_counts=True)
     return dict(zip(classes.tolist(), counts.tolist(), strict=True))
-
-
-def one_per_sample(outputs: Array) -> Array:
-    """Returns scores [b, 1, classes] as [b, classes]: a muMoE head treats a vector as a token."""
-    return outputs[:, 0] if outputs.ndim == 3 and outputs.shape[1] == 1 else outputs
 
 
 @dataclass(frozen=True, slots=True)

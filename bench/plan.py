@@ -83,6 +83,11 @@ class GraphSource:
     deploy: tuple[str, ...] = ()
     table: CalibrationTable | None = None
 
+    @property
+    def row(self) -> tuple[object, ...]:
+        """The key of its rows, without its bundle."""
+        return (self.k, self.engine, self.provider, self.precision, self.lowering, self.scope)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -287,6 +292,11 @@ def select(
         else:
             absent.append(Absent(kind.name, reason))
     return Selection(tuple(present), tuple(absent))
+
+
+def token_routed(model: Model) -> bool:
+    """Returns whether a model has experts whose router is outside the layer."""
+    return any(layer.spec.flat for layer in model.layers.values())
 
 
 def whole_k(job: ExportJob) -> dict[str, int]:

@@ -22,6 +22,7 @@ from ..exporter.checks.accuracy import of_images
 from ..exporter.inputs import feed_batches, fitted_arrays
 from ..exporter.model import Model
 from .data import Labelled, labelled
+from .plan import token_routed
 from .request import RANGED, BenchRequest
 
 CALIBRATION_INPUTS = 256
@@ -67,10 +68,10 @@ def ranges_of(
     Raises `CalibrationError` for an invalid table, `FeedError` for an invalid feed.
     """
     few = data.head(1).feed
-    routed = any(layer.spec.flat for layer in model.layers.values())  # scales per row
     if not exports:
         return Ranges(few, data, text=_of_bundles(bundles, model, data, request.samples))
-    if routed or not {*RANGED} & {*request.precisions}:
+    # Experts of routed tokens have scales per row.
+    if token_routed(model) or not {*RANGED} & {*request.precisions}:
         return Ranges(few, data)
     if request.calibration is not None:
         path = Path(request.calibration)

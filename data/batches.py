@@ -112,6 +112,3 @@ def joined(parts: list[Fields]) -> Fields:
     if len(parts) == 1:
         return parts[0]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-# --- files of arrays ---------------------------------------------------------------------------

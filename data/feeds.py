@@ -50,8 +50,6 @@ LABELS = ("label", "labels")
 LABEL_NAMES = (*LABELS, "y")
 """The names of labels in an archive: they are never used as inputs."""
 
-_OWN_FAULT = "the feed's own code failed: --verbose shows where"
-
 
 def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
     """Yields batches [b, …] of the input called `name`, in order; files are read in small parts.
@@ -230,8 +228,8 @@ class _Further:
         taken = {*self.names, *LABEL_NAMES}
         found: dict[str, str] = {}
         for index, name in enumerate(self.own):
-            callable_so = [name, OUTPUT] if index == 0 and OUTPUT not in self.own else [name]
-            key = next((each for each in callable_so if each in known and each not in taken), None)
+            keys = [name, OUTPUT] if index == 0 and OUTPUT not in self.own else [name]
+            key = next((each for each in keys if each in known and each not in taken), None)
             found |= {} if key is None else {name: key}
         return found
 
@@ -369,24 +367,21 @@ def _imported_items(where: str) -> Iterator[object]:
             f"{where}: cannot be imported ({error})",
             hint="name an iterable of batches, or a function that returns one",
         ) from error
+    items: Iterator[object] | None = None
     # The user's code may fail in any way; its message becomes an error of the feed.
     try:
         items = iter(target() if callable(target) else target)
-    except TypeError as error:
-        raise FeedError(
-            f"{where} is of type {type(target).__name__}, not an iterable of batches ({error})",
-            hint=WANTED,
-        ) from error
+        yield from items
     except Exception as error:
-        raise FeedError(f"{where}: {type(error).__name__}: {error}", hint=_OWN_FAULT) from error
-    while True:
-        try:
-            item = next(items)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise FeedError(f"{where}: {type(error).__name__}: {error}", hint=_OWN_FAULT) from error
-        yield item
+        if items is None and isinstance(error, TypeError):
+            raise FeedError(
+                f"{where} is of type {type(target).__name__}, not an iterable of batches ({error})",
+                hint=WANTED,
+            ) from error
+        raise FeedError(
+            f"{where}: {type(error).__name__}: {error}",
+            hint="the feed's own code failed: --verbose shows where",
+        ) from error
 
 
 def _array_of(item: object, name: str, where: str) -> np.ndarray:
@@ -711,12 +706,13 @@ def _readable(path: Path, kind: str) -> Iterator[None]:
 
 def _is(path: Path, kind: str) -> bool:
     """Whether a file begins with the signature of a kind."""
+    if kind == ".npz":
+        return zipfile.is_zipfile(path)
     try:
         with path.open("rb") as file:
-            start = file.read(len(npy.MAGIC_PREFIX))
+            return file.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX
     except OSError:
         return False
-    return start == npy.MAGIC_PREFIX if kind == ".npy" else zipfile.is_zipfile(path)
 
 
 @contextmanager

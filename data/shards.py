@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -26,6 +26,11 @@ MOST_SHARDS = 1_000_000
 MOST_DIGITS = 18
 
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+DAMAGED = "copy or write the shard again"
+
+UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError)
+"""Exceptions that pyarrow raises for damaged files, besides its own."""
 
 IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"})
 """Suffixes of files that are read as images."""
@@ -156,14 +161,14 @@ def _no_such_shard(name: str, shards: Sequence[AnyPlace]) -> FeedError:
 
 def _tar(path: Path, name: str, array_of: Callable[[bytes, str], Array]) -> Iterator[Fields]:
     """The samples of a WebDataset: files with the same name up to its first dot are one sample."""
-    held: list[dict[str, Any]] = []
+    batch: list[dict[str, Any]] = []
     for sample in _samples(path, name, array_of):
-        if held and (len(held) == SHARD_BATCH or not _alike(held[0], sample)):
-            yield _stacked(held)
-            held = []
-        held.append(sample)
-    if held:
-        yield _stacked(held)
+        if batch and (len(batch) == SHARD_BATCH or not _alike(batch[0], sample)):
+            yield _stacked(batch)
+            batch = []
+        batch.append(sample)
+    if batch:
+        yield _stacked(batch)
 
 
 def _samples(
@@ -183,34 +188,28 @@ def _samples(
                     yield sample
                     sample = {}
                 key = f"{folder}/{stem}"
-                where = f"{name}: {member}"
-                if _is_read(ending.lower()):
-                    sample |= _field(ending.lower(), content.read(), where, array_of)
+                sample |= _field(ending.lower(), content, f"{name}: {member}", array_of)
     except (tarfile.TarError, OSError, ValueError, RecursionError) as error:
         raise FeedError(f"{name}: not a complete tar file: {error}", hint=DAMAGED) from error
     if sample:
         yield sample
 
 
-DAMAGED = "copy or write the shard again"
-
-
-def _is_read(ending: str) -> bool:
-    return f".{ending}" in IMAGES or ending in ("cls", "npy") or ending.endswith(".npy")
-
-
 def _field(
-    ending: str, data: bytes, where: str, array_of: Callable[[bytes, str], Array]
+    ending: str, content: IO[bytes], where: str, array_of: Callable[[bytes, str], Array]
 ) -> dict[str, Any]:
-    """The field of a sample's file, by its suffix."""
+    """The field of a sample's file, by its suffix; other files are not read."""
     if f".{ending}" in IMAGES:
-        return {IMAGE: data}
+        return {IMAGE: content.read()}
     if ending == "cls":
-        label = data.strip()
+        label = content.read().strip()
         if not (label.removeprefix(b"-").isdigit() and len(label) < 19):
             raise FeedError(f"{where}: a .cls file must contain the number of a class")
         return {LABEL: int(label)}
-    return {ending.removesuffix("npy").rstrip(".") or INPUT: array_of(data, where)}
+    if f".{ending}".endswith(".npy"):
+        name = ending.removesuffix("npy").rstrip(".") or INPUT
+        return {name: array_of(content.read(), where)}
+    return {}
 
 
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -255,13 +254,9 @@ def _parquet(path: Path, name: str) -> Iterator[Fields]:
                 yield {n: x for n, x in arrays if x is not None}
             if left:
                 raise ValueError(f"its footer declares {left} rows too many")
-    except (pa.ArrowException, OSError, *_UNREADABLE) as error:
+    except (pa.ArrowException, OSError, *UNREADABLE) as error:
         reason = str(error).partition("\n")[0]
         raise FeedError(f"{name}: truncated, or not Parquet ({reason})", hint=DAMAGED) from error
-
-
-_UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError)
-"""Other exceptions that pyarrow raises for damaged files."""
 
 
 def _parquet_batch(path: Path, name: str) -> int:

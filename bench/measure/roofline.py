@@ -40,7 +40,7 @@ from ...graphs.lowerings.base import AnyPlan, LayerPlan
 from ..engines import GraphEngine, engine_of
 from ..plan import Candidate, Case, GraphSource, IntegerLinear
 from ..results import Workload
-from .gpu_rates import GpuProbes
+from .gpu_rates import GpuProbes, Probe
 
 FP32_BYTES = 4
 
@@ -293,12 +293,12 @@ def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, .
         for node in content.node
         if node.op_type == "QuantizeLinear"
     }
-
-    def linear(name: str) -> IntegerLinear:
+    linears = []
+    for name in (name for name in wanted if name in rounded):
         shape, (inputs, outputs) = shapes.get(rounded[name]), weights[f"{name}/weight"]
-        return IntegerLinear(name, None if shape is None else shape[:-1], (inputs, outputs))
-
-    return tuple(linear(name) for name in wanted if name in rounded)
+        rows = None if shape is None else shape[:-1]
+        linears.append(IntegerLinear(name, rows, (inputs, outputs)))
+    return tuple(linears)
 
 
 def products_of(linears: Iterable[IntegerLinear], sizes: Mapping[str, int]) -> Products:
@@ -341,16 +341,6 @@ class Rates:
         if least is None:
             return self
         return replace(self, stream_gb_s=max(self.stream_gb_s, known[least]))
-
-
-def gpu_rates(reached: Mapping[str, float]) -> Rates:
-    """Returns a GPU's rates from the results of `gpu_rates.GpuProbes`."""
-    return Rates(
-        stream_gb_s=reached["stream_gb_s"],
-        matmul_gflop_s=reached["matmul_gflop_s"],
-        fp16_gflop_s=reached["fp16_gflop_s"],
-        gpu=True,
-    )
 
 
 def least_ms(part: RooflineStep, rates: Rates) -> float:
@@ -443,7 +433,7 @@ class Limits:
             if name in measured.failures:
                 return f"{name}: {measured.failures[name]}"
         ms = {name: measured.device[name].median for name in self._gpu.calls}
-        return gpu_rates(self._gpu.rates(ms))
+        return Rates(**self._gpu.rates(ms), gpu=True)
 
     def of(self, case: Case, graph: GraphSource | None, batch: int, rates: Rates | str) -> Limit:
         """Returns the work of a row and the least time for it; `graph` is the row's, if any.
@@ -500,18 +490,6 @@ def not_held(limit: Limit, median_ms: float, rates: Rates | str) -> str | None:
     )
 
 
-class Microbenchmark(timing.TimedCall):
-    """A call that measures the machine, independent of the inputs."""
-
-    inputs = 1
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
-
-    def __call__(self, index: int) -> object:
-        return self._call()
-
-
 class Microbenchmarks:
     """Calls that measure the machine in turn with other cases, under the same disturbances.
 
@@ -548,7 +526,7 @@ class Microbenchmarks:
             half = matrix.bfloat16()
             calls["probe: bf16"] = lambda: half @ half
         self.calls: dict[str, timing.IndexedCall] = {
-            name: Microbenchmark(call) for name, call in calls.items()
+            name: Probe(call) for name, call in calls.items()
         }
 
     def rates(self, latencies: Mapping[str, Latency]) -> Rates:
@@ -564,13 +542,6 @@ class Microbenchmarks:
             bf16_gflop_s=None if bf16 is None else self._operations / 1e6 / bf16,
             cached_gb_s={str(n): n / 1e6 / ms[name] for name, n in self._parts.items()},
         )
-
-
-def machine_rates(threads: int) -> Rates:
-    """Measures this machine separately; takes a few seconds and 1 GiB."""
-    machine = Microbenchmarks(threads)
-    protocol = timing.Protocol(round_s=0.3, warmup=2)
-    return machine.rates(timing.measure(machine.calls, protocol).latencies)
 
 
 def _product(

@@ -212,16 +212,13 @@ def _lines(chosen: Sequence[Section]) -> list[list[Series]]:
         for row in (row for name in apart for row in lines.pop(name)):
             lines.setdefault(line_name(row), []).append(row)
         by_section.append(lines)
-    names = sorted(dict.fromkeys(n for lines in by_section for n in lines), key=_is_pytorch)
+    names = dict.fromkeys(name for lines in by_section for name in lines)
+    ordered = sorted(names, key=lambda name: name.startswith("PyTorch"))
     return [
-        [Series(n, names.index(n), _by_k(lines[n])) for n in names if n in lines]
+        [
+            Series(name, style, tuple(sorted(lines[name], key=lambda row: row.k)))
+            for style, name in enumerate(ordered)
+            if name in lines
+        ]
         for lines in by_section
     ]
-
-
-def _is_pytorch(name: str) -> bool:
-    return name.startswith("PyTorch")
-
-
-def _by_k(rows: Sequence[Row]) -> tuple[Row, ...]:
-    return tuple(sorted(rows, key=lambda row: row.k))

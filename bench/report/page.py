@@ -52,6 +52,7 @@ from .summary import (
     section_of,
     sections,
     short_name,
+    speeds_differ,
     summary,
     unknown,
 )
@@ -228,7 +229,7 @@ def _description(results: Results, section: Section, row: Row) -> dict[str, Any]
         "speed": section.speedup(row),
         "waited": section.waited if section.disturbed else None,
         "gain": section.gain(row),
-        "told": base is row or section.faster_or_slower(row),
+        "told": base is row or speeds_differ(base, row),
         "shown": section.shown(row),
         "samples": row.samples,
         "full_k": section.full_k,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..results import Results, Row
+from ..results import Results
 from .summary import headline, line_name, milliseconds, percent, row_name, sections, summary
 
 HEADS = ("Run", "Machine", "ms", "Kept", "Row", "Answer")
@@ -70,20 +70,17 @@ def answers(now: Results, runs: Sequence[NamedRun]) -> dict[str, list[tuple[str,
 
 def run_points(run: NamedRun) -> dict[str, Any]:
     """Returns the rows of another run that the page shows: those with a time and a quality."""
-    return {"name": run.name, "rows": list(map(_point, _drawn(run.results)))}
-
-
-def _drawn(results: Results) -> Iterator[Row]:
-    return (row for row in results.rows if row.median_ms is not None and row.kept is not None)
-
-
-def _point(row: Row) -> dict[str, Any]:
-    return {
-        "model": row.model,
-        "batch": row.batch,
-        "phase": row.phase or "",
-        "k": row.k,
-        "ms": row.median_ms,
-        "kept": row.kept,
-        "name": f"{row_name(row)}, k = {row.k_of_n(' of ')}",
-    }
+    rows = [
+        {
+            "model": row.model,
+            "batch": row.batch,
+            "phase": row.phase or "",
+            "k": row.k,
+            "ms": row.median_ms,
+            "kept": row.kept,
+            "name": f"{row_name(row)}, k = {row.k_of_n(' of ')}",
+        }
+        for row in run.results.rows
+        if row.median_ms is not None and row.kept is not None
+    ]
+    return {"name": run.name, "rows": rows}

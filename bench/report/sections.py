@@ -15,7 +15,7 @@ from .compare import Change, ResultsComparison
 from .content import SECTIONS, Cell, ReportSection, SectionContent, TableContent
 from .outputs import outputs_section
 from .runs import HEADS, NOTE, NamedRun, answers
-from .summary import Section, headline, line_name, milliseconds, percent, sections, times
+from .summary import Section, floored, headline, line_name, milliseconds, percent, sections, times
 
 PARITY_NOTE = (
     "Compared with PyTorch at the same k: the share of samples for which every layer selected the "
@@ -79,8 +79,8 @@ def _retention(section: Section, row: Row) -> str:
     low = section.shown(row)
     if row.kept is None or low is None:
         return "–"
-    least = percent(math.floor(1e3 * low + 1e-9) / 1e3)
-    return percent(row.kept) if low == row.kept else f"{percent(row.kept)} (at least {least})"
+    kept = percent(row.kept)
+    return kept if low == row.kept else f"{kept} (at least {percent(floored(low))})"
 
 
 def _by_k_and_batch(results: Results) -> SectionContent | None:

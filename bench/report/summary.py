@@ -116,16 +116,15 @@ class Section:
 
     def ratio(self, base: Row | None, row: Row) -> float | None:
         """Returns how many times faster than another a row is; None if times cannot be compared."""
-        return None if self.disturbed else _ratio(base, row)
+        if base is None or base.median_ms is None or row.median_ms is None:
+            return None
+        incomparable = self.disturbed or disagreement(base, row)
+        return None if incomparable else base.median_ms / row.median_ms
 
     def stacked(self, row: Row) -> Row | None:
         """Returns PyTorch with one product for all experts, if a row's base has a loop of them."""
         stacked = (r for r in self.rows if r.engine == PYTORCH_STACKED and r.on_gpu == row.on_gpu)
         return next((r for r in stacked if r is not row and r.latency_ms), None)
-
-    def faster_or_slower(self, row: Row) -> bool:
-        """Returns whether a row's speed differs from its base's by more than the noise."""
-        return _differ(self.base(row), row)
 
     def all_experts(self, row: Row) -> Row | None:
         """Returns the fastest row of all experts in a row's runtime and precision.
@@ -181,13 +180,8 @@ def shown(row: Row, full_k: int) -> float | None:
     return row.kept if exact or row.kept_interval is None else row.kept_interval.low
 
 
-def _ratio(base: Row | None, row: Row) -> float | None:
-    if base is None or base.median_ms is None or row.median_ms is None:
-        return None
-    return None if disagreement(base, row) else base.median_ms / row.median_ms
-
-
-def _differ(base: Row | None, row: Row) -> bool:
+def speeds_differ(base: Row | None, row: Row) -> bool:
+    """Returns whether the speeds of two rows differ by more than the noise."""
     if base is None or base.latency_ms is None or row.latency_ms is None:
         return False
     return differs(row.latency_ms, base.latency_ms)
@@ -322,9 +316,9 @@ def summary(section: Section) -> str:
     row = headline(section)
     if row is None:
         return f"Nothing could be measured for {section.model} at {section.sizes}."
-    apart = no_verdict(section, row, _contenders(section))
-    if apart is not None:
-        return apart
+    advice = _no_verdict(section, row)
+    if advice is not None:
+        return advice
     answer = claim(section, row)
     if row is section.chosen:
         return f"Deploy {answer}."
@@ -345,18 +339,18 @@ def unknown(row: Row) -> str:
     return "Accuracy is not known: the inputs had no labels"
 
 
-def no_verdict(section: Section, row: Row, others: Sequence[Row]) -> str | None:
+def _no_verdict(section: Section, row: Row) -> str | None:
     """Returns advice if the rounds of a row, its base, or a faster row disagree."""
-    faster = [
-        other
-        for other in others
-        if other.latency_ms and min(other.latency_ms.rounds) < (row.median_ms or 0.0)
-    ]
     if section.disturbed:
         return (
             f"No verdict: threads waited for a core {section.waited:.0%} of their time. "
             "Close other programs, or run again."
         )
+    faster = [
+        other
+        for other in _contenders(section)
+        if other.latency_ms and min(other.latency_ms.rounds) < (row.median_ms or 0.0)
+    ]
     apart = disagreement(row, section.base(row), *faster)
     if apart is None:
         return None
@@ -373,7 +367,7 @@ def caveat(section: Section) -> str:
 
 def _other_rows(section: Section, row: Row) -> str:
     others = [r for r in section.rows if r is not row and r.latency_ms and r.kept is not None]
-    if no_verdict(section, row, _contenders(section)):
+    if _no_verdict(section, row):
         return _by_accuracy(section, (row, *others))
     keep, unproven = section.keep, section.unproven
     faster = [r for r in others if _median(r) < _median(row) and r.kept and r.kept >= keep]
@@ -440,7 +434,7 @@ def _speed(section: Section, row: Row) -> str:
             continue
         of = f"that of {name}" if said else f"the speed of {name}"
         alike = f"{of}, within the spread"
-        said.append(f"{times(ratio)[:-1]} times {of}" if _differ(base, row) else alike)
+        said.append(f"{times(ratio)[:-1]} times {of}" if speeds_differ(base, row) else alike)
     apart = disagreement(row, section.base(row))
     if section.disturbed:
         return "times are disturbed"
@@ -463,8 +457,12 @@ def kept_text(kept: float, low: float | None, metric: str) -> str:
     """Returns the retention of a metric and its lower bound: `keeps 99.2% of the accuracy`."""
     if low is None or low == kept:
         return f"keeps {percent(kept)} of the {metric}"
-    least = percent(math.floor(1e3 * low + 1e-9) / 1e3)  # not rounded up to the requested share
-    return f"keeps {percent(kept)} of the {metric} (at least {least})"
+    return f"keeps {percent(kept)} of the {metric} (at least {percent(floored(low))})"
+
+
+def floored(share: float) -> float:
+    """Returns a share to a tenth of a percent, not rounded up to the requested one."""
+    return math.floor(1e3 * share + 1e-9) / 1e3
 
 
 def section_of(row: Row) -> tuple[str, int, str | None]:
@@ -503,4 +501,4 @@ def milliseconds(value: float) -> str:
 
 
 def _median(row: Row) -> float:
-    return float("inf") if row.median_ms is None else row.median_ms
+    return math.inf if row.median_ms is None else row.median_ms

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from ...common.threads import Threads
 from ..engines import PYTORCH_EAGER, titles
 from ..results import Results, Row
 from .compare import ResultsComparison
-from .content import Cell, SectionContent, left_out, showing
+from .content import SectionContent, left_out, showing
 from .outputs import outputs_text
 from .runs import NamedRun
 from .sections import contents
@@ -26,6 +25,7 @@ from .summary import (
     Section,
     by_row,
     caveat,
+    floored,
     line_name,
     milliseconds,
     over,
@@ -79,7 +79,7 @@ def _device_heading(results: Results) -> tuple[str, ...]:
 
 
 def _cells(section: Section, row: Row, devices: int) -> tuple[str, ...]:
-    speedup = section.speedup(row)
+    speedup, low = section.speedup(row), section.shown(row)
     quality = _number(row.accuracy and row.accuracy.top1, ".1%")
     if row.perplexity is not None and row.accuracy is None:
         quality = f"{row.perplexity.value:.3f}"
@@ -96,15 +96,9 @@ def _cells(section: Section, row: Row, devices: int) -> tuple[str, ...]:
         "–" if row.over_limit is None else over(row.over_limit) if row.over_limit >= 1 else "<1",
         quality,
         _number(row.kept, ".1%"),
-        _least(section, row),
+        "–" if low is None else f"{floored(low):.1%}",
         _number(row.same_experts, ".1%"),
     )
-
-
-def _least(section: Section, row: Row) -> str:
-    """Returns the lower end of a row's retention interval, not rounded up."""
-    low = section.shown(row)
-    return "–" if low is None else f"{math.floor(1e3 * low + 1e-9) / 1e3:.1%}"
 
 
 def _number(value: object, form: str, none: str = "–") -> str:
@@ -168,15 +162,12 @@ def _section_lines(content: SectionContent) -> Iterator[str]:
     for shown in content.tables:
         for heading, rows in shown.groups.items():
             title = ", ".join(filter(None, (shown.title, heading)))
-            cells = [[markdown_cell(cell) for cell in row] for row in rows]
+            cells = [
+                [markdown_text(c if isinstance(c, str) else c[0]) for c in row] for row in rows
+            ]
             yield from (f"### {markdown_text(title)}", "", markdown(shown.heads, cells), "")
     for note in content.notes:
         yield from (markdown_text(note), "")
-
-
-def markdown_cell(cell: Cell) -> str:
-    """Returns a cell of a section's table in Markdown."""
-    return markdown_text(cell if isinstance(cell, str) else cell[0])
 
 
 def _markdown_cells(row: Row, speedup: float | None, devices: int) -> tuple[str, ...]:
@@ -436,6 +427,4 @@ def reproduce(results: Results) -> str:
     if ranges:
         lines.append(f"# INT8 ranges from {ranges['text']}")
         lines += [f"#   saved in {path}" for path in ranges.get("found", {}).values()]
-    if results.protocol.get("calibration"):
-        lines.append(f"# INT8 ranges from {results.protocol['calibration']}")
     return text_lines(*lines, *([results.command] if results.command else []))

@@ -22,6 +22,7 @@ from ...exporter.reference import all_outputs
 from ...graphs.layers.base import Algorithm, MoELayer, moe_layers, recorded_choices, sharing_weights
 from ...graphs.layers.margins import routed_margins
 from ...graphs.layers.soft_moe import soft_moe_layers
+from ..measure.gpu_rates import device_ms
 from .base import Runner, first_of, in_batches
 
 CUDA = "cuda"  # the provider of rows on an NVIDIA GPU; also PyTorch's name of the device
@@ -146,17 +147,9 @@ class PyTorchOnGpu(PyTorch):
     @torch.inference_mode()
     def device_ms(self, x: Inputs) -> float:
         """Returns the GPU's time for inputs [b, …], between two events, without copies."""
-        begin, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
         with torch.cuda.stream(self._stream):
             inputs = self.tensors(x)
-            begin.record()
-            self.module(*inputs)
-            end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end))
+            return device_ms(lambda: self.module(*inputs))
 
 
 class PyTorchOnGpuInHalf(PyTorchInHalf, PyTorchOnGpu):

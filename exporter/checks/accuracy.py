@@ -53,7 +53,7 @@ class Score:
         return f"{self.right / self.of:.1%} ({self.right:,} of {self.of:,})"
 
 
-def one_per_sample(y: np.ndarray, labels: Labels | None) -> np.ndarray:
+def one_per_sample(y: np.ndarray, labels: Labels | None = None) -> np.ndarray:
     """Returns scores [b, 1, c] of a head that sees a vector as one token as [b, c]; else y."""
     tokens = labels is not None and labels.shape == y.shape[:2]
     return y[:, 0] if y.ndim == 3 and y.shape[1] == 1 and not tokens else y

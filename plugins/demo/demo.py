@@ -167,12 +167,13 @@ def run_job(
                 request, out=report, command=f"{command} -o {directory}", progress=progress
             )
             progress.step(f"measuring for {report.name}")
+            place = None if group.calibration is None else str(group.calibration)
             results = bench(
                 candidates,
                 group.data,
                 request,
                 analyses=_in_service(candidates[0], group, request),
-                calibration=None if group.calibration is None else str(group.calibration),
+                ranges=None if place is None else {"text": place, "held_out": 0, "feed": place},
                 threads=threads,
             )
         measured.append(rows_table(results))
