@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,6 +43,7 @@ from ..data.pixels import SCALES, UNKNOWN, Pixels, check_pixels
 from ..data.shards import IMAGES, shard_batches, shards_of
 from ..data.user_code import names_code
 from ..errors import FeedError, UsageError
+from ..exporter.checks.accuracy import of_images
 from ..exporter.inputs import (
     SIZES,
     Inputs,
@@ -376,7 +376,7 @@ def open_labelled(
     `pixels` is missing for images or given for other data.
     """
     shards = shards_of(where)
-    if shards is not None and (pixels is not None or _contain_images(shards)):
+    if shards is not None and (pixels is not None or of_images(where)):
         return _image_shards(where, shards, spec, pixels)
     path = local(where) if shards is None else Path(where)
     if shards is None and path.is_dir() and not any(path.glob("*.npy")):
@@ -469,11 +469,6 @@ def _image_scale(where: str, spec: TensorSpec, pixels: str | None) -> Pixels:
         )
     check_pixels(pixels)
     return cast(Pixels, pixels)
-
-
-def _contain_images(shards: Sequence[AnyPlace]) -> bool:
-    """Returns whether the first sample of the shards is an image."""
-    return any(IMAGE in fields for _, fields in islice(shard_batches(shards, npy_array), 1))
 
 
 def _image_shards(

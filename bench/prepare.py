@@ -88,8 +88,9 @@ def prepared(sources: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterato
     models = with_sources(sources)
     first, bundles = models[0][0], [bundle for _, own in models for bundle in own]
     data = data_of(first, request, fixed_sizes(first, bundles))
-    if len(models) == 1:
-        _check_own_outputs(first, request)
+    of_arrays = request.pixels is None and benchmark_of(first) is None
+    if len(models) == 1 and of_arrays and isinstance(request.data, str | Path | Mapping):
+        check_own_outputs(first, request.data)
     exports = not all(own for _, own in models)
     ranges = ranges_of(request, first, data, exports=exports, bundles=bundles)
     data = ranges.measured
@@ -123,15 +124,6 @@ def prepared(sources: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterato
             threads=threads,
             ranges=ranges,
         )
-
-
-def _check_own_outputs(model: Model, request: BenchRequest) -> None:
-    """Compares a model with the outputs of the user's own model in the data, if any."""
-    data = request.data
-    if request.pixels is not None or benchmark_of(model) is not None:
-        return
-    if isinstance(data, str | Path | Mapping):
-        check_own_outputs(model, data)
 
 
 def threads_for(

@@ -6,13 +6,10 @@ measurements. Given inputs that are also measured are found by their content, no
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..data.batches import Feed, Fields
@@ -21,7 +18,7 @@ from ..exporter.bundle.bundle import Bundle
 from ..exporter.checks.accuracy import of_images
 from ..exporter.inputs import feed_batches, fitted_arrays
 from ..exporter.model import Model
-from .data import Labelled, labelled
+from .data import Labelled, fingerprint, labelled
 from .plan import token_routed
 from .request import RANGED, BenchRequest
 
@@ -155,13 +152,8 @@ def _batches(model: Model, data: Labelled, limit: int | None) -> Iterator[Fields
         yield fitted_arrays(inputs, model)
 
 
-def _rows(batches: Iterable[Fields]) -> Iterator[bytes]:
+def _rows(batches: Iterable[Fields]) -> Iterator[str]:
     """Yields a hash of each input."""
     for batch in batches:
-        arrays = [np.ascontiguousarray(array) for array in batch.values()]
-        for rows in zip(*arrays, strict=True):
-            digest = hashlib.sha256()
-            for row in rows:
-                digest.update(f"{row.dtype.str}{row.shape}".encode())
-                digest.update(row.tobytes())
-            yield digest.digest()
+        for rows in zip(*batch.values(), strict=True):
+            yield fingerprint(*rows)

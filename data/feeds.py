@@ -14,9 +14,10 @@ import math
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -167,8 +168,7 @@ def fields_of(
     first, *others = names
     where = "the data"
     known = label_names(names, outputs)
-    left = [name for name in arrays if name not in (*known, *others)]
-    main = first if first in arrays else left[0] if len(left) == 1 else None
+    main = _main_name(arrays, first, (*known, *others))
     if main is None:
         raise FeedError(
             f"{where}: the dict has {', '.join(map(str, arrays)) or 'no items'}, but no '{first}'",
@@ -190,6 +190,16 @@ def fields_of(
     return found
 
 
+def _main_name(names: Collection[str], name: str, others: Collection[str]) -> str | None:
+    """Returns `name`, or the only one of the `names` that is neither in `others` nor `OUTPUT`."""
+    if name in names:
+        return name
+    left = [each for each in names if each not in others]
+    if len(left) > 1:
+        left = [each for each in left if each != OUTPUT]
+    return left[0] if len(left) == 1 else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Further:
     """The options for fields other than the first input (`named_batches`)."""
@@ -204,9 +214,8 @@ class _Further:
         """The labels and the user's own outputs in an item of an iterable."""
         found = self.labels(lambda: _labels_of(item, inputs, where, self.names))
         if isinstance(item, dict):
-            for name, key in self.own_names(item).items():
-                array = np.asarray(item[key])
-                found |= _own_output(name, array, len(inputs), f"{where}: a batch's '{key}'")
+            place = f"{where}: a batch's"
+            found |= self.own_outputs(item, len(inputs), place, item.__getitem__)
         return found
 
     def labels(self, read: Callable[[], Fields], *, named: bool = False) -> Fields:
@@ -233,33 +242,37 @@ class _Further:
             found |= {} if key is None else {name: key}
         return found
 
-
-def _own_output(name: str, array: Array, count: int, where: str) -> Fields:
-    """The field of a user's own outputs."""
-    if array.dtype.kind not in "biuf" or not array.shape:
-        raise FeedError(
-            f"{where} contains {array.dtype.name} {array.shape}, not the outputs of a model",
-            hint="save the model's outputs for the inputs, one row per input",
-        )
-    if len(array) != count:
-        raise FeedError(
-            f"{where} contains outputs for {len(array)} inputs, but there are {count} inputs",
-            hint="save the model's outputs for these inputs, in their order",
-        )
-    return {name: array}
+    def own_outputs(
+        self, known: Iterable[str], count: int, where: str, read: Callable[[str], Any]
+    ) -> Fields:
+        """The fields of a user's own outputs for `count` inputs."""
+        found: Fields = {}
+        for name, key in self.own_names(known).items():
+            array = found[name] = np.asarray(read(key))
+            if array.dtype.kind not in "biuf" or not array.shape:
+                raise FeedError(
+                    f"{where} '{key}' contains {array.dtype.name} {array.shape}, not the outputs "
+                    "of a model",
+                    hint="save the model's outputs for the inputs, one row per input",
+                )
+            if len(array) != count:
+                raise FeedError(
+                    f"{where} '{key}' contains outputs for {len(array)} inputs, but there are "
+                    f"{count} inputs",
+                    hint="save the model's outputs for these inputs, in their order",
+                )
+        return found
 
 
 def _of_dict(arrays: Mapping[str, Any], request: _Further) -> Fields:
     """The inputs of a dict as one batch, with the requested labels and outputs."""
-    own = request.own_names(arrays)
-    others = {name: value for name, value in arrays.items() if name not in own.values()}
+    own = request.own_names(arrays).values()
+    others = {name: value for name, value in arrays.items() if name not in own}
     fields = fields_of(others, request.names, request.outputs)
-    kept = (*request.names, LABEL) if request.labelled else request.names
-    found = {name: x for name, x in fields.items() if name in kept}
-    for name, key in own.items():
-        array = np.asarray(arrays[key])
-        found |= _own_output(name, array, len(fields[request.names[0]]), f"the data: '{key}'")
-    return found
+    count = len(fields[request.names[0]])
+    if not request.labelled:
+        fields.pop(LABEL, None)
+    return fields | request.own_outputs(arrays, count, "the data:", arrays.__getitem__)
 
 
 def _file_batches(path: Path, request: _Further) -> Iterator[Fields]:
@@ -280,11 +293,9 @@ def _file_batches(path: Path, request: _Further) -> Iterator[Fields]:
             return {LABEL: checked}
 
         whole |= request.labels(labels, named=label in LABELS)
-        for name, key in request.own_names(npz_names(path)).items():
-            if key in (archive.inputs, label):
-                continue
-            where = f"{path}: array '{key}'"
-            whole |= _own_output(name, npz_array(path, key), header.shape[0], where)
+        known = [name for name in npz_names(path) if name not in (archive.inputs, label)]
+        place, read = f"{path}: array", partial(npz_array, path)
+        whole |= request.own_outputs(known, header.shape[0], place, read)
     for file in _files(path):
         start = 0
         for rows in _rows_in(file, first, others):
@@ -431,11 +442,9 @@ def _labels_of(item: object, inputs: Array, where: str, names: Sequence[str]) ->
 
 def _shard_inputs(fields: Fields, name: str, where: str) -> Array:
     """The field with the inputs called `name`: by name, or the only one with numbers."""
-    candidates = [name for name in fields if name not in (*LABEL_NAMES, IMAGE)]
-    if len(candidates) > 1:
-        candidates = [name for name in candidates if name != OUTPUT]
-    if name in fields or len(candidates) == 1:
-        return fields[name if name in fields else candidates[0]]
+    main = _main_name(fields, name, (*LABEL_NAMES, IMAGE))
+    if main is not None:
+        return fields[main]
     if IMAGE in fields:
         raise FeedError(
             f"{where} contains images, which only `bench` and `tune` read, with --pixels",
@@ -768,18 +777,14 @@ def _inputs_name(
 ) -> str:
     """The array with the inputs called `name` (see `Archive`); never one of `others`."""
     names = _names(archive)
-    if name in names:
-        return name
-    left = [name for name in names if name not in (*LABEL_NAMES, *others)]
-    if len(left) > 1:
-        left = [name for name in left if name != OUTPUT]
-    if len(left) != 1:
+    main = _main_name(names, name, (*LABEL_NAMES, *others))
+    if main is None:
         saved = ", ".join(f"{each}={each}" for each in (name, *others)) if others else f"{name}=x"
         raise FeedError(
             f"{path} contains {', '.join(names) or 'nothing'}, but no array '{name}'",
             hint=f"save the inputs as np.savez(path, {saved})",
         )
-    return left[0]
+    return main
 
 
 def _may_label(archive: zipfile.ZipFile, name: str) -> bool:

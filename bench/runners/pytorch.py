@@ -19,7 +19,7 @@ from ...errors import FeedError
 from ...exporter.inputs import Inputs, completed
 from ...exporter.model import OURS, Host, Model, TensorSpec
 from ...exporter.reference import all_outputs
-from ...graphs.layers.base import Algorithm, MoELayer, moe_layers, recorded_choices, sharing_weights
+from ...graphs.layers.base import Algorithm, moe_layers, recorded_choices, sharing_weights
 from ...graphs.layers.margins import routed_margins
 from ...graphs.layers.soft_moe import soft_moe_layers
 from ..measure.gpu_rates import device_ms
@@ -76,22 +76,16 @@ class PyTorch(Runner):
         """Returns the outputs of `infer`, and the experts [b, k] of each layer with k < n."""
         with recorded_choices(self.module) as choices, routed_margins(self.module) as margins:
             y = self.infer(x, output)
-        layers = moe_layers(self.module)
-        specs = {n: layer.spec for n, layer in layers.items() if chooses(layer)}
-        chosen = {name: choices[name].chosen.numpy() for name in specs if name in choices}
-        chosen = {
-            name: s
-            for name, s in chosen.items()
-            if s.shape[1] < specs[name].experts or specs[name].drops
-        }
+        chosen: dict[str, Array] = {}
+        for name, layer in moe_layers(self.module).items():
+            spec = layer.spec
+            if name in choices and (spec.chooses_sets or spec.flat):
+                experts = choices[name].chosen.numpy()
+                if experts.shape[1] < spec.experts or spec.drops:
+                    chosen[name] = experts
         # If experts choose tokens, the margin is that of the token's least certain expert.
         least = {n: m.reshape(len(m), -1).amin(dim=1).numpy() for n, m in margins.items()}
         return Expected(y, chosen, least)
-
-
-def chooses(layer: MoELayer) -> bool:
-    """Returns whether a layer chooses sets of experts, for each input or for each token."""
-    return layer.spec.chooses_sets or layer.spec.flat
 
 
 class PyTorchInHalf(PyTorch):
