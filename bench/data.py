@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..common.locations import AnyPlace, local
+from ..data.arrays import LABEL_NAMES, label_names, npz_archive, npz_array, npz_names
 from ..data.batches import (
     IMAGE,
     LABEL,
@@ -25,20 +26,7 @@ from ..data.batches import (
     joined,
     rebatched_pairs,
 )
-from ..data.feeds import (
-    LABEL_NAMES,
-    check_classes,
-    checked_labels,
-    fields_of,
-    in_memory,
-    label_names,
-    labelled_batches,
-    named_batches,
-    npy_array,
-    npz_archive,
-    npz_array,
-    npz_names,
-)
+from ..data.feeds import check_classes, checked_labels, fields_of, in_memory, named_batches
 from ..data.pixels import SCALES, UNKNOWN, Pixels, check_pixels
 from ..data.shards import IMAGES, shard_batches, shards_of
 from ..data.user_code import names_code
@@ -63,7 +51,7 @@ InputsAndLabels = tuple[Inputs, Labels | None]
 class LabelledData:
     """Inputs [samples, ...] and their labels, without which accuracy is unknown.
 
-    `beside` has a model's further inputs by name. `output` is the index of the output that the
+    `others` has a model's other inputs by name. `output` is the index of the output that the
     labels belong to.
     """
 
@@ -71,7 +59,7 @@ class LabelledData:
     labels: Labels | None
     input_name: str = "input"
     label_name: str | None = None
-    beside: Mapping[str, Array] = field(default_factory=dict)
+    others: Mapping[str, Array] = field(default_factory=dict)
     output: int = 0
     skipped: int = 0
     """The number of earlier samples that were left out (`after`)."""
@@ -91,7 +79,7 @@ class LabelledData:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of inputs and labels: a sweep only continues with the same data."""
-        return fingerprint(self.inputs, self.labels, *self.beside.values())
+        return fingerprint(self.inputs, self.labels, *self.others.values())
 
     def head(self, count: int) -> LabelledData:
         """Returns the first `count` samples, or all if there are fewer."""
@@ -106,7 +94,7 @@ class LabelledData:
             self,
             inputs=self.inputs[start:end],
             labels=None if self.labels is None else self.labels[start:end],
-            beside={name: array[start:end] for name, array in self.beside.items()},
+            others={name: array[start:end] for name, array in self.others.items()},
             skipped=self.skipped + start,
         )
 
@@ -127,15 +115,15 @@ class LabelledData:
 
     def _rows(self, rows: slice | Array) -> Inputs:
         main = np.ascontiguousarray(self.inputs[rows])
-        if not self.beside:
+        if not self.others:
             return main
-        beside = {name: np.ascontiguousarray(array[rows]) for name, array in self.beside.items()}
-        return {self.input_name: main, **beside}
+        others = {name: np.ascontiguousarray(array[rows]) for name, array in self.others.items()}
+        return {self.input_name: main, **others}
 
     @property
     def feed(self) -> Feed:
         """The inputs as a feed; several inputs by name."""
-        return [{self.input_name: self.inputs, **self.beside}] if self.beside else self.inputs
+        return [{self.input_name: self.inputs, **self.others}] if self.others else self.inputs
 
     def check_classes(self, classes: int) -> None:
         """Raises FeedError unless every label is a class of a model with `classes` outputs."""
@@ -302,7 +290,7 @@ def _whole(data: Path | Mapping[str, Array], model: Model) -> LabelledData:
         labels=labels,
         input_name=names[0],
         label_name=label,
-        beside=inputs,
+        others=inputs,
         output=_labelled_output(label, outputs),
     )
 
@@ -351,7 +339,7 @@ def several_inputs(
     name = model.input.name
     if data is None:
         arrays = random_arrays(model, count, {**SIZES, **sizes})
-        return LabelledData(arrays.pop(name), None, name, beside=arrays)
+        return LabelledData(arrays.pop(name), None, name, others=arrays)
     if isinstance(data, np.ndarray):
         return _whole({name: data}, model)
     path = local(data)
@@ -427,8 +415,8 @@ def _from_first_batch(
 
 def _pairs(where: str, name: str, outputs: Sequence[str] = ()) -> Iterator[LabelledBatch]:
     """Yields the inputs called `name`, with floats as FP32, and their labels."""
-    for inputs, labels in labelled_batches(where, name, outputs):
-        yield _finite(inputs, name, where), labels
+    for batch in named_batches(where, [name], labelled=True, outputs=outputs):
+        yield _finite(batch[name], name, where), batch.get(LABEL)
 
 
 def _image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed:
@@ -478,7 +466,7 @@ def _image_shards(
     scale = _image_scale(f"{where} contains images", spec, pixels)
 
     def pairs() -> Iterator[LabelledBatch]:
-        for place, fields in shard_batches(shards, npy_array):
+        for place, fields in shard_batches(shards):
             if IMAGE not in fields:
                 raise FeedError(f"{place} has a sample without an image", hint="leave --pixels out")
             files = ((io.BytesIO(data), f"{place}: an image") for data in fields[IMAGE])

@@ -28,7 +28,7 @@ from .graph_hash import graph_hash
 from .journal import Journal
 from .measure.latency import Scheduled, group_batches, measure_group, parts_of
 from .measure.memory import PeakMemory, measure_memories, worker_count
-from .measure.roofline import Limit, Limits, Rates, not_held
+from .measure.roofline import Limit, Limits, Rates, why_below_limit
 from .measure.sequences import phase_inputs
 from .plan import Candidate, Case, TimingGroup
 from .request import BenchRequest
@@ -151,7 +151,7 @@ class Measurement:
 
     def _all_limits(self, x: Inputs, cases: Collection[Case]) -> dict[str, Limits]:
         """Returns the `Limits` of rows: those of the model, and of edited bundles by name."""
-        bundles = {own.name: own for own in self.candidate.of_own_function}
+        bundles = {own.name: own for own in self.candidate.distinct_bundles}
         every = {"": self.candidate} | bundles
         return {name: Limits(own, x, cases) for name, own in every.items()}
 
@@ -263,7 +263,7 @@ class Measurement:
                 limit = limits.get(case.bundle or "", limit_of).of(case, graph, group.batch, rates)
                 label = case.label
                 took = measured.device.get(label) or measured.latencies.get(label)
-                reason = None if took is None else not_held(limit, took.median, rates)
+                reason = None if took is None else why_below_limit(limit, took.median, rates)
                 by_case[case] = limit if reason is None else replace(limit, reason=reason)
         return by_case
 

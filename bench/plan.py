@@ -117,25 +117,25 @@ class Candidate:
 
     def of(self, case: Case) -> Candidate:
         """Returns the candidate with a case's model and k: a bundle of an edited model, or all."""
-        return next((own for own in self.of_own_function if own.name == case.bundle), self)
+        return next((own for own in self.distinct_bundles if own.name == case.bundle), self)
 
     @property
-    def of_own_function(self) -> tuple[Candidate, ...]:
+    def distinct_bundles(self) -> tuple[Candidate, ...]:
         """The bundles of edited models, or with different k by layer."""
-        return tuple(own for own in self.bundles if own._own_function(self))
+        return tuple(own for own in self.bundles if own._is_distinct(self))
 
     @property
     def each(self) -> tuple[Candidate, ...]:
         """The bundles one by one, or the candidate itself if it is one."""
         return self.bundles or (self,)
 
-    def _own_function(self, beside: Candidate) -> bool:
-        kept = self.k_by_layer(max(self.ks, default=self.experts))
+    def _is_distinct(self, whole: Candidate) -> bool:
+        ks = self.k_by_layer(max(self.ks, default=self.experts))
         layers = self.model.layers
         # A layer of fewer experts keeps all of them.
-        chosen = {k for name, k in kept.items() if k < layers[name].spec.experts}
-        uneven = bool(chosen) and chosen != {max(kept.values())}
-        return bool(self.model.edits) or uneven or self.renormalize != beside.renormalize
+        chosen = {k for name, k in ks.items() if k < layers[name].spec.experts}
+        uneven = bool(chosen) and chosen != {max(ks.values())}
+        return bool(self.model.edits) or uneven or self.renormalize != whole.renormalize
 
     def by_levels(self, k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the experts of each level of a hierarchy, and how many of them a k keeps.
@@ -181,12 +181,12 @@ class Candidate:
         itself, or for layers that choose no sets. Raises UsageError for two graphs with identical
         rows.
         """
-        own_functions = {own.name: own for own in self.of_own_function}
+        distinct = {own.name: own for own in self.distinct_bundles}
         cases: dict[Case, GraphSource | None] = {}
         for kind in KINDS.values():
             if isinstance(kind, ModelEngine) and kind.name in (PYTORCH_EAGER, *self.engines):
                 cases |= dict.fromkeys(self._run_by(kind))
-                for name, own in own_functions.items() if not kind.untouched else ():
+                for name, own in distinct.items() if not kind.untouched else ():
                     for case in own._run_by(kind):
                         cases[replace(case, model=self.name, bundle=name, apart=True)] = None
         for graph in self.graphs:
@@ -194,7 +194,7 @@ class Candidate:
                 model=self.name,
                 engine=graph.engine,
                 k=graph.k,
-                experts=own_functions.get(graph.bundle or "", self).experts,
+                experts=distinct.get(graph.bundle or "", self).experts,
                 provider=graph.provider,
                 precision=graph.precision,
                 lowering=graph.lowering or None,
@@ -214,8 +214,8 @@ class Candidate:
         """Returns each layer's k, of which `k` is the largest; empty if all layers have it."""
         if k in self.routed:
             return whole_k(self.routed[k])
-        apart = {own.name for own in self.of_own_function}
-        graphs = (graph for graph in self.graphs if graph.bundle not in apart)
+        distinct = {own.name for own in self.distinct_bundles}
+        graphs = (graph for graph in self.graphs if graph.bundle not in distinct)
         return next((dict(graph.k_by_layer) for graph in graphs if graph.k == k), {})
 
     def _run_by(self, kind: ModelEngine) -> list[Case]:

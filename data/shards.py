@@ -7,7 +7,7 @@ A feed names shards by one file, a folder of them, or a range in WebDataset's no
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +18,7 @@ from ..common.documents import read_document
 from ..common.files import allowed_bytes
 from ..common.locations import AnyPlace, holds, local, path_of, url_of
 from ..errors import FeedError, MissingExtraError, install
+from .arrays import npy_array
 from .batches import IMAGE, INPUT, LABEL, Array, Fields
 
 TAR, PARQUET = ".tar", ".parquet"
@@ -64,13 +65,10 @@ def shards_of(where: object) -> list[AnyPlace] | None:
     return [*files] or None
 
 
-def shard_batches(
-    shards: Sequence[AnyPlace], array_of: Callable[[bytes, str], Array]
-) -> Iterator[tuple[str, Fields]]:
+def shard_batches(shards: Sequence[AnyPlace]) -> Iterator[tuple[str, Fields]]:
     """Yields the batches of all shards in order, each with the name of its file.
 
-    `array_of` reads the bytes of an `.npy`. Raises `FeedError` naming a shard that is missing,
-    truncated or of another kind.
+    Raises `FeedError` naming a shard that is missing, truncated or of another kind.
     """
     check_shards(shards)
     sizes: dict[str, dict[str, int]] = {}
@@ -78,7 +76,7 @@ def shard_batches(
         path, name = local(shard), str(shard)
         if not path.is_file():
             raise _no_such_shard(name, shards)
-        read = _parquet(path, name) if path.suffix == PARQUET else _tar(path, name, array_of)
+        read = _parquet(path, name) if path.suffix == PARQUET else _tar(path, name)
         samples = 0
         for fields in read:
             samples += len(next(iter(fields.values()), ()))
@@ -159,10 +157,10 @@ def _no_such_shard(name: str, shards: Sequence[AnyPlace]) -> FeedError:
     return FeedError(f"{name}: no such file{more}", hint="copy the shard there")
 
 
-def _tar(path: Path, name: str, array_of: Callable[[bytes, str], Array]) -> Iterator[Fields]:
+def _tar(path: Path, name: str) -> Iterator[Fields]:
     """The samples of a WebDataset: files with the same name up to its first dot are one sample."""
     batch: list[dict[str, Any]] = []
-    for sample in _samples(path, name, array_of):
+    for sample in _samples(path, name):
         if batch and (len(batch) == SHARD_BATCH or not _alike(batch[0], sample)):
             yield _stacked(batch)
             batch = []
@@ -171,9 +169,7 @@ def _tar(path: Path, name: str, array_of: Callable[[bytes, str], Array]) -> Iter
         yield _stacked(batch)
 
 
-def _samples(
-    path: Path, name: str, array_of: Callable[[bytes, str], Array]
-) -> Iterator[dict[str, Any]]:
+def _samples(path: Path, name: str) -> Iterator[dict[str, Any]]:
     import tarfile  # for tar files only
 
     from .tar import tar_files
@@ -188,16 +184,14 @@ def _samples(
                     yield sample
                     sample = {}
                 key = f"{folder}/{stem}"
-                sample |= _field(ending.lower(), content, f"{name}: {member}", array_of)
+                sample |= _field(ending.lower(), content, f"{name}: {member}")
     except (tarfile.TarError, OSError, ValueError, RecursionError) as error:
         raise FeedError(f"{name}: not a complete tar file: {error}", hint=DAMAGED) from error
     if sample:
         yield sample
 
 
-def _field(
-    ending: str, content: IO[bytes], where: str, array_of: Callable[[bytes, str], Array]
-) -> dict[str, Any]:
+def _field(ending: str, content: IO[bytes], where: str) -> dict[str, Any]:
     """The field of a sample's file, by its suffix; other files are not read."""
     if f".{ending}" in IMAGES:
         return {IMAGE: content.read()}
@@ -208,7 +202,7 @@ def _field(
         return {LABEL: int(label)}
     if f".{ending}".endswith(".npy"):
         name = ending.removesuffix("npy").rstrip(".") or INPUT
-        return {name: array_of(content.read(), where)}
+        return {name: npy_array(content.read(), where)}
     return {}
 
 

@@ -263,8 +263,8 @@ def layer_parts(
         yield RooflineStep(spec.name, rest_macs + experts_macs, moved + weights, arithmetic)
         return
     quantized = spec.quantized_bytes(active)
-    beside = weights - share * quantized
-    yield RooflineStep(f"{spec.name}/routing", rest_macs, moved + beside)
+    unquantized = weights - share * quantized
+    yield RooflineStep(f"{spec.name}/routing", rest_macs, moved + unquantized)
     narrow = quantized / FP32_BYTES if int8_experts else share * quantized
     experts_in: Arithmetic = "int8" if int8_experts else arithmetic
     yield RooflineStep(f"{spec.name}/experts", experts_macs, narrow, experts_in)
@@ -473,7 +473,7 @@ class Limits:
         return Limit(work, limit_ms(parts, rates.of(work.bytes)))
 
 
-def not_held(limit: Limit, median_ms: float, rates: Rates | str) -> str | None:
+def why_below_limit(limit: Limit, median_ms: float, rates: Rates | str) -> str | None:
     """Returns why a row took less than the limit; None if it did not."""
     if limit.work is None or limit.limit_ms is None or median_ms >= limit.limit_ms:
         return None

@@ -230,7 +230,7 @@ def _description(results: Results, section: Section, row: Row) -> dict[str, Any]
         "waited": section.waited if section.disturbed else None,
         "gain": section.gain(row),
         "told": base is row or speeds_differ(base, row),
-        "shown": section.shown(row),
+        "shown": section.proven(row),
         "samples": row.samples,
         "full_k": section.full_k,
         "sizes": row.sizes,

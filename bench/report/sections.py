@@ -76,7 +76,7 @@ def _side_by_side(results: Results) -> SectionContent | None:
 
 def _retention(section: Section, row: Row) -> str:
     """Returns a row's retention, and the lower end of its interval."""
-    low = section.shown(row)
+    low = section.proven(row)
     if row.kept is None or low is None:
         return "–"
     kept = percent(row.kept)

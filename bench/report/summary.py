@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...common.latency import differs
 from ..engines import PYTORCH_EAGER, PYTORCH_STACKED, titles
 from ..metrics import inputs_needed
-from ..results import DISTURBED, Results, Row
+from ..results import DISTURBED, Accuracy, Perplexity, Regression, Results, Row
 from .content import RowDecision, decision_of
 
 KEPT = 0.99
@@ -19,7 +19,7 @@ KEPT = 0.99
 DISAGREE = 0.5
 """Nothing is concluded from times whose rounds differ by more than this share of their median."""
 
-R2 = "R²"  # the metric of a regression
+METRICS = {Accuracy: "accuracy", Regression: "R²", Perplexity: "perplexity"}
 
 UNTOUCHED = "PyTorch, untouched"  # the name of the reference in tables and charts
 GPU_MS = "GPU ms"  # the heading of the times by CUDA events, in every table that has them
@@ -88,11 +88,8 @@ class Section:
     @property
     def quality(self) -> str | None:
         """The metric of the models: accuracy, perplexity or R²; None without labels."""
-        if any(row.accuracy is not None for row in self.all_rows):
-            return "accuracy"
-        if any(row.regression is not None for row in self.all_rows):
-            return R2
-        return "perplexity" if any(row.perplexity is not None for row in self.all_rows) else None
+        kinds = {type(row.quality) for row in self.all_rows}
+        return next((name for kind, name in METRICS.items() if kind in kinds), None)
 
     def base(self, row: Row) -> Row | None:
         """Returns the untouched model to compare a row's speed with: on its device, if measured."""
@@ -147,13 +144,13 @@ class Section:
         """Returns how many times faster a row is than all experts in its runtime."""
         return self.ratio(self.all_experts(row), row)
 
-    def shown(self, row: Row) -> float | None:
+    def proven(self, row: Row) -> float | None:
         """Returns the lower end of a row's retention (`shown`)."""
-        return shown(row, self.full_k)
+        return proven_retention(row, self.full_k)
 
     def missing(self, row: Row) -> float:
         """Returns how many more inputs would prove that a row keeps enough; 0 if it is proven."""
-        kept, low = row.kept, self.shown(row)
+        kept, low = row.kept, self.proven(row)
         if kept is None or low is None or low >= self.keep:
             return 0
         seen, _ = row.samples
@@ -171,7 +168,7 @@ class Section:
         return f"Not proven: about {_rounded(math.ceil(more)):,} more {unit} needed"
 
 
-def shown(row: Row, full_k: int) -> float | None:
+def proven_retention(row: Row, full_k: int) -> float | None:
     """Returns the retention that a row is proven to reach: the lower end of its interval.
 
     All experts in FP32 are the trained model: parity proves this without statistics.
@@ -306,7 +303,7 @@ def _contenders(section: Section) -> list[Row]:
     judged = [row for row in timed if row.kept is not None]
     if not judged:
         return timed
-    shown = [row for row in judged if (section.shown(row) or 0.0) >= section.keep]
+    shown = [row for row in judged if (section.proven(row) or 0.0) >= section.keep]
     bar = min(section.keep, max(row.kept or 0.0 for row in judged))
     return shown or [row for row in judged if (row.kept or 0.0) >= bar]
 
@@ -386,7 +383,7 @@ def _other_rows(section: Section, row: Row) -> str:
 def _by_accuracy(section: Section, rows: Sequence[Row]) -> str:
     """Returns the verdict on a smaller k without times."""
     fewer, keep = [row for row in rows if row.k < section.full_k], section.keep
-    enough = [row for row in fewer if (section.shown(row) or 0.0) >= keep]
+    enough = [row for row in fewer if (section.proven(row) or 0.0) >= keep]
     if enough:
         least = min(enough, key=lambda row: row.k)
         of = f"k = {least.k_of_n(' of ')}"
@@ -450,7 +447,7 @@ def keeps(section: Section, row: Row) -> str:
     if row is section.chosen and section.decision is not None and section.decision.keeps:
         return section.decision.keeps
     metric = section.quality or "accuracy"
-    return "" if row.kept is None else kept_text(row.kept, section.shown(row), metric)
+    return "" if row.kept is None else kept_text(row.kept, section.proven(row), metric)
 
 
 def kept_text(kept: float, low: float | None, metric: str) -> str:

@@ -79,7 +79,7 @@ def _device_heading(results: Results) -> tuple[str, ...]:
 
 
 def _cells(section: Section, row: Row, devices: int) -> tuple[str, ...]:
-    speedup, low = section.speedup(row), section.shown(row)
+    speedup, low = section.speedup(row), section.proven(row)
     quality = _number(row.accuracy and row.accuracy.top1, ".1%")
     if row.perplexity is not None and row.accuracy is None:
         quality = f"{row.perplexity.value:.3f}"
@@ -142,8 +142,8 @@ def to_markdown(
         rows = [_markdown_cells(row, section.speedup(row), len(device)) for row in here]
         rows = [(*map(markdown_text, row), *[""] * (len(header) - len(row))) for row in rows]
         lines += [markdown(header, rows, words=1), ""]
-    for beside, content in contents(results, comparison, runs):
-        lines += [f"## {beside.title}", "", *_section_lines(content)]
+    for shown, content in contents(results, comparison, runs):
+        lines += [f"## {shown.title}", "", *_section_lines(content)]
     if results.disturbance:
         lines += [f"> {markdown_text(results.disturbance)}", ""]
     lines += ["## How it was measured", ""]

@@ -39,7 +39,7 @@ from .exported import (
     largest_k,
     model_name,
     rounded_linears,
-    told_apart,
+    with_distinct_lowerings,
 )
 from .models import loaded_again
 from .other_exporters import with_other_exporters
@@ -77,7 +77,7 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
         bundle=BundleInfo(name, str(bundle.path), takes_k),
         model=model,
         ks=tuple(ks),
-        graphs=tuple(replace(graph, bundle=name) for graph in told_apart(graphs)),
+        graphs=tuple(replace(graph, bundle=name) for graph in with_distinct_lowerings(graphs)),
         renormalize=record.renormalize,
         engines=request.engines,
         routed={largest_k(baked): job} if another else {},
@@ -351,8 +351,8 @@ def joined(bundles: Sequence[Candidate], model: Model, name: str | None = None) 
         only_batch=known[0].only_batch if known else None,
         bundles=tuple(bundles),
     )
-    own_functions = {own.name for own in whole.of_own_function}
-    alike = [own for own in bundles if own.name not in own_functions]
+    distinct = {own.name for own in whole.distinct_bundles}
+    alike = [own for own in bundles if own.name not in distinct]
     graphs = [graph for own in bundles for graph in own.graphs]
     rows = Counter(graph.row for graph in graphs)
     return replace(
@@ -360,7 +360,7 @@ def joined(bundles: Sequence[Candidate], model: Model, name: str | None = None) 
         ks=tuple(sorted({k for own in alike for k in own.ks}, reverse=True)),
         routed={k: job for own in alike for k, job in own.routed.items()},
         graphs=tuple(
-            replace(graph, apart=rows[graph.row] > 1 or graph.bundle in own_functions)
+            replace(graph, apart=rows[graph.row] > 1 or graph.bundle in distinct)
             for graph in graphs
         ),
     )

@@ -116,7 +116,7 @@ def exported(
             name=name or model_name(model.source.path),
             model=model,
             ks=tuple(sorted(set(ks), reverse=True)),
-            graphs=told_apart(graphs),
+            graphs=with_distinct_lowerings(graphs),
             renormalize=request.renormalize,
             engines=request.engines,
             routed=routed,
@@ -472,7 +472,7 @@ def _exactly(size: int) -> AxisRange:
     return AxisRange(size, size, size)
 
 
-def told_apart(sources: Sequence[GraphSource]) -> tuple[GraphSource, ...]:
+def with_distinct_lowerings(sources: Sequence[GraphSource]) -> tuple[GraphSource, ...]:
     """Adds the batch to the names of graphs with equal lowerings in different layers."""
     named: list[GraphSource] = []
     for source in sources:

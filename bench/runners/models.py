@@ -93,7 +93,7 @@ def loaded_again(source: str, request: LoadRequest) -> Model:
 
 def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, Loader]:
     """Returns the cases of a candidate with their loaders."""
-    places = {id(own): _places(own.model) for own in (candidate, *candidate.of_own_function)}
+    places = {id(own): _places(own.model) for own in (candidate, *candidate.distinct_bundles)}
     opening: dict[Case, Loader] = {}
     for case, graph in candidate.cases.items():
         own = candidate.of(case)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ...common.locations import local
+from ...data.arrays import npz_archive, npz_names
 from ...data.batches import (
     IGNORED,
     IMAGE,
@@ -25,7 +26,7 @@ from ...data.batches import (
     rebatched,
     row_count,
 )
-from ...data.feeds import named_batches, npy_array, npz_archive, npz_names
+from ...data.feeds import named_batches
 from ...data.shards import shard_batches, shards_of
 from ...errors import FeedError
 from ..inputs import Ports, fitted_arrays
@@ -219,7 +220,7 @@ def of_images(data: Feed) -> bool:
         return False
     shards = shards_of(data)
     if shards is not None:
-        return any(IMAGE in fields for _, fields in islice(shard_batches(shards, npy_array), 1))
+        return any(IMAGE in fields for _, fields in islice(shard_batches(shards), 1))
     path = local(data)
     if path.is_dir():
         return not any(path.glob("*.npy"))
