@@ -69,7 +69,6 @@ class LabelledData:
 
     @property
     def samples(self) -> int:
-        """The number of samples."""
         return len(self)
 
     @property
@@ -207,7 +206,6 @@ class Streamed:
         return replace(self, pairs=pairs, samples=samples, skipped=self.skipped + count)
 
     def head(self, count: int) -> LabelledData:
-        """Returns the first `count` samples, or all if there are fewer."""
         for inputs, labels in self.stream(count, count):
             x = first_of(inputs)
             return LabelledData(
@@ -216,7 +214,6 @@ class Streamed:
         raise FeedError("the data contain no samples", hint="give at least one input")
 
     def stream(self, size: int, limit: int | None = None) -> Iterator[InputsAndLabels]:
-        """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
         return rebatched_pairs(self.pairs(), size, limit)
 
 

@@ -57,7 +57,6 @@ class Diagnosis:
     plugins: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the diagnosis as plain data."""
         return asdict(self)
 
 

@@ -294,7 +294,6 @@ _EXPERTS_FORM = ModelEngine(
 
 
 def _tensorrt_engine(backend: Target, title: str, extra: str) -> GraphEngine:
-    """Returns the engine for the graphs that a TensorRT compiles."""
     return GraphEngine(
         name=backend,
         title=title,

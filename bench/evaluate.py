@@ -283,7 +283,6 @@ class _Evaluator:
     def after(
         self, state: EvaluationState, inputs: Inputs, labels: Labels | None
     ) -> EvaluationState:
-        """Returns the state after another batch."""
         x = np.ascontiguousarray(inputs) if isinstance(inputs, np.ndarray) else inputs
         main, dense = first_of(x), self.untouched_outputs(x)
         ids = main if main.dtype.kind in "iu" and main.ndim == 2 else None

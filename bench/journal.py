@@ -52,7 +52,6 @@ class Journal:
 
     @property
     def resumed(self) -> int:
-        """The number of pieces from an earlier run."""
         return len(self._entries)
 
     @property

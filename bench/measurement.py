@@ -142,7 +142,6 @@ class Measurement:
         return rows
 
     def _graph_hash(self, file: Path | None) -> str | None:
-        """Returns the hash of a graph's file; None if there is no file."""
         if file is None or not file.is_file():
             return None
         if file not in self._hashes:

@@ -170,7 +170,6 @@ class Candidate:
 
     @property
     def weights_bytes(self) -> int:
-        """The bytes of the model's parameters."""
         return sum(p.nbytes for p in self.model.module.parameters())
 
     @property

@@ -252,7 +252,6 @@ class BenchRequest(LoadRequest):
 
     @property
     def protocol(self) -> Protocol:
-        """The protocol of latency measurements."""
         from ..common.timing import Protocol
 
         return Protocol(
@@ -271,7 +270,6 @@ class BenchRequest(LoadRequest):
 
     @property
     def folder(self) -> Path | None:
-        """The folder for results."""
         return None if self.out is None else Path(self.out)
 
 

@@ -268,7 +268,6 @@ class Row:
 
     @property
     def kept_interval(self) -> Interval | None:
-        """The 95% confidence interval of `kept`."""
         return None if self.quality is None else self.quality.retention_interval
 
     @property

@@ -529,7 +529,6 @@ class FeedHash:
             own.update(array)
 
     def hexdigest(self) -> str:
-        """The SHA-256 of everything so far, as hex digits."""
         whole = self._hash.copy()
         for own in self._others:
             whole.update(own.hexdigest().encode())

@@ -81,7 +81,6 @@ class PairedScores(Sums):
 
     @classmethod
     def of(cls, own: Array, base: Array) -> PairedScores:
-        """Returns sums over the scores [b] of two models."""
         sums = (own.sum(), base.sum(), own @ own, base @ base, own @ base)
         return cls(len(own), *map(float, sums))
 
@@ -117,7 +116,6 @@ class Moments:
 
     @staticmethod
     def of(numbers: Array) -> Moments:
-        """Returns the moments of numbers [b, o]."""
         mean = numbers.mean(axis=0, dtype=np.float64)
         squares = ((numbers - mean) ** 2).sum(axis=0)
         return Moments(len(numbers), tuple(mean.tolist()), tuple(squares.tolist()))

@@ -44,11 +44,9 @@ class Probe(timing.TimedCall):
         self._call, self._device = call, device
 
     def __call__(self, _: int) -> object:
-        """Makes the call and waits for it."""
         return self._call() if self._device is None else device_ms(self._call, self._device)
 
     def device_ms(self, _: int) -> float | None:
-        """Makes the call; returns the time on the device."""
         return None if self._device is None else device_ms(self._call, self._device)
 
 

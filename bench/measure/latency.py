@@ -45,7 +45,6 @@ class TimedRunner(timing.TimedCall):
         self.reopens = self._open is not None
 
     def __call__(self, index: int) -> object:
-        """Runs one of the batches."""
         if not self._calls:
             runner = self._opened()
             self._calls = [runner.bound(batch) for batch in self._batches]
@@ -54,7 +53,6 @@ class TimedRunner(timing.TimedCall):
         return self._calls[index % len(self._calls)]()
 
     def device_ms(self, index: int) -> float | None:
-        """Runs one of the batches and returns its time on the device; None if unknown."""
         return self._opened().device_ms(self._batches[index % len(self._batches)])
 
     def rest(self) -> None:
@@ -161,7 +159,6 @@ class Event:
     thread: int
 
     def within(self, outer: Event) -> bool:
-        """Returns whether the span is within another one."""
         return self.thread == outer.thread and outer.start <= self.start and self.end <= outer.end
 
 

@@ -216,7 +216,6 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's i
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Runs an operator and records its reads."""
         result = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
         counted = func._overloadpacket in flop_registry

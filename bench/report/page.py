@@ -349,7 +349,6 @@ def _values_of(words: Sequence[str], option: str) -> list[str]:
 
 
 def _environment(results: Results) -> Iterator[tuple[str, str]]:
-    """Yields the machine and the versions as names and values."""
     for name, value in results.environment.items():
         if name == "packages" and isinstance(value, dict):
             yield from ((str(package), str(version)) for package, version in value.items())

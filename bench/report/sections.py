@@ -41,7 +41,6 @@ SIDE_BY_SIDE = (
 
 
 def _side_by_side(results: Results) -> SectionContent | None:
-    """Returns the answer for every model, if there are several."""
     shown = sections(results)
     if len({section.model for section in shown}) < 2:
         return None
@@ -170,7 +169,6 @@ def _parity(results: Results) -> SectionContent:
 
 
 def _changes(comparison: ResultsComparison | None) -> SectionContent | None:
-    """Returns the changes since an earlier file."""
     if comparison is None:
         return None
     heads = ("Engine", "k", "Before, ms", "Now, ms", "Change", "Kept before", "Kept now")
@@ -198,7 +196,6 @@ def _change(change: Change) -> tuple[Cell, ...]:
 
 
 def _runs(results: Results, runs: Sequence[NamedRun]) -> SectionContent | None:
-    """Returns the answers of several runs."""
     if not runs:
         return None
     table = TableContent("", HEADS, answers(results, runs))

@@ -82,7 +82,6 @@ class Section:
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """Every k that was measured, ascending."""
         return tuple(sorted({row.k for row in self.rows}))
 
     @property
@@ -141,7 +140,6 @@ class Section:
         return min(whole, key=_median, default=None)
 
     def gain(self, row: Row) -> float | None:
-        """Returns how many times faster a row is than all experts in its runtime."""
         return self.ratio(self.all_experts(row), row)
 
     def proven(self, row: Row) -> float | None:

@@ -274,7 +274,6 @@ def with_sources(sources: Sequence[Model | Bundle]) -> list[tuple[Model, list[Bu
 
 
 def _model_key(sha256: str, config: Mapping[str, Any]) -> str:
-    """Returns the key of a model: its weights and settings."""
     return json.dumps([sha256, config], sort_keys=True, default=str)
 
 

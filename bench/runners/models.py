@@ -47,7 +47,6 @@ class TorchLoader(Loader):
     k: Mapping[str, int] = field(default_factory=dict)
 
     def __call__(self) -> Runner:
-        """Returns the model as its engine runs it, on the CPU or a GPU."""
         kind = engine_of(self.case.engine, self.case.provider)
         if not isinstance(kind, ModelEngine):
             raise UsageError(f"{self.case.engine} does not run PyTorch models")

@@ -61,7 +61,6 @@ class PyTorch(Runner):
         return [y.numpy() for y in all_outputs(self.module(*self.tensors(x)))]
 
     def tensors(self, x: Inputs) -> list[Tensor]:
-        """Returns the module's inputs as tensors."""
         arrays = completed(x, self.ports).values() if self.ports else [first_of(x)]
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
 
@@ -140,7 +139,6 @@ class PyTorchOnGpu(PyTorch):
 
     @torch.inference_mode()
     def device_ms(self, x: Inputs) -> float:
-        """Returns the GPU's time for inputs [b, …], between two events, without copies."""
         with torch.cuda.stream(self._stream):
             inputs = self.tensors(x)
             return device_ms(lambda: self.module(*inputs))
