@@ -156,8 +156,8 @@ def _algorithm_2(run: ModelRun) -> Runner:
     from .runners.pytorch import runner_on, with_algorithm_1
 
     k = run.k_by_layer or run.k
-    kept = with_algorithm_1(run.model, k, "selected", renormalize=run.renormalize)
-    return runner_on(run.provider)(kept.module)
+    looped = with_algorithm_1(run.model, k, "selected", renormalize=run.renormalize)
+    return runner_on(run.provider)(looped.module)
 
 
 def _experts(form: str, run: ModelRun) -> Runner:

@@ -92,9 +92,9 @@ def wrong(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None
 
 @dataclass(frozen=True, slots=True)
 class EvaluationState:
-    """The state of an evaluation: samples seen, sums of the unmodified model and of all cases."""
+    """The state of an evaluation: its samples, sums of the unmodified model and of all cases."""
 
-    seen: int = 0
+    samples: int = 0
     untouched: QualitySums = field(default_factory=QualitySums)
     sums: dict[str, QualitySums] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class EvaluationState:
         `routing` is None if there is nothing to compare: in PyTorch, or if all experts are kept.
         """
         sums, base = self.sums[case.label], self.untouched
-        by_class = sums.top_k.accuracy(base.top_k) if sums.top_k.seen else None
+        by_class = sums.top_k.accuracy(base.top_k) if sums.top_k.samples else None
         return {
             "accuracy": by_class or sums.answers.accuracy(base.answers),
             "regression": sums.answers.regression(),
@@ -121,7 +121,7 @@ class EvaluationState:
         for label, more in later.sums.items():
             sums[label] = sums.get(label, QualitySums()) + more
         return EvaluationState(
-            self.seen + later.seen,
+            self.samples + later.samples,
             self.untouched + later.untouched,
             sums,
             later.failures | self.failures,
@@ -159,11 +159,11 @@ def evaluate(
             f" of {total - total % only} inputs: {total % only} more do not fill a batch of {only}"
         )
     progress.step(what, total=total or limit)
-    progress.advance(state.seen)
+    progress.advance(state.samples)
     done, saved = 0, time.monotonic()
     for size, after in batches:
         done += size
-        if done <= state.seen:
+        if done <= state.samples:
             continue
         state = after(state)
         progress.advance(size)
@@ -287,7 +287,7 @@ class _Evaluator:
         main, dense = first_of(x), self.untouched_outputs(x)
         ids = main if main.dtype.kind in "iu" and main.ndim == 2 else None
         if labels is not None and labels.ndim == 1 and per_output(dense, labels) is None:
-            check_classes(labels, dense.shape[-1], "the data", first=state.seen)
+            check_classes(labels, dense.shape[-1], "the data", first=state.samples)
         base_scores = self._scores(dense, ids, labels)
         expected: dict[ReferenceKey | None, Expected] = {
             key: each.with_routing(x, self.output) for key, each in self.references.items()
@@ -317,7 +317,7 @@ class _Evaluator:
             else:
                 sums[case.label] = sums.get(case.label, QualitySums()) + own
         base = state.untouched + _score(base_scores, labels, base_scores, ids)
-        return EvaluationState(state.seen + len(main), base, sums, failures)
+        return EvaluationState(state.samples + len(main), base, sums, failures)
 
     def _scores(
         self, outputs: Array, ids: Array | None, labels: Labels | None

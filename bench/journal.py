@@ -28,7 +28,7 @@ class Journal:
     that differed in a discarded file.
     """
 
-    kept: ClassVar[bool] = False
+    started: ClassVar[bool] = False
     """Whether this process has started a journal, which an interrupt leaves behind."""
 
     def __init__(self, path: Path | None, what: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ class Journal:
         # Written again, because a kill may have left half a line at the end.
         text = "".join(_line(entry) for entry in ({"what": digests}, *self._entries))
         write_text(text, path)
-        Journal.kept = True
+        Journal.started = True
 
     @property
     def resumed(self) -> int:
@@ -78,7 +78,7 @@ class Journal:
         """Removes the journal: the results contain everything."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-        Journal.kept = False
+        Journal.started = False
 
 
 def unfinished(folder: Path | None, kind: str, **keys: Any) -> dict[str, Any] | None:

@@ -196,7 +196,7 @@ class Measurement:
             else None,
             keep=lambda state: self.journal.add("quality", **keys, state=asdict(state)),
         )
-        self.samples = max(self.samples, state.seen)
+        self.samples = max(self.samples, state.samples)
         for case in runners:
             if case.label in state.failures:
                 self.failures[case] = state.failures[case.label]

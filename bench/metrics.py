@@ -32,12 +32,12 @@ from .results import (
 Z = 1.959963984540054  # the normal quantile of 97.5%
 
 
-def wilson(right: float, seen: float) -> Interval:
-    """Returns Wilson's score interval (1927) of right / seen, which has a width even at 0 and 1."""
-    share = right / seen
-    scale = 1 + Z**2 / seen
-    middle = (share + Z**2 / (2 * seen)) / scale
-    half = Z * math.sqrt(share * (1 - share) / seen + Z**2 / (4 * seen**2)) / scale
+def wilson(right: float, count: float) -> Interval:
+    """Returns Wilson's score interval (1927) of right / count; it has a width even at 0 and 1."""
+    share = right / count
+    scale = 1 + Z**2 / count
+    middle = (share + Z**2 / (2 * count)) / scale
+    half = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2)) / scale
     return Interval(max(0.0, min(middle - half, share)), min(1.0, max(middle + half, share)))
 
 
@@ -54,13 +54,13 @@ def score_interval(both: int, lost: int, won: int) -> Interval:
     return Interval(_lowest_kept(both, lost, won), 1 / high if high else math.inf)
 
 
-def inputs_needed(seen: int, kept: float, low: float, keep: float) -> float:
+def inputs_needed(count: int, kept: float, low: float, keep: float) -> float:
     """Returns the approximate number of inputs that would show that `keep` is kept.
 
-    On `seen` inputs the share is `kept`, and `low` is the lower end of its interval, which
+    On `count` inputs the share is `kept`, and `low` is the lower end of its interval, which
     approaches the share with the square root of the number of inputs.
     """
-    return seen * ((kept - low) / (kept - keep)) ** 2
+    return count * ((kept - low) / (kept - keep)) ** 2
 
 
 def _lowest_kept(both: int, lost: int, won: int) -> float:
@@ -120,14 +120,14 @@ TOP = 5
 
 @dataclass(frozen=True, slots=True)
 class TopKCounts(Sums):
-    """Counts of correctly classified samples, out of those seen.
+    """Counts of correctly classified samples, out of all `samples`.
 
     `among` counts those whose class is among the five best scores (None for up to five classes),
     and `both` those that the unmodified model also classifies correctly (None if unknown).
     """
 
     right: int = 0
-    seen: int = 0
+    samples: int = 0
     among: int | None = 0
     both: int | None = 0
 
@@ -155,15 +155,15 @@ class TopKCounts(Sums):
 
     def accuracy(self, untouched: TopKCounts) -> Accuracy:
         """Returns top-1 and top-5 accuracy, and top-1 over that of the unmodified model."""
-        right, seen, among, both = self.right, self.seen, self.among, self.both
-        top1, base = right / seen, untouched.right / untouched.seen
+        right, samples, among, both = self.right, self.samples, self.among, self.both
+        top1, base = right / samples, untouched.right / untouched.samples
         return Accuracy(
             top1,
             top1 / base if base > 0 else None,
-            seen,
-            top5=None if among is None else among / seen,
-            top1_interval=wilson(right, seen),
-            top5_interval=None if among is None else wilson(among, seen),
+            samples,
+            top5=None if among is None else among / samples,
+            top1_interval=wilson(right, samples),
+            top5_interval=None if among is None else wilson(among, samples),
             retention_interval=None
             if both is None or not untouched.right
             else score_interval(both, untouched.right - both, right - both),
@@ -172,9 +172,9 @@ class TopKCounts(Sums):
 
 @dataclass(frozen=True, slots=True)
 class ClassCounts:
-    """Counts of samples seen and correctly classified, by class."""
+    """Counts of samples, and of correctly classified ones, by class."""
 
-    seen: dict[int, int] = field(default_factory=dict)
+    samples: dict[int, int] = field(default_factory=dict)
     right: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -185,7 +185,7 @@ class ClassCounts:
 
     def __add__(self, other: Self) -> Self:
         both = (
-            Counter(self.seen) + Counter(other.seen),
+            Counter(self.samples) + Counter(other.samples),
             Counter(self.right) + Counter(other.right),
         )
         return type(self)(*map(dict, both))
@@ -194,7 +194,7 @@ class ClassCounts:
         """Returns the classes with fewer correct answers than in the unmodified model."""
         changes = [
             ClassChange(label, n, untouched.right.get(label, 0), self.right.get(label, 0))
-            for label, n in self.seen.items()
+            for label, n in self.samples.items()
         ]
         changes = [change for change in changes if change.right < change.untouched]
         changes.sort(key=lambda change: (change.right - change.untouched, change.label))

@@ -143,9 +143,9 @@ class Candidate:
         Both are empty without a hierarchy, and if layers differ.
         """
         model = self.routed[k].model if k in self.routed else self.model
-        kept = self.k_by_layer(k)
+        ks = self.k_by_layer(k)
         found = {
-            (spec.levels, spec.k_by_level(kept.get(name, k)))
+            (spec.levels, spec.k_by_level(ks.get(name, k)))
             if isinstance(spec := layer.spec, MuMoESpec) and len(spec.levels) > 1
             else ((), ())
             for name, layer in model.layers.items()
@@ -413,13 +413,12 @@ def plan(candidates: Sequence[Candidate], request: BenchRequest) -> tuple[Timing
     )
 
 
-def describe(groups: Sequence[TimingGroup], takes: str = "") -> str:
-    """Returns the plan as text, with its duration `takes`."""
+def describe(groups: Sequence[TimingGroup], duration: str = "") -> str:
+    """Returns the plan as text, with its `duration`."""
     rows = sum(len(group.cases) for group in groups)
     least = math.ceil(sum(group.seconds(0.0) for group in groups))
-    lines = [
-        f"{rows} row{'' if rows == 1 else 's'}; {takes or f'the timing takes at least {least} s'}"
-    ]
+    duration = duration or f"the timing takes at least {least} s"
+    lines = [f"{rows} row{'' if rows == 1 else 's'}; {duration}"]
     for group in groups:
         first = group.cases[0]
         kinds: dict[str, list[str]] = {}

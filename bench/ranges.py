@@ -135,10 +135,10 @@ def _overlap_text(
 
     A table has only the hash of all its inputs, in order.
     """
-    seen, count = FeedHash(), table.origin.samples
+    feed, count = FeedHash(), table.origin.samples
     for batch in _batches(model, data, count):
-        seen.update(*batch.values())
-    if seen.samples != count or seen.hexdigest() != table.origin.feed:
+        feed.update(*batch.values())
+    if feed.samples != count or feed.hexdigest() != table.origin.feed:
         return ""
     measured = data.samples if samples is None else min(samples, data.samples or samples)
     if measured is not None and measured <= count:

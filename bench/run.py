@@ -74,8 +74,8 @@ def bench(
     # Only one benchmark at a time may use the folder.
     with held(out), with_threads(request.threads), tf32:
         facts = environment() | {"threads": torch.get_num_threads()}
-        takes = expected_time(candidates, groups, head, data.samples, request)
-        progress.step(describe(groups, takes))
+        duration = expected_time(candidates, groups, head, data.samples, request)
+        progress.step(describe(groups, duration))
         models = tuple(map(model_info, candidates))
         source = str(request.data) if isinstance(request.data, str | Path) else None
         conditions = _conditions(candidates, groups, request) | {

@@ -206,9 +206,9 @@ def _field(ending: str, content: IO[bytes], where: str) -> dict[str, Any]:
     return {}
 
 
-def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    shapes = [{n: np.shape(x) for n, x in sample.items() if n != IMAGE} for sample in (one, other)]
-    return one.keys() == other.keys() and shapes[0] == shapes[1]
+def _alike(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    shapes = [{n: np.shape(x) for n, x in sample.items() if n != IMAGE} for sample in (a, b)]
+    return a.keys() == b.keys() and shapes[0] == shapes[1]
 
 
 def _stacked(samples: list[dict[str, Any]]) -> Fields:

@@ -64,8 +64,8 @@ def mean_interval(count: int, answers: int, total: float, squares: float) -> Int
     mean = min(1.0, float(total) / count)
     spread = max(0.0, float(squares) / count - mean * mean)
     independent = mean * (1 - mean) / spread if spread else 1.0
-    seen = count * min(float(answers), max(1.0, independent))
-    return wilson(mean * seen, seen)
+    effective = count * min(float(answers), max(1.0, independent))
+    return wilson(mean * effective, effective)
 
 
 @dataclass(frozen=True, slots=True)

@@ -355,8 +355,8 @@ def _environment(results: Results) -> Iterator[tuple[str, str]]:
         elif name == "cpu" and isinstance(value, dict):
             own = dict(value)
             model, instructions = own.pop("model", ""), own.pop("instructions", None)
-            told = [str(model), *([_plain(instructions)] if instructions else [])]
-            yield name, "; ".join((*told, _plain(own)) if own else told)
+            words = [str(model), *([_plain(instructions)] if instructions else [])]
+            yield name, "; ".join((*words, _plain(own)) if own else words)
         elif name == "memory_bytes" and isinstance(value, int):
             yield "memory", f"{value / 2**30:.1f} GiB"
         else:

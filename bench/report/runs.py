@@ -30,8 +30,8 @@ def named_runs(places: Sequence[Path | None], listed: Sequence[Results]) -> tupl
     """Returns runs, named by the folders of their files or by when they were made."""
     named: list[NamedRun] = []
     for place, results in zip(places, listed, strict=True):
-        made = f"run of {results.created[:16].replace('T', ' ')}"
-        name = made if place is None else place.absolute().parent.name or place.stem
+        dated = f"run of {results.created[:16].replace('T', ' ')}"
+        name = dated if place is None else place.absolute().parent.name or place.stem
         taken = [run.name for run in named]
         number = sum(other.partition(" (")[0] == name for other in taken) + 1
         named.append(NamedRun(name if number == 1 else f"{name} ({number})", results))

@@ -151,10 +151,10 @@ class Section:
         kept, low = row.kept, self.proven(row)
         if kept is None or low is None or low >= self.keep:
             return 0
-        seen, _ = row.samples
-        if kept <= self.keep or not seen:
+        count, _ = row.samples
+        if kept <= self.keep or not count:
             return math.inf
-        return max(1, math.ceil(inputs_needed(seen, kept, low, self.keep)) - seen)
+        return max(1, math.ceil(inputs_needed(count, kept, low, self.keep)) - count)
 
     def unproven(self, row: Row) -> str:
         """Returns a text on how many more inputs would prove it; empty if it is proven."""

@@ -365,13 +365,13 @@ def _k_changes(rows: Sequence[Row]) -> list[str]:
         if full.k == few.k:
             continue
         pairs = ((GPU_MS, full.device_ms, few.device_ms), (WALL, full.latency_ms, few.latency_ms))
-        told = [
+        changes = [
             f"{title} {a.median:.3f} → {b.median:.3f}"
             if differs(a, b)
             else f"{title} the same within the spread ({a.median:.3f}, {b.median:.3f})"
             for title, a, b in pairs
         ]
-        lines.append(f"{model}, {name}, {sizes}, k {full.k} → {few.k}: {'; '.join(told)}.")
+        lines.append(f"{model}, {name}, {sizes}, k {full.k} → {few.k}: {'; '.join(changes)}.")
     return lines
 
 
@@ -420,8 +420,8 @@ def reproduce(results: Results) -> str:
         lines.append(f"# model {model.name}, {model.source or 'made in Python'}{digest}")
     data = results.protocol.get("data")
     if isinstance(data, dict):
-        made = "in memory" if results.protocol.get("labelled") else "random inputs"
-        source = data.get("source") or made
+        unnamed = "in memory" if results.protocol.get("labelled") else "random inputs"
+        source = data.get("source") or unnamed
         lines.append(f"# data {source}: sha256 {data.get('sha256')}")
     ranges = results.protocol.get("ranges")
     if ranges:

@@ -348,9 +348,9 @@ def _export_words(
 
 def _k_word(job: ExportJob) -> str:
     """Returns k as an argument of export: a number if all layers have it, else as requested."""
-    ks, asked = {*whole_k(job).values()}, job.options.kept
-    if asked == "n" or isinstance(asked, tuple) or len(ks) > 1:
-        return ",".join(map(str, asked)) if isinstance(asked, tuple) else str(asked)
+    ks, k = {*whole_k(job).values()}, job.options.kept
+    if k == "n" or isinstance(k, tuple) or len(ks) > 1:
+        return ",".join(map(str, k)) if isinstance(k, tuple) else str(k)
     return str(ks.pop())
 
 

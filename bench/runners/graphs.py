@@ -116,6 +116,6 @@ class SessionLoader(GraphLoader[GraphRunner]):
             events: list[dict[str, Any]] = json.loads(session.end_profile().read_text("utf-8"))
         return events
 
-    def _session(self, **asked: Any) -> Session:
-        options = replace(self.options, threads=self.graph.threads, **asked)
+    def _session(self, **changes: Any) -> Session:
+        options = replace(self.options, threads=self.graph.threads, **changes)
         return opened(self.graph.path, options)

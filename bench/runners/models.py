@@ -20,15 +20,15 @@ from .pytorch import CUDA, PyTorch, on_device, with_algorithm_1
 
 
 def reference_of(candidate: Candidate, k: int) -> PyTorch:
-    """Returns the model with k experts: chosen by its router, or kept by Algorithm 1."""
+    """Returns the model with k experts: chosen by its router, or ks by Algorithm 1."""
     if k in candidate.routed:
         model = candidate.routed[k].model
         if token_routed(model):
             return PyTorch(model.module, model.inputs, model.host)
     else:
         model = candidate.model
-    kept = candidate.k_by_layer(k) or k
-    return with_algorithm_1(model, kept, "masked", renormalize=candidate.renormalize)
+    ks = candidate.k_by_layer(k) or k
+    return with_algorithm_1(model, ks, "masked", renormalize=candidate.renormalize)
 
 
 @dataclass(frozen=True)

@@ -183,9 +183,9 @@ class CompiledPyTorch(Runner):
         self._sizes = frozenset(sizes)
 
     def infer(self, x: Inputs, output: int = 0) -> Array:
-        most, takes = max(self._sizes), self._sizes.__contains__
+        most, accepts = max(self._sizes), self._sizes.__contains__
         infer = partial(self._runner.infer, output=output)
-        return in_batches(infer, first_of(x), most=most, takes=takes)
+        return in_batches(infer, first_of(x), most=most, accepts=accepts)
 
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the module's own call if it was compiled for these inputs [b, …]."""

@@ -43,7 +43,7 @@ class EngineRunner(SessionRunner):
         return fitting(
             first_of(x),
             most=max(high for _, high in sizes),
-            takes=lambda size: any(low <= size <= high for low, high in sizes),
+            accepts=lambda size: any(low <= size <= high for low, high in sizes),
         )
 
 
