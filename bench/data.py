@@ -16,30 +16,14 @@ import numpy as np
 
 from ..common.locations import AnyPlace, local
 from ..data.arrays import LABEL_NAMES, label_names, npz_archive, npz_array, npz_names
-from ..data.batches import (
-    IMAGE,
-    LABEL,
-    Array,
-    Feed,
-    LabelledBatch,
-    Labels,
-    joined,
-    rebatched_pairs,
-)
+from ..data.batches import IMAGE, LABEL, Array, Feed, LabelledBatch, Labels, joined, rebatched_pairs
 from ..data.feeds import check_classes, checked_labels, fields_of, in_memory, named_batches
 from ..data.pixels import SCALES, UNKNOWN, Pixels, check_pixels
 from ..data.shards import IMAGES, shard_batches, shards_of
 from ..data.user_code import names_code
 from ..errors import FeedError, UsageError
 from ..exporter.checks.accuracy import of_images
-from ..exporter.inputs import (
-    SIZES,
-    Inputs,
-    fitted_arrays,
-    random_arrays,
-    random_inputs,
-    with_axes,
-)
+from ..exporter.inputs import SIZES, Inputs, fitted_arrays, random_arrays, random_inputs, with_axes
 from ..exporter.model import Model, TensorSpec
 from .runners.base import first_of
 
@@ -244,9 +228,7 @@ def labelled(
         labelled = open_labelled(str(data), model.input, pixels, output_names(model))
         return _with_omitted_axis(labelled, model.input)
     if pixels is not None:
-        raise UsageError(
-            f"--pixels {pixels}: the data are not a folder of images", hint="give one with --data"
-        )
+        check_pixels(pixels, given=False)
     if data is None:
         data = random_inputs(model, max(batch, RANDOM_INPUTS), {**SIZES, **sizes})
     if isinstance(data, np.ndarray):

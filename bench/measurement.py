@@ -26,7 +26,7 @@ from .engines import PYTORCH_COMPILE
 from .evaluate import EvaluationState, evaluate, wrong
 from .graph_hash import graph_hash
 from .journal import Journal
-from .measure.latency import Scheduled, group_batches, measure_group, parts_of
+from .measure.latency import group_batches, measure_group, parts_of, scheduled_ns, waited_share
 from .measure.memory import PeakMemory, measure_memories, worker_count
 from .measure.roofline import Limit, Limits, Rates, why_below_limit
 from .measure.sequences import phase_inputs
@@ -85,9 +85,8 @@ class Measurement:
             if group.model != self.candidate.name:
                 continue
             if self.request.limits and group.phase is not None:
-                model = self.candidate.model
-                base = untouched(model)
-                x: Inputs = phase_inputs(model, group.phase, self.head.batch(0, 1), base)
+                first = self.head.batch(0, 1)
+                x = phase_inputs(self.candidate.model, group.phase, first)
                 limits = self._all_limits(x, opening)
             measured = self._measured(group, runners, limits)
             of_cases = self._limits(group, limits, measured)
@@ -219,7 +218,7 @@ class Measurement:
         done = [
             msgspec.convert(piece, timing.Round) for piece in self.journal.pieces("round", **keys)
         ]
-        before = Scheduled.now()
+        before = scheduled_ns()
         measured, wrapper_ms = measure_group(
             group,
             runners,
@@ -231,7 +230,7 @@ class Measurement:
         )
         # The maximum over the parts of an interrupted group.
         shares = [piece["share"] for piece in self.journal.pieces("waited", **keys)]
-        share = Scheduled.now().waited_share(before)
+        share = waited_share(before, scheduled_ns())
         if share is not None and len(done) < group.protocol.rounds:
             self.journal.add("waited", **keys, share=share)
             shares.append(share)
@@ -320,9 +319,8 @@ def timed_inputs(group: TimingGroup, candidate: Candidate, head: LabelledData) -
     batches = group_batches(group, head)
     if group.phase is None:
         return batches
-    base = untouched(candidate.model)
     # Each has its own cache, which takes memory.
-    return [phase_inputs(candidate.model, group.phase, x, base) for x in batches[:PHASE_INPUTS]]
+    return [phase_inputs(candidate.model, group.phase, x) for x in batches[:PHASE_INPUTS]]
 
 
 def _per_second(count: int, latency: Latency) -> float | None:

@@ -30,12 +30,7 @@ from .plan import Candidate, select
 from .ranges import Ranges, ranges_of
 from .request import ALL, BenchRequest
 from .results import Absent
-from .runners.candidates import (
-    batch_sizes,
-    candidates_of,
-    check_exported,
-    with_sources,
-)
+from .runners.candidates import batch_sizes, candidates_of, check_exported, with_sources
 from .runners.pytorch import outputs_of, untouched
 
 

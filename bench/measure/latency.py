@@ -117,32 +117,28 @@ def group_batches(group: TimingGroup, data: LabelledData) -> list[Inputs]:
 TASKS = Path("/proc/self/task")
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """The nanoseconds for which each thread of this process ran, and waited for a core."""
+def scheduled_ns() -> dict[str, tuple[int, int]]:
+    """Returns for how long each thread of this process ran and waited; empty if unknown."""
+    threads = {}
+    for file in TASKS.glob("*/schedstat"):
+        try:
+            ran, waited = file.read_text(encoding="ascii").split()[:2]
+        except (OSError, ValueError):  # the thread has ended
+            continue
+        threads[file.parent.name] = (int(ran), int(waited))
+    return threads
 
-    threads: dict[str, tuple[int, int]]
 
-    @staticmethod
-    def now() -> Scheduled:
-        """Returns the counters; empty if the system has none."""
-        threads = {}
-        for file in TASKS.glob("*/schedstat"):
-            try:
-                ran, waited = file.read_text(encoding="ascii").split()[:2]
-            except (OSError, ValueError):  # the thread has ended
-                continue
-            threads[file.parent.name] = (int(ran), int(waited))
-        return Scheduled(threads)
-
-    def waited_share(self, since: Scheduled) -> float | None:
-        """Returns the share of time that threads waited for a core; None if unknown."""
-        ran = waited = 0
-        for name, (ran_ns, waited_ns) in self.threads.items():
-            ran_before, waited_before = since.threads.get(name, (0, 0))
-            ran += ran_ns - ran_before
-            waited += waited_ns - waited_before
-        return waited / (ran + waited) if ran + waited > 0 else None
+def waited_share(
+    before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]
+) -> float | None:
+    """Returns the share of time that threads waited for a core; None if unknown."""
+    ran = waited = 0
+    for name, (ran_ns, waited_ns) in after.items():
+        ran_before, waited_before = before.get(name, (0, 0))
+        ran += ran_ns - ran_before
+        waited += waited_ns - waited_before
+    return waited / (ran + waited) if ran + waited > 0 else None
 
 
 WARMUP = 2  # the first calls, which allocate, are left out

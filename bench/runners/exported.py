@@ -20,14 +20,7 @@ from ...data.batches import Feed
 from ...data.user_code import names_code
 from ...errors import CalibrationError, LoweringError, MoexportError, ParityError, UsageError
 from ...exporter.bundle.manifest import MANIFEST_FILE
-from ...exporter.bundle.parity import (
-    GPU_RTOL,
-    TOLERANCES,
-    Tolerance,
-    chunks,
-    on_gpu,
-    recorded,
-)
+from ...exporter.bundle.parity import GPU_RTOL, TOLERANCES, Tolerance, chunks, on_gpu, recorded
 from ...exporter.export import found_ranges
 from ...exporter.inputs import random_arrays
 from ...exporter.job import ExportJob, export_job, layers_to_plan
