@@ -23,7 +23,7 @@ from ..data.shards import IMAGES, shard_batches, shards_of
 from ..data.user_code import names_code
 from ..errors import FeedError, UsageError
 from ..exporter.checks.accuracy import of_images
-from ..exporter.inputs import SIZES, Inputs, fitted_arrays, random_arrays, random_inputs, with_axes
+from ..exporter.inputs import SIZES, Inputs, fitted_arrays, random_arrays, with_axes
 from ..exporter.model import Model, TensorSpec
 from .runners.base import first_of
 
@@ -218,21 +218,22 @@ def labelled(
 
     If the data are None, they are random, with these `sizes` of dynamic axes.
     """
+    name = model.input.name
     if not isinstance(data, LabelledData | Streamed):
         data = in_memory(data)
-    if isinstance(data, Mapping):
-        data = _whole(data, model)
-    if len(model.inputs) > 1 and not isinstance(data, LabelledData | Streamed):
-        return several_inputs(data, model, max(batch, RANDOM_INPUTS), sizes)
-    if isinstance(data, str | Path):
-        labelled = open_labelled(str(data), model.input, pixels, output_names(model))
-        return _with_omitted_axis(labelled, model.input)
-    if pixels is not None:
+    if pixels is not None and not isinstance(data, str | Path):
         check_pixels(pixels, given=False)
     if data is None:
-        data = random_inputs(model, max(batch, RANDOM_INPUTS), {**SIZES, **sizes})
-    if isinstance(data, np.ndarray):
-        data = LabelledData(data, None, model.input.name)
+        arrays = random_arrays(model, max(batch, RANDOM_INPUTS), {**SIZES, **sizes})
+        data = LabelledData(arrays.pop(name), None, name, others=arrays)
+    elif isinstance(data, Mapping):
+        data = _whole(data, model)
+    elif isinstance(data, str | Path | np.ndarray) and len(model.inputs) > 1:
+        data = several_inputs(data, model)
+    elif isinstance(data, str | Path):
+        data = open_labelled(str(data), model.input, pixels, output_names(model))
+    elif isinstance(data, np.ndarray):
+        data = LabelledData(data, None, name)
     if not isinstance(data, LabelledData | Streamed):
         raise FeedError(
             f"--data: a {type(data).__name__} cannot be read as labelled inputs",
@@ -307,18 +308,13 @@ def _labelled_output(label: str | None, outputs: Sequence[str]) -> int:
     return outputs.index(label) if label in outputs else 0
 
 
-def several_inputs(
-    data: str | Path | Array | None, model: Model, count: int, sizes: Mapping[str, int] = SIZES
-) -> LabelledData:
-    """Returns data for a model with several inputs; `count` random inputs if the data are None.
+def several_inputs(data: str | Path | Array, model: Model) -> LabelledData:
+    """Returns data for a model with several inputs.
 
     An `.npz` has arrays with the inputs' names, and `label`; missing inputs have defaults. Raises
     FeedError for a file that is invalid or does not fit.
     """
     name = model.input.name
-    if data is None:
-        arrays = random_arrays(model, count, {**SIZES, **sizes})
-        return LabelledData(arrays.pop(name), None, name, others=arrays)
     if isinstance(data, np.ndarray):
         return _whole({name: data}, model)
     path = local(data)

@@ -386,11 +386,6 @@ def fitted(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int] | None = No
     return x.astype(spec.dtype, copy=False)
 
 
-def random_inputs(model: Model, count: int, sizes: Mapping[str, int] = SIZES) -> np.ndarray:
-    """Returns random values for a model's first input, as `random_arrays` does."""
-    return random_arrays(model, count, sizes)[model.input.name]
-
-
 def random_arrays(
     model: Model, count: int, sizes: Mapping[str, int] = SIZES
 ) -> dict[str, np.ndarray]:

@@ -169,7 +169,7 @@ def _windows(ids: Array, model: Model, length: int, where: str) -> LabelledData:
 
 def _archived(path: Path, model: Model) -> LabelledData:
     """Reads the ids of an `.npz`; without labels, its mask excludes tokens."""
-    data = several_inputs(path, model, 0)
+    data = several_inputs(path, model)
     mask = data.others.get("attention_mask")
     labels = data.labels
     if labels is None and mask is not None:

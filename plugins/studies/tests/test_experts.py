@@ -11,7 +11,7 @@ from moexport.bench.data import LabelledData
 from moexport.bench.runners.pytorch import untouched, with_algorithm_1
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.checkpoints.load import load
-from moexport.exporter.inputs import random_inputs
+from moexport.exporter.inputs import random_arrays
 from moexport.exporter.model import Model
 from moexport.plugins.demo.digits import Digits
 from moexport.plugins.studies.experts import (
@@ -43,7 +43,7 @@ def few(digits: Digits) -> LabelledData:
 def vit() -> tuple[Model, LabelledData]:
     """A model of two layers of 8 experts, and its scores of a few inputs, which are not sums."""
     model = load(DATA / "soft_moe_vit" / "weights.pt", config=VIT_CONFIG)
-    x = random_inputs(model, 6)
+    x = random_arrays(model, 6)[model.input.name]
     labels = untouched(model).infer(x).argmax(axis=1)
     return model, LabelledData(x, labels.astype(np.int64))
 
