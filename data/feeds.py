@@ -61,7 +61,9 @@ def named_batches(
     outputs of the user's own model, the first also under the name `OUTPUT`. Raises `FeedError` for
     inputs that cannot be read and, if `strict`, for invalid labels.
     """
-    request = _Further(tuple(names), tuple(outputs), tuple(own), labelled=labelled, strict=strict)
+    request = _FieldRequest(
+        tuple(names), tuple(outputs), tuple(own), labelled=labelled, strict=strict
+    )
     first, *others = names
     where = "the feed"
     feed = in_memory(feed)
@@ -165,7 +167,7 @@ def fields_of(
 
 
 @dataclass(frozen=True, slots=True)
-class _Further:
+class _FieldRequest:
     """The options for fields other than the first input (`named_batches`)."""
 
     names: tuple[str, ...]
@@ -228,7 +230,7 @@ class _Further:
         return found
 
 
-def _of_dict(arrays: Mapping[str, Any], request: _Further) -> Fields:
+def _of_dict(arrays: Mapping[str, Any], request: _FieldRequest) -> Fields:
     """The inputs of a dict as one batch, with the requested labels and outputs."""
     own = request.own_names(arrays).values()
     others = {name: value for name, value in arrays.items() if name not in own}
@@ -239,7 +241,7 @@ def _of_dict(arrays: Mapping[str, Any], request: _Further) -> Fields:
     return fields | request.own_outputs(arrays, count, "the data:", arrays.__getitem__)
 
 
-def _file_batches(path: Path, request: _Further) -> Iterator[Fields]:
+def _file_batches(path: Path, request: _FieldRequest) -> Iterator[Fields]:
     """The batches of a file or folder; labels and outputs in an `.npz` are read whole."""
     first, *others = request.names
     whole: Fields = {}

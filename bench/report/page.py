@@ -42,14 +42,12 @@ from .summary import (
     GPU_MS,
     KEPT,
     Section,
-    by_row,
     caveat,
     claim,
     engine_name,
     keeps,
     milliseconds,
     row_name,
-    section_of,
     sections,
     short_name,
     speeds_differ,
@@ -168,8 +166,7 @@ def payload(
 ) -> dict[str, Any]:
     """Returns the data of the page's script: the results, and their description in words."""
     shown = sections(results)
-    sections_by_row = by_row(shown)
-    own = [sections_by_row[section_of(row)] for row in results.rows]
+    own = [next(each for each in shown if each.includes(row)) for row in results.rows]
     symbols = _symbols(results)
     return {
         "results": as_json(results),

@@ -90,6 +90,10 @@ class Section:
         kinds = {type(row.quality) for row in self.all_rows}
         return next((name for kind, name in METRICS.items() if kind in kinds), None)
 
+    def includes(self, row: Row) -> bool:
+        """Returns whether a row, which may have failed, is one of this section."""
+        return (row.model, row.batch, row.phase) == (self.model, self.batch, self.phase)
+
     def base(self, row: Row) -> Row | None:
         """Returns the untouched model to compare a row's speed with: on its device, if measured."""
         if row.on_gpu and self.gpu_reference is not None:
@@ -458,16 +462,6 @@ def kept_text(kept: float, low: float | None, metric: str) -> str:
 def floored(share: float) -> float:
     """Returns a share to a tenth of a percent, not rounded up to the requested one."""
     return math.floor(1e3 * share + 1e-9) / 1e3
-
-
-def section_of(row: Row) -> tuple[str, int, str | None]:
-    """Returns the key of a row's section: its model, batch size and phase."""
-    return row.model, row.batch, row.phase or None
-
-
-def by_row(shown: Sequence[Section]) -> dict[tuple[str, int, str | None], Section]:
-    """Returns sections by the key of their rows (`section_of`)."""
-    return {(section.model, section.batch, section.phase): section for section in shown}
 
 
 def percent(share: float) -> str:

@@ -23,14 +23,12 @@ from .sections import contents
 from .summary import (
     GPU_MS,
     Section,
-    by_row,
     caveat,
     floored,
     line_name,
     milliseconds,
     over,
     row_name,
-    section_of,
     sections,
     summary,
     times,
@@ -137,8 +135,7 @@ def to_markdown(
         lines += [f"## {title}, {section.sizes}", "", markdown_text(summary(section)), ""]
         if caveat(section):
             lines += [markdown_text(caveat(section)), ""]
-        own = section.model, section.batch, section.phase
-        here = [row for row in results.rows if section_of(row) == own]
+        here = [row for row in results.rows if section.includes(row)]
         rows = [_markdown_cells(row, section.speedup(row), len(device)) for row in here]
         rows = [(*map(markdown_text, row), *[""] * (len(header) - len(row))) for row in rows]
         lines += [markdown(header, rows, words=1), ""]
@@ -232,12 +229,12 @@ COLUMNS: Mapping[str, str] = {
 
 def to_csv(results: Results) -> str:
     """Returns every row as CSV, one column per number."""
-    sections_by_row = by_row(sections(results))
+    shown = sections(results)
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS.keys(), lineterminator="\n")
     writer.writeheader()
     for row in results.rows:
-        speedup = sections_by_row[section_of(row)].speedup(row)
+        speedup = next(each for each in shown if each.includes(row)).speedup(row)
         values = {name: _value(row, path) if path else speedup for name, path in COLUMNS.items()}
         writer.writerow({name: csv_cell(value) for name, value in values.items()})
     return text.getvalue()
