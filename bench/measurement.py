@@ -68,8 +68,6 @@ class Measurement:
     computed_in: dict[Case, str | None] = field(default_factory=dict)
     no_cuda_graph: dict[Case, str | None] = field(default_factory=dict)
     known: EvaluationState | None = None
-    _hashes: dict[Path, str] = field(default_factory=dict)
-    _weights: dict[tuple[str, int, int], str] = field(default_factory=dict)
 
     def rows(self) -> list[Row]:
         """Measures everything; returns the rows, group by group."""
@@ -79,6 +77,12 @@ class Measurement:
             least = self.candidate.only_batch or self.candidate.model.batch_of
             limits = self._all_limits(self.head.batch(0, least), opening)
         runners = self._evaluated(opening)
+        weights: dict[tuple[str, int, int], str] = {}
+        hashes: dict[Path | None, str] = {
+            file: graph_hash(file, weights)
+            for file in {opening[case].file for case in runners}
+            if file is not None and file.is_file()
+        }
         memories = self._memories({c: opening[c] for c in runners})
         rows: list[Row] = []
         for group in self.groups:
@@ -134,18 +138,11 @@ class Measurement:
                         parts=self._parts(case, group, opening[case]),
                         computed_in=self.computed_in[case],
                         no_cuda_graph=self.no_cuda_graph[case],
-                        graph_sha256=self._graph_hash(opening[case].file),
+                        graph_sha256=hashes.get(opening[case].file),
                         deploy=() if graph is None else graph.deploy,
                     )
                 )
         return rows
-
-    def _graph_hash(self, file: Path | None) -> str | None:
-        if file is None or not file.is_file():
-            return None
-        if file not in self._hashes:
-            self._hashes[file] = graph_hash(file, self._weights)
-        return self._hashes[file]
 
     def _all_limits(self, x: Inputs, cases: Collection[Case]) -> dict[str, Limits]:
         """Returns the `Limits` of rows: those of the model, and of edited bundles by name."""

@@ -97,7 +97,7 @@ class Sums:
     """Sums over samples; `a + b` are the sums over the samples of both, field by field.
 
     A field that is unknown in either is unknown in the sum; fields in `LARGEST` take the maximum. A
-    tuple has a sum per output; it is empty without samples.
+    tuple has a sum per output, and is empty without samples; a dict has counts.
     """
 
     __slots__ = ()
@@ -110,6 +110,8 @@ class Sums:
                 return None
             if isinstance(a, tuple) and a and b:
                 return tuple(map(operator.add, a, b))
+            if isinstance(a, dict):
+                return dict(Counter(a) + Counter(b))
             return max(a, b) if name in self.LARGEST else a + b
 
         return type(self)(*(both(part.name) for part in fields(self)))  # type: ignore[arg-type]
@@ -171,7 +173,7 @@ class TopKCounts(Sums):
 
 
 @dataclass(frozen=True, slots=True)
-class ClassCounts:
+class ClassCounts(Sums):
     """Counts of samples, and of correctly classified ones, by class."""
 
     samples: dict[int, int] = field(default_factory=dict)
@@ -181,14 +183,7 @@ class ClassCounts:
     def of(cls, outputs: Array, labels: Labels) -> Self:
         """Returns counts for class scores [b, classes] and labels [b]."""
         right = one_per_sample(outputs).argmax(axis=1) == labels
-        return cls(_count(labels), _count(labels[right]))
-
-    def __add__(self, other: Self) -> Self:
-        both = (
-            Counter(self.samples) + Counter(other.samples),
-            Counter(self.right) + Counter(other.right),
-        )
-        return type(self)(*map(dict, both))
+        return cls(*(dict(Counter(part.tolist())) for part in (labels, labels[right])))
 
     def losing(self, untouched: ClassCounts) -> tuple[ClassChange, ...]:
         """Returns the classes with fewer correct answers than in the unmodified model."""
@@ -199,11 +194,6 @@ class ClassCounts:
         changes = [change for change in changes if change.right < change.untouched]
         changes.sort(key=lambda change: (change.right - change.untouched, change.label))
         return tuple(changes[:MOST_LOSING])
-
-
-def _count(labels: Labels) -> dict[int, int]:
-    classes, counts = np.unique(labels, return_counts=True)
-    return dict(zip(classes.tolist(), counts.tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
