@@ -235,14 +235,10 @@ class Candidate:
             n, ks = max(spec.experts for spec in self._as_trained), (self.trained_k,)
         case = Case(self.name, kind.engine, k=n, experts=n, provider=kind.provider)
         wide = kind.provider == "cpu" or not (kind.untouched or kind.stacked)
-        floats = ("fp32",) if wide else self._floats
-        return [replace(case, k=k, precision=precision) for k in ks for precision in floats]
-
-    @property
-    def _floats(self) -> tuple[str, ...]:
-        """The types in which PyTorch computes on a GPU: FP32, and FP16 if graphs there do."""
+        # On a GPU, PyTorch also computes in FP16 if graphs there do.
         on_gpu = {graph.precision for graph in self.graphs if graph.provider != "cpu"}
-        return ("fp32", *({"fp16"} & on_gpu))
+        floats = ("fp32",) if wide else ("fp32", *({"fp16"} & on_gpu))
+        return [replace(case, k=k, precision=precision) for k in ks for precision in floats]
 
 
 NOT_SERVED: dict[Serves, str] = {

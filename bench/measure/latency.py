@@ -37,12 +37,11 @@ class TimedRunner(timing.TimedCall):
     """
 
     def __init__(self, runner: Runner | Loader, batches: Sequence[Inputs]) -> None:
-        self._open = runner if isinstance(runner, Loader) else None
-        self._runner = None if isinstance(runner, Loader) else runner
-        self._batches = batches
+        self._source, self._batches = runner, batches
+        self._runner: Runner | None = None
         self._calls: list[Callable[[], object]] = []
         self.wrapper_ms: float | None = None
-        self.reopens = self._open is not None
+        self.reopens = isinstance(runner, Loader)
 
     def __call__(self, index: int) -> object:
         if not self._calls:
@@ -57,15 +56,15 @@ class TimedRunner(timing.TimedCall):
 
     def rest(self) -> None:
         """Closes a runner that is opened again in every round."""
-        if self._open is not None and self._runner is not None:
+        if self.reopens and self._runner is not None:
             self._runner.close()
             self._runner = None
             self._calls.clear()  # they keep the engine alive
 
     def _opened(self) -> Runner:
         if self._runner is None:
-            assert self._open is not None
-            self._runner = self._open()
+            source = self._source
+            self._runner = source() if isinstance(source, Loader) else source
         return self._runner
 
 
