@@ -89,7 +89,7 @@ def _force_exit(console: Console) -> None:
 def _can_continue() -> bool:
     """Returns whether the interrupted command has saved its results in a journal."""
     running = sys.modules.get(f"{__package__}.bench.journal")
-    return running is not None and running.Journal.kept
+    return running is not None and running.Journal.started
 
 
 def _run(console: Console, signals: list[str]) -> None:

@@ -491,21 +491,21 @@ def external_files(model: ModelProto) -> set[str]:
     """
     return {
         entry.value
-        for tensor in _tensors(model)
+        for tensor in tensors_in(model)
         for entry in tensor.external_data
         if entry.key == "location"
     }
 
 
-def _tensors(message: Message) -> Iterator[TensorProto]:
-    """All tensors within an ONNX message, found by traversing all fields."""
+def tensors_in(message: Message) -> Iterator[TensorProto]:
+    """Yields all tensors within an ONNX message, found by traversing all fields."""
     if message.DESCRIPTOR.name == "TensorProto":
         yield message
         return
     for described, value in message.ListFields():
         if described.message_type is not None:
             for child in (value,) if hasattr(value, "DESCRIPTOR") else value:
-                yield from _tensors(child)
+                yield from tensors_in(child)
 
 
 def digest(content: Mapping[str, Any]) -> str:

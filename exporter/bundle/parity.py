@@ -513,7 +513,7 @@ class Reference:
     @staticmethod
     def load(path: Path) -> Reference:
         """Reads a reference; raises `BundleError` if the file cannot be read."""
-        from ...data.feeds import npz_arrays  # not needed to write one
+        from ...data.arrays import npz_arrays  # not needed to write one
 
         try:
             record = Reference._of(dict(npz_arrays(path)))

@@ -15,8 +15,9 @@ from ...common.console import Silent
 from ...common.locations import local
 from ...common.option import takes
 from ...common.writing import check_file, whole_file
+from ...data.arrays import npz_array, npz_names
 from ...data.batches import INPUT, rebatched
-from ...data.feeds import batches, count, npz_array, npz_names
+from ...data.feeds import batches, count
 from ...errors import FeedError, OutputError, UsageError
 from ...graphs.names import PRESENT
 from ...graphs.score_names import is_score

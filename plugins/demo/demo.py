@@ -97,7 +97,7 @@ class Group:
     data: LabelledData
     networks: tuple[TrainedNetwork, ...]
     batches: tuple[int, ...] = (1,)
-    calibration: Path | None = None
+    ranges: Mapping[str, Any] | None = None
     engines: tuple[str, ...] = (PYTORCH_STACKED, PYTORCH_ALGORITHM_2, ONNXRUNTIME)
     bound: str | None = None
 
@@ -172,7 +172,7 @@ def run_job(
                 group.data,
                 request,
                 analyses=_in_service(candidates[0], group, request),
-                calibration=None if group.calibration is None else str(group.calibration),
+                ranges=group.ranges,
                 threads=threads,
             )
         measured.append(rows_table(results))
@@ -344,7 +344,7 @@ def _trained(directory: Path, progress: Progress) -> list[Group]:
             data=data.test,
             networks=tuple(networks),
             batches=(1, 32),
-            calibration=calibration,
+            ranges={"text": str(calibration), "held_out": 0, "feed": str(calibration)},
             bound="20ms",
         )
     ]

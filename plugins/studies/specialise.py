@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from ...bench.data import LabelledData, labelled, load_groups
-from ...bench.metrics import one_per_sample
 from ...common.console import Progress, Silent
 from ...data.batches import Array, Labels
 from ...errors import FeedError, UsageError
+from ...exporter.checks.accuracy import one_per_sample
 from ...exporter.inputs import check_array, with_axes
 from ...exporter.model import Model, check_one_input, edited
 from ...graphs.edits import NO_EDITS, Ablation, Edits

@@ -10,13 +10,13 @@ import numpy as np
 
 from ...bench.data import LabelledData
 from ...bench.measure.answers import check_attributes, per_output
-from ...bench.metrics import one_per_sample
 from ...bench.plan import Candidate
 from ...bench.runners.base import Runner
 from ...bench.runners.pytorch import untouched, with_algorithm_1
 from ...common.console import Progress
 from ...data.batches import Array, Labels
 from ...errors import FeedError
+from ...exporter.checks.accuracy import one_per_sample
 from .fairness import ModelFairness, check_groups, fairness, predicted_by
 
 BATCH = 64

@@ -30,7 +30,7 @@ from moexport.calibration.table import CalibrationTable, is_table
 from moexport.commands.inspect import bundle_text, engine_text
 from moexport.common.files import sha256
 from moexport.common.latency import summarise
-from moexport.data.feeds import batches, count, labelled_batches
+from moexport.data.feeds import batches, count
 from moexport.errors import MoexportError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.destination import check_destination
@@ -46,6 +46,7 @@ from moexport.plugins.studies.edits import read_edits
 from moexport.plugins.triton.repository import write_repository
 from moexport.plugins.triton.request import ServingBackend, TritonRequest
 from moexport.plugins.tune.recipe import LayerRecipe, Recipe, read_recipe
+from moexport.tests.calibration.reading import labelled_batches
 from moexport.tests.command import run
 from moexport.tests.exporter.tensorrt.engines import with_plan
 from moexport.tests.hard.fuzzing import Subject, attempt, fuzz

@@ -337,7 +337,7 @@ def _tokens(model: Model, held: LabelledData) -> int | None:
 
 
 def _rows(held: LabelledData, rows: slice) -> dict[str, Array]:
-    return {held.input_name: held.inputs[rows], **{n: a[rows] for n, a in held.beside.items()}}
+    return {held.input_name: held.inputs[rows], **{n: a[rows] for n, a in held.others.items()}}
 
 
 @contextmanager

@@ -92,7 +92,7 @@ class Holdout:
             for name in inputs[0]
         }
         main = whole.pop(data.input_name)
-        searching = LabelledData(main, searched_labels, data.input_name, beside=whole)
+        searching = LabelledData(main, searched_labels, data.input_name, others=whole)
         return Holdout(data=data, search=searching)
 
     def fewer(self, count: int) -> Holdout:

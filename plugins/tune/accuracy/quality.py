@@ -23,7 +23,6 @@ from ....bench.metrics import (
     SequenceLosses,
     Sums,
     Z,
-    one_per_sample,
     score_interval,
     wilson,
 )
@@ -33,6 +32,7 @@ from ....data.feeds import check_classes
 from ....data.user_code import callable_named
 from ....errors import FeedError, UsageError
 from ....exporter.bundle.parity import cosines
+from ....exporter.checks.accuracy import one_per_sample
 from ....exporter.inputs import Inputs
 from .holdout import Holdout, batch_size, in_batches
 
@@ -125,7 +125,7 @@ class Metric:
                 # All labels decide which metric applies (`metric_for`), not those of one batch.
                 replace(
                     AnswerCounts.of(each, wanted, base_numbers),
-                    binary=self.name == "accuracy" and are_attributes(wanted),
+                    numeric=self.name != "accuracy" or not are_attributes(wanted),
                     one_hot=0,
                 )
                 for each in (own_numbers, base_numbers)
