@@ -139,13 +139,11 @@ def lower(
         names = compute_in_fp32(model)
         values = {name: layer.renamed(names) for name, layer in values.items()}
     simplify(model)
-    model.ir_version = min(model.ir_version, _lowest_ir_version(model.opset_imports[""]))
+    opset = model.opset_imports[""]
+    # The oldest IR version that allows the opset, so that old runtimes load the file.
+    oldest = max(9, (opset - 1) // 2 if opset < 24 else opset // 2)
+    model.ir_version = min(model.ir_version, oldest)
     return Lowered(model, values)
-
-
-def _lowest_ir_version(opset: int) -> int:
-    """Returns the oldest IR version that allows an opset, so that old runtimes load the file."""
-    return max(9, (opset - 1) // 2 if opset < 24 else opset // 2)
 
 
 def _add_k_input(model: ir.Model, layers: Sequence[Layer[Any]]) -> ir.Value | None:

@@ -45,26 +45,34 @@ def fuse_residual(graph: ir.Graph, norm: ir.Node) -> bool:
             break
     used = len(list(x.uses())) > 1 or x.is_graph_output()
     b = Builder(f"{name_of(norm)}/residual")
-    y, *others = b.ops(
-        "SkipLayerNormalization",
-        row,
-        skip,
-        gain,
-        shift[0] if shift else None,
-        bias,
-        names=("normalised", "mean", "inverse", "sum") if used else ("normalised",),
-        domain=MICROSOFT,
-        epsilon=norm.attributes.get_float("epsilon", EPSILON),
-    )
-    graph.opset_imports.setdefault(MICROSOFT, 1)
+    inputs = (row, skip, gain, shift[0] if shift else None, bias)
+    epsilon = norm.attributes.get_float("epsilon", EPSILON)
+    y, total = skip_norm(graph, b, "SkipLayerNormalization", inputs, x, epsilon, summed=used)
     put(graph, b, norm, norm.outputs[0], y, hidden=hidden)
     if used:
-        *unused, total = others
-        for value in unused:  # the kernel does not return it
-            value.name = ""
-        total.shape, total.type = x.shape, x.type
         rename(graph, x, total)
     return True
+
+
+def skip_norm(
+    graph: ir.Graph,
+    b: Builder,
+    op_type: str,
+    inputs: Sequence[ir.Value | None],
+    x: ir.Value,
+    epsilon: float,
+    *,
+    summed: bool = True,
+) -> tuple[ir.Value, ir.Value]:
+    """Adds a norm of a sum as one op; returns the result and, if `summed`, the sum, like x."""
+    names = ("normalised", "mean", "inverse", "sum") if summed else ("normalised",)
+    outputs = b.ops(op_type, *inputs, names=names, domain=MICROSOFT, epsilon=epsilon)
+    for value in outputs[1:-1]:  # the kernel does not return it
+        value.name = ""
+    graph.opset_imports.setdefault(MICROSOFT, 1)
+    y, total = outputs[0], outputs[-1]
+    total.shape, total.type = x.shape, x.type
+    return y, total
 
 
 def fuse_bias(graph: ir.Graph, gelu: ir.Node) -> bool:

@@ -89,6 +89,7 @@ class AroundMaps(Protocol):
 
     With two maps, y = out(second(act(norm(first(x))))), where out is `out_norm`, then
     `out_activation`; in a gated expert the activation is the gate's. With one, y = out(first(x)).
+    `inner` is the width of the first map, `hidden` that after the activation, `out` the outputs'.
     """
 
     @property
@@ -101,11 +102,6 @@ class AroundMaps(Protocol):
     def out_norm(self) -> ExpertNorm | None: ...
     @property
     def out_activation(self) -> Activation: ...
-
-
-class Maps(AroundMaps, Protocol):
-    """`AroundMaps` with widths: of the first map, after the activation, and of the outputs."""
-
     @property
     def inner(self) -> int: ...
     @property

@@ -362,6 +362,7 @@ class SoftMoE(MoELayer):
                 return tuple(matrices[e] for e in kept)
             return matrices[kept]
 
+        norms = NormWeights(**{name: getattr(self, name) for name in NORM_WEIGHTS})
         weights = SoftMoEWeights(
             phi=self.phi[:, [*kept, *others]],
             w1=of(self.w1),
@@ -372,7 +373,7 @@ class SoftMoE(MoELayer):
             shift=self.shift,
             constants=None if constants is None else torch.from_numpy(constants),
             bias=None if self.bias is None else self.bias[[*kept, *others]],
-            norms=NormWeights(**{name: weight[kept] for name, weight in self._norms().named()}),
+            norms=NormWeights(**{name: weight[kept] for name, weight in norms.named()}),
         )
         spec = replace(
             self.spec,
@@ -381,9 +382,6 @@ class SoftMoE(MoELayer):
             constants=constants is not None,
         )
         return SoftMoE(spec, weights).eval()
-
-    def _norms(self) -> NormWeights:
-        return NormWeights(**{name: getattr(self, name) for name in NORM_WEIGHTS})
 
     def computed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns every expert's output for tokens x, [b, n, p, o], and C, [b, m, n, p]."""
@@ -420,9 +418,7 @@ class SoftMoE(MoELayer):
             outputs = self._all_experts(slots)
             if chosen is not None:  # excluded outputs may be infinite
                 outputs = outputs.masked_fill(~chosen[..., None, None], 0.0)
-        if (
-            self.edits.ablations
-        ):  # these may also be infinite; the other contributions stay unchanged
+        if self.edits.ablations:  # these may be infinite; other contributions stay unchanged
             outputs = outputs.index_fill(1, torch.tensor(self.edits.ablated_in(0)), 0.0)
         if self.spec.rounded:
             outputs = to_bfloat16(outputs)

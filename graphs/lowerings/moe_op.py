@@ -22,7 +22,7 @@ from ..layers.stored import Layer
 from ..names import MICROSOFT
 from ..precision.products import INT8_ROWS
 from ..precision.types import block_of
-from ..targets import TARGETS, Machine, Precision, Target, TargetRecord
+from ..targets import TARGETS, Machine, Precision, Target
 
 OP_ACTIVATIONS: Mapping[Activation, str] = MappingProxyType(
     {
@@ -117,6 +117,15 @@ def moe_node(
     return b.op(op, *inputs, domain=MICROSOFT, name="experts/outputs", **options)
 
 
+def one_hot_logits(b: Builder, layer: Layer[Any], index: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Adds logits [r, n] that send each row to its expert in an index of r numbers."""
+    column = b.op("Reshape", index, b.ints(-1, 1), name="experts/expert_of_row")
+    experts = b.constant(np.arange(layer.spec.experts, dtype=np.int64))
+    own = b.op("Equal", column, experts, name="experts/one_hot")
+    chosen, other = b.number(0.0, dtype), b.number(never(layer.target), dtype)
+    return b.op("Where", own, chosen, other, name="experts/logits")
+
+
 def op_weights(b: Builder, layer: Layer[Any], experts: OpExperts) -> list[ir.Value | None]:
     """Adds the weights of all experts in the op's layout, in the order of its inputs."""
     integers = _integers(layer)
@@ -203,10 +212,6 @@ def _interleaved(
     return b.op("Reshape", pairs, shape, name=f"experts/{key}_interleaved")
 
 
-def has_op(target: TargetRecord) -> bool:
-    return bool(target.moe)
-
-
 def around_maps(spec: AroundMaps) -> str | None:
     """Returns why the op cannot compute the parts after the experts' maps."""
     if spec.hidden_norm or spec.out_norm or spec.out_activation != "identity":
@@ -226,10 +231,22 @@ LEAST_WIDTH, VECTOR_BYTES, BLOCKS_ON_CUDA = 16, 16, (128, 64)
 that rows are a multiple of, and for integers a block size that divides the columns."""
 
 
-def other_size_on_cuda(spec: Any, precision: Precision, target: Target) -> str | None:
-    """Returns why the op's kernel on a GPU cannot compute experts of these widths."""
+OTHER_GELU_ON_GPU = (
+    "com.microsoft.MoE computes the tanh form of GELU in FP32, up to 5e-4 from the exact one of "
+    "this layer; use --precision fp16, whose rounding error is larger"
+)
+"""In ONNX Runtime GPU 1.31.1 it is the tanh form if GELU is the epilogue of the product (FP32
+everywhere, and cards older than Hopper: `EpilogueOpDefaultFtGelu`), and the exact one if it is a
+separate kernel (`doActivationKernel`, after Hopper's own products in 16 bits): read from its
+sources and its library's symbols, not run. In 16 bits the rounding hides the difference."""
+
+
+def unfit_on_gpu(spec: Any, precision: Precision, target: Target) -> str | None:
+    """Returns why the op's kernel on a GPU cannot compute experts: their GELU, or their widths."""
     if TARGETS[target].on_cpu:
         return None
+    if spec.activation == "gelu" and precision == "fp32":
+        return OTHER_GELU_ON_GPU
     widths = (spec.dim, spec.hidden)
     if precision in ("int8", "int4"):
         if not any(width % BLOCKS_ON_CUDA[-1] for width in widths):
@@ -244,22 +261,6 @@ def other_size_on_cuda(spec: Any, precision: Precision, target: Target) -> str |
     return (
         f"on a GPU com.microsoft.MoE needs widths of at least {LEAST_WIDTH} that are multiples of "
         f"{least} in {precision.upper()}, but an expert's are {spec.dim} and {spec.hidden}"
-    )
-
-
-def other_gelu_on_cuda(spec: AroundMaps, precision: Precision, target: Target) -> str | None:
-    """Returns why the op's kernel on a GPU cannot compute an expert's GELU within the bound.
-
-    In ONNX Runtime GPU 1.31.1 it is the tanh form if GELU is the epilogue of the product (FP32
-    everywhere, and cards older than Hopper: `EpilogueOpDefaultFtGelu`), and the exact one if it is
-    a separate kernel (`doActivationKernel`, after Hopper's own products in 16 bits): read from its
-    sources and its library's symbols, not run. In 16 bits the rounding hides the difference.
-    """
-    if TARGETS[target].on_cpu or spec.activation != "gelu" or precision != "fp32":
-        return None
-    return (
-        "com.microsoft.MoE computes the tanh form of GELU in FP32, up to 5e-4 from the exact one "
-        "of this layer; use --precision fp16, whose rounding error is larger"
     )
 
 

@@ -78,7 +78,7 @@ class _Widening:
                 name = str(value.name)
                 self.names[name] = value.name = f"{name}/wide"
                 value.type = ir.TensorType(FLOAT)
-                graph.outputs[index] = _cast(graph, None, value, HALF, name)
+                graph.outputs[index] = add_cast(graph, None, value, HALF, name)
 
     def _node(self, node: ir.Node, graph: ir.Graph, main: ir.Graph) -> None:
         for attribute in node.attributes.values():
@@ -132,7 +132,7 @@ class _Widening:
         if key not in self._casts:
             name = f"{value.name}/fp32"
             small = _small(value, graph, name)
-            self._casts[key] = small or _cast(graph, user, value, FLOAT, name)
+            self._casts[key] = small or add_cast(graph, user, value, FLOAT, name)
         return self._casts[key]
 
 
@@ -148,7 +148,7 @@ def _small(value: ir.Value, graph: ir.Graph, name: str) -> ir.Value | None:
     return constant
 
 
-def _cast(
+def add_cast(
     graph: ir.Graph, user: ir.Node | None, value: ir.Value, target: ir.DataType, name: str
 ) -> ir.Value:
     """Adds a cast before a node of a graph, or at its end."""

@@ -109,8 +109,9 @@ def _some(width: int) -> Tensor:
 
 def _matching(spec: ExpertsSpec, module: nn.Module, z: Tensor, wanted: Tensor) -> ExpertsSpec:
     """The first candidate that computes `wanted` of z."""
+    unread = torch.empty(0)
     for candidate in _candidates(spec, module):
-        y = _between(candidate, z)
+        y = Experts(candidate, ExpertsWeights(unread, unread)).activate(z)
         if y.shape == wanted.shape and torch.allclose(y, wanted, rtol=1e-4, atol=1e-5):
             return candidate
     raise FamilyError(
@@ -142,12 +143,6 @@ def _numbers(module: nn.Module, word: str) -> list[float]:
         for name, value in vars(module).items()
         if word in name and isinstance(value, int | float) and not isinstance(value, bool)
     ]
-
-
-def _between(spec: ExpertsSpec, z: Tensor) -> Tensor:
-    """The output of a layer of this spec between its two products."""
-    none = torch.empty(0)
-    return Experts(spec, ExpertsWeights(none, none)).activate(z)
 
 
 def _post_norm(name: str, norm: nn.Module, width: int) -> tuple[Tensor, float]:

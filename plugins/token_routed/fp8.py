@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...exporter.checkpoints.state_dict import FLOAT8
 
 SCALES = ("_scale", "_scale_inv")
 """The endings of the names of scales, after the name of the weight."""
@@ -39,11 +38,6 @@ def scales_of(key: str, tensors: Mapping[str, Tensor], place: Path) -> str:
         f"{key}{SCALES[0]} or {key}{SCALES[1]}",
         hint=DEQUANTISED,
     )
-
-
-def is_packed(tensor: Tensor) -> bool:
-    """Whether a tensor has an eight-bit type that needs scales."""
-    return tensor.dtype in FLOAT8
 
 
 def blocks_of(config: Any) -> tuple[int, int] | None:

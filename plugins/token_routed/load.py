@@ -116,7 +116,8 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
     sizes = WeightSizes.of(folder, found.weights.files)
     sizes.check_config()
     config = _config(folder)
-    _check_served(folder, config)
+    _check_padding(folder, config)
+    _check_positions(folder / CONFIG_FILE, config.get_text_config())
     with sizes.building(version):
         left_out = _leave_out_further_outputs(config)
         class_ = _class(folder, config)
@@ -129,9 +130,11 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
         experts = [int(skeleton.get_submodule(path).num_experts) for path in paths]
     with sizes.building(version):
         routers = find_routers(build, config, max(experts)) if paths else None
-        cached = bool(kind.cached and settings.get("use_cache", True))
-        inputs, outputs, notes = _ports(skeleton, config, kind, cached=cached)
-    if any(name.startswith(PAST) for name in (port.name for port in inputs)):
+        inputs, outputs, notes = _ports(
+            skeleton, config, kind, cached=kind.cached and settings.get("use_cache", True)
+        )
+    has_cache = any(port.name.startswith(PAST) for port in inputs)
+    if has_cache:
         notes = (*_cache_note(folder, settings), *notes)
     takes, gives = [port.name for port in inputs], [port.name for port in outputs]
     watched = Watched.now(files)
@@ -140,8 +143,7 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
         loaded = load_weights(found, class_, config, watched)
         model, mapped, notes = _part(loaded.module, kind), loaded.mapped, (*notes, *loaded.notes)
     # A model that scans its tokens has a cache with more than keys and values.
-    scans = values and not kind.translates and not any(name.startswith(PAST) for name in takes)
-    loops = scans and _loops(skeleton)
+    loops = values and not kind.translates and not has_cache and _loops(skeleton)
     original = TransformersNetwork(model.eval().requires_grad_(False), takes, gives, loops=loops)
     network = sharing_weights(original)
     k, reading = k_of(config.get_text_config()), Reading(mapped, watched)
@@ -254,7 +256,7 @@ def _config(folder: Path) -> Any:
             str(folder), trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # every class of configurations has its own errors
-        own = "auto_map" in object_in(folder / "config.json")
+        own = "auto_map" in object_in(folder / CONFIG_FILE)
         raise FamilyError(
             f"{folder}: transformers {library.__version__} cannot read its config.json: "
             f"{one_line(error)}",
@@ -263,12 +265,6 @@ def _config(folder: Path) -> Any:
             if own
             else "a newer transformers may know the architecture",
         ) from error
-
-
-def _check_served(folder: Path, config: Any) -> None:
-    """Raises `FamilyError` or `CheckpointError` for settings that no export supports."""
-    _check_padding(folder, config)
-    _check_positions(folder / CONFIG_FILE, config.get_text_config())
 
 
 def _check_padding(folder: Path, config: Any) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from operator import getitem
 from typing import Any, Literal, Protocol
 
 import torch
@@ -339,12 +340,8 @@ def _by_name(returned: object) -> list[tuple[Any, Any]]:
     """The results that a layer returns, by name or number, the most likely first."""
     keys = _order(returned)
     first = [key for key in RESULTS if key in keys]
-    get = getattr if is_dataclass(returned) and not isinstance(returned, Mapping) else _item
+    get = getattr if is_dataclass(returned) and not isinstance(returned, Mapping) else getitem
     return [(key, get(returned, key)) for key in [*first, *(k for k in keys if k not in first)]]
-
-
-def _item(of: Any, key: Any) -> Any:
-    return of[key]
 
 
 def _unknown(value: object) -> Any:
@@ -353,20 +350,17 @@ def _unknown(value: object) -> Any:
     return torch.full((), torch.nan) if value.ndim == 0 and value.is_floating_point() else None
 
 
+@dataclass
 class ExpertsCall:
     """The arguments of a bank of experts: `x` [..., d] or slots [b, n, p, d], and how to weight.
 
     `index` and `weights` are [..., k], or `weights` alone [..., n]; `combine` is C, [b, m, n, p].
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        index: Tensor | None = None,
-        weights: Tensor | None = None,
-        combine: Tensor | None = None,
-    ) -> None:
-        self.x, self.index, self.weights, self.combine = x, index, weights, combine
+    x: Tensor
+    index: Tensor | None = None
+    weights: Tensor | None = None
+    combine: Tensor | None = None
 
     @classmethod
     def of(cls, args: tuple[Any, ...], named: Mapping[str, Any], n: int) -> ExpertsCall:
@@ -530,18 +524,15 @@ def with_router_k(model: Model, k: Mapping[str, int | None]) -> Model:
     support: it has no parameter `k`, or returns another number.
     """
     for layer in model.module.modules():
-        if (
-            isinstance(layer, OwnForward)
-            and layer.even
-            and k[layer.spec.name] != layer.spec.experts
-        ):
+        even = isinstance(layer, OwnForward) and layer.even
+        if even and k[layer.spec.name] != layer.spec.experts:
             raise UsageError(
                 f"--k: every expert of layer {layer.spec.name} has the same sum of the combine "
                 "weights C, by which Algorithm 1 chooses",
                 hint="leave --k out: a C that is a softmax over the tokens has the same sum for "
                 "every expert",
             )
-    routed = _routed(model)
+    routed = {n: layer for n, layer in _by_layer(model.module).items() if n in model.layers}
     changes = {name: k[name] for name, layer in routed.items() if k[name] != layer.current_k}
     for name, wanted in changes.items():
         _check_change(name, routed[name], wanted)
@@ -563,10 +554,6 @@ class RouterHost(Host):
     def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:
         """Returns the model whose routers use this k."""
         return with_router_k(model, k)
-
-
-def _routed(model: Model) -> dict[str, OwnForward]:
-    return {name: layer for name, layer in _by_layer(model.module).items() if name in model.layers}
 
 
 def _by_layer(module: nn.Module) -> dict[str, OwnForward]:

@@ -99,22 +99,18 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
     changed = sharing_weights(network)
     assert isinstance(changed, TransformersNetwork)
     layers = {path.rpartition(".")[0]: value for path, value in k.items()}
-    ks = set(k.values())
+    ks = list(k.values())
+    common = ks[0] if len(set(ks)) == 1 else None
     for path, name in routers.attributes:
-        own = _within(path, layers)
-        if own is not None:
-            setattr(changed.wrapped.get_submodule(path), name, layers[own])
-        elif len(ks) == 1:
-            setattr(changed.wrapped.get_submodule(path), name, next(iter(ks)))
-    if len(ks) == 1:  # modules share one configuration
-        setattr(changed.wrapped.config.get_text_config(), routers.field, next(iter(ks)))
-    setting: Any = next(iter(ks)) if len(ks) == 1 else list(k.values())
+        # The experts layer that the module is at or below.
+        own = next((p for p in layers if path == p or path.startswith(f"{p}.")), None)
+        value = common if own is None else layers[own]
+        if value is not None:
+            setattr(changed.wrapped.get_submodule(path), name, value)
+    if common is not None:  # modules share one configuration
+        setattr(changed.wrapped.config.get_text_config(), routers.field, common)
+    setting: Any = ks if common is None else common
     return replace(model.changed(changed), config={**model.config, routers.field: setting})
-
-
-def _within(path: str, layers: Mapping[str, Any]) -> str | None:
-    """The experts layer, among `layers`, that a module is at or below."""
-    return next((p for p in layers if path == p or path.startswith(f"{p}.")), None)
 
 
 def _check_trained(model: Model, k: Mapping[str, int | None]) -> None:

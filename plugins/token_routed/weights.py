@@ -24,7 +24,7 @@ from ...exporter.checkpoints.weight_files import SUFFIXES, WeightFiles, find_fil
 from . import CONFIG_FILE, GENERATION_FILE, lora
 from .fp8 import DEQUANTISED
 from .misfits import check_experts, check_mismatched, check_missing, check_names, check_surplus
-from .plain import PlainTensors, plain_tensors
+from .plain import plain_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,9 @@ def load_weights(found: FolderFiles, class_: Any, config: Any, watched: Watched)
     check_missing(found, model, report)
     check_mismatched(found.place, model, report)
     _check_numbers(found.place, model, plain.tensors, taken)
-    _check_finite(found, plain, taken, watched)
+    used = {key: plain.tensors[key] for key in sorted(taken)}
+    for tensors in (plain.read, used):
+        check_finite(found.place, tensors, Reading(found.files, watched))
     _generation(model, found.folder)
     release(found.files)
     places = (*found.files, *(() if plain.place is None else (plain.place,)))
@@ -233,15 +235,6 @@ def _check_numbers(place: Path, model: Any, tensors: Mapping[str, Tensor], taken
             f"{place} has {given} numbers for {own} parameters, some under two names",
             hint="save only the correct weights",
         )
-
-
-def _check_finite(
-    found: FolderFiles, plain: PlainTensors, taken: set[str], watched: Watched
-) -> None:
-    """Raises `CheckpointError` for NaN and infinities in used weights, with the key."""
-    used = {key: plain.tensors[key] for key in sorted(taken)}
-    for tensors in (plain.read, used):
-        check_finite(found.place, tensors, Reading(found.files, watched))
 
 
 def _generation(model: Any, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from ....graphs.lowerings.experts import (
     activation,
     constants_of,
     followed,
+    rms_normalised,
     stacked_linear,
     stacked_rows,
 )
@@ -222,11 +223,7 @@ def normalised(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
         wide = b.rounded(wide, ir.DataType.FLOAT, "experts/outputs")
     if not layer.spec.post_norm:
         return wide
-    square = b.op("Mul", wide, wide, name="experts/squares")
-    mean = b.op("ReduceMean", square, b.ints(-1), keepdims=1, name="experts/mean_square")
-    shifted = b.op("Add", mean, b.number(layer.spec.post_norm_eps), name="experts/mean_square_eps")
-    root = b.op("Sqrt", shifted, name="experts/root_mean_square")
-    return b.op("Div", wide, root, name="experts/normalised")
+    return rms_normalised(b, wide, layer.spec.post_norm_eps, "experts/")
 
 
 def pair_rows(
@@ -240,13 +237,10 @@ def pair_rows(
         columns = b.op("Unsqueeze", narrow, b.ints(2), name="dispatch/weights")
         pairs = b.op("Mul", tokens, columns, name="dispatch/weighted")
     else:
-        shape = b.op("Concat", _sizes(b, index), b.ints(spec.dim), axis=0, name="dispatch/shape")
+        sizes = b.op("Shape", index, name="combine/sizes")
+        shape = b.op("Concat", sizes, b.ints(spec.dim), axis=0, name="dispatch/shape")
         pairs = b.op("Expand", tokens, shape, name="dispatch/pairs")  # [t, k, d]
     return b.op("Reshape", pairs, b.ints(-1, spec.dim), name="dispatch/rows")
-
-
-def _sizes(b: Builder, index: ir.Value) -> ir.Value:
-    return b.op("Shape", index, name="combine/sizes")
 
 
 def by_token(
@@ -263,7 +257,8 @@ def by_token(
     `zeroed`: those of dropped choices are zeros.
     """
     outputs = normalised(b, layer, outputs)
-    shape = b.op("Concat", _sizes(b, index), b.ints(layer.spec.out), axis=0, name="combine/shape")
+    sizes = b.op("Shape", index, name="combine/sizes")
+    shape = b.op("Concat", sizes, b.ints(layer.spec.out), axis=0, name="combine/shape")
     shaped = b.op("Reshape", outputs, shape, name="combine/outputs")
     if not zeroed:
         shaped = kept_alone(b, layer, shaped)
@@ -339,8 +334,3 @@ def _where(b: Builder, layer: ExpertsLayer, outputs: ir.Value, kept: ir.Value) -
     column = b.op("Unsqueeze", kept, b.ints(2), name="combine/kept")
     zero = b.number(0.0, outputs_type(layer))
     return b.op("Where", column, outputs, zero, name="combine/kept_outputs")
-
-
-def joined(b: Builder, parts: Sequence[ir.Value], name: str, axis: int = 0) -> ir.Value:
-    """Concatenates the parts."""
-    return b.op("Concat", *parts, axis=axis, name=name)

@@ -23,10 +23,7 @@ def between_us(plan: ExpertsPlan, pairs: float, machine: Machine) -> float:
 
 def one_by_one_us(plan: ExpertsPlan, active: float, pairs: float, machine: Machine) -> float:
     """The time of `active` experts, one by one, for `pairs` pairs in total, without nodes."""
-    products = active * (1 if plan.spec.linear else 2)
-    return lone_products_us(plan, active, products, pairs, machine) + between_us(
-        plan, pairs, machine
-    )
+    return lone_products_us(plan, active, pairs, machine) + between_us(plan, pairs, machine)
 
 
 def all_experts_us(plan: ExpertsPlan, rows: int, machine: Machine) -> float:

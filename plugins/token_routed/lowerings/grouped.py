@@ -24,7 +24,6 @@ from .arithmetic import (
     both_products,
     by_token,
     first_rows,
-    joined,
     products,
     routed,
     token_rows,
@@ -54,7 +53,8 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
         rows = _weighted_rows(b, layer, x, pairs, weights)
     else:
         rows = _token_rows(b, layer, x, pairs)
-    outputs = _through_experts(b, layer, rows, pairs)
+    multiply = partial(_by_expert, b, layer, pairs.counts)
+    outputs = both_products(b, layer, rows, multiply, pairs.expert)  # sorted by expert, like rows
     if layer.spec.capacities:
         outputs = _with_dropped(b, layer, outputs, pairs.order, index)
     else:
@@ -68,7 +68,7 @@ def _sorted_pairs(b: Builder, layer: ExpertsLayer, index: ir.Value) -> _Pairs:
     pairs = sorted_by_expert(b, flat, layer.spec.experts, "group/rows_per_expert")
     return _Pairs(
         order=pairs.order,
-        token=b.op("Div", pairs.order, _chosen(b, index), name="group/token_of_row"),
+        token=b.op("Div", pairs.order, _k_of(b, index), name="group/token_of_row"),
         expert=b.op("Gather", pairs.coordinates, b.integer(0), axis=0, name="group/expert_of_row"),
         counts=pairs.counts,
     )
@@ -108,12 +108,6 @@ def _weighted_rows(
     return first_rows(b, layer, b.op("Mul", tokens, own, name="dispatch/weighted"))
 
 
-def _through_experts(b: Builder, layer: ExpertsLayer, rows: ScaledRows, pairs: _Pairs) -> ir.Value:
-    """Each expert on its rows: [r, d] to [r, o], both sorted by expert."""
-    multiply = partial(_by_expert, b, layer, pairs.counts)
-    return both_products(b, layer, rows, multiply, pairs.expert)
-
-
 def _by_expert(
     b: Builder, layer: ExpertsLayer, counts: ir.Value, which: str, rows: ir.Value, name: str
 ) -> ir.Value:
@@ -123,10 +117,10 @@ def _by_expert(
     outputs = [
         products(b, layer, e, which, part, f"{first}/{e}/{last}") for e, part in enumerate(parts)
     ]
-    return joined(b, outputs, name)
+    return b.op("Concat", *outputs, axis=0, name=name)
 
 
-def _chosen(b: Builder, index: ir.Value) -> ir.Value:
+def _k_of(b: Builder, index: ir.Value) -> ir.Value:
     """The graph's k: a constant if the index has a fixed width."""
     k = None if index.shape is None else index.shape[1]
     if isinstance(k, int):
