@@ -214,7 +214,6 @@ class Edits:
     layer: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """Sorts the edits by kind."""
         in_order = sorted(self.listed, key=lambda edit: ORDER.index(type(edit)))
         object.__setattr__(self, "listed", tuple(in_order))
 
@@ -252,12 +251,10 @@ class Edits:
 
     @property
     def merged(self) -> tuple[MergedExperts, ...]:
-        """The layers whose experts are merged."""
         return self._only(MergedExperts)
 
     @property
     def steers(self) -> tuple[Steer, ...]:
-        """The vectors added to the tokens of layers."""
         return self._only(Steer)
 
     @property

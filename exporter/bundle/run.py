@@ -17,8 +17,7 @@ from ...common.writing import check_file, whole_file
 from ...data.batches import INPUT, rebatched
 from ...data.feeds import batches, count, npz_array, npz_names
 from ...errors import FeedError, OutputError, UsageError
-from ...graphs.names import PRESENT
-from ...graphs.score_names import is_score
+from ...graphs.names import PRESENT, is_score
 from ...graphs.sizes import DEFAULT_BATCH, AxisRange, parse_range
 from ..inputs import check_array, with_axes
 from ..requests import AnyPath, RunRequest

@@ -71,11 +71,11 @@ def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
     k, v = _unrepeated(k), _unrepeated(last.inputs[1])
     if q is None or k is None or v is None or not (heads_of(q) and heads_of(k) == heads_of(v) != 0):
         return None
-    taken = _same_width(q, k, v) and takes_mask(mask, q, k) and are_float32(q, k, v, mask)
+    supported = _same_width(q, k, v) and takes_mask(mask, q, k) and are_float32(q, k, v, mask)
     by_head = sinks is None or (
         sinks.shape is not None and [*sinks.shape] == [1, heads_of(q), 1, 1]
     )
-    if not (taken and by_head):
+    if not (supported and by_head):
         return None
     joins = [made(value, "Concat") for value in (k, v)]
     joined = None

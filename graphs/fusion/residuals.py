@@ -107,7 +107,7 @@ def without_biases(
     b: Builder, inputs: Sequence[ir.Value | None]
 ) -> tuple[list[ir.Value | None], ir.Value | None]:
     """Returns queries, keys and values without their products' biases, and the joined biases."""
-    taken: list[ir.Value | None] = []
+    results: list[ir.Value | None] = []
     biases: list[np.ndarray] = []
     for value in inputs:
         assert value is not None and value.shape is not None
@@ -117,14 +117,14 @@ def without_biases(
         if unbiased is None or tensor is None:
             width = value.shape[-1]
             assert isinstance(width, int)  # the number of heads times their width
-            taken.append(value)
+            results.append(value)
             biases.append(np.zeros(width, dtype=np.float32))
         else:
-            taken.append(unbiased[0])
+            results.append(unbiased[0])
             biases.append(tensor.numpy())
-    if list(inputs) == taken:
-        return taken, None
-    return taken, b.constant(np.concatenate(biases))
+    if list(inputs) == results:
+        return results, None
+    return results, b.constant(np.concatenate(biases))
 
 
 def same_shape(add: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
@@ -136,8 +136,8 @@ def same_shape(add: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
     if x is None or y is None or total is None or x.const_value or y.const_value:
         return None
     known = all(isinstance(size, int) or size.value is not None for size in total)
-    alike = known and len(total) in SKIP_RANKS and x.shape == total == y.shape
-    return (x, y) if alike else None
+    same = known and len(total) in SKIP_RANKS and x.shape == total == y.shape
+    return (x, y) if same else None
 
 
 def is_row_of(weight: ir.Value | None, x: ir.Value) -> bool:

@@ -80,7 +80,6 @@ class FactorisedSpec:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters in all factors or cores."""
         return sum(prod(shape) for shape in self.shapes)
 
     @property
@@ -196,7 +195,6 @@ class MuMoESpec:
 
     @property
     def form(self) -> Form:
-        """The form of the layer's tensors."""
         return self.tensors[0].form
 
     @property
@@ -205,7 +203,6 @@ class MuMoESpec:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The number of experts of each level."""
         return self.tensors[0].levels
 
     @property
@@ -239,7 +236,6 @@ class MuMoESpec:
 
     @property
     def gate_parameters(self) -> int:
-        """The number of weights in the gating projections."""
         return 0 if self.external_routing else self.dim * sum(self.levels)
 
     @property

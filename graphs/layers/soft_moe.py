@@ -187,9 +187,8 @@ class Routing:
 
     `logits`, `combine` and `dispatch` are L, C and D, [b, m, n, p]; `combine_dropped` has the
     columns of C of dropped experts, [b, m, dropped, p]; `scores` [b, n] is s, the column sums of C;
-    `selected` [b, k] has the indices of the k largest, ascending; `margin` [b] is the distance from
-    the k-th to the (k+1)-th score (infinite for k = n). If the slots are given, L and D are
-    unknown, and C replaces them.
+    `selected` [b, k] has the indices of the k largest, ascending. If the slots are given, L and D
+    are unknown, and C replaces them.
     """
 
     logits: Tensor
@@ -198,7 +197,6 @@ class Routing:
     dispatch: Tensor
     scores: Tensor
     selected: Tensor
-    margin: Tensor
 
 
 class SoftMoE(MoELayer):
@@ -270,9 +268,6 @@ class SoftMoE(MoELayer):
         scores = combine.sum(dim=(1, 3))
         k = n if self.keep is None else self.keep
         ranked = scores.topk(min(k + 1, n), dim=1)
-        margin = torch.full_like(scores[:, 0], torch.inf)
-        if k < n:
-            margin = ranked.values[:, k - 1] - ranked.values[:, k]
         if self.chooser is None:
             selected = ranked.indices[:, :k].sort(dim=1).values
         else:
@@ -284,17 +279,17 @@ class SoftMoE(MoELayer):
             dispatch=dispatch,
             scores=scores,
             selected=selected,
-            margin=margin,
         )
 
     def choices(self, x: Tensor, slots: Tensor | None = None) -> dict[str, RoutingDecision]:
         """Returns the chosen experts, with the margin relative to the k-th score."""
         routing = self.route(x)
         k = routing.selected.shape[1]
-        kth = routing.scores.sort(dim=1, descending=True).values[:, k - 1]
-        # Scores that underflow are ties: 0, not 0 / 0.
-        tiny = torch.finfo(kth.dtype).tiny
-        margin = routing.margin / kth.clamp_min(tiny)
+        ranked = routing.scores.sort(dim=1, descending=True).values
+        kth = ranked[:, k - 1]
+        margin = torch.full_like(kth, torch.inf)
+        if k < self.spec.experts:  # scores that underflow are ties: 0, not 0 / 0
+            margin = (kth - ranked[:, k]) / kth.clamp_min(torch.finfo(kth.dtype).tiny)
         return {"": RoutingDecision(routing.selected, margin, routing.scores)}
 
     def stored(self) -> Iterator[StoredPart]:

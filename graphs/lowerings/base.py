@@ -121,11 +121,11 @@ class LayerPlan(Generic[S]):
     @property
     def copied_bytes(self) -> float:
         """Bytes of weights, counted as FP32, that the chosen lowering copies for one batch."""
-        return self.lowering.copies(self)
+        return self.lowering.copied_bytes(self)
 
     def inexact(self, target: Target) -> str | None:
         """Returns how the lowering differs from the layer's definition; None if it is exact."""
-        return self.lowering.differs(self.spec, self.precision, target)
+        return self.lowering.inexact(self.spec, self.precision, target)
 
 
 SoftMoEPlan = LayerPlan[SoftMoESpec]
@@ -162,7 +162,6 @@ class LoweringOf(Generic[S]):
 
     @property
     def targets(self) -> frozenset[Target]:
-        """The targets with the required capabilities."""
         return frozenset(record.name for record in TARGETS if self.needs(record))
 
     def problem(self, spec: S, precision: Precision, target: Target) -> str | None:
@@ -174,14 +173,6 @@ class LoweringOf(Generic[S]):
             or self.no_kernel(precision, target)
             or self.unfit(spec, precision, target)
         )
-
-    def differs(self, spec: S, precision: Precision, target: Target) -> str | None:
-        """Returns how its result differs from the layer's definition; None if it is exact."""
-        return self.inexact(spec, precision, target)
-
-    def copies(self, plan: LayerPlan[S]) -> float:
-        """Returns the bytes of weights that it copies for one batch, counted as FP32."""
-        return self.copied_bytes(plan)
 
 
 Lowering = LoweringOf[SoftMoESpec]

@@ -107,8 +107,8 @@ def stream_us(
     Both are counted as FP32.
     """
     size = among * SIZES.get(plan.precision, 1.0)
-    held = min(1.0, machine.cache_bytes / size)
-    return weights_bytes / bytes_per_us * (held / machine.cached + 1.0 - held)
+    in_cache = min(1.0, machine.cache_bytes / size)
+    return weights_bytes / bytes_per_us * (in_cache / machine.cached + 1.0 - in_cache)
 
 
 def products_of(plan: AnyPlan, experts: float) -> float:

@@ -249,7 +249,6 @@ def constants_of(b: Builder, layer: Layer[Any], index: int) -> Affine:
 
 
 def _linear(b: Builder, layer: SoftMoELayer, index: int, which: str) -> Linear:
-    """Adds the constants of an expert's first or second matmul."""
     constant = constants_of(b, layer, index)
     w = f"w{which}"
     weight = layer.expert(b, f"experts.{w}", index)

@@ -71,7 +71,6 @@ class OpExperts:
 
     @property
     def attributes(self) -> dict[str, int | float | str]:
-        """The node's attributes."""
         if not self.gated:
             return {"activation_type": OP_ACTIVATIONS[self.activation]}
         attributes: dict[str, int | float | str] = {
@@ -104,13 +103,13 @@ def moe_node(
     options = {"k": k} | experts.attributes | {"normalize_routing_weights": int(weights is None)}
     inputs = [rows, logits, *(stored or op_weights(b, layer, experts))]
     if integers is not None:
-        options["expert_weight_bits"] = integers.bits
+        options["expert_weight_bits"], block = integers
         if TARGETS[layer.target].weight_only:
             options["weights_prepacked"] = 0  # the default is a layout of CUDA's kernel
         else:
             options["accuracy_level"] = INT8_ROWS
-        if integers.block is not None:
-            options["block_size"] = integers.block
+        if block is not None:
+            options["block_size"] = block
     if weights is not None:
         inputs += [None] * (ROUTER_WEIGHTS - len(inputs)) + [weights]
     op = "MoE" if integers is None else "QMoE"
@@ -133,25 +132,18 @@ def op_weights(b: Builder, layer: Layer[Any], experts: OpExperts) -> list[ir.Val
     for which in ("1", "2"):
         inputs.append(_matrices(b, layer, experts, f"w{which}"))
         if integers is not None:
-            inputs.append(_scales(b, layer, experts, f"w{which}", integers.block))
+            inputs.append(_scales(b, layer, experts, f"w{which}", integers[1]))
         bias = layer.optional(b, f"experts.b{which}")
         inputs.append(None if bias is None else _interleaved(b, layer, experts, bias, f"b{which}"))
     return inputs
 
 
-@dataclass(frozen=True, slots=True)
-class _Integers:
-    """The form of the weights of `QMoE`: their bits, and the block size along a column."""
-
-    bits: int
-    block: int | None
-
-
-def _integers(layer: Layer[Any]) -> _Integers | None:
+def _integers(layer: Layer[Any]) -> tuple[int, int | None] | None:
+    """Returns the bits of the weights of `QMoE`, and the block size along a column."""
     blocked = layer.compute.blocked
     if blocked is not None:
-        return _Integers(blocked.bits, blocked.block)
-    return None if layer.compute.quantized is None else _Integers(8, block_of_columns(layer.spec))
+        return blocked.bits, blocked.block
+    return None if layer.compute.quantized is None else (8, block_of_columns(layer.spec))
 
 
 def takes_integers(layer: Layer[Any]) -> bool:

@@ -56,12 +56,10 @@ class BackboneLinear:
 
     @property
     def width(self) -> int:
-        """The width of an input row."""
         return int(self._tensor.shape.numpy()[1 if self.transposed else 0])
 
     @property
     def bias(self) -> ir.Value | None:
-        """The bias, if the node adds one."""
         adds = self.node.op_type == "Gemm" and len(self.node.inputs) > 2
         return self.node.inputs[2] if adds else None
 

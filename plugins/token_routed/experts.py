@@ -83,7 +83,7 @@ def check_layer(layer: Experts, module: nn.Module) -> None:
 
 
 def _with_gate(spec: ExpertsSpec, module: nn.Module) -> ExpertsSpec:
-    """The spec with the operation between the two products, found by trying."""
+    """Returns the spec with the operation between the two products, found by trying."""
     of: Any = module
     if not of.has_gate:
         return with_activation(spec, of.act_fn, module)
@@ -108,7 +108,7 @@ def _some(width: int) -> Tensor:
 
 
 def _matching(spec: ExpertsSpec, module: nn.Module, z: Tensor, wanted: Tensor) -> ExpertsSpec:
-    """The first candidate that computes `wanted` of z."""
+    """Returns the first candidate that computes `wanted` of z."""
     unread = torch.empty(0)
     for candidate in _candidates(spec, module):
         y = Experts(candidate, ExpertsWeights(unread, unread)).activate(z)
@@ -123,7 +123,7 @@ def _matching(spec: ExpertsSpec, module: nn.Module, z: Tensor, wanted: Tensor) -
 
 
 def _candidates(spec: ExpertsSpec, module: nn.Module) -> list[ExpertsSpec]:
-    """The specs that the module may compute with the spec's gate, the usual first."""
+    """Returns the specs that a module may compute with the spec's gate, the usual first."""
     alphas = [1.0, QUICK_GELU, *_numbers(module, "alpha")]
     forms: list[tuple[Activation, float]] = [("silu", alpha) for alpha in alphas]
     forms += [(name, 1.0) for name in get_args(Activation) if name != "silu"]
@@ -137,7 +137,7 @@ def _candidates(spec: ExpertsSpec, module: nn.Module) -> list[ExpertsSpec]:
 
 
 def _numbers(module: nn.Module, word: str) -> list[float]:
-    """The numbers in a module's attributes with this word in their names, as `swiglu_limit`."""
+    """Returns the numbers in a module's attributes with this word in their names."""
     return [
         float(value)
         for name, value in vars(module).items()
@@ -146,7 +146,7 @@ def _numbers(module: nn.Module, word: str) -> list[float]:
 
 
 def _post_norm(name: str, norm: nn.Module, width: int) -> tuple[Tensor, float]:
-    """The scale before a norm that divides by the root mean square, and its epsilon."""
+    """Returns the scale before a norm that divides by the root mean square, and its epsilon."""
     of: Any = norm
     epsilon = next(
         (float(getattr(of, name)) for name in ("eps", "variance_epsilon") if hasattr(of, name)), 0.0

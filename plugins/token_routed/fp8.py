@@ -88,7 +88,7 @@ def _spread(scale: Tensor, shape: torch.Size, blocks: tuple[int, int] | None) ->
 
 
 def _block(size: int, count: int, given: int | None) -> int | None:
-    """The length of each of `count` blocks of an axis; the last may be shorter.
+    """Returns the length of each of `count` blocks of an axis; the last may be shorter.
 
     If it is not given, it is 1, the whole axis, or a power of two that follows from the number of
     blocks. None if other equal blocks would also have that number.

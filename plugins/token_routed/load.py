@@ -208,7 +208,7 @@ def _replace_blocks(network: nn.Module, original: nn.Module, *, check: bool) -> 
 def _configuration(
     config: Any, routers: Routers | None, kind: _Kind, *, cached: bool
 ) -> dict[str, Any]:
-    """The configuration for the manifest: the usual sizes, and the cache."""
+    """Returns the configuration for the manifest: the usual sizes, and the cache."""
     text = config.get_text_config()
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     record = {name: getattr(text, name) for name in names if hasattr(text, name)}
@@ -281,7 +281,7 @@ def _check_padding(folder: Path, config: Any) -> None:
 
 
 def _cache_note(folder: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """A note on `use_cache: false` in `config.json`, a leftover of training that is ignored."""
+    """Returns a note on `use_cache: false` in `config.json`, an ignored leftover of training."""
     if "use_cache" in settings or object_in(folder / CONFIG_FILE).get("use_cache", True):
         return ()
     return (
@@ -366,7 +366,7 @@ def _kind(folder: Path, name: str, config: Any, part: ModelPart | None) -> _Kind
 
 
 def _translating(folder: Path, name: str, part: ModelPart | None) -> _Kind:
-    """The kind of a model with an encoder and a decoder, or of one part of it."""
+    """Returns the kind of a model with an encoder and a decoder, or of one part of it."""
     for end, last in TRANSLATING.items():
         if name.endswith(end):
             kind = _Kind(
@@ -383,7 +383,6 @@ def _translating(folder: Path, name: str, part: ModelPart | None) -> _Kind:
 
 
 def _output(ending: str) -> str:
-    """The output of a class with this ending."""
     return "last_hidden_state" if ending == "Model" else "logits"
 
 
@@ -413,7 +412,7 @@ def _builder(class_: Any, kind: _Kind) -> Any:
 
 
 def _part(model: nn.Module, kind: _Kind) -> nn.Module:
-    """The part of a model to export: its encoder, or the model without it."""
+    """Returns the part of a model to export: its encoder, or the model without it."""
     if kind.part is None:
         return model
     encoder: nn.Module = model.get_encoder()  # type: ignore[operator]
@@ -438,7 +437,7 @@ def _experts(folder: Path, skeleton: nn.Module, config: Any) -> list[str]:
 def _ports(
     skeleton: nn.Module, config: Any, kind: _Kind, *, cached: bool
 ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], tuple[str, ...]]:
-    """The inputs and outputs, and a note if an expected cache is missing."""
+    """Returns the inputs and outputs, and a note if an expected cache is missing."""
     text = config.get_text_config()
     sizes = {
         "vocabulary": text.vocab_size,
@@ -467,7 +466,7 @@ def _ports(
 
 
 def _shapes(skeleton: nn.Module, kind: _Kind, hidden: int) -> dict[str, tuple[int, int]] | None:
-    """The heads and width of each part of the cache, from a run without weights."""
+    """Returns the heads and width of each part of the cache, from a run without weights."""
     with _without_weights(skeleton):
         ids = torch.zeros((2, 3), dtype=torch.int64)
         arguments: dict[str, Any] = {"input_ids": ids}
@@ -491,7 +490,7 @@ _LOOPED = 4
 
 
 def _loops(skeleton: nn.Module) -> bool:
-    """Whether a model calls more operators for more tokens.
+    """Returns whether a model calls more operators for more tokens.
 
     Such a loop over tokens, or over blocks of them, is unrolled in a trace: the graph then has
     only one length. A branch changes the number at most once, a loop each time.
@@ -542,12 +541,12 @@ def _without_weights(skeleton: nn.Module) -> Iterator[None]:
         def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             return x
 
-    held = experts_modules(skeleton) | sparse_blocks(skeleton)
+    replaced = experts_modules(skeleton) | sparse_blocks(skeleton)
     try:
-        for path in held:
+        for path in replaced:
             skeleton.set_submodule(path, Nothing())
         with torch.no_grad(), torch.device("meta"):
             yield
     finally:
-        for path, module in held.items():
+        for path, module in replaced.items():
             skeleton.set_submodule(path, module)

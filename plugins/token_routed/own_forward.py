@@ -108,7 +108,7 @@ class OwnForward(nn.Module):
         return copy
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the user's layer that the surrounding network reads."""
+        """Returns an attribute of the user's layer that the surrounding network reads."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -124,17 +124,16 @@ class OwnForward(nn.Module):
 
     @property
     def current_k(self) -> int:
-        """The number of experts of each token."""
         return self.spec.trained_k if self.k is None else self.k
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Returns the code's result; for a user's layer that returns a tensor, only that."""
         k = self.k if self.code.takes_k else None
         y = self.code.run(self._called, args, named, k)
-        return y if self.returned is None or not isinstance(y, Tensor) else like(self.returned, y)
+        return like(self.returned, y)
 
     def _called(self, *args: Any, **named: Any) -> Tensor:
-        """The callable that the code receives in place of the experts."""
+        """Computes the experts for a call by the code, which receives this method as `experts`."""
         spec = self.spec
         bank = isinstance(spec, ExpertsSpec) or (
             isinstance(spec, SoftMoESpec) and spec.external_routing
@@ -145,10 +144,9 @@ class OwnForward(nn.Module):
         call = ExpertsCall.of(args, named, self.spec.experts)
         if call.combine is not None:
             self._check_slots(call.combine.shape[3])
-            return _through_slots(self.experts, call)
-        if call.index is None:
+        elif call.index is None:
             call = call.with_largest(self.current_k)
-        return _through_rows(self.experts, call)
+        return call.through(self.experts)
 
     def _check_slots(self, slots: int) -> None:
         """Raises UsageError if the number of slots is not the layer's."""
@@ -182,7 +180,6 @@ class Code:
 
     @property
     def takes_k(self) -> bool:
-        """Whether the function has a parameter `k`."""
         function = self.router if self._forward is None else self._forward
         return function is not None and takes_k(function)
 
@@ -253,14 +250,14 @@ class Tried:
         if call.combine is not None:
             self.layer = self._bank.build_for_slots(self._name, call.combine.shape[3])
             call.check(self.layer.spec.dim)
-            return _through_slots(self.layer, call)
+            return call.through(self.layer)
         call.check(experts.spec.dim)
         if call.index is None:
             call = call.with_largest(experts.spec.experts)
         assert call.index is not None
         check_experts(call.index, experts.spec.experts)
         self.layer = self._bank.build(self._name, call.index.shape[-1])
-        return _through_rows(self.layer, call)
+        return call.through(self.layer)
 
 
 class InPlace(nn.Module):
@@ -293,7 +290,7 @@ class InPlace(nn.Module):
             y = y.reshape(*y.shape[:2], *args[0].shape[2:])
         if self.residual:
             y = y + args[0]
-        return y if self.returned is None or not isinstance(y, Tensor) else like(self.returned, y)
+        return like(self.returned, y)
 
 
 RESULTS = ("y", "output", "hidden_states", "last_hidden_state")
@@ -311,11 +308,13 @@ def result_of(returned: object) -> Tensor | None:
     return next((value for _, value in named if isinstance(value, Tensor)), None)
 
 
-def like(returned: object, y: Tensor) -> Any:
-    """Returns y within the structure of what a layer returned.
+def like(returned: object, y: Any) -> Any:
+    """Returns y within the structure of what a layer returned; y itself if that was one tensor.
 
     The other numbers become NaN, so that nothing can be computed from them, and other tensors None.
     """
+    if returned is None or not isinstance(y, Tensor):
+        return y
     named = _by_name(returned)
     place = next((key for key, value in named if isinstance(value, Tensor)), None)
     others = {key: _unknown(value) for key, value in named}
@@ -337,7 +336,7 @@ def _order(returned: object) -> list[Any]:
 
 
 def _by_name(returned: object) -> list[tuple[Any, Any]]:
-    """The results that a layer returns, by name or number, the most likely first."""
+    """Returns the results that a layer returns, by name or number, the most likely first."""
     keys = _order(returned)
     first = [key for key in RESULTS if key in keys]
     get = getattr if is_dataclass(returned) and not isinstance(returned, Mapping) else getitem
@@ -433,6 +432,16 @@ class ExpertsCall:
         weights, index = self.weights.topk(k, dim=-1)
         return ExpertsCall(self.x, index, weights)
 
+    def through(self, layer: nn.Module) -> Tensor:
+        """Returns the layer's outputs: [b, m, o] for slots, [..., o] for tokens."""
+        if self.combine is not None:
+            y: Tensor = layer(self.combine.flatten(2), self.x.flatten(1, 2))
+            return y
+        assert self.index is not None and self.weights is not None
+        tensors = (self.x, self.index, self.weights)
+        rows: Tensor = layer(*(tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors))
+        return rows.reshape(*self.x.shape[:-1], rows.shape[-1])
+
 
 def _kind(value: object) -> str:
     return type(value).__name__
@@ -442,27 +451,8 @@ def _sizes(tensors: Mapping[str, Tensor]) -> str:
     return " and ".join(f"{key} {list(tensor.shape)}" for key, tensor in tensors.items())
 
 
-def _through_slots(layer: nn.Module, call: ExpertsCall) -> Tensor:
-    """Each expert on its slots: [b, m, o]."""
-    assert call.combine is not None
-    y: Tensor = layer(call.combine.flatten(2), call.x.flatten(1, 2))
-    return y
-
-
-def _through_rows(layer: nn.Module, call: ExpertsCall) -> Tensor:
-    """Each token through its experts: [..., o]."""
-    x, index, weights = call.x, call.index, call.weights
-    assert index is not None and weights is not None
-    rows: Tensor = layer(
-        x.reshape(-1, x.shape[-1]),
-        index.reshape(-1, index.shape[-1]),
-        weights.reshape(-1, weights.shape[-1]),
-    )
-    return rows.reshape(*x.shape[:-1], rows.shape[-1])
-
-
 def takes_k(router: Router) -> bool:
-    """Whether a router has a parameter `k`."""
+    """Returns whether a router has a parameter `k`."""
     called = router.forward if isinstance(router, nn.Module) else router
     try:
         return K in inspect.signature(called).parameters
@@ -557,7 +547,7 @@ class RouterHost(Host):
 
 
 def _by_layer(module: nn.Module) -> dict[str, OwnForward]:
-    """User code that chooses experts for tokens, by the name of their layer."""
+    """Returns the user code that chooses experts for tokens, by the name of its layer."""
     layers = [layer for layer in module.modules() if isinstance(layer, OwnForward)]
     return {layer.spec.name: layer for layer in layers if isinstance(layer.spec, ExpertsSpec)}
 

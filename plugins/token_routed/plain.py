@@ -97,7 +97,7 @@ def plain_tensors(
 
 
 def _named(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors without the prefixes that training put around modules, and a note on these."""
+    """Returns the tensors without prefixes that training put around modules, and a note."""
     removed: dict[str, None] = {}
     while shared := next((p for p in BEFORE_ALL if all(k.startswith(p) for k in tensors)), None):
         tensors = {key.removeprefix(shared): tensor for key, tensor in tensors.items()}
@@ -118,7 +118,7 @@ def _without_base(key: str, pairs: Mapping[str, lora.Pair]) -> str:
 def _dequantised(
     tensors: Mapping[str, Tensor], place: Path, blocks: tuple[int, int] | None
 ) -> tuple[dict[str, Compute], dict[str, Tensor]]:
-    """How to compute each eight-bit weight, and the scales for it."""
+    """Returns how to compute each eight-bit weight, and the scales for it."""
     packed = [key for key, tensor in tensors.items() if tensor.dtype in FLOAT8]
     scales = {key: fp8.scales_of(key, tensors, place) for key in packed}
     read = {scale: tensors[scale] for scale in scales.values()}

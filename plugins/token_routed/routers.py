@@ -79,11 +79,15 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
     """
     network = model.module
     routers = getattr(network, "routers", None)
-    if not isinstance(network, TransformersNetwork) or routers is None:
-        if isinstance(network, TransformersNetwork):
-            _check_trained(model, k)
+    if not isinstance(network, TransformersNetwork):
         return model
-    assert isinstance(routers, Routers)
+    if not isinstance(routers, Routers):
+        if any(k.get(name) != layer.spec.trained_k for name, layer in model.layers.items()):
+            raise UsageError(
+                f"--k: the configuration of this {model.family} model has no k",
+                hint="leave --k out: the model is then exported as it was trained",
+            )
+        return model
     if None in k.values():
         raise UsageError(
             "--k input: the router of this model has its k in the graph",
@@ -111,12 +115,3 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
         setattr(changed.wrapped.config.get_text_config(), routers.field, common)
     setting: Any = ks if common is None else common
     return replace(model.changed(changed), config={**model.config, routers.field: setting})
-
-
-def _check_trained(model: Model, k: Mapping[str, int | None]) -> None:
-    for name, layer in model.layers.items():
-        if k.get(name) != layer.spec.trained_k:
-            raise UsageError(
-                f"--k: the configuration of this {model.family} model has no k",
-                hint="leave --k out: the model is then exported as it was trained",
-            )

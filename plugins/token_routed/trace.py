@@ -155,7 +155,7 @@ def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
 def _shapes(
     network: TransformersNetwork, arguments: Mapping[str, Any], axes: Sequence[dict[int, Any]]
 ) -> dict[str, Any]:
-    """The dynamic axes of each argument, in the form of its pytree."""
+    """Returns the dynamic axes of each argument, in the form of its pytree."""
     shapes: dict[str, Any] = dict(zip(network.takes, axes, strict=True))
     if ENCODED in shapes:
         shapes["encoder_outputs"] = [shapes.pop(ENCODED)]
@@ -167,7 +167,7 @@ def _shapes(
 
 
 def _like(cache: Any, axes: list[dict[int, Any]], network: TransformersNetwork) -> Any:
-    """The dynamic axes of a cache."""
+    """Returns the dynamic axes of a cache."""
     from transformers.exporters.exporter_dynamo import (
         get_auto_dynamic_shapes,
         register_cache_pytrees_for_model,
@@ -214,7 +214,7 @@ def _name(
 
 
 def _of_cache(name: str, outputs: Mapping[str, Any]) -> str:
-    """The name of an output in the library's exporter: a part of a cache has its path."""
+    """Returns the name of an output in the library's exporter: a part of a cache has its path."""
     if not name.startswith(f"{PRESENT}."):
         return name
     _, layer, part = name.split(".")

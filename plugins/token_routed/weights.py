@@ -161,7 +161,7 @@ def _most_common(tensors: Mapping[str, Tensor]) -> torch.dtype:
 def _read(
     found: FolderFiles, class_: Any, config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[Any, set[str], Mapping[str, Any]]:
-    """A model of the library, the keys that it took, and its report on its weights."""
+    """Returns a model of the library, the keys that it took, and its report on its weights."""
     taken: set[str] = set()
     try:
         model, report = class_.from_pretrained(
@@ -189,7 +189,7 @@ def attention_of(class_: Any) -> str:
 
 
 def _computed_otherwise(model: nn.Module) -> bool:
-    """Whether tensors that are computed, not read, were computed in less than float32."""
+    """Returns whether tensors that are computed, not read, were computed in less than float32."""
     read = model.state_dict().keys()
     return any(
         tensor.is_floating_point() and tensor.dtype != torch.float32
@@ -201,7 +201,7 @@ def _computed_otherwise(model: nn.Module) -> bool:
 def _narrowed(
     model: nn.Module, tensors: Mapping[str, Tensor], taken: set[str], main: torch.dtype
 ) -> bool:
-    """Whether tensors of wider types than most were rounded to the type of most."""
+    """Returns whether tensors of wider types than most were rounded to the type of most."""
     used = {tensor.data_ptr() for tensor in model.state_dict().values()}
     return any(
         tensor.is_floating_point()

@@ -99,17 +99,14 @@ class ExpertsSpec:
 
     @property
     def drops(self) -> bool:
-        """Whether experts have a capacity."""
         return bool(self.capacities)
 
     @property
     def trained_k(self) -> int:
-        """The k of the training."""
         return self.k
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """One level of n experts."""
         return (self.experts,)
 
     @property
@@ -125,22 +122,22 @@ class ExpertsSpec:
         return self.dim * self.inner + self.hidden * self.out
 
     def macs(self, tokens: int, k: int) -> dict[str, int]:
-        """Multiply-adds for `tokens` tokens with k experts each, by part."""
+        """Returns the multiply-adds for `tokens` tokens with k experts each, by part."""
         return {
             "experts": tokens * k * self.parameters_per_expert,
             "combine": tokens * k * self.out,
         }
 
     def bytes_read(self, k: int) -> int:
-        """FP32 bytes of the weights of k experts, which one token reads."""
+        """Returns the FP32 bytes of the weights of k experts, which one token reads."""
         return 4 * k * self.parameters_per_expert
 
     def quantized_bytes(self, k: int) -> int:
-        """FP32 bytes of the same weights: INT8 quantises both matrices of an expert."""
+        """Returns the FP32 bytes of the weights that INT8 quantises: both matrices of an expert."""
         return self.bytes_read(k)
 
     def choices(self) -> dict[str, str]:
-        """The chosen experts, int64 [t, k]: a value of the surrounding graph."""
+        """Returns the chosen experts, int64 [t, k]: a value of the surrounding graph."""
         return {"": SELECTED}
 
 
@@ -205,7 +202,7 @@ class Experts(MoELayer):
         return y
 
     def expert(self, index: int, rows: Tensor) -> Tensor:
-        """Expert `index` on rows [r, d]; returns [r, o]."""
+        """Computes expert `index` on rows [r, d]; returns [r, o]."""
 
         def of(stacked: nn.Parameter | nn.ParameterList | None) -> Tensor | None:
             return None if stacked is None else stacked[index].to(rows.dtype)
@@ -229,7 +226,7 @@ class Experts(MoELayer):
         return outputs * torch.rsqrt(square + spec.post_norm_eps)
 
     def activate(self, hidden: Tensor) -> Tensor:
-        """The operation between an expert's matrices: [r, inner] to [r, h]."""
+        """Computes the operation between an expert's matrices: [r, inner] to [r, h]."""
         spec = self.spec
         if spec.gate == "none":
             return activated(hidden, spec.activation, spec.alpha)

@@ -67,14 +67,14 @@ def _products(
 
 
 def _tile_for(layer: ExpertsLayer) -> int:
-    """The tile that is predicted to be fastest for a prompt: a single token fills no tile."""
+    """Returns the tile that is fastest for a prompt by prediction: one token fills no tile."""
     spec, precision = layer.spec, costed_precision(layer.compute)
     plan = ExpertsPlan(spec, spec.k, 1, spec.typical_tokens[-1], precision)
     return best_tile(plan, machine_for(layer.target, precision), between_us)
 
 
 def _prompt(plan: ExpertsPlan) -> ExpertsPlan:
-    """The sizes for which the tile is chosen."""
+    """Returns the sizes for which the tile is chosen."""
     return replace(plan, batch=1, tokens=plan.spec.typical_tokens[-1])
 
 
@@ -84,13 +84,13 @@ def _unable(spec: ExpertsSpec) -> str | None:
 
 
 def copied_bytes(plan: ExpertsPlan) -> float:
-    """The bytes of copied weights: every tile copies its expert."""
+    """Returns the bytes of copied weights: every tile copies its expert."""
     tile = best_tile(_prompt(plan), rates_of(SERVER_GPU)["fp32"], between_us)
     return expert_bytes(plan, planned_tiles(plan, tile))
 
 
 def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
-    """The copies of the tiles' weights, the tiles' rows, and the counting of places."""
+    """Returns the time of the copies, of the tiles' rows, and of counting places."""
     tile = best_tile(_prompt(plan), machine, between_us)
     return (
         tiles_us(plan, machine, tile, between_us)

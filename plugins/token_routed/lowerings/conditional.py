@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import onnx_ir as ir
 
 from ....graphs.builder import Builder
@@ -13,17 +15,15 @@ from ..layers.experts import ExpertsSpec
 from .arithmetic import (
     ExpertsLayer,
     ScaledRows,
-    activate,
+    both_products,
     by_expert,
     chosen,
     chosen_alone,
-    finished,
     first_rows,
     normalised,
     outputs_type,
     pair_weights,
     products,
-    second_rows,
     token_rows,
     weighted_sum,
 )
@@ -56,7 +56,8 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
         expert_rows = rows
         if own is not None:
             expert_rows = first_rows(run, layer, run.op("Mul", tokens, own[e], name="weighted"))
-        y = _expert(run, layer, e, expert_rows)
+        multiply = partial(products, run, layer, e)
+        y = normalised(run, layer, both_products(run, layer, expert_rows, multiply, e))
         outputs.append(if_chosen(b, e, wanted, run, y, tokens, layer.spec.out, outputs_type(layer)))
     by_token = [
         b.op("Unsqueeze", y, b.ints(1), name=f"combine/expert_{e}") for e, y in enumerate(outputs)
@@ -65,23 +66,12 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     return weighted_sum(b, layer, chosen_alone(b, layer, outputs_by_token, one_hot), shares)
 
 
-def _expert(b: Builder, layer: ExpertsLayer, e: int, rows: ScaledRows) -> ir.Value:
-    """All tokens through one expert: [t, o]."""
-    raw = products(b, layer, e, "1", rows.values, "products")
-    first = finished(b, layer, "1", raw, rows.scale, e, "products")
-    if layer.spec.linear:
-        return normalised(b, layer, first)
-    between = second_rows(b, layer, activate(b, layer, first, "hidden"), "hidden")
-    raw = products(b, layer, e, "2", between.values, "outputs")
-    return normalised(b, layer, finished(b, layer, "2", raw, between.scale, e, "outputs"))
-
-
 NODES = 8
 """Nodes of an expert, without its `If`."""
 
 
 def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
-    """The predicted time: chosen experts are read once and compute every token.
+    """Returns the predicted time: chosen experts are read once and compute every token.
 
     Each expert has a branch.
     """

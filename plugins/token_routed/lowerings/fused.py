@@ -87,7 +87,7 @@ def _experts(spec: ExpertsSpec) -> OpExperts:
 
 
 def _weights_itself(layer: ExpertsLayer) -> bool:
-    """Whether the op may weight the experts' outputs and sum them."""
+    """Returns whether the op may weight the experts' outputs and sum them."""
     spec, on_cpu = layer.spec, TARGETS[layer.target].on_cpu
     summed = spec.weights_on == "output" and not (spec.post_norm or spec.rounded)
     dropped = bool(spec.capacities) and not on_cpu  # outputs may be infinite
@@ -106,7 +106,7 @@ KEEPS_SIGNS = frozenset(
 
 
 def _positive(value: ir.Value | None) -> bool:
-    """Whether a value is never negative, judged by the nodes that compute it."""
+    """Returns whether a value is never negative, judged by the nodes that compute it."""
     node = None if value is None else value.producer()
     if node is None:
         tensor = None if value is None else value.const_value
@@ -125,7 +125,7 @@ def _positive(value: ir.Value | None) -> bool:
 
 
 def _sums_to_one(value: ir.Value | None) -> bool:
-    """Whether a token's weights are divided by their sum, judged by the nodes that compute them."""
+    """Returns whether a token's weights are divided by their sum, judged by their nodes."""
     node = made(value, "Cast", "Softmax", "Div")
     if node is None:
         return False
@@ -140,7 +140,7 @@ def _sums_to_one(value: ir.Value | None) -> bool:
 
 
 def _spread(b: Builder, layer: ExpertsLayer, index: ir.Value, weights: ir.Value) -> ir.Value:
-    """Each token's weight of each expert [t, n], in as few nodes as possible.
+    """Adds each token's weight of each expert [t, n], in as few nodes as possible.
 
     In decoding, every node adds to the latency. An expert that was chosen twice has the sum of both
     weights.
@@ -160,7 +160,7 @@ def _spread(b: Builder, layer: ExpertsLayer, index: ir.Value, weights: ir.Value)
 
 
 def _log_weights(b: Builder, layer: ExpertsLayer, spread: ir.Value) -> ir.Value:
-    """Logits [t, n] whose softmax is each expert's share of the token's total weight.
+    """Adds logits [t, n] whose softmax is each expert's share of the token's total weight.
 
     They are divided by the largest weight, whose logarithm is then 0: in 16 bits a logarithm near 0
     has the smallest rounding error, and errors of small weights matter little.
@@ -201,7 +201,7 @@ products of `grouped`: measured from 1 to 256 tokens, in one thread of one machi
 
 
 def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
-    """The predicted time: chosen experts are read once and compute their rows, in one node.
+    """Returns the predicted time: chosen experts are read once and compute their rows, in one node.
 
     The CPU's kernel sends every row to its expert by a softmax over all of them, in one thread,
     packs FP32 weights again in every run, and loops over the rows and the activation's inputs one
