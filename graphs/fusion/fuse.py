@@ -154,7 +154,8 @@ class _Fusion:
                         b = Builder(f"{name_of(node)}/rotary")
                         cos_half, sin_half = (self._half(b, table, node) for table in tables)
                         y = b.op("RotaryEmbedding", x, cos_half, sin_half, name="embedded")
-                        self._put(b, node, node.outputs[0], y)
+                        put(self.graph, b, node, node.outputs[0], y)
+                        self.count += 1
                         return
 
     def norm(self, node: ir.Node, root: ir.Node | None) -> None:
@@ -199,7 +200,8 @@ class _Fusion:
                 op_type = "SkipSimplifiedLayerNormalization"
                 y, total = skip_norm(self.graph, b, op_type, (*parts, weight), x, epsilon)
                 hidden.append(x)
-            self._put(b, outer, outer.outputs[0], y, hidden=hidden)
+            put(self.graph, b, outer, outer.outputs[0], y, hidden=hidden)
+            self.count += 1
             if parts is not None:
                 rename(self.graph, x, total)
             return
@@ -246,7 +248,8 @@ class _Fusion:
             # They are needed where the first of them is read, before the output.
             for joined, value in zip(parts.joined, present, strict=True):
                 value.shape, value.type = joined.outputs[0].shape, joined.outputs[0].type
-        self._put(b, last, last.outputs[0], y, hidden=[parts.scores])
+        put(self.graph, b, last, last.outputs[0], y, hidden=[parts.scores])
+        self.count += 1
         for joined, value in zip(parts.joined or (), present, strict=True):
             rename(self.graph, joined.outputs[0], value)
 
@@ -424,22 +427,6 @@ class _Fusion:
             bounds = (b.ints(0), b.ints(half), b.ints(-1))
             self._halves[table] = b.op("Slice", table, *bounds, name="half")
         return self._halves[table]
-
-    def _put(
-        self,
-        b: Builder,
-        node: ir.Node,
-        old: ir.Value,
-        new: ir.Value,
-        *,
-        hidden: Sequence[ir.Value | None] = (),
-    ) -> None:
-        """Inserts nodes before the one whose output they replace; dead nodes are removed later.
-
-        `hidden` are values that the nodes compute internally.
-        """
-        put(self.graph, b, node, old, new, hidden=hidden)
-        self.count += 1
 
 
 def join_products(graph: ir.Graph) -> None:

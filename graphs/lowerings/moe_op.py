@@ -16,7 +16,6 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..layers.base import MoESpec
 from ..layers.expert import Activation, AroundMaps
 from ..layers.stored import Layer
 from ..names import MICROSOFT
@@ -146,12 +145,7 @@ def _integers(layer: Layer[Any]) -> tuple[int, int | None] | None:
     return None if layer.compute.quantized is None else (8, block_of_columns(layer.spec))
 
 
-def takes_integers(layer: Layer[Any]) -> bool:
-    """Returns whether the node is `QMoE`."""
-    return _integers(layer) is not None
-
-
-def block_of_columns(spec: Any) -> int | None:
+def block_of_columns(spec: AroundMaps) -> int | None:
     """Returns the block size for INT8; None, which is slow, if no size divides both matrices."""
     return block_of("kernel", (spec.dim, spec.hidden), bits=8)
 
@@ -211,7 +205,7 @@ def around_maps(spec: AroundMaps) -> str | None:
     return None
 
 
-def other_width(spec: MoESpec) -> str | None:
+def other_width(spec: AroundMaps) -> str | None:
     """Returns why the op cannot compute experts whose output width differs from the input's."""
     if spec.dim != spec.out:
         return f"com.microsoft.MoE keeps the width, but this layer maps {spec.dim} to {spec.out}"
@@ -233,7 +227,7 @@ separate kernel (`doActivationKernel`, after Hopper's own products in 16 bits): 
 sources and its library's symbols, not run. In 16 bits the rounding hides the difference."""
 
 
-def unfit_on_gpu(spec: Any, precision: Precision, target: Target) -> str | None:
+def unfit_on_gpu(spec: AroundMaps, precision: Precision, target: Target) -> str | None:
     """Returns why the op's kernel on a GPU cannot compute experts: their GELU, or their widths."""
     if TARGETS[target].on_cpu:
         return None
@@ -285,7 +279,7 @@ TILE = 128
 """Columns that one of a GPU's processors computes in the node's products."""
 
 
-def grouped_read_us(spec: Any, active: float, machine: Machine) -> float:
+def grouped_read_us(spec: AroundMaps, active: float, machine: Machine) -> float:
     """Returns the time to read experts in a GPU's grouped products: `TILE` columns per processor.
 
     A product with few columns and many rows has too few tiles to occupy all processors.

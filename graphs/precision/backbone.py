@@ -144,8 +144,9 @@ def quantize_backbone(
             steps = {group[0].key: DYNAMIC_ROW}
             quantized = QuantizedProducts(form, weights, steps, dynamic=True)
             _replace(model.graph, group, ComputeTypes(quantized=quantized), float_type)
+        return _records(model.graph, form, [(linear, None) for linear in linears])
     heads = set()
-    for linear in linears if range_of is not None else ():
+    for linear in linears:
         if _is_head(model.graph, linear.node):
             heads.add(linear)
             continue

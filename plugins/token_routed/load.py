@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -53,8 +53,11 @@ HEADS: Mapping[str, tuple[str, ...]] = {
 }
 """The endings of classes of `transformers` by what they return: `logits`, or hidden states."""
 
-TRANSLATING: Mapping[str, str] = {"ForConditionalGeneration": "vocabulary", "Model": "hidden"}
-"""The endings of classes with an encoder and a decoder, and the last axis of the output."""
+TRANSLATING: Mapping[str, tuple[str, ...]] = {
+    "ForConditionalGeneration": ("batch", "decoder_tokens", "vocabulary"),
+    "Model": ("batch", "decoder_tokens", "hidden"),
+}
+"""The same for classes with an encoder and a decoder."""
 
 FURTHER_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
 """Further outputs that a configuration may ask for, for training or inspection."""
@@ -353,37 +356,22 @@ def _check_positions(file: Path, text: Any) -> None:
 
 
 def _kind(folder: Path, name: str, config: Any, part: ModelPart | None) -> _Kind:
-    if config.is_encoder_decoder and not name.endswith("EncoderModel"):
-        return _translating(folder, name, part)
-    if part is not None:
+    translates = config.is_encoder_decoder and not name.endswith("EncoderModel")
+    if part is not None and not translates:
         raise UsageError(
             f"--set part={part}: a {name} has no encoder and decoder", hint="leave it out"
         )
-    for end, axes in HEADS.items():
-        if name.endswith(end):
-            return _Kind(name=name, output=_output(end), axes=axes)
-    raise _unserved(folder, name)
-
-
-def _translating(folder: Path, name: str, part: ModelPart | None) -> _Kind:
-    """Returns the kind of a model with an encoder and a decoder, or of one part of it."""
-    for end, last in TRANSLATING.items():
-        if name.endswith(end):
-            kind = _Kind(
-                name=name, output=_output(end), axes=(*TOKENS, last), translates=True, part=part
-            )
-            match part:
-                case "encoder":
-                    return replace(kind, output=_output("Model"), axes=HEADS["Model"])
-                case "decoder":
-                    return kind
-                case None:
-                    return replace(kind, axes=("batch", "decoder_tokens", last))
-    raise _unserved(folder, name)
-
-
-def _output(ending: str) -> str:
-    return "last_hidden_state" if ending == "Model" else "logits"
+    endings = TRANSLATING if translates else HEADS
+    ending = next((ending for ending in endings if name.endswith(ending)), None)
+    if ending is None:
+        raise _unserved(folder, name)
+    axes = endings[ending]
+    if part == "encoder":
+        ending, axes = "Model", HEADS["Model"]
+    elif part == "decoder":
+        axes = (*TOKENS, axes[-1])
+    output = "last_hidden_state" if ending == "Model" else "logits"
+    return _Kind(name=name, output=output, axes=axes, translates=translates, part=part)
 
 
 def _unserved(folder: Path, name: str) -> FamilyError:

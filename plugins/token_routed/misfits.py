@@ -191,7 +191,7 @@ def check_experts(place: Path, keys: Iterable[str]) -> None:
                 )
 
 
-def check_missing(found: Any, model: Any, report: Mapping[str, Any]) -> None:
+def check_missing(place: Path, model: Any, report: Mapping[str, Any]) -> None:
     """Raises `CheckpointError` for weights of the network that no file has."""
     missing = sorted(report["missing_keys"])
     if not missing:
@@ -207,7 +207,7 @@ def check_missing(found: Any, model: Any, report: Mapping[str, Any]) -> None:
     else:
         hint = _MOVED
     raise CheckpointError(
-        f"{found.place}: {len(missing)} weights are missing, the first is {missing[0]}", hint=hint
+        f"{place}: {len(missing)} weights are missing, the first is {missing[0]}", hint=hint
     )
 
 

@@ -339,7 +339,7 @@ def _by_name(returned: object) -> list[tuple[Any, Any]]:
     """Returns the results that a layer returns, by name or number, the most likely first."""
     keys = _order(returned)
     first = [key for key in RESULTS if key in keys]
-    get = getattr if is_dataclass(returned) and not isinstance(returned, Mapping) else getitem
+    get: Any = getattr if is_dataclass(returned) and not isinstance(returned, Mapping) else getitem
     return [(key, get(returned, key)) for key in [*first, *(k for k in keys if k not in first)]]
 
 
@@ -390,9 +390,9 @@ class ExpertsCall:
                     hint=CALLS,
                 )
         elif tensors.keys() == {"x", "index", "weights"}:
-            whose = "its forward passes to experts(x, index, weights)"
+            caller = "its forward passes to experts(x, index, weights)"
             x, index, weights = (tensors[key] for key in ("x", "index", "weights"))
-            call.index, call.weights = _fitting(whose, x, index, weights, CALLS)
+            call.index, call.weights = _fitting(caller, x, index, weights, CALLS)
         else:
             raise UsageError(f"its forward calls experts({', '.join(tensors)})", hint=CALLS)
         return call
@@ -470,20 +470,20 @@ def routing(
     """
     if router is None:
         result: Any = (*inputs[1:], *named.values())
-        whose = "the layer is called with"
+        caller = "the layer is called with"
     else:
         result = router(*inputs, **named, **({} if k is None else {K: k}))
-        whose = "its router returned"
+        caller = "its router returned"
     listed = result if isinstance(result, tuple | list) else [result]
     if len(listed) != 2 or not all(isinstance(value, Tensor) for value in listed):
         kinds = ", ".join(map(_kind, listed))
-        raise UsageError(f"{whose} {kinds or 'nothing'}, not index and weights", hint=ROUTER_HINT)
+        raise UsageError(f"{caller} {kinds or 'nothing'}, not index and weights", hint=ROUTER_HINT)
     index, weights = listed
-    return _fitting(whose, inputs[0], index, weights, ROUTER_HINT)
+    return _fitting(caller, inputs[0], index, weights, ROUTER_HINT)
 
 
 def _fitting(
-    whose: str, x: Tensor, index: Tensor, weights: Tensor, hint: str
+    caller: str, x: Tensor, index: Tensor, weights: Tensor, hint: str
 ) -> tuple[Tensor, Tensor]:
     """Returns index, int64, and weights, which must fit the tokens x."""
     tokens = x.shape[:-1]
@@ -491,7 +491,7 @@ def _fitting(
     if not fits or index.is_floating_point():
         shapes = f"index {index.dtype} {list(index.shape)} and weights {list(weights.shape)}"
         raise UsageError(
-            f"{whose} {shapes}, for tokens {list(x.shape)}".replace("torch.", ""), hint=hint
+            f"{caller} {shapes}, for tokens {list(x.shape)}".replace("torch.", ""), hint=hint
         )
     return index.to(torch.int64), weights.to(torch.promote_types(weights.dtype, torch.float32))
 
@@ -507,43 +507,39 @@ def check_experts(index: Tensor, experts: int) -> None:
         )
 
 
-def with_router_k(model: Model, k: Mapping[str, int | None]) -> Model:
-    """Returns a model whose own routers use each layer's k, weights shared.
-
-    The same model if every k is the default. Raises `UsageError` for a k that a router does not
-    support: it has no parameter `k`, or returns another number.
-    """
-    for layer in model.module.modules():
-        even = isinstance(layer, OwnForward) and layer.even
-        if even and k[layer.spec.name] != layer.spec.experts:
-            raise UsageError(
-                f"--k: every expert of layer {layer.spec.name} has the same sum of the combine "
-                "weights C, by which Algorithm 1 chooses",
-                hint="leave --k out: a C that is a softmax over the tokens has the same sum for "
-                "every expert",
-            )
-    routed = {n: layer for n, layer in _by_layer(model.module).items() if n in model.layers}
-    changes = {name: k[name] for name, layer in routed.items() if k[name] != layer.current_k}
-    for name, wanted in changes.items():
-        _check_change(name, routed[name], wanted)
-    if not changes:
-        return model
-    module = sharing_weights(model.module)
-    for name, layer in _by_layer(module).items():
-        if name in changes:
-            layer.k = changes[name]
-    changed = model.changed(module)
-    if model.example is not None:  # a factory's network; a family's router supports every k
-        _try(changed, changes)
-    return changed
-
-
 class RouterHost(Host):
     """The host of networks with routers around our layers."""
 
     def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:
-        """Returns the model whose routers use this k."""
-        return with_router_k(model, k)
+        """Returns a model whose own routers use each layer's k, weights shared.
+
+        The same model if every k is the default. Raises `UsageError` for a k that a router does not
+        support: it has no parameter `k`, or returns another number.
+        """
+        for layer in model.module.modules():
+            if not (isinstance(layer, OwnForward) and layer.even):
+                continue
+            if k[layer.spec.name] != layer.spec.experts:
+                raise UsageError(
+                    f"--k: every expert of layer {layer.spec.name} has the same sum of the combine "
+                    "weights C, by which Algorithm 1 chooses",
+                    hint="leave --k out: a C that is a softmax over the tokens has the same sum "
+                    "for every expert",
+                )
+        routed = {n: layer for n, layer in _by_layer(model.module).items() if n in model.layers}
+        changes = {name: k[name] for name, layer in routed.items() if k[name] != layer.current_k}
+        for name, wanted in changes.items():
+            _check_change(name, routed[name], wanted)
+        if not changes:
+            return model
+        module = sharing_weights(model.module)
+        for name, layer in _by_layer(module).items():
+            if name in changes:
+                layer.k = changes[name]
+        changed = model.changed(module)
+        if model.example is not None:  # a factory's network; a family's router supports every k
+            _try(changed, changes)
+        return changed
 
 
 def _by_layer(module: nn.Module) -> dict[str, OwnForward]:

@@ -128,15 +128,14 @@ def sparse_blocks(network: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def canonical_block(path: str, block: nn.Module) -> SparseBlock:
+def canonical_block(path: str, block: Any) -> SparseBlock:
     """Returns the replacement of a sparse block; its weights are views of the block's.
 
     Raises `FamilyError` for an activation that the layer does not have, and for a router whose
     result depends on the rest of the batch, or is random.
     """
-    of: Any = block
     first_name, second_name, k, replacement = _BLOCKS[type(block).__name__]
-    experts = _experts(of)
+    experts = _experts(block)
     first = [getattr(expert, first_name) for expert in experts]
     second = [getattr(expert, second_name) for expert in experts]
     hidden, d = first[0].weight.shape
@@ -150,7 +149,7 @@ def canonical_block(path: str, block: nn.Module) -> SparseBlock:
         b1=_biases(first),
         b2=_biases(second),
     )
-    return replacement(of, Experts(with_activation(spec, experts[0].act, block), weights))
+    return replacement(block, Experts(with_activation(spec, experts[0].act, block), weights))
 
 
 def check_block(path: str, ours: SparseBlock, block: nn.Module) -> bool:

@@ -140,7 +140,8 @@ def _merge(
 
     def compute(key: str, before: Compute | None, pair: lora.Pair) -> Tensor:
         weight = tensors[key] if before is None else before()
-        return lora.merged(weight, *(values[factor] for factor in pair), config, f"{source}: {key}")
+        a, b = (values[factor] for factor in pair)
+        return lora.merged(weight, a, b, config, f"{source}: {key}")
 
     for module, pair in pairs.items():
         key = f"{module}.weight"

@@ -318,11 +318,8 @@ def _questions(settings: Config, read: Config, tokens: int | None) -> dict[str, 
     if settings.get("capacity") is not None:
         del questions["capacity_factor"]
     elif lifted:  # without a capacity, the group has no effect
-        questions = {
-            key: question
-            for key, question in questions.items()
-            if key not in ("group_size", "capacity_multiple_of", "batch_priority")
-        }
+        for key in ("group_size", "capacity_multiple_of", "batch_priority"):
+            del questions[key]
     if EXPERTS_CHOOSE in str(settings.get("router")):
         questions.pop("num_selected_experts")
         questions.pop("batch_priority", None)

@@ -137,7 +137,7 @@ def load_weights(found: FolderFiles, class_: Any, config: Any, watched: Watched)
     ):
         model, taken, report = _read(found, class_, config, plain.tensors, torch.float32)
     notes = check_surplus(found.place, model, plain.tensors.keys() - taken, report)
-    check_missing(found, model, report)
+    check_missing(found.place, model, report)
     check_mismatched(found.place, model, report)
     _check_numbers(found.place, model, plain.tensors, taken)
     used = {key: plain.tensors[key] for key in sorted(taken)}

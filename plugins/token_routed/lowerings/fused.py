@@ -35,7 +35,6 @@ from ....graphs.lowerings.moe_op import (
     never,
     one_hot_logits,
     other_width,
-    takes_integers,
     unfit_on_gpu,
 )
 from ....graphs.targets import TARGETS, Machine, Precision, Target
@@ -92,7 +91,7 @@ def _weights_itself(layer: ExpertsLayer) -> bool:
     summed = spec.weights_on == "output" and not (spec.post_norm or spec.rounded)
     dropped = bool(spec.capacities) and not on_cpu  # outputs may be infinite
     known = isinstance(layer.k, int) and layer.k <= spec.experts
-    here = takes_integers(layer) or not on_cpu
+    here = layer.compute.precision in ("int8", "int4") or not on_cpu
     return here and summed and not dropped and known and _positive(layer.routed[1])
 
 

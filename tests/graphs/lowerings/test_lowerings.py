@@ -57,7 +57,7 @@ def able(layer: TinyLayer) -> list[str]:
     return [
         r.name
         for r in records
-        if not (r.unable and r.unable(layer.spec)) and not r.inexact(layer.spec, "fp32", "ort-cpu")
+        if not r.unable(layer.spec) and not r.inexact(layer.spec, "fp32", "ort-cpu")
     ]
 
 
