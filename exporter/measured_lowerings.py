@@ -227,7 +227,7 @@ def _write(
     traced = _alone(group.node, options.least_opset, plan)
     paths = {}
     for candidate in candidates:
-        copied = candidate.copies(plan)
+        copied = candidate.copied_bytes(plan)
         if copied > COPY_LIMIT_BYTES:
             left_out[candidate.name] = f"it would copy {copied / 1e9:.1f} GB of weights for a batch"
             continue

@@ -132,7 +132,7 @@ def rounded_graph(planned: Plan) -> tuple[GraphPlan, ...]:
         return record.name in used, sum(times) if large else 0
 
     for _, record in sorted(ways, key=rank):
-        if any(record.differs(layer.spec, layer.precision, options.target) for layer in layers):
+        if any(record.inexact(layer.spec, layer.precision, options.target) for layer in layers):
             continue
         with suppress(LoweringError):
             return (plan_graph(planned.job, planned.traced, record.name, ROUNDED_FILE),)

@@ -430,7 +430,7 @@ def _bounds(
     used, target = lowering.split("+"), runtime.target or "onnx"
     specs = [layer.spec for layer in model.layers.values()]
     ways = ((spec, lowering_of(spec.kind, name)) for spec in specs for name in used)
-    inexact = any(record and record.differs(spec, numbers, target) for spec, record in ways)
+    inexact = any(record and record.inexact(spec, numbers, target) for spec, record in ways)
     on_cpu = runtime.provider == "cpu"
     bounds = usual
     if inexact or not on_cpu:

@@ -15,7 +15,7 @@ from ...data.batches import Array
 from ...exporter.bundle.runtimes import RUNTIMES, opened
 from ...exporter.inputs import Inputs
 from ...exporter.session import GraphSession, Session, SessionOptions
-from ...graphs.score_names import is_score
+from ...graphs.names import is_score
 from .base import GraphLoader, Runner, chosen_experts, first_of
 
 INT64 = 7  # the element type of chosen experts: onnx.TensorProto.INT64

@@ -19,8 +19,7 @@ from ...data.arrays import npz_array, npz_names
 from ...data.batches import INPUT, rebatched
 from ...data.feeds import batches, count
 from ...errors import FeedError, OutputError, UsageError
-from ...graphs.names import PRESENT
-from ...graphs.score_names import is_score
+from ...graphs.names import PRESENT, is_score
 from ...graphs.sizes import AxisRange
 from ..inputs import check_array, with_axes
 from ..requests import AnyPath, RunRequest

@@ -14,7 +14,7 @@ from ..bundle.manifest import GraphRecord, Manifest
 from ..bundle.parity import PARITY_FILE, Reference
 from ..bundle.verify import checking_session
 from ..job import ExportJob
-from ..reference import Network, compared_inputs, kept_experts, releasing_pages, pytorch_bounds
+from ..reference import Network, compared_inputs, kept_experts, pytorch_bounds, releasing_pages
 from .accuracy import Score, measured, output_names, unread_arrays
 from .answers import Answers, answers_of, what_pytorch_is
 from .choices import CHOICES, Choices, choices_of, chosen_k
