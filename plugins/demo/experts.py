@@ -20,6 +20,7 @@ from ...bench.engines import (
 from ...common.console import Progress
 from ...common.threads import with_threads
 from ...common.writing import replace_folder, temporary_folder, write_text
+from ...graphs.targets import Precision
 from ..text.language import python_topics
 from ..token_routed.load import transformers_library
 from . import digits
@@ -49,7 +50,7 @@ TEST_WINDOWS = 48
 HELD_OUT = 10
 """One in this number of topics is held out for the test."""
 
-BUNDLES = (
+BUNDLES: tuple[tuple[str, str, Precision], ...] = (
     ("k4", "trained", "fp32"),
     ("k4-int8", "trained", "int8"),
     ("k2-int8", "2", "int8"),
@@ -91,8 +92,7 @@ def trained(
     data = LabelledData(windows, None, "input_ids")
     file = saved(data, directory / "test.npz")
     bundles = tuple(
-        Exported(f"{NAME}-{name}", k, file, precision)  # type: ignore[arg-type]  # they are known
-        for name, k, precision in BUNDLES
+        Exported(f"{NAME}-{name}", k, file, precision) for name, k, precision in BUNDLES
     )
     network = TrainedNetwork(NAME, folder, bundles, target="ort-cpu")
     return [Group("report", data, (network,), engines=ENGINES)]

@@ -17,8 +17,6 @@ from ..token_routed.own_forward import result_of
 from .layers import LayerPlace
 from .ports import check_outputs, outputs_of
 
-FITS = "check that the example, or --set input_shape=…, fits the network"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
@@ -43,8 +41,22 @@ class LayerCall:
 
     @property
     def further(self) -> tuple[Any, ...]:
-        """The arguments after the tokens."""
         return self.args[1:]
+
+    def described(self, first: int = 0) -> list[str]:
+        """Describes the arguments from a position on, for messages."""
+        pairs = [("", value) for value in self.args[first:]]
+        pairs += [(f"{key}=", value) for key, value in self.named.items()]
+        return [
+            f"{name}a tensor {_dtype(value.dtype)} {[*value.shape]}"
+            if isinstance(value, Tensor)
+            else f"{name}{type(value).__name__} {value!r}"[:60]
+            for name, value in pairs
+        ]
+
+    def copied(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns copies of the arguments, which user code may change in place."""
+        return _copied_in_depth(self.args), _copied_in_depth(dict(self.named))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +83,7 @@ def forward_pass(
     places: Sequence[LayerPlace],
     inputs: Mapping[str, Tensor],
     what: str,
-    hint: str = FITS,
+    hint: str = "check that the example, or --set input_shape=…, fits the network",
 ) -> ForwardPass:
     """Runs the network once on `inputs`; returns its outputs and the calls of its MoE layers.
 
@@ -120,7 +132,6 @@ class _Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Records calls of the layer within the context."""
         replaced = "forward" in vars(self.layer)
         hooks = (
             # This hook runs before the user's, which the layer's replacement does not have.
@@ -158,7 +169,7 @@ class _Watch:
     def _enter(self, returned: object, *, direct: bool) -> None:
         copies, named, args = self.under_way.pop()
         tensors = [(a, b) for a, b in zip(args, copies, strict=True) if isinstance(a, Tensor)]
-        in_place = any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in tensors)
+        in_place = any(not _same(a, b) for a, b in tensors)
         self.calls[self.path] = LayerCall(
             args=copies,
             named=named,
@@ -178,8 +189,8 @@ def changed_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> list[str
     ]
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _copied(value: Any) -> Any:
@@ -187,12 +198,12 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def copied_in_depth(value: Any) -> Any:
-    """Returns a structure of arguments with its tensors copied."""
+def _copied_in_depth(value: Any) -> Any:
+    """A structure of arguments with its tensors copied."""
     if isinstance(value, tuple | list):
-        return type(value)(map(copied_in_depth, value))
+        return type(value)(map(_copied_in_depth, value))
     if isinstance(value, dict):
-        return {key: copied_in_depth(item) for key, item in value.items()}
+        return {key: _copied_in_depth(item) for key, item in value.items()}
     return _copied(value)
 
 
@@ -229,11 +240,10 @@ def _check_call(place: LayerPlace, call: LayerCall, what: str) -> None:
             hint="the network must call it as layer(x, …), with the tokens first",
         )
     if (len(call.args) > 1 or call.named) and not place.own_code:
-        more = [*map(_describe_argument, call.args[1:])]
-        more += [f"{key}={_describe_argument(value)}" for key, value in call.named.items()]
         names = ", ".join([*(f"a{i}" for i in range(1, len(call.args))), *call.named])
+        further = ", ".join(call.described(1))
         raise FamilyError(
-            f"{what}: {place.at} is called with more than its tokens: {', '.join(more)}",
+            f"{what}: {place.at} is called with more than its tokens: {further}",
             hint=f"an adapter with a forward accepts them: moexport.Experts(forward=lambda "
             f"experts, x, {names}: …, experts=…)",
         )
@@ -244,13 +254,6 @@ def _check_call(place: LayerPlace, call: LayerCall, what: str) -> None:
                 "compute in float32",
                 hint="remove the cast; --precision sets what the exported graph computes in",
             )
-
-
-def _describe_argument(value: object) -> str:
-    """A further argument, for messages."""
-    if isinstance(value, Tensor):
-        return f"a tensor {_dtype(value.dtype)} {list(value.shape)}"
-    return f"{type(value).__name__} {value!r}"[:60]
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -33,7 +33,10 @@ def with_token_axis(model: Model, option: str) -> Model:
     problem = "no input has such an axis"
     for axis in range(1, first.ndim) if first.ndim in SEQUENCES else ():
         length = first.shape[axis]
-        axes = {name: _axis_of(x, length) for name, x in inputs.items()} | {model.input.name: axis}
+        axes = {
+            name: next((i for i in range(1, x.ndim) if x.shape[i] == length), None)
+            for name, x in inputs.items()
+        } | {model.input.name: axis}
         before = _outputs(model, inputs)
         assert not isinstance(before, str), "it ran when it was loaded"
         for other in (2 * length, length // 2):
@@ -43,9 +46,11 @@ def with_token_axis(model: Model, option: str) -> Model:
                 return replace(
                     model,
                     inputs=tuple(
-                        replace(spec, shape=_named(spec.shape, {axes[spec.name]: TOKENS}))
-                        if spec is not model.input
-                        else replace(spec, shape=_named(spec.shape, {axis: TOKENS}), limits=limits)
+                        replace(
+                            spec,
+                            shape=_named(spec.shape, {axes[spec.name]: TOKENS}),
+                            limits=limits if spec is model.input else spec.limits,
+                        )
                         for spec in model.inputs
                     ),
                     outputs=tuple(
@@ -59,10 +64,6 @@ def with_token_axis(model: Model, option: str) -> Model:
         f"({', '.join(map(str, model.input.shape))}): {problem}",
         hint="leave --tokens out: the graph then has the sizes of the example",
     )
-
-
-def _axis_of(x: Tensor, length: int) -> int | None:
-    return next((axis for axis in range(1, x.ndim) if x.shape[axis] == length), None)
 
 
 def _of_length(x: Tensor, axis: int | None, length: int) -> Tensor:
