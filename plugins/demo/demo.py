@@ -265,9 +265,8 @@ def _in_service(candidate: Candidate, group: Group, request: BenchRequest) -> di
 
     Returns nothing if the group has no bound or LoadGen is not installed.
     """
-    if group.bound is None or SERVICE not in STUDIES:
-        return {}
-    if importlib.util.find_spec("mlperf_loadgen") is None:
+    installed = importlib.util.find_spec("mlperf_loadgen") is not None
+    if group.bound is None or SERVICE not in STUDIES or not installed:
         return {}
     ks = [graph.k for graph in candidate.graphs]
     few = tuple(graph for graph in candidate.graphs if graph.k in (min(ks), max(ks)))

@@ -77,7 +77,10 @@ def trained(
     train = "\n\n".join(topic for place, topic in enumerate(topics) if place % HELD_OUT)
     folder = directory / NAME
     tokenizer = trained_tokenizer(train, VOCABULARY)
-    tokens = {name: _ids(tokenizer, text) for name, text in (("train", train), ("test", test))}
+    tokens = {
+        name: np.asarray(tokenizer(text, verbose=False)["input_ids"], np.int64)
+        for name, text in (("train", train), ("test", test))
+    }
     progress.step(f"training {NAME} on {len(tokens['train'])} tokens of Python's help", total=steps)
     with torch.random.fork_rng(devices=[]), with_threads(THREADS):
         torch.manual_seed(0)
@@ -121,10 +124,6 @@ def new_model(config: Mapping[str, Any]) -> Any:
 
     none = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, **none, **config))
-
-
-def _ids(tokenizer: Any, text: str) -> np.ndarray:
-    return np.asarray(tokenizer(text, verbose=False)["input_ids"], np.int64)
 
 
 def _fit(model: Any, ids: np.ndarray, steps: int, progress: Progress) -> Any:

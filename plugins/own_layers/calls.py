@@ -95,8 +95,8 @@ def forward_pass(
     calls: dict[str, LayerCall] = {}
     with ExitStack() as watching, torch.no_grad():
         for place in places:
-            watch = _Watch(module.get_submodule(place.path), place.path, calls)
-            watching.enter_context(watch.watching())
+            layer = module.get_submodule(place.path)
+            watching.enter_context(_recorded(layer, place.path, calls))
         autocast = watching.enter_context(_Autocast())
         with user_code(f"{what}: its forward failed on {shapes_of(inputs)}", hint):
             result = module(*(tensor.clone() for tensor in inputs.values()))
@@ -122,62 +122,52 @@ def shapes_of(inputs: Mapping[str, Tensor]) -> str:
     return "inputs " + ", ".join(f"{name} {[*x.shape]}" for name, x in inputs.items())
 
 
-class _Watch:
-    """Records each call of a layer, of the module or of its `forward` alone."""
+@contextmanager
+def _recorded(layer: nn.Module, path: str, calls: dict[str, LayerCall]) -> Iterator[None]:
+    """Records each call of a layer, of the module or of its `forward` alone, in the context."""
+    own_forward, replaced = layer.forward, "forward" in vars(layer)
+    under_way: list[tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = []
 
-    def __init__(self, layer: nn.Module, path: str, calls: dict[str, LayerCall]) -> None:
-        self.layer, self.path, self.calls = layer, path, calls
-        self.own_forward = layer.forward
-        self.under_way: list[tuple[tuple[Any, ...], Mapping[str, Any], tuple[Any, ...]]] = []
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        replaced = "forward" in vars(self.layer)
-        hooks = (
-            # This hook runs before the user's, which the layer's replacement does not have.
-            self.layer.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
-            self.layer.register_forward_hook(self._after, with_kwargs=True),
-        )
-        self.layer.forward = self._forward
-        try:
-            yield
-        finally:
-            if replaced:
-                self.layer.forward = self.own_forward
-            else:
-                del self.layer.forward
-            for hook in hooks:
-                hook.remove()
-
-    def _before(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def begin(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         copies = tuple(map(_copied, args))
-        self.under_way.append((copies, {key: _copied(value) for key, value in named.items()}, args))
+        under_way.append((copies, {key: _copied(value) for key, value in named.items()}, args))
 
-    def _after(self, _: nn.Module, args: object, named: object, returned: object) -> None:
-        del args, named  # the user's hooks may have changed them
-        self._enter(returned, direct=False)
-
-    def _forward(self, *args: Any, **named: Any) -> Any:
-        direct = not self.under_way
-        if direct:
-            self._before(self.layer, args, named)
-        returned = self.own_forward(*args, **named)
-        if direct:
-            self._enter(returned, direct=True)
-        return returned
-
-    def _enter(self, returned: object, *, direct: bool) -> None:
-        copies, named, args = self.under_way.pop()
+    def end(returned: object, *, direct: bool) -> None:
+        copies, named, args = under_way.pop()
         tensors = [(a, b) for a, b in zip(args, copies, strict=True) if isinstance(a, Tensor)]
-        in_place = any(not _same(a, b) for a, b in tensors)
-        self.calls[self.path] = LayerCall(
+        calls[path] = LayerCall(
             args=copies,
             named=named,
             y=_copied(result_of(returned)),
             structure=None if isinstance(returned, Tensor) else returned,
-            in_place=in_place,
+            in_place=any(not _same(a, b) for a, b in tensors),
             direct=direct,
         )
+
+    def forward(*args: Any, **named: Any) -> Any:
+        direct = not under_way
+        if direct:
+            begin(layer, args, named)
+        returned = own_forward(*args, **named)
+        if direct:
+            end(returned, direct=True)
+        return returned
+
+    hooks = (
+        # This hook runs before the user's, which the layer's replacement does not have.
+        layer.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
+        layer.register_forward_hook(lambda _, __, returned: end(returned, direct=False)),
+    )
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        if replaced:
+            layer.forward = own_forward
+        else:
+            del layer.forward
+        for hook in hooks:
+            hook.remove()
 
 
 def changed_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> list[str]:

@@ -479,9 +479,8 @@ class MuMoEDescription:
             yield {}, self
             return
         biased = any(bias.any() for bias in self._gates()[1])
-        norms: list[Any] = [self.norm, *(n for n in ("none", "ln") if n != self.norm)]
-        if biased:
-            norms = [norm for norm in norms if norm != "ln"]
+        others = ("none",) if biased else ("none", "ln")
+        norms: list[Any] = [self.norm, *(norm for norm in others if norm != self.norm)]
         for norm, activation in product(norms, get_args(GateActivation)):
             changed = {} if norm is self.norm else {"norm": repr(norm)}
             if activation != self.activation:
@@ -628,14 +627,14 @@ class ExpertsDescription(ExpertArguments):
         return _soft_moe(self.form(), spec, None, "silu")
 
     def _check_code(self) -> None:
-        for what, code in (("router", self.router), ("forward", self.forward)):
+        hints = (
+            ("router", "router=layer.route, which returns index [..., k] and weights [..., k]"),
+            ("forward", "forward=lambda experts, x: experts(x, weights=layer.gate(x))"),
+        )
+        for what, hint in hints:
+            code = getattr(self, what)
             if code is not None and not callable(code):
-                raise UsageError(
-                    f"{what} is a {type(code).__name__}, not a function",
-                    hint="router=layer.route, which returns index [..., k] and weights [..., k]"
-                    if what == "router"
-                    else "forward=lambda experts, x: experts(x, weights=layer.gate(x))",
-                )
+                raise UsageError(f"{what} is a {type(code).__name__}, not a function", hint=hint)
         if self.router is not None and self.forward is not None:
             raise UsageError("router and forward are both given", hint="give one of them")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...errors import UsageError
+from ...errors import UsageError, one_line
 from ...exporter.inputs import by_name
 from ...exporter.model import Model
 
@@ -80,7 +80,7 @@ def _outputs(model: Model, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...] |
         try:
             returned = model.untouched(*(x.clone() for x in inputs.values()))
         except Exception as error:  # noqa: BLE001  the user's code may fail in any way
-            return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return one_line(error)
     outputs = returned if isinstance(returned, tuple) else (returned,)
     for y in outputs:
         if len(y) != len(next(iter(inputs.values()))):

@@ -165,7 +165,7 @@ def _something_added(
         hints = ["residual=True in the adapter"] * adds_x + [forward] * bool(part)
         hint = ", and ".join(hints)
     elif description.code is not None and description.code.router is not None:
-        hint = f"replace the router by a forward: return {summed} + experts(x, *layer.route(x))"
+        hint = f"replace the router with a forward: return {summed} + experts(x, *layer.route(x))"
     else:
         hint = f"add it in the adapter's forward: return {summed} + experts(…)"
     return ParityError(

@@ -39,7 +39,7 @@ from .examples import INPUT_SHAPE, all_random_like, differ, example_of
 from .layers import LayerPlace, find_in_module
 from .lengths import with_token_axis
 from .mismatch import CLOSE, difference
-from .placeholder import move_out
+from .placeholder import MovedWeight
 from .ports import INPUT, Arguments, ported, takes
 from .request import Adapter, NetworkOptions
 
@@ -406,7 +406,9 @@ def _with_code(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) 
             first, last = _bytes_of(parameter)
             if any(first < end and start < last for start, end in ranges):
                 names = (place.path, path, parameter_name)
-                move_out(module, parameter_name, ".".join(filter(None, names)))
+                delattr(module, parameter_name)
+                moved = MovedWeight(".".join(filter(None, names)), parameter)
+                setattr(module, parameter_name, moved)
     return OwnForward(
         experts, code, host, all_weights=tried.all_weights, even=tried.even, returned=returned
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...errors import UsageError
 
@@ -71,10 +71,3 @@ class MovedWeight:
     __getitem__ = __iter__ = __bool__ = __float__ = __neg__ = __abs__ = __pow__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = _refuse
-
-
-def move_out(module: nn.Module, name: str, path: str) -> None:
-    """Replaces a parameter of a module by a placeholder of its shape; `path` is its whole name."""
-    weight = getattr(module, name)
-    delattr(module, name)
-    setattr(module, name, MovedWeight(path, weight))

@@ -32,11 +32,11 @@ from ..mismatch import CLOSE, TOLERANCE, difference
 from .cache import FirstAdapter, cached_adapter, key_of, store_adapter
 from .coverage import Bounds, WatchedForward
 from .forms import FormCount, Guess, OutOfTimeError, RoutedForms, call_text
+from .further_calls import FurtherCalls
 from .readings import ExpertsReading, call_of, first_call, optional_inputs, readings_of
 from .request import AdaptRequest, TriedSizes
 from .soft_forms import SoftForms
 from .start import joined, start_of
-from .trials import Trials
 
 STACKED = "w1=, b1=, w2= and b2=, stacked: w1 is [n, in, hidden], w2 [n, hidden, out]"
 
@@ -200,17 +200,17 @@ class _Search:
     def _matching(self, result: _Result) -> str | None:
         """The first text that matches every call; `result` records the near misses."""
         guess = result.guess
-        trials = Trials(guess, self.sizes, result.watched)
+        further_calls = FurtherCalls(guess, self.sizes, result.watched)
         for text, limited in self._candidates(result.routed, SoftForms(guess)):
             if guess.off(text) > CLOSE:
                 continue
-            fails = trials.fails(text)
+            fails = further_calls.fails(text)
             if fails is None:
                 return text
             result.near.append((text, *fails))
             for limit in result.watched.limits:
                 for other in limited(limit):
-                    if guess.off(other) <= CLOSE and trials.fails(other) is None:
+                    if guess.off(other) <= CLOSE and further_calls.fails(other) is None:
                         return other
             if len(result.near) == MOST_NEAR:
                 break

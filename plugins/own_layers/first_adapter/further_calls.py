@@ -33,7 +33,7 @@ UNSTABLE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class FurtherCall:
     """A call that a text must match: its description, the factor of the weights, the tolerance."""
 
     words: str
@@ -46,27 +46,27 @@ Planned = tuple[str, float, tuple[Tensor, ...], bool]
 """A call in words, the factor of the weights, the arguments, and whether it must not fail."""
 
 
-class Trials:
+class FurtherCalls:
     """The further calls of a guess that its layer accepts."""
 
     def __init__(self, guess: Guess, sizes: TriedSizes, watched: WatchedForward) -> None:
         self._guess, self._watched = guess, watched
         calls = (*self._scaled(), *self._resized(sizes))
-        self._trials = [trial for call in calls if (trial := self._trial(*call)) is not None]
+        self._calls = [further for call in calls if (further := self._call(*call)) is not None]
 
     def fails(self, text: str) -> tuple[str, float] | None:
         """Returns the first call that a text does not match, in words, and how far off it is."""
-        for trial in self._trials:
-            self._guess.count.say(f"comparing an adapter for {trial.words}")
-            with self._weights_times(trial.weights):
-                ours = self._guess.result(self._guess.described(text), trial.call)
-            y = trial.call.y
+        for further in self._calls:
+            self._guess.count.say(f"comparing an adapter for {further.words}")
+            with self._weights_times(further.weights):
+                ours = self._guess.result(self._guess.described(text), further.call)
+            y = further.call.y
             if ours is None or ours.shape != y.shape:
-                return f"{trial.words}, for which it fails", float("inf")
+                return f"{further.words}, for which it fails", float("inf")
             off = _apart(y, ours)
-            beyond = off - trial.allowed
+            beyond = off - further.allowed
             if bool((beyond > APART).any()) or not bool(ours.isfinite().all()):
-                return trial.words, float(off[beyond.argmax()])
+                return further.words, float(off[beyond.argmax()])
         return None
 
     @contextmanager
@@ -105,9 +105,9 @@ class Trials:
                 required = sizes.required_tokens and tokens in sizes.tokens
             yield words, 1.0, resized(base, batch, tokens), required
 
-    def _trial(
+    def _call(
         self, words: str, weights: float, args: tuple[Tensor, ...], required: bool
-    ) -> Trial | None:
+    ) -> FurtherCall | None:
         """A call of the layer, with the effect of rounding; None if it fails.
 
         Raises UsageError if a `required` call fails.
@@ -132,7 +132,7 @@ class Trials:
                     hint="give --batch and --tokens sizes that the layer accepts",
                 ) from error
         allowed = torch.where(noise > UNSTABLE, torch.inf, ROUNDING * noise)
-        return Trial(words, weights, call, allowed)
+        return FurtherCall(words, weights, call, allowed)
 
 
 def _apart(expected: Tensor, actual: Tensor) -> Tensor:
