@@ -23,5 +23,5 @@ def demo(
     """Train small networks, export, verify and measure them."""
     with Console(verbose=verbose, quiet=quiet) as console:
         outcome = run_demo(output, replace(request, progress=console))
-    made = {"output": str(outcome.directory), "report": str(outcome.report)}
-    show(json_text(made) if as_json else outcome.text)
+    content = {"output": str(outcome.directory), "report": str(outcome.report)}
+    show(json_text(content) if as_json else outcome.text)
