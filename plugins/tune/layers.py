@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -25,11 +25,11 @@ from ...exporter.inputs import Inputs
 from ...exporter.model import Model
 from ...graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights
 from ...graphs.layers.mumoe import MuMoE
-from ...graphs.layers.soft_moe import Chooser, SoftMoE
+from ...graphs.layers.soft_moe import SoftMoE
 from .accuracy.holdout import batch_size, in_batches
 from .accuracy.quality import Metric, Quality, Tally
 from .recipe import LayerRecipe
-from .routed import routed_layers, with_routed_k
+from .routed import routed_layers
 from .substitutes.substitutes import Recording
 
 BATCH = 32
@@ -46,7 +46,7 @@ MOST_TOKENS = 1 << 14
 
 NOTHING: Mapping[str, np.ndarray] = MappingProxyType({})
 
-HELD_BYTES = 1 << 29
+RECORDED_BYTES = 1 << 29
 """The largest size of the recorded inputs and outputs of all layers."""
 
 
@@ -59,33 +59,34 @@ class Replay:
         data: LabelledData,
         outputs: Array,
         metric: Metric,
-        over: Callable[[], bool] = lambda: False,
+        over: Callable[[], bool],
         *,
-        batch: int | None = None,
+        batch: int | None,
     ) -> None:
         """Runs the model in batches of `batch`, by default of as many inputs as memory allows."""
         self.model, self.routed = model, routed_layers(model)
         self.module = sharing_weights(model.module)
         self.layers = {name: moe_layers(self.module)[name] for name in model.layers}
         self.metric = metric
-        self.at = 0
+        self.batch_index = 0
+        self._run = PyTorch(self.module, model.inputs).infer
         self.inputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
         self.outputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
         self._batches: list[tuple[Inputs, Array, Array | None]] = []
-        held, of_tokens = 0, data.inputs.dtype.kind in "iu"
+        recorded_bytes, of_tokens = 0, data.inputs.dtype.kind in "iu"
         most = max(1, MOST_TOKENS // data.inputs[0].size) if of_tokens else MOST_RECORDED
         size, began = batch or min(BATCH, batch_size(outputs)), time.monotonic()
         count = min(most, MOST_RECORDED, len(data))
         count = max(size, count - count % size) if batch else count
         for rows, x, labels in in_batches(data.head(count), size):
             long = rows.start >= MOST and time.monotonic() - began > RECORDING_S
-            if self._batches and (held > HELD_BYTES or long or over()):
+            if self._batches and (recorded_bytes > RECORDED_BYTES or long or over()):
                 break
             if not self.routed:
                 with self._recorded():
                     self._run(x)
-                kept = (self.inputs, self.outputs)
-                held += sum(arrays[-1].nbytes for part in kept for arrays in part.values())
+                lists = [*self.inputs.values(), *self.outputs.values()]
+                recorded_bytes += sum(tensors[-1].nbytes for tensors in lists)
             self._batches.append((x, outputs[rows], labels))
 
     def tokens(self) -> dict[str, Array]:
@@ -109,7 +110,7 @@ class Replay:
         tally = Tally()
         with self._changed(name, choice, substitutes) as run:
             for index, (x, base, labels) in enumerate(self._batches[: -(-MOST // BATCH)]):
-                self.at = index
+                self.batch_index = index
                 tally = tally + self.metric.tally(run(x), base, x, labels)
         return self.metric.quality(tally)
 
@@ -120,24 +121,21 @@ class Replay:
         """Yields the model with one layer changed."""
         if self.routed:
             k = {other: layer.spec.trained_k for other, layer in self.layers.items()}
-            changed = with_routed_k(self.model, {**k, name: choice.k})
+            changed = self.model.host.with_k(self.model, {**k, name: choice.k})
             yield PyTorch(changed.module, changed.inputs).infer
             return
-        layer = self.layers[name]
-        with ExitStack() as changes:
-            changes.enter_context(self._earlier_layers_replaced(name))
-            if choice.merged:
-                assert isinstance(layer, MuMoE), "only muMoE experts can be merged"
-                merged = layer.merged(
-                    [torch.from_numpy(substitute) for substitute in substitutes.values()]
-                )
-                changes.enter_context(_replaced(self.module, layer, merged))
-            else:
-                changes.enter_context(_as_chosen(layer, choice, substitutes.get(name)))
+        layer, names = self.layers[name], list(self.layers)
+        replaced: dict[str, nn.Module] = {
+            earlier: _RecordedOutputs(self, earlier) for earlier in names[: names.index(name)]
+        }
+        chosen: AbstractContextManager[None] = nullcontext()
+        if choice.merged:
+            assert isinstance(layer, MuMoE), "only muMoE experts can be merged"
+            replaced[name] = layer.merged([*map(torch.from_numpy, substitutes.values())])
+        else:
+            chosen = _as_chosen(layer, choice, substitutes.get(name))
+        with replaced_layers(self.module, replaced.get), chosen:
             yield self._run
-
-    def _run(self, x: Inputs) -> Array:
-        return PyTorch(self.module, self.model.inputs).infer(x)
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -151,35 +149,16 @@ class Replay:
                 hooks.enter_context(layer.register_forward_hook(partial(record, name=name)))
             yield
 
-    @contextmanager
-    def _earlier_layers_replaced(self, name: str) -> Iterator[None]:
-        names = list(self.layers)
-        before = {
-            self.layers[earlier]: _RecordedOutputs(self, earlier)
-            for earlier in names[: names.index(name)]
-        }
-        with replaced_layers(self.module, lambda _, layer: before.get(layer, layer)):
-            yield
-
 
 class _RecordedOutputs(nn.Module):
     """Replaces a layer: returns the outputs recorded for the current batch."""
 
     def __init__(self, replay: Replay, name: str) -> None:
         super().__init__()
-        self._returned = replay.outputs[name]
-        self._at = partial(getattr, replay, "at")
+        self._replay, self._name = replay, name
 
     def forward(self, *_: Tensor, **__: Tensor) -> Tensor:
-        at: int = self._at()
-        return self._returned[at]
-
-
-@contextmanager
-def _replaced(module: nn.Module, layer: MoELayer, other: MoELayer) -> Iterator[None]:
-    """Replaces a layer by another within the context."""
-    with replaced_layers(module, lambda _, there: other if there is layer else there):
-        yield
+        return self._replay.outputs[self._name][self._replay.batch_index]
 
 
 @contextmanager
@@ -197,7 +176,8 @@ def _as_chosen(
         layer.algorithm = "selected" if layer.spec.chooses_sets else "masked"
         if constants is not None:
             assert isinstance(layer, SoftMoE), "only Soft MoE experts can be removed"
-            layer.chooser = _chooser(choice.experts, all_of_them=choice.k >= n)
+            subset = torch.tensor(choice.experts)
+            layer.chooser = partial(_best_of, subset, all_of_them=choice.k >= n)
             others = [e for e in range(layer.spec.experts) if e not in {*choice.experts}]
             layer.unchosen = others, torch.from_numpy(constants)
         yield
@@ -207,18 +187,12 @@ def _as_chosen(
             layer.chooser = layer.unchosen = None
 
 
-def _chooser(experts: Sequence[int], *, all_of_them: bool) -> Chooser:
-    """Returns a chooser of the k best-scored experts of a subset, or of the whole subset."""
-    known = torch.tensor(experts)
-
-    def choose(scores: Tensor, k: int) -> Tensor:
-        if all_of_them:
-            return known.expand(len(scores), -1)
-        best = scores[:, known].topk(k, dim=1).indices
-        chosen: Tensor = known[best].sort(dim=1).values
-        return chosen
-
-    return choose
+def _best_of(subset: Tensor, scores: Tensor, k: int, *, all_of_them: bool) -> Tensor:
+    """The k best-scored experts of a subset for each input, or the whole subset."""
+    if all_of_them:
+        return subset.expand(len(scores), -1)
+    best = scores[:, subset].topk(k, dim=1).indices
+    return subset[best].sort(dim=1).values
 
 
 def in_turn(choices: Mapping[str, Sequence[LayerRecipe]]) -> Iterator[tuple[str, LayerRecipe]]:

@@ -114,20 +114,7 @@ class Recipe:
     @property
     def edits(self) -> Edits:
         """The removals and merges of experts that the recipe makes."""
-        kept = (
-            KeptExperts(name, layer.experts, constant=layer.constant)
-            for name, layer in self.layers.items()
-            if layer.experts
-        )
-        merged = (MergedExperts(name) for name, layer in self.layers.items() if layer.merged)
-        return Edits((*kept, *merged))
-
-    @property
-    def floating(self) -> frozenset[str]:
-        """The layers that stay in floats while others do not."""
-        return frozenset(
-            name for name, layer in self.layers.items() if layer.precision != self.precision
-        )
+        return edits_of(self.layers)
 
     def text(self) -> str:
         """Returns the recipe as YAML."""
@@ -141,6 +128,17 @@ class Recipe:
 
     def write(self, path: Path) -> None:
         path.write_text(self.text(), encoding="utf-8")
+
+
+def edits_of(layers: Mapping[str, LayerRecipe]) -> Edits:
+    """Returns the removals and merges of experts in some layers."""
+    kept = (
+        KeptExperts(name, layer.experts, constant=layer.constant)
+        for name, layer in layers.items()
+        if layer.experts
+    )
+    merged = (MergedExperts(name) for name, layer in layers.items() if layer.merged)
+    return Edits((*kept, *merged))
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -170,8 +168,8 @@ def read_recipe(path: Path) -> Recipe:
     return recipe
 
 
-def checked_file(path: Path, digest: str, file: str) -> Path | None:
-    """Returns a file that a recipe needs, in the recipe's folder; None if the recipe needs none.
+def _checked_file(path: Path, digest: str, file: str) -> Path | None:
+    """A file that a recipe needs, in the recipe's folder; None if the recipe needs none.
 
     Raises `UsageError` if the file is missing or was changed.
     """
@@ -179,16 +177,13 @@ def checked_file(path: Path, digest: str, file: str) -> Path | None:
         return None
     place = path.parent / file
     if not place.is_file():
-        raise UsageError(
-            f"--recipe {path}: {file}, which it needs, is not in its folder",
-            hint=f"copy {file} from the bundle of this recipe",
-        )
-    if sha256(place) != digest:
-        raise UsageError(
-            f"--recipe {path}: {place} is not the file that this recipe was made with",
-            hint=f"copy {file} from the bundle of this recipe",
-        )
-    return place
+        mistake = f"{file}, which it needs, is not in its folder"
+    elif sha256(place) != digest:
+        mistake = f"{place} is not the file that this recipe was made with"
+    else:
+        return place
+    hint = f"copy {file} from the bundle of this recipe"
+    raise UsageError(f"--recipe {path}: {mistake}", hint=hint)
 
 
 _LEFT_OPEN = frozenset(
@@ -206,20 +201,21 @@ def recipe_options(
     `substitutes` are the arrays that replace experts (`Edits.substitutes`).
     """
     integers = recipe.precision in ("int8", "int4", "fp8")
+    floating = (n for n, layer in recipe.layers.items() if layer.precision != recipe.precision)
     edits = recipe.edits.with_substitutes(substitutes or {})
     return replace(
         with_recipe(options, recipe),
         k=tuple(layer.k for layer in recipe.layers.values()),
         target=recipe.target,
         lowering=AUTO,
-        layer_lowerings={name: (one.lowering, one.why) for name, one in recipe.layers.items()},
+        layer_lowerings={n: (layer.lowering, layer.why) for n, layer in recipe.layers.items()},
         batch=parse_range(recipe.batch, "--recipe: batch"),
         tokens=parse_range(recipe.tokens, "--recipe: tokens"),
         opset=None if recipe.opset in (MIN_OPSET, BLOCKED_OPSET) else recipe.opset,  # as needed
         renormalize=False,
         precision=recipe.precision,
         quantize=recipe.quantize,
-        keep_floating=tuple(sorted(recipe.floating)) if integers else (),
+        keep_floating=tuple(sorted(floating)) if integers else (),
         edits=Edits((*edits.listed, *options.edits.steers)),
     )
 
@@ -258,11 +254,11 @@ def read_again(source: Source) -> list[str]:
     return words
 
 
-def free_place(bundle: Path) -> Path:
+def free_place(bundle: Path, suffix: str = "again") -> Path:
     """Returns the first of `BUNDLE-again`, `BUNDLE-again-2` and so on that does not exist."""
     endings = ("", *(f"-{number}" for number in range(2, 1000)))
-    names = (bundle.with_name(f"{bundle.name}-again{ending}") for ending in endings)
-    return next(place for place in names if not place.exists())
+    places = (bundle.with_name(f"{bundle.name}-{suffix}{ending}") for ending in endings)
+    return next(place for place in places if not place.exists())
 
 
 def _reading(reading: LoadRequest, request: ExportOptions, source: str) -> LoadRequest:
@@ -292,8 +288,8 @@ def _refuses(options: ExportOptions) -> None:
 def _change(options: ExportOptions) -> ExportOptions:
     path = Path(options.asked(RecipeOptions).recipe or "")
     recipe = read_recipe(path)
-    ranges = checked_file(path, recipe.calibration, CALIBRATION_FILE)
-    arrays = checked_file(path, recipe.substitutes, SUBSTITUTES_FILE)
+    ranges = _checked_file(path, recipe.calibration, CALIBRATION_FILE)
+    arrays = _checked_file(path, recipe.substitutes, SUBSTITUTES_FILE)
     substitutes = None if arrays is None else read_substitutes(arrays.parent)
     return replace(recipe_options(recipe, options, substitutes), calibration=ranges)
 

@@ -133,7 +133,7 @@ class Search:
             for by_size in self._costs():
                 options = self._options(floats, integer, by_size=by_size)
                 if all(options.values()):  # otherwise there was no time to try a part
-                    self._try_schedule(start.in_floats(floats), options)
+                    self._try_schedule(start.in_precision(floats), options)
         self._refine()
 
     def _costs(self) -> tuple[bool, ...]:
@@ -153,7 +153,7 @@ class Search:
         first, pays, job, space = None, set(), self.job, self.space
         for floats in space.floats:
             uniform = job.uniform("fp32", self.target)
-            trials = self._try_descending(point.in_floats(floats) for point in uniform)
+            trials = self._try_descending(point.in_precision(floats) for point in uniform)
             first = trials[0] if trials else first
             pays |= {tuple(trial.point.k.items()) for trial in trials if trial.ms < trials[0].ms}
         for integer, parts in space.integers.items():

@@ -26,8 +26,8 @@ from ....graphs.edits import Edits, MergedExperts
 from ....graphs.layers.base import algorithm_1
 from ....graphs.layers.mumoe import MuMoE
 from ....graphs.layers.soft_moe import SoftMoE
-from ..recipe import LayerRecipe
-from ..space import Point, edits_of
+from ..recipe import LayerRecipe, edits_of
+from ..space import Point
 from .constants import ConstantExperts
 from .distill import Samples, distil
 from .merged import merged_matrices
@@ -140,7 +140,7 @@ class Substitutes:
         """Trains from the fit, or from the arrays trained `before` if those are better."""
         # Copies: training is in place and must not move the start of the next one.
         start = {name: array.copy() for name, array in self.fitted_to(point).items()}
-        edits = edits_of(point).with_substitutes(start)
+        edits = edits_of(point.choices).with_substitutes(start)
         changed = edited(self._model, edits)
         model = PyTorch(changed.module, changed.inputs)
         recording = self._recording
