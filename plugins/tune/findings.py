@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,12 +24,10 @@ from ...common.environment import environment
 from ...common.text import size, table
 from ...graphs.targets import runtime_of
 from ..service.findings import as_analyses, best
-from .accuracy.confirm import Confirmed
 from .accuracy.quality import R2, Quality
 from .graphs import UNTOUCHED
 from .recipe import RECIPE_FILE, free_place
 from .report.record import TUNING, FrontPoint, TuningRecord
-from .space import Trial
 from .substitutes.substitutes import FOLDER
 from .tune import Tuned
 
@@ -46,26 +45,27 @@ def results_of(tuned: Tuned, command: str = "") -> Results:
     name = Path(tuned.model.source.path).stem
     info = model_info(Candidate(name, tuned.model))
     n = max(tuned.experts.values())
-    quality, batch = tuned.chosen.quality, tuned.request.batches.opt
+    quality = tuned.chosen.quality
     rows = []
-    untouched = tuned.latencies.get(UNTOUCHED)
-    if untouched is not None:
+    if UNTOUCHED in tuned.latencies:
+        judged = _judged(tuned, quality, of_untouched=True)
+        rows.append(_row(tuned, UNTOUCHED, engine=PYTORCH_EAGER, k=n, **judged))
+    listed = {each.trial.point.key: each for each in (tuned.sequence[0], tuned.chosen)}
+    for key, confirmed in listed.items():
+        point = confirmed.trial.point
         rows.append(
-            Row(
-                engine=PYTORCH_EAGER,
-                k=n,
-                experts=n,
-                batch=batch,
-                model=name,
-                latency_ms=untouched,
-                throughput=1e3 * batch / untouched.median,
-                **_judged(tuned, quality, of_untouched=True),
+            _row(
+                tuned,
+                key,
+                engine=runtime_of(point.target),
+                k=max(point.k.values()),
+                provider="cpu",
+                precision=point.precision,
+                lowering="+".join(sorted(set(confirmed.trial.lowerings.values()))),
+                point=point.text(tuned.experts) if point.fewer else None,
+                **_judged(tuned, confirmed.quality),
             )
         )
-    listed = [tuned.sequence[0], tuned.chosen]
-    for key in dict.fromkeys(one.trial.point.key for one in listed):
-        confirmed = next(one for one in listed if one.trial.point.key == key)
-        rows.append(_row(tuned, confirmed, name, n))
     return Results(
         models=(info,),
         rows=tuple(rows),
@@ -142,22 +142,16 @@ def text(tuned: Tuned, report: Path | None = None, command: str = "") -> str:
     )
 
 
-def _row(tuned: Tuned, confirmed: Confirmed, name: str, n: int) -> Row:
-    trial, batch = confirmed.trial, tuned.request.batches.opt
-    latency = tuned.latencies.get(trial.point.key)
+def _row(tuned: Tuned, key: str, **fields: Any) -> Row:
+    """A row of the results, with the latency of this `key`."""
+    latency, batch = tuned.latencies.get(key), tuned.request.batches.opt
     return Row(
-        engine=runtime_of(trial.point.target),
-        k=max(choice.k for _, choice in trial.point.layers),
-        experts=n,
+        experts=max(tuned.experts.values()),
         batch=batch,
-        model=name,
-        provider="cpu",
-        precision=trial.point.precision,
-        lowering="+".join(sorted(set(trial.lowerings.values()))),
-        point=trial.point.text(tuned.experts) if trial.point.fewer else None,
+        model=Path(tuned.model.source.path).stem,
         latency_ms=latency,
         throughput=None if latency is None else 1e3 * batch / latency.median,
-        **_judged(tuned, confirmed.quality),
+        **fields,
     )
 
 
@@ -185,42 +179,27 @@ def _judged(tuned: Tuned, quality: Quality, *, of_untouched: bool = False) -> di
     return {}
 
 
-def _points(tuned: Tuned) -> list[FrontPoint]:
-    confirmed = {point.trial.point.key: point.quality for point in tuned.sequence}
+def _points(tuned: Tuned) -> Iterator[FrontPoint]:
+    confirmations = {point.trial.point.key: point.quality for point in tuned.sequence}
     front = {trial.point.key: trial for trial in (*tuned.front, tuned.base)}
-    chosen = tuned.chosen.trial.point.key
-    return [
-        _point(
-            tuned,
-            front.get(trial.point.key, trial),
-            confirmed,
-            front=trial.point.key in front,
-            chosen=chosen,
+    for any_trial in tuned.all_trials:
+        key = any_trial.point.key
+        trial, confirmed = front.get(key, any_trial), confirmations.get(key)
+        yield FrontPoint(
+            ms=trial.ms,
+            predicted_ms=trial.predicted_ms,
+            bytes=trial.bytes,
+            kept=trial.quality.kept,
+            searched=Interval(trial.quality.low, trial.quality.high),
+            text=trial.point.text(tuned.experts),
+            layers={
+                name: replace(choice, lowering=trial.lowerings[name])
+                for name, choice in trial.point.layers
+            },
+            around=trial.point.around,
+            front=key in front,
+            chosen=key == tuned.chosen.trial.point.key,
+            confirmed_kept=None if confirmed is None else confirmed.kept,
+            confirmed=None if confirmed is None else Interval(confirmed.low, confirmed.high),
+            runtime=runtime_of(trial.point.target),
         )
-        for trial in tuned.all_trials
-    ]
-
-
-def _point(
-    tuned: Tuned, trial: Trial, confirmed: dict[str, Quality], *, front: bool, chosen: str
-) -> FrontPoint:
-    key, quality = trial.point.key, trial.quality
-    held = confirmed.get(key)
-    return FrontPoint(
-        ms=trial.ms,
-        predicted_ms=trial.predicted_ms,
-        bytes=trial.bytes,
-        kept=quality.kept,
-        searched=Interval(quality.low, quality.high),
-        text=trial.point.text(tuned.experts),
-        layers={
-            name: replace(choice, lowering=trial.lowerings[name])
-            for name, choice in trial.point.layers
-        },
-        around=trial.point.around,
-        front=front,
-        chosen=key == chosen,
-        confirmed_kept=None if held is None else held.kept,
-        confirmed=None if held is None else Interval(held.low, held.high),
-        runtime=runtime_of(trial.point.target),
-    )

@@ -313,10 +313,6 @@ def _page(manifest: Manifest) -> Iterator[str]:
     found = manifest.contract
     if not {"metric", "kept", "interval", "inputs", "asked"} <= found.keys():
         return  # a recipe written by hand or by an older version
-    keep, latency_ms, most = (found["asked"].get(name) for name in ("keep", "latency_ms", "bytes"))
-    bounds = [] if keep is None else [f"to keep {100 * keep:g}% of the {found['metric']}"]
-    bounds += [] if latency_ms is None else [f"to take at most {latency_ms:g} ms"]
-    bounds += [] if most is None else [f"to take at most {size(most)}"]
     yield "## What it keeps"
     low, high = found["interval"]
     text = (
@@ -329,8 +325,20 @@ def _page(manifest: Manifest) -> Iterator[str]:
             f": an accuracy of {found['accuracy']:.1%} ({low:.1%} to {high:.1%}); PyTorch "
             f"has {found['untouched_accuracy']:.1%}"
         )
-    asked = f" The bundle had {' and '.join(bounds)}." if bounds else ""
+    keep, latency_ms, most = (found["asked"].get(name) for name in ("keep", "latency_ms", "bytes"))
+    bounds = bounds_text(keep, found["metric"], latency_ms, most)
+    asked = f" The bundle had {bounds}." if bounds else ""
     yield f"{text}.{asked}"
+
+
+def bounds_text(
+    keep: float | None, metric: str, latency_ms: float | None, most_bytes: int | None
+) -> str:
+    """Returns the bounds of a search: `to keep 99% of the accuracy and to take at most 5 ms`."""
+    bounds = [] if keep is None else [f"to keep {100 * keep:g}% of the {metric}"]
+    bounds += [] if latency_ms is None else [f"to take at most {latency_ms:g} ms"]
+    bounds += [] if most_bytes is None else [f"to take at most {size(most_bytes)}"]
+    return " and ".join(bounds)
 
 
 def _finish(export: Export, directory: Path, manifest: Manifest) -> Manifest:

@@ -11,7 +11,6 @@ import numpy as np
 
 from ...common.console import Progress
 from ...common.timing import Protocol
-from ...exporter.bundle.manifest import TunedLayers
 from ...exporter.measured_lowerings import Measuring, Tokens, measure_lowerings
 from ...exporter.quantization.precision import apply_precision
 from ...graphs.targets import Precision, Target
@@ -193,8 +192,8 @@ class LayerTimes:
         for piece in job.journal.pieces("form", target=self.target):
             name, form = piece["layer"], (piece["k"], piece["n"], piece["precision"])
             self.forms[name, form] = msgspec.convert(piece["time"], FormTime)
-        first, *others = covering_models(choices)
-        for index, combination in enumerate((first, *others[-1:], *others[:-1])):
+        first, *smaller = covering_models(choices)
+        for index, combination in enumerate((first, *smaller[-1:], *smaller[:-1])):
             if all(self.of(name, choice) is not None for name, choice in combination.items()):
                 continue
             point = Point(tuple(combination.items()), self.target)
@@ -210,7 +209,10 @@ class LayerTimes:
                 tuning = measure_lowerings(export, traced, numbers, progress, measuring)
             for name, choice in combination.items():
                 k, n, precision = choice.form
-                self.forms[name, choice.form] = time = _time(tuning.of(name))
+                best, *slower = tuning.of(name).candidates
+                others = {other.lowering: other.latency_ms.median for other in slower}
+                time = FormTime(best.latency_ms.median, best.lowering, others)
+                self.forms[name, choice.form] = time
                 plain = msgspec.to_builtins(time)
                 of = {"target": self.target, "layer": name, "k": k, "n": n, "precision": precision}
                 job.journal.add("form", **of, time=plain)
@@ -235,12 +237,3 @@ def isotonic(values: Sequence[float]) -> list[float]:
         pools.append((mean, count))
     means = [mean for mean, count in pools for _ in range(count)]
     return [mean * (1 + LITTLE * index) for index, mean in enumerate(means)]
-
-
-def _time(measured: TunedLayers) -> FormTime:
-    best, *others = measured.candidates
-    return FormTime(
-        ms=best.latency_ms.median,
-        lowering=best.lowering,
-        others={other.lowering: other.latency_ms.median for other in others},
-    )

@@ -18,7 +18,7 @@ from ...bench.data import Labelled
 from ...common.console import Progress, Silent
 from ...common.files import sha256
 from ...common.latency import Latency
-from ...common.threads import Threads, with_threads
+from ...common.threads import Threads
 from ...common.timing import Protocol
 from ...common.writing import (
     check_folder,
@@ -48,7 +48,7 @@ from .accuracy.confirm import (
 from .accuracy.quality import Metric
 from .budget import EACH_SIDE, TRAINING_S, TRIALS, VERIFIED, Clock
 from .layers import BATCH, MOST
-from .prepare import CALIBRATED, SearchJob, base_job, kept_in, prepare, threads_of
+from .prepare import CALIBRATED, SearchJob, prepared
 from .recipe import (
     RECIPE_FILE,
     free_place,
@@ -131,18 +131,17 @@ def search_and_export(
     clock = clock or Clock(request.seconds)
     check_destination(destination, force=force)
     check_folder(destination.absolute().parent)
-    request = replace(request, batch=base_job(model, request).options.batches)  # of whole groups
-    threads = threads_of(model, data, request, work, progress)
-    with with_threads(threads.count), held_place(destination), kept_in(work) as folder:
-        clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
-        job = prepare(model, data, request, folder, progress, clock)
+    clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
+    preparation = prepared(model, data, request, work, progress, clock)
+    with held_place(destination), preparation as (job, threads):
         if not job.journal.pieces("threads"):
             job.journal.add("threads", of=model.source.path, **asdict(threads))
         result = search(job, progress, evaluate)
-        place = recipe_folder(destination, work)
         contracted = contract(job, result, progress)
+        bundle_place = destination.absolute()
+        recipe_folder = free_place(bundle_place, "recipe") if work is None else work / "recipe"
         chosen, bundle = export_best(
-            job, contracted.holding, result, destination, place, progress, force=force
+            job, contracted.holding, result, destination, recipe_folder, progress, force=force
         )
     return Tuned(
         bundle=bundle,
@@ -153,7 +152,7 @@ def search_and_export(
         base=result.base,
         metric=job.metric,
         model=model,
-        request=request,
+        request=job.request,
         latencies=result.latencies,
         protocol=result.protocol,
         all_trials=result.trials,
@@ -175,12 +174,13 @@ def export_best(
 ) -> tuple[Confirmed, Bundle]:
     """Writes the best point that can be exported; returns it with its bundle.
 
-    If an export refuses a point because its graph is too far from PyTorch, the next is tried: the
-    ranges are the untouched model's, but the point's answers may still be correct.
+    `recipe_folder` has the bundle's recipe until the bundle is complete. If an export refuses a
+    point because its graph is too far from PyTorch, the next is tried: the ranges are the untouched
+    model's, but the point's answers may still be correct.
     """
     for chosen in ranked:
         try:
-            bundle = export_point(
+            bundle = _export_point(
                 job, chosen, result, destination, recipe_folder, progress, force=force
             )
         except ParityError as error:
@@ -192,7 +192,7 @@ def export_best(
     raise AssertionError("a contract without a point is refused")
 
 
-def export_point(
+def _export_point(
     job: SearchJob,
     chosen: Confirmed,
     result: SearchResult,
@@ -202,7 +202,6 @@ def export_point(
     *,
     force: bool,
 ) -> Bundle:
-    """Exports a point by its recipe; returns the bundle."""
     trial = chosen.trial
     check_same(job, trial, result)
     recipe = recipe_of(
@@ -240,18 +239,6 @@ def export_point(
     export_options = replace(export_options, data=inputs)
     with _recipe_kept(job.model, export_options, recipe_folder):
         return write_bundle(export_job(job.model, export_options), progress, traced)
-
-
-def recipe_folder(destination: Path, work: Path | None) -> Path:
-    """Returns the folder that holds a bundle's recipe until the bundle is complete.
-
-    It is in the search's folder if that remains, otherwise a new one next to the bundle.
-    """
-    if work is not None:
-        return work / "recipe"
-    place = destination.absolute()
-    names = (f"{place.name}-recipe{ending}" for ending in ("", *map("-{}".format, range(2, 1000))))
-    return next(folder for name in names if not (folder := place.with_name(name)).exists())
 
 
 @contextmanager
@@ -313,13 +300,9 @@ def plan_search(
     model: Model, data: Labelled, request: TuneRequest, progress: Progress | None = None
 ) -> SearchPlan:
     """Returns how large a search is; runs the untouched model on one half only."""
-    progress = progress or Silent()
-    request = replace(request, batch=base_job(model, request).options.batches)  # of whole groups
-    threads = threads_of(model, data, request, None, progress)
-    with with_threads(threads.count), kept_in(None) as folder:
-        started = time.monotonic()
-        job = prepare(model, data, request, folder, progress, Clock(None))
-        began, count, one = time.monotonic() - started, len(job.holdout.search), job.one_s
+    started = time.monotonic()
+    with prepared(model, data, request, None, progress or Silent(), Clock(None)) as (job, _):
+        preparing_s, count, one_s = time.monotonic() - started, len(job.holdout.search), job.one_s
     listed = {
         name: (*known, *job.fewer(name, lambda size: tuple(range(size))))
         for name, known in job.choices.items()
@@ -331,12 +314,12 @@ def plan_search(
     forms = sum(space.forms for space in spaces)
     graphs = 1 + parts + paths * (TRIALS // 2 + EACH_SIDE)
     fewer = any(choice.fewer for known in listed.values() for choice in known)
-    trained_s = min(TRAINING_S, longest_s(BATCH * one))
+    trained_s = min(TRAINING_S, longest_s(BATCH * one_s))
     seconds = (
-        began
+        preparing_s
         + forms * FORM_S
-        + choices * one * min(count, MOST)
-        + graphs * (GRAPH_S + one * count + (trained_s if fewer else 0.0))
+        + choices * one_s * min(count, MOST)
+        + graphs * (GRAPH_S + one_s * count + (trained_s if fewer else 0.0))
     )
     return SearchPlan(
         models=sum(space.size for space in spaces),

@@ -25,7 +25,7 @@ MOST_SLOTS = 4096
 """Up to this many slots the constants are fitted together; beyond it, each alone."""
 
 RIDGE = 1e-3
-"""The ridge penalty towards the constants of each slot alone."""
+"""The ridge penalty of least squares, relative to the mean of the diagonal."""
 
 
 class ConstantExperts:
@@ -61,9 +61,7 @@ class ConstantExperts:
                 added = combine[:, :, dropped].flatten(2) @ apart  # [b, m, o]
                 square += shares.T @ shares
                 missing += shares.T @ added.flatten(0, 1).double()
-            ridge = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
-            square.diagonal().add_(ridge)
-            constants = constants + torch.linalg.solve(square, missing)
+            constants = constants + ridge_solution(square, missing)
         return constants.view(len(dropped), spec.slots, spec.out).float().numpy()
 
     @torch.inference_mode()
@@ -108,6 +106,15 @@ class ConstantExperts:
             inputs, rows = inputs + x.shape[0], rows + x.shape[0] * x.shape[1]
             if inputs >= RANKED and rows >= ROWS * spec.experts * spec.slots:
                 return
+
+
+def ridge_solution(square: Tensor, product: Tensor) -> Tensor:
+    """Returns X of square · X = product, for zᵀz and zᵀy, with a ridge penalty."""
+    square = square.clone()
+    ridge = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+    square.diagonal().add_(ridge)
+    solution: Tensor = torch.linalg.solve(square, product)
+    return solution
 
 
 def removal_order(products: Tensor) -> tuple[int, ...]:

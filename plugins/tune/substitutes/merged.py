@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from ....graphs.layers.mumoe import FactorisedSpec, MuMoE, contract
+from .constants import ridge_solution
 
 WIDEST = 4096
 """For wider inputs the mean is taken without least squares."""
 
 ROWS = 16
 """Tokens that a matrix is fitted to, for each of its rows."""
-
-RIDGE = 1e-3
-"""The ridge penalty towards the mean of the experts."""
 
 
 @torch.inference_mode()
@@ -82,9 +80,4 @@ class _LeastSquares:
 
     def fitted(self, matrix: Tensor) -> Tensor:
         """The correction to a matrix [d + 1, o] that brings its outputs nearer to y."""
-        missing = self.product - self.square @ matrix
-        square = self.square.clone()
-        ridge = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
-        square.diagonal().add_(ridge)
-        added: Tensor = torch.linalg.solve(square, missing)
-        return added
+        return ridge_solution(self.square, self.product - self.square @ matrix)
