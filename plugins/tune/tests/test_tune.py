@@ -325,7 +325,7 @@ def test_constants_that_do_not_fit_the_layer_are_refused(tuned: Tuned, checkpoin
             edited(model, edits)
 
 
-def test_a_layer_that_stays_in_floats_is_planned_in_precision() -> None:
+def test_a_layer_that_stays_in_floats_is_planned_in_floats() -> None:
     case = read_case("soft_moe_vit")
     model = moexport.load(case.weights, config=case.config)
     base = export_job(model, ExportOptions(target="ort-cpu", verify=False))
