@@ -64,6 +64,13 @@ def specialise(
         return replace(usage_only(loaded, data, request), examples=examples)
     needs_labels = request.group_by is not None or request.rewrite_class is not None
     if examples is not None and not examples.labelled and not needs_labels:
-        return Specialisation.of(examples, loaded.family)
+        return Specialisation(
+            model=examples.model,
+            family=loaded.family,
+            layer=examples.layer,
+            kind=examples.kind,
+            levels=examples.levels,
+            examples=examples,
+        )
     found = run_it(loaded, data, request)
     return found if examples is None else replace(found, examples=examples)

@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from ...bench.data import Labelled, LabelledData
-from ...bench.measure.answers import check_attributes, per_output
 from ...bench.plan import Candidate
 from ...bench.runners.pytorch import untouched
 from ...common.console import Progress, Silent
-from ...data.batches import Array
 from ...errors import FeedError, UsageError
 from ...exporter.model import Model
 from ...graphs.layers.base import recorded_choices, sharing_weights
 from ...graphs.layers.soft_moe import soft_moe_layers
 from .findings import (
+    EXPERTS,
     PASSES,
     SUMS,
     BestSubsets,
@@ -36,8 +35,9 @@ from .findings import (
     KeptAccuracy,
     RandomChoice,
     Shares,
-    plain,
+    analyses_of,
 )
+from .judge import class_labels
 from .request import SUBSETS_BY_PASSES, SUBSETS_BY_SUMS, Analyses
 
 ChosenExperts = Mapping[str, Tensor]
@@ -174,11 +174,8 @@ def classifier(
 ) -> Classifier:
     """Returns a classifier over the data, by sums if the model's scores are sums.
 
-    A test decides: on a few inputs, sums over random sets must equal the model's scores. Raises
-    UsageError for a model without Soft MoE layers, FeedError for data without labels or a model
-    without class scores.
+    A test decides: on a few inputs, sums over random sets must equal the model's scores.
     """
-    check(name, model, data)
     passes = Passes(model, data, batch, renormalize=renormalize)
     if len(passes.experts) > 1 or renormalize:
         return passes
@@ -191,8 +188,8 @@ def classifier(
     return contributions(passes)
 
 
-def check(name: str, model: Model, data: LabelledData) -> None:
-    """Raises UsageError and FeedError for models and data that cannot be analysed."""
+def checked_labels(name: str, model: Model, data: LabelledData) -> Tensor:
+    """Returns classes [b], or attributes [b, c]; raises UsageError and FeedError for others."""
     if not soft_moe_layers(model.module):
         raise UsageError(
             f"{name} has no Soft MoE layer: there is no choice of k experts per input",
@@ -210,19 +207,9 @@ def check(name: str, model: Model, data: LabelledData) -> None:
             f"{output.ndim} axes: {output.shape}",
             hint="leave --analysis out for models that do not classify",
         )
-    label_tensor(data, output)
-
-
-def label_tensor(data: LabelledData, output: Array) -> Tensor:
-    """Returns classes [b], or attributes [b, c], for outputs [b, c]; FeedError for others."""
-    assert data.labels is not None  # `check` has checked them
-    first = np.zeros((len(data.labels), output.shape[1]), output.dtype)
-    pair = per_output(first, data.labels)
-    if pair is None:
-        data.check_classes(output.shape[1])
-        return torch.from_numpy(data.labels)
-    check_attributes(pair[1], "--analysis: the data")
-    return torch.from_numpy(pair[1].astype(np.int64))
+    scores = np.zeros((len(data), output.shape[1]), output.dtype)
+    _, labels = class_labels(data, scores, "--analysis: the data")
+    return torch.from_numpy(labels if labels.ndim == 1 else labels.astype(np.int64))
 
 
 def contributions(passes: Passes) -> ContributionSums:
@@ -267,12 +254,15 @@ def study(
 ) -> ExpertStudy:
     """Returns the analyses of a model on labelled data, for the ks below n.
 
-    Raises the errors of `classifier` for a model or data that cannot be analysed.
+    Raises UsageError for a model without Soft MoE layers, FeedError for data without labels or a
+    model without class scores.
     """
     watcher = progress or Silent()
+    labels = checked_labels(name, of, data)
     model = classifier(name, of, data, batch, renormalize=renormalize, progress=watcher)
-    labels = label_tensor(data, untouched(of).infer(data.inputs[:1]))
-    top1 = _untouched_accuracy(of, data, labels, batch)
+    base = untouched(of)
+    parts = [torch.from_numpy(base.infer(data.inputs[rows])) for rows in data.batches(batch)]
+    top1 = accuracy(torch.cat(parts), labels)
     n = max(model.experts.values())
     fewer = sorted({k for k in ks if k < n}, reverse=True)
 
@@ -333,7 +323,7 @@ def studied(
     """
     held = data.head(sys.maxsize if samples is None else samples)
     for candidate in candidates:
-        check(candidate.name, candidate.model, held)
+        checked_labels(candidate.name, candidate.model, held)
     studies = [
         study(
             candidate.name,
@@ -346,7 +336,7 @@ def studied(
         )
         for candidate in candidates
     ]
-    return plain(studies)
+    return analyses_of(studies)[EXPERTS]
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> float:

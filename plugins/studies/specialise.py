@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,9 @@ from ...errors import FeedError, UsageError
 from ...exporter.inputs import check_array, with_axes
 from ...exporter.model import Model, check_one_input, edited
 from ...graphs.edits import NO_EDITS, Ablation, Edits
-from ...graphs.layers.base import MoELayer, moe_layers, sharing_weights
+from ...graphs.layers.base import MoELayer, moe_layers, recorded_choices, sharing_weights
 from .edits import read_edits
-from .examples.search import Examples
+from .examples.search import Examples, found_layer
 from .fairness import (
     BlindThreshold,
     Fairness,
@@ -115,7 +115,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Favour:
+class RewritingRequest:
     """The requested rewriting: a class, its subgroup with its type in the data, and the strength.
 
     `strength` is |λ|; for None a search finds the best that costs at most `budget` of the accuracy.
@@ -127,7 +127,7 @@ class Favour:
     budget: float
 
     @staticmethod
-    def of(request: SpecialiseRequest, groups: Array | None) -> Favour | None:
+    def of(request: SpecialiseRequest, groups: Array | None) -> RewritingRequest | None:
         """Returns the requested rewriting for the subgroups of the data; None if there is none."""
         if request.rewrite_class is None or request.rewrite_group is None:
             return None
@@ -138,7 +138,7 @@ class Favour:
             )
         group = find_group(request.rewrite_group, groups)
         budget = BUDGET if request.budget is None else request.budget
-        return Favour(request.rewrite_class, group, request.strength, budget)
+        return RewritingRequest(request.rewrite_class, group, request.strength, budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,32 +156,16 @@ class Specialisation:
     layer: str
     kind: str
     levels: tuple[int, ...]
-    accuracy: tuple[float | None, ...]
-    samples: tuple[int, ...]
-    experts: tuple[ExpertEffect, ...]
-    groups: tuple[SubgroupCoefficients, ...]
+    accuracy: tuple[float | None, ...] = ()
+    samples: tuple[int, ...] = ()
+    experts: tuple[ExpertEffect, ...] = ()
+    groups: tuple[SubgroupCoefficients, ...] = ()
     load: tuple[Load, ...] = ()
     fairness: Fairness | None = None
     rewriting: Rewriting | None = None
     judged: Judged = "classes"
     usage: Usage | None = None
     examples: Examples | None = None
-
-    @staticmethod
-    def of(examples: Examples, family: str) -> Specialisation:
-        """Returns the result without labels: examples."""
-        return Specialisation(
-            model=examples.model,
-            family=family,
-            layer=examples.layer,
-            kind=examples.kind,
-            levels=examples.levels,
-            accuracy=(),
-            samples=(),
-            experts=(),
-            groups=(),
-            examples=examples,
-        )
 
     @property
     def inputs(self) -> int:
@@ -236,13 +220,8 @@ def specialise(
     groups = _subgroups(data, group_by, len(x))
     if groups is not None:
         check_groups(groups, f"group_by={group_by!r}" if isinstance(group_by, str) else "group_by")
-    wanted = Favour.of(request, groups)
-    name = list(model.layers)[-1] if layer is None else layer
-    if name not in model.layers:
-        raise UsageError(
-            f"--layer {name}: the model has no such MoE layer",
-            hint=f"its MoE layers: {', '.join(model.layers)}",
-        )
+    wanted = RewritingRequest.of(request, groups)
+    name = found_layer(model, layer)
     if labels is None:
         raise FeedError(
             f"accuracy by class needs labels, but '{held.input_name}' has none",
@@ -251,8 +230,12 @@ def specialise(
         )
     module = sharing_weights(model.module)
     watched = moe_layers(module)[name]
-    if wanted is not None:
-        _check_rewritable(watched, name)
+    if wanted is not None and not watched.spec.rewritable:
+        raise UsageError(
+            f"--rewrite-class: layer {name} is a {watched.spec.kind} layer, without coefficients "
+            "to rewrite an output with",
+            hint="only muMoE layers can be rewritten",
+        )
     progress.step(f"accuracy by class of {model.source.path}", total=len(x))
     results = _one_pass(module, watched, held, x, wanted, progress)
     judge = results.judge
@@ -264,7 +247,7 @@ def specialise(
         predicted = predicted_by(results.scores, judge.labels)
         fair = fairness(predicted, judge.labels, groups, judge.outputs)
     if wanted is not None:
-        assert groups is not None  # `Favour.of` has checked them
+        assert groups is not None  # `RewritingRequest.of` has checked them
         rewriting = _rewriting(model, name, wanted, x, groups, results, by_group)
     counted = replace(held, inputs=x)
     return Specialisation(
@@ -305,28 +288,31 @@ def _one_pass(
     watched: MoELayer,
     held: LabelledData,
     x: Array,
-    wanted: Favour | None,
+    wanted: RewritingRequest | None,
     progress: Progress,
 ) -> _JudgedInputs:
     outputs: list[Array] = []
-    means, takes_in = [], []
+    means, nonzero = [], []
     loads = [_Loads(n) for n in watched.spec.levels] if watched.spec.rewritable else []
-    for rows in held.batches(BATCH):
-        with _coefficients(watched) as coefficients:
+    # Coefficients mix the experts, so they are the layer's choices.
+    recorded = recorded_choices(watched) if watched.spec.rewritable else nullcontext({})
+    with recorded as choices:
+        for rows in held.batches(BATCH):
             scores = _scores(module, x[rows])
-        if wanted is not None and not outputs:
-            _check_head(wanted, watched, module, x[rows], scores)
-        outputs.append(scores)
-        means.append([a.mean(axis=1, dtype=np.float64) for a in coefficients])
-        takes_in.append([(a != 0).any(axis=1) for a in coefficients])
-        for load, a in zip(loads, coefficients, strict=True):
-            load.add(a)
-        progress.advance(len(scores))
+            coefficients = [choice.chosen.numpy() for choice in choices.values()]
+            if wanted is not None and not outputs:
+                _check_head(wanted, watched, module, x[rows], scores)
+            outputs.append(scores)
+            means.append([a.mean(axis=1, dtype=np.float64) for a in coefficients])
+            nonzero.append([(a != 0).any(axis=1) for a in coefficients])
+            for load, a in zip(loads, coefficients, strict=True):
+                load.add(a)
+            progress.advance(len(scores))
     whole = np.concatenate(outputs)
     return _JudgedInputs(
         whole,
         list(map(np.concatenate, zip(*means, strict=True))),
-        list(map(np.concatenate, zip(*takes_in, strict=True)))
+        list(map(np.concatenate, zip(*nonzero, strict=True)))
         or [np.ones((len(x), n), dtype=bool) for n in watched.spec.levels],
         tuple(sums.load(level) for level, sums in enumerate(loads, start=1)),
         judge_of(held, whole),
@@ -391,17 +377,8 @@ class _Loads:
         return Load(level, tokens, shares, tuple(self.largest.tolist()))
 
 
-def _check_rewritable(layer: MoELayer, name: str) -> None:
-    if not layer.spec.rewritable:
-        raise UsageError(
-            f"--rewrite-class: layer {name} is a {layer.spec.kind} layer, without coefficients to "
-            "rewrite an output with",
-            hint="only muMoE layers can be rewritten",
-        )
-
-
 def _check_head(
-    wanted: Favour, layer: MoELayer, module: nn.Module, x: Array, scores: Array
+    wanted: RewritingRequest, layer: MoELayer, module: nn.Module, x: Array, scores: Array
 ) -> None:
     """Raises UsageError unless the layer computes the scores and has this class."""
     classes = scores.shape[1]
@@ -411,11 +388,8 @@ def _check_head(
             hint=f"they are counted from 0: use 0 to {classes - 1}",
         )
     outputs: list[torch.Tensor] = []
-    handle = layer.register_forward_hook(lambda *made: outputs.append(made[2]))
-    try:
+    with layer.register_forward_hook(lambda *call: outputs.append(call[2])):
         _scores(module, x[:1])
-    finally:
-        handle.remove()
     own = one_per_sample(outputs[-1].numpy())
     if own.shape != scores[:1].shape or not np.allclose(own, scores[:1], rtol=1e-4, atol=1e-6):
         raise UsageError(
@@ -428,7 +402,7 @@ def _check_head(
 def _rewriting(
     model: Model,
     layer: str,
-    wanted: Favour,
+    wanted: RewritingRequest,
     x: Array,
     groups: Array,
     results: _JudgedInputs,
@@ -484,7 +458,7 @@ def _rewriting(
 
 
 def blind_threshold(
-    scores: Array, labels: Labels, groups: Array, output: int, sign: int, wanted: Favour
+    scores: Array, labels: Labels, groups: Array, output: int, sign: int, wanted: RewritingRequest
 ) -> BlindThreshold | None:
     """Returns the best constant to add to an output of every input; None if none improves it."""
     everywhere = np.ones(len(scores))
@@ -516,23 +490,6 @@ def _subgroups(
     if groups is not None and groups.shape != (samples,):
         raise FeedError(f"{groups.shape} subgroups for {samples} inputs")
     return groups
-
-
-@contextmanager
-def _coefficients(layer: MoELayer) -> Iterator[list[Array]]:
-    """Records the layer's coefficients [b, m, n] in each forward within the context, by level."""
-    coefficients: list[Array] = []
-
-    def record(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        coefficients[:] = [made.chosen.numpy() for made in layer.choices(args[0]).values()]
-
-    # If coefficients mix the experts, they are the choice.
-    handle = layer.register_forward_pre_hook(record) if layer.spec.rewritable else None
-    try:
-        yield coefficients
-    finally:
-        if handle is not None:
-            handle.remove()
 
 
 def polysemanticity(

@@ -199,11 +199,8 @@ def _weights(layer: MoELayer, batch: int) -> Iterator[list[tuple[Array, Array]]]
     def record(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
         levels[:] = _of_levels(layer, given, batch)
 
-    handle = layer.register_forward_pre_hook(record)
-    try:
+    with layer.register_forward_pre_hook(record):
         yield levels
-    finally:
-        handle.remove()
 
 
 def _of_levels(

@@ -192,11 +192,11 @@ def test_the_digits_are_studied_by_sums(model: Model, few: LabelledData) -> None
 
 def test_what_cannot_be_analysed_is_refused(model: Model, few: LabelledData) -> None:
     with pytest.raises(FeedError, match="the analyses of digits need labels"):
-        classifier("digits", model, LabelledData(few.inputs, None), 64)
+        study("digits", model, LabelledData(few.inputs, None), [2], Analyses())
     mumoe = load(DATA / "mumoe_cp" / "weights.pt", config={"act": "entmax15"})
     inputs = LabelledData(np.zeros((1, mumoe.layers["layer"].spec.dim), np.float32), None)
     with pytest.raises(UsageError, match="head has no Soft MoE layer"):
-        classifier("head", mumoe, inputs, 64)
+        study("head", mumoe, inputs, [2], Analyses())
 
 
 def test_analyses_are_named() -> None:

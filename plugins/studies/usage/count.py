@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -112,11 +112,12 @@ class Members:
     @staticmethod
     def of(labels: Labels | None, subgroups: Array | None, tokens: int | None) -> Members:
         """Returns the groups of subgroups, or of labels: of each of the `tokens`, or of inputs."""
+        name, values, members = "", np.zeros(0), np.zeros((0, 0), bool)
         if subgroups is not None:
             values = np.unique(subgroups)
             name, members = "subgroup", subgroups[:, None] == values
         elif labels is None:
-            return Members("", (), np.zeros((0, 0), bool))
+            pass
         elif labels.dtype.kind in "iub" and (
             labels.ndim == 1 or (tokens is not None and labels.shape[1:] == (tokens,))
         ):
@@ -125,38 +126,30 @@ class Members:
         elif labels.ndim == 2 and are_attributes(labels):
             values = np.arange(labels.shape[1])
             name, members = "attribute", labels == 1
-        else:
-            return Members("", (), np.zeros((0, 0), bool))
         return Members(name, tuple(value.item() for value in values), members)
 
 
-@dataclass(slots=True)
 class _LevelSums:
     """Sums over the tokens, or inputs, of one level of a layer."""
 
-    layer: MoELayer
-    level: int
-    k: int
-    groups: int
-    per_input: bool = False
-    by_experts: bool = False
-    of: int = 0
-    choices: int = 0
-    uncomputed: int = 0
-    chosen: Array = field(init=False)
-    dropped: Array = field(init=False)
-    gates: Array = field(init=False)
-    probabilities: Array | None = field(init=False)
-    of_groups: Array = field(init=False)
-    chosen_of: Array = field(init=False)
-    gates_of: Array = field(init=False)
-
-    def __post_init__(self) -> None:
-        n = self.layer.spec.levels[self.level]
+    def __init__(
+        self,
+        layer: MoELayer,
+        level: int,
+        k: int,
+        groups: int,
+        *,
+        per_input: bool,
+        by_experts: bool,
+    ) -> None:
+        n = layer.spec.levels[level]
+        self.layer, self.level, self.k = layer, level, k
+        self.per_input, self.by_experts = per_input, by_experts
+        self.of = self.uncomputed = 0
         self.chosen, self.dropped, self.gates = np.zeros(n), np.zeros(n), np.zeros(n)
-        self.probabilities = np.zeros(n) if self.layer.spec.flat else None
-        self.of_groups = np.zeros(self.groups)
-        self.chosen_of, self.gates_of = np.zeros((self.groups, n)), np.zeros((self.groups, n))
+        self.probabilities: Array | None = np.zeros(n) if layer.spec.flat else None
+        self.of_groups = np.zeros(groups)
+        self.chosen_of, self.gates_of = np.zeros((groups, n)), np.zeros((groups, n))
 
     def add(self, taken: _Taken, members: Array, counted: Array | None) -> None:
         """Adds choices; `members` [s, g] or [s, m, g], `counted` [s, m] tokens."""
@@ -174,7 +167,6 @@ class _LevelSums:
         self.of += int(of.sum())
         self.chosen += chosen.sum(axis=0)
         self.gates += gates.sum(axis=0)
-        self.choices += int(taken.chosen[of].sum())
         self.of_groups += member.sum(axis=0)
         self.chosen_of += member.T @ chosen
         self.gates_of += member.T @ gates
@@ -191,6 +183,7 @@ class _LevelSums:
         spec = self.layer.spec
         n = spec.levels[self.level]
         every = bool((self.chosen == self.of).all())
+        losses = zip(self.dropped.tolist(), self.chosen.tolist(), strict=True)
         drops = (bool(self.dropped.any()) or spec.drops) and not self.by_experts
         shares = self.chosen / self.of
         p = None if self.probabilities is None else self.probabilities / self.of
@@ -218,17 +211,12 @@ class _LevelSums:
             gates=tuple((self.gates / self.of).tolist()),
             probabilities=None if p is None else tuple(p.tolist()),
             balance_loss=loss,
-            overflow=_shares(self.dropped, self.chosen) if drops else None,
-            dropped=float(self.dropped.sum() / max(1, self.choices)) if drops else None,
+            overflow=tuple(lost / of if of else None for lost, of in losses) if drops else None,
+            dropped=float(self.dropped.sum() / max(1, self.chosen.sum())) if drops else None,
             uncomputed=self.uncomputed / self.of if drops or self.by_experts else None,
             groups=by_group,
             routed=spec.flat,
         )
-
-
-def _shares(parts: Array, wholes: Array) -> tuple[float | None, ...]:
-    pairs = zip(parts.tolist(), wholes.tolist(), strict=True)
-    return tuple(part / whole if whole else None for part, whole in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,16 +247,17 @@ def usage_of(
     the `subgroups`. Raises `UsageError` for an invalid k, `FeedError` without inputs.
     """
     model, kept = _with_k(model, k)
-    groups = Members.of(held.labels, subgroups, _tokens(model, held))
+    tokens = held.inputs.shape[1] if model.host.of_tokens and held.inputs.ndim > 1 else None
+    groups = Members.of(held.labels, subgroups, tokens)
     sums: dict[str, list[_LevelSums]] = {}
-    of = model.batch_of
-    few = BATCH_OF_TOKENS if model.host.of_tokens else BATCH
-    size = of * max(1, few // of)
-    count = len(held) // of * of
+    together = model.batch_of
+    usual = BATCH_OF_TOKENS if model.host.of_tokens else BATCH
+    size = together * max(1, usual // together)
+    count = len(held) // together * together
     if not count:
         raise FeedError(
-            f"the model computes {of} inputs together, but the data have {len(held)}",
-            hint=f"give {of} or more",
+            f"the model computes {together} inputs together, but the data have {len(held)}",
+            hint=f"give {together} or more",
         )
     progress.step(f"counting the experts that {model.source.path} uses", total=count)
     with (
@@ -277,17 +266,18 @@ def usage_of(
         _watched(model.module) as taken,
     ):
         for rows in held.batches(size, count):
-            x = completed(_rows(held, rows), model.inputs)
+            others = {name: array[rows] for name, array in held.beside.items()}
+            x = completed({held.input_name: held.inputs[rows], **others}, model.inputs)
             model.module(*(torch.from_numpy(np.array(x[spec.name])) for spec in model.inputs))
             inputs = rows.stop - rows.start
             members = groups.members[rows] if groups.values else np.zeros((inputs, 0), bool)
             for name, levels in taken.items():
                 layer = model.layers[name]
-                for level, one in enumerate(levels):
-                    _add(sums, layer, level, kept[name], one, members, x)
+                for level, choices in enumerate(levels):
+                    _add(sums, layer, level, kept[name], choices, members, x)
             taken.clear()
             progress.advance(inputs)
-    layers = tuple(one.usage(groups) for levels in sums.values() for one in levels if one.of)
+    layers = tuple(each.usage(groups) for levels in sums.values() for each in levels if each.of)
     return Usage(model.source.path, model.family, count, groups.name, layers)
 
 
@@ -296,13 +286,14 @@ def _add(
     layer: MoELayer,
     level: int,
     k: int,
-    one: _Taken,
+    taken: _Taken,
     members: Array,
     x: Mapping[str, Array],
 ) -> None:
     """Adds the choices of a layer's inputs, if those belong to single inputs of the network."""
     rows, spec = len(members), layer.spec
-    if len(one.chosen) % rows:
+    units, rest = divmod(len(taken.chosen), rows)
+    if rest:
         return
     levels = sums.setdefault(spec.name, [])
     if len(levels) <= level:
@@ -313,12 +304,12 @@ def _add(
                 level,
                 min(k, n),
                 members.shape[-1],
-                per_input=not spec.routes_tokens and len(one.chosen) == rows,
-                by_experts=one.by_experts,
+                per_input=not spec.routes_tokens and units == 1,
+                by_experts=taken.by_experts,
             )
         )
-    mask = real_tokens(dict(x), rows, len(one.chosen) // rows) if spec.flat else None
-    levels[level].add(one, members, mask)
+    mask = real_tokens(dict(x), rows, units) if spec.flat else None
+    levels[level].add(taken, members, mask)
 
 
 def _with_k(model: Model, k: object) -> tuple[Model, dict[str, int]]:
@@ -329,15 +320,6 @@ def _with_k(model: Model, k: object) -> tuple[Model, dict[str, int]]:
     job = export_job(model, ExportOptions(k=asked, verify=False))
     kept = {name: value for name, value in job.k.items() if value is not None}
     return job.model, kept
-
-
-def _tokens(model: Model, held: LabelledData) -> int | None:
-    """The number of tokens in an input of a model of texts."""
-    return held.inputs.shape[1] if model.host.of_tokens and held.inputs.ndim > 1 else None
-
-
-def _rows(held: LabelledData, rows: slice) -> dict[str, Array]:
-    return {held.input_name: held.inputs[rows], **{n: a[rows] for n, a in held.beside.items()}}
 
 
 @contextmanager

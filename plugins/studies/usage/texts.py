@@ -61,9 +61,5 @@ def usage_only(
         layer=name,
         kind=layer.spec.kind,
         levels=layer.spec.levels,
-        accuracy=(),
-        samples=(),
-        experts=(),
-        groups=(),
         usage=usage_of(model, held, k=request.k, progress=progress),
     )
