@@ -39,9 +39,8 @@ def specialise(
     from ...bench.data import LabelledData
     from ...exporter.checkpoints.load import model_of
     from ...exporter.checks.answers import check_own_outputs
-    from .specialise import Specialisation
-    from .specialise import specialise as run_it
-    from .usage.texts import only_counts, usage_only
+    from .specialise import Specialisation, only_counts, usage_only
+    from .specialise import specialise as effects_of_experts
 
     feed = None if isinstance(data, LabelledData) else data
     loaded = model_of(model, LoadRequest(progress=request.progress), feed)
@@ -72,5 +71,5 @@ def specialise(
             levels=examples.levels,
             examples=examples,
         )
-    found = run_it(loaded, data, request)
+    found = effects_of_experts(loaded, data, request)
     return found if examples is None else replace(found, examples=examples)

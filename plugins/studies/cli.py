@@ -27,10 +27,6 @@ from .calls import specialise as find
 from .request import EditOptions, SpecialiseRequest, StudyOptions
 
 
-def _typed_inputs(text: str | Path) -> Path:
-    return Path(typed_data(str(text)))
-
-
 def specialise(
     context: typer.Context,
     *,
@@ -41,10 +37,10 @@ def specialise(
         ),
     ],
     data: Annotated[
-        Path,
+        str,
         typer.Option(
             metavar="X.NPZ",
-            parser=_typed_inputs,
+            parser=typed_data,
             help="An .npz with the arrays input and label, for --examples also image or text; a "
             "file of text for a language model.",
         ),
@@ -129,7 +125,6 @@ def study_options(
     max_subsets: Annotated[int | None, option_for(StudyOptions, "max_subsets", min=1)] = None,
     group_by: Annotated[str | None, option_for(StudyOptions, "group_by", metavar="ARRAY")] = None,
 ) -> StudyOptions:
-    """Returns the options of `bench` for studies."""
     return StudyOptions(analysis=analysis, max_subsets=max_subsets, group_by=group_by)
 
 
@@ -145,5 +140,4 @@ def edit_options(
         list[str] | None, option_for(EditOptions, "steer", metavar="LAYER:EXPERT[:STRENGTH]")
     ] = None,
 ) -> EditOptions:
-    """Returns the options of `export` for edits."""
     return EditOptions(ablate=ablate or (), rewrite=rewrite, steer=steer or ())

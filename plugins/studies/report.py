@@ -44,7 +44,6 @@ def text(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> str:
 
 
 def titled(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> dict[str, TableRows]:
-    """Returns the tables by their titles."""
     return {
         "Accuracy kept by Algorithm 1": retention_rows(studies, paper),
         "Algorithm 1 and random experts": random_rows(studies),

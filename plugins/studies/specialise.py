@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,21 @@ import torch
 from torch import nn
 
 from ...bench.data import LabelledData, labelled, load_groups
+from ...bench.measure.sequences import benchmark_of
 from ...bench.metrics import one_per_sample
 from ...common.console import Progress, Silent
-from ...data.batches import Array, Labels
+from ...data.batches import Array
 from ...errors import FeedError, UsageError
 from ...exporter.inputs import check_array, with_axes
 from ...exporter.model import Model, check_one_input, edited
 from ...graphs.edits import NO_EDITS, Ablation, Edits
-from ...graphs.layers.base import MoELayer, moe_layers, recorded_choices, sharing_weights
+from ...graphs.layers.base import (
+    MoELayer,
+    RoutingDecision,
+    moe_layers,
+    recorded_choices,
+    sharing_weights,
+)
 from .edits import read_edits
 from .examples.search import Examples, found_layer
 from .fairness import (
@@ -198,6 +205,52 @@ class Specialisation:
         return sum(a * s for a, s in known) / sum(s for _, s in known)
 
 
+def only_counts(model: Model, data: str | Path | LabelledData | Mapping[str, Any]) -> bool:
+    """Whether only the use of a model's experts can be measured: texts, or several inputs."""
+    if len(model.inputs) > 1 or model.host.of_tokens:
+        return True
+    return not model.input.dtype.startswith("float") and not labelled(data, model, 1).labelled
+
+
+def usage_only(
+    model: Model,
+    data: str | Path | LabelledData | Mapping[str, Any],
+    request: SpecialiseRequest,
+) -> Specialisation:
+    """Returns how the experts of such a model are used; by class if its data have labels.
+
+    Raises `UsageError` for options that need an accuracy, `FeedError` for data that do not fit.
+    """
+    refused = {
+        "--layer": request.layer,
+        "--group-by": request.group_by,
+        "--rewrite-class": request.rewrite_class,
+    }
+    for option, value in refused.items():
+        if value is not None:
+            raise UsageError(
+                f"{option}: no expert can be removed from this {model.family} model, which does "
+                "not classify single inputs",
+                hint=f"leave {option} out: the use of experts is counted for every layer",
+            )
+    benchmark = benchmark_of(model)
+    if benchmark is None or isinstance(data, LabelledData | Mapping):
+        held = labelled(data, model, 1).head(sys.maxsize)
+    else:
+        held = benchmark.data(data, model, None)
+    if benchmark is not None:  # its labels are the next tokens, not classes
+        held = replace(held, labels=None)
+    name, layer = list(model.layers.items())[-1]
+    return Specialisation(
+        model=model.source.path,
+        family=model.family,
+        layer=name,
+        kind=layer.spec.kind,
+        levels=layer.spec.levels,
+        usage=usage_of(model, held, k=request.k, progress=request.progress or Silent()),
+    )
+
+
 @torch.inference_mode()
 def specialise(
     model: Model,
@@ -295,7 +348,9 @@ def _one_pass(
     means, nonzero = [], []
     loads = [_Loads(n) for n in watched.spec.levels] if watched.spec.rewritable else []
     # Coefficients mix the experts, so they are the layer's choices.
-    recorded = recorded_choices(watched) if watched.spec.rewritable else nullcontext({})
+    recorded: AbstractContextManager[Mapping[str, RoutingDecision]] = nullcontext({})
+    if watched.spec.rewritable:
+        recorded = recorded_choices(watched)
     with recorded as choices:
         for rows in held.batches(BATCH):
             scores = _scores(module, x[rows])
@@ -417,6 +472,11 @@ def _rewriting(
             "wrong answers",
             hint="give classes, or attributes of 0 and 1",
         )
+    classes = scores.shape[1]
+
+    def judged(answers: Array) -> Fairness:
+        return fairness(answers, labels, groups, classes, targets=[group] * classes)
+
     means = next(subgroup.coefficients for subgroup in by_group if subgroup.group == group)
     predicted = predicted_by(scores, labels)
     sign = sign_of(predicted, labels, groups == group, output)
@@ -437,9 +497,14 @@ def _rewriting(
     module = edited(model, read_edits(rewrite=[entry])).module
     parts = np.split(x, range(BATCH, len(x), BATCH))
     after = np.concatenate([predicted_by(_scores(module, part), labels) for part in parts])
-    targets = [group] * scores.shape[1]
-    was = fairness(predicted, labels, groups, scores.shape[1], targets=targets)
-    now = fairness(after, labels, groups, scores.shape[1], targets=targets)
+    was, now, threshold = judged(predicted), judged(after), None
+    everywhere = np.ones(len(scores))
+    blind = best_strength(scores, everywhere, labels, groups, output, sign, wanted.budget)
+    if blind is not None:
+        moved = scores.astype(np.float64)
+        moved[:, output] += blind.value
+        found = judged(predicted_by(moved, labels))
+        threshold = BlindThreshold(blind.value, blind.tried, found.accuracy, found.classes[output])
     return Rewriting(
         layer=layer,
         output=output,
@@ -452,25 +517,9 @@ def _rewriting(
         accuracy_after=now.accuracy,
         before=was.classes[output],
         after=now.classes[output],
-        threshold=blind_threshold(scores, labels, groups, output, sign, wanted),
+        threshold=threshold,
         attributes=was.attributes,
     )
-
-
-def blind_threshold(
-    scores: Array, labels: Labels, groups: Array, output: int, sign: int, wanted: RewritingRequest
-) -> BlindThreshold | None:
-    """Returns the best constant to add to an output of every input; None if none improves it."""
-    everywhere = np.ones(len(scores))
-    best = best_strength(scores, everywhere, labels, groups, output, sign, wanted.budget)
-    if best is None:
-        return None
-    moved = scores.astype(np.float64)
-    moved[:, output] += best.value
-    targets = [wanted.group] * scores.shape[1]
-    predicted = predicted_by(moved, labels)
-    found = fairness(predicted, labels, groups, scores.shape[1], targets=targets)
-    return BlindThreshold(best.value, best.tried, found.accuracy, found.classes[output])
 
 
 def _subgroups(

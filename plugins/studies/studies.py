@@ -70,14 +70,14 @@ def _begin_subgroups(
     return StudyRun(lambda: found)
 
 
-def _asks_of_experts(request: BenchRequest) -> bool:
+def _requests_experts(request: BenchRequest) -> bool:
     options = request.asked(StudyOptions)
     return bool(options.analysis) or options.max_subsets is not None
 
 
-def _asks_of_subgroups(request: BenchRequest) -> bool:
+def _requests_subgroups(request: BenchRequest) -> bool:
     return request.asked(StudyOptions).group_by is not None
 
 
-EXPERTS = Study("experts", _asks_of_experts, _check_experts, _begin_experts)
-SUBGROUPS = Study("subgroups", _asks_of_subgroups, _check_subgroups, _begin_subgroups)
+EXPERTS = Study("experts", _requests_experts, _check_experts, _begin_experts)
+SUBGROUPS = Study("subgroups", _requests_subgroups, _check_subgroups, _begin_subgroups)

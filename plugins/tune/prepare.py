@@ -23,6 +23,7 @@ from ...common.console import Progress
 from ...common.environment import environment
 from ...common.files import STEP_BYTES
 from ...common.threads import Threads, with_threads
+from ...common.timing import LOOK_S, WAIT_S
 from ...common.writing import held, make_folder, scratch_folder
 from ...data.batches import Array
 from ...errors import UsageError
@@ -37,7 +38,18 @@ from ...graphs.layers.soft_moe import SoftMoESpec
 from ...graphs.targets import Precision, Target
 from .accuracy.holdout import Holdout, untouched_outputs
 from .accuracy.quality import Metric, check_enough, metric_for
-from .budget import RANGES_SHARE, TRACE, Clock, End
+from .budget import (
+    OPEN,
+    RANGES_SHARE,
+    RUN,
+    TRACE,
+    VERIFIED,
+    WAYS,
+    Clock,
+    End,
+    protocol_for,
+    spin_for,
+)
 from .recipe import LayerRecipe
 from .request import TuneRequest
 from .routed import routed_layers
@@ -131,18 +143,29 @@ class SearchJob:
 
     @property
     def table_file(self) -> Path:
-        """The file of the ranges, in the folder of the search."""
         return self.folder / CALIBRATION_FILE
 
     def end(self, base: Trial) -> End:
+        """Estimates the end of the search from the steps so far; `base` is the model as trained."""
+        longest, one_s, base_s = self.clock.longest, self.one_s, base.ms / 1e3
         searching = len(self.holdout.search)
-        return End.of(
-            self.clock,
-            base.ms,
-            one_s=self.one_s,
-            searching=searching,
-            confirming=self.holdout.confirming_count or searching,
-            routed=bool(routed_layers(self.model)),
+        confirming = self.holdout.confirming_count or searching
+        # A resumed search did not run this step again; the untouched model is hardly faster.
+        run_s = longest.get(RUN, one_s * searching) / searching
+        open_s, ways_s = longest.get(OPEN, 0.0), longest.get(WAYS, 0.0)
+        careful = protocol_for(base.ms, careful=True)
+        calls = careful.warmup + careful.rounds * (1 + careful.inputs)
+        timed_s = max(careful.rounds * (careful.round_s + base_s), calls * base_s)
+        untouched_s = timed_s + careful.rounds * WAIT_S
+        timed_s += careful.rounds * (WAIT_S if spin_for(base.ms) is None else LOOK_S)
+        once_s = untouched_s + confirming * one_s + open_s + VERIFIED * (2 * one_s + run_s)
+        if routed_layers(self.model):
+            # two traces to find the places of k, and one of the chosen k
+            once_s += 2 * longest[TRACE]
+        return End(
+            timing_s=open_s + timed_s + ways_s,
+            confirming_s=open_s + confirming * run_s,
+            once_s=once_s - ways_s,  # the model as trained is already known
         )
 
 

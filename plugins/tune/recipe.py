@@ -113,7 +113,6 @@ class Recipe:
 
     @property
     def edits(self) -> Edits:
-        """The removals and merges of experts that the recipe makes."""
         return edits_of(self.layers)
 
     def text(self) -> str:

@@ -160,7 +160,6 @@ class TuneRequest(AxisSizes, Request):
 
     @property
     def seconds(self) -> float | None:
-        """The time limit of the search."""
         return None if self.time is None else parse_seconds(self.time, "--time", "s")
 
     @property

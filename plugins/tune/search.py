@@ -84,7 +84,6 @@ class Search:
 
     @property
     def trials(self) -> list[Trial]:
-        """Every trial of this target."""
         return [*self.graphs.trials.values()]
 
     @property

@@ -96,7 +96,6 @@ class Point:
         return json.dumps(asdict(self), sort_keys=True)
 
     def with_layer(self, layer: str, choice: LayerRecipe) -> Point:
-        """Returns the point with another choice for one layer."""
         return replace(self, layers=tuple((n, choice if n == layer else c) for n, c in self.layers))
 
     def with_around(self, precision: Precision) -> Point:

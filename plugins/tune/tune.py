@@ -43,7 +43,6 @@ from .accuracy.confirm import (
     check_same,
     contract,
     contract_record,
-    reasons,
 )
 from .accuracy.quality import Metric
 from .budget import EACH_SIDE, TRAINING_S, TRIALS, VERIFIED, Clock
@@ -178,50 +177,40 @@ def export_best(
     point because its graph is too far from PyTorch, the next is tried: the ranges are the untouched
     model's, but the point's answers may still be correct.
     """
+    # If k is part of the graph, the chosen k is traced.
+    traced = None if routed_layers(job.model) else job.traced
     for chosen in ranked:
+        check_same(job, chosen.trial, result)
+        options = replace(_point_options(job, chosen, result), destination=destination, force=force)
         try:
-            bundle = _export_point(
-                job, chosen, result, destination, recipe_folder, progress, force=force
-            )
+            with _recipe_kept(job.model, options, recipe_folder):
+                return chosen, write_bundle(export_job(job.model, options), progress, traced)
         except ParityError as error:
             if chosen is ranked[-1]:
                 raise
             progress.step(f"skipped: {error.message}")
-        else:
-            return chosen, bundle
     raise AssertionError("a contract without a point is refused")
 
 
-def _export_point(
-    job: SearchJob,
-    chosen: Confirmed,
-    result: SearchResult,
-    destination: Path,
-    recipe_folder: Path,
-    progress: Progress,
-    *,
-    force: bool,
-) -> Bundle:
+def _point_options(job: SearchJob, chosen: Confirmed, result: SearchResult) -> ExportOptions:
+    """The options that export a point by its recipe."""
     trial = chosen.trial
-    check_same(job, trial, result)
+    specs = {name: layer.spec for name, layer in job.model.layers.items()}
     recipe = recipe_of(
         job.base.options,
         trial.point,
         trial.lowerings,
-        reasons(job.model, trial),
+        {
+            name: f"tuned: {choice.text(specs[name].experts)}, {trial.lowerings[name]}"
+            for name, choice in trial.point.layers
+        },
         model=fingerprint(job.model),
         data=job.holdout.data.fingerprint,
         contract=contract_record(job, chosen),
         moexport=metadata.version("moexport"),
         **settings_of(job.model),
     )
-    options = replace(
-        job.base.options,
-        verify=True,
-        verify_samples=VERIFIED,
-        destination=destination,
-        force=force,
-    )
+    options = replace(job.base.options, verify=True, verify_samples=VERIFIED)
     if trial.point.precision in RANGED and job.base.table is not None:
         recipe = replace(recipe, calibration=sha256(job.table_file))
         options = replace(options, calibration=job.table_file)
@@ -233,12 +222,7 @@ def _export_point(
         layers = {n: replace(r, constant=bool(r.experts)) for n, r in recipe.layers.items()}
         recipe = replace(recipe, substitutes=digest, layers=layers)
         export_options = with_recipe(export_options, recipe)
-    inputs = job.holdout.search.head(CALIBRATED).feed
-    # If k is part of the graph, the chosen k is traced.
-    traced = None if routed_layers(job.model) else job.traced
-    export_options = replace(export_options, data=inputs)
-    with _recipe_kept(job.model, export_options, recipe_folder):
-        return write_bundle(export_job(job.model, export_options), progress, traced)
+    return replace(export_options, data=job.holdout.search.head(CALIBRATED).feed)
 
 
 @contextmanager

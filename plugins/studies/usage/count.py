@@ -78,7 +78,6 @@ class LayerUsage:
 
     @property
     def unused(self) -> tuple[int, ...]:
-        """The experts that were never chosen."""
         return tuple(e for e, share in enumerate(self.chosen or ()) if share == 0)
 
     @property
@@ -112,7 +111,9 @@ class Members:
     @staticmethod
     def of(labels: Labels | None, subgroups: Array | None, tokens: int | None) -> Members:
         """Returns the groups of subgroups, or of labels: of each of the `tokens`, or of inputs."""
-        name, values, members = "", np.zeros(0), np.zeros((0, 0), bool)
+        name = ""
+        values: Array = np.zeros(0)
+        members: Array = np.zeros((0, 0), bool)
         if subgroups is not None:
             values = np.unique(subgroups)
             name, members = "subgroup", subgroups[:, None] == values

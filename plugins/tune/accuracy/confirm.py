@@ -18,7 +18,6 @@ from ....common.console import Progress
 from ....common.latency import Latency
 from ....common.timing import Protocol
 from ....errors import CheckError, FeedError
-from ....exporter.model import Model
 from ...service.findings import ServiceFindings
 from ..budget import protocol_for
 from ..graphs import Graphs, median_ratio
@@ -378,7 +377,14 @@ def _no_point(job: SearchJob, passed: Sequence[Confirmed]) -> ContractError:
 
 def contract_record(job: SearchJob, chosen: Confirmed) -> dict[str, Any]:
     """Returns the bounds and the confirmed result, for recipe and manifest."""
-    request, quality = job.request, chosen.quality
+    request, quality, accuracy = job.request, chosen.quality, dict[str, Any]()
+    if job.metric.name == "accuracy" and not job.metric.each_output:
+        interval = wilson(quality.score * quality.inputs, quality.inputs)
+        accuracy = {
+            "accuracy": quality.score,
+            "accuracy_interval": [interval.low, interval.high],
+            "untouched_accuracy": quality.untouched,
+        }
     return {
         "metric": job.metric.title or job.metric.name,
         "asked": {
@@ -390,32 +396,8 @@ def contract_record(job: SearchJob, chosen: Confirmed) -> dict[str, Any]:
         "kept": quality.kept,
         "interval": [quality.low, quality.high],
         "inputs": quality.inputs,
-        **_shares(job, quality),
+        **accuracy,
         "batch": request.batches.opt,
         "latency_ms": chosen.trial.ms,
         "bytes": chosen.trial.bytes,
-    }
-
-
-def _shares(job: SearchJob, quality: Quality) -> dict[str, Any]:
-    """The accuracy with its 95% interval, and PyTorch's on the same inputs.
-
-    Empty for other metrics.
-    """
-    if job.metric.name != "accuracy" or job.metric.each_output:
-        return {}
-    interval = wilson(quality.score * quality.inputs, quality.inputs)
-    return {
-        "accuracy": quality.score,
-        "accuracy_interval": [interval.low, interval.high],
-        "untouched_accuracy": quality.untouched,
-    }
-
-
-def reasons(model: Model, trial: Trial) -> dict[str, str]:
-    """Describes the choice for each layer."""
-    specs = {name: layer.spec for name, layer in model.layers.items()}
-    return {
-        name: f"tuned: {choice.text(specs[name].experts)}, {trial.lowerings[name]}"
-        for name, choice in trial.point.layers
     }

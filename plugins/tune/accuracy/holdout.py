@@ -132,7 +132,6 @@ def in_batches(data: LabelledData, size: int) -> Iterator[tuple[slice, Inputs, L
 
 
 def batch_size(outputs: Array) -> int:
-    """Returns a batch size for outputs of this size."""
     return max(1, min(BATCH, BATCH_BYTES // max(1, outputs[:1].nbytes)))
 
 
