@@ -57,7 +57,7 @@ from .fairness import (
 )
 from .judge import Judge, Judged, judge_of
 from .request import SpecialiseRequest
-from .usage.count import Usage, usage_of
+from .usage.count import Members, Usage, usage_of
 
 BATCH = 64
 
@@ -562,14 +562,8 @@ def _groups(
 
     Without subgroups, it is each class, or the inputs with each attribute.
     """
-    if groups is not None or judge.judged == "classes":
-        by = judge.labels if groups is None else groups
-        members = [(value.item(), by == value) for value in np.unique(by)]
-    elif judge.judged == "attributes":
-        members = [(output, judge.labels[:, output] == 1) for output in range(judge.outputs)]
-    else:
-        members = []
-    for value, inside in members:
+    members = Members.of(judge.labels, groups, None)
+    for value, inside in zip(members.values, members.members.T, strict=True):
         if inside.any():
             mean = tuple(tuple(mean[inside].mean(axis=0).tolist()) for mean in means)
             yield SubgroupCoefficients(value, int(inside.sum()), mean)

@@ -48,7 +48,15 @@ def results_of(tuned: Tuned, command: str = "") -> Results:
     quality = tuned.chosen.quality
     rows = []
     if UNTOUCHED in tuned.latencies:
-        judged = _judged(tuned, quality, of_untouched=True)
+        untouched = replace(
+            quality,
+            kept=1.0,
+            low=1.0,
+            high=1.0,
+            score=quality.untouched,
+            answers=quality.untouched_answers,
+        )
+        judged = _judged(tuned, untouched)
         rows.append(_row(tuned, UNTOUCHED, engine=PYTORCH_EAGER, k=n, **judged))
     listed = {each.trial.point.key: each for each in (tuned.sequence[0], tuned.chosen)}
     for key, confirmed in listed.items():
@@ -155,26 +163,18 @@ def _row(tuned: Tuned, key: str, **fields: Any) -> Row:
     )
 
 
-def _judged(tuned: Tuned, quality: Quality, *, of_untouched: bool = False) -> dict[str, Any]:
+def _judged(tuned: Tuned, quality: Quality) -> dict[str, Any]:
     """The metric's fields of a result row; empty for a metric without one."""
-    score = quality.untouched if of_untouched else quality.score
-    kept = 1.0 if of_untouched else quality.kept
-    low, high = (1.0, 1.0) if of_untouched else (quality.low, quality.high)
+    score, kept, inputs = quality.score, quality.kept, quality.inputs
+    interval = Interval(quality.low, quality.high)
     if tuned.metric.each_output:
-        answers = quality.untouched_answers if of_untouched else quality.answers
+        answers = quality.answers
         return {"accuracy": answers.accuracy, "regression": answers.regression}
     if tuned.metric.name == "accuracy":
-        return {
-            "accuracy": Accuracy(
-                score,
-                kept,
-                quality.inputs,
-                top1_interval=wilson(round(score * quality.inputs), quality.inputs),
-                retention_interval=Interval(low, high),
-            )
-        }
+        correct = wilson(round(score * inputs), inputs)
+        accuracy = Accuracy(score, kept, inputs, top1_interval=correct, retention_interval=interval)
+        return {"accuracy": accuracy}
     if tuned.metric.name == "perplexity":
-        interval = Interval(low, high)
         return {"perplexity": Perplexity(score, kept, quality.tokens, retention_interval=interval)}
     return {}
 

@@ -65,10 +65,6 @@ class LayerTimes:
         self.around_ms: dict[Precision, float] = {}
         self._ratios: dict[tuple[Precision, bool], dict[Point, float]] = {}
 
-    def of(self, layer: str, choice: LayerRecipe) -> FormTime | None:
-        """Returns a layer's measured time; None if no lowering supports that form."""
-        return self.forms.get((layer, choice.form))
-
     def known(self, layer: str, choice: LayerRecipe) -> FormTime | None:
         """Returns a layer's time: measured, or interpolated between two sizes.
 
@@ -194,7 +190,7 @@ class LayerTimes:
             self.forms[name, form] = msgspec.convert(piece["time"], FormTime)
         first, *smaller = covering_models(choices)
         for index, combination in enumerate((first, *smaller[-1:], *smaller[:-1])):
-            if all(self.of(name, choice) is not None for name, choice in combination.items()):
+            if all((name, choice.form) in self.forms for name, choice in combination.items()):
                 continue
             point = Point(tuple(combination.items()), self.target)
             if (index or point.precision != "fp32") and job.clock.over(TIMES_SHARE, FORMS):

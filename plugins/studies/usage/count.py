@@ -10,7 +10,7 @@ weights (Soft MoE), coefficients (muMoE) or weights (token-routed), over all tok
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -134,17 +134,10 @@ class _LevelSums:
     """Sums over the tokens, or inputs, of one level of a layer."""
 
     def __init__(
-        self,
-        layer: MoELayer,
-        level: int,
-        k: int,
-        groups: int,
-        *,
-        per_input: bool,
-        by_experts: bool,
+        self, layer: MoELayer, level: int, k: int, groups: int, *, per_input: bool, by_experts: bool
     ) -> None:
         n = layer.spec.levels[level]
-        self.layer, self.level, self.k = layer, level, k
+        self.layer, self.level, self.k = layer, level, min(k, n)
         self.per_input, self.by_experts = per_input, by_experts
         self.of = self.uncomputed = 0
         self.chosen, self.dropped, self.gates = np.zeros(n), np.zeros(n), np.zeros(n)
@@ -250,7 +243,7 @@ def usage_of(
     model, kept = _with_k(model, k)
     tokens = held.inputs.shape[1] if model.host.of_tokens and held.inputs.ndim > 1 else None
     groups = Members.of(held.labels, subgroups, tokens)
-    sums: dict[str, list[_LevelSums]] = {}
+    sums: dict[tuple[str, int], _LevelSums] = {}
     together = model.batch_of
     usual = BATCH_OF_TOKENS if model.host.of_tokens else BATCH
     size = together * max(1, usual // together)
@@ -275,42 +268,24 @@ def usage_of(
             for name, levels in taken.items():
                 layer = model.layers[name]
                 for level, choices in enumerate(levels):
-                    _add(sums, layer, level, kept[name], choices, members, x)
+                    units, rest = divmod(len(choices.chosen), inputs)
+                    if rest:  # the layer's inputs do not belong to single inputs of the network
+                        continue
+                    if (name, level) not in sums:
+                        sums[name, level] = _LevelSums(
+                            layer,
+                            level,
+                            kept[name],
+                            members.shape[-1],
+                            per_input=not layer.spec.routes_tokens and units == 1,
+                            by_experts=choices.by_experts,
+                        )
+                    mask = real_tokens(x, inputs, units) if layer.spec.flat else None
+                    sums[name, level].add(choices, members, mask)
             taken.clear()
             progress.advance(inputs)
-    layers = tuple(each.usage(groups) for levels in sums.values() for each in levels if each.of)
+    layers = tuple(each.usage(groups) for each in sums.values() if each.of)
     return Usage(model.source.path, model.family, count, groups.name, layers)
-
-
-def _add(
-    sums: dict[str, list[_LevelSums]],
-    layer: MoELayer,
-    level: int,
-    k: int,
-    taken: _Taken,
-    members: Array,
-    x: Mapping[str, Array],
-) -> None:
-    """Adds the choices of a layer's inputs, if those belong to single inputs of the network."""
-    rows, spec = len(members), layer.spec
-    units, rest = divmod(len(taken.chosen), rows)
-    if rest:
-        return
-    levels = sums.setdefault(spec.name, [])
-    if len(levels) <= level:
-        n = spec.levels[level]
-        levels.append(
-            _LevelSums(
-                layer,
-                level,
-                min(k, n),
-                members.shape[-1],
-                per_input=not spec.routes_tokens and units == 1,
-                by_experts=taken.by_experts,
-            )
-        )
-    mask = real_tokens(dict(x), rows, units) if spec.flat else None
-    levels[level].add(taken, members, mask)
 
 
 def _with_k(model: Model, k: object) -> tuple[Model, dict[str, int]]:
