@@ -92,8 +92,8 @@ class Passes:
 
     def subsets(self, sets: Tensor) -> Iterator[Tensor]:
         """Yields the scores [1, samples, classes] for each set."""
-        for one in sets:
-            everywhere = one.expand(len(self.data), -1)
+        for experts in sets:
+            everywhere = experts.expand(len(self.data), -1)
             yield self.chosen(dict.fromkeys(self.layers, everywhere)).unsqueeze(0)
 
     def column_sums(self) -> dict[str, Tensor]:
@@ -321,14 +321,14 @@ def studied(
     They cover each one's ks below n. The first `samples` inputs are kept in memory, or all for
     None.
     """
-    held = data.head(sys.maxsize if samples is None else samples)
+    first = data.head(sys.maxsize if samples is None else samples)
     for candidate in candidates:
-        checked_labels(candidate.name, candidate.model, held)
+        checked_labels(candidate.name, candidate.model, first)
     studies = [
         study(
             candidate.name,
             candidate.model,
-            held,
+            first,
             candidate.ks,
             wanted,
             renormalize=candidate.renormalize,
@@ -434,10 +434,10 @@ def _losses(scores: Tensor, labels: Tensor) -> Tensor:
 def shares_of(layer: str, column_sums: Tensor) -> Shares:
     """Returns the share of ΣC that the largest column sums s [b, n] have."""
     ranked = column_sums.double().sort(dim=1, descending=True).values.cumsum(dim=1)
-    held = (ranked / ranked[:, -1:]).numpy()
-    low, high = np.percentile(held, [10, 90], axis=0)
+    shares = (ranked / ranked[:, -1:]).numpy()
+    low, high = np.percentile(shares, [10, 90], axis=0)
     return Shares(
-        layer, tuple(held.mean(axis=0).tolist()), tuple(low.tolist()), tuple(high.tolist())
+        layer, tuple(shares.mean(axis=0).tolist()), tuple(low.tolist()), tuple(high.tolist())
     )
 
 

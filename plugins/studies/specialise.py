@@ -235,11 +235,11 @@ def usage_only(
             )
     benchmark = benchmark_of(model)
     if benchmark is None or isinstance(data, LabelledData | Mapping):
-        held = labelled(data, model, 1).head(sys.maxsize)
+        dataset = labelled(data, model, 1).head(sys.maxsize)
     else:
-        held = benchmark.data(data, model, None)
+        dataset = benchmark.data(data, model, None)
     if benchmark is not None:  # its labels are the next tokens, not classes
-        held = replace(held, labels=None)
+        dataset = replace(dataset, labels=None)
     name, layer = list(model.layers.items())[-1]
     return Specialisation(
         model=model.source.path,
@@ -247,7 +247,7 @@ def usage_only(
         layer=name,
         kind=layer.spec.kind,
         levels=layer.spec.levels,
-        usage=usage_of(model, held, k=request.k, progress=request.progress or Silent()),
+        usage=usage_of(model, dataset, k=request.k, progress=request.progress or Silent()),
     )
 
 
@@ -267,8 +267,8 @@ def specialise(
     """
     layer, group_by, progress = request.layer, request.group_by, request.progress or Silent()
     check_one_input(model, "specialise")
-    held = labelled(data, model, 1).head(sys.maxsize)
-    x, labels = with_axes(held.inputs, model.input), held.labels
+    dataset = labelled(data, model, 1).head(sys.maxsize)
+    x, labels = with_axes(dataset.inputs, model.input), dataset.labels
     check_array(x, model.input, f"{model.source.path}: ")
     groups = _subgroups(data, group_by, len(x))
     if groups is not None:
@@ -277,7 +277,7 @@ def specialise(
     name = found_layer(model, layer)
     if labels is None:
         raise FeedError(
-            f"accuracy by class needs labels, but '{held.input_name}' has none",
+            f"accuracy by class needs labels, but '{dataset.input_name}' has none",
             hint="save them with the inputs: numpy.savez(path, input=…, label=…); --examples 9 "
             "shows inputs without them",
         )
@@ -290,7 +290,7 @@ def specialise(
             hint="only muMoE layers can be rewritten",
         )
     progress.step(f"accuracy by class of {model.source.path}", total=len(x))
-    results = _one_pass(module, watched, held, x, wanted, progress)
+    results = _one_pass(module, watched, dataset, x, wanted, progress)
     judge = results.judge
     before = judge.figures(judge.credit(results.scores))
     effects = tuple(_effects(module, watched, x, results, progress))
@@ -302,7 +302,7 @@ def specialise(
     if wanted is not None:
         assert groups is not None  # `RewritingRequest.of` has checked them
         rewriting = _rewriting(model, name, wanted, x, groups, results, by_group)
-    counted = replace(held, inputs=x)
+    counted = replace(dataset, inputs=x)
     return Specialisation(
         model=model.source.path,
         family=model.family,
@@ -339,7 +339,7 @@ class _JudgedInputs:
 def _one_pass(
     module: nn.Module,
     watched: MoELayer,
-    held: LabelledData,
+    dataset: LabelledData,
     x: Array,
     wanted: RewritingRequest | None,
     progress: Progress,
@@ -352,7 +352,7 @@ def _one_pass(
     if watched.spec.rewritable:
         recorded = recorded_choices(watched)
     with recorded as choices:
-        for rows in held.batches(BATCH):
+        for rows in dataset.batches(BATCH):
             scores = _scores(module, x[rows])
             coefficients = [choice.chosen.numpy() for choice in choices.values()]
             if wanted is not None and not outputs:
@@ -370,7 +370,7 @@ def _one_pass(
         list(map(np.concatenate, zip(*nonzero, strict=True)))
         or [np.ones((len(x), n), dtype=bool) for n in watched.spec.levels],
         tuple(sums.load(level) for level, sums in enumerate(loads, start=1)),
-        judge_of(held, whole),
+        judge_of(dataset, whole),
     )
 
 

@@ -60,10 +60,10 @@ def _begin_subgroups(
 
     name, given = request.asked(StudyOptions).group_by or "", request.data
     assert isinstance(given, str | Path | Mapping), "`check` has refused others"
-    held = data.head(sys.maxsize)
+    labelled = data.head(sys.maxsize)
     source = given if isinstance(given, Mapping) else Path(given)
-    groups = load_groups(source, name, held.skipped + len(held))[held.skipped :]
-    sample = held.head(len(held) if request.samples is None else request.samples)
+    groups = load_groups(source, name, labelled.skipped + len(labelled))[labelled.skipped :]
+    sample = labelled.head(len(labelled) if request.samples is None else request.samples)
     watcher = request.progress or Silent()
     each = [own for candidate in candidates for own in candidate.each]
     found = compared(each, sample, groups[: len(sample)], name, watcher)

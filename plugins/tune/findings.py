@@ -126,7 +126,7 @@ def text(tuned: Tuned, report: Path | None = None, command: str = "") -> str:
     times = tuned.base.ms / tuned.chosen.trial.ms
     why = [_record(tuned).why_runtime]
     if tuned.services is not None:
-        most = best([one for one in tuned.services.services if one.exported])
+        most = best([row for row in tuned.services.services if row.exported])
         why += [] if most is None else [most.reached]
     place, metric = tuned.bundle.path, tuned.metric
     judged_by = metric.title if metric.each_output else metric.name

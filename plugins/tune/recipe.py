@@ -272,7 +272,7 @@ def _reading(reading: LoadRequest, request: ExportOptions, source: str) -> LoadR
     return replace(reading, family=family, config=recipe.config or None)
 
 
-def _asked(options: ExportOptions) -> bool:
+def _applies(options: ExportOptions) -> bool:
     return recipe_in(options) is not None or options.asked(RecipeOptions).recipe is not None
 
 
@@ -351,7 +351,7 @@ def _finish(export: Export, directory: Path, manifest: Manifest) -> Manifest:
 
 RECIPE = Step(
     "recipe",
-    asked=_asked,
+    asked=_applies,
     refuses=_refuses,
     change=_change,
     check=_check,

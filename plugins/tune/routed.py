@@ -102,7 +102,7 @@ def _places(
         path = (a.name or "").rpartition("/")[0]
         layer = next((n for p, n in modules.items() if path == p or path.startswith(f"{p}.")), None)
         for index, of_shape, here, there in _differences(a, b):
-            elements = None if layer is None else _of_k(here, there, trained[layer])
+            elements = None if layer is None else _k_elements(here, there, trained[layer])
             if layer is not None and elements is not None:
                 places[layer].append(
                     _Place(node=at, index=index, of_shape=of_shape, elements=elements)
@@ -165,7 +165,7 @@ def _same(one: np.ndarray | None, two: np.ndarray | None) -> bool:
     return one.shape == two.shape and bool((one == two).all())
 
 
-def _of_k(one: np.ndarray | None, two: np.ndarray | None, k: int) -> tuple[int, ...] | None:
+def _k_elements(one: np.ndarray | None, two: np.ndarray | None, k: int) -> tuple[int, ...] | None:
     """The elements that are k in one array and 1 in the other; None for other differences."""
     if one is None or two is None or one.shape != two.shape:
         return None

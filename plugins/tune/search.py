@@ -128,7 +128,7 @@ class Search:
         passes += [("fp32", integer) for integer in space.integers]
         for floats, integer in passes:
             if integer is not None:
-                self._move(integer)
+                self._try_integers(integer)
             for by_size in self._costs():
                 options = self._options(floats, integer, by_size=by_size)
                 if all(options.values()):  # otherwise there was no time to try a part
@@ -280,7 +280,7 @@ class Search:
                 else:
                     least = k
 
-    def _move(self, integer: Precision) -> None:
+    def _try_integers(self, integer: Precision) -> None:
         """Measures how far each part alone moves the outputs in an integer precision."""
         parts, start = self.space.integers[integer], self.start
         base = self.graphs.trial(start)

@@ -120,7 +120,7 @@ class LayerTimes:
         return all(self.known(name, choice) is not None for name, choice in point.layers)
 
     def lowerings(self, point: Point) -> dict[str, str]:
-        return {name: self._sure(name, choice).lowering for name, choice in point.layers}
+        return {name: self._known_time(name, choice).lowering for name, choice in point.layers}
 
     def corrected(self, point: Point, ms: float) -> None:
         """Corrects the layers' times by the time of a whole graph.
@@ -133,7 +133,7 @@ class LayerTimes:
         if len(kinds) > 1:
             return
         (kind,) = kinds
-        alone = sum(self._sure(n, c).ms / self._scale(n, c) for n, c in point.layers)
+        alone = sum(self._known_time(n, c).ms / self._scale(n, c) for n, c in point.layers)
         around = self.around_ms.setdefault(point.around, max(0.0, min(ms - alone, ms / 2)))
         self._ratios.setdefault(kind, {})[point] = max(ms - around, ms / 10) / alone
 
@@ -161,9 +161,9 @@ class LayerTimes:
         return ways[:MOST_WAYS]
 
     def layers_ms(self, point: Point) -> float:
-        return sum(self._sure(name, choice).ms for name, choice in point.layers)
+        return sum(self._known_time(name, choice).ms for name, choice in point.layers)
 
-    def _sure(self, layer: str, choice: LayerRecipe) -> FormTime:
+    def _known_time(self, layer: str, choice: LayerRecipe) -> FormTime:
         time = self.known(layer, choice)
         assert time is not None, "the time of every choice is known"
         return time

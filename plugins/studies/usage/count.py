@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from ....exporter.inputs import completed
 from ....exporter.job import export_job
 from ....exporter.model import Model
 from ....exporter.options import ExportOptions
+from ....graphs.k import K
 from ....graphs.layers.base import MoELayer, algorithm_1, moe_layers
 from .router import RouterProbabilities
 
@@ -145,11 +145,11 @@ class _LevelSums:
         self.of_groups = np.zeros(groups)
         self.chosen_of, self.gates_of = np.zeros((groups, n)), np.zeros((groups, n))
 
-    def add(self, taken: _Taken, members: Array, counted: Array | None) -> None:
+    def add(self, choices: _Choices, members: Array, counted: Array | None) -> None:
         """Adds choices; `members` [s, g] or [s, m, g], `counted` [s, m] tokens."""
         rows = len(members)
-        units = len(taken.chosen) // rows
-        of = np.ones(len(taken.chosen), bool)
+        units = len(choices.chosen) // rows
+        of = np.ones(len(choices.chosen), bool)
         if counted is not None and counted.shape == (rows, units):
             of = counted.reshape(-1)
         if members.ndim == 3 and members.shape[1] == units:
@@ -157,20 +157,20 @@ class _LevelSums:
         else:
             member = np.repeat(members.reshape(rows, -1), units, axis=0)
         member = member[of].astype(np.float64)
-        chosen, gates = taken.chosen[of], taken.gates[of]
+        chosen, gates = choices.chosen[of], choices.gates[of]
         self.of += int(of.sum())
         self.chosen += chosen.sum(axis=0)
         self.gates += gates.sum(axis=0)
         self.of_groups += member.sum(axis=0)
         self.chosen_of += member.T @ chosen
         self.gates_of += member.T @ gates
-        dropped = taken.dropped[of]
+        dropped = choices.dropped[of]
         self.dropped += dropped.sum(axis=0)
         self.uncomputed += int((dropped.sum(axis=1) >= chosen.sum(axis=1)).sum())
-        if taken.probabilities is None:
+        if choices.probabilities is None:
             self.probabilities = None
         elif self.probabilities is not None:
-            self.probabilities += taken.probabilities[of].sum(axis=0)
+            self.probabilities += choices.probabilities[of].sum(axis=0)
 
     def usage(self, groups: Members) -> LayerUsage:
         """Returns the usage from the sums, without groups that have no members."""
@@ -214,7 +214,7 @@ class _LevelSums:
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _Choices:
     """The choices of each input or token: whether each expert was chosen and dropped, and its gate.
 
     All are [u, n], of u inputs or tokens. With `by_experts` each expert chose its tokens.
@@ -229,9 +229,9 @@ class _Taken:
 
 def usage_of(
     model: Model,
-    held: LabelledData,
+    data: LabelledData,
     *,
-    k: object = None,
+    k: K | None = None,
     subgroups: Array | None = None,
     progress: Progress,
 ) -> Usage:
@@ -241,31 +241,31 @@ def usage_of(
     the `subgroups`. Raises `UsageError` for an invalid k, `FeedError` without inputs.
     """
     model, kept = _with_k(model, k)
-    tokens = held.inputs.shape[1] if model.host.of_tokens and held.inputs.ndim > 1 else None
-    groups = Members.of(held.labels, subgroups, tokens)
+    tokens = data.inputs.shape[1] if model.host.of_tokens and data.inputs.ndim > 1 else None
+    groups = Members.of(data.labels, subgroups, tokens)
     sums: dict[tuple[str, int], _LevelSums] = {}
     together = model.batch_of
     usual = BATCH_OF_TOKENS if model.host.of_tokens else BATCH
     size = together * max(1, usual // together)
-    count = len(held) // together * together
+    count = len(data) // together * together
     if not count:
         raise FeedError(
-            f"the model computes {together} inputs together, but the data have {len(held)}",
+            f"the model computes {together} inputs together, but the data have {len(data)}",
             hint=f"give {together} or more",
         )
     progress.step(f"counting the experts that {model.source.path} uses", total=count)
     with (
         torch.inference_mode(),
         algorithm_1(model.module, kept),
-        _watched(model.module) as taken,
+        _watched(model.module) as recorded,
     ):
-        for rows in held.batches(size, count):
-            others = {name: array[rows] for name, array in held.beside.items()}
-            x = completed({held.input_name: held.inputs[rows], **others}, model.inputs)
+        for rows in data.batches(size, count):
+            others = {name: array[rows] for name, array in data.beside.items()}
+            x = completed({data.input_name: data.inputs[rows], **others}, model.inputs)
             model.module(*(torch.from_numpy(np.array(x[spec.name])) for spec in model.inputs))
             inputs = rows.stop - rows.start
             members = groups.members[rows] if groups.values else np.zeros((inputs, 0), bool)
-            for name, levels in taken.items():
+            for name, levels in recorded.items():
                 layer = model.layers[name]
                 for level, choices in enumerate(levels):
                     units, rest = divmod(len(choices.chosen), inputs)
@@ -282,26 +282,25 @@ def usage_of(
                         )
                     mask = real_tokens(x, inputs, units) if layer.spec.flat else None
                     sums[name, level].add(choices, members, mask)
-            taken.clear()
+            recorded.clear()
             progress.advance(inputs)
     layers = tuple(each.usage(groups) for each in sums.values() if each.of)
     return Usage(model.source.path, model.family, count, groups.name, layers)
 
 
-def _with_k(model: Model, k: object) -> tuple[Model, dict[str, int]]:
+def _with_k(model: Model, k: K | None) -> tuple[Model, dict[str, int]]:
     """The model with a k, and that of each layer."""
     if k is None:
         return model, {name: layer.spec.trained_k for name, layer in model.layers.items()}
-    asked: Any = k
-    job = export_job(model, ExportOptions(k=asked, verify=False))
+    job = export_job(model, ExportOptions(k=k, verify=False))
     kept = {name: value for name, value in job.k.items() if value is not None}
     return job.model, kept
 
 
 @contextmanager
-def _watched(module: nn.Module) -> Iterator[dict[str, Sequence[_Taken]]]:
+def _watched(module: nn.Module) -> Iterator[dict[str, Sequence[_Choices]]]:
     """Records, within the context, the choices of every layer in each forward, by level."""
-    found: dict[str, Sequence[_Taken]] = {}
+    found: dict[str, Sequence[_Choices]] = {}
 
     layers = moe_layers(module)
     widths = frozenset(layer.spec.experts for layer in layers.values() if layer.spec.flat)
@@ -320,20 +319,22 @@ def _watched(module: nn.Module) -> Iterator[dict[str, Sequence[_Taken]]]:
         yield found
 
 
-def _mixed(layer: MoELayer, args: tuple[Tensor, ...]) -> Iterator[_Taken]:
+def _mixed(layer: MoELayer, args: tuple[Tensor, ...]) -> Iterator[_Choices]:
     """The weights of a layer that mixes experts: of each level, or of the experts of an input."""
-    for made in layer.choices(*args).values():
-        if made.scores is None:  # coefficients [b, m, n]
-            gates = made.chosen.double().flatten(0, -2).numpy()
-            yield _Taken((gates != 0).astype(np.float64), gates, np.zeros_like(gates))
+    for choice in layer.choices(*args).values():
+        if choice.scores is None:  # coefficients [b, m, n]
+            gates = choice.chosen.double().flatten(0, -2).numpy()
+            yield _Choices((gates != 0).astype(np.float64), gates, np.zeros_like(gates))
             continue
-        gates = (made.scores.double() / layer.tokens(args[0]).shape[1]).numpy()
+        gates = (choice.scores.double() / layer.tokens(args[0]).shape[1]).numpy()
         chosen = np.zeros_like(gates)
-        np.put_along_axis(chosen, made.chosen.numpy(), 1.0, axis=1)
-        yield _Taken(chosen, gates, np.zeros_like(gates))
+        np.put_along_axis(chosen, choice.chosen.numpy(), 1.0, axis=1)
+        yield _Choices(chosen, gates, np.zeros_like(gates))
 
 
-def _routed(layer: MoELayer, index: Tensor, weights: Tensor, probabilities: Array | None) -> _Taken:
+def _routed(
+    layer: MoELayer, index: Tensor, weights: Tensor, probabilities: Array | None
+) -> _Choices:
     """The choices of a layer whose router chose experts for tokens, and the dropped ones.
 
     A dropped choice is expert + n, or a single expert with a weight of zero. If experts choose
@@ -345,7 +346,7 @@ def _routed(layer: MoELayer, index: Tensor, weights: Tensor, probabilities: Arra
         order = experts.argsort(axis=1)
         chosen = 1.0 - np.take_along_axis(lost, order, axis=1)
         gates = np.take_along_axis(shares, order, axis=1)
-        return _Taken(chosen, gates, np.zeros_like(gates), probabilities, by_experts=True)
+        return _Choices(chosen, gates, np.zeros_like(gates), probabilities, by_experts=True)
     if index.shape[1] == 1 and probabilities is not None:
         zero = shares == 0
         best = probabilities.argmax(axis=1)[:, None]
@@ -355,4 +356,4 @@ def _routed(layer: MoELayer, index: Tensor, weights: Tensor, probabilities: Arra
     chosen[rows, experts] = 1.0
     dropped[rows, experts] = lost
     np.add.at(gates, (rows, experts), shares)
-    return _Taken(chosen, gates, dropped, probabilities)
+    return _Choices(chosen, gates, dropped, probabilities)

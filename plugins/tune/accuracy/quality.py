@@ -146,7 +146,7 @@ class Metric:
                 tokens=perplexity.tokens,
             )
         if self.each_output:
-            return self._of_each_output(tally)
+            return self._quality_per_output(tally)
         self._check_base(tally.base, n)
         interval = tally.kept_interval
         if self.name == "agreement" and not self.tokens:
@@ -174,7 +174,7 @@ class Metric:
                 "the numbers that it predicts",
             )
 
-    def _of_each_output(self, tally: Tally) -> Quality:
+    def _quality_per_output(self, tally: Tally) -> Quality:
         """The kept share of the mean accuracy over attributes, or of R²."""
         own = tally.answers.answers(tally.base_answers)
         base = tally.base_answers.answers(tally.base_answers)
@@ -275,7 +275,7 @@ def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | Non
     if labels is not None and not (name is not None and ":" in name):
         numbers = per_output(outputs, labels[: len(outputs)], ids=of_ids, where="--data")
     if numbers is not None and name in (None, "accuracy", R2):
-        return _each_output(name, numbers[1])
+        return _metric_per_output(name, numbers[1])
     if name is None:
         name = "perplexity" if tokens else "agreement" if labels is None else "accuracy"
         if classes.ndim != 2 and not tokens:
@@ -316,7 +316,7 @@ def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | Non
     return Metric(of_metric, title=name, tokens=tokens)
 
 
-def _each_output(name: str | None, labels: Labels) -> Metric:
+def _metric_per_output(name: str | None, labels: Labels) -> Metric:
     """The metric of labels [b, o]: accuracy of attributes, R² of other numbers."""
     if name == "accuracy" or (name is None and are_attributes(labels)):
         check_attributes(labels, "--data")
