@@ -23,7 +23,14 @@ from ...bench.runners.pytorch import PyTorch
 from ...data.batches import Array
 from ...exporter.inputs import Inputs
 from ...exporter.model import Model
-from ...graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights
+from ...graphs.layers.base import (
+    Algorithm,
+    MoELayer,
+    algorithm_1,
+    moe_layers,
+    replaced_layers,
+    sharing_weights,
+)
 from ...graphs.layers.mumoe import MuMoE
 from ...graphs.layers.soft_moe import SoftMoE
 from .accuracy.holdout import batch_size, in_batches
@@ -132,9 +139,13 @@ class Replay:
         if choice.merged:
             assert isinstance(layer, MuMoE), "only muMoE experts can be merged"
             replaced[name] = layer.merged([*map(torch.from_numpy, substitutes.values())])
-        else:
-            chosen = _as_chosen(layer, choice, substitutes.get(name))
-        with replaced_layers(self.module, replaced.get), chosen:
+        elif name in substitutes:
+            assert isinstance(layer, SoftMoE), "only Soft MoE experts can be removed"
+            chosen = _constant_experts(layer, choice, substitutes[name])
+        keep = {} if choice.k >= layer.spec.experts else {name: choice.k}
+        way: Algorithm = "selected" if layer.spec.chooses_sets else "masked"
+        computed = algorithm_1(self.module, keep, algorithm=way)
+        with computed, chosen, replaced_layers(self.module, replaced.get):
             yield self._run
 
     @contextmanager
@@ -162,29 +173,16 @@ class _RecordedOutputs(nn.Module):
 
 
 @contextmanager
-def _as_chosen(
-    layer: MoELayer, choice: LayerRecipe, constants: np.ndarray | None
-) -> Iterator[None]:
-    """Makes a layer compute a choice within the context.
-
-    `constants` [n − e, p, o] are the outputs of the removed experts.
-    """
-    before = layer.keep, layer.algorithm
-    n = len(choice.experts) or layer.spec.experts
+def _constant_experts(layer: SoftMoE, choice: LayerRecipe, constants: np.ndarray) -> Iterator[None]:
+    """Within the context, all but a choice's experts return the constants [n − e, p, o]."""
+    others = [e for e in range(layer.spec.experts) if e not in {*choice.experts}]
+    subset = torch.tensor(choice.experts)
+    layer.chooser = partial(_best_of, subset, all_of_them=choice.k >= len(subset))
+    layer.unchosen = others, torch.from_numpy(constants)
     try:
-        layer.keep = None if choice.k >= layer.spec.experts else choice.k
-        layer.algorithm = "selected" if layer.spec.chooses_sets else "masked"
-        if constants is not None:
-            assert isinstance(layer, SoftMoE), "only Soft MoE experts can be removed"
-            subset = torch.tensor(choice.experts)
-            layer.chooser = partial(_best_of, subset, all_of_them=choice.k >= n)
-            others = [e for e in range(layer.spec.experts) if e not in {*choice.experts}]
-            layer.unchosen = others, torch.from_numpy(constants)
         yield
     finally:
-        layer.keep, layer.algorithm = before
-        if isinstance(layer, SoftMoE):
-            layer.chooser = layer.unchosen = None
+        layer.chooser = layer.unchosen = None
 
 
 def _best_of(subset: Tensor, scores: Tensor, k: int, *, all_of_them: bool) -> Tensor:
