@@ -114,7 +114,6 @@ class Passes:
 
     @torch.inference_mode()
     def _batches(self) -> Iterator[Tensor]:
-        """Yields the scores of each batch."""
         for rows in self.data.batches(self.batch):
             self._rows = rows
             yield self.module(torch.from_numpy(self.data.inputs[rows]))
@@ -134,15 +133,12 @@ class ContributionSums:
 
     @property
     def experts(self) -> Mapping[str, int]:
-        """The number of experts of the only layer."""
         return {self.layer: self.parts.shape[1]}
 
     def algorithm_1(self, k: int) -> Tensor:
-        """Returns the scores with the k experts of the largest column sums of C."""
         return self.chosen({self.layer: self.sums.topk(k, dim=1).indices})
 
     def chosen(self, choice: ChosenExperts) -> Tensor:
-        """Returns the scores with the given experts."""
         mask = torch.zeros_like(self.sums).scatter_(1, choice[self.layer], 1.0)
         return self.base + torch.einsum("bn,bnc->bc", mask, self.parts)
 
@@ -155,7 +151,6 @@ class ContributionSums:
             yield (mask @ by_expert).view(-1, samples, classes) + self.base
 
     def column_sums(self) -> dict[str, Tensor]:
-        """Returns s [samples, n] of the only layer."""
         return {self.layer: self.sums}
 
 

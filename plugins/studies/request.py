@@ -180,6 +180,11 @@ class SpecialiseRequest(Request):
                         f"{spelling}: a rewriting needs --rewrite-class and --rewrite-group",
                         hint=f"leave {spelling} out, or give both",
                     )
+        if self.rewrite_class is not None and self.group_by is None:
+            raise UsageError(
+                f"--rewrite-class {self.rewrite_class}: it needs subgroups, but there are none",
+                hint="name their array with --group-by",
+            )
         if self.strength is not None and self.budget is not None:
             raise UsageError(
                 "--budget applies to a search, but --strength needs none",

@@ -122,33 +122,6 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class RewritingRequest:
-    """The requested rewriting: a class, its subgroup with its type in the data, and the strength.
-
-    `strength` is |λ|; for None a search finds the best that costs at most `budget` of the accuracy.
-    """
-
-    output: int
-    group: Subgroup
-    strength: float | None
-    budget: float
-
-    @staticmethod
-    def of(request: SpecialiseRequest, groups: Array | None) -> RewritingRequest | None:
-        """Returns the requested rewriting for the subgroups of the data; None if there is none."""
-        if request.rewrite_class is None or request.rewrite_group is None:
-            return None
-        if groups is None:
-            raise UsageError(
-                f"--rewrite-class {request.rewrite_class}: it needs subgroups, but there are none",
-                hint="name their array with --group-by",
-            )
-        group = find_group(request.rewrite_group, groups)
-        budget = BUDGET if request.budget is None else request.budget
-        return RewritingRequest(request.rewrite_class, group, request.strength, budget)
-
-
-@dataclass(frozen=True, slots=True)
 class Specialisation:
     """The result of `moexport specialise`. `accuracy` and `samples` are by class.
 
@@ -273,7 +246,9 @@ def specialise(
     groups = _subgroups(data, group_by, len(x))
     if groups is not None:
         check_groups(groups, f"group_by={group_by!r}" if isinstance(group_by, str) else "group_by")
-    wanted = RewritingRequest.of(request, groups)
+    group = None
+    if request.rewrite_group is not None and groups is not None:
+        group = find_group(request.rewrite_group, groups)
     name = found_layer(model, layer)
     if labels is None:
         raise FeedError(
@@ -283,14 +258,14 @@ def specialise(
         )
     module = sharing_weights(model.module)
     watched = moe_layers(module)[name]
-    if wanted is not None and not watched.spec.rewritable:
+    if group is not None and not watched.spec.rewritable:
         raise UsageError(
             f"--rewrite-class: layer {name} is a {watched.spec.kind} layer, without coefficients "
             "to rewrite an output with",
             hint="only muMoE layers can be rewritten",
         )
     progress.step(f"accuracy by class of {model.source.path}", total=len(x))
-    results = _one_pass(module, watched, dataset, x, wanted, progress)
+    results = _one_pass(module, watched, dataset, x, request.rewrite_class, progress)
     judge = results.judge
     before = judge.figures(judge.credit(results.scores))
     effects = tuple(_effects(module, watched, x, results, progress))
@@ -299,9 +274,8 @@ def specialise(
     if groups is not None and judge.judged != "targets":
         predicted = predicted_by(results.scores, judge.labels)
         fair = fairness(predicted, judge.labels, groups, judge.outputs)
-    if wanted is not None:
-        assert groups is not None  # `RewritingRequest.of` has checked them
-        rewriting = _rewriting(model, name, wanted, x, groups, results, by_group)
+    if group is not None and groups is not None:
+        rewriting = _rewriting(model, name, request, group, x, groups, results, by_group)
     counted = replace(dataset, inputs=x)
     return Specialisation(
         model=model.source.path,
@@ -341,7 +315,7 @@ def _one_pass(
     watched: MoELayer,
     dataset: LabelledData,
     x: Array,
-    wanted: RewritingRequest | None,
+    rewritten: int | None,
     progress: Progress,
 ) -> _JudgedInputs:
     outputs: list[Array] = []
@@ -355,8 +329,8 @@ def _one_pass(
         for rows in dataset.batches(BATCH):
             scores = _scores(module, x[rows])
             coefficients = [choice.chosen.numpy() for choice in choices.values()]
-            if wanted is not None and not outputs:
-                _check_head(wanted, watched, module, x[rows], scores)
+            if rewritten is not None and not outputs:
+                _check_head(rewritten, watched, module, x[rows], scores)
             outputs.append(scores)
             means.append([a.mean(axis=1, dtype=np.float64) for a in coefficients])
             nonzero.append([(a != 0).any(axis=1) for a in coefficients])
@@ -432,14 +406,12 @@ class _Loads:
         return Load(level, tokens, shares, tuple(self.largest.tolist()))
 
 
-def _check_head(
-    wanted: RewritingRequest, layer: MoELayer, module: nn.Module, x: Array, scores: Array
-) -> None:
+def _check_head(output: int, layer: MoELayer, module: nn.Module, x: Array, scores: Array) -> None:
     """Raises UsageError unless the layer computes the scores and has this class."""
     classes = scores.shape[1]
-    if not 0 <= wanted.output < classes:
+    if not 0 <= output < classes:
         raise UsageError(
-            f"--rewrite-class {wanted.output}: the model has {classes} classes",
+            f"--rewrite-class {output}: the model has {classes} classes",
             hint=f"they are counted from 0: use 0 to {classes - 1}",
         )
     outputs: list[torch.Tensor] = []
@@ -448,7 +420,7 @@ def _check_head(
     own = one_per_sample(outputs[-1].numpy())
     if own.shape != scores[:1].shape or not np.allclose(own, scores[:1], rtol=1e-4, atol=1e-6):
         raise UsageError(
-            f"--rewrite-class {wanted.output}: layer {layer.spec.name} does not compute the class "
+            f"--rewrite-class {output}: layer {layer.spec.name} does not compute the class "
             "scores itself, so its outputs are not classes",
             hint="choose the head with --layer; `export --rewrite` accepts any output of any layer",
         )
@@ -457,14 +429,16 @@ def _check_head(
 def _rewriting(
     model: Model,
     layer: str,
-    wanted: RewritingRequest,
+    request: SpecialiseRequest,
+    group: Subgroup,
     x: Array,
     groups: Array,
     results: _JudgedInputs,
     by_group: Sequence[SubgroupCoefficients],
 ) -> Rewriting:
     """The requested rewriting, with the results of the edited model."""
-    output, group, judge = wanted.output, wanted.group, results.judge
+    output, judge = request.rewrite_class, results.judge
+    assert output is not None  # the request has a class with its subgroup
     scores, labels = results.scores, judge.labels
     if judge.judged == "targets":
         raise UsageError(
@@ -480,26 +454,27 @@ def _rewriting(
     means = next(subgroup.coefficients for subgroup in by_group if subgroup.group == group)
     predicted = predicted_by(scores, labels)
     sign = sign_of(predicted, labels, groups == group, output)
-    if wanted.strength is None:
+    budget = BUDGET if request.budget is None else request.budget
+    if request.strength is None:
         alike = math.prod(a @ np.array(mean) for a, mean in zip(results.means, means, strict=True))
         places = (scores, np.asarray(alike), labels, groups, output, sign)
-        best = best_strength(*places, wanted.budget)
+        best = best_strength(*places, budget)
         if best is None:
             raise UsageError(
                 f"--rewrite-class {output}: no strength improves the lowest accuracy of a subgroup "
-                f"for at most {wanted.budget:.1%} of the accuracy",
+                f"for at most {budget:.1%} of the accuracy",
                 hint="allow more with --budget, or give a strength with --strength",
             )
         chosen = best
     else:
-        chosen = Strength(sign * abs(wanted.strength), 1)
+        chosen = Strength(sign * abs(request.strength), 1)
     entry = {"layer": layer, "output": output, "coefficients": means, "lambda": chosen.value}
     module = edited(model, read_edits(rewrite=[entry])).module
     parts = np.split(x, range(BATCH, len(x), BATCH))
     after = np.concatenate([predicted_by(_scores(module, part), labels) for part in parts])
     was, now, threshold = judged(predicted), judged(after), None
     everywhere = np.ones(len(scores))
-    blind = best_strength(scores, everywhere, labels, groups, output, sign, wanted.budget)
+    blind = best_strength(scores, everywhere, labels, groups, output, sign, budget)
     if blind is not None:
         moved = scores.astype(np.float64)
         moved[:, output] += blind.value
@@ -512,7 +487,7 @@ def _rewriting(
         strength=chosen.value,
         coefficients=means,
         tried=chosen.tried,
-        budget=wanted.budget if wanted.strength is None else None,
+        budget=budget if request.strength is None else None,
         accuracy_before=was.accuracy,
         accuracy_after=now.accuracy,
         before=was.classes[output],
