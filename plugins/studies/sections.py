@@ -41,7 +41,7 @@ def _subgroups(results: Results) -> SectionContent | None:
         for output, row in compared_rows(model):
             what = "attribute" if model.untouched.attributes else "class"
             groups.setdefault(f"{model.model}, {what} {output}", []).append(row)
-    heads = ("Model", *(f"{head[0].upper()}{head[1:]}" for head in FAIR_HEADS[1:]))
+    heads = ("Model", *(f"{head[0].upper()}{head[1:]}" for head in FAIR_HEADS))
     note = "Each attribute, or each class against all others, in PyTorch; 95% intervals."
     if not groups:
         return None

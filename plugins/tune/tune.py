@@ -112,23 +112,21 @@ def search_and_export(
     destination: Path,
     request: TuneRequest,
     *,
-    work: Path | None = None,
-    force: bool = False,
-    progress: Progress | None = None,
     clock: Clock | None = None,
     evaluate: Evaluate = evaluate_here,
 ) -> Tuned:
     """Writes the best bundle that meets a request to `destination`.
 
-    `work` is a folder in which an interrupted search continues; `clock` started with the call,
-    before the model was loaded. `evaluate` runs graphs over the data. Raises `UsageError` and
+    An interrupted search continues in the folder of the report. `clock` started with the call,
+    before the model was loaded; `evaluate` runs graphs over the data. Raises `UsageError` and
     `FeedError` for invalid arguments, before the search; `ContractError` if no point meets the
     bounds, or none is confirmed.
     """
-    progress, started = progress or Silent(), time.monotonic()
+    progress, started = request.progress or Silent(), time.monotonic()
+    work = None if request.report is None else Path(request.report)
     request.check()
     clock = clock or Clock(request.seconds)
-    check_destination(destination, force=force)
+    check_destination(destination, force=request.force)
     check_folder(destination.absolute().parent)
     clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
     preparation = prepared(model, data, request, work, progress, clock)
@@ -140,7 +138,7 @@ def search_and_export(
         bundle_place = destination.absolute()
         recipe_folder = free_place(bundle_place, "recipe") if work is None else work / "recipe"
         chosen, bundle = export_best(
-            job, contracted.holding, result, destination, recipe_folder, progress, force=force
+            job, contracted.holding, result, destination, recipe_folder, progress
         )
     return Tuned(
         bundle=bundle,
@@ -168,8 +166,6 @@ def export_best(
     destination: Path,
     recipe_folder: Path,
     progress: Progress,
-    *,
-    force: bool,
 ) -> tuple[Confirmed, Bundle]:
     """Writes the best point that can be exported; returns it with its bundle.
 
@@ -181,7 +177,8 @@ def export_best(
     traced = None if routed_layers(job.model) else job.traced
     for chosen in ranked:
         check_same(job, chosen.trial, result)
-        options = replace(_point_options(job, chosen, result), destination=destination, force=force)
+        options = _point_options(job, chosen, result)
+        options = replace(options, destination=destination, force=job.request.force)
         try:
             with _recipe_kept(job.model, options, recipe_folder):
                 return chosen, write_bundle(export_job(job.model, options), progress, traced)
@@ -280,12 +277,10 @@ class SearchPlan:
     seconds: float
 
 
-def plan_search(
-    model: Model, data: Labelled, request: TuneRequest, progress: Progress | None = None
-) -> SearchPlan:
+def plan_search(model: Model, data: Labelled, request: TuneRequest) -> SearchPlan:
     """Returns how large a search is; runs the untouched model on one half only."""
-    started = time.monotonic()
-    with prepared(model, data, request, None, progress or Silent(), Clock(None)) as (job, _):
+    started, progress = time.monotonic(), request.progress or Silent()
+    with prepared(model, data, request, None, progress, Clock(None)) as (job, _):
         preparing_s, count, one_s = time.monotonic() - started, len(job.holdout.search), job.one_s
     listed = {
         name: (*known, *job.fewer(name, lambda size: tuple(range(size))))

@@ -573,7 +573,8 @@ def test_a_search_has_the_threads_of_the_fastest_untouched_model(
     loaded, progress = moexport.load(checkpoint), Steps()
     slow = SlowOnManyThreads(loaded.module)
     with with_threads(3):
-        plan_search(replace(loaded, module=slow), digits.test, TuneRequest(threads=asked), progress)
+        request = TuneRequest(threads=asked, progress=progress)
+        plan_search(replace(loaded, module=slow), digits.test, request)
     assert {*slow.had[-10:]} == {had}
     told = [each for each in progress.told if each.startswith("1 thread, with which")]
     assert bool(told) == (asked is None)
