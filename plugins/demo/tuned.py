@@ -31,13 +31,17 @@ def tuned_bundle(
     uses images that the network was trained on; the report's images, unused until then, confirm it.
     """
     request = TuneRequest(
-        keep=KEPT, precision="fp32,int8", time=SECONDS, force=True, progress=progress
+        keep=KEPT,
+        precision="fp32,int8",
+        time=SECONDS,
+        command=shlex.join(("moexport", "demo", "--data", str(directory / TEST_FILE))),
+        force=True,
+        progress=progress,
     )
     progress.step(f"tuning {network.name}: {KEPT:.0%} kept")
     data = halves(digits.load_digits(test_share=HELD_OUT))
     tuned = search_and_export(network.load(), data, directory / "tuned", request)
-    command = ("moexport", "demo", "--data", str(directory / TEST_FILE))
-    return tuned.bundle, text(tuned, command=shlex.join(command))
+    return tuned.bundle, text(tuned)
 
 
 def halves(data: digits.Digits) -> LabelledData:

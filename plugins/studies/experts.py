@@ -43,6 +43,8 @@ from .request import SUBSETS_BY_PASSES, SUBSETS_BY_SUMS, Analyses
 ChosenExperts = Mapping[str, Tensor]
 """The experts of every input in each layer, ascending: int64 [samples, k] by layer name."""
 
+BATCH = 64
+
 SUMS_BYTES = 1 << 30
 """The largest size of the contributions of all experts to all scores."""
 
@@ -59,7 +61,7 @@ class Passes:
     """A classifier that is run as a whole for every choice of experts."""
 
     def __init__(
-        self, model: Model, data: LabelledData, batch: int, *, renormalize: bool = False
+        self, model: Model, data: LabelledData, batch: int = BATCH, *, renormalize: bool = False
     ) -> None:
         self.module = sharing_weights(model.module)
         self.layers = soft_moe_layers(self.module)
@@ -162,7 +164,6 @@ def classifier(
     name: str,
     model: Model,
     data: LabelledData,
-    batch: int,
     *,
     renormalize: bool = False,
     progress: Progress | None = None,
@@ -171,10 +172,10 @@ def classifier(
 
     A test decides: on a few inputs, sums over random sets must equal the model's scores.
     """
-    passes = Passes(model, data, batch, renormalize=renormalize)
+    passes = Passes(model, data, renormalize=renormalize)
     if len(passes.experts) > 1 or renormalize:
         return passes
-    first = Passes(model, LabelledData(data.inputs[:PROBED], None, data.input_name), batch)
+    first = Passes(model, LabelledData(data.inputs[:PROBED], None, data.input_name))
     probe = contributions(first)
     size = 4 * len(data) * probe.parts.shape[1] * probe.parts.shape[2]
     if size > SUMS_BYTES or not adds_up(probe, first):
@@ -243,7 +244,6 @@ def study(
     ks: Sequence[int],
     wanted: Analyses,
     *,
-    batch: int = 64,
     renormalize: bool = False,
     progress: Progress | None = None,
 ) -> ExpertStudy:
@@ -254,9 +254,9 @@ def study(
     """
     watcher = progress or Silent()
     labels = checked_labels(name, of, data)
-    model = classifier(name, of, data, batch, renormalize=renormalize, progress=watcher)
+    model = classifier(name, of, data, renormalize=renormalize, progress=watcher)
     base = untouched(of)
-    parts = [torch.from_numpy(base.infer(data.inputs[rows])) for rows in data.batches(batch)]
+    parts = [torch.from_numpy(base.infer(data.inputs[rows])) for rows in data.batches(BATCH)]
     top1 = accuracy(torch.cat(parts), labels)
     n = max(model.experts.values())
     fewer = sorted({k for k in ks if k < n}, reverse=True)

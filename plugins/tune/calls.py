@@ -73,7 +73,7 @@ def tune(
             loaded, labelled, Path(destination), request, clock=clock, evaluate=evaluate
         )
     if request.report is not None:
-        write_findings(tuned, Path(request.report), request.command)
+        write_findings(tuned, Path(request.report))
     return tuned
 
 

@@ -131,7 +131,7 @@ def tune(
     from .findings import text
 
     if not as_json:
-        show(text(tuned, place, request.command))
+        show(text(tuned))
         return
     manifest = tuned.bundle.manifest
     content = {

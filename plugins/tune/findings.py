@@ -32,16 +32,15 @@ from .substitutes.substitutes import FOLDER
 from .tune import Tuned
 
 
-def write_findings(tuned: Tuned, folder: Path, command: str = "") -> tuple[Path, ...]:
+def write_findings(tuned: Tuned, folder: Path) -> None:
     """Writes results.json and the report to the folder of the search's journal."""
-    written = write_all(results_of(tuned, command), folder)
+    write_all(results_of(tuned), folder)
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
     for name in (FILE, CALIBRATION_FILE):
         (folder / name).unlink(missing_ok=True)
-    return written
 
 
-def results_of(tuned: Tuned, command: str = "") -> Results:
+def results_of(tuned: Tuned) -> Results:
     name = Path(tuned.model.source.path).stem
     info = model_info(Candidate(name, tuned.model))
     n = max(tuned.experts.values())
@@ -85,7 +84,7 @@ def results_of(tuned: Tuned, command: str = "") -> Results:
             "labelled": tuned.metric.name in ("accuracy", R2),
             "threads": tuned.threads.sentence,
         },
-        command=command,
+        command=tuned.request.command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         analyses={TUNING: msgspec.to_builtins(_record(tuned))}
         | ({} if tuned.services is None else as_analyses(tuned.services)),
@@ -108,8 +107,8 @@ def _record(tuned: Tuned) -> TuningRecord:
     )
 
 
-def text(tuned: Tuned, report: Path | None = None, command: str = "") -> str:
-    """Returns the front and the contract as text; `command` is the search's command line."""
+def text(tuned: Tuned) -> str:
+    """Returns the front and the contract as text."""
     rows = [
         (
             "→" if point is tuned.chosen else "",
@@ -137,8 +136,10 @@ def text(tuned: Tuned, report: Path | None = None, command: str = "") -> str:
         tuned.model.source.path,
         str(place / RECIPE_FILE),
         str(free_place(place)),
-        shlex.split(command),
+        shlex.split(tuned.request.command),
     )
+    folder = tuned.request.report
+    report = "" if folder is None else f"\nreport: {Path(folder) / 'report.html'}"
     return (
         f"{table(header, rows)}\n\n"
         f"{place}: {judged_by} kept {quality.kept:.2%}, between "
@@ -146,7 +147,7 @@ def text(tuned: Tuned, report: Path | None = None, command: str = "") -> str:
         f"not use;\n{tuned.chosen.trial.ms:.3g} ms a batch, {times:.3g} times as fast as k = n in "
         f"FP32; {tuned.trials} graphs in {tuned.seconds:.0f} s\n"
         f"{''.join(f'{sentence}{chr(10)}' for sentence in why if sentence)}"
-        f"again: {again}" + ("" if report is None else f"\nreport: {report / 'report.html'}")
+        f"again: {again}{report}"
     )
 
 

@@ -38,7 +38,7 @@ from .budget import INPUTS, OPEN, QUICK, RUN, TRIAL, WAYS, protocol_for, spin_fo
 from .prepare import SearchJob
 from .request import TuneRequest
 from .routed import Traces
-from .shards import Batch, Evaluate, evaluate_here
+from .shards import Batch, Evaluate
 from .space import Point, Trial, job_of
 from .substitutes.substitutes import Substitutes
 from .times import LayerTimes
@@ -62,7 +62,7 @@ class Graphs:
         times: Mapping[Target, LayerTimes],
         substitutes: Substitutes,
         progress: Progress,
-        evaluate: Evaluate = evaluate_here,
+        evaluate: Evaluate,
     ) -> None:
         self.base, self.metric, self.data = job.base, job.metric, job.holdout.search
         self.journal, self.clock = job.journal, job.clock
