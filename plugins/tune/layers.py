@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...bench.data import LabelledData
+from ...bench.metrics import one_per_sample
 from ...bench.runners.pytorch import PyTorch
 from ...data.batches import Array
 from ...exporter.inputs import Inputs
@@ -34,7 +34,7 @@ from ...graphs.layers.base import (
 from ...graphs.layers.mumoe import MuMoE
 from ...graphs.layers.soft_moe import SoftMoE
 from .accuracy.holdout import batch_size, in_batches
-from .accuracy.quality import Metric, Quality, Tally
+from .accuracy.quality import Metric
 from .recipe import LayerRecipe
 from .routed import routed_layers
 from .substitutes.substitutes import Recording
@@ -50,8 +50,6 @@ seconds."""
 
 MOST_TOKENS = 1 << 14
 """Tokens on which single layers of a language model are tried."""
-
-NOTHING: Mapping[str, np.ndarray] = MappingProxyType({})
 
 RECORDED_BYTES = 1 << 29
 """The largest size of the recorded inputs and outputs of all layers."""
@@ -79,13 +77,13 @@ class Replay:
         self._run = PyTorch(self.module, model.inputs).infer
         self.inputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
         self.outputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
-        self._batches: list[tuple[Inputs, Array, Array | None]] = []
+        self._batches: list[tuple[Inputs, Array]] = []
         recorded_bytes, of_tokens = 0, data.inputs.dtype.kind in "iu"
         most = max(1, MOST_TOKENS // data.inputs[0].size) if of_tokens else MOST_RECORDED
         size, began = batch or min(BATCH, batch_size(outputs)), time.monotonic()
         count = min(most, MOST_RECORDED, len(data))
         count = max(size, count - count % size) if batch else count
-        for rows, x, labels in in_batches(data.head(count), size):
+        for rows, x, _ in in_batches(data.head(count), size):
             long = rows.start >= MOST and time.monotonic() - began > RECORDING_S
             if self._batches and (recorded_bytes > RECORDED_BYTES or long or over()):
                 break
@@ -94,7 +92,7 @@ class Replay:
                     self._run(x)
                 lists = [*self.inputs.values(), *self.outputs.values()]
                 recorded_bytes += sum(tensors[-1].nbytes for tensors in lists)
-            self._batches.append((x, outputs[rows], labels))
+            self._batches.append((x, outputs[rows]))
 
     def tokens(self) -> dict[str, Array]:
         """Returns the inputs of each layer, [s, m, d], for a model without routers."""
@@ -103,23 +101,21 @@ class Replay:
     @property
     def recording(self) -> Recording:
         """The recorded inputs and outputs that substitutes are fitted to."""
-        samples = [(x, base) for x, base, _ in self._batches]
         scores = self.metric.name != "function"
-        return Recording(tokens=self.inputs, samples=samples, scores=scores)
+        return Recording(tokens=self.inputs, samples=self._batches, scores=scores)
 
-    def quality(
-        self, name: str, choice: LayerRecipe, substitutes: Mapping[str, np.ndarray] = NOTHING
-    ) -> Quality:
-        """Returns the kept quality with one layer changed; the choice's precision is ignored.
+    def shift(self, name: str, choice: LayerRecipe, substitutes: Mapping[str, np.ndarray]) -> float:
+        """Returns how far the outputs move if one layer is changed, whatever its precision.
 
         `substitutes` replace the experts that the choice removes.
         """
-        tally = Tally()
+        moved, inputs = 0.0, 0
         with self._changed(name, choice, substitutes) as run:
-            for index, (x, base, labels) in enumerate(self._batches[: -(-MOST // BATCH)]):
+            for index, (x, base) in enumerate(self._batches[: -(-MOST // BATCH)]):
                 self.batch_index = index
-                tally = tally + self.metric.tally(run(x), base, x, labels)
-        return self.metric.quality(tally)
+                moved += self.metric.shift(one_per_sample(run(x)), one_per_sample(base))
+                inputs += len(base)
+        return moved / inputs
 
     @contextmanager
     def _changed(

@@ -441,7 +441,7 @@ def _shifts(
             break
         with job.clock.step(EFFECT):
             others = substitutes.fitted(name, choice)
-            shifts[name, choice] = shift = replay.quality(name, choice, others).shift
+            shifts[name, choice] = shift = replay.shift(name, choice, others)
         plain = msgspec.to_builtins(choice)
         job.journal.add("effect", layer=name, choice=plain, shift=shift)
         progress.advance(1)

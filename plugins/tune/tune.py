@@ -124,7 +124,6 @@ def search_and_export(
     """
     progress, started = request.progress or Silent(), time.monotonic()
     work = None if request.report is None else Path(request.report)
-    request.check()
     clock = clock or Clock(request.seconds)
     check_destination(destination, force=request.force)
     check_folder(destination.absolute().parent)

@@ -100,7 +100,7 @@ class Metric:
         Raises `FeedError` for invalid labels or scores.
         """
         y, base = one_per_sample(y), one_per_sample(base)
-        moved = self._shift(y, base)
+        moved = self.shift(y, base)
         if self.name == "perplexity":
             ids = first_of(x)
             own_losses, base_losses = (
@@ -224,8 +224,8 @@ class Metric:
         shares: Array = scores.reshape(counted.shape).sum(axis=1) / counted.sum(axis=1).clip(min=1)
         return shares
 
-    def _shift(self, y: Array, base: Array) -> float:
-        """How far outputs moved, summed over inputs: the divergence of class scores, or 1 − cos."""
+    def shift(self, y: Array, base: Array) -> float:
+        """Returns how far outputs moved, summed: the divergence of class scores, or 1 − cos."""
         if self.name == "function":
             return float((1 - cosines(y, base)).sum())
         if self.name == "r2":
