@@ -49,8 +49,8 @@ SUBSETS_BY_SUMS, SUBSETS_BY_PASSES = 50_000, 200
 class Analyses:
     """The analyses to make, and their limits.
 
-    `max_subsets` bounds C(n, k) for `subsets`; None stands for 50,000 if the scores are sums over
-    experts and for 200 if every subset is a pass over the data.
+    `max_subsets` bounds C(n, k) for `subsets`; None means 50,000 if the scores are sums over
+    experts and 200 if every subset is a pass over the data.
     """
 
     names: tuple[str, ...] = NAMES

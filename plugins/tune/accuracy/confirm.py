@@ -288,7 +288,7 @@ def shortlist(
 class ContractResult:
     """All confirmed points, and those that meet the bounds, the best first.
 
-    `services` are the request rates of the fastest ones, if `--scenario` asks for them.
+    With `--scenario`, `services` are the request rates of the fastest ones.
     """
 
     confirmed: list[Confirmed]

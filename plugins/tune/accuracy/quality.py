@@ -216,8 +216,8 @@ class Metric:
             return _own_scores(self.title, self.function, y, labels)
         wanted = base.argmax(axis=-1) if self.name == "agreement" else labels
         assert wanted is not None, "accuracy has labels (`metric_for`)"
-        right = (y.argmax(axis=-1) == wanted) & np.isfinite(y).all(axis=-1)
-        scores: Array = right.astype(np.float64)
+        correct = (y.argmax(axis=-1) == wanted) & np.isfinite(y).all(axis=-1)
+        scores: Array = correct.astype(np.float64)
         if scores.ndim == 1:
             return scores
         counted = (wanted != IGNORED).reshape(len(scores), -1)
