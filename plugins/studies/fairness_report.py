@@ -58,17 +58,15 @@ def rewriting_text(rewriting: Rewriting) -> str:
     rows = [fair_row("as trained", rewriting.before), fair_row("rewritten", rewriting.after)]
     before, after = rewriting.accuracy_before, rewriting.accuracy_after
     what = "attribute" if rewriting.attributes else "class"
-    threshold, blind = rewriting.threshold, ""
-    if threshold is None:
-        blind = "blind threshold: no constant improves the lowest accuracy of a subgroup"
-    else:
+    threshold = rewriting.threshold
+    blind = "blind threshold: no constant improves the lowest accuracy of a subgroup"
+    whole = f"{before} as trained, {after} rewritten"
+    if threshold is not None:
         rows.append(fair_row("blind threshold", threshold.after))
         blind = (
             f"blind threshold: output {output} += {threshold.value:g} for every input (the best of "
             f"{threshold.tried})"
         )
-    whole = f"{before} as trained, {after} rewritten"
-    if threshold is not None:
         whole += f", {threshold.accuracy_after} with the blind threshold"
     return "\n".join(
         (
