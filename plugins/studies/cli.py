@@ -94,14 +94,7 @@ def specialise(
         family=family, config=config, sets=sets or (), further=further(context, LoadRequest)
     )
     check_pytorch("specialise")
-    from .specialisation_report import (
-        several_json,
-        several_text,
-        text,
-        to_json,
-        write,
-        write_several,
-    )
+    from . import specialisation_report as report
 
     findings = []
     with console:
@@ -110,11 +103,11 @@ def specialise(
             findings.append(find(loaded, data, request))
     (first, *others) = findings
     if output is not None:
-        written = write_several(findings, output) if others else write(first, output)
+        written = report.write_several(findings, output) if others else report.write(first, output)
     if as_json:
-        show(several_json(findings) if others else to_json(first), end="")
+        show(report.several_json(findings) if others else report.to_json(first), end="")
         return
-    show(several_text(findings) if others else text(first))
+    show(report.several_text(findings) if others else report.text(first))
     if output is not None:
         show(f"\nwritten: {', '.join(map(str, written))}")
 
