@@ -94,14 +94,18 @@ def tuned_bundle(
     The bundle must keep the share of accuracy that the report requires of every row. The search
     uses images that the network was trained on; the report's images, unused until then, confirm it.
     """
-    request = TuneRequest(keep=KEPT_ACCURACY, precision="fp32,int8", time=SECONDS)
+    request = TuneRequest(
+        keep=KEPT_ACCURACY,
+        precision="fp32,int8",
+        time=SECONDS,
+        command=shlex.join(("moexport", "demo", "--data", str(directory / TEST_FILE))),
+        force=True,
+        progress=progress,
+    )
     progress.step(f"tuning {network.name}: {KEPT_ACCURACY:.0%} kept")
     data = halves(digits.load_digits(test_share=HELD_OUT))
-    tuned = search_and_export(
-        network.load(), data, directory / "tuned", request, force=True, progress=progress
-    )
-    command = ("moexport", "demo", "--data", str(directory / TEST_FILE))
-    return tuned.bundle, text(tuned, command=shlex.join(command))
+    tuned = search_and_export(network.load(), data, directory / "tuned", request)
+    return tuned.bundle, text(tuned)
 
 
 def halves(data: digits.Digits) -> LabelledData:

@@ -25,10 +25,6 @@ from .calls import specialise as find
 from .request import EditOptions, SpecialiseRequest, StudyOptions
 
 
-def _typed_inputs(text: str | Path) -> Path:
-    return Path(typed_data(str(text)))
-
-
 OPTIONS = options_of(
     SpecialiseRequest,
     {
@@ -55,10 +51,10 @@ def specialise(
         ),
     ],
     data: Annotated[
-        Path,
+        str,
         typer.Option(
             metavar="X.NPZ",
-            parser=_typed_inputs,
+            parser=typed_data,
             help="An .npz with the arrays input and label, for --examples also image or text; a "
             "file of text for a language model.",
         ),
@@ -80,14 +76,7 @@ def specialise(
     console = Console(verbose=verbose, quiet=quiet)
     request = replace(request, progress=console)
     check_pytorch("specialise")
-    from .specialisation_report import (
-        several_json,
-        several_text,
-        text,
-        to_json,
-        write,
-        write_several,
-    )
+    from . import specialisation_report as report
 
     findings = []
     with console:
@@ -96,11 +85,11 @@ def specialise(
             findings.append(find(loaded, data, request))
     (first, *others) = findings
     if output is not None:
-        written = write_several(findings, output) if others else write(first, output)
+        written = report.write_several(findings, output) if others else report.write(first, output)
     if as_json:
-        show(several_json(findings) if others else to_json(first), end="")
+        show(report.several_json(findings) if others else report.to_json(first), end="")
         return
-    show(several_text(findings) if others else text(first))
+    show(report.several_text(findings) if others else report.text(first))
     if output is not None:
         show(f"\nwritten: {', '.join(map(str, written))}")
 

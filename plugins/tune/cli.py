@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,7 +31,7 @@ from .calls import tune_plan
 from .request import RecipeOptions, TuneRequest, no_such_recipe
 
 if TYPE_CHECKING:
-    from .tune import SearchPlan, Tuned
+    from .tune import SearchPlan
 
 
 OPTIONS = options_of(
@@ -92,7 +92,17 @@ def tune(
         tuned = search(load, data, output, request)
     from .findings import text
 
-    show(json_text(_as_json(tuned, place)) if as_json else text(tuned, place, request.command))
+    if not as_json:
+        show(text(tuned))
+        return
+    manifest = tuned.bundle.manifest
+    content = {
+        "bundle": str(tuned.bundle.path),
+        "report": str(place / "report.html"),
+        "contract": manifest.contract,
+        "layers": [asdict(layer) for layer in manifest.layers],
+    }
+    show(json_text(content))
 
 
 def plan_text(planned: SearchPlan) -> str:
@@ -103,15 +113,6 @@ def plan_text(planned: SearchPlan) -> str:
         f"{planned.searching} inputs for the search, {confirming} to confirm\n"
         f"at most about {planned.seconds:.0f} s; nothing was written (--dry-run)"
     )
-
-
-def _as_json(tuned: Tuned, report: Path) -> dict[str, Any]:
-    return {
-        "bundle": str(tuned.bundle.path),
-        "report": str(report / "report.html"),
-        "contract": tuned.bundle.manifest.contract,
-        "layers": [asdict(layer) for layer in tuned.bundle.manifest.layers],
-    }
 
 
 def typed_recipe(text: str | Path) -> Path:
