@@ -24,7 +24,6 @@ from ...common.writing import check_folder
 from .calls import specialise as find
 from .request import EditOptions, SpecialiseRequest, StudyOptions
 
-
 OPTIONS = options_of(
     SpecialiseRequest,
     {

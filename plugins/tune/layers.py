@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ...bench.data import LabelledData
-from ...bench.metrics import one_per_sample
 from ...bench.runners.pytorch import PyTorch
 from ...data.batches import Array
+from ...exporter.checks.accuracy import one_per_sample
 from ...exporter.inputs import Inputs
 from ...exporter.model import Model
 from ...graphs.layers.base import (

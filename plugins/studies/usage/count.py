@@ -260,7 +260,7 @@ def usage_of(
         _watched(model.module) as recorded,
     ):
         for rows in data.batches(size, count):
-            others = {name: array[rows] for name, array in data.beside.items()}
+            others = {name: array[rows] for name, array in data.others.items()}
             x = completed({data.input_name: data.inputs[rows], **others}, model.inputs)
             model.module(*(torch.from_numpy(np.array(x[spec.name])) for spec in model.inputs))
             inputs = rows.stop - rows.start
