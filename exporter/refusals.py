@@ -502,7 +502,7 @@ def real_inputs(job: Resolved) -> Iterable[Mistake]:
     options = job.options
     if job.calibrates:
         what = "--quantize all" if options.quantize == "all" else "--data"
-        check_one_input(job.model, what, or_further=True)
+        check_one_input(job.model, what, only_optional=True)
     elif job.needs_ranges and options.data is None and options.calibration is None:
         yield no_ranges_found(options.precision)
 
