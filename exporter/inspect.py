@@ -197,19 +197,16 @@ def _equivalents(model: Model) -> Iterator[Equivalent]:
         spec = layer.spec
         if not isinstance(spec, MuMoESpec) or not spec.levels:
             continue
-        yield Equivalent(name, "as it is", spec.parameters, _macs_of_token(spec))
+        forms = {"as it is": spec}
         if len(spec.levels) > 1:
-            one = spec.one_level
-            yield Equivalent(name, "one level", one.parameters, _macs_of_token(one))
+            forms["one level"] = spec.one_level
         if spec.form != "full":
-            dense = spec.dense
-            yield Equivalent(name, "dense", dense.parameters, _macs_of_token(dense))
+            forms["dense"] = spec.dense
+        for form, each in forms.items():
+            macs = sum(each.macs(1, each.experts).values())
+            yield Equivalent(name, form, each.parameters, macs)
         linear = sum(tensor.modes[-2] * tensor.out for tensor in spec.tensors)
         yield Equivalent(name, "linear", linear, linear)
-
-
-def _macs_of_token(spec: MuMoESpec) -> int:
-    return sum(spec.macs(1, spec.experts).values())
 
 
 def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | None]:

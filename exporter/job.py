@@ -345,7 +345,7 @@ def calibration_job(
     from .quantization.calibrate import CalibrationJob
 
     options = options or CalibrateRequest()
-    check_one_input(model, "calibration", or_further=True)
+    check_one_input(model, "calibration", only_optional=True)
     specs = model.specs
     if options.renormalize:
         refuse(not_renormalizable(specs))

@@ -267,13 +267,13 @@ class Model:
         return {name: spec.trained_k for name, spec in self.specs.items()}
 
 
-def check_one_input(model: Model, what: str, *, or_further: bool = False) -> None:
+def check_one_input(model: Model, what: str, *, only_optional: bool = False) -> None:
     """Raises `UsageError` for a model of several inputs if `what` needs a single input.
 
-    With `or_further`, only optional inputs are refused.
+    With `only_optional`, several inputs without defaults are allowed.
     """
     optional = any(spec.default is not None for spec in model.inputs)
-    if optional if or_further else len(model.inputs) > 1:
+    if optional if only_optional else len(model.inputs) > 1:
         raise UsageError(
             f"{what} needs a model with one input, but this {model.family} model has "
             f"{len(model.inputs)}",

@@ -131,15 +131,14 @@ def integers(options: ExportOptions) -> Iterator[Mistake]:
         "--weight-bits": options.weight_bits is not None,
         "--min-retention": share is not None,
     }
+    also = {"--quantize": "int4", "--rest": "fp8"}
     if options.keep_floating and not options.integers:
         yield (
             f"keep_floating: with --precision {options.precision} every layer is in floating point",
             "leave keep_floating out, or add --precision int8",
         )
     for option, is_set in changed.items():
-        both = {"--quantize": "int4", "--rest": "fp8"}
-        of_both = options.precision == both.get(option)
-        if is_set and options.precision != "int8" and not of_both:
+        if is_set and options.precision not in ("int8", also.get(option)):
             yield _not_int8(option, options.precision)
 
 
@@ -502,7 +501,7 @@ def real_inputs(job: Resolved) -> Iterable[Mistake]:
     options = job.options
     if job.calibrates:
         what = "--quantize all" if options.quantize == "all" else "--data"
-        check_one_input(job.model, what, or_further=True)
+        check_one_input(job.model, what, only_optional=True)
     elif job.needs_ranges and options.data is None and options.calibration is None:
         yield no_ranges_found(options.precision)
 

@@ -282,7 +282,7 @@ class Session:
         return partial(self.call, list(outputs or self.output_names[:1]), self.feeds(x, k))
 
     def call(self, wanted: Sequence[str], feeds: Mapping[str, Any]) -> list[np.ndarray]:
-        """Returns the values of outputs for checked inputs by name, as `bench` times it."""
+        """Returns the values of outputs for inputs by name, which are not checked; for timing."""
         run = self._on_cpu.run if self._runs is None else self._runs.run
         values: list[np.ndarray] = run(wanted, feeds)
         return values

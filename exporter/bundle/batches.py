@@ -11,37 +11,35 @@ import numpy as np
 
 from ..inputs import Inputs
 from ..session import Session, SessionOptions
+from .manifest import Manifest
 
 
 class SessionByBatch(Session):
     """Several graphs of one model, each for some batch sizes; `path` is their folder.
 
-    A graph is opened when its first batch arrives, and stays open with its packed weights in
-    memory. `graph_for` returns the graph for a size, and `opened` opens it.
+    `opened` opens a graph when its first batch arrives. It stays open, with its packed weights in
+    memory.
     """
 
     def __init__(  # no graph is opened before a batch arrives
         self,
         path: Path,
         options: SessionOptions,
-        *,
-        graph_for: Callable[[int], str],
+        manifest: Manifest,
         opened: Callable[[str], Session],
-        input_name: str,
-        output_names: Sequence[str],
-        takes_k: bool,
     ) -> None:
         self.path, self.options = path, options
-        self.input_name, self.output_names = input_name, list(output_names)
-        self.takes_k = takes_k
-        self._graph_for, self._opened = graph_for, opened
+        self.input_name = manifest.inputs[0].name
+        self.output_names = [port.name for port in manifest.outputs]
+        self.takes_k = manifest.k == "input"
+        self._manifest, self._opened = manifest, opened
         self._sessions: dict[str, Session] = {}
         self._last: Session | None = None
         self._opening = Lock()
 
     def for_batch(self, size: int) -> Session:
         """Returns the opened graph for batches of a size."""
-        name = self._graph_for(size)
+        name = self._manifest.graph_for(size).file
         with self._opening:
             if name not in self._sessions:
                 self._sessions[name] = self._opened(name)

@@ -124,9 +124,8 @@ class Bundle:
 
     def _opened(self, graph: str | None, options: SessionOptions) -> Session:
         """A graph, or without a name all graphs for several batch sizes."""
-        record = self.manifest
         check_options(options)
-        RUNTIMES[options.runtime].check_graphs(record, self.path)
+        RUNTIMES[options.runtime].check_graphs(self.manifest, self.path)
         of_one_graph = options.observe is not None or options.profile is not None
         if graph is not None or of_one_graph or not self.graph().batches:
             return opened(self.graph_file(graph), options)
@@ -134,13 +133,7 @@ class Bundle:
 
         self.graph_file()  # reports damage now, as for a bundle with one graph
         return SessionByBatch(
-            self.path,
-            options,
-            graph_for=lambda size: record.graph_for(size).file,
-            opened=lambda file: opened(self.graph_file(file), options),
-            input_name=record.inputs[0].name,
-            output_names=[port.name for port in record.outputs],
-            takes_k=record.k == "input",
+            self.path, options, self.manifest, lambda file: opened(self.graph_file(file), options)
         )
 
     def graph_file(self, graph: str | None = None) -> Path:

@@ -43,13 +43,12 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
                 f"{destination}: a file of this name exists", hint="choose another -o"
             )
         listed = _files_of_bundle(destination)
-        is_bundle = listed is not None
-        if not is_bundle and any(destination.iterdir()):
+        if listed is None and any(destination.iterdir()):
             raise BundleError(
                 f"{destination}: the folder exists and is not a bundle; it is left untouched",
                 hint="choose another -o",
             )
-        if is_bundle and not force:
+        if listed is not None and not force:
             raise BundleError(
                 f"{destination}: a bundle exists there", hint="--force replaces it when complete"
             )
@@ -67,14 +66,13 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
             hint="choose another -o",
         )
     find_temporary_folder(parent)
-    if needed_bytes:
-        free = shutil.disk_usage(parent).free
-        if free < needed_bytes:
-            raise BundleError(
-                f"{parent}: no space: the bundle needs {needed_bytes / 1e6:.0f} MB, but only "
-                f"{free / 1e6:.0f} MB are free",
-                hint="free some space or choose another -o",
-            )
+    free = shutil.disk_usage(parent).free
+    if free < needed_bytes:
+        raise BundleError(
+            f"{parent}: no space: the bundle needs {needed_bytes / 1e6:.0f} MB, but only "
+            f"{free / 1e6:.0f} MB are free",
+            hint="free some space or choose another -o",
+        )
 
 
 def others_in(folder: Path, files: Collection[str]) -> list[str]:

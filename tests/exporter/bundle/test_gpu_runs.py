@@ -384,14 +384,16 @@ def test_graphs_for_several_batches_are_replayed_each_by_itself(
     expected: Callable[[np.ndarray, int], np.ndarray],
     on_cuda: list[dict[str, str]],
 ) -> None:
+    (graph,) = bundle.manifest.graphs
+    graphs = [
+        replace(graph, file=f"{first}.onnx", batches=[first, last])
+        for first, last in ((1, 1), (2, 32))
+    ]
     found = SessionByBatch(
         bundle.path,
         SessionOptions(CUDA),
-        graph_for=lambda size: "one" if size == 1 else "more",
-        opened=lambda _: Session(bundle.path / "model.onnx", SessionOptions(CUDA)),
-        input_name="input",
-        output_names=["output"],
-        takes_k=True,
+        replace(bundle.manifest, graphs=graphs),
+        lambda _: Session(bundle.path / "model.onnx", SessionOptions(CUDA)),
     )
     assert found.recorded is None
     recorded: list[bool | None] = []
