@@ -319,8 +319,7 @@ def _one_pass(
     progress: Progress,
 ) -> _JudgedInputs:
     outputs: list[Array] = []
-    means, nonzero = [], []
-    loads = [_Loads(n) for n in watched.spec.levels] if watched.spec.rewritable else []
+    means, nonzero, counts = [], [], []
     # Coefficients mix the experts, so they are the layer's choices.
     recorded: AbstractContextManager[Mapping[str, RoutingDecision]] = nullcontext({})
     if watched.spec.rewritable:
@@ -334,8 +333,7 @@ def _one_pass(
             outputs.append(scores)
             means.append([a.mean(axis=1, dtype=np.float64) for a in coefficients])
             nonzero.append([(a != 0).any(axis=1) for a in coefficients])
-            for load, a in zip(loads, coefficients, strict=True):
-                load.add(a)
+            counts.append([_counts(a) for a in coefficients])
             progress.advance(len(scores))
     whole = np.concatenate(outputs)
     return _JudgedInputs(
@@ -343,7 +341,7 @@ def _one_pass(
         list(map(np.concatenate, zip(*means, strict=True))),
         list(map(np.concatenate, zip(*nonzero, strict=True)))
         or [np.ones((len(x), n), dtype=bool) for n in watched.spec.levels],
-        tuple(sums.load(level) for level, sums in enumerate(loads, start=1)),
+        tuple(_load(level, own) for level, own in enumerate(zip(*counts, strict=True), start=1)),
         judge_of(dataset, whole),
     )
 
@@ -387,23 +385,19 @@ def _effects(
     watched.edits = NO_EDITS
 
 
-class _Loads:
-    """The sums for a level's `Load`, updated with a batch of coefficients [b, m, n] at a time."""
+def _counts(a: Array) -> tuple[Array, Array]:
+    """The tokens with a heavy coefficient of each expert [n], and with the largest in each bin."""
+    tokens = a.reshape(-1, a.shape[-1])
+    # Rounding may make a coefficient a little more than 1.
+    largest = np.histogram(tokens.max(axis=1).clip(0, 1), BINS, (0, 1))[0]
+    return (tokens >= HEAVY).sum(axis=0), largest
 
-    def __init__(self, experts: int) -> None:
-        self.heavy = np.zeros(experts, np.int64)
-        self.largest = np.zeros(BINS, np.int64)
 
-    def add(self, a: Array) -> None:
-        tokens = a.reshape(-1, a.shape[-1])
-        self.heavy += (tokens >= HEAVY).sum(axis=0)
-        # Rounding may make a coefficient a little more than 1.
-        self.largest += np.histogram(tokens.max(axis=1).clip(0, 1), BINS, (0, 1))[0]
-
-    def load(self, level: int) -> Load:
-        tokens = int(self.largest.sum())
-        shares = tuple((self.heavy / tokens).tolist())
-        return Load(level, tokens, shares, tuple(self.largest.tolist()))
+def _load(level: int, counts: Sequence[tuple[Array, Array]]) -> Load:
+    """A level's load, from the counts of all batches."""
+    heavy, largest = (np.sum(each, axis=0) for each in zip(*counts, strict=True))
+    tokens = int(largest.sum())
+    return Load(level, tokens, tuple((heavy / tokens).tolist()), tuple(largest.tolist()))
 
 
 def _check_head(output: int, layer: MoELayer, module: nn.Module, x: Array, scores: Array) -> None:

@@ -123,9 +123,10 @@ def examples_of(
     dataset = inputs_for_examples(data, model)
     watched = moe_layers(model.module)[name]
     by_token = np.issubdtype(np.dtype(model.input.dtype), np.integer)
-    (progress or Silent()).step(f"examples of {name} in {model.source.path}", total=len(dataset))
+    progress = progress or Silent()
+    progress.step(f"examples of {name} in {model.source.path}", total=len(dataset))
     best = [_Best(count) for _ in watched.spec.levels]
-    together = model.input.groups_of or 1
+    together = model.batch_of
     if len(dataset) % together:
         raise FeedError(
             f"--data: there are {len(dataset)} inputs, but the model computes {together} together",
@@ -143,13 +144,14 @@ def examples_of(
             )
         mask = arrays.get(MASK)
         for kept, (scores, shares) in zip(best, levels, strict=True):
-            of_tokens = _without_padding(shares, mask)
+            of_tokens = shares
+            if mask is not None and mask.shape == shares.shape[:2]:
+                of_tokens = np.where(mask[..., None] != 0, shares, 0)  # without padding
             if by_token and of_tokens.shape[:2] != arrays[model.input.name].shape:
                 raise _other_tokens(name)
             kept.add(of_tokens if by_token else scores, of_tokens, done, by_token=by_token)
         done += rows
-        if progress is not None:
-            progress.advance(rows)
+        progress.advance(rows)
     share = _weight_of(watched)
     if isinstance(watched, SoftMoE):  # a layer whose input is its slots has no D
         share = COMBINED if watched.spec.external_routing else SLOTS
@@ -242,13 +244,6 @@ def _dense_gates(layer: MoELayer, index: torch.Tensor, weights: torch.Tensor) ->
     gates = torch.zeros(len(index), n)
     gates.scatter_add_(1, index.where(kept, 0), weights.float().where(kept, 0.0))
     return gates.numpy()
-
-
-def _without_padding(shares: Array, mask: Array | None) -> Array:
-    """The weights of tokens [b, m, n], 0 for those that a mask [b, m] excludes."""
-    if mask is None or mask.shape != shares.shape[:2]:
-        return shares
-    return np.where(mask[..., None] != 0, shares, 0)
 
 
 class _Best:
