@@ -41,6 +41,7 @@ def example_of(
     `example` if it is given. Raises UsageError for invalid inputs.
     """
     own = _own_example(source, module, needed=example is None)
+    notes: tuple[str, ...] = ()
     if own is not None:
         form, found = arguments_of(source, module, own)
         of_own = EXAMPLE_INPUT if form.plain else f"the input '{{}}' of {EXAMPLE_INPUT}"
@@ -53,6 +54,8 @@ def example_of(
         inputs = _given(source, form, dict.fromkeys(form.args), example)
     else:
         form, inputs = Arguments(), {INPUT: _random(source, module, shape)}
+        sizes = [*inputs[INPUT].shape[1:]]
+        notes = (f"the replaced layers were checked on random inputs of shape {sizes}",)
     count = len(next(iter(inputs.values())))
     for name, tensor in inputs.items():
         if len(tensor) != count:
@@ -62,10 +65,7 @@ def example_of(
                 hint="give a value for each input, x.expand(b), or keep shared values as buffers "
                 "of the network",
             )
-    if example is not None or own is not None:
-        return form, inputs, ()
-    sizes = [*inputs[INPUT].shape[1:]]
-    return form, inputs, (f"the replaced layers were checked on random inputs of shape {sizes}",)
+    return form, inputs, notes
 
 
 def _own_example(source: str, module: nn.Module, *, needed: bool) -> object:

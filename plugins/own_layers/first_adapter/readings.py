@@ -17,6 +17,7 @@ from ....errors import FamilyError, UsageError
 from ...token_routed.own_forward import result_of
 from ..calls import LayerCall
 from ..expert_forms import ExpertArguments, is_map
+from ..ports import required
 from .request import TriedSizes
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
@@ -379,9 +380,7 @@ def _widths(layer: nn.Module, reading: ExpertsReading) -> list[int]:
 
 def further_inputs(layer: nn.Module) -> list[str]:
     """Returns the required arguments of a layer's forward after its tokens."""
-    parameters = [*inspect.signature(layer.forward).parameters.values()][1:]
-    wanted = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in wanted and p.default is Parameter.empty]
+    return required(layer)[1:]
 
 
 def optional_inputs(layer: nn.Module) -> list[str]:
