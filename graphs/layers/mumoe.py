@@ -106,13 +106,8 @@ class FactorisedSpec:
             ranks = (prod(ranks[:count]), *ranks[count:])
         return replace(self, levels=(self.combinations,), ranks=ranks)
 
-    def combinations_of(self, k: int | Sequence[int]) -> int:
-        """Returns the number of combinations of kept experts: k, or k per level."""
-        kept = [k] * len(self.levels) if isinstance(k, int) else k
-        return prod(min(most, n) for most, n in zip(kept, self.levels, strict=True))
-
-    def macs(self, k: int | Sequence[int]) -> dict[str, int]:
-        """Returns multiply-adds for one token that keeps k coefficients, or k per level, by part.
+    def macs(self, kept: Sequence[int]) -> dict[str, int]:
+        """Returns multiply-adds for one token that keeps a number of experts per level, by part.
 
         A bias row counts as one more input and elementwise products do not count, as in the papers.
         Only the unfactorised tensor has parts that a smaller k saves.
@@ -120,8 +115,8 @@ class FactorisedSpec:
         if self.form == "full":
             width = self.modes[-2] * self.out
             return {
-                "experts": self.combinations_of(k) * width,
-                "mix": self.combinations_of(k) * self.out,
+                "experts": prod(kept) * width,
+                "mix": prod(kept) * self.out,
             }
         if self.form == "matrix":
             return {"input mode": self.parameters}
@@ -139,13 +134,13 @@ class FactorisedSpec:
             parts["mix"] = prod(self.ranks[:-2]) * self.ranks[-1]
         return parts | {"output mode": prod(shapes[-1])}
 
-    def numbers_read(self, k: int | Sequence[int]) -> int:
-        """Returns how many numbers the factors, or the k·…·k kept unfactorised experts, have.
+    def numbers_read(self, kept: Sequence[int]) -> int:
+        """Returns how many numbers the factors, or the kept unfactorised experts, have.
 
         The latter is for one token: others may keep different experts.
         """
         if self.form == "full":
-            return self.combinations_of(k) * self.modes[-2] * self.out
+            return prod(kept) * self.modes[-2] * self.out
         return self.parameters
 
 
@@ -249,18 +244,15 @@ class MuMoESpec:
         In a factorised layer a smaller k could only save `expert modes`, where a dense product with
         mostly zero coefficients is faster than gathering rows.
         """
-        parts = {"gate": self.gate_parameters}
+        parts, kept = {"gate": self.gate_parameters}, self.k_by_level(k)
         for tensor in self.tensors:
-            for part, count in tensor.macs(self._kept_of(tensor, k)).items():
+            for part, count in tensor.macs(kept).items():
                 parts[part] = parts.get(part, 0) + count
         return {part: tokens * count for part, count in parts.items()}
 
     def bytes_read(self, k: int) -> int:
         """Returns FP32 bytes of the factors, read at every k, or of the kept whole matrices."""
-        return 4 * sum(tensor.numbers_read(self._kept_of(tensor, k)) for tensor in self.tensors)
-
-    def _kept_of(self, tensor: FactorisedSpec, k: int) -> tuple[int, ...]:
-        return self.k_by_level(k) if tensor.levels else ()
+        return 4 * sum(tensor.numbers_read(self.k_by_level(k)) for tensor in self.tensors)
 
     def quantized_bytes(self, k: int) -> int:
         """Returns the FP32 bytes of the factors in `quantized_parts`.
@@ -480,7 +472,7 @@ class MuMoE(MoELayer):
 
 
 class _Factors(nn.Module):
-    """The factors or cores of one tensor."""
+    """The factors or cores of one tensor, by names that fingerprints of models include."""
 
     def __init__(self, factors: tuple[Tensor, ...]) -> None:
         super().__init__()

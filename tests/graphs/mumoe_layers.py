@@ -78,11 +78,9 @@ def state_of(layer: MuMoE) -> dict[str, torch.Tensor]:
             mean, variance = layer.statistics(level)
             state[f"bn.{level}.running_mean"] = mean
             state[f"bn.{level}.running_var"] = variance
-    for key, tensor, module in zip(
-        ("MuMoE", "MuMoE2"), layer.spec.tensors, layer.tensors, strict=False
-    ):
-        names = tensor_names(tensor)
-        for name, factor in zip(names, module.factors, strict=True):  # type: ignore[arg-type]
+    for index, tensor in enumerate(layer.spec.tensors):
+        key, names = ("MuMoE", "MuMoE2")[index], tensor_names(tensor)
+        for name, factor in zip(names, layer.factors(index), strict=True):
             state[f"{key}.{name}"] = factor.data
     return state
 
@@ -207,10 +205,10 @@ def formula(
         gates.append(a)
     if layer.gain is not None and layer.shift is not None:
         x = layer_norm(x, layer.gain.double().numpy(), layer.shift.double().numpy(), 1e-5)
-    for index, module in enumerate(layer.tensors):
+    for index in range(len(layer.tensors)):
         if index:
             x = gelu(x)
-        factors = [f.double().numpy() for f in module.factors]  # type: ignore[union-attr]
+        factors = [f.double().numpy() for f in layer.factors(index)]
         whole = full_tensor(spec.tensors[index], factors)
         for level, expert in ablated:
             whole[(slice(None),) * level + (expert,)] = 0
