@@ -16,11 +16,11 @@ import onnx_ir as ir
 from ...calibration.table import CalibrationTable
 from ...common.console import Progress, Silent
 from ...common.writing import scratch_folder
-from ...data.batches import Feed
+from ...data.batches import Feed, rebatched
 from ...data.user_code import names_code
 from ...errors import CalibrationError, LoweringError, MoexportError, ParityError, UsageError
 from ...exporter.bundle.manifest import MANIFEST_FILE
-from ...exporter.bundle.parity import GPU_RTOL, TOLERANCES, Tolerance, chunks, on_gpu, recorded
+from ...exporter.bundle.parity import GPU_RTOL, TOLERANCES, Tolerance, on_gpu, recorded
 from ...exporter.export import found_ranges
 from ...exporter.inputs import random_arrays
 from ...exporter.job import ExportJob, export_job, layers_to_plan
@@ -140,7 +140,7 @@ def depends_on_batch(model: Model, batch: int) -> bool:
     arrays = random_arrays(model, max(batch, PARITY_BATCHES[1]))
     together = run_untouched(model, arrays)[0]
     try:
-        alone = [run_untouched(model, part)[0] for part in chunks(arrays, 1)]
+        alone = [run_untouched(model, part)[0] for part in rebatched([arrays], 1)]
     except (RuntimeError, ValueError, IndexError, UsageError):
         return True
     off = np.abs(np.concatenate(alone) - together).max(initial=0.0)
