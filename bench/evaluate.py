@@ -303,7 +303,7 @@ class _Evaluator:
                 routing = RoutingOverlap()
                 if chosen is not None:  # compared in the layers that choose in PyTorch
                     chosen = {n: s for n, s in chosen.items() if n in reference.chosen}
-                    # FP32's ties at every precision: other differences count against it.
+                    # Ties are those of FP32: other differences count against the precision.
                     routing = RoutingOverlap.of(chosen, reference.chosen, reference.margins, TIE)
                 same_choices = _same_choices(chosen, reference, actual.shape)
                 scores = self._scores(actual, ids, labels)

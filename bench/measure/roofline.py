@@ -269,12 +269,13 @@ def layer_parts(
     yield RooflineStep(f"{spec.name}/experts", experts_macs, narrow, experts_in)
 
 
-def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, ...]:
-    """Returns those of the backbone's `nodes` that the graph file computes in integers.
+def integer_linears(graph: Path, linears: Mapping[str, str | None]) -> tuple[IntegerLinear, ...]:
+    """Returns the linear layers of a backbone that a graph file computes in integers.
 
-    Products with 4-bit weights are products of floats.
+    `linears` has the reason why each is not quantised, or None. Products with 4-bit weights are
+    products of floats.
     """
-    wanted = list(nodes)
+    wanted = [node for node, reason in linears.items() if reason is None]
     if not wanted:
         return ()
     content = onnx.load(graph, load_external_data=False).graph
@@ -292,12 +293,12 @@ def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, .
         for node in content.node
         if node.op_type == "QuantizeLinear"
     }
-    linears = []
+    found = []
     for name in (name for name in wanted if name in rounded):
         shape, (inputs, outputs) = shapes.get(rounded[name]), weights[f"{name}/weight"]
         rows = None if shape is None else shape[:-1]
-        linears.append(IntegerLinear(name, rows, (inputs, outputs)))
-    return tuple(linears)
+        found.append(IntegerLinear(name, rows, (inputs, outputs)))
+    return tuple(found)
 
 
 def products_of(linears: Iterable[IntegerLinear], sizes: Mapping[str, int]) -> Products:

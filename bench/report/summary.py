@@ -147,7 +147,6 @@ class Section:
         return self.ratio(self.all_experts(row), row)
 
     def proven(self, row: Row) -> float | None:
-        """Returns the lower end of a row's retention (`shown`)."""
         return proven_retention(row, self.full_k)
 
     def missing(self, row: Row) -> float:

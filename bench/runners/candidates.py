@@ -38,7 +38,6 @@ from .exported import (
     graph_source,
     largest_k,
     model_name,
-    rounded_linears,
     with_distinct_lowerings,
 )
 from .models import loaded_again
@@ -110,8 +109,7 @@ def _sources_of(
     for_all = not graph.batches
     sizes = frozenset(b for b in request.batches if for_all or record.graph_for(b) is graph)
     file = bundle.graph_file(graph.file)
-    linears = rounded_linears(record.numbers.get("linears", {}))
-    integers = integer_linears(file, linears)
+    integers = integer_linears(file, record.numbers.get("linears", {}))
     # A benchmark's INT8 rows only show large differences; this shows small ones.
     missed = missed_parity(bundle.path, record, graph)
     return [
@@ -341,13 +339,13 @@ def _together(
 def joined(bundles: Sequence[Candidate], model: Model, name: str | None = None) -> Candidate:
     """Returns bundles of a model as one candidate, which names the rows."""
     first = bundles[0]
-    known = [own for own in bundles if own.only_batch is not None]
+    sizes = (own.only_batch for own in bundles if own.only_batch is not None)
     whole = Candidate(
         name=name or model_name(model.source.path),
         model=model,
         renormalize=first.renormalize,
         engines=first.engines,
-        only_batch=known[0].only_batch if known else None,
+        only_batch=next(sizes, None),
         bundles=tuple(bundles),
     )
     distinct = {own.name for own in whole.distinct_bundles}

@@ -255,7 +255,7 @@ class _Exporter:
                 k,
                 names,
                 selected=selected_values(lowered[each.graph.file].values),
-                integers=integer_linears(folder / each.graph.file, rounded_linears(linears)),
+                integers=integer_linears(folder / each.graph.file, linears),
                 engine=engine,
                 precision=precision,
                 k_by_layer={layer.name: layer.typical_k for layer in each.graph.layers},
@@ -454,11 +454,6 @@ def engine_options(
         compute_capabilities=(CURRENT,) if BACKENDS[backend].cards else (),
         cache=default_cache(),
     )
-
-
-def rounded_linears(linears: Mapping[str, str | None]) -> list[str]:
-    """Returns the linear layers of a backbone that are quantised."""
-    return [node for node, reason in linears.items() if reason is None]
 
 
 def _exactly(size: int) -> AxisRange:

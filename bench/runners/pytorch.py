@@ -53,7 +53,7 @@ class PyTorch(Runner):
 
     @torch.inference_mode()
     def infer(self, x: Inputs, output: int = 0) -> Array:
-        result: Array = all_outputs(self.module(*self.tensors(x)))[output].numpy()
+        result: Array = all_outputs(self.module(*self.tensors(x)))[output].cpu().numpy()
         return result
 
     @torch.inference_mode()
@@ -116,9 +116,7 @@ class PyTorchOnGpu(PyTorch):
     @torch.inference_mode()
     def infer(self, x: Inputs, output: int = 0) -> Array:
         with torch.cuda.stream(self._stream):
-            y = all_outputs(self.module(*self.tensors(x)))[output]
-            result: Array = y.cpu().numpy()
-        return result
+            return super().infer(x, output)
 
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns `infer` of inputs [b, …]; a cache is already on the GPU, and stays there.

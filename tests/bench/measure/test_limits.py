@@ -209,7 +209,7 @@ def test_the_linear_layers_of_an_exported_int8_backbone_are_those_that_pytorch_m
     )
     reasons = bundle.manifest.numbers["linears"]
     integers = [node for node, reason in reasons.items() if reason is None]
-    linears = integer_linears(bundle.path / "model.onnx", integers)
+    linears = integer_linears(bundle.path / "model.onnx", reasons)
     assert [linear.node for linear in linears] == integers
     found = products_of(linears, {"batch": 1})
     counted = work_of(model, x)

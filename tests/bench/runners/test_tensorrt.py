@@ -62,8 +62,7 @@ def built(loader: EngineLoader) -> EngineRecord:
 
 @needs_rtx
 def test_a_sweep_compiles_an_engine_for_its_batches_when_it_is_opened(model: Model) -> None:
-    x = random_arrays(model, 1)[model.input.name]
-    with exported(model, ASKED, inputs=x) as candidate:
+    with exported(model, ASKED, inputs=random_arrays(model, 1)[model.input.name]) as candidate:
         (source,) = candidate.graphs
         assert (source.engine, source.provider, source.k) == (BACKEND, BACKEND, 2)
         assert pickle.loads(pickle.dumps(source.loader)) == source.loader
