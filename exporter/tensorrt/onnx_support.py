@@ -125,10 +125,9 @@ def _reason(
 ) -> str | None:
     if node.domain not in STANDARD_DOMAINS:
         return f"it does not support the domain {node.domain}"
-    if node.op_type in NO_IMPORTER:
-        return "its ONNX importer does not support the op"
-    if node.op_type in REFUSED_BY[backend.name]:
-        return REFUSED_BY[backend.name][node.op_type]
+    refused = REFUSED_BY[backend.name].get(node.op_type)
+    if node.op_type in NO_IMPORTER or refused is not None:
+        return refused or "its ONNX importer does not support the op"
     if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
         return _quantization(node, constants)
     if node.op_type == "TopK":
