@@ -89,7 +89,7 @@ def _force_exit(console: Console) -> None:
 def _can_continue() -> bool:
     """Returns whether the interrupted command has saved its results in a journal."""
     running = sys.modules.get(f"{__package__}.bench.journal")
-    return running is not None and running.Journal.kept
+    return running is not None and running.Journal.started
 
 
 def _run(console: Console, signals: list[str]) -> None:
@@ -130,6 +130,7 @@ def _run(console: Console, signals: list[str]) -> None:
 def _unexpected(error: Exception) -> tuple[str, str]:
     """Returns the message and the hint for an unexpected exception."""
     errors = _chain(error)
+    plugin = _running_plugin(error)
     for cause in errors:
         traceback.clear_frames(cause.__traceback__)
     from .common.writing import FULL  # imported late to keep --help fast
@@ -153,7 +154,23 @@ def _unexpected(error: Exception) -> tuple[str, str]:
             "raise the limit (ulimit -u, or a container's limit of pids), or use fewer threads: "
             "OMP_NUM_THREADS=1, or --threads 1 if the command has it",
         )
+    if plugin:
+        return (
+            f"{_named(error)} (while the plugin {plugin} was running)",
+            "this is a bug in the plugin or in moexport: --verbose shows where; "
+            "MOEXPORT_PLUGINS=off disables plugins",
+        )
     return _named(error), "this is a bug in moexport: --verbose shows where; please report it"
+
+
+def _running_plugin(error: Exception) -> str:
+    """Returns the package of another author whose plugin was running; empty if there was none."""
+    from .common.registry import foreign_packages
+
+    packages = foreign_packages()
+    frames = (frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = (str(names.get("__name__")).partition(".")[0] for names in frames)
+    return next((packages[name] for name in modules if name in packages), "")
 
 
 def _status(app: Callable[..., object], signals: list[str]) -> object:

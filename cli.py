@@ -26,10 +26,6 @@ COMMANDS = Registry(
             "moexport.commands.export:export",
             30,
             calls=("load", "export"),
-            groups=(
-                "moexport.commands.build:engine_switch",
-                "moexport.commands.build:engine_options",
-            ),
         ),
         Command(
             "build",
@@ -37,7 +33,6 @@ COMMANDS = Registry(
             "moexport build out --compute-capability 8.9 --profile batch=1:8:32",
             "moexport.commands.build:build",
             40,
-            groups=("moexport.commands.build:engine_options",),
         ),
         Command(
             "calibrate",

@@ -148,9 +148,10 @@ def install(*extras: str, index: str | None = None) -> str:
 
 NO_MEMORY = (
     r"failed to map segment|([Cc]an't|[Cc]annot) allocate memory|bad_alloc|bad allocation"
+    r"|[Cc]ould not allocate|[Ff]ailed to allocate memory"
     r"|(error return|NULL) without (exception set|setting an exception)"
 )
-"""Messages of the system's loader, C++ and PyTorch for failed allocations; compiled on use."""
+"""Messages of the system's loader, C++ and libraries for failed allocations; compiled on use."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,7 +16,6 @@ class CallablePackage(ModuleType):
     """A subpackage that can be called as the function of the same name in its `calls`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the function that has the package's name."""
         name = self.__name__.rpartition(".")[2]
         return getattr(import_module(f"{self.__name__}.calls"), name)(*args, **kwargs)
 

@@ -9,39 +9,21 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from ..common.locations import AnyPlace, local
-from ..data.batches import IMAGE, LABEL, Array, Feed, LabelledBatch, Labels, rebatched_pairs
-from ..data.feeds import (
-    LABEL_NAMES,
-    check_classes,
-    checked_labels,
-    fields_of,
-    in_memory,
-    label_names,
-    labelled_batches,
-    npy_array,
-    npz_archive,
-    npz_array,
-    npz_names,
-)
+from ..data.arrays import LABEL_NAMES, label_names, npz_archive, npz_array, npz_names
+from ..data.batches import IMAGE, LABEL, Array, Feed, LabelledBatch, Labels, joined, rebatched_pairs
+from ..data.feeds import check_classes, checked_labels, fields_of, in_memory, named_batches
 from ..data.pixels import SCALES, UNKNOWN, Pixels, check_pixels
 from ..data.shards import IMAGES, shard_batches, shards_of
 from ..data.user_code import names_code
 from ..errors import FeedError, UsageError
-from ..exporter.inputs import (
-    SIZES,
-    Inputs,
-    fitted_arrays,
-    random_arrays,
-    random_inputs,
-    with_axes,
-)
+from ..exporter.checks.accuracy import of_images
+from ..exporter.inputs import SIZES, Inputs, fitted_arrays, random_arrays, with_axes
 from ..exporter.model import Model, TensorSpec
 from .runners.base import first_of
 
@@ -53,7 +35,7 @@ InputsAndLabels = tuple[Inputs, Labels | None]
 class LabelledData:
     """Inputs [samples, ...] and their labels, without which accuracy is unknown.
 
-    `beside` has a model's further inputs by name. `output` is the index of the output that the
+    `others` has a model's other inputs by name. `output` is the index of the output that the
     labels belong to.
     """
 
@@ -61,7 +43,7 @@ class LabelledData:
     labels: Labels | None
     input_name: str = "input"
     label_name: str | None = None
-    beside: Mapping[str, Array] = field(default_factory=dict)
+    others: Mapping[str, Array] = field(default_factory=dict)
     output: int = 0
     skipped: int = 0
     """The number of earlier samples that were left out (`after`)."""
@@ -71,7 +53,6 @@ class LabelledData:
 
     @property
     def samples(self) -> int:
-        """The number of samples."""
         return len(self)
 
     @property
@@ -81,21 +62,23 @@ class LabelledData:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of inputs and labels: a sweep only continues with the same data."""
-        return fingerprint(self.inputs, self.labels, *self.beside.values())
+        return fingerprint(self.inputs, self.labels, *self.others.values())
 
     def head(self, count: int) -> LabelledData:
         """Returns the first `count` samples, or all if there are fewer."""
-        labels = None if self.labels is None else self.labels[:count]
-        beside = {name: array[:count] for name, array in self.beside.items()}
-        return replace(self, inputs=self.inputs[:count], labels=labels, beside=beside)
+        return self._between(0, count)
 
     def after(self, count: int) -> LabelledData:
         """Returns all but the first `count` samples."""
-        labels = None if self.labels is None else self.labels[count:]
-        beside = {name: array[count:] for name, array in self.beside.items()}
-        skipped = self.skipped + count
+        return self._between(count, None)
+
+    def _between(self, start: int, end: int | None) -> LabelledData:
         return replace(
-            self, inputs=self.inputs[count:], labels=labels, beside=beside, skipped=skipped
+            self,
+            inputs=self.inputs[start:end],
+            labels=None if self.labels is None else self.labels[start:end],
+            others={name: array[start:end] for name, array in self.others.items()},
+            skipped=self.skipped + start,
         )
 
     def stream(self, size: int, limit: int | None = None) -> Iterator[InputsAndLabels]:
@@ -115,15 +98,15 @@ class LabelledData:
 
     def _rows(self, rows: slice | Array) -> Inputs:
         main = np.ascontiguousarray(self.inputs[rows])
-        if not self.beside:
+        if not self.others:
             return main
-        beside = {name: np.ascontiguousarray(array[rows]) for name, array in self.beside.items()}
-        return {self.input_name: main, **beside}
+        others = {name: np.ascontiguousarray(array[rows]) for name, array in self.others.items()}
+        return {self.input_name: main, **others}
 
     @property
     def feed(self) -> Feed:
         """The inputs as a feed; several inputs by name."""
-        return [{self.input_name: self.inputs, **self.beside}] if self.beside else self.inputs
+        return [{self.input_name: self.inputs, **self.others}] if self.others else self.inputs
 
     def check_classes(self, classes: int) -> None:
         """Raises FeedError unless every label is a class of a model with `classes` outputs."""
@@ -146,18 +129,18 @@ def load_groups(data: Path | Mapping[str, Any], name: str, samples: int) -> Arra
 
     Raises FeedError if it is missing or invalid.
     """
-    held = in_memory(data) if isinstance(data, Mapping) else None
-    names = npz_names(Path(str(data))) if held is None else [*held]
-    path = data if held is None else "the data"
+    names = [*data] if isinstance(data, Mapping) else npz_names(data)
+    where = "the data" if isinstance(data, Mapping) else data
     if name not in names:
         raise FeedError(
-            f"{path} has no array '{name}' to group the inputs by",
+            f"{where} has no array '{name}' to group the inputs by",
             hint=f"it contains {', '.join(names)}",
         )
-    groups = npz_array(Path(str(data)), name) if held is None else np.asarray(held[name])
+    given = in_memory(data)[name] if isinstance(data, Mapping) else npz_array(data, name)
+    groups = np.asarray(given)
     if groups.shape != (samples,) or groups.dtype.kind not in "biuU":
         raise FeedError(
-            f"{path}: array '{name}' is {groups.dtype} of shape {groups.shape}; subgroups are a "
+            f"{where}: array '{name}' is {groups.dtype} of shape {groups.shape}; subgroups are a "
             f"number or a string for each of the {samples} inputs",
             hint="for one group and the rest, save True for its inputs and False for the others",
         )
@@ -207,7 +190,6 @@ class Streamed:
         return replace(self, pairs=pairs, samples=samples, skipped=self.skipped + count)
 
     def head(self, count: int) -> LabelledData:
-        """Returns the first `count` samples, or all if there are fewer."""
         for inputs, labels in self.stream(count, count):
             x = first_of(inputs)
             return LabelledData(
@@ -216,7 +198,6 @@ class Streamed:
         raise FeedError("the data contain no samples", hint="give at least one input")
 
     def stream(self, size: int, limit: int | None = None) -> Iterator[InputsAndLabels]:
-        """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
         return rebatched_pairs(self.pairs(), size, limit)
 
 
@@ -237,23 +218,22 @@ def labelled(
 
     If the data are None, they are random, with these `sizes` of dynamic axes.
     """
+    name = model.input.name
     if not isinstance(data, LabelledData | Streamed):
         data = in_memory(data)
-    if isinstance(data, Mapping):
-        data = _from_dict(data, model)
-    if len(model.inputs) > 1 and not isinstance(data, LabelledData | Streamed):
-        return several_inputs(data, model, max(batch, RANDOM_INPUTS), sizes)
-    if isinstance(data, str | Path):
-        labelled = open_labelled(str(data), model.input, pixels, output_names(model))
-        return _with_omitted_axis(labelled, model.input)
-    if pixels is not None:
-        raise UsageError(
-            f"--pixels {pixels}: the data are not a folder of images", hint="give one with --data"
-        )
+    if pixels is not None and not isinstance(data, str | Path):
+        check_pixels(pixels, given=False)
     if data is None:
-        data = random_inputs(model, max(batch, RANDOM_INPUTS), {**SIZES, **sizes})
-    if isinstance(data, np.ndarray):
-        data = LabelledData(data, None, model.input.name)
+        arrays = random_arrays(model, max(batch, RANDOM_INPUTS), {**SIZES, **sizes})
+        data = LabelledData(arrays.pop(name), None, name, others=arrays)
+    elif isinstance(data, Mapping):
+        data = _whole(data, model)
+    elif isinstance(data, str | Path | np.ndarray) and len(model.inputs) > 1:
+        data = several_inputs(data, model)
+    elif isinstance(data, str | Path):
+        data = open_labelled(str(data), model.input, pixels, output_names(model))
+    elif isinstance(data, np.ndarray):
+        data = LabelledData(data, None, name)
     if not isinstance(data, LabelledData | Streamed):
         raise FeedError(
             f"--data: a {type(data).__name__} cannot be read as labelled inputs",
@@ -273,24 +253,25 @@ def ids_of(
     return place
 
 
-def _from_dict(data: Mapping[str, Array], model: Model) -> LabelledData:
-    """Returns a dict of arrays by input name, with labels, as data."""
-    names = [spec.name for spec in model.inputs]
-    known = label_names(names, output_names(model))
-    fields = fields_of(data, names, output_names(model))
-    labels = fields.pop(LABEL, None)
-    inputs = {name: _finite(array, name, "the data") for name, array in fields.items()}
+def _whole(data: Path | Mapping[str, Array], model: Model) -> LabelledData:
+    """Returns the arrays of an `.npz` or a dict by input name, with labels, as data."""
+    names, outputs = [spec.name for spec in model.inputs], output_names(model)
+    if isinstance(data, Path):
+        label = npz_archive(data, names[0], names[1:], outputs).label
+    else:
+        label = next((name for name in label_names(names, outputs) if name in data), None)
+    inputs = joined([*named_batches(data, names, labelled=True, outputs=outputs)])
+    labels = inputs.pop(LABEL, None)
     if len(names) > 1:
         inputs = fitted_arrays(inputs, model)
     main = inputs.pop(names[0])
-    label = next((name for name in known if name in data), None)
     return LabelledData(
-        inputs=main,
+        inputs=main if inputs else _finite(main, names[0], "the data"),
         labels=labels,
         input_name=names[0],
         label_name=label,
-        beside=inputs,
-        output=_labelled_output(label, output_names(model)),
+        others=inputs,
+        output=_labelled_output(label, outputs),
     )
 
 
@@ -327,49 +308,23 @@ def _labelled_output(label: str | None, outputs: Sequence[str]) -> int:
     return outputs.index(label) if label in outputs else 0
 
 
-def several_inputs(
-    data: str | Path | Array | None, model: Model, count: int, sizes: Mapping[str, int] = SIZES
-) -> LabelledData:
-    """Returns data for a model with several inputs; `count` random inputs if the data are None.
+def several_inputs(data: str | Path | Array, model: Model) -> LabelledData:
+    """Returns data for a model with several inputs.
 
     An `.npz` has arrays with the inputs' names, and `label`; missing inputs have defaults. Raises
     FeedError for a file that is invalid or does not fit.
     """
-    name, labels, output = model.input.name, None, 0
-    if data is None:
-        arrays = random_arrays(model, count, {**SIZES, **sizes})
-    elif isinstance(data, np.ndarray):
-        arrays = fitted_arrays(data, model)
-    else:
-        path = local(data)
-        if path.suffix != ".npz" or not path.is_file():
-            raise FeedError(
-                f"{path}: not an .npz file",
-                hint=f"a model with several inputs is measured on an .npz with '{name}', and "
-                "optionally 'label'",
-            )
-        known = [spec.name for spec in model.inputs]
-        held = npz_archive(path, name, known[1:], output_names(model))
-        output = _labelled_output(held.label, output_names(model))
-        inputs = {
-            npz_name: npz_array(path, npz_name) for npz_name in npz_names(path) if npz_name in known
-        }
-        arrays = fitted_arrays({name: npz_array(path, held.inputs)} | inputs, model)
-        if held.label is not None:
-            where, ids = f"{path}: array '{held.label}'", arrays[name]
-            classes = npz_array(path, held.label)
-            labels = checked_labels(
-                classes, ids.dtype, ids.shape, where, f"'{held.inputs}'", whole=True
-            )
-    main = arrays.pop(name)
-    return LabelledData(
-        inputs=main,
-        labels=labels,
-        input_name=name,
-        label_name=LABEL_NAMES[0],
-        beside=arrays,
-        output=output,
-    )
+    name = model.input.name
+    if isinstance(data, np.ndarray):
+        return _whole({name: data}, model)
+    path = local(data)
+    if path.suffix != ".npz" or not path.is_file():
+        raise FeedError(
+            f"{path}: not an .npz file",
+            hint=f"a model with several inputs is measured on an .npz with '{name}', and "
+            "optionally 'label'",
+        )
+    return _whole(path, model)
 
 
 def open_labelled(
@@ -384,11 +339,11 @@ def open_labelled(
     `pixels` is missing for images or given for other data.
     """
     shards = shards_of(where)
-    if shards is not None and (pixels is not None or holds_images(shards)):
-        return image_shards(where, shards, spec, pixels)
+    if shards is not None and (pixels is not None or of_images(where)):
+        return _image_shards(where, shards, spec, pixels)
     path = local(where) if shards is None else Path(where)
     if shards is None and path.is_dir() and not any(path.glob("*.npy")):
-        return image_folder(path, spec, pixels)
+        return _image_folder(path, spec, pixels)
     if pixels is not None:
         raise UsageError(
             f"--pixels {pixels}: {where} is not a folder of images",
@@ -399,18 +354,18 @@ def open_labelled(
             raise FeedError(
                 f"{path}: no such file", hint="give an .npz file with inputs and labels"
             )
-        held = npz_archive(path, spec.name, outputs=outputs)
-        pairs = partial(_pairs, where, held.inputs, outputs)
-        samples = held.header.shape[0]
+        archive = npz_archive(path, spec.name, outputs=outputs)
+        pairs = partial(_pairs, where, archive.inputs, outputs)
+        samples = archive.header.shape[0]
         if samples == 0 or next(pairs(), None) is None:
-            raise FeedError(f"{path}: array '{held.inputs}' contains no samples")
+            raise FeedError(f"{path}: array '{archive.inputs}' contains no samples")
         return Streamed(
             pairs=pairs,
             samples=samples,
-            labelled=held.label is not None,
-            fingerprint=held.digest,
-            input_name=held.inputs,
-            output=_labelled_output(held.label, outputs),
+            labelled=archive.label is not None,
+            fingerprint=archive.digest,
+            input_name=archive.inputs,
+            output=_labelled_output(archive.label, outputs),
         )
     # For a folder of arrays, or code, only the first batch shows what the data are.
     nothing = FeedError(f"{where} yields no batches", hint="yield (inputs, labels) batches")
@@ -435,11 +390,11 @@ def _from_first_batch(
 
 def _pairs(where: str, name: str, outputs: Sequence[str] = ()) -> Iterator[LabelledBatch]:
     """Yields the inputs called `name`, with floats as FP32, and their labels."""
-    for inputs, labels in labelled_batches(where, name, outputs):
-        yield _finite(inputs, name, where), labels
+    for batch in named_batches(where, [name], labelled=True, outputs=outputs):
+        yield _finite(batch[name], name, where), batch.get(LABEL)
 
 
-def image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed:
+def _image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed:
     """Returns the images of one folder per class; class i is the i-th folder by name.
 
     Images of the model's size are used unchanged. Others are resized so that CROP of the shorter
@@ -447,7 +402,7 @@ def image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed
     Raises FeedError naming a file that is not an image.
     """
     files = _image_files(folder)
-    scale = image_scale(f"{folder} is a folder of images", spec, pixels)
+    scale = _image_scale(f"{folder} is a folder of images", spec, pixels)
 
     def pairs() -> Iterator[LabelledBatch]:
         for start in range(0, len(files), BATCH):
@@ -462,7 +417,7 @@ def image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed
     return Streamed(pairs, len(files), labelled=True, fingerprint=digest.hexdigest())
 
 
-def image_scale(where: str, spec: TensorSpec, pixels: str | None) -> Pixels:
+def _image_scale(where: str, spec: TensorSpec, pixels: str | None) -> Pixels:
     """Returns the scale of images; UsageError if it is missing or the model takes no images."""
     if len(spec.shape) != 4 or not all(isinstance(size, int) for size in spec.shape[1:]):
         raise UsageError(
@@ -479,19 +434,14 @@ def image_scale(where: str, spec: TensorSpec, pixels: str | None) -> Pixels:
     return cast(Pixels, pixels)
 
 
-def holds_images(shards: Sequence[AnyPlace]) -> bool:
-    """Returns whether the first sample of the shards is an image."""
-    return any(IMAGE in fields for _, fields in islice(shard_batches(shards, npy_array), 1))
-
-
-def image_shards(
+def _image_shards(
     where: str, shards: Sequence[AnyPlace], spec: TensorSpec, pixels: str | None
 ) -> Streamed:
-    """Returns the images of shards and their classes, read as in `image_folder`."""
-    scale = image_scale(f"{where} contains images", spec, pixels)
+    """Returns the images of shards and their classes, read as in `_image_folder`."""
+    scale = _image_scale(f"{where} contains images", spec, pixels)
 
     def pairs() -> Iterator[LabelledBatch]:
-        for place, fields in shard_batches(shards, npy_array):
+        for place, fields in shard_batches(shards):
             if IMAGE not in fields:
                 raise FeedError(f"{place} has a sample without an image", hint="leave --pixels out")
             files = ((io.BytesIO(data), f"{place}: an image") for data in fields[IMAGE])

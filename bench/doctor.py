@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ForeignEngineError, MissingExtraError, PluginError, install
@@ -58,7 +57,6 @@ class Diagnosis:
     plugins: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the diagnosis as plain data."""
         return asdict(self)
 
 
@@ -77,29 +75,17 @@ def diagnose(required: Iterable[Requirement]) -> Diagnosis:
     return Diagnosis(abilities, environment(), outside, (*plugins, *troubles()))
 
 
-def in_onnx_runtime(name: str, provider: str) -> Requirement:
-    """Returns the requirement of an ONNX Runtime provider: a name in `session.PROVIDERS`."""
-    return Requirement(name, partial(_serves, provider))
-
-
-def replays_cuda_graphs(name: str) -> Requirement:
-    """Returns the requirement for replaying repeated runs as CUDA graphs."""
-    return Requirement(name, _replays)
-
-
 def installed(name: str, package: str, title: str, extra: str) -> Requirement:
     """Returns the requirement of a package that an extra of moexport installs."""
-    return Requirement(name, partial(_installed_version, package, title, extra))
 
+    def version(_: Gpu | None) -> str:
+        from ..common.environment import versions
 
-def builds(backend: str, title: str) -> Requirement:
-    """Returns the requirement for compiling engines of a TensorRT backend."""
-    return Requirement(f"build {title} engines", partial(_builds, backend))
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(f"{title} is not installed", hint=install(extra))
+        return f"{title} {versions((package,)).get(package, '')}".rstrip()
 
-
-def runs(backend: str, title: str) -> Requirement:
-    """Returns the requirement for running engines of a TensorRT backend."""
-    return Requirement(f"run {title} engines", partial(_runs, backend))
+    return Requirement(name, version)
 
 
 def _exports(gpu: Gpu | None) -> str:
@@ -115,7 +101,8 @@ def _exports(gpu: Gpu | None) -> str:
     return "PyTorch traces, ONNX Runtime checks parity"
 
 
-def _serves(provider: str, gpu: Gpu | None) -> str:
+def has_provider(provider: str, gpu: Gpu | None) -> str:
+    """Checks for an ONNX Runtime provider: a name in `session.PROVIDERS`."""
     from ..common.onnx_runtime import ort
     from ..exporter.session import CPU, PROVIDERS, TENSORRT
 
@@ -127,32 +114,25 @@ def _serves(provider: str, gpu: Gpu | None) -> str:
     if not cpu and not gpu:
         raise MissingExtraError(f"{provider} is installed, but there is no NVIDIA GPU")
     if provider == TENSORRT:
-        from ..exporter.tensorrt.ort_provider import (
-            load_libraries,  # imported late: the module loads everything that builds engines
-        )
+        # Imported late: the module loads everything that builds engines.
+        from ..exporter.tensorrt.ort_provider import load_libraries
 
         load_libraries()
     return f"ONNX Runtime {ort.__version__}, {provider}"
 
 
-def _replays(gpu: Gpu | None) -> str:
+def replays_cuda_graphs(gpu: Gpu | None) -> str:
+    """Checks whether repeated runs are replayed as CUDA graphs."""
     from ..exporter.bundle.gpu_runs import UNCAPTURED
 
-    _serves("cuda", gpu)
+    has_provider("cuda", gpu)
     return (
         f"repeated shapes and k; not the lowerings {', '.join(UNCAPTURED)}, which wait for the CPU"
     )
 
 
-def _installed_version(package: str, title: str, extra: str, gpu: Gpu | None) -> str:
-    from ..common.environment import versions
-
-    if importlib.util.find_spec(package) is None:
-        raise MissingExtraError(f"{title} is not installed", hint=install(extra))
-    return f"{title} {versions((package,)).get(package, '')}".rstrip()
-
-
-def _builds(name: str, gpu: Gpu | None) -> str:
+def builds_engines(name: str, gpu: Gpu | None) -> str:
+    """Checks for the compiler of a TensorRT backend."""
     from ..exporter.tensorrt.backends import BACKENDS
 
     backend = BACKENDS[name]
@@ -165,7 +145,8 @@ def _builds(name: str, gpu: Gpu | None) -> str:
     return _on(backend, gpu)
 
 
-def _runs(name: str, gpu: Gpu | None) -> str:
+def runs_engines(name: str, gpu: Gpu | None) -> str:
+    """Checks for the runtime of a TensorRT backend."""
     from ..exporter.tensorrt.backends import BACKENDS
     from ..exporter.tensorrt.cuda import driver_problem, runtime
 

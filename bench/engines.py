@@ -23,15 +23,17 @@ from .doctor import (
     Ability,
     Diagnosis,
     Requirement,
-    builds,
+    builds_engines,
     diagnose,
-    in_onnx_runtime,
+    has_provider,
     installed,
     replays_cuda_graphs,
-    runs,
+    runs_engines,
 )
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ..common.console import Progress
     from ..exporter.tensorrt.backends import Gpu
     from .runners.base import GraphFile, Loader, ModelRun, Runner
@@ -44,8 +46,6 @@ PYTORCH_STACKED = "pytorch-stacked"
 PYTORCH_GROUPED_MM = "pytorch-grouped-mm"
 PYTORCH_EXPERTS_EAGER = "pytorch-experts-eager"
 ONNXRUNTIME = "onnxruntime"
-TENSORRT = "tensorrt"
-TENSORRT_RTX = "tensorrt-rtx"
 TRANSFORMERS_ONNX = "transformers-onnx"
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -128,47 +128,40 @@ def _ability(requirement: Requirement) -> Ability:
 # --- loaders -------------------------------------------------------------------------------------
 
 
-def _eager(run: ModelRun) -> Runner:
-    from .runners.expert_forms import in_half
-    from .runners.pytorch import runner_on
+def _in_pytorch(module: nn.Module, run: ModelRun) -> Runner:
+    from .runners.pytorch import in_precision, runner_on
 
-    model = run.model
-    module = model.untouched if run.precision == "fp32" else in_half(model.untouched)
-    return runner_on(run.provider, run.precision)(module, model.inputs, model.host)
+    runner = runner_on(run.provider, run.precision)
+    return runner(in_precision(module, run.precision), run.model.inputs, run.model.host)
+
+
+def _eager(run: ModelRun) -> Runner:
+    return _in_pytorch(run.model.untouched, run)
 
 
 def _compiled(run: ModelRun) -> Runner:
-    from .runners.expert_forms import in_half
-    from .runners.pytorch import CompiledPyTorch, runner_on
+    from .runners.pytorch import CompiledPyTorch, in_precision, runner_on
 
-    module = run.model.untouched
-    module = module if run.precision == "fp32" else in_half(module)
+    module = in_precision(run.model.untouched, run.precision)
     return CompiledPyTorch(module, run.batches, runner_on(run.provider, run.precision))
 
 
 def _stacked(form: Any, run: ModelRun) -> Runner:
-    from .runners.expert_forms import in_half, in_stacked_form
-    from .runners.pytorch import runner_on
+    from .runners.expert_forms import in_stacked_form
 
-    module = in_stacked_form(run.model, form)
-    module = module if run.precision == "fp32" else in_half(module)
-    return runner_on(run.provider, run.precision)(module, run.model.inputs, run.model.host)
+    return _in_pytorch(in_stacked_form(run.model, form), run)
 
 
 def _algorithm_2(run: ModelRun) -> Runner:
     from .runners.pytorch import runner_on, with_algorithm_1
 
     k = run.k_by_layer or run.k
-    kept = with_algorithm_1(run.model, k, "selected", renormalize=run.renormalize)
-    return runner_on(run.provider)(kept.module)
+    looped = with_algorithm_1(run.model, k, "selected", renormalize=run.renormalize)
+    return runner_on(run.provider)(looped.module)
 
 
 def _experts(form: str, run: ModelRun) -> Runner:
-    from .runners.pytorch import runner_on
-
-    model = run.model
-    module = model.host.in_form(model, run.k_by_layer, form)
-    return runner_on(run.provider)(module, model.inputs, model.host)
+    return _in_pytorch(run.model.host.in_form(run.model, run.k_by_layer, form), run)
 
 
 def _onnxruntime(provider: str, graph: GraphFile, *, parts: bool = True) -> Loader:
@@ -242,16 +235,10 @@ def _has_triton(gpu: Gpu | None) -> str:
     return f"Triton, with {description}"
 
 
-def _has_runtime(runtime: str, gpu: Gpu | None) -> str:
-    from ..exporter.bundle.runtimes import RUNTIMES
-
-    return RUNTIMES[runtime].state()
-
-
 IN_TORCH = Requirement("run in PyTorch", _has_torch)
 IN_TORCH_CUDA = Requirement("run in PyTorch on CUDA", _has_cuda)
 IN_TRANSFORMERS = installed("run in transformers", "transformers", "transformers", "transformers")
-ON_CPU = in_onnx_runtime("run on CPU", "cpu")
+ON_CPU = Requirement("run on CPU", partial(has_provider, "cpu"))
 
 
 # --- the list ------------------------------------------------------------------------------------
@@ -295,26 +282,43 @@ def _on_cuda(engine: ModelEngine, **changes: Any) -> ModelEngine:
     return replace(engine, **(on_gpu | changes))
 
 
+_EXPERTS_FORM = ModelEngine(
+    name=PYTORCH_GROUPED_MM,
+    title="PyTorch, grouped_mm",
+    requires=(IN_TORCH, IN_TRANSFORMERS),
+    extra="transformers",
+    serves="transformers",
+    loader=partial(_experts, "grouped_mm"),
+    experts_form="grouped_mm",
+)
+
+
+def _tensorrt_engine(backend: Target, title: str, extra: str) -> GraphEngine:
+    return GraphEngine(
+        name=backend,
+        title=title,
+        provider=backend,
+        requires=(
+            Requirement(f"build {title} engines", partial(builds_engines, backend)),
+            Requirement(f"run {title} engines", partial(runs_engines, backend)),
+        ),
+        extra=extra,
+        serves="one-input",
+        loader=partial(_tensorrt, backend),
+        target=backend,
+    )
+
+
 _KINDS: tuple[EngineKind, ...] = (
     _EAGER,
     _COMPILED,
     _STACKED,
     _LOOP,
-    ModelEngine(
-        name=PYTORCH_GROUPED_MM,
-        title="PyTorch, grouped_mm",
-        requires=(IN_TORCH, IN_TRANSFORMERS),
-        extra="transformers",
-        serves="transformers",
-        loader=partial(_experts, "grouped_mm"),
-        experts_form="grouped_mm",
-    ),
-    ModelEngine(
+    _EXPERTS_FORM,
+    replace(
+        _EXPERTS_FORM,
         name=PYTORCH_EXPERTS_EAGER,
         title="PyTorch, eager experts",
-        requires=(IN_TORCH, IN_TRANSFORMERS),
-        extra="transformers",
-        serves="transformers",
         loader=partial(_experts, "eager"),
         experts_form="eager",
     ),
@@ -340,8 +344,8 @@ _KINDS: tuple[EngineKind, ...] = (
         title="ONNX Runtime",
         provider="cuda",
         requires=(
-            in_onnx_runtime("run on CUDA", "cuda"),
-            replays_cuda_graphs("replay CUDA graphs"),
+            Requirement("run on CUDA", partial(has_provider, "cuda")),
+            Requirement("replay CUDA graphs", replays_cuda_graphs),
         ),
         extra="gpu",
         loader=partial(_onnxruntime, "cuda"),
@@ -351,7 +355,9 @@ _KINDS: tuple[EngineKind, ...] = (
         name=f"{ONNXRUNTIME}-tensorrt",
         title="ONNX Runtime",
         provider="tensorrt",
-        requires=(in_onnx_runtime("run on ONNX Runtime's TensorRT", "tensorrt"),),
+        requires=(
+            Requirement("run on ONNX Runtime's TensorRT", partial(has_provider, "tensorrt")),
+        ),
         extra="gpu",
         serves="one-input",
         loader=partial(_onnxruntime, "tensorrt"),
@@ -360,26 +366,8 @@ _KINDS: tuple[EngineKind, ...] = (
 )
 
 _ENGINES: tuple[EngineKind, ...] = (
-    GraphEngine(
-        name=TENSORRT,
-        title="TensorRT",
-        provider=TENSORRT,
-        requires=(builds(TENSORRT, "TensorRT"), runs(TENSORRT, "TensorRT")),
-        extra="tensorrt",
-        serves="one-input",
-        loader=partial(_tensorrt, TENSORRT),
-        target="tensorrt",
-    ),
-    GraphEngine(
-        name=TENSORRT_RTX,
-        title="TensorRT-RTX",
-        provider=TENSORRT_RTX,
-        requires=(builds(TENSORRT_RTX, "TensorRT-RTX"), runs(TENSORRT_RTX, "TensorRT-RTX")),
-        extra="rtx",
-        serves="one-input",
-        loader=partial(_tensorrt, TENSORRT_RTX),
-        target="tensorrt-rtx",
-    ),
+    _tensorrt_engine("tensorrt", "TensorRT", "tensorrt"),
+    _tensorrt_engine("tensorrt-rtx", "TensorRT-RTX", "rtx"),
     GraphEngine(
         name=TRANSFORMERS_ONNX,
         title="OnnxExporter of transformers",
@@ -433,7 +421,7 @@ def _of_runtime(name: str) -> GraphEngine:
     return GraphEngine(
         name=name,
         title=title,
-        requires=(Requirement(f"run in {title}", partial(_has_runtime, name)),),
+        requires=(Requirement(f"run in {title}", lambda _: RUNTIMES[name].state()),),
         extra=extra,
         loader=partial(_in_runtime, name),
         target=target,
@@ -461,13 +449,10 @@ def titles() -> Mapping[str, str]:
 
 
 @functools.cache
-def _by_row() -> dict[tuple[str, str], EngineKind]:
-    return {(kind.engine, kind.provider): kind for kind in KINDS.values()}
-
-
 def engine_of(engine: str, provider: str | None) -> EngineKind | None:
     """Returns the engine of a row; None if it is unknown."""
-    return _by_row().get((engine, provider or "cpu"))
+    row = engine, provider or "cpu"
+    return next((kind for kind in KINDS.values() if (kind.engine, kind.provider) == row), None)
 
 
 def requirements() -> tuple[Requirement, ...]:

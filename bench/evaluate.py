@@ -92,9 +92,9 @@ def wrong(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None
 
 @dataclass(frozen=True, slots=True)
 class EvaluationState:
-    """The state of an evaluation: samples seen, sums of the unmodified model and of all cases."""
+    """The state of an evaluation: its samples, sums of the unmodified model and of all cases."""
 
-    seen: int = 0
+    samples: int = 0
     untouched: QualitySums = field(default_factory=QualitySums)
     sums: dict[str, QualitySums] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class EvaluationState:
         `routing` is None if there is nothing to compare: in PyTorch, or if all experts are kept.
         """
         sums, base = self.sums[case.label], self.untouched
-        by_class = sums.top_k.accuracy(base.top_k) if sums.top_k.seen else None
+        by_class = sums.top_k.accuracy(base.top_k) if sums.top_k.samples else None
         return {
             "accuracy": by_class or sums.answers.accuracy(base.answers),
             "regression": sums.answers.regression(),
@@ -121,7 +121,7 @@ class EvaluationState:
         for label, more in later.sums.items():
             sums[label] = sums.get(label, QualitySums()) + more
         return EvaluationState(
-            self.seen + later.seen,
+            self.samples + later.samples,
             self.untouched + later.untouched,
             sums,
             later.failures | self.failures,
@@ -159,11 +159,11 @@ def evaluate(
             f" of {total - total % only} inputs: {total % only} more do not fill a batch of {only}"
         )
     progress.step(what, total=total or limit)
-    progress.advance(state.seen)
+    progress.advance(state.samples)
     done, saved = 0, time.monotonic()
     for size, after in batches:
         done += size
-        if done <= state.seen:
+        if done <= state.samples:
             continue
         state = after(state)
         progress.advance(size)
@@ -203,59 +203,55 @@ def _batches(
 ) -> Iterator[tuple[int, Callable[[EvaluationState], EvaluationState]]]:
     """Yields the size of each batch of an evaluation, and a function that adds it to a state."""
     model, name = candidate.model, candidate.name
-    base = untouched(model)
+    keys = {case: _reference_key(case, candidate) for case in runners}
     references: dict[ReferenceKey, PyTorch] = {}
-    for case in runners:
-        key, own = _reference_key(case, candidate), candidate.of(case)
-        if key not in references and _has_own_reference(case, own):
+    for case, key in keys.items():
+        own = candidate.of(case)
+        if key is not None and key not in references and _has_own_reference(case, own):
             references[key] = reference_of(own, case.k)
     first = data.head(1)
     if not len(first):
         raise FeedError("the data contain no samples", hint="give at least one input")
     only, most = candidate.only_batch, sys.maxsize if limit is None else limit
-    if only is not None and (held := min(most, len(data.head(only)))) < only:
+    if only is not None and (found := min(most, len(data.head(only)))) < only:
         raise FeedError(
-            f"{name} only runs batches of {only} inputs, but the data have {held}",
+            f"{name} only runs batches of {only} inputs, but the data have {found}",
             hint=f"give {only} inputs or more",
         )
-    rows = only or candidate.model.batch_of
-    output = data.output
-    nbytes = outputs_of(base, first.batch(0, rows), name, output).nbytes // rows
+    evaluator = _Evaluator(
+        runners=runners,
+        keys=keys,
+        references=references,
+        base=untouched(model),
+        name=name,
+        predicts_tokens=len(model.inputs) == 1 or model.host.benchmark(model) is not None,
+        vocabulary=model.input.below,
+        output=data.output,
+    )
+    rows = only or model.batch_of
+    nbytes = evaluator.untouched_outputs(first.batch(0, rows)).nbytes // rows
     fitting = max(1, OUTPUT_BYTES // max(1, nbytes))
-    predicts_tokens = len(model.inputs) == 1 or model.host.benchmark(model) is not None
-    scorer = _Scorer(predicts_tokens, model.input.below, output)
-    keys = {case: _reference_key(case, candidate) for case in runners}
-
-    def after(state: EvaluationState, inputs: Inputs, labels: Labels | None) -> EvaluationState:
-        x = np.ascontiguousarray(inputs) if isinstance(inputs, np.ndarray) else inputs
-        dense = outputs_of(base, x, name, output)
-        return _after(state, runners, dense, references, keys, x, labels, scorer)
-
     for inputs, labels in data.stream(only or min(batch, fitting), limit):
         # Results that depend on the batch are only comparable for whole batches.
         if only in (None, len(first_of(inputs))):
-            yield len(first_of(inputs)), partial(after, inputs=inputs, labels=labels)
+            yield len(first_of(inputs)), partial(evaluator.after, inputs=inputs, labels=labels)
 
 
 ReferenceKey = tuple[str, int]
 """The key of a reference: the bundle if its model is edited, and k."""
 
 
-def _reference_key(case: Case, candidate: Candidate) -> ReferenceKey:
+def _reference_key(case: Case, candidate: Candidate) -> ReferenceKey | None:
+    """Returns the key of a case's reference; None if it runs the model as it was trained."""
+    kind = engine_of(case.engine, case.provider)
+    if isinstance(kind, ModelEngine) and kind.untouched:
+        return None
     own = candidate.of(case)
     return "" if own is candidate else own.name, case.k
 
 
-def _is_untouched(case: Case) -> bool:
-    """Returns whether a case runs the model as it was trained."""
-    kind = engine_of(case.engine, case.provider)
-    return isinstance(kind, ModelEngine) and kind.untouched
-
-
 def _has_own_reference(case: Case, candidate: Candidate) -> bool:
     """Returns whether a case computes a model other than the unmodified one."""
-    if _is_untouched(case):
-        return False
     layers = candidate.model.layers
     fewer = any(k < layers[n].spec.experts for n, k in candidate.k_by_layer(case.k).items())
     edited = bool(candidate.model.edits)
@@ -263,105 +259,97 @@ def _has_own_reference(case: Case, candidate: Candidate) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scorer:
-    """How outputs are scored: by the class of an input or token, or by the predicted tokens.
+class _Evaluator:
+    """Runs and scores batches: by the class of an input or token, or by the predicted tokens.
 
+    `keys` has the key of each case's reference, None for the unmodified model, `base`.
     `predicts_tokens`: the outputs predict the next tokens, out of `vocabulary` if the model
     defines it. `output` is the index of the scored output.
     """
 
+    runners: Mapping[Case, Runner]
+    keys: Mapping[Case, ReferenceKey | None]
+    references: Mapping[ReferenceKey, PyTorch]
+    base: PyTorch
+    name: str
     predicts_tokens: bool
     vocabulary: int | None
     output: int
 
-    def scores(self, outputs: Array, x: Array, labels: Labels | None) -> Array | SequenceLosses:
+    def untouched_outputs(self, x: Inputs) -> Array:
+        """Returns the unmodified model's outputs; FeedError if it cannot run the inputs."""
+        return outputs_of(self.base, x, self.name, self.output)
+
+    def after(
+        self, state: EvaluationState, inputs: Inputs, labels: Labels | None
+    ) -> EvaluationState:
+        x = np.ascontiguousarray(inputs) if isinstance(inputs, np.ndarray) else inputs
+        main, dense = first_of(x), self.untouched_outputs(x)
+        ids = main if main.dtype.kind in "iu" and main.ndim == 2 else None
+        if labels is not None and labels.ndim == 1 and per_output(dense, labels) is None:
+            check_classes(labels, dense.shape[-1], "the data", first=state.samples)
+        base_scores = self._scores(dense, ids, labels)
+        expected: dict[ReferenceKey | None, Expected] = {
+            key: each.with_routing(x, self.output) for key, each in self.references.items()
+        }
+        sums, failures = dict(state.sums), dict(state.failures)
+        for case, runner in self.runners.items():
+            if case.label in failures:
+                continue
+            reference = expected.get(self.keys[case]) or Expected(dense, {}, {})
+            try:
+                actual = runner.infer(x, self.output)
+                chosen = runner.selected(x) if reference.chosen else None
+                routing = RoutingOverlap()
+                if chosen is not None:  # compared in the layers that choose in PyTorch
+                    chosen = {n: s for n, s in chosen.items() if n in reference.chosen}
+                    # FP32's ties at every precision: other differences count against it.
+                    routing = RoutingOverlap.of(chosen, reference.chosen, reference.margins, TIE)
+                same_choices = _same_choices(chosen, reference, actual.shape)
+                scores = self._scores(actual, ids, labels)
+                own = replace(
+                    _score(scores, labels, base_scores, ids),
+                    routing=routing,
+                    parity=ParityStatistics.of(actual, reference.outputs, same_choices),
+                )
+            except Exception as error:  # noqa: BLE001  recorded in the row; the other cases continue
+                failures[case.label] = one_line(error)
+            else:
+                sums[case.label] = sums.get(case.label, QualitySums()) + own
+        base = state.untouched + _score(base_scores, labels, base_scores, ids)
+        return EvaluationState(state.samples + len(main), base, sums, failures)
+
+    def _scores(
+        self, outputs: Array, ids: Array | None, labels: Labels | None
+    ) -> Array | SequenceLosses:
         """Returns the scored values: outputs, or the losses of the tokens that they predict."""
-        ids = x.dtype.kind in "iu" and x.ndim == 2
-        tokens = ids and outputs.ndim == 3 and (labels is None or labels.ndim == 2)
-        if tokens and self.predicts_tokens and self.vocabulary in (None, outputs.shape[-1]):
-            return SequenceLosses.of(outputs, x, labels)
+        tokens = outputs.ndim == 3 and (labels is None or labels.ndim == 2)
+        known = self.vocabulary in (None, outputs.shape[-1])
+        if ids is not None and tokens and self.predicts_tokens and known:
+            return SequenceLosses.of(outputs, ids, labels)
         return outputs
 
-    def score(
-        self,
-        scores: Array | SequenceLosses,
-        labels: Labels | None,
-        base: Array | SequenceLosses,
-        *,
-        ids: bool,
-    ) -> QualitySums:
-        """Returns sums for the accuracy of classes or attributes, or the perplexity of tokens."""
-        if isinstance(scores, SequenceLosses) and isinstance(base, SequenceLosses):
-            return QualitySums(nll=NegativeLogLikelihood.of(scores, base))
-        if labels is None or not (isinstance(scores, np.ndarray) and isinstance(base, np.ndarray)):
-            return QualitySums()
-        numbers = per_output(scores, labels, ids=ids)
-        if numbers is not None:
-            own, wanted = numbers
-            return QualitySums(answers=AnswerCounts.of(own, wanted, base.reshape(own.shape)))
-        if labels.ndim == 1:
-            top_k = TopKCounts.of(scores, labels, base)
-            return QualitySums(top_k=top_k, classes=ClassCounts.of(scores, labels))
-        counted = labels != IGNORED  # a class per token
-        return QualitySums(top_k=TopKCounts.of(scores[counted], labels[counted], base[counted]))
 
-
-def _after(
-    state: EvaluationState,
-    runners: Mapping[Case, Runner],
-    dense: Array,
-    references: Mapping[ReferenceKey, PyTorch],
-    keys: Mapping[Case, ReferenceKey],
-    x: Inputs,
+def _score(
+    scores: Array | SequenceLosses,
     labels: Labels | None,
-    scorer: _Scorer,
-) -> EvaluationState:
-    """Returns the state after another batch; `dense` is the unmodified model's output for it."""
-    main = first_of(x)
-    ids = main.dtype.kind in "iu" and main.ndim == 2
-    if labels is not None and labels.ndim == 1 and per_output(dense, labels, ids=ids) is None:
-        check_classes(labels, dense.shape[-1], "the data", first=state.seen)
-    scores = scorer.scores(dense, main, labels)
-    expected = {key: each.with_routing(x, scorer.output) for key, each in references.items()}
-    sums, failures = dict(state.sums), dict(state.failures)
-    for case, runner in runners.items():
-        if case.label in failures:
-            continue
-        reference = None if _is_untouched(case) else expected.get(keys[case])
-        wanted = reference or Expected(dense, {}, {})
-        try:
-            actual = runner.infer(x, scorer.output)
-            chosen = _compared(runner, x, wanted)
-            alike = _same_choices(chosen, wanted, actual.shape)
-            own = replace(
-                scorer.score(scorer.scores(actual, main, labels), labels, scores, ids=ids),
-                routing=_overlap(chosen, wanted),
-                parity=ParityStatistics.of(actual, wanted.outputs, alike),
-            )
-        except Exception as error:  # noqa: BLE001  recorded in the row; the other cases continue
-            failures[case.label] = one_line(error)
-        else:
-            sums[case.label] = sums.get(case.label, QualitySums()) + own
-    base = state.untouched + scorer.score(scores, labels, scores, ids=ids)
-    return EvaluationState(state.seen + len(main), base, sums, failures)
-
-
-def _compared(runner: Runner, x: Inputs, expected: Expected) -> dict[str, Array] | None:
-    """Returns the experts that a graph chose, in layers that choose in PyTorch; None if unknown."""
-    chosen = runner.selected(x) if expected.chosen else None
-    if chosen is None:
-        return None
-    return {n: s for n, s in chosen.items() if n in expected.chosen}
-
-
-def _overlap(chosen: Mapping[str, Array] | None, expected: Expected) -> RoutingOverlap:
-    """Returns the agreement between the experts that a graph and PyTorch's layers chose.
-
-    Ties are those of FP32 at every precision: other differences count against the precision.
-    """
-    if chosen is None:
-        return RoutingOverlap()
-    return RoutingOverlap.of(chosen, expected.chosen, expected.margins, TIE)
+    base: Array | SequenceLosses,
+    ids: Array | None,
+) -> QualitySums:
+    """Returns sums for the accuracy of classes or attributes, or the perplexity of tokens."""
+    if isinstance(scores, SequenceLosses) and isinstance(base, SequenceLosses):
+        return QualitySums(nll=NegativeLogLikelihood.of(scores, base))
+    if labels is None or not (isinstance(scores, np.ndarray) and isinstance(base, np.ndarray)):
+        return QualitySums()
+    numbers = per_output(scores, labels, ids=ids is not None)
+    if numbers is not None:
+        own, wanted = numbers
+        return QualitySums(answers=AnswerCounts.of(own, wanted, base.reshape(own.shape)))
+    if labels.ndim == 1:
+        top_k = TopKCounts.of(scores, labels, base)
+        return QualitySums(top_k=top_k, classes=ClassCounts.of(scores, labels))
+    counted = labels != IGNORED  # a class per token
+    return QualitySums(top_k=TopKCounts.of(scores[counted], labels[counted], base[counted]))
 
 
 def _same_choices(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
 
-EXTERNAL = onnx.TensorProto.EXTERNAL
+from ..exporter.bundle.manifest import tensors_in
+
 CHUNK = 16 << 20
 
 
@@ -22,19 +22,16 @@ def graph_hash(file: Path, known: dict[tuple[str, int, int], str] | None = None)
     model = onnx.load(file, load_external_data=False)
     del model.metadata_props[:]
     model.graph.name = model.producer_version = model.doc_string = ""
-    for tensor in _tensors(model):
-        if tensor.data_location == EXTERNAL:
+    for tensor in tensors_in(model):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
             where = {entry.key: entry.value for entry in tensor.external_data}
             weights = str(file.parent / where["location"])
             place = weights, int(where.get("offset", 0)), int(where.get("length", -1))
             if place not in known:
                 known[place] = _bytes_hash(Path(weights), *place[1:])
-            digest = known[place]
-            del tensor.external_data[:]
             tensor.data_location = onnx.TensorProto.DEFAULT
-            tensor.raw_data = digest.encode()
-        else:
-            del tensor.external_data[:]
+            tensor.raw_data = known[place].encode()
+        del tensor.external_data[:]
     return hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
 
 
@@ -47,28 +44,3 @@ def _bytes_hash(file: Path, offset: int, length: int) -> str:
             digest.update(part)
             length -= len(part)
     return digest.hexdigest()
-
-
-def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yields every tensor of a model: of its graph, of subgraphs and of its functions."""
-    yield from _of_graph(model.graph)
-    for function in model.functions:
-        for node in function.node:
-            yield from _of_node(node)
-
-
-def _of_graph(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    yield from graph.initializer
-    for node in graph.node:
-        yield from _of_node(node)
-
-
-def _of_node(node: onnx.NodeProto) -> Iterator[onnx.TensorProto]:
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.TENSOR:
-            yield attribute.t
-        elif attribute.type == onnx.AttributeProto.GRAPH:
-            yield from _of_graph(attribute.g)
-        yield from attribute.tensors
-        for graph in attribute.graphs:
-            yield from _of_graph(graph)

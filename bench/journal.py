@@ -16,7 +16,7 @@ from ..common.writing import output_errors, write_text
 
 FILE = "unfinished.jsonl"
 
-FORMAT = 3
+FORMAT = 4
 """The version of the pieces; other versions are ignored: their keys may mean something else."""
 
 
@@ -28,7 +28,7 @@ class Journal:
     that differed in a discarded file.
     """
 
-    kept: ClassVar[bool] = False
+    started: ClassVar[bool] = False
     """Whether this process has started a journal, which an interrupt leaves behind."""
 
     def __init__(self, path: Path | None, what: Mapping[str, Any]) -> None:
@@ -48,11 +48,10 @@ class Journal:
         # Written again, because a kill may have left half a line at the end.
         text = "".join(_line(entry) for entry in ({"what": digests}, *self._entries))
         write_text(text, path)
-        Journal.kept = True
+        Journal.started = True
 
     @property
     def resumed(self) -> int:
-        """The number of pieces from an earlier run."""
         return len(self._entries)
 
     @property
@@ -79,7 +78,7 @@ class Journal:
         """Removes the journal: the results contain everything."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-        Journal.kept = False
+        Journal.started = False
 
 
 def unfinished(folder: Path | None, kind: str, **keys: Any) -> dict[str, Any] | None:

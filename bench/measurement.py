@@ -26,9 +26,9 @@ from .engines import PYTORCH_COMPILE
 from .evaluate import EvaluationState, evaluate, wrong
 from .graph_hash import graph_hash
 from .journal import Journal
-from .measure.latency import Scheduled, group_batches, measure_group, parts_of
+from .measure.latency import group_batches, measure_group, parts_of, scheduled_ns, waited_share
 from .measure.memory import PeakMemory, measure_memories, worker_count
-from .measure.roofline import Limit, Limits, Rates, not_held
+from .measure.roofline import Limit, Limits, Rates, why_below_limit
 from .measure.sequences import phase_inputs
 from .plan import Candidate, Case, TimingGroup
 from .request import BenchRequest
@@ -49,9 +49,9 @@ PROCESS_S = 4.0  # time to start a process and load a runtime
 class Measurement:
     """The measurements of one candidate, taken from the journal if an earlier run made them.
 
-    `seen` samples were evaluated. `beside` has further entries for the protocol: the machine's
-    `rates` as measured with each group, the share of time that threads `waited` for a core, and the
-    time in ms that the `wrapper` adds to a graph's bare call.
+    Entries for the protocol are added to `entries`: the machine's `rates` as measured with each
+    group, the share of time that threads `waited` for a core, and the time in ms that the `wrapper`
+    adds to a graph's bare call. `samples` is the number that was evaluated.
     """
 
     candidate: Candidate
@@ -61,15 +61,13 @@ class Measurement:
     request: BenchRequest
     journal: Journal
     progress: Progress
-    seen: int = 0
-    beside: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    entries: dict[str, list[dict[str, Any]]]
+    samples: int = 0
     qualities: dict[Case, dict[str, Any]] = field(default_factory=dict)
     failures: dict[Case, str] = field(default_factory=dict)
     computed_in: dict[Case, str | None] = field(default_factory=dict)
     no_cuda_graph: dict[Case, str | None] = field(default_factory=dict)
     known: EvaluationState | None = None
-    _hashes: dict[Path, str] = field(default_factory=dict)
-    _weights: dict[tuple[str, int, int], str] = field(default_factory=dict)
 
     def rows(self) -> list[Row]:
         """Measures everything; returns the rows, group by group."""
@@ -79,15 +77,20 @@ class Measurement:
             least = self.candidate.only_batch or self.candidate.model.batch_of
             limits = self._all_limits(self.head.batch(0, least), opening)
         runners = self._evaluated(opening)
+        weights: dict[tuple[str, int, int], str] = {}
+        hashes: dict[Path | None, str] = {
+            file: graph_hash(file, weights)
+            for file in {opening[case].file for case in runners}
+            if file is not None and file.is_file()
+        }
         memories = self._memories({c: opening[c] for c in runners})
         rows: list[Row] = []
         for group in self.groups:
             if group.model != self.candidate.name:
                 continue
             if self.request.limits and group.phase is not None:
-                model = self.candidate.model
-                base = untouched(model)
-                x: Inputs = phase_inputs(model, group.phase, self.head.batch(0, 1), base)
+                first = self.head.batch(0, 1)
+                x = phase_inputs(self.candidate.model, group.phase, first)
                 limits = self._all_limits(x, opening)
             measured = self._measured(group, runners, limits)
             of_cases = self._limits(group, limits, measured)
@@ -135,23 +138,15 @@ class Measurement:
                         parts=self._parts(case, group, opening[case]),
                         computed_in=self.computed_in[case],
                         no_cuda_graph=self.no_cuda_graph[case],
-                        graph_sha256=self._graph_hash(opening[case].file),
+                        graph_sha256=hashes.get(opening[case].file),
                         deploy=() if graph is None else graph.deploy,
                     )
                 )
         return rows
 
-    def _graph_hash(self, file: Path | None) -> str | None:
-        """Returns the hash of a graph's file; None if there is no file."""
-        if file is None or not file.is_file():
-            return None
-        if file not in self._hashes:
-            self._hashes[file] = graph_hash(file, self._weights)
-        return self._hashes[file]
-
     def _all_limits(self, x: Inputs, cases: Collection[Case]) -> dict[str, Limits]:
         """Returns the `Limits` of rows: those of the model, and of edited bundles by name."""
-        bundles = {own.name: own for own in self.candidate.of_own_function}
+        bundles = {own.name: own for own in self.candidate.distinct_bundles}
         every = {"": self.candidate} | bundles
         return {name: Limits(own, x, cases) for name, own in every.items()}
 
@@ -197,7 +192,7 @@ class Measurement:
             else None,
             keep=lambda state: self.journal.add("quality", **keys, state=asdict(state)),
         )
-        self.seen = max(self.seen, state.seen)
+        self.samples = max(self.samples, state.samples)
         for case in runners:
             if case.label in state.failures:
                 self.failures[case] = state.failures[case.label]
@@ -215,16 +210,16 @@ class Measurement:
         runners: Mapping[Case, Runner | Loader],
         limits: Mapping[str, Limits],
     ) -> timing.Measured:
-        """Times the cases of a group in turn; disturbances are added to `beside`."""
+        """Times the cases of a group in turn; disturbances are added to `entries`."""
         keys = group.keys
         done = [
             msgspec.convert(piece, timing.Round) for piece in self.journal.pieces("round", **keys)
         ]
-        before = Scheduled.now()
+        before = scheduled_ns()
         measured, wrapper_ms = measure_group(
             group,
             runners,
-            self.inputs(group),
+            timed_inputs(group, self.candidate, self.head),
             benchmarks=limits[""].benchmarks if limits else {},
             progress=self.progress,
             done=done,
@@ -232,14 +227,14 @@ class Measurement:
         )
         # The maximum over the parts of an interrupted group.
         shares = [piece["share"] for piece in self.journal.pieces("waited", **keys)]
-        share = Scheduled.now().waited_share(before)
+        share = waited_share(before, scheduled_ns())
         if share is not None and len(done) < group.protocol.rounds:
             self.journal.add("waited", **keys, share=share)
             shares.append(share)
         if shares:
-            self._tell("waited", {**keys, "share": max(shares)})
+            self._add("waited", {**keys, "share": max(shares)})
         for label, ms in wrapper_ms.items():
-            self._tell("wrapper", {**keys, "case": label, "ms": ms})
+            self._add("wrapper", {**keys, "case": label, "ms": ms})
         return measured
 
     def _limits(
@@ -255,7 +250,7 @@ class Measurement:
                 facts = asdict(rates)
                 if not rates.gpu:
                     del facts["gpu"], facts["fp16_gflop_s"]
-                self._tell("rates", group.keys | facts)
+                self._add("rates", group.keys | facts)
         by_case = {}
         for case, graph in self.candidate.cases.items():
             if case in group.cases:
@@ -263,16 +258,12 @@ class Measurement:
                 limit = limits.get(case.bundle or "", limit_of).of(case, graph, group.batch, rates)
                 label = case.label
                 took = measured.device.get(label) or measured.latencies.get(label)
-                reason = None if took is None else not_held(limit, took.median, rates)
+                reason = None if took is None else why_below_limit(limit, took.median, rates)
                 by_case[case] = limit if reason is None else replace(limit, reason=reason)
         return by_case
 
-    def inputs(self, group: TimingGroup) -> list[Inputs]:
-        """Returns the batches that a group uses in turn."""
-        return timed_inputs(group, self.candidate, self.head)
-
-    def _tell(self, name: str, entry: dict[str, Any]) -> None:
-        self.beside.setdefault(name, []).append(entry)
+    def _add(self, name: str, entry: dict[str, Any]) -> None:
+        self.entries.setdefault(name, []).append(entry)
 
     def _memories(self, opening: Mapping[Case, Loader]) -> dict[str, PeakMemory]:
         """Returns the memory of each case by its label; failed cases are skipped."""
@@ -312,7 +303,7 @@ class Measurement:
         self.progress.step(f"{what}: profiling")
         layers = tuple(self.candidate.of(case).model.layers)
         try:
-            parts = parts_of(loader, self.inputs(group), layers)
+            parts = parts_of(loader, timed_inputs(group, self.candidate, self.head), layers)
         except Exception as error:  # noqa: BLE001  only the parts are missing from the row
             self.progress.step(f"{what}: no profile: {one_line(error)}")
             return ()
@@ -325,9 +316,8 @@ def timed_inputs(group: TimingGroup, candidate: Candidate, head: LabelledData) -
     batches = group_batches(group, head)
     if group.phase is None:
         return batches
-    base = untouched(candidate.model)
     # Each has its own cache, which takes memory.
-    return [phase_inputs(candidate.model, group.phase, x, base) for x in batches[:PHASE_INPUTS]]
+    return [phase_inputs(candidate.model, group.phase, x) for x in batches[:PHASE_INPUTS]]
 
 
 def _per_second(count: int, latency: Latency) -> float | None:

@@ -7,6 +7,7 @@ separately. Nothing here depends on an engine.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -17,6 +18,7 @@ import numpy as np
 from ..data.batches import IGNORED, Array, Labels
 from ..errors import FeedError, ParityError
 from ..exporter.bundle.parity import Tolerance, jaccard
+from ..exporter.checks.accuracy import one_per_sample
 from .results import (
     MOST_LOSING,
     Accuracy,
@@ -30,12 +32,12 @@ from .results import (
 Z = 1.959963984540054  # the normal quantile of 97.5%
 
 
-def wilson(right: float, seen: float) -> Interval:
-    """Returns Wilson's score interval (1927) of right / seen, which has a width even at 0 and 1."""
-    share = right / seen
-    scale = 1 + Z**2 / seen
-    middle = (share + Z**2 / (2 * seen)) / scale
-    half = Z * math.sqrt(share * (1 - share) / seen + Z**2 / (4 * seen**2)) / scale
+def wilson(right: float, count: float) -> Interval:
+    """Returns Wilson's score interval (1927) of right / count; it has a width even at 0 and 1."""
+    share = right / count
+    scale = 1 + Z**2 / count
+    middle = (share + Z**2 / (2 * count)) / scale
+    half = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2)) / scale
     return Interval(max(0.0, min(middle - half, share)), min(1.0, max(middle + half, share)))
 
 
@@ -52,13 +54,13 @@ def score_interval(both: int, lost: int, won: int) -> Interval:
     return Interval(_lowest_kept(both, lost, won), 1 / high if high else math.inf)
 
 
-def inputs_needed(seen: int, kept: float, low: float, keep: float) -> float:
+def inputs_needed(count: int, kept: float, low: float, keep: float) -> float:
     """Returns the approximate number of inputs that would show that `keep` is kept.
 
-    On `seen` inputs the share is `kept`, and `low` is the lower end of its interval, which
+    On `count` inputs the share is `kept`, and `low` is the lower end of its interval, which
     approaches the share with the square root of the number of inputs.
     """
-    return seen * ((kept - low) / (kept - keep)) ** 2
+    return count * ((kept - low) / (kept - keep)) ** 2
 
 
 def _lowest_kept(both: int, lost: int, won: int) -> float:
@@ -94,7 +96,8 @@ def _score(both: int, lost: int, won: int, ratio: float) -> float:
 class Sums:
     """Sums over samples; `a + b` are the sums over the samples of both, field by field.
 
-    A field that is unknown in either is unknown in the sum; fields in `LARGEST` take the maximum.
+    A field that is unknown in either is unknown in the sum; fields in `LARGEST` take the maximum. A
+    tuple has a sum per output, and is empty without samples; a dict has counts.
     """
 
     __slots__ = ()
@@ -105,6 +108,10 @@ class Sums:
             a, b = getattr(self, name), getattr(other, name)
             if a is None or b is None:
                 return None
+            if isinstance(a, tuple) and a and b:
+                return tuple(map(operator.add, a, b))
+            if isinstance(a, dict):
+                return dict(Counter(a) + Counter(b))
             return max(a, b) if name in self.LARGEST else a + b
 
         return type(self)(*(both(part.name) for part in fields(self)))  # type: ignore[arg-type]
@@ -115,14 +122,14 @@ TOP = 5
 
 @dataclass(frozen=True, slots=True)
 class TopKCounts(Sums):
-    """Counts of correctly classified samples, out of those seen.
+    """Counts of correctly classified samples, out of all `samples`.
 
     `among` counts those whose class is among the five best scores (None for up to five classes),
     and `both` those that the unmodified model also classifies correctly (None if unknown).
     """
 
     right: int = 0
-    seen: int = 0
+    samples: int = 0
     among: int | None = 0
     both: int | None = 0
 
@@ -150,15 +157,15 @@ class TopKCounts(Sums):
 
     def accuracy(self, untouched: TopKCounts) -> Accuracy:
         """Returns top-1 and top-5 accuracy, and top-1 over that of the unmodified model."""
-        right, seen, among, both = self.right, self.seen, self.among, self.both
-        top1, base = right / seen, untouched.right / untouched.seen
+        right, samples, among, both = self.right, self.samples, self.among, self.both
+        top1, base = right / samples, untouched.right / untouched.samples
         return Accuracy(
             top1,
             top1 / base if base > 0 else None,
-            seen,
-            top5=None if among is None else among / seen,
-            top1_interval=wilson(right, seen),
-            top5_interval=None if among is None else wilson(among, seen),
+            samples,
+            top5=None if among is None else among / samples,
+            top1_interval=wilson(right, samples),
+            top5_interval=None if among is None else wilson(among, samples),
             retention_interval=None
             if both is None or not untouched.right
             else score_interval(both, untouched.right - both, right - both),
@@ -166,44 +173,27 @@ class TopKCounts(Sums):
 
 
 @dataclass(frozen=True, slots=True)
-class ClassCounts:
-    """Counts of samples seen and correctly classified, by class."""
+class ClassCounts(Sums):
+    """Counts of samples, and of correctly classified ones, by class."""
 
-    seen: dict[int, int] = field(default_factory=dict)
+    samples: dict[int, int] = field(default_factory=dict)
     right: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, outputs: Array, labels: Labels) -> Self:
         """Returns counts for class scores [b, classes] and labels [b]."""
         right = one_per_sample(outputs).argmax(axis=1) == labels
-        return cls(_count(labels), _count(labels[right]))
-
-    def __add__(self, other: Self) -> Self:
-        both = (
-            Counter(self.seen) + Counter(other.seen),
-            Counter(self.right) + Counter(other.right),
-        )
-        return type(self)(*map(dict, both))
+        return cls(*(dict(Counter(part.tolist())) for part in (labels, labels[right])))
 
     def losing(self, untouched: ClassCounts) -> tuple[ClassChange, ...]:
         """Returns the classes with fewer correct answers than in the unmodified model."""
         changes = [
             ClassChange(label, n, untouched.right.get(label, 0), self.right.get(label, 0))
-            for label, n in self.seen.items()
+            for label, n in self.samples.items()
         ]
         changes = [change for change in changes if change.right < change.untouched]
         changes.sort(key=lambda change: (change.right - change.untouched, change.label))
         return tuple(changes[:MOST_LOSING])
-
-
-def _count(labels: Labels) -> dict[int, int]:
-    classes, counts = np.unique(labels, return_counts=True)
-    return dict(zip(classes.tolist(), counts.tolist(), strict=True))
-
-
-def one_per_sample(outputs: Array) -> Array:
-    """Returns scores [b, 1, classes] as [b, classes]: a muMoE head treats a vector as a token."""
-    return outputs[:, 0] if outputs.ndim == 3 and outputs.shape[1] == 1 else outputs
 
 
 @dataclass(frozen=True, slots=True)

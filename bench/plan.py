@@ -83,6 +83,11 @@ class GraphSource:
     deploy: tuple[str, ...] = ()
     table: CalibrationTable | None = None
 
+    @property
+    def row(self) -> tuple[object, ...]:
+        """The key of its rows, without its bundle."""
+        return (self.k, self.engine, self.provider, self.precision, self.lowering, self.scope)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -112,25 +117,25 @@ class Candidate:
 
     def of(self, case: Case) -> Candidate:
         """Returns the candidate with a case's model and k: a bundle of an edited model, or all."""
-        return next((own for own in self.of_own_function if own.name == case.bundle), self)
+        return next((own for own in self.distinct_bundles if own.name == case.bundle), self)
 
     @property
-    def of_own_function(self) -> tuple[Candidate, ...]:
+    def distinct_bundles(self) -> tuple[Candidate, ...]:
         """The bundles of edited models, or with different k by layer."""
-        return tuple(own for own in self.bundles if own._own_function(self))
+        return tuple(own for own in self.bundles if own._is_distinct(self))
 
     @property
     def each(self) -> tuple[Candidate, ...]:
         """The bundles one by one, or the candidate itself if it is one."""
         return self.bundles or (self,)
 
-    def _own_function(self, beside: Candidate) -> bool:
-        kept = self.k_by_layer(max(self.ks, default=self.experts))
+    def _is_distinct(self, whole: Candidate) -> bool:
+        ks = self.k_by_layer(max(self.ks, default=self.experts))
         layers = self.model.layers
         # A layer of fewer experts keeps all of them.
-        chosen = {k for name, k in kept.items() if k < layers[name].spec.experts}
-        uneven = bool(chosen) and chosen != {max(kept.values())}
-        return bool(self.model.edits) or uneven or self.renormalize != beside.renormalize
+        chosen = {k for name, k in ks.items() if k < layers[name].spec.experts}
+        uneven = bool(chosen) and chosen != {max(ks.values())}
+        return bool(self.model.edits) or uneven or self.renormalize != whole.renormalize
 
     def by_levels(self, k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the experts of each level of a hierarchy, and how many of them a k keeps.
@@ -138,9 +143,9 @@ class Candidate:
         Both are empty without a hierarchy, and if layers differ.
         """
         model = self.routed[k].model if k in self.routed else self.model
-        kept = self.k_by_layer(k)
+        ks = self.k_by_layer(k)
         found = {
-            (spec.levels, spec.k_by_level(kept.get(name, k)))
+            (spec.levels, spec.k_by_level(ks.get(name, k)))
             if isinstance(spec := layer.spec, MuMoESpec) and len(spec.levels) > 1
             else ((), ())
             for name, layer in model.layers.items()
@@ -165,7 +170,6 @@ class Candidate:
 
     @property
     def weights_bytes(self) -> int:
-        """The bytes of the model's parameters."""
         return sum(p.nbytes for p in self.model.module.parameters())
 
     @property
@@ -176,12 +180,12 @@ class Candidate:
         itself, or for layers that choose no sets. Raises UsageError for two graphs with identical
         rows.
         """
-        own_functions = {own.name: own for own in self.of_own_function}
+        distinct = {own.name: own for own in self.distinct_bundles}
         cases: dict[Case, GraphSource | None] = {}
         for kind in KINDS.values():
             if isinstance(kind, ModelEngine) and kind.name in (PYTORCH_EAGER, *self.engines):
                 cases |= dict.fromkeys(self._run_by(kind))
-                for name, own in own_functions.items() if not kind.untouched else ():
+                for name, own in distinct.items() if not kind.untouched else ():
                     for case in own._run_by(kind):
                         cases[replace(case, model=self.name, bundle=name, apart=True)] = None
         for graph in self.graphs:
@@ -189,7 +193,7 @@ class Candidate:
                 model=self.name,
                 engine=graph.engine,
                 k=graph.k,
-                experts=own_functions.get(graph.bundle or "", self).experts,
+                experts=distinct.get(graph.bundle or "", self).experts,
                 provider=graph.provider,
                 precision=graph.precision,
                 lowering=graph.lowering or None,
@@ -209,8 +213,8 @@ class Candidate:
         """Returns each layer's k, of which `k` is the largest; empty if all layers have it."""
         if k in self.routed:
             return whole_k(self.routed[k])
-        apart = {own.name for own in self.of_own_function}
-        graphs = (graph for graph in self.graphs if graph.bundle not in apart)
+        distinct = {own.name for own in self.distinct_bundles}
+        graphs = (graph for graph in self.graphs if graph.bundle not in distinct)
         return next((dict(graph.k_by_layer) for graph in graphs if graph.k == k), {})
 
     def _run_by(self, kind: ModelEngine) -> list[Case]:
@@ -231,14 +235,10 @@ class Candidate:
             n, ks = max(spec.experts for spec in self._as_trained), (self.trained_k,)
         case = Case(self.name, kind.engine, k=n, experts=n, provider=kind.provider)
         wide = kind.provider == "cpu" or not (kind.untouched or kind.stacked)
-        floats = ("fp32",) if wide else self._floats
-        return [replace(case, k=k, precision=precision) for k in ks for precision in floats]
-
-    @property
-    def _floats(self) -> tuple[str, ...]:
-        """The types in which PyTorch computes on a GPU: FP32, and FP16 if graphs there do."""
+        # On a GPU, PyTorch also computes in FP16 if graphs there do.
         on_gpu = {graph.precision for graph in self.graphs if graph.provider != "cpu"}
-        return ("fp32", *({"fp16"} & on_gpu))
+        floats = ("fp32",) if wide else ("fp32", *({"fp16"} & on_gpu))
+        return [replace(case, k=k, precision=precision) for k in ks for precision in floats]
 
 
 NOT_SERVED: dict[Serves, str] = {
@@ -287,6 +287,11 @@ def select(
         else:
             absent.append(Absent(kind.name, reason))
     return Selection(tuple(present), tuple(absent))
+
+
+def token_routed(model: Model) -> bool:
+    """Returns whether a model has experts whose router is outside the layer."""
+    return any(layer.spec.flat for layer in model.layers.values())
 
 
 def whole_k(job: ExportJob) -> dict[str, int]:
@@ -404,13 +409,12 @@ def plan(candidates: Sequence[Candidate], request: BenchRequest) -> tuple[Timing
     )
 
 
-def describe(groups: Sequence[TimingGroup], takes: str = "") -> str:
-    """Returns the plan as text, with its duration `takes`."""
+def describe(groups: Sequence[TimingGroup], duration: str = "") -> str:
+    """Returns the plan as text, with its `duration`."""
     rows = sum(len(group.cases) for group in groups)
     least = math.ceil(sum(group.seconds(0.0) for group in groups))
-    lines = [
-        f"{rows} row{'' if rows == 1 else 's'}; {takes or f'the timing takes at least {least} s'}"
-    ]
+    duration = duration or f"the timing takes at least {least} s"
+    lines = [f"{rows} row{'' if rows == 1 else 's'}; {duration}"]
     for group in groups:
         first = group.cases[0]
         kinds: dict[str, list[str]] = {}

@@ -30,13 +30,7 @@ from .plan import Candidate, select
 from .ranges import Ranges, ranges_of
 from .request import ALL, BenchRequest
 from .results import Absent
-from .runners.candidates import (
-    batch_sizes,
-    candidates_of,
-    check_exported,
-    exports,
-    with_sources,
-)
+from .runners.candidates import batch_sizes, candidates_of, check_exported, with_sources
 from .runners.pytorch import outputs_of, untouched
 
 
@@ -53,7 +47,7 @@ def opened(
     )
     example = None if images else place
 
-    def one(source: Model | Bundle | nn.Module | str | Path) -> Model | Bundle:
+    def open_one(source: Model | Bundle | nn.Module | str | Path) -> Model | Bundle:
         if isinstance(source, Model | Bundle):
             return source
         if isinstance(source, nn.Module):
@@ -63,7 +57,7 @@ def opened(
             return Bundle.open(source)
         return load(source, replace(request, example=example))
 
-    return [one(source) for source in sources]
+    return [open_one(source) for source in sources]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +80,14 @@ def prepared(sources: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterato
     request = replace(wanted, engine=selection.names, batch=batch_sizes(sources, wanted))
     check_exported(sources, request)
     request.check_ranges()
-    sources = with_sources(sources)
-    first = next(item for item in sources if isinstance(item, Model))
-    data = data_of(first, request, fixed_sizes(first, sources))
-    if [item for item in sources if isinstance(item, Model)] == [first]:
-        _check_own_outputs(first, request)
-    bundles = [item for item in sources if isinstance(item, Bundle)]
-    ranges = ranges_of(request, first, data, exports=exports(sources), bundles=bundles)
+    models = with_sources(sources)
+    first, bundles = models[0][0], [bundle for _, own in models for bundle in own]
+    data = data_of(first, request, fixed_sizes(first, bundles))
+    of_arrays = request.pixels is None and benchmark_of(first) is None
+    if len(models) == 1 and of_arrays and isinstance(request.data, str | Path | Mapping):
+        check_own_outputs(first, request.data)
+    exports = not all(own for _, own in models)
+    ranges = ranges_of(request, first, data, exports=exports, bundles=bundles)
     data = ranges.measured
     if ranges.text:
         watcher.step(f"INT8 ranges: {ranges.text}")
@@ -109,13 +104,12 @@ def prepared(sources: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterato
     else:
         for engine in absent:
             watcher.step(f"not measured: {engine.engine}: {engine.reason}")
-    sizes = request.batches
     threads = threads_for(
-        [first], data, sizes, count=wanted.threads, work=wanted.folder, progress=watcher
+        [first], data, request.batches, count=wanted.threads, work=wanted.folder, progress=watcher
     )
     # All engines use the same number of threads.
     request = replace(request, threads=threads.count)
-    with candidates_of(sources, request, watcher, ranges) as candidates:
+    with candidates_of(models, request, watcher, ranges) as candidates:
         phased = [in_phases(candidate, data, wanted.tokens) for candidate in candidates]
         yield Prepared(
             candidates=phased,
@@ -125,15 +119,6 @@ def prepared(sources: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterato
             threads=threads,
             ranges=ranges,
         )
-
-
-def _check_own_outputs(model: Model, request: BenchRequest) -> None:
-    """Compares a model with the outputs of the user's own model in the data, if any."""
-    data = request.data
-    if request.pixels is not None or benchmark_of(model) is not None:
-        return
-    if isinstance(data, str | Path | Mapping):
-        check_own_outputs(model, data)
 
 
 def threads_for(
@@ -180,14 +165,9 @@ def _served(item: Model | Bundle) -> Serves:
     return "transformers" if any(port.default is not None for port in further) else "all"
 
 
-def fixed_sizes(model: Model, sources: Sequence[Model | Bundle]) -> dict[str, int]:
+def fixed_sizes(model: Model, bundles: Sequence[Bundle]) -> dict[str, int]:
     """Returns the sizes of a model's axes that are constants in its bundles, without the batch."""
-    shapes = {
-        port.name: port.shape
-        for item in sources
-        if isinstance(item, Bundle)
-        for port in item.manifest.inputs
-    }
+    shapes = {port.name: port.shape for bundle in bundles for port in bundle.manifest.inputs}
     return {
         axis: size
         for spec in model.inputs

@@ -6,13 +6,10 @@ measurements. Given inputs that are also measured are found by their content, no
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..data.batches import Feed, Fields
@@ -21,7 +18,8 @@ from ..exporter.bundle.bundle import Bundle
 from ..exporter.checks.accuracy import of_images
 from ..exporter.inputs import feed_batches, fitted_arrays
 from ..exporter.model import Model
-from .data import Labelled, labelled
+from .data import Labelled, fingerprint, labelled
+from .plan import token_routed
 from .request import RANGED, BenchRequest
 
 CALIBRATION_INPUTS = 256
@@ -67,10 +65,10 @@ def ranges_of(
     Raises `CalibrationError` for an invalid table, `FeedError` for an invalid feed.
     """
     few = data.head(1).feed
-    routed = any(layer.spec.flat for layer in model.layers.values())  # scales per row
     if not exports:
         return Ranges(few, data, text=_of_bundles(bundles, model, data, request.samples))
-    if routed or not {*RANGED} & {*request.precisions}:
+    # Experts of routed tokens have scales per row.
+    if token_routed(model) or not {*RANGED} & {*request.precisions}:
         return Ranges(few, data)
     if request.calibration is not None:
         path = Path(request.calibration)
@@ -137,10 +135,10 @@ def _overlap_text(
 
     A table has only the hash of all its inputs, in order.
     """
-    seen, count = FeedHash(), table.origin.samples
+    feed, count = FeedHash(), table.origin.samples
     for batch in _batches(model, data, count):
-        seen.update(*batch.values())
-    if seen.samples != count or seen.hexdigest() != table.origin.feed:
+        feed.update(*batch.values())
+    if feed.samples != count or feed.hexdigest() != table.origin.feed:
         return ""
     measured = data.samples if samples is None else min(samples, data.samples or samples)
     if measured is not None and measured <= count:
@@ -154,13 +152,8 @@ def _batches(model: Model, data: Labelled, limit: int | None) -> Iterator[Fields
         yield fitted_arrays(inputs, model)
 
 
-def _rows(batches: Iterable[Fields]) -> Iterator[bytes]:
+def _rows(batches: Iterable[Fields]) -> Iterator[str]:
     """Yields a hash of each input."""
     for batch in batches:
-        arrays = [np.ascontiguousarray(array) for array in batch.values()]
-        for rows in zip(*arrays, strict=True):
-            digest = hashlib.sha256()
-            for row in rows:
-                digest.update(f"{row.dtype.str}{row.shape}".encode())
-                digest.update(row.tobytes())
-            yield digest.digest()
+        for rows in zip(*batch.values(), strict=True):
+            yield fingerprint(*rows)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from ..common.option import Mistake, Request, at_least, declared, option, refuse
+from ..common.option import Request, at_least, declared, option
 from ..common.registry import left_out
 from ..common.text import near_miss, split_list
 from ..data.pixels import check_pixels
@@ -197,16 +197,6 @@ class BenchRequest(LoadRequest):
         return tuple(name for name in names if name in known)
 
     @property
-    def cpu_target(self) -> CpuTarget:
-        """The target of graphs that ONNX Runtime runs on the CPU."""
-        return self.target or "onnx"
-
-    @property
-    def scope(self) -> Scope:
-        """The layers in INT8."""
-        return self.quantize or "experts"
-
-    @property
     def engines(self) -> tuple[str, ...]:
         """The engines, `all` for every one; `UsageError` for an unknown name."""
         from .engines import KINDS
@@ -242,32 +232,26 @@ class BenchRequest(LoadRequest):
 
     def check_ranges(self) -> None:
         """Raises `UsageError` for INT8 options that do not apply to the exported graphs."""
-        refuse(self._of_ranges())
-
-    def _of_ranges(self) -> Iterator[Mistake]:
-        ranged = {*RANGED} & {*self.precisions}
-        given = {"--calibrate-data": self.calibrate_data, "--calibration": self.calibration}
-        for spelling, value in given.items():
-            if value is not None and not ranged:
-                names = ",".join(self.precisions)
-                yield (
-                    f"{spelling}: --precision {names} needs no ranges",
-                    f"leave {spelling} out, or add int8 to --precision",
-                )
-        if all(value is not None for value in given.values()):
-            yield (
-                "--calibrate-data with --calibration: the table has the ranges already",
-                "leave one of them out",
+        sources = {"--calibrate-data": self.calibrate_data, "--calibration": self.calibration}
+        given = [spelling for spelling, value in sources.items() if value is not None]
+        if given and not {*RANGED} & {*self.precisions}:
+            raise UsageError(
+                f"{given[0]}: --precision {','.join(self.precisions)} needs no ranges",
+                hint=f"leave {given[0]} out, or add int8 to --precision",
             )
-        if self.scope != "experts" and "int8" not in self.precisions:
-            yield (
+        if len(given) == len(sources):
+            raise UsageError(
+                "--calibrate-data with --calibration: the table has the ranges already",
+                hint="leave one of them out",
+            )
+        if self.quantize not in (None, "experts") and "int8" not in self.precisions:
+            raise UsageError(
                 f"--quantize {self.quantize} belongs to --precision int8",
-                "add int8 to --precision, or leave --quantize out",
+                hint="add int8 to --precision, or leave --quantize out",
             )
 
     @property
     def protocol(self) -> Protocol:
-        """The protocol of latency measurements."""
         from ..common.timing import Protocol
 
         return Protocol(
@@ -286,7 +270,6 @@ class BenchRequest(LoadRequest):
 
     @property
     def folder(self) -> Path | None:
-        """The folder for results."""
         return None if self.out is None else Path(self.out)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from ..common.documents import LARGE_BITS, document, from_data, read_document
 from ..common.latency import Latency
@@ -253,30 +253,29 @@ class Row:
     @property
     def over_limit(self) -> float | None:
         """The median time, on a GPU the GPU's own, over the least time that the machine needs."""
-        took = self.median_ms if self.device_ms is None else self.device_ms.median
-        if took is None or not self.limit_ms:
-            return None
-        return took / self.limit_ms
+        latency = self.device_ms or self.latency_ms
+        return None if latency is None or not self.limit_ms else latency.median / self.limit_ms
+
+    @property
+    def quality(self) -> Accuracy | Perplexity | Regression | None:
+        """The quality of the outputs, if the inputs have labels."""
+        return self.accuracy or self.perplexity or self.regression
 
     @property
     def kept(self) -> float | None:
         """The ratio to the unmodified model's quality: accuracy, perplexity or R²."""
-        quality = self.accuracy or self.perplexity or self.regression
-        return None if quality is None else quality.retention
+        return None if self.quality is None else self.quality.retention
 
     @property
     def kept_interval(self) -> Interval | None:
-        """The 95% confidence interval of `kept`."""
-        quality = self.accuracy or self.perplexity or self.regression
-        return None if quality is None else quality.retention_interval
+        return None if self.quality is None else self.quality.retention_interval
 
     @property
     def samples(self) -> tuple[int, str]:
         """The number of inputs, or tokens, on which the quality was measured."""
-        judged = self.accuracy or self.regression
-        if judged is not None:
-            return judged.n, "inputs"
-        return (0 if self.perplexity is None else self.perplexity.tokens), "tokens"
+        if isinstance(self.quality, Accuracy | Regression):
+            return self.quality.n, "inputs"
+        return (0 if self.quality is None else self.quality.tokens), "tokens"
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -383,46 +382,40 @@ def write(results: Results, path: Path) -> None:
 # The parts of a file that are validated; environment and protocol may contain more.
 
 
-@dataclass(frozen=True, slots=True)
-class _Cpu:
-    model: str = ""
+class _Cpu(TypedDict, total=False):
+    model: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Gpu:
+class _Gpu(TypedDict):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Environment:
-    packages: dict[str, str | None] | None = None
-    threads: int | None = None
-    cpu: _Cpu | None = None
-    gpu: tuple[_Gpu, ...] | None = None
+class _Environment(TypedDict, total=False):
+    packages: dict[str, str | None] | None
+    threads: int | None
+    cpu: _Cpu | None
+    gpu: list[_Gpu] | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Waited:
+class _Waited(TypedDict):
     share: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Rates:
-    stream_gb_s: float | None = None
-    matmul_gflop_s: float | None = None
-    int8_gop_s: float | None = None
-    bf16_gflop_s: float | None = None
+class _Rates(TypedDict, total=False):
+    stream_gb_s: float | None
+    matmul_gflop_s: float | None
+    int8_gop_s: float | None
+    bf16_gflop_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Protocol:
-    rounds: int = 0
-    round_s: float = 0.0
-    warmup: int = 0
-    samples: int = 0
-    labelled: bool = False
-    rates: tuple[_Rates, ...] = ()
-    waited: tuple[_Waited, ...] = ()
+class _Protocol(TypedDict, total=False):
+    rounds: int
+    round_s: float
+    warmup: int
+    samples: int
+    labelled: bool
+    rates: list[_Rates]
+    waited: list[_Waited]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ saved there, and a killed run continues from these pieces.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,10 +34,9 @@ from .report.compare import compare
 from .report.page import write_all
 from .request import BenchRequest
 from .results import Absent, ModelInfo, Results, Row
-from .runners.base import Loader
 from .runners.exported import table_file
 from .runners.pytorch import CUDA, without_tf32
-from .studies import StudyRun, begun, check_studies
+from .studies import begun, check_studies
 
 
 def bench(
@@ -49,7 +48,6 @@ def bench(
     analyses: Mapping[str, Any] | None = None,
     only: int | None = None,
     known: Mapping[str, EvaluationState] | None = None,
-    calibration: str | None = None,
     ranges: Mapping[str, Any] | None = None,
     threads: Threads | None = None,
 ) -> Results:
@@ -59,9 +57,9 @@ def bench(
     opened, evaluated or timed becomes a row with its error. `absent` names the engines that are not
     measured, and `analyses` are further findings for the results. With `only`, just that batch size
     is timed; the qualities in `known`, by the names of candidates, are not measured again.
-    `calibration` names the file of INT8 ranges for the report, or `ranges` describes their source
-    (`Ranges.record`); `threads` describes how the number of threads was chosen. Raises UsageError
-    and FeedError, before anything is opened, for an impossible benchmark.
+    `ranges` describes the source of INT8 ranges (`Ranges.record`), and `threads` how the number of
+    threads was chosen. Raises UsageError and FeedError, before anything is opened, for an
+    impossible benchmark.
     """
     progress, out = request.progress or Silent(), request.folder
     groups = plan(candidates, request)
@@ -72,27 +70,29 @@ def bench(
     _check_inputs(candidates, head)
     studies = begun(candidates, data, request)
     on_gpu = any(case.provider == CUDA for group in groups for case in group.cases)
-    with ExitStack() as stack:
-        # Refuses a second benchmark in the same folder at once.
-        stack.enter_context(held(out))
-        stack.enter_context(with_threads(request.threads))
-        stack.enter_context(without_tf32() if on_gpu else nullcontext())
+    tf32 = without_tf32() if on_gpu else nullcontext()
+    # Only one benchmark at a time may use the folder.
+    with held(out), with_threads(request.threads), tf32:
         facts = environment() | {"threads": torch.get_num_threads()}
-        takes = expected_time(candidates, groups, head, data.samples, request)
-        progress.step(describe(groups, takes))
+        duration = expected_time(candidates, groups, head, data.samples, request)
+        progress.step(describe(groups, duration))
         models = tuple(map(model_info, candidates))
-        same = _run_conditions(candidates, groups, data, request, facts, models) | {
-            "ranges": dict(ranges or {})
+        source = str(request.data) if isinstance(request.data, str | Path) else None
+        conditions = _conditions(candidates, groups, request) | {
+            "environment": facts,
+            "models": [asdict(model) for model in models],
+            "data": {"source": source, "sha256": data.fingerprint},
+            "ranges": dict(ranges or {}),
         }
-        journal = Journal(None if out is None else out / FILE, same)
+        journal = Journal(None if out is None else out / FILE, conditions)
         if journal.summary:
             progress.step(journal.summary)
-        protocol = _protocol(request, data, calibration, threads)
-        protocol |= {"ranges": dict(ranges)} if ranges else {}
         if threads is not None and not journal.pieces("threads"):
             journal.add("threads", of=candidates[0].model.source.path, **asdict(threads))
-        measurements = (
-            Measurement(
+        rows: list[Row] = []
+        samples, entries = 0, dict[str, list[dict[str, Any]]]()
+        for candidate in candidates:
+            measurement = Measurement(
                 candidate=candidate,
                 groups=groups,
                 data=data,
@@ -100,14 +100,26 @@ def bench(
                 request=request,
                 journal=journal,
                 progress=progress,
+                entries=entries,
                 known=(known or {}).get(candidate.name),
             )
-            for candidate in candidates
-        )
-        rows = _measured(measurements, studies.values(), protocol)
+            rows += measurement.rows()
+            samples = max(samples, measurement.samples)
+            for study in studies.values():
+                if study.follow is not None:
+                    study.follow(candidate, measurement.failures, journal)
+        protocol = asdict(request.protocol) | {
+            "samples": samples,
+            "data": conditions["data"],
+            "labelled": data.labelled,
+            "batches": list(request.batches),
+            **({} if threads is None else {"threads": threads.sentence}),
+            **({"ranges": dict(ranges)} if ranges else {}),
+            **entries,
+        }
         results = Results(
             models=models,
-            rows=rows,
+            rows=tuple(rows),
             environment=facts,
             protocol=protocol,
             command=request.command,
@@ -116,7 +128,11 @@ def bench(
             analyses=dict(analyses or {})
             | {name: study.findings() for name, study in studies.items()},
         )
-        _finish(results, request, journal, candidates)
+        if results.disturbance:
+            progress.step(results.disturbance)
+        if out is not None:
+            _write(results, out, request, candidates)
+            journal.remove()
         return results
 
 
@@ -128,78 +144,28 @@ def _check_inputs(candidates: Sequence[Candidate], head: LabelledData) -> None:
             check_array(arrays[spec.name], spec, f"{candidate.name}: ")
 
 
-def _measured(
-    measurements: Iterable[Measurement], studies: Collection[StudyRun], protocol: dict[str, Any]
-) -> tuple[Row, ...]:
-    """Returns the rows of all candidates; adds the samples that each of them saw to `protocol`."""
-    rows: list[Row] = []
-    for one in measurements:
-        rows += one.rows()
-        for study in studies:
-            if study.follow is not None:
-                study.follow(one.candidate, one.failures, one.journal)
-        protocol["samples"] = max(protocol["samples"], one.seen)
-        for name, entries in one.beside.items():
-            protocol[name] = [*protocol.get(name, ()), *entries]
-    return tuple(rows)
-
-
-def _finish(
-    results: Results, request: BenchRequest, journal: Journal, candidates: Sequence[Candidate]
-) -> None:
-    """Writes results and their views, if requested, and removes the journal."""
-    if results.disturbance and request.progress is not None:
-        request.progress.step(results.disturbance)
-    if request.folder is not None:
-        before = request.before
-        comparison = compare(before, results) if isinstance(before, Results) else None
-        for table in {id(g.table): g.table for c in candidates for g in c.graphs}.values():
-            if table is not None:
-                table.write(request.folder / table_file(table))
-        write_all(results, request.folder, comparison)
-        journal.remove()
-
-
-def _run_conditions(
-    candidates: Sequence[Candidate],
-    groups: Sequence[TimingGroup],
-    data: Labelled,
-    request: BenchRequest,
-    facts: Mapping[str, Any],
-    models: Sequence[ModelInfo],
+def _conditions(
+    candidates: Sequence[Candidate], groups: Sequence[TimingGroup], request: BenchRequest
 ) -> dict[str, Any]:
-    """Returns the conditions that must be equal to reuse the pieces of an interrupted run."""
+    """Returns what must be equal to reuse the pieces of an interrupted run."""
+    files = [graph.loader.file for candidate in candidates for graph in candidate.graphs]
     return {
-        "environment": facts,
-        "models": [asdict(model) for model in models],
         "edits": [str(candidate.model.edits) for candidate in candidates],
-        "rows": [asdict(c) for group in groups for c in group.cases],
-        "graphs": [_file_hash(g.loader) for c in candidates for g in c.graphs],
-        "data": {
-            "source": str(request.data) if isinstance(request.data, str | Path) else None,
-            "sha256": data.fingerprint,
-        },
+        "rows": [asdict(case) for group in groups for case in group.cases],
+        "graphs": [sha256(file) if file is not None and file.is_file() else "" for file in files],
         "settings": request.measured,
     }
 
 
-def _protocol(
-    request: BenchRequest, data: Labelled, calibration: str | None, threads: Threads | None
-) -> dict[str, Any]:
-    """Returns how rows are measured, for the results; candidates add their numbers of samples."""
-    ranges = {"calibration": calibration} if calibration else {}
-    counted = {} if threads is None else {"threads": threads.sentence}
-    return asdict(request.protocol) | {
-        "samples": 0,
-        "data": {
-            "source": str(request.data) if isinstance(request.data, str | Path) else None,
-            "sha256": data.fingerprint,
-        },
-        "labelled": data.labelled,
-        "batches": list(request.batches),
-        **ranges,
-        **counted,
-    }
+def _write(
+    results: Results, out: Path, request: BenchRequest, candidates: Sequence[Candidate]
+) -> None:
+    """Writes results, their views and the tables of ranges."""
+    for table in {id(g.table): g.table for c in candidates for g in c.graphs}.values():
+        if table is not None:
+            table.write(out / table_file(table))
+    before = request.before
+    write_all(results, out, compare(before, results) if isinstance(before, Results) else None)
 
 
 def sweep(
@@ -234,8 +200,8 @@ def _ranges(plans: Prepared) -> dict[str, Any]:
     if not record or folder is None or "table" in record:
         return record
     tables = {
-        one.name: next((graph.table for graph in one.graphs if graph.table is not None), None)
-        for one in plans.candidates
+        candidate.name: next((g.table for g in candidate.graphs if g.table is not None), None)
+        for candidate in plans.candidates
     }
     found = {name: str(folder / table_file(t)) for name, t in tables.items() if t is not None}
     return record | {"found": found}
@@ -265,8 +231,3 @@ def model_info(candidate: Candidate) -> ModelInfo:
         kind=kind,
         bundles=tuple(own.bundle for own in candidate.each if own.bundle is not None),
     )
-
-
-def _file_hash(loader: Loader) -> str:
-    """Returns the hash of a graph's file; empty if there is no file."""
-    return sha256(loader.file) if loader.file is not None and loader.file.is_file() else ""

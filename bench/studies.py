@@ -50,7 +50,7 @@ STUDIES = Registry("moexport.studies", Study)
 """All come from plugins."""
 
 
-def asked(request: BenchRequest) -> list[Study]:
+def requested_studies(request: BenchRequest) -> list[Study]:
     """Returns the requested studies."""
     return [study for study in STUDIES if study.asked(request)] if request.further else []
 
@@ -60,7 +60,7 @@ def check_studies(request: BenchRequest, sources: Sequence[Model | Bundle] = ())
 
     `sources` are the models and bundles, if known.
     """
-    for study in asked(request):
+    for study in requested_studies(request):
         study.check(request, sources)
 
 
@@ -71,5 +71,7 @@ def begun(
 
     Studies that are already complete come first, so that `results.json` has them.
     """
-    studies = {study.name: study.begin(candidates, data, request) for study in asked(request)}
+    studies = {
+        study.name: study.begin(candidates, data, request) for study in requested_studies(request)
+    }
     return dict(sorted(studies.items(), key=lambda each: each[1].follow is not None))

@@ -10,20 +10,20 @@ import typer
 
 from ..bench.calls import bench as measure
 from ..bench.calls import bench_on_nodes
-from ..bench.request import BenchRequest, CpuTarget
+from ..bench.request import BenchRequest
 from ..bench.studies import check_studies
 from ..common.console import Console, show
 from ..common.option import changed, declared, panels_of, refuse_changed
 from ..errors import UsageError
 from ..exporter.executors import Executor, executor_of
 from ..exporter.requests import LoadRequest
-from ..graphs.targets import Scope
 from .options import (
+    READING,
     AsJson,
     Quiet,
     Verbose,
     json_text,
-    option_for,
+    options_of,
     output_option,
     typed_command,
     typed_data,
@@ -32,15 +32,34 @@ from .options import (
     typed_source,
     typed_table,
 )
-from .panels import further
-from .reading import ConfigOption, FamilyOption, SetOption
+from .reading import OF_MODEL
 
 if TYPE_CHECKING:
     from ..bench.results import Results
 
 
+OPTIONS = options_of(
+    BenchRequest,
+    {
+        READING: [*OF_MODEL],
+        "What is measured": (
+            *("k", "lowering", "precision", "engine", "target", "batch", "quantize"),
+        ),
+        "Data": ("data", "calibrate_data", "calibration"),
+        "How it is measured": ("rounds", "samples", "threads", "memory", "pixels", "tokens"),
+    },
+    data={"metavar": "DATA", "kind": str, "parser": typed_data},
+    calibrate_data={"metavar": "FEED", "kind": str, "parser": typed_feed},
+    calibration={"metavar": "TABLE.JSON", "parser": typed_table},
+    rounds={"min": 5},
+    samples={"min": 1},
+    threads={"min": 1},
+    tokens={"min": 1},
+    **OF_MODEL,
+)
+
+
 def bench(
-    context: typer.Context,
     *,
     output: Annotated[Path, output_option("DIR", "The folder for results and report.")],
     models: Annotated[
@@ -51,47 +70,7 @@ def bench(
             help="A model, bundles, or a model and its bundles.",
         ),
     ] = None,
-    family: FamilyOption = None,
-    config: ConfigOption = None,
-    sets: SetOption = None,
-    k: Annotated[str | None, option_for(BenchRequest, "k", "What is measured")] = None,
-    lowering: Annotated[
-        str | None, option_for(BenchRequest, "lowering", "What is measured")
-    ] = None,
-    precision: Annotated[
-        str | None, option_for(BenchRequest, "precision", "What is measured")
-    ] = None,
-    engine: Annotated[str, option_for(BenchRequest, "engine", "What is measured")] = "all",
-    target: Annotated[
-        CpuTarget | None, option_for(BenchRequest, "target", "What is measured")
-    ] = None,
-    batch: Annotated[str | None, option_for(BenchRequest, "batch", "What is measured")] = None,
-    data: Annotated[
-        str | None, option_for(BenchRequest, "data", "Data", metavar="DATA", parser=typed_data)
-    ] = None,
-    calibrate_data: Annotated[
-        str | None,
-        option_for(BenchRequest, "calibrate_data", "Data", metavar="FEED", parser=typed_feed),
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        option_for(BenchRequest, "calibration", "Data", metavar="TABLE.JSON", parser=typed_table),
-    ] = None,
-    quantize: Annotated[
-        Scope | None, option_for(BenchRequest, "quantize", "What is measured")
-    ] = None,
-    rounds: Annotated[int, option_for(BenchRequest, "rounds", "How it is measured", min=5)] = 5,
-    samples: Annotated[
-        int | None, option_for(BenchRequest, "samples", "How it is measured", min=1)
-    ] = None,
-    threads: Annotated[
-        int | None, option_for(BenchRequest, "threads", "How it is measured", min=1)
-    ] = None,
-    memory: Annotated[bool, option_for(BenchRequest, "memory", "How it is measured")] = True,
-    pixels: Annotated[str | None, option_for(BenchRequest, "pixels", "How it is measured")] = None,
-    tokens: Annotated[
-        int | None, option_for(BenchRequest, "tokens", "How it is measured", min=1)
-    ] = None,
+    request: Annotated[BenchRequest, OPTIONS],
     compare: Annotated[
         Path | None,
         typer.Option(
@@ -118,31 +97,7 @@ def bench(
     After an interruption, run the same command again to continue where it stopped.
     """
     console = Console(verbose=verbose, quiet=quiet)
-    request = BenchRequest(
-        k=k,
-        lowering=lowering,
-        precision=precision,
-        engine=engine,
-        target=target,
-        batch=batch,
-        data=data,
-        calibrate_data=calibrate_data,
-        calibration=calibration,
-        quantize=quantize,
-        rounds=rounds,
-        samples=samples,
-        threads=threads,
-        memory=memory,
-        pixels=pixels,
-        tokens=tokens,
-        family=family,
-        config=config,
-        sets=sets or (),
-        out=output,
-        command=typed_command(),
-        progress=console,
-        further=further(context, BenchRequest),
-    )
+    request = replace(request, out=output, command=typed_command(), progress=console)
     if not models:
         raise UsageError("bench: no model to measure", hint="moexport bench vit.pt -o report")
     from ..exporter.bundle.manifest import is_bundle

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,6 @@ import typer
 from ..common.console import Console, show
 from ..common.option import changed, declared, refuse_changed
 from ..common.text import lines, size
-from ..exporter.options import ExportOptions
 from ..exporter.requests import SIZES, BuildRequest
 from ..exporter.tensorrt.options import (
     EngineOptions,
@@ -20,8 +19,7 @@ from ..exporter.tensorrt.options import (
     parsed_profile,
     parsed_workspace,
 )
-from .options import AsJson, BundleArgument, Quiet, Verbose, json_text, option_for, typed_path
-from .panels import given
+from .options import AsJson, BundleArgument, Quiet, Verbose, json_text, option_for, options_of
 
 if TYPE_CHECKING:
     from ..exporter.tensorrt.records import EnginePlan
@@ -53,99 +51,35 @@ def engines_requested(
     return cached(options) if engine or changed(options) else engine
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSwitch:
-    """Whether an export compiles engines; if None, target and machine decide."""
-
-    engine: bool | None
-
-
-def engine_switch(
-    engine: Annotated[bool | None, option_for(ExportOptions, "engine", "Engines")] = None,
-) -> EngineSwitch:
-    """Returns the value of the engine switch of `export`."""
-    return EngineSwitch(engine=engine)
-
-
-def engine_options(
-    profiles: Annotated[
-        list[Any] | None,
-        option_for(
-            EngineOptions,
-            "profiles",
-            "Engines",
-            metavar="AXIS=MIN:OPT:MAX,…",
-            parser=parsed_profile,
-        ),
-    ] = None,
-    compute_capabilities: Annotated[
-        Any | None,
-        option_for(
-            EngineOptions,
-            "compute_capabilities",
-            "Engines",
-            metavar="8.9,12.0",
-            parser=parsed_capabilities,
-        ),
-    ] = None,
-    timing_cache: Annotated[
-        Path | None,
-        option_for(EngineOptions, "timing_cache", "Engines", metavar="FILE", parser=typed_path),
-    ] = None,
-    workspace: Annotated[
-        Any | None,
-        option_for(EngineOptions, "workspace", "Engines", metavar="BYTES", parser=parsed_workspace),
-    ] = None,
-    optimization_level: Annotated[
-        int | None, option_for(EngineOptions, "optimization_level", "Engines")
-    ] = None,
-    version_compatible: Annotated[
-        bool, option_for(EngineOptions, "version_compatible", "Engines")
-    ] = False,
-    hardware_compatible: Annotated[
-        str | None, option_for(EngineOptions, "hardware_compatible", "Engines", metavar="LEVEL")
-    ] = None,
-    tf32: Annotated[bool, option_for(EngineOptions, "tf32", "Engines")] = False,
-    cache: Annotated[
-        Path | None, option_for(EngineOptions, "cache", "Engines", metavar="DIR", parser=typed_path)
-    ] = None,
-    strip_plan: Annotated[
-        bool, option_for(EngineOptions, "strip_plan", "Weights of engines")
-    ] = False,
-    weight_streaming: Annotated[
-        str | None,
-        option_for(EngineOptions, "weight_streaming", "Weights of engines", metavar="auto|BYTES"),
-    ] = None,
-    bind_weights: Annotated[
-        bool, option_for(EngineOptions, "bind_weights", "Weights of engines")
-    ] = False,
-) -> EngineOptions:
-    """Returns the engine options of `build` and `export`."""
-    return EngineOptions(
-        profiles=tuple(profiles or ()),
-        compute_capabilities=compute_capabilities or (),
-        timing_cache=timing_cache,
-        workspace=workspace,
-        optimization_level=optimization_level,
-        version_compatible=version_compatible,
-        hardware_compatible=hardware_compatible,  # type: ignore[arg-type]  # `check` verifies it
-        tf32=tf32,
-        cache=cache,
-        strip_plan=strip_plan,
-        weight_streaming=weight_streaming,
-        bind_weights=bind_weights,
-    )
+Engines = Annotated[
+    EngineOptions,
+    options_of(
+        EngineOptions,
+        {
+            "Engines": (
+                *("profiles", "compute_capabilities", "timing_cache", "workspace"),
+                *("optimization_level", "version_compatible", "hardware_compatible", "tf32"),
+                "cache",
+            ),
+            "Weights of engines": ("strip_plan", "weight_streaming", "bind_weights"),
+        },
+        profiles={"metavar": "AXIS=MIN:OPT:MAX,…", "kind": list[Any], "parser": parsed_profile},
+        compute_capabilities={"metavar": "8.9,12.0", "kind": Any, "parser": parsed_capabilities},
+        timing_cache={"metavar": "FILE"},
+        workspace={"metavar": "BYTES", "parser": parsed_workspace},
+        hardware_compatible={"metavar": "LEVEL", "kind": str},  # `check` verifies it
+        cache={"metavar": "DIR"},
+        weight_streaming={"metavar": "auto|BYTES"},
+    ),
+]
 
 
 def build(
-    context: typer.Context,
     *,
     bundle: BundleArgument,
-    target: Annotated[str | None, option_for(BuildRequest, "target")] = None,
-    graph: Annotated[str | None, option_for(BuildRequest, "graph")] = None,
-    batch: Annotated[str | None, option_for(BuildRequest, "batch", metavar=SIZES)] = None,
-    tokens: Annotated[str | None, option_for(BuildRequest, "tokens", metavar=SIZES)] = None,
-    rebuild: Annotated[bool, option_for(BuildRequest, "rebuild")] = False,
+    request: Annotated[
+        BuildRequest, options_of(BuildRequest, batch={"metavar": SIZES}, tokens={"metavar": SIZES})
+    ],
     expose_routing: Annotated[bool, option_for(EngineOptions, "expose_routing")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be built, but build nothing.")
@@ -153,22 +87,21 @@ def build(
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
+    engines: Engines,
 ) -> None:
     """Compile TensorRT engines from a bundle's graphs and add them to it."""
     from ..exporter.calls import build_engines, build_plan
     from ..exporter.tensorrt.engines import precision_notes
 
-    options = replace(cached(given(context, EngineOptions)), expose_routing=expose_routing)
-    request = BuildRequest(
-        target=target, graph=graph, batch=batch, tokens=tokens, rebuild=rebuild, options=options
-    )
+    options = replace(cached(engines), expose_routing=expose_routing)
+    request = replace(request, options=options)
     plans = build_plan(bundle, request)
     if dry_run:
         shown = [engine_plan_json(plan) for plan in plans]
         show(json_text(shown) if as_json else engine_plans_text(plans))
         return
     with Console(verbose=verbose, quiet=quiet) as console:
-        made = build_engines(bundle, plans, rebuild=rebuild, progress=console)
+        made = build_engines(bundle, plans, rebuild=request.rebuild, progress=console)
     if as_json:
         show(json_text([asdict(engine.built) for engine in made]))
         return

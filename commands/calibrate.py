@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,44 +14,37 @@ from ..common.console import Console, show
 from ..common.libraries import check_pytorch
 from ..common.text import count, table
 from ..exporter.executors import executor_of
-from ..exporter.requests import FEED, CalibrateRequest, LoadRequest
-from ..graphs.targets import Method
+from ..exporter.requests import FEED, CalibrateRequest
 from .options import (
     AsJson,
     ModelArgument,
     Quiet,
     Verbose,
     json_text,
-    option_for,
+    options_of,
     output_option,
     typed_feed,
 )
-from .panels import further
-from .reading import ConfigOption, FamilyOption, SetOption, loader
+from .reading import ReadingOptions, loader
 
 if TYPE_CHECKING:
     from ..calibration.table import CalibrationTable
     from ..exporter.quantization.accuracy_search import LayerSensitivity
 
 
+OPTIONS = options_of(
+    CalibrateRequest,
+    {"Ranges": ("k", "method", "percentile", "samples", "batch", "renormalize")},
+)
+
+
 def calibrate(
-    context: typer.Context,
     *,
     model: ModelArgument,
     data: Annotated[str, typer.Option(metavar="FEED", parser=typed_feed, help=FEED)],
     output: Annotated[Path, output_option("TABLE.JSON", "The table to write.")],
-    family: FamilyOption = None,
-    config: ConfigOption = None,
-    sets: SetOption = None,
-    k: Annotated[str, option_for(CalibrateRequest, "k", "Ranges")] = "n",
-    method: Annotated[Method, option_for(CalibrateRequest, "method", "Ranges")] = "percentile",
-    percentile: Annotated[
-        float | None, option_for(CalibrateRequest, "percentile", "Ranges")
-    ] = None,
-    samples: Annotated[int | None, option_for(CalibrateRequest, "samples", "Ranges")] = None,
-    batch: Annotated[int, option_for(CalibrateRequest, "batch", "Ranges")] = 16,
-    renormalize: Annotated[bool, option_for(CalibrateRequest, "renormalize", "Ranges")] = False,
-    force: Annotated[bool, option_for(CalibrateRequest, "force", "Options")] = False,
+    reading: ReadingOptions,
+    request: Annotated[CalibrateRequest, OPTIONS],
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Rank the layers by their sensitivity to INT8.")
     ] = False,
@@ -60,23 +53,8 @@ def calibrate(
     quiet: Quiet = False,
 ) -> None:
     """Measure tensor ranges on real inputs, for INT8 and FP16."""
-    reading = LoadRequest(
-        family=family, config=config, sets=sets or (), further=further(context, LoadRequest)
-    )
     with Console(verbose=verbose, quiet=quiet) as console:
-        request = CalibrateRequest(
-            k=k,
-            method=method,
-            percentile=percentile,
-            samples=samples,
-            batch=batch,
-            renormalize=renormalize,
-            force=force,
-            loading=reading,
-            out=output,
-            progress=console,
-            further=further(context, CalibrateRequest),
-        )
+        request = replace(request, loading=reading, out=output, progress=console)
         here = executor_of(request) is None
         check_pytorch("calibration")
         from ..calibration.table import check_place

@@ -18,8 +18,7 @@ class Command:
 
     `summary` is its line in the list of commands, and `example` ends its help. `function` is
     `package.module:function`; Typer reads its parameters as arguments and options. `panels` adds
-    the options of plugins for `calls`, and those that the functions named in `groups` declare.
-    The list of commands is sorted by `order`.
+    the options of plugins for `calls`. The list of commands is sorted by `order`.
     """
 
     name: str
@@ -28,7 +27,6 @@ class Command:
     function: str
     order: float = math.inf
     calls: tuple[str, ...] = ()
-    groups: tuple[str, ...] = ()
 
     @cached_property
     def loaded(self) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,13 +11,12 @@ import typer
 
 from ..common.console import Console, show
 from ..common.libraries import check_pytorch
-from ..common.text import by_level, size, table
+from ..common.text import and_alike, by_level, size, table
 from ..exporter.options import ExportOptions
 from ..exporter.refusals import check_without_model, with_plugins
-from ..exporter.requests import SIZES, LoadRequest
-from ..exporter.tensorrt.options import EngineOptions
-from ..graphs.targets import TARGETS, FloatName, Method, Precision, Scope
-from .build import EngineSwitch, engines_requested
+from ..exporter.requests import SIZES
+from ..graphs.targets import TARGETS
+from .build import Engines, engines_requested
 from .inspect import backbone_departures, precisions_text, tuning_text
 from .options import (
     AsJson,
@@ -25,17 +24,16 @@ from .options import (
     Quiet,
     Verbose,
     json_text,
-    option_for,
+    options_of,
     output_option,
     typed_feed,
     typed_switch,
     typed_table,
 )
-from .panels import further, given
-from .reading import ConfigOption, FamilyOption, SetOption, loader
+from .reading import ReadingOptions, loader
 
 if TYPE_CHECKING:
-    from ..exporter.bundle.manifest import LayerRecord, Manifest
+    from ..exporter.bundle.manifest import Manifest
     from ..exporter.bundle.runtimes import RuntimeRecord
     from ..exporter.model import Model
     from ..exporter.plan import Plan
@@ -48,80 +46,48 @@ else:
     AnyTarget = Literal[*TARGETS.names]  # includes targets of plugins
 
 
+OPTIONS = options_of(
+    ExportOptions,
+    {
+        "Graph": (
+            *("k", "target", "lowering", "batch", "tokens", "renormalize", "expose_routing"),
+        ),
+        "Precision": ("precision", "quantize", "method", "calibration", "min_retention"),
+        "Inputs and parity check": (
+            *("data", "atol", "rtol", "verify_samples", "verify", "threads"),
+        ),
+        "Numbers": ("rest", "weight_bits", "io_precision", "opset"),
+        "Engines": ("engine",),
+    },
+    target={"kind": AnyTarget},
+    batch={"metavar": SIZES},
+    tokens={"metavar": SIZES},
+    expose_routing={"metavar": "[=scores]", "kind": Any, "parser": typed_switch},
+    calibration={"metavar": "TABLE.JSON", "parser": typed_table},
+    min_retention={"metavar": "SHARE"},
+    data={"metavar": "FEED", "kind": str, "parser": typed_feed},
+    threads={"min": 1},
+)
+
+
 def export(
-    context: typer.Context,
     *,
     model: ModelArgument,
     output: Annotated[Path, output_option("BUNDLE", "The folder to write.")],
-    family: FamilyOption = None,
-    config: ConfigOption = None,
-    sets: SetOption = None,
-    k: Annotated[str, option_for(ExportOptions, "k", "Graph")] = "n",
-    target: Annotated[AnyTarget, option_for(ExportOptions, "target", "Graph")] = "onnx",
-    lowering: Annotated[str, option_for(ExportOptions, "lowering", "Graph")] = "auto",
-    batch: Annotated[str, option_for(ExportOptions, "batch", "Graph", metavar=SIZES)] = "1:1:32",
-    tokens: Annotated[
-        str, option_for(ExportOptions, "tokens", "Graph", metavar=SIZES)
-    ] = "1:196:1024",
-    renormalize: Annotated[bool, option_for(ExportOptions, "renormalize", "Graph")] = False,
-    expose_routing: Annotated[
-        Any,
-        option_for(
-            ExportOptions, "expose_routing", "Graph", metavar="[=scores]", parser=typed_switch
-        ),
-    ] = False,
-    precision: Annotated[Precision, option_for(ExportOptions, "precision", "Precision")] = "fp32",
-    quantize: Annotated[Scope, option_for(ExportOptions, "quantize", "Precision")] = "experts",
-    method: Annotated[Method | None, option_for(ExportOptions, "method", "Precision")] = None,
-    calibration: Annotated[
-        Path | None,
-        option_for(
-            ExportOptions, "calibration", "Precision", metavar="TABLE.JSON", parser=typed_table
-        ),
-    ] = None,
-    min_retention: Annotated[
-        float | None, option_for(ExportOptions, "min_retention", "Precision", metavar="SHARE")
-    ] = None,
-    data: Annotated[
-        str | None,
-        option_for(
-            ExportOptions, "data", "Inputs and parity check", metavar="FEED", parser=typed_feed
-        ),
-    ] = None,
-    atol: Annotated[
-        float | None, option_for(ExportOptions, "atol", "Inputs and parity check")
-    ] = None,
-    rtol: Annotated[
-        float | None, option_for(ExportOptions, "rtol", "Inputs and parity check")
-    ] = None,
-    verify_samples: Annotated[
-        int | None, option_for(ExportOptions, "verify_samples", "Inputs and parity check")
-    ] = None,
-    verify: Annotated[bool, option_for(ExportOptions, "verify", "Inputs and parity check")] = True,
-    threads: Annotated[
-        int | None, option_for(ExportOptions, "threads", "Inputs and parity check", min=1)
-    ] = None,
-    rest: Annotated[FloatName | None, option_for(ExportOptions, "rest", "Numbers")] = None,
-    weight_bits: Annotated[int | None, option_for(ExportOptions, "weight_bits", "Numbers")] = None,
-    io_precision: Annotated[
-        FloatName, option_for(ExportOptions, "io_precision", "Numbers")
-    ] = "fp32",
-    opset: Annotated[int | None, option_for(ExportOptions, "opset", "Numbers")] = None,
-    force: Annotated[bool, option_for(ExportOptions, "force", "Options")] = False,
+    reading: ReadingOptions,
+    request: Annotated[ExportOptions, OPTIONS],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan, but write nothing.")
     ] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
+    engines: Engines,
 ) -> None:
     """Export a checkpoint to a verified bundle of ONNX graphs."""
     from ..exporter.bundle.steps import read_as
 
     console = Console(verbose=verbose, quiet=quiet)
-    reading = LoadRequest(
-        family=family, config=config, sets=sets or (), further=further(context, LoadRequest)
-    )
     shown: list[str] = []  # printed before the work, and not again after it
 
     def load() -> Model:
@@ -131,43 +97,15 @@ def export(
             console.note(note)
         return loaded
 
-    request = ExportOptions(
-        k=k,
-        target=target,
-        lowering=lowering,
-        batch=batch,
-        tokens=tokens,
-        renormalize=renormalize,
-        expose_routing=expose_routing,
-        precision=precision,
-        quantize=quantize,
-        method=method,
-        calibration=calibration,
-        min_retention=min_retention,
-        data=data,
-        atol=atol,
-        rtol=rtol,
-        verify_samples=verify_samples,
-        verify=verify,
-        threads=threads,
-        rest=rest,
-        weight_bits=weight_bits,
-        io_precision=io_precision,
-        opset=opset,
-        engine=engines_requested(
-            given(context, EngineSwitch).engine, given(context, EngineOptions)
-        ),
-        force=force,
-        progress=console,
-        further=further(context, ExportOptions),
-    )
+    engine = engines_requested(request.engine, engines)
+    request = replace(request, engine=engine, progress=console)
     check_pytorch("export")
     check_without_model(with_plugins(request))
     if not dry_run:
         from ..exporter.bundle.destination import check_destination
 
-        check_destination(output, force=force)
-    read = loader(read_as(reading, request, model), model, console, data)
+        check_destination(output, force=request.force)
+    read = loader(read_as(reading, request, model), model, console, request.data)
     from ..exporter.export import export as write
     from ..exporter.export import plan
 
@@ -202,13 +140,12 @@ def _print_exported(
 
     for text in _edited(Edits.from_records(manifest.edits, "manifest.json").texts()):
         console.note(text)
-    alike: dict[str, list[LayerRecord]] = {}
+    alike: dict[str, list[str]] = {}
     for layer in manifest.layers:
         k = "a graph input" if layer.k is None else f"{layer.kept} of {layer.of_experts}"
-        alike.setdefault(f"k = {k}, {layer.lowering}", []).append(layer)
-    for chosen, layers in alike.items():
-        first, *more = (layer.name for layer in layers)
-        console.note(f"{first}{f' and {len(more)} like it' if more else ''}: {chosen}")
+        alike.setdefault(f"k = {k}, {layer.lowering}", []).append(layer.name)
+    for chosen, names in alike.items():
+        console.note(f"{and_alike(names)}: {chosen}")
     for layer in manifest.layers if console.verbose else ():
         console.note(f"{layer.name}: {layer.lowering}: {layer.reason}")
     for layer in manifest.layers:

@@ -8,11 +8,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..common.console import Console, show
 from ..common.libraries import check_pytorch
-from ..common.text import by_level, count, lines, size, table
+from ..common.text import and_alike, by_level, count, lines, size, table
 from ..errors import UsageError
 from ..exporter.requests import InspectRequest, RunRequest
 from ..graphs.targets import CUDA_PROVIDER, TARGETS
@@ -24,28 +22,29 @@ from .options import (
     Verbose,
     json_text,
     option_for,
+    options_of,
     refuse_idle,
     typed_feed,
 )
-from .panels import further
-from .reading import ConfigOption, FamilyOption, SetOption
+from .reading import OF_MODEL
 
 if TYPE_CHECKING:
     from ..exporter.bundle.manifest import Manifest, Tuning
     from ..exporter.inspect import ModelReport
 
 
+OPTIONS = options_of(
+    InspectRequest,
+    {READING: (*OF_MODEL, "data", "tokens")},
+    data={"metavar": "FEED", "kind": str, "parser": typed_feed},
+    **OF_MODEL,
+)
+
+
 def inspect(
-    context: typer.Context,
     *,
     model: ModelArgument,
-    family: FamilyOption = None,
-    config: ConfigOption = None,
-    sets: SetOption = None,
-    data: Annotated[
-        str | None, option_for(InspectRequest, "data", READING, metavar="FEED", parser=typed_feed)
-    ] = None,
-    tokens: Annotated[int | None, option_for(InspectRequest, "tokens", READING)] = None,
+    request: Annotated[InspectRequest, OPTIONS],
     trust_engine: Annotated[bool, option_for(RunRequest, "trust_engine")] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -58,14 +57,6 @@ def inspect(
     from ..common.locations import url_of
     from ..exporter.bundle.manifest import is_bundle
 
-    request = InspectRequest(
-        family=family,
-        config=config,
-        sets=sets or (),
-        data=data,
-        tokens=tokens,
-        further=further(context, InspectRequest),
-    )
     plan = model.endswith(".plan")
     bundle = not plan and is_bundle(model)
     if plan or bundle:
@@ -204,8 +195,8 @@ def _equivalents_text(report: ModelReport) -> tuple[str, ...]:
     if not alike:
         return ()
     rows = []
-    for forms, (first, *more) in alike.items():
-        name = f"{first} and {len(more)} like it" if more else first
+    for forms, names in alike.items():
+        name = and_alike(names)
         rows += [(name, form, count(p), count(2 * macs)) for form, p, macs in forms]
     header = ("muMoE layer", "form", "parameters", "FLOPs of one token")
     notes = (
@@ -335,8 +326,7 @@ def tuning_text(tuning: Tuning | None) -> tuple[str, ...]:
         return ()
     rows = []
     for group in tuning.measured:
-        first, *more = group.layers
-        layers = f"{first} and {len(more)} like it" if more else first
+        layers = and_alike(group.layers)
         kept = f"{group.k}/{group.experts}"
         for candidate in group.candidates:
             ms = candidate.latency_ms

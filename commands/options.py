@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 import typer
 
 from ..common.libraries import check_pytorch
-from ..common.option import changed, declared, flags, refuse_changed
+from ..common.messages.types import type_of, union_parts
+from ..common.option import changed, declared, flags, refuse_changed, shell_options
 from ..errors import FeedError, UsageError
+
+T = TypeVar("T")
 
 
 def typed_path(text: str | Path) -> Path:
@@ -216,6 +221,64 @@ def option_for(request: type[Any], name: str, section: str | None = None, **sett
         names = ["/".join(names)]
     text = declared(request)[name][1].help_with_default
     return typer.Option(*names, help=text, rich_help_panel=section, **settings)
+
+
+def options_of(
+    request: type[T],
+    sections: Mapping[str, Sequence[str]] | None = None,
+    **settings: Mapping[str, Any],
+) -> Callable[..., T]:
+    """Returns a function for Typer, whose parameters are a record's options; it returns the record.
+
+    `sections` has the names of the options under each heading of the help; the others follow.
+    `settings` has further arguments of `option_for` by option, and its `kind` if that does not
+    follow from the field.
+    """
+    headings: dict[str, str | None] = {
+        name: heading for heading, names in (sections or {}).items() for name in names
+    }
+    headings |= {name: None for name in shell_options(request) if name not in headings}
+
+    def record(**typed: Any) -> T:
+        return request(**{name: value for name, value in typed.items() if value is not None})
+
+    made: Any = record
+    made.__name__ = request.__name__
+    made.__signature__ = inspect.Signature(
+        [
+            _parameter(request, name, heading, **settings.get(name, {}))
+            for name, heading in headings.items()
+        ]
+    )
+    return record
+
+
+def _parameter(
+    request: type[Any], name: str, section: str | None, kind: Any = None, **settings: Any
+) -> inspect.Parameter:
+    """Returns the parameter of Typer for an option."""
+    field, declaration = declared(request)[name]
+    kind = kind or _typed_as(type_of(request, name), is_path=declaration.is_path)
+    if kind is Path:
+        settings.setdefault("parser", typed_path)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None if field.default == () else field.default,
+        annotation=Annotated[kind, option_for(request, name, section, **settings)],
+    )
+
+
+def _typed_as(kind: Any, *, is_path: bool) -> Any:
+    """Returns the type of an option in a shell: text, if the field accepts text or other types."""
+    parts = union_parts(kind)
+    if is_path or {str, Path} <= {*parts} <= {str, Path, NoneType}:
+        return Path
+    for part in (str, bool, int, float):
+        if part in parts:
+            return part
+    first = parts[0]
+    return first if get_origin(first) is Literal else list[str]
 
 
 READING = "Reading MODEL"

@@ -1,15 +1,17 @@
-"""Adds the options of plugins, and groups of options, to a command."""
+"""Adds the options of records, and those of plugins, to a command."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any, TypeVar, get_type_hints
 
 import typer
 
 from ..common.option import Request, changed, panels_for, record_in
 from ..common.registry import imported
-from .command import Command
 from .options import READING
 
 T = TypeVar("T")
@@ -18,21 +20,19 @@ LOAD = "load"
 """The call whose panels are shown by every command that reads a model."""
 
 
-class Groups:
-    """The groups of options of one command, and their values."""
+class PanelOptions:
+    """The options that plugins add to a command, and their values."""
 
-    def __init__(self, command: Command, own: Sequence[Any]) -> None:
-        panels = panels_for(command.calls, [parameter.name for parameter in own])
+    def __init__(self, calls: Collection[str], own: Sequence[Any]) -> None:
         self._reading: list[Any] = []
         self._others: list[Any] = []
-        for panel in panels:
+        for panel in panels_for(calls, [parameter.name for parameter in own]):
             if panel.function is not None:
                 groups = self._reading if LOAD in panel.calls else self._others
                 groups.append(_parsed(panel.function, panel.title))
-        self._others += [_parsed(function, None) for function in command.groups]
 
     def among(self, own: Sequence[Any]) -> list[Any]:
-        """Returns the parameters of a command and of its groups, in the order of the help."""
+        """Returns the parameters of a command and of its plugins, in the order of the help."""
         sections = [getattr(each, "rich_help_panel", None) for each in own]
         last = max((at for at, title in enumerate(sections) if title == READING), default=-1)
         reading, others = (
@@ -42,28 +42,21 @@ class Groups:
         return [*own[: last + 1], *reading, *own[last + 1 :], *others]
 
     def records(self, typed: dict[str, Any]) -> tuple[Any, ...]:
-        """Removes the options of the groups from `typed`, and returns the record of each group."""
+        """Removes the options of plugins from `typed`, and returns the record of each panel."""
         return tuple(
             group.callback(**{option.name: typed.pop(option.name) for option in group.params})
             for group in (*self._reading, *self._others)
         )
 
 
-def _parsed(function: str, title: str | None) -> Any:
-    """Returns a group parsed by Typer; `title` is the section of options that have none."""
+def _parsed(function: str, title: str) -> Any:
+    """Returns a panel parsed by Typer; `title` is the section of options that have none."""
     alone = typer.Typer(add_completion=False)
-    alone.command()(imported(function))
+    alone.command()(expanded(imported(function)))
     group: Any = typer.main.get_command(alone)
     for option in group.params:
         option.rich_help_panel = option.rich_help_panel or title
     return group
-
-
-def given(context: typer.Context, kind: type[T]) -> T:
-    """Returns the record of a group of the command."""
-    record = record_in(context.obj, kind)
-    assert record is not None, f"the command has no group that makes {kind.__name__}"
-    return record
 
 
 def further(context: typer.Context, request: type[Request]) -> tuple[Any, ...]:
@@ -71,3 +64,42 @@ def further(context: typer.Context, request: type[Request]) -> tuple[Any, ...]:
     panels = panels_for(request.offered, ())
     records = (record_in(context.obj, panel.options) for panel in panels)
     return tuple(record for record in records if record is not None and changed(record))
+
+
+def expanded(function: Callable[..., T]) -> Callable[..., T]:
+    """Returns a function for Typer, with a record's options in place of each record.
+
+    A parameter for a record is annotated with its class and its `options_of`. Requests get the
+    records of plugins, too.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    records = {
+        name: made
+        for name, hint in hints.items()
+        for made in getattr(hint, "__metadata__", ())
+        if inspect.isfunction(made)
+    }
+    if not records:
+        return function
+
+    @wraps(function)
+    def call(typer_context: typer.Context, **typed: Any) -> T:
+        for name, made in records.items():
+            options = inspect.signature(made).parameters
+            record = made(**{option: typed.pop(option) for option in options})
+            if isinstance(record, Request):
+                record = replace(record, further=further(typer_context, type(record)))
+            typed[name] = record
+        return function(**typed)
+
+    parameters = [
+        inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    ]
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in records:
+            parameters += inspect.signature(records[name]).parameters.values()
+        else:
+            parameters.append(parameter.replace(annotation=hints[name]))
+    shown: Any = call
+    shown.__signature__ = inspect.Signature(parameters)
+    return call

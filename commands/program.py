@@ -11,9 +11,9 @@ from ..common.option import PANELS
 from ..common.registry import Registry
 from .command import Command, summaries
 from .options import OPTIONAL, Quiet, Verbose, with_values
-from .panels import Groups
+from .panels import PanelOptions, expanded
 
-LAST = ("Cluster", "Options")
+LAST = ("Engines", "Weights of engines", "Cluster", "Options")
 """The last sections of a command's help."""
 
 FURTHER = ("Numbers", "Engines", "Weights of engines")
@@ -29,16 +29,16 @@ class SectionedCommand(TyperCommand):
     """A command whose help has sections, in plain text because Rich takes 0.1 s to load."""
 
     whole = False
-    groups: Groups
+    panels: PanelOptions
 
-    def take(self, groups: Groups) -> None:
-        """Adds groups of options."""
-        self.groups = groups
-        self.params = groups.among(self.params)
+    def add(self, panels: PanelOptions) -> None:
+        """Adds the options of plugins."""
+        self.panels = panels
+        self.params = panels.among(self.params)
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command, with the records of its groups in the context."""
-        ctx.obj = self.groups.records(ctx.params)
+        """Runs the command, with the records of plugins in the context."""
+        ctx.obj = self.panels.records(ctx.params)
         return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -62,12 +62,12 @@ class SectionedCommand(TyperCommand):
         rare: set[str] = set()
         if long and not self.whole:  # a short help shows everything
             rare = {*FURTHER, *(panel.title for panel in PANELS if panel.rare)}
-        left_out = [title for title in sections if title in rare]
-        last = [title for title in LAST if title in sections]
-        listed = [title for title in sections if title not in (*last, *left_out)]
-        for heading in listed + last:
-            with formatter.section(heading):
-                formatter.write_dl(sections[heading])
+        titles = [*(title for title in sections if title not in LAST), *LAST]
+        left_out = [title for title in titles if title in rare and title in sections]
+        for heading in titles:
+            if heading in sections and heading not in rare:
+                with formatter.section(heading):
+                    formatter.write_dl(sections[heading])
         if left_out:
             names = ", ".join(f"{title} ({len(sections[title])})" for title in left_out)
             formatter.write_paragraph()
@@ -145,8 +145,8 @@ def declared_command(command: Command) -> Any:
     """Returns a command with its options, for the parser; its help ends with the example."""
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     alone.command(command.name, cls=SectionedCommand, epilog=f"Example: {command.example}")(
-        command.loaded
+        expanded(command.loaded)
     )
     declared: Any = typer.main.get_command(alone)
-    declared.take(Groups(command, declared.params))
+    declared.add(PanelOptions(command.calls, declared.params))
     return declared

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..common.console import Console
 from ..common.libraries import check_pytorch
 from ..exporter.requests import LoadRequest
-from .options import READING, option_for, typed_config, typed_family, typed_setting
+from .options import READING, options_of, typed_config, typed_family, typed_setting
 
 if TYPE_CHECKING:
+    from ..data.batches import Feed
     from ..exporter.model import Model
 
-FamilyOption = Annotated[
-    str | None,
-    option_for(LoadRequest, "family", READING, metavar="<text>", parser=typed_family),
-]
+OF_MODEL = {
+    "family": {"metavar": "<text>", "parser": typed_family},
+    "config": {"metavar": "FILE", "parser": typed_config},
+    "sets": {"metavar": "KEY=VALUE", "parser": typed_setting},
+}
+"""The settings of the options of `LoadRequest`."""
 
-ConfigOption = Annotated[
-    Path | None, option_for(LoadRequest, "config", READING, metavar="FILE", parser=typed_config)
-]
-
-SetOption = Annotated[
-    list[str] | None,
-    option_for(LoadRequest, "sets", READING, metavar="KEY=VALUE", parser=typed_setting),
-]
+ReadingOptions = Annotated[LoadRequest, options_of(LoadRequest, {READING: [*OF_MODEL]}, **OF_MODEL)]
 
 
 def loader(
-    request: LoadRequest, source: str, console: Console, data: str | Path | None = None
+    request: LoadRequest, source: str, console: Console, data: Feed | None = None
 ) -> Callable[[], Model]:
     """Returns a function that loads the model of a command.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from ..bench.calls import report as write
 from ..bench.request import ReportRequest
 from ..common.console import Console, show
-from .options import AsJson, Quiet, Verbose, json_text, option_for, output_option, typed_path
+from .options import AsJson, Quiet, Verbose, json_text, options_of, output_option, typed_path
 
 
 def report(
@@ -26,9 +27,7 @@ def report(
     output: Annotated[
         Path, output_option("REPORT.HTML", "The page; Markdown, CSV and figures go next to it.")
     ],
-    compare: Annotated[
-        Path | None, option_for(ReportRequest, "compare", metavar="OLD.JSON", parser=typed_path)
-    ] = None,
+    request: Annotated[ReportRequest, options_of(ReportRequest, compare={"metavar": "OLD.JSON"})],
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -38,7 +37,7 @@ def report(
 
     console = Console(verbose=verbose, quiet=quiet)
     first, *others = results
-    paths, comparison = write(first, output, ReportRequest(compare=compare, beside=others))
+    paths, comparison = write(first, output, replace(request, beside=others))
     result = {"files": [str(path) for path in paths]}
     if not any(path.suffix == ".png" for path in paths) and not can_draw():
         console.note("no figures were written: vl-convert is not installed")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ..common.console import Console, show
-from ..exporter.requests import Provider, RunRequest
+from ..exporter.requests import RunRequest
 from ..graphs.targets import compiled_names, runtime_names
-from .options import AsJson, BundleArgument, Quiet, Verbose, json_text, option_for, output_option
-from .panels import further
+from .options import AsJson, BundleArgument, Quiet, Verbose, json_text, options_of, output_option
 
 if TYPE_CHECKING:
     Runtime = str
@@ -20,25 +19,28 @@ else:
     Runtime = Literal[*runtime_names(), *compiled_names()]  # includes runtimes of plugins
 
 
+OPTIONS = options_of(
+    RunRequest,
+    {
+        "Options": ("k", "graph", "batch_size"),
+        "Runtime": (
+            *("threads", "engine", "provider", "cuda_graphs", "trust_engine", "host_weights"),
+        ),
+    },
+    batch_size={"min": 1},
+    threads={"min": 1},
+    engine={"kind": Runtime},
+)
+
+
 def run(
-    context: typer.Context,
     *,
     bundle: BundleArgument,
     input_file: Annotated[
         Path, typer.Option("--input", "-i", metavar="X.NPZ", help="An .npz with the inputs.")
     ],
     output: Annotated[Path, output_option("Y.NPZ", "The .npz to write.")],
-    k: Annotated[int | None, option_for(RunRequest, "k")] = None,
-    graph: Annotated[str | None, option_for(RunRequest, "graph")] = None,
-    batch_size: Annotated[int | None, option_for(RunRequest, "batch_size", min=1)] = None,
-    threads: Annotated[int | None, option_for(RunRequest, "threads", "Runtime", min=1)] = None,
-    engine: Annotated[Runtime | None, option_for(RunRequest, "engine", "Runtime")] = None,
-    provider: Annotated[Provider, option_for(RunRequest, "provider", "Runtime")] = "cpu",
-    cuda_graphs: Annotated[bool, option_for(RunRequest, "cuda_graphs", "Runtime")] = True,
-    trust_engine: Annotated[bool, option_for(RunRequest, "trust_engine", "Runtime")] = False,
-    host_weights: Annotated[bool, option_for(RunRequest, "host_weights", "Runtime")] = False,
-    check: Annotated[bool, option_for(RunRequest, "check", "Options")] = True,
-    force: Annotated[bool, option_for(RunRequest, "force", "Options")] = False,
+    request: Annotated[RunRequest, OPTIONS],
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -47,22 +49,7 @@ def run(
     from ..exporter.bundle.run import run as run_bundle
 
     with Console(verbose=verbose, quiet=quiet) as console:
-        request = RunRequest(
-            k=k,
-            graph=graph,
-            batch_size=batch_size,
-            threads=threads,
-            engine=engine,
-            provider=provider,
-            cuda_graphs=cuda_graphs,
-            trust_engine=trust_engine,
-            host_weights=host_weights,
-            check=check,
-            force=force,
-            progress=console,
-            further=further(context, RunRequest),
-        )
-        written = run_bundle(bundle, input_file, output, request)
+        written = run_bundle(bundle, input_file, output, replace(request, progress=console))
     if as_json:
         facts = {name: fact for name, fact in asdict(written).items() if fact != {}}
         show(json_text({"output": str(output), **facts}))

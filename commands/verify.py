@@ -9,26 +9,21 @@ from ..common.console import Console, show
 from ..common.text import lines
 from ..errors import CheckError
 from ..exporter.requests import VerifyRequest
-from .options import (
-    AsJson,
-    BundleArgument,
-    Quiet,
-    Verbose,
-    json_text,
-    option_for,
-)
+from .options import AsJson, BundleArgument, Quiet, Verbose, json_text, options_of
 
 if TYPE_CHECKING:
     from ..exporter.bundle.manifest import Check
 
 
+OPTIONS = options_of(
+    VerifyRequest, atol={"min": 0}, rtol={"min": 0}, data={"metavar": "FEED", "kind": str}
+)
+
+
 def verify(
     *,
     bundle: BundleArgument,
-    atol: Annotated[float | None, option_for(VerifyRequest, "atol", min=0)] = None,
-    rtol: Annotated[float | None, option_for(VerifyRequest, "rtol", min=0)] = None,
-    data: Annotated[str | None, option_for(VerifyRequest, "data", metavar="FEED")] = None,
-    trust_engine: Annotated[bool, option_for(VerifyRequest, "trust_engine")] = False,
+    request: Annotated[VerifyRequest, OPTIONS],
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -42,7 +37,6 @@ def verify(
     from ..exporter.bundle.manifest import Manifest
     from ..exporter.calls import verify as verified
 
-    request = VerifyRequest(atol=atol, rtol=rtol, data=data, trust_engine=trust_engine)
     checks = []
     for check in verified(bundle, request):
         checks.append(check)

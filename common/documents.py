@@ -82,7 +82,9 @@ def document(
                 if "\\ud" in text.lower():
                     json.dumps(content, ensure_ascii=False).encode()  # refuses lone surrogates
             case "toml":
-                content = _toml(text)
+                if _LONG_KEY.search(text):
+                    raise ValueError(f"a key of more than {MOST_KEY_PARTS} parts")
+                content = tomllib.loads(text)
             case _:
                 content = _yaml(text)
         _check(content, bits)
@@ -90,12 +92,6 @@ def document(
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise error(f"{name}: not valid {kind.upper()}: {reason[:300]}") from cause
     return content
-
-
-def _toml(text: str) -> Any:
-    if _LONG_KEY.search(text):
-        raise ValueError(f"a key of more than {MOST_KEY_PARTS} parts")
-    return tomllib.loads(text)
 
 
 def _yaml(text: str) -> Any:

@@ -72,26 +72,22 @@ def versions(names: tuple[str, ...]) -> dict[str, str]:
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Returns the CPU's marketing name, or its architecture if the name is unknown."""
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # not Linux
-        lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name" and value.strip():
-            return value.strip()
-    return platform.processor() or platform.machine()
+    return _cpu_fact(cpuinfo, "model name") or platform.processor() or platform.machine()
 
 
 def cpu_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Returns the CPU's instruction flags as Linux names them; empty on other systems."""
+    return frozenset(_cpu_fact(cpuinfo, "flags", "Features").split())
+
+
+def _cpu_fact(cpuinfo: Path, *keys: str) -> str:
+    """The first nonempty value of one of the keys; empty on systems other than Linux."""
     try:
-        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # not Linux
-        return frozenset()
-    flags = (line.partition(":") for line in text.splitlines())
-    words = next((v for key, _, v in flags if key.strip() in ("flags", "Features")), "")
-    return frozenset(words.split())
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    facts = (line.partition(":") for line in lines)
+    return next((v.strip() for key, _, v in facts if key.strip() in keys and v.strip()), "")
 
 
 KERNEL_INSTRUCTIONS = (

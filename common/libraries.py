@@ -108,6 +108,16 @@ def check_pytorch(what: str) -> None:
             raise MissingExtraError(f"{what} needs {name}, which is not installed", hint=INSTALL)
 
 
+def library(package: str, what: str, hint: str) -> Any:
+    """Imports a package of an extra; raises `MissingExtraError` with `what` needs it."""
+    from importlib import import_module
+
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise MissingExtraError(f"{what}, which is not installed ({error})", hint=hint) from error
+
+
 RUN: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = MappingProxyType(
     {
         "torch": ((2, 9), (2, 15)),

@@ -76,8 +76,7 @@ def option(
 ) -> T:
     """Declares a field of a request: its default and its help text.
 
-    In a shell it is `--its-name`, or `flag`. A command has a parameter of the same name
-    (`commands.options.option_for`).
+    In a shell it is `--its-name`, or `flag`; `commands.options.options_of` offers it there.
     """
     declared = Declared(help, unset, (flag or "") if in_shell else None, is_path)
     made: Any = field(default=default, compare=compare, metadata={DECLARED: declared})
@@ -373,7 +372,7 @@ def keywords_of(request: type[Any]) -> Keywords:
                 several=get_origin(kind) is Sequence,
                 choices=frozenset(literals(kind)),
             )
-            found |= {spelling.lstrip("-"): keyword for spelling in spellings[:1]}
+            found[spellings[0].lstrip("-")] = keyword
     return found
 
 

@@ -40,17 +40,7 @@ class Named(Protocol):
 R = TypeVar("R", bound=Named)
 
 
-@dataclass(frozen=True, slots=True)
-class Unloadable:
-    """An entry point whose record could not be loaded, and why."""
-
-    group: str
-    name: str
-    distribution: str
-    reason: str
-
-
-_UNLOADABLE: dict[Entry, Unloadable] = {}
+_UNLOADABLE: list[Entry] = []
 
 _UNREADABLE: list[str] = []
 
@@ -61,9 +51,9 @@ _OWN_NAMES: dict[str, frozenset[str]] = {}
 """The names of the core's records by group, for the registries imported so far."""
 
 
-def unloadable() -> tuple[Unloadable, ...]:
+def unloadable() -> tuple[Entry, ...]:
     """Returns the plugins that have failed to load so far."""
-    return tuple(_UNLOADABLE.values())
+    return tuple(_UNLOADABLE)
 
 
 def foreign_plugins() -> dict[str, list[str]]:
@@ -77,9 +67,15 @@ def foreign_plugins() -> dict[str, list[str]]:
         loaded = _loaded(entry, object)
         if loaded and entry.own:
             continue
-        failed = "" if loaded else f" cannot be loaded: {_UNLOADABLE[entry].reason}"
+        failed = "" if loaded else f" cannot be loaded: {entry.reason}"
         found.setdefault(entry.distribution, []).append(f"{entry.group}: {entry.name}{failed}")
     return found
+
+
+def foreign_packages() -> dict[str, str]:
+    """Returns the distributions of other authors' plugins by the package that they import."""
+    entries = (entry for entry in _found() if not entry.own)
+    return {entry.point.module.partition(".")[0]: entry.distribution for entry in entries}
 
 
 def troubles() -> tuple[str, ...]:
@@ -102,14 +98,18 @@ def _off() -> bool:
     return os.environ.get(PLUGINS) == "off"
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # compared by identity, so hashing is cheap
+@dataclass(slots=True, eq=False)  # compared by identity, so hashing is cheap
 class Entry:
-    """An entry point of a plugin, with its distribution, version and `summary`."""
+    """An entry point of a plugin, with its distribution, version and `summary`.
+
+    `reason` is why its record cannot be loaded, if that was tried.
+    """
 
     point: EntryPoint
     distribution: str
     summary: str
     own: bool
+    reason: str = ""
 
     @property
     def name(self) -> str:
@@ -133,8 +133,7 @@ def _found() -> tuple[Entry, ...]:
     for distribution in distributions():
         try:
             if "[moexport." in (distribution.read_text("entry_points.txt") or ""):
-                name, entries = _entries_of(distribution)
-                found.setdefault(name, entries)
+                found.setdefault(distribution.metadata["Name"], _entries_of(distribution))
         except (TypeError, ValueError) as error:  # importlib raises them for damaged files
             name = distribution.metadata["Name"]
             _UNREADABLE.append(f"plugin {name}: its entry_points.txt cannot be read: {error}")
@@ -155,14 +154,13 @@ def _by_door(entries: tuple[Entry, ...]) -> dict[str, dict[str, list[Entry]]]:
     return doors
 
 
-def _entries_of(distribution: Distribution) -> tuple[str, list[Entry]]:
-    """The name of a package, and its entry points in moexport's groups."""
+def _entries_of(distribution: Distribution) -> list[Entry]:
+    """The entry points of a package in moexport's groups."""
     metadata = distribution.metadata
     name = metadata["Name"]
     about = f"{name} {metadata['Version']}", metadata["Summary"] or "", name == OWN
     points = distribution.entry_points
-    ours = [Entry(point, *about) for point in points if point.group.startswith("moexport.")]
-    return name, ours
+    return [Entry(point, *about) for point in points if point.group.startswith("moexport.")]
 
 
 def left_out() -> str:
@@ -183,8 +181,12 @@ def record_of_plugin(group: str, name: str) -> Any:
 
     For modules that may not import the registry, because it is in a higher layer.
     """
-    entry = next(iter(_doors().get(group, {}).get(name, ())), None)
+    entry = _entry(group, name)
     return None if entry is None else _loaded(entry, object)
+
+
+def _entry(group: str, name: str) -> Entry | None:
+    return next(iter(_doors().get(group, {}).get(name, ())), None)
 
 
 def imported(place: str) -> Any:
@@ -254,7 +256,7 @@ class Registry(Generic[R]):
         self._refuse_two_of(name)
         if name in self._own:
             return self._own[name]
-        entry = self._entry(name)
+        entry = _entry(self.group, name)
         if entry is None:
             raise PluginError(
                 f"{self.group}: no installed package provides '{name}'",
@@ -263,9 +265,8 @@ class Registry(Generic[R]):
             )
         record: R | None = _loaded(entry, self._kind)
         if record is None:
-            failed = _UNLOADABLE[entry]
             raise PluginError(
-                f"{name}: the plugin of {failed.distribution} cannot be loaded: {failed.reason}",
+                f"{name}: the plugin of {entry.distribution} cannot be loaded: {entry.reason}",
                 hint="install a compatible version, or uninstall it; "
                 f"{PLUGINS}=off disables all plugins",
             )
@@ -279,8 +280,8 @@ class Registry(Generic[R]):
         for name in self.names:
             self._refuse_two_of(name)
         yield from self._own.values()
-        for entry in self._entries():
-            record = _loaded(entry, self._kind)
+        for entries in _doors().get(self.group, {}).values():
+            record = _loaded(entries[0], self._kind)
             if record is not None:
                 yield record
 
@@ -290,14 +291,8 @@ class Registry(Generic[R]):
         Raises `PluginError` if two have that name.
         """
         self._refuse_two_of(name)
-        entry = None if name in self._own else self._entry(name)
+        entry = None if name in self._own else _entry(self.group, name)
         return None if entry is None or entry.own else entry
-
-    def _entries(self) -> list[Entry]:
-        return [entry for several in _doors().get(self.group, {}).values() for entry in several]
-
-    def _entry(self, name: str) -> Entry | None:
-        return next(iter(_doors().get(self.group, {}).get(name, ())), None)
 
     def _refuse_two_of(self, name: str) -> None:
         clash = _clash(self.group, name)
@@ -310,7 +305,7 @@ class Registry(Generic[R]):
 def _loaded(entry: Entry, kind: type[Any] | str) -> Any:
     """The record of an entry point; None if loading fails, with the reason recorded."""
     point = entry.point
-    if entry in _UNLOADABLE:
+    if entry.reason:
         return None
     try:
         api = getattr(import_module(point.module), "API", None)
@@ -325,12 +320,8 @@ def _loaded(entry: Entry, kind: type[Any] | str) -> Any:
             reason = f"{point.value} is not a {expected.__name__}"
         elif getattr(record, "name", None) != point.name:
             reason = f"{point.value} is not named '{point.name}'"
-        elif not (reason := _problem(entry.group, record)):
+        elif entry.group not in _PROBLEMS or not (reason := _PROBLEMS[entry.group](record)):
             return record
-    _UNLOADABLE[entry] = Unloadable(entry.group, entry.name, entry.distribution, reason)
+    entry.reason = reason
+    _UNLOADABLE.append(entry)
     return None
-
-
-def _problem(group: str, record: Any) -> str:
-    """Why a registry cannot use a record; otherwise empty."""
-    return _PROBLEMS[group](record) if group in _PROBLEMS else ""

@@ -100,6 +100,12 @@ def markdown(
     return "\n".join((lines[0], rule, *lines[1:]))
 
 
+def and_alike(names: Sequence[str]) -> str:
+    """Returns the first of several like names, and the number of the others."""
+    first, *others = names
+    return f"{first} and {len(others)} like it" if others else first
+
+
 def by_level(numbers: Iterable[int]) -> str:
     """Returns one number per level of a hierarchy: 128·4·4."""
     return "·".join(map(str, numbers))

@@ -40,8 +40,11 @@ class TimedCall:
     inputs: int | None = None
     reopens: bool = False
 
+    def __init__(self, call: IndexedCall) -> None:
+        self._timed = call
+
     def __call__(self, index: int) -> object:
-        raise NotImplementedError
+        return self._timed(index)
 
     def device_ms(self, index: int) -> float | None:
         """Makes the call; returns the time on the device in ms, or None if it is unknown."""
@@ -49,14 +52,6 @@ class TimedCall:
 
     def rest(self) -> None:
         """Called when the call's part of a round has ended."""
-
-
-class _Plain(TimedCall):
-    def __init__(self, call: IndexedCall) -> None:
-        self._call = call
-
-    def __call__(self, index: int) -> object:
-        return self._call(index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +123,7 @@ def measure(
     its device is also called for that, as often as and in turn with the timed passes.
     """
     progress = progress or Silent()
-    calls = {n: c if isinstance(c, TimedCall) else _Plain(c) for n, c in cases.items()}
+    calls = {n: c if isinstance(c, TimedCall) else TimedCall(c) for n, c in cases.items()}
     rounds = list(done)
     failures = {name: text for turn in done for name, text in turn.failures.items()}
     left = protocol.rounds - len(rounds)

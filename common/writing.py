@@ -151,17 +151,13 @@ def output_errors(place: Path) -> Iterator[None]:
 
 def refused(place: Path, error: OSError) -> str:
     """Returns a message with the path that could not be written: `place`, or a file elsewhere."""
-    why = error.strerror or str(error)
     named = None if error.filename is None else Path(os.fsdecode(error.filename))
-    if (
-        named is not None
-        and error.errno in FULL
-        and not any(map(is_partial, (named, *named.parents)))
-    ):
-        return f"{named}: cannot be written: {why}"
-    if named is not None and named.parent != place.parent and is_partial(named.parent):
-        return f"{place / named.name}: cannot be written: {why}"
-    return f"{place}: cannot be written: {why}"
+    if named is not None:
+        if error.errno in FULL and not any(map(is_partial, (named, *named.parents))):
+            place = named
+        elif named.parent != place.parent and is_partial(named.parent):
+            place = place / named.name
+    return f"{place}: cannot be written: {error.strerror or error}"
 
 
 @contextmanager
@@ -177,16 +173,12 @@ def whole_file(place: Path) -> Iterator[Path]:
     with (
         made_folder(target.parent),
         output_errors(place),
-        _temporary(target, target.suffix, _new_file) as partial,
+        _temporary(target, target.suffix, lambda path: path.touch(exist_ok=False)) as partial,
     ):
         yield partial
         to_disk(partial)
         move(partial, target)
         to_disk(target.parent)
-
-
-def _new_file(path: Path) -> None:
-    path.touch(exist_ok=False)
 
 
 def write_text(text: str, place: Path) -> None:

@@ -59,26 +59,26 @@ def limited(batches: Iterable[Fields], count: int | None) -> Iterator[Fields]:
 def rebatched(batches: Iterable[Fields], size: int) -> Iterator[Fields]:
     """Yields the same rows in the same order as batches of `size`.
 
-    The last batch, and the last before rows of another shape, may be smaller. Thus results do not
-    depend on the sizes of the original batches, to the last bit. Holds at most one batch of either
-    kind.
+    The last batch, and the last before rows of another shape, may be smaller. Results then do not
+    depend on the sizes of the original batches, to the last bit. At most one batch of either kind
+    is in memory.
     """
-    held: list[Fields] = []
+    pending: list[Fields] = []
     for batch in batches:
-        if held and row_shapes(batch) != row_shapes(held[0]):
-            yield joined(held)
-            held = []
-        start, count = 0, sum(map(row_count, held))
+        if pending and row_shapes(batch) != row_shapes(pending[0]):
+            yield joined(pending)
+            pending = []
+        start, count = 0, sum(map(row_count, pending))
         while row_count(batch) - start >= size - count:
             end = start + size - count
-            yield joined([*held, rows_between(batch, start, end)])
-            held, count, start = [], 0, end
+            yield joined([*pending, rows_between(batch, start, end)])
+            pending, count, start = [], 0, end
         if start < row_count(batch):
             # A copy, so that a small remainder does not keep a large batch alive.
             rest = rows_between(batch, start, row_count(batch))
-            held.append({name: x.copy() for name, x in rest.items()})
-    if held:
-        yield joined(held)
+            pending.append({name: x.copy() for name, x in rest.items()})
+    if pending:
+        yield joined(pending)
 
 
 def rebatched_pairs(
@@ -112,6 +112,3 @@ def joined(parts: list[Fields]) -> Fields:
     if len(parts) == 1:
         return parts[0]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-# --- files of arrays ---------------------------------------------------------------------------

@@ -1,56 +1,38 @@
 """Real inputs, streamed in batches: `.npz`, `.npy`, shards, or `package.module:iterable`.
 
-URLs may name files. `shards.py` reads tar files and Parquet; a DataLoader is an iterable. Files are
-streamed, a few rows at a time: pages of a mapping would count as memory in use, and an array inside
-an archive cannot be mapped.
+URLs may name files. `arrays.py` reads arrays, `shards.py` tar files and Parquet; a DataLoader is an
+iterable.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
-import lzma
-import math
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy
 
-from ..common.files import allowed_bytes
 from ..common.locations import local, named_by_url, no_such_feed, path_of, url_of
 from ..errors import FeedError
-from .batches import (
-    IMAGE,
-    LABEL,
-    OUTPUT,
-    Array,
-    Feed,
-    Fields,
-    LabelledBatch,
-    Labels,
-    joined,
-    limited,
-    row_shapes,
+from .arrays import (
+    LABEL_NAMES,
+    LABELS,
+    WANTED,
+    check_inputs,
+    inputs_in,
+    label_names,
+    main_name,
+    npz_archive,
+    npz_array,
+    npz_names,
+    rows_in,
 )
+from .batches import IMAGE, LABEL, OUTPUT, Array, Feed, Fields, Labels, joined, limited, row_shapes
 from .shards import check_shards, shard_batches, shards_of
 from .user_code import attribute_of, module_of, names_code
-
-WANTED = "a feed yields batches of numbers, [b, …]: arrays, or dicts of arrays by input name"
-
-LABELS = ("label", "labels")
-"""Arrays in an archive that are labels and nothing else."""
-
-LABEL_NAMES = (*LABELS, "y")
-"""The names of labels in an archive: they are never used as inputs."""
-
-_OWN_FAULT = "the feed's own code failed: --verbose shows where"
 
 
 def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
@@ -59,15 +41,6 @@ def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
     Raises `FeedError` naming the file, array or object if it cannot be read.
     """
     return (batch[name] for batch in named_batches(feed, [name]))
-
-
-def labelled_batches(feed: Feed, name: str, outputs: Sequence[str] = ()) -> Iterator[LabelledBatch]:
-    """Yields batches [b, …] of the input called `name` with their labels, or None without labels.
-
-    Raises as `named_batches` does.
-    """
-    labelled = named_batches(feed, [name], labelled=True, outputs=outputs)
-    return ((batch[name], batch.get(LABEL)) for batch in labelled)
 
 
 def named_batches(
@@ -88,7 +61,9 @@ def named_batches(
     outputs of the user's own model, the first also under the name `OUTPUT`. Raises `FeedError` for
     inputs that cannot be read and, if `strict`, for invalid labels.
     """
-    request = _Further(tuple(names), tuple(outputs), tuple(own), labelled=labelled, strict=strict)
+    request = _FieldRequest(
+        tuple(names), tuple(outputs), tuple(own), labelled=labelled, strict=strict
+    )
     first, *others = names
     where = "the feed"
     feed = in_memory(feed)
@@ -104,7 +79,7 @@ def named_batches(
         with named_by_url():
             shards = shards_of(feed)
             if shards is not None:
-                for place, fields in shard_batches(shards, npy_array):
+                for place, fields in shard_batches(shards):
                     inputs = _shard_inputs(fields, first, place)
                     check_inputs(inputs.dtype, inputs.shape, place)
                     further = {n: fields[n] for n in others if n in fields}
@@ -169,8 +144,7 @@ def fields_of(
     first, *others = names
     where = "the data"
     known = label_names(names, outputs)
-    left = [name for name in arrays if name not in (*known, *others)]
-    main = first if first in arrays else left[0] if len(left) == 1 else None
+    main = main_name(arrays, first, (*known, *others))
     if main is None:
         raise FeedError(
             f"{where}: the dict has {', '.join(map(str, arrays)) or 'no items'}, but no '{first}'",
@@ -193,7 +167,7 @@ def fields_of(
 
 
 @dataclass(frozen=True, slots=True)
-class _Further:
+class _FieldRequest:
     """The options for fields other than the first input (`named_batches`)."""
 
     names: tuple[str, ...]
@@ -206,9 +180,8 @@ class _Further:
         """The labels and the user's own outputs in an item of an iterable."""
         found = self.labels(lambda: _labels_of(item, inputs, where, self.names))
         if isinstance(item, dict):
-            for name, key in self.own_names(item).items():
-                array = np.asarray(item[key])
-                found |= _own_output(name, array, len(inputs), f"{where}: a batch's '{key}'")
+            place = f"{where}: a batch's"
+            found |= self.own_outputs(item, len(inputs), place, item.__getitem__)
         return found
 
     def labels(self, read: Callable[[], Fields], *, named: bool = False) -> Fields:
@@ -230,41 +203,45 @@ class _Further:
         taken = {*self.names, *LABEL_NAMES}
         found: dict[str, str] = {}
         for index, name in enumerate(self.own):
-            callable_so = [name, OUTPUT] if index == 0 and OUTPUT not in self.own else [name]
-            key = next((each for each in callable_so if each in known and each not in taken), None)
+            keys = [name, OUTPUT] if index == 0 and OUTPUT not in self.own else [name]
+            key = next((each for each in keys if each in known and each not in taken), None)
             found |= {} if key is None else {name: key}
         return found
 
+    def own_outputs(
+        self, known: Iterable[str], count: int, where: str, read: Callable[[str], Any]
+    ) -> Fields:
+        """The fields of a user's own outputs for `count` inputs."""
+        found: Fields = {}
+        for name, key in self.own_names(known).items():
+            array = found[name] = np.asarray(read(key))
+            if array.dtype.kind not in "biuf" or not array.shape:
+                raise FeedError(
+                    f"{where} '{key}' contains {array.dtype.name} {array.shape}, not the outputs "
+                    "of a model",
+                    hint="save the model's outputs for the inputs, one row per input",
+                )
+            if len(array) != count:
+                raise FeedError(
+                    f"{where} '{key}' contains outputs for {len(array)} inputs, but there are "
+                    f"{count} inputs",
+                    hint="save the model's outputs for these inputs, in their order",
+                )
+        return found
 
-def _own_output(name: str, array: Array, count: int, where: str) -> Fields:
-    """The field of a user's own outputs."""
-    if array.dtype.kind not in "biuf" or not array.shape:
-        raise FeedError(
-            f"{where} contains {array.dtype.name} {array.shape}, not the outputs of a model",
-            hint="save the model's outputs for the inputs, one row per input",
-        )
-    if len(array) != count:
-        raise FeedError(
-            f"{where} contains outputs for {len(array)} inputs, but there are {count} inputs",
-            hint="save the model's outputs for these inputs, in their order",
-        )
-    return {name: array}
 
-
-def _of_dict(arrays: Mapping[str, Any], request: _Further) -> Fields:
+def _of_dict(arrays: Mapping[str, Any], request: _FieldRequest) -> Fields:
     """The inputs of a dict as one batch, with the requested labels and outputs."""
-    own = request.own_names(arrays)
-    others = {name: value for name, value in arrays.items() if name not in own.values()}
+    own = request.own_names(arrays).values()
+    others = {name: value for name, value in arrays.items() if name not in own}
     fields = fields_of(others, request.names, request.outputs)
-    kept = (*request.names, LABEL) if request.labelled else request.names
-    found = {name: x for name, x in fields.items() if name in kept}
-    for name, key in own.items():
-        array = np.asarray(arrays[key])
-        found |= _own_output(name, array, len(fields[request.names[0]]), f"the data: '{key}'")
-    return found
+    count = len(fields[request.names[0]])
+    if not request.labelled:
+        fields.pop(LABEL, None)
+    return fields | request.own_outputs(arrays, count, "the data:", arrays.__getitem__)
 
 
-def _file_batches(path: Path, request: _Further) -> Iterator[Fields]:
+def _file_batches(path: Path, request: _FieldRequest) -> Iterator[Fields]:
     """The batches of a file or folder; labels and outputs in an `.npz` are read whole."""
     first, *others = request.names
     whole: Fields = {}
@@ -282,14 +259,12 @@ def _file_batches(path: Path, request: _Further) -> Iterator[Fields]:
             return {LABEL: checked}
 
         whole |= request.labels(labels, named=label in LABELS)
-        for name, key in request.own_names(npz_names(path)).items():
-            if key in (archive.inputs, label):
-                continue
-            where = f"{path}: array '{key}'"
-            whole |= _own_output(name, npz_array(path, key), header.shape[0], where)
+        known = [name for name in npz_names(path) if name not in (archive.inputs, label)]
+        place, read = f"{path}: array", partial(npz_array, path)
+        whole |= request.own_outputs(known, header.shape[0], place, read)
     for file in _files(path):
         start = 0
-        for rows in _rows_in(file, first, others):
+        for rows in rows_in(file, first, others):
             end = start + len(rows)
             yield {first: rows, **{name: x[start:end] for name, x in whole.items()}}
             start = end
@@ -309,14 +284,9 @@ def count(feed: Feed, name: str) -> int | None:
         return None
     total = 0
     for file in _files(path):
-        with _inputs_in(file, name) as (_, header):
+        with inputs_in(file, name) as (_, header):
             total += header.shape[0]
     return total
-
-
-def samples(feed: Feed, name: str, most: int) -> np.ndarray:
-    """Returns the first `most` inputs of a feed as one array [most or fewer, …]."""
-    return named_samples(feed, [name], most)[name]
 
 
 def named_samples(feed: Feed, names: Sequence[str], most: int) -> Fields:
@@ -342,7 +312,7 @@ def is_there(where: str) -> bool:
     if path.is_file() and path.suffix == ".npz" and not npz_names(path):
         raise FeedError(f"{path} contains no array", hint="save the inputs: np.savez(path, x=x)")
     if path.is_file() and path.suffix == ".npy":
-        with _inputs_in(path, ""):
+        with inputs_in(path, ""):
             pass
     if path.is_dir() and not any(inside.is_dir() for inside in path.iterdir()):  # images
         _files(path)
@@ -369,24 +339,21 @@ def _imported_items(where: str) -> Iterator[object]:
             f"{where}: cannot be imported ({error})",
             hint="name an iterable of batches, or a function that returns one",
         ) from error
+    items: Iterator[object] | None = None
     # The user's code may fail in any way; its message becomes an error of the feed.
     try:
         items = iter(target() if callable(target) else target)
-    except TypeError as error:
-        raise FeedError(
-            f"{where} is of type {type(target).__name__}, not an iterable of batches ({error})",
-            hint=WANTED,
-        ) from error
+        yield from items
     except Exception as error:
-        raise FeedError(f"{where}: {type(error).__name__}: {error}", hint=_OWN_FAULT) from error
-    while True:
-        try:
-            item = next(items)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise FeedError(f"{where}: {type(error).__name__}: {error}", hint=_OWN_FAULT) from error
-        yield item
+        if items is None and isinstance(error, TypeError):
+            raise FeedError(
+                f"{where} is of type {type(target).__name__}, not an iterable of batches ({error})",
+                hint=WANTED,
+            ) from error
+        raise FeedError(
+            f"{where}: {type(error).__name__}: {error}",
+            hint="the feed's own code failed: --verbose shows where",
+        ) from error
 
 
 def _array_of(item: object, name: str, where: str) -> np.ndarray:
@@ -407,20 +374,6 @@ def _array_of(item: object, name: str, where: str) -> np.ndarray:
     return array
 
 
-def check_inputs(
-    dtype: np.dtype[Any], shape: tuple[int, ...], where: str, yielded: str | None = None
-) -> None:
-    """Raises `FeedError` unless an array can be a batch of inputs: numbers, with a batch axis."""
-    if dtype.kind not in "biuf" or not shape:
-        what = f"yields {yielded}" if yielded else f"contains {dtype.name} {shape}"
-        raise FeedError(f"{where} {what}, not an array of inputs", hint=WANTED)
-
-
-def label_names(inputs: Sequence[str], outputs: Sequence[str] = ()) -> list[str]:
-    """Returns the possible names of labels in an archive, the likeliest first; no input's name."""
-    return [name for name in (*LABEL_NAMES, *outputs) if name not in inputs]
-
-
 def _labels_of(item: object, inputs: Array, where: str, names: Sequence[str]) -> Fields:
     labels: object = None
     if isinstance(item, dict):
@@ -436,11 +389,9 @@ def _labels_of(item: object, inputs: Array, where: str, names: Sequence[str]) ->
 
 def _shard_inputs(fields: Fields, name: str, where: str) -> Array:
     """The field with the inputs called `name`: by name, or the only one with numbers."""
-    candidates = [name for name in fields if name not in (*LABEL_NAMES, IMAGE)]
-    if len(candidates) > 1:
-        candidates = [name for name in candidates if name != OUTPUT]
-    if name in fields or len(candidates) == 1:
-        return fields[name if name in fields else candidates[0]]
+    main = main_name(fields, name, (*LABEL_NAMES, IMAGE))
+    if main is not None:
+        return fields[main]
     if IMAGE in fields:
         raise FeedError(
             f"{where} contains images, which only `bench` and `tune` read, with --pixels",
@@ -450,17 +401,6 @@ def _shard_inputs(fields: Fields, name: str, where: str) -> Array:
         f"{where} contains {', '.join(fields) or 'no known fields'}, but no field '{name}'",
         hint=f"in a tar each input is a sample.npy or sample.{name}.npy, in Parquet a column",
     )
-
-
-def npy_array(data: bytes, where: str) -> Array:
-    """Returns the array in the bytes of an `.npy` file; raises `FeedError` if it is invalid."""
-    file = io.BytesIO(data)
-    try:
-        _header(file, where, len(data))
-        file.seek(0)
-        return np.asarray(npy.read_array(file, allow_pickle=False))
-    except UNREADABLE as error:
-        raise FeedError(f"{where}: not a readable .npy file ({error})") from error
 
 
 LABELS_HINT = (
@@ -569,9 +509,6 @@ def check_classes(labels: Labels, classes: int, where: str, *, first: int = 0) -
         )
 
 
-# --- streams -----------------------------------------------------------------------------------
-
-
 class FeedHash:
     """A hash of inputs in order, independent of how they were batched or stored."""
 
@@ -594,288 +531,7 @@ class FeedHash:
             own.update(array)
 
     def hexdigest(self) -> str:
-        """The SHA-256 of everything so far, as hex digits."""
         whole = self._hash.copy()
         for own in self._others:
             whole.update(own.hexdigest().encode())
         return whole.hexdigest()
-
-
-CHUNK_BYTES = 4 << 20
-"""The number of bytes read at once, but at least one row."""
-
-UNREADABLE = (
-    *(ValueError, TypeError, KeyError, EOFError, OSError, OverflowError, RecursionError),
-    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError),
-    *(NotImplementedError, RuntimeError),
-)
-"""Exceptions for invalid or damaged files: Python detects broken zip archives in a dozen ways, and
-parses headers of arrays as Python."""
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayHeader:
-    """The description of an array, before its numbers are read."""
-
-    shape: tuple[int, ...]
-    fortran: bool
-    dtype: np.dtype[Any]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one input."""
-        return self.dtype.itemsize * math.prod(self.shape[1:])
-
-
-@dataclass(frozen=True, slots=True)
-class Archive:
-    """The contents of an `.npz` file, before its numbers are read.
-
-    `inputs` is the requested array, or the only one without a label's name; `header` is its header,
-    and `label` the array of labels, or None. `digest` identifies the file's content by the
-    checksums in the archive.
-    """
-
-    inputs: str
-    header: ArrayHeader
-    label: str | None
-    digest: str
-
-
-def npz_archive(
-    path: Path, name: str, others: Sequence[str] = (), outputs: Sequence[str] = ()
-) -> Archive:
-    """Returns the contents of an `.npz` file for the input called `name`, next to `others`.
-
-    Labels may also have the name of one of `outputs`. Raises `FeedError` naming the file or listing
-    its arrays.
-    """
-    with _archive(path) as archive:
-        inputs = _inputs_name(archive, path, name, others)
-        with _member(archive, inputs) as (file, size):
-            header = _inputs_header(file, path, size)
-        known = label_names((inputs, *others), outputs)
-        label = next((n for n in known if n in _names(archive) and _may_label(archive, n)), None)
-        members = sorted((m.filename, m.CRC, m.file_size) for m in archive.infolist())
-        digest = hashlib.sha256(repr(members).encode()).hexdigest()
-        return Archive(inputs=inputs, header=header, label=label, digest=digest)
-
-
-def npz_names(path: Path) -> tuple[str, ...]:
-    """Returns the names of the arrays in an `.npz` file; raises `FeedError` if it is invalid."""
-    with _archive(path) as archive:
-        return _names(archive)
-
-
-def npz_array(path: Path, name: str) -> np.ndarray:
-    """Returns an array of an `.npz` file; raises `FeedError` if it is missing or holds objects."""
-    with _archive(path) as archive:
-        return _array(archive, path, name)
-
-
-def npz_arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields all arrays of an `.npz` file with their names; raises as `npz_array` does."""
-    with _archive(path) as archive:
-        for name in _names(archive):
-            yield name, _array(archive, path, name)
-
-
-def _array(archive: zipfile.ZipFile, path: Path, name: str) -> np.ndarray:
-    with _member(archive, name) as (file, size):
-        _header(file, f"{path}: array '{name}'", size)
-        file.seek(0)
-        array = np.asarray(npy.read_array(file, allow_pickle=False))
-        file.read(1)  # reading past the last number makes the archive verify its checksum
-        return array
-
-
-@contextmanager
-def _readable(path: Path, kind: str) -> Iterator[None]:
-    """Within the context, failures to read a file become a `FeedError` that names it."""
-    if path.exists() and not path.is_file():  # a device never ends, and a pipe cannot seek
-        raise FeedError(f"{path}: not a file", hint=f"give inputs in a file: inputs{kind}")
-    try:
-        yield
-    except UNREADABLE as error:
-        other = ".npz" if kind == ".npy" else ".npy"
-        if _is(path, other):
-            raise FeedError(
-                f"{path}: not a readable {kind} file (it is an {other})",
-                hint="rename it if it contains inputs",
-            ) from error
-        raise FeedError(
-            f"{path}: not a readable {kind} file ({error})",
-            hint="inputs are an .npz file, a folder of .npy files or package.module:iterable",
-        ) from error
-
-
-def _is(path: Path, kind: str) -> bool:
-    """Whether a file begins with the signature of a kind."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(len(npy.MAGIC_PREFIX))
-    except OSError:
-        return False
-    return start == npy.MAGIC_PREFIX if kind == ".npy" else zipfile.is_zipfile(path)
-
-
-@contextmanager
-def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    with _readable(path, ".npz"), zipfile.ZipFile(path) as archive:
-        size, most = path.stat().st_size, 0
-        _check_ends(path, archive)
-        for member in archive.infolist():
-            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise NotImplementedError(f"NumPy cannot compress like {member.filename}")
-            most += member.file_size
-        if most > allowed_bytes(size):
-            raise FeedError(
-                f"{path}: its {size} bytes would unpack to {most}, "
-                f"but {allowed_bytes(size)} are allowed",
-                hint="save it uncompressed: np.savez",
-            )
-        yield archive
-
-
-def _check_ends(path: Path, archive: zipfile.ZipFile) -> None:
-    """Raises ValueError unless an archive begins and ends with its file.
-
-    Python silently reads only the last of several concatenated archives.
-    """
-    with path.open("rb") as file:
-        file.seek(-len(END), 2)
-        end = file.read()
-    if (end[:4], end[-2:]) != (END[:4], END[-2:]):
-        raise ValueError("the archive ends before the file does")
-    if min((member.header_offset for member in archive.infolist()), default=0):
-        raise ValueError("the archive begins after the start of the file")
-
-
-END = b"PK\5\6" + bytes(18)
-"""The end of an archive without members; NumPy writes no comment after it."""
-
-
-@contextmanager
-def _member(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[BinaryIO, int]]:
-    """An opened array of an archive, and its size in bytes."""
-    size = archive.getinfo(f"{name}.npy").file_size
-    with archive.open(f"{name}.npy") as file:
-        yield cast(BinaryIO, file), size
-
-
-def _names(archive: zipfile.ZipFile) -> tuple[str, ...]:
-    return tuple(member.removesuffix(".npy") for member in archive.namelist())
-
-
-def _inputs_name(
-    archive: zipfile.ZipFile, path: Path, name: str, others: Sequence[str] = ()
-) -> str:
-    """The array with the inputs called `name` (see `Archive`); never one of `others`."""
-    names = _names(archive)
-    if name in names:
-        return name
-    left = [name for name in names if name not in (*LABEL_NAMES, *others)]
-    if len(left) > 1:
-        left = [name for name in left if name != OUTPUT]
-    if len(left) != 1:
-        saved = ", ".join(f"{each}={each}" for each in (name, *others)) if others else f"{name}=x"
-        raise FeedError(
-            f"{path} contains {', '.join(names) or 'nothing'}, but no array '{name}'",
-            hint=f"save the inputs as np.savez(path, {saved})",
-        )
-    return left[0]
-
-
-def _may_label(archive: zipfile.ZipFile, name: str) -> bool:
-    """Whether an array can be labels: one with the name of an output may be that output."""
-    if name in LABEL_NAMES:
-        return True
-    with _member(archive, name) as (file, size):
-        header = _header(file, name, size)
-    return header.dtype.kind in "iu" or len(header.shape) == 1
-
-
-@contextmanager
-def _inputs_in(
-    path: Path, name: str, others: Sequence[str] = ()
-) -> Iterator[tuple[BinaryIO, ArrayHeader]]:
-    """The inputs of a file, opened at the start of the numbers."""
-    if path.suffix == ".npz":
-        with (
-            _archive(path) as archive,
-            _member(archive, _inputs_name(archive, path, name, others)) as (file, size),
-        ):
-            yield file, _inputs_header(file, path, size)
-    else:
-        with _readable(path, ".npy"), path.open("rb") as file:
-            yield file, _inputs_header(file, path, path.stat().st_size)
-
-
-def _rows_in(path: Path, name: str, others: Sequence[str] = ()) -> Iterator[np.ndarray]:
-    """Yields the rows of a file's inputs in chunks [c, …]."""
-    with _inputs_in(path, name, others) as (file, header):
-        left = header.shape[0]
-        if header.fortran:
-            # In Fortran order no row is complete before the last byte, so the array is read whole.
-            flipped = replace(header, shape=header.shape[::-1], fortran=False)
-            whole = _read(file, flipped, flipped.shape[0]).T
-            file.read(1)
-            yield whole
-            return
-        if not left * header.row_bytes:
-            yield np.empty(header.shape, dtype=header.dtype)
-            return
-        step = max(1, CHUNK_BYTES // header.row_bytes)
-        while left > 0:
-            rows = _read(file, header, min(step, left))
-            left -= len(rows)
-            if not left:
-                file.read(1)  # as in `_array`
-            yield rows
-
-
-def _inputs_header(file: BinaryIO, path: Path, size: int) -> ArrayHeader:
-    header = _header(file, str(path), size)
-    check_inputs(header.dtype, header.shape, str(path))
-    return header
-
-
-def _header(file: BinaryIO, where: str, size: int) -> ArrayHeader:
-    """The header of an array, read from its start; refuses arrays of Python objects.
-
-    It must not declare more than a file of `size` bytes can contain.
-    """
-    version = npy.read_magic(file)
-    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    try:
-        header = ArrayHeader(*read(file))
-    except MemoryError as error:  # from Python's parser, which has its own stack
-        raise ValueError("its header is nested too deeply") from error
-    if header.dtype.hasobject:
-        raise FeedError(
-            f"{where} contains Python objects (dtype {header.dtype}), which are pickled and never "
-            "loaded",
-            hint="save numbers: np.array(x.tolist()), whose rows must be of one shape",
-        )
-    if any(not 0 <= size < 2**31 for size in header.shape):
-        raise ValueError(f"an array cannot have shape {header.shape}")
-    if header.shape and header.shape[0] > size:  # rows without numbers
-        raise ValueError(f"it has {size} bytes but an array of {header.shape[0]} rows")
-    more = size - file.tell() - header.dtype.itemsize * math.prod(header.shape)
-    if more < 0:
-        raise EOFError("the file ends in the middle of the array")
-    if more > 0:
-        raise ValueError(f"{more} bytes follow the array")
-    return header
-
-
-def _read(file: BinaryIO, header: ArrayHeader, count: int) -> np.ndarray:
-    rows = np.empty((count, *header.shape[1:]), dtype=header.dtype)
-    view = rows.reshape(-1).view(np.uint8).data
-    done = 0
-    while done < len(view):  # an archive may return fewer bytes than requested
-        got = file.readinto(view[done:])  # type: ignore[attr-defined]
-        if not got:
-            raise EOFError("the file ends in the middle of the array")
-        done += got
-    return rows

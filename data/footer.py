@@ -81,7 +81,7 @@ class _Pages:
             self._file.seek(at)
             header = _Thrift(self._file.read(HEADER_BYTES))
             page = header.struct()
-            span = header.length + page[3]
+            span = header.at + page[3]
             at, self._left, unpacked = at + span, self._left - span, unpacked - page[2]
             values -= (page.get(5) or page.get(8) or {1: 0})[1]
             if min(page[2], page[3], self._left, unpacked, values, self.end - at) < 0:
@@ -89,15 +89,10 @@ class _Pages:
 
 
 class _Thrift:
-    """A message of the compact protocol: structs are dicts by field number."""
+    """A message of the compact protocol, read up to `at`: structs are dicts by field number."""
 
     def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
-
-    @property
-    def length(self) -> int:
-        """The number of bytes read."""
-        return self._at
+        self._data, self.at = data, 0
 
     def struct(self, levels: int = 0) -> dict[int, Any]:
         fields: dict[int, Any] = {}
@@ -129,14 +124,14 @@ class _Thrift:
         raise ValueError(f"its footer has a field of type {kind}")
 
     def _byte(self) -> int:
-        self._at += 1
-        return self._data[self._at - 1]
+        self.at += 1
+        return self._data[self.at - 1]
 
     def _bytes(self, count: int) -> bytes:
-        self._at += count
-        if self._at > len(self._data):
+        self.at += count
+        if self.at > len(self._data):
             raise ValueError("its footer is cut short")
-        return self._data[self._at - count : self._at]
+        return self._data[self.at - count : self.at]
 
     def _number(self) -> int:
         number = shift = 0

@@ -7,10 +7,10 @@ A feed names shards by one file, a folder of them, or a range in WebDataset's no
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from ..common.documents import read_document
 from ..common.files import allowed_bytes
 from ..common.locations import AnyPlace, holds, local, path_of, url_of
 from ..errors import FeedError, MissingExtraError, install
+from .arrays import npy_array
 from .batches import IMAGE, INPUT, LABEL, Array, Fields
 
 TAR, PARQUET = ".tar", ".parquet"
@@ -26,6 +27,11 @@ MOST_SHARDS = 1_000_000
 MOST_DIGITS = 18
 
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+DAMAGED = "copy or write the shard again"
+
+UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError)
+"""Exceptions that pyarrow raises for damaged files, besides its own."""
 
 IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"})
 """Suffixes of files that are read as images."""
@@ -59,13 +65,10 @@ def shards_of(where: object) -> list[AnyPlace] | None:
     return [*files] or None
 
 
-def shard_batches(
-    shards: Sequence[AnyPlace], array_of: Callable[[bytes, str], Array]
-) -> Iterator[tuple[str, Fields]]:
+def shard_batches(shards: Sequence[AnyPlace]) -> Iterator[tuple[str, Fields]]:
     """Yields the batches of all shards in order, each with the name of its file.
 
-    `array_of` reads the bytes of an `.npy`. Raises `FeedError` naming a shard that is missing,
-    truncated or of another kind.
+    Raises `FeedError` naming a shard that is missing, truncated or of another kind.
     """
     check_shards(shards)
     sizes: dict[str, dict[str, int]] = {}
@@ -73,7 +76,7 @@ def shard_batches(
         path, name = local(shard), str(shard)
         if not path.is_file():
             raise _no_such_shard(name, shards)
-        read = _parquet(path, name) if path.suffix == PARQUET else _tar(path, name, array_of)
+        read = _parquet(path, name) if path.suffix == PARQUET else _tar(path, name)
         samples = 0
         for fields in read:
             samples += len(next(iter(fields.values()), ()))
@@ -154,21 +157,19 @@ def _no_such_shard(name: str, shards: Sequence[AnyPlace]) -> FeedError:
     return FeedError(f"{name}: no such file{more}", hint="copy the shard there")
 
 
-def _tar(path: Path, name: str, array_of: Callable[[bytes, str], Array]) -> Iterator[Fields]:
+def _tar(path: Path, name: str) -> Iterator[Fields]:
     """The samples of a WebDataset: files with the same name up to its first dot are one sample."""
-    held: list[dict[str, Any]] = []
-    for sample in _samples(path, name, array_of):
-        if held and (len(held) == SHARD_BATCH or not _alike(held[0], sample)):
-            yield _stacked(held)
-            held = []
-        held.append(sample)
-    if held:
-        yield _stacked(held)
+    batch: list[dict[str, Any]] = []
+    for sample in _samples(path, name):
+        if batch and (len(batch) == SHARD_BATCH or not _alike(batch[0], sample)):
+            yield _stacked(batch)
+            batch = []
+        batch.append(sample)
+    if batch:
+        yield _stacked(batch)
 
 
-def _samples(
-    path: Path, name: str, array_of: Callable[[bytes, str], Array]
-) -> Iterator[dict[str, Any]]:
+def _samples(path: Path, name: str) -> Iterator[dict[str, Any]]:
     import tarfile  # for tar files only
 
     from .tar import tar_files
@@ -183,39 +184,31 @@ def _samples(
                     yield sample
                     sample = {}
                 key = f"{folder}/{stem}"
-                where = f"{name}: {member}"
-                if _is_read(ending.lower()):
-                    sample |= _field(ending.lower(), content.read(), where, array_of)
+                sample |= _field(ending.lower(), content, f"{name}: {member}")
     except (tarfile.TarError, OSError, ValueError, RecursionError) as error:
         raise FeedError(f"{name}: not a complete tar file: {error}", hint=DAMAGED) from error
     if sample:
         yield sample
 
 
-DAMAGED = "copy or write the shard again"
-
-
-def _is_read(ending: str) -> bool:
-    return f".{ending}" in IMAGES or ending in ("cls", "npy") or ending.endswith(".npy")
-
-
-def _field(
-    ending: str, data: bytes, where: str, array_of: Callable[[bytes, str], Array]
-) -> dict[str, Any]:
-    """The field of a sample's file, by its suffix."""
+def _field(ending: str, content: IO[bytes], where: str) -> dict[str, Any]:
+    """The field of a sample's file, by its suffix; other files are not read."""
     if f".{ending}" in IMAGES:
-        return {IMAGE: data}
+        return {IMAGE: content.read()}
     if ending == "cls":
-        label = data.strip()
+        label = content.read().strip()
         if not (label.removeprefix(b"-").isdigit() and len(label) < 19):
             raise FeedError(f"{where}: a .cls file must contain the number of a class")
         return {LABEL: int(label)}
-    return {ending.removesuffix("npy").rstrip(".") or INPUT: array_of(data, where)}
+    if f".{ending}".endswith(".npy"):
+        name = ending.removesuffix("npy").rstrip(".") or INPUT
+        return {name: npy_array(content.read(), where)}
+    return {}
 
 
-def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    shapes = [{n: np.shape(x) for n, x in sample.items() if n != IMAGE} for sample in (one, other)]
-    return one.keys() == other.keys() and shapes[0] == shapes[1]
+def _alike(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    shapes = [{n: np.shape(x) for n, x in sample.items() if n != IMAGE} for sample in (a, b)]
+    return a.keys() == b.keys() and shapes[0] == shapes[1]
 
 
 def _stacked(samples: list[dict[str, Any]]) -> Fields:
@@ -255,13 +248,9 @@ def _parquet(path: Path, name: str) -> Iterator[Fields]:
                 yield {n: x for n, x in arrays if x is not None}
             if left:
                 raise ValueError(f"its footer declares {left} rows too many")
-    except (pa.ArrowException, OSError, *_UNREADABLE) as error:
+    except (pa.ArrowException, OSError, *UNREADABLE) as error:
         reason = str(error).partition("\n")[0]
         raise FeedError(f"{name}: truncated, or not Parquet ({reason})", hint=DAMAGED) from error
-
-
-_UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError)
-"""Other exceptions that pyarrow raises for damaged files."""
 
 
 def _parquet_batch(path: Path, name: str) -> int:

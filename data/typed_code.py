@@ -34,10 +34,10 @@ def check_code(source: str) -> None:
     wanted = attribute.partition(".")[0]
     if wanted in names or "*" in names or names & DYNAMIC:
         return
-    made = [each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.ClassDef)]
+    known = [each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.ClassDef)]
     raise UsageError(
         f"{source}: {name} has no {wanted}",
-        hint=f"{closest(wanted, made)}it defines {', '.join(made) or 'no function and no class'}",
+        hint=f"{closest(wanted, known)}it defines {', '.join(known) or 'no function and no class'}",
     )
 
 

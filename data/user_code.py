@@ -55,20 +55,14 @@ def callable_named(source: str, what: str) -> Callable[..., Any]:
     if not names_code(source):
         raise UsageError(f"{source}: not the name of {what}", hint="package.module:function")
     name, _, attribute = source.partition(":")
-    try:
-        module = module_of(source)
-    except MoexportError:
-        raise
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            raise no_module(source, error.name) from error
-        raise UsageError(
-            f"{source}: importing {name} failed: {error}", hint="install what it needs"
-        ) from error
-    except Exception as error:  # the user's code may fail in any way
-        raise UsageError(
-            f"{source}: importing {name} failed: {type(error).__name__}: {error}"
-        ) from error
+    failed = f"{source}: importing {name} failed"
+    with user_code(failed):
+        try:
+            module = module_of(source)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+                raise no_module(source, error.name) from error
+            raise UsageError(f"{failed}: {error}", hint="install what it needs") from error
     try:
         value = attribute_of(module, source)
     except AttributeError as error:
@@ -81,7 +75,7 @@ def callable_named(source: str, what: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def user_code(what: str, hint: str) -> Iterator[None]:
+def user_code(what: str, hint: str | None = None) -> Iterator[None]:
     """Within the context, failures of the user's code become UsageError.
 
     `what` names the code in the message: `net:build()`. Errors of moexport pass unchanged.

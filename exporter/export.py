@@ -20,14 +20,13 @@ from ..common.option import takes
 from ..common.threads import fastest_threads, with_threads
 from ..errors import ParityError, TraceError, UsageError
 from ..graphs.sizes import DEFAULT_TOKENS
+from ..graphs.targets import TARGETS
 from .bundle.bundle import Bundle
 from .bundle.destination import atomic_directory, check_destination
 from .bundle.footprint import with_peak_memory
 from .bundle.manifest import MANIFEST_FILE
 from .bundle.parity import Parity
-from .bundle.runtimes import with_engines
-from .inputs import parity_batches
-from .job import ExportJob, export_job
+from .job import ExportJob, export_job, steps_of
 from .model import Model
 from .options import ExportOptions
 from .plan import Plan, of_tokens, plan_traced, with_trace
@@ -80,8 +79,7 @@ def plan(model: AnyModel, destination: AnyPath, options: ExportOptions) -> Plan:
     requested = with_plugins(replace(options, destination=Path(destination), force=True))
     job = export_job(_loading(model, options), requested)
     if job.options.data is not None and job.options.verify:
-        samples = job.options.samples_to_verify
-        parity_batches(job.model, job.fixed, job.options.data, samples, ranges=job.axis_ranges)
+        compared_inputs(job)  # reads the first
         _answers(job)
     return plan_job(job, options.progress)
 
@@ -103,16 +101,18 @@ def write_bundle(
     """Does a job: writes a verified bundle to its destination and returns it.
 
     `traced` is its model's trace, if it was made before. A graph that is valid for too few token
-    counts is written again, traced with more tokens or limited to the valid counts.
-
-    Raises what `plan_job` raises, `ParityError` if a graph differs from PyTorch by more than the
-    options allow, and `EngineError` if a requested engine cannot be compiled. Leaves nothing
-    behind on failure.
+    counts is written again, traced with more tokens or limited to the valid counts. Raises what
+    `export` raises, and leaves nothing behind on failure.
     """
     progress, options = progress or Silent(), job.options
-    with job.model.source.changes_told():
+    with job.model.source.reporting_changes():
         if options.verify and isinstance(options.data, Iterator):
-            job = replace(job, options=replace(options, data=_first_inputs(job, options.data)))
+            from .checks.accuracy import fields_of
+
+            # Stored for the comparisons, because a generator yields its inputs only once.
+            count = max(options.samples_to_verify, job.least_batch)
+            data = tuple(fields_of(job.model, options.data, count))
+            job = replace(job, options=replace(options, data=data))
         if options.verify:
             first = next(compared_inputs(job))
             job, traced = with_trace(job, progress, traced)  # before a run: its errors are clearer
@@ -133,13 +133,6 @@ def write_bundle(
             if options.token_counts != DEFAULT_TOKENS or missed.valid is None:
                 raise missed
             return _write(of_tokens(job, *missed.valid, missed.message), progress, traced, answers)
-
-
-def _first_inputs(job: ExportJob, data: Iterator[object]) -> tuple[object, ...]:
-    """The inputs for the comparisons, stored because a generator yields them only once."""
-    from .checks.accuracy import fields_of
-
-    return tuple(fields_of(job.model, data, max(job.options.samples_to_verify, job.least_batch)))
 
 
 def _fastest_threads(job: ExportJob, first: Fields, progress: Progress) -> int:
@@ -170,7 +163,8 @@ def _write(
     job, options, weights_bytes = planned.job, planned.job.options, planned.weights_bytes
     place, force = options.destination, options.force
     assert place is not None, "an export has a destination"
-    copies = 1 + sum(step.copies for step in job.steps)
+    steps = steps_of(job.model, options)
+    copies = 1 + sum(step.copies for step in steps)
     check_destination(place, force=force, needed_bytes=copies * weights_bytes)
     with atomic_directory(place, force=force) as directory:
         progress.step("writing weights and graphs", total=weights_bytes)
@@ -193,12 +187,15 @@ def _write(
 
             manifest = with_scores(job, manifest, directory, answers, progress)
         manifest = with_peak_memory(directory, manifest)
-        manifest = with_engines(directory, manifest, options.engine, progress)
-        for finish in (step.finish for step in job.steps if step.finish is not None):
-            manifest = finish(job, directory, manifest)
+        if TARGETS[options.target].compiled and options.engine is not False:
+            from .tensorrt.engines import build_for_export
+
+            manifest = build_for_export(directory, manifest, options.engine, progress)
+        for step in steps:
+            manifest = step.finish(job, directory, manifest)
         from .bundle.readme import with_readme  # loaded if a bundle is written
 
-        manifest = with_readme(directory, manifest, job.steps)
+        manifest = with_readme(directory, manifest, steps)
         (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return Bundle(place, manifest)
 
@@ -219,11 +216,7 @@ def _write_ranges_and_substitutes(planned: Plan, directory: Path) -> None:
 def plan_job(
     job: ExportJob, progress: Progress | None = None, traced: ir.Model | None = None
 ) -> Plan:
-    """Returns the plan of a job, for which its model is traced; writes nothing.
-
-    Raises `FeedError` for inputs that do not fit, `TraceError` for a network that cannot be traced,
-    and what `calibrate`, `floats_for_retention` and `plan_traced` raise.
-    """
+    """Returns the plan of a job, for which its model is traced; writes nothing."""
     progress = progress or Silent()
     job, traced = with_trace(job, progress, traced)
     table = found_ranges(job, traced, progress)

@@ -122,7 +122,7 @@ def _check_sums(ports: Sequence[TensorSpec], sizes: Mapping[str, int], where: st
         past, plus, new = axis.partition(" + ")
         if not plus or past not in sizes or not (new in sizes or new.isdecimal()):
             continue
-        more = _size(new, sizes)
+        more = int(new) if new.isdecimal() else sizes[new]  # it may be a constant of the graph
         if sizes[past] + more > most:
             raise FeedError(
                 f"{where}the cache has {sizes[past]} tokens and {more} more are given, but the "
@@ -160,11 +160,6 @@ def _sizes(arrays: Mapping[str, np.ndarray], ports: Sequence[TensorSpec]) -> dic
     return sizes
 
 
-def _size(axis: str, sizes: Mapping[str, int]) -> int:
-    """The size of one axis in a sum; it may be a constant of the graph."""
-    return int(axis) if axis.isdecimal() else sizes[axis]
-
-
 def _default(
     port: TensorSpec,
     sizes: Mapping[str, int],
@@ -172,10 +167,7 @@ def _default(
     where: str,
 ) -> np.ndarray:
     try:
-        shape = tuple(
-            sum(_size(axis, sizes) for axis in size.split(" + ")) if isinstance(size, str) else size
-            for size in port.shape
-        )
+        shape = port.concrete(sizes)
     except KeyError:
         shape = None
     if port.default is None or shape is None:
@@ -201,8 +193,8 @@ def parity_batches(
     data: Feed | None,
     count: int,
     *,
-    ranges: Mapping[str, AxisRange] | None = None,
-    tiny: bool = False,
+    ranges: Mapping[str, AxisRange],
+    tiny: bool,
 ) -> Iterator[Fields]:
     """Returns inputs for the comparison, `SAMPLES` at a time, or in batches of a fixed size.
 
@@ -213,7 +205,6 @@ def parity_batches(
     a constant seed; `fixed` is `ExportJob.fixed`. The first ones are read by the call, which raises
     `FeedError` if they do not fit.
     """
-    ranges = ranges or {}
     least = fixed.get(BATCH) or max(model.batch_of, ranges[BATCH].min if BATCH in ranges else 1)
     if data is not None:
         return _feed_batches(model, data, count, fixed, least)
@@ -224,19 +215,13 @@ def parity_batches(
         given = by_name(model.example, model.inputs)
         own = {spec.name: given[spec.name].astype(spec.dtype) for spec in model.inputs}
         if "tokens" in ranges:
-            own = _within(own, model, ranges["tokens"])
+            tokens = own[model.input.name].shape[model.input.shape.index("tokens")]
+            nearest = ranges["tokens"].nearest(tokens)
+            if nearest != tokens:
+                own = of_tokens(model, own, row_count(own), nearest, random=False)
         varies = len(model.input.dynamic_axes) > 1  # then other lengths are compared as well
-        return iter([_whole(own, least), arrays] if varies else [_whole(own, least)])
+        return iter([_repeated(own, least), arrays] if varies else [_repeated(own, least)])
     return iter([_with_tiny(arrays, model) if tiny else arrays])
-
-
-def _within(arrays: Fields, model: Model, tokens: AxisRange) -> Fields:
-    """The inputs, with a token count that the graph supports."""
-    has = arrays[model.input.name].shape[model.input.shape.index("tokens")]
-    nearest = tokens.nearest(has)
-    if nearest == has:
-        return arrays
-    return of_tokens(model, arrays, row_count(arrays), nearest, random=False)
 
 
 TINY = 2.0**-20
@@ -259,7 +244,7 @@ def _with_tiny(arrays: Fields, model: Model) -> Fields:
     return {**arrays, name: x}
 
 
-def _whole(arrays: Fields, least: int) -> Fields:
+def _repeated(arrays: Fields, least: int) -> Fields:
     """The inputs, repeated if there are fewer than the smallest batch."""
     rows = np.arange(max(least, row_count(arrays))) % row_count(arrays)
     return {name: array[rows] for name, array in arrays.items()}
@@ -273,7 +258,7 @@ def of_tokens(
     Tokens of `inputs` are repeated as by `again`, and floats are scaled slightly, so that no two
     are equal. Masks and positions follow from the tokens.
     """
-    limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
+    limits = model.limits
     sizes = {**SIZES, "tokens": tokens}
     if f"{PAST_AXIS} + tokens" in limits:
         sizes[PAST_AXIS] = min(SIZES[PAST_AXIS], limits[f"{PAST_AXIS} + tokens"] - tokens)
@@ -304,9 +289,10 @@ def _feed_batches(
     from ..data.feeds import named_batches  # loaded if there are data
 
     size = batch * max(1, SAMPLES // batch)
-    names = [spec.name for spec in model.inputs]
-    taken = limited(named_batches(data, names), max(count, batch))
-    parts = rebatched((_with_axes(x, model) for x in taken), size)
+    specs = {spec.name: spec for spec in model.inputs}
+    taken = limited(named_batches(data, [*specs]), max(count, batch))
+    complete = ({name: with_axes(x, specs[name]) for name, x in part.items()} for part in taken)
+    parts = rebatched(complete, size)
     first = next(parts, None)
     if first is None:
         raise FeedError(
@@ -314,7 +300,7 @@ def _feed_batches(
         )
     first = fitted_arrays(first, model, fixed)
     if row_count(first) >= model.batch_of and BATCH not in fixed:
-        first = _whole(first, batch)
+        first = _repeated(first, batch)
     if row_count(first) < batch:
         raise FeedError(
             f"--data: the model computes {batch} inputs together, the feed has {row_count(first)}"
@@ -328,11 +314,6 @@ def _feed_batches(
                 yield fitted_arrays(whole, model, fixed)
 
     return rest()
-
-
-def _with_axes(arrays: Fields, model: Model) -> Fields:
-    specs = {spec.name: spec for spec in model.inputs}
-    return {name: with_axes(x, specs[name]) for name, x in arrays.items()}
 
 
 def fitted_arrays(
@@ -355,14 +336,12 @@ def fitted_arrays(
     return {spec.name: fitted(arrays[spec.name], spec, fixed) for spec in model.inputs}
 
 
-def feed_inputs(
-    model: Model, data: Feed, count: int, fixed: Mapping[str, int] | None = None
-) -> Fields:
+def feed_inputs(model: Model, data: Feed, count: int) -> Fields:
     """Returns up to `count` inputs of a feed; `FeedError` if they do not fit the model."""
     from ..data.feeds import named_samples  # loaded if there are data
 
     names = [spec.name for spec in model.inputs]
-    return fitted_arrays(named_samples(data, names, count), model, fixed)
+    return fitted_arrays(named_samples(data, names, count), model)
 
 
 def feed_batches(model: Model, data: Feed) -> Iterator[Fields]:
@@ -386,11 +365,6 @@ def fitted(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int] | None = No
     return x.astype(spec.dtype, copy=False)
 
 
-def random_inputs(model: Model, count: int, sizes: Mapping[str, int] = SIZES) -> np.ndarray:
-    """Returns random values for a model's first input, as `random_arrays` does."""
-    return random_arrays(model, count, sizes)[model.input.name]
-
-
 def random_arrays(
     model: Model, count: int, sizes: Mapping[str, int] = SIZES
 ) -> dict[str, np.ndarray]:
@@ -400,7 +374,7 @@ def random_arrays(
     unknown, from its example, like further inputs (a time, a weight). A mask hides the end of every
     second input, or with a cache its beginning.
     """
-    limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
+    limits = model.limits
     within = {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
     for (first, _, second), most in ((axis.partition(" + "), m) for axis, m in limits.items()):
         if second:  # the sum has its own limit
@@ -481,7 +455,8 @@ def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool 
         from .checks.shapes import shape_hint  # needed for errors only
 
         raise FeedError(
-            f"{what} needs {port.dtype} {_shape(port.shape)}, not {x.dtype.name} {_shape(x.shape)}",
+            f"{what} needs {port.dtype} {shape_text(port.shape)}, not {x.dtype.name} "
+            f"{shape_text(x.shape)}",
             hint=f"cast the array: x = x.astype('{port.dtype}')"
             if fits(x.shape, port.shape)
             else shape_hint(x.shape, port.shape),
@@ -495,7 +470,7 @@ def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool 
         at = sizes.index(0)
         hint = f"its axis {port.shape[at]} is at least 1" if at else "give at least one input"
         hint = f"leave such inputs out of the feed: {hint}" if feed and at else hint
-        raise FeedError(f"{what} is empty: {_shape(x.shape)}", hint=hint)
+        raise FeedError(f"{what} is empty: {shape_text(x.shape)}", hint=hint)
     for axis, most in port.limits.items():
         size = x.shape[port.shape.index(axis)] if axis in port.shape else 0
         if size > most:
@@ -530,5 +505,5 @@ def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool 
         raise FeedError(f"{what} contains NaN or Inf", hint="leave such inputs out")
 
 
-def _shape(sizes: Sequence[object]) -> str:
+def shape_text(sizes: Sequence[object]) -> str:
     return "(" + ", ".join(str(size) for size in sizes) + ")"

@@ -23,8 +23,9 @@ from ..graphs.layers.base import MoELayer, MoESpec, choice_key, recorded_choices
 from ..graphs.layers.mumoe import MuMoESpec
 from ..graphs.sizes import DEFAULT_TOKENS
 from .checkpoints.load import AnyModel, model_of
-from .inputs import feed_inputs
+from .inputs import feed_inputs, shape_text
 from .model import Model
+from .refusals import TOKEN_AXES
 from .requests import InspectRequest
 
 SHARES = (1, 2, 4, 8)
@@ -132,15 +133,15 @@ def _report_on(model: Model, data: Feed | None, tokens: int | None) -> ModelRepo
     Raises what `answers_of` raises, and `UsageError` for data without labels or outputs.
     """
     counted_tokens, backbone_macs = _one_input(model, tokens)
-    told: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()
     if data is not None:
         from .checks.answers import answers_of, texts  # loaded only for a run
 
-        answers = answers_of(model, data)
-        told = () if answers is None else tuple(texts(answers, model))
+        found = answers_of(model, data)
+        answers = () if found is None else tuple(texts(found, model))
     # For a user's own network, data are first its example: it may have no muMoE layers.
     mixing = any(layer.spec.rewritable for layer in model.layers.values())
-    counted = mixing or (not told and not model.host.own_code)
+    counted = mixing or (not answers and not model.host.own_code)
     layers = tuple(
         _layer_report(name, layer, counted_tokens[name]) for name, layer in model.layers.items()
     )
@@ -151,8 +152,8 @@ def _report_on(model: Model, data: Feed | None, tokens: int | None) -> ModelRepo
     return ModelReport(
         family=model.family,
         config=dict(model.config),
-        input=", ".join(_port(spec.name, spec.shape) for spec in model.inputs),
-        output=", ".join(_port(spec.name, spec.shape) for spec in model.outputs),
+        input=", ".join(f"{spec.name} {shape_text(spec.shape)}" for spec in model.inputs),
+        output=", ".join(f"{spec.name} {shape_text(spec.shape)}" for spec in model.outputs),
         parameters=_parameters(model.module),
         moe_parameters=sum(layer.parameters for layer in layers),
         layers=layers,
@@ -162,7 +163,7 @@ def _report_on(model: Model, data: Feed | None, tokens: int | None) -> ModelRepo
         macs=None if backbone_macs is None else backbone_macs + moe_macs,
         moe_macs=moe_macs,
         equivalents=tuple(_equivalents(model)),
-        answers=told,
+        answers=answers,
     )
 
 
@@ -211,15 +212,6 @@ def _macs_of_token(spec: MuMoESpec) -> int:
     return sum(spec.macs(1, spec.experts).values())
 
 
-def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, int]:
-    """Returns the tokens m that each layer processes for one input.
-
-    A dynamic token axis counts as `dynamic` tokens. The backbone runs on zeros instead of its
-    inputs and weights, which are not read; its MoE layers and matrix products do not run.
-    """
-    return _counted(model, dynamic, _NoProducts())
-
-
 def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | None]:
     """The tokens of each layer for one input, and the multiply-adds of the network around them.
 
@@ -229,7 +221,7 @@ def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | 
     if tokens is None:
         # A vector is one token if arrays may omit the token axis.
         tokens = 1 if model.input.implied == "tokens" else DEFAULT_TOKENS.opt
-    elif not {"tokens", "height", "width"} & {*shape} and not model.host.of_tokens:
+    elif TOKEN_AXES.isdisjoint(shape) and not model.host.of_tokens:
         raise UsageError(
             f"--tokens {tokens}: the model's inputs, {shape}, have no token axis",
             hint="leave --tokens out",
@@ -239,33 +231,31 @@ def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | 
             f"--tokens {tokens}: the model accepts at most {limits['tokens']}",
             hint=f"use --tokens {limits['tokens']} or fewer",
         )
+    tokens = min(tokens, limits.get("tokens", tokens))
     if model.host.of_tokens:
-        return _counted(model, tokens, _NoProducts()), None
+        return dict.fromkeys(model.layers, tokens), None
     # Imported here: no other code counts operations.
     from torch.utils.flop_counter import FlopCounterMode
 
-    products = _NoProducts()
-    with FlopCounterMode(display=False) as counter:
-        found = _counted(model, tokens, products)
+    with FlopCounterMode(display=False) as counter, _NoProducts() as products:
+        found = _counted(model, tokens)
     whole = products.macs + counter.get_total_flops() // 2
     return found, whole // model.batch_of
 
 
-def _counted(model: Model, dynamic: int, products: _NoProducts) -> dict[str, int]:
-    """The tokens of each layer, found by a pass without `products`, which counts them."""
-    height = next(h for h in range(math.isqrt(dynamic), 0, -1) if dynamic % h == 0)
-    tokens_limit = model.input.limits.get("tokens", dynamic)
-    if model.host.of_tokens:
-        return dict.fromkeys(model.layers, min(dynamic, tokens_limit))
+def _counted(model: Model, count: int) -> dict[str, int]:
+    """The tokens of each layer for inputs of `count` tokens or pixels.
+
+    The backbone runs on zeros instead of its inputs and weights, which are not read; its MoE layers
+    do not run.
+    """
+    height = next(h for h in range(math.isqrt(count), 0, -1) if count % h == 0)
     sizes = {
         "batch": model.batch_of,
-        "tokens": min(dynamic, tokens_limit),
+        "tokens": count,
         "height": height,
-        "width": dynamic // height,
+        "width": count // height,
     }
-    examples = tuple(
-        torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype)) for spec in model.inputs
-    )
     tokens: dict[str, int] = {}
 
     class Counted(nn.Module):
@@ -278,7 +268,7 @@ def _counted(model: Model, dynamic: int, products: _NoProducts) -> dict[str, int
             tokens[self.name] = x.shape[-2] // (model.batch_of if x.ndim == 2 else 1)
             return x.new_zeros(*x.shape[:-1], self.spec.out)
 
-    with torch.inference_mode(), replaced_layers(model.module, Counted) as backbone, products:
+    with torch.inference_mode(), replaced_layers(model.module, Counted) as backbone:
         # Each is a single zero in memory, expanded to the tensor's shape. PyTorch's meta device
         # would avoid computing the backbone, but its imports take a second.
         zeros = {
@@ -286,7 +276,7 @@ def _counted(model: Model, dynamic: int, products: _NoProducts) -> dict[str, int
             for name, tensor in (*backbone.named_parameters(), *backbone.named_buffers())
             if tensor.is_floating_point()
         }
-        functional_call(backbone, zeros, examples)
+        functional_call(backbone, zeros, model.zeros(sizes))
     return tokens
 
 
@@ -319,7 +309,7 @@ class _NoProducts(TorchFunctionMode):
 
 
 def _costs(model: Model, tokens: dict[str, int]) -> tuple[CostReport, ...]:
-    specs = {name: layer.spec for name, layer in model.layers.items()}
+    specs = model.specs
     reports: list[CostReport] = []
     for label, share, kept in _kept(specs):
         of = {name: _sharing(spec, share) for name, spec in specs.items()}
@@ -381,10 +371,6 @@ def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _port(name: str, shape: tuple[int | str, ...]) -> str:
-    return f"{name} ({', '.join(str(size) for size in shape)})"
-
-
 SAMPLES = 256
 
 BATCH = 8
@@ -413,7 +399,7 @@ def support(model: Model, data: Feed, count: int = SAMPLES) -> tuple[SupportRepo
     It uses up to `count` inputs of a feed. Raises UsageError for a model without such layers, and
     FeedError for a feed that does not fit.
     """
-    specs = {name: layer.spec for name, layer in model.layers.items() if layer.spec.rewritable}
+    specs = {name: spec for name, spec in model.specs.items() if spec.rewritable}
     if not specs:
         raise UsageError(
             "--data: nothing to measure: neither labels nor outputs of your own model, and "
@@ -430,18 +416,15 @@ def support(model: Model, data: Feed, count: int = SAMPLES) -> tuple[SupportRepo
                 sizes = (records[choice_key(name, choice)].chosen > 0).sum(dim=-1)
                 counts.setdefault((name, level), []).append(sizes.flatten().numpy())
     return tuple(
-        _report(name, level, specs[name].levels[level], np.concatenate(parts))
+        SupportReport(
+            layer=name,
+            level=level + 1,
+            experts=specs[name].levels[level],
+            tokens=len(sizes),
+            mean=float(sizes.mean()),
+            p99=float(np.percentile(sizes, 99)),
+            max=int(sizes.max()),
+        )
         for (name, level), parts in counts.items()
-    )
-
-
-def _report(name: str, level: int, experts: int, sizes: np.ndarray) -> SupportReport:
-    return SupportReport(
-        layer=name,
-        level=level + 1,
-        experts=experts,
-        tokens=len(sizes),
-        mean=float(sizes.mean()),
-        p99=float(np.percentile(sizes, 99)),
-        max=int(sizes.max()),
+        for sizes in [np.concatenate(parts)]
     )

@@ -33,7 +33,7 @@ from ..graphs.sizes import (
 )
 from .bundle.parity import ROUNDED_RTOL
 from .bundle.steps import STEPS, Step, asked
-from .model import Model, TensorSpec, check_given_inputs, edited, fingerprint
+from .model import Model, check_one_input, edited, fingerprint
 from .options import ExportOptions
 from .refusals import check, check_without_model, not_renormalizable
 from .requests import CalibrateRequest
@@ -76,12 +76,11 @@ class ExportJob:
     @property
     def axis_ranges(self) -> dict[str, AxisRange]:
         """The sizes of dynamic axes that the options set."""
-        chosen = {"batch": self.options.batches, "tokens": self.options.token_counts}
-        most = {axis: n for spec in self.model.inputs for axis, n in spec.limits.items()}
+        most = self.model.limits
         most |= {axis.split(" + ")[-1]: n for axis, n in most.items() if " + " in axis}
         return {
             axis: AxisRange(*(min(n, most.get(axis, n)) for n in (sizes.min, sizes.opt, sizes.max)))
-            for axis, sizes in chosen.items()
+            for axis, sizes in self.options.ranges.items()
             if axis in self.model.input.dynamic_axes and axis not in self.fixed
         }
 
@@ -152,19 +151,9 @@ class ExportJob:
         return not (several and options.precision == "fp16")
 
     @property
-    def decodes(self) -> bool:
-        """Whether the model generates text one token at a time, with a cache of earlier tokens."""
-        return decodes(self.model, self.options)
-
-    @property
     def writes_text(self) -> bool:
         """Whether it needs no other inputs for that: a decoder also reads an encoder's output."""
         return writes_text(self.model, self.options)
-
-    @property
-    def steps(self) -> list[Step]:
-        """The plugins' parts of the export: those of the model, then those of the options."""
-        return steps_of(self.model, self.options)
 
     def layer(self, name: str, tokens: int, *, fixed: bool = False) -> AnyPlan:
         """Returns a layer to plan, without a lowering yet, for inputs with this number of `tokens`.
@@ -251,11 +240,6 @@ def export_job(
 
     `model` may be a function that loads it: the checks that need no model come before the call.
     `more` are fields that replace those of `options`.
-
-    Raises `UsageError` for contradictory options, `BundleError` for a destination that cannot be
-    written, `CalibrationError` for a table of another model or of fewer experts, `LoweringError`
-    for a layer that the lowering or the precision does not support, and `EngineError` or
-    `MissingExtraError` for a requested engine that cannot be built here.
     """
     options = replace(options or ExportOptions(), **more)
     check_without_model(options)
@@ -268,15 +252,17 @@ def export_job(
     if options.token_counts != DEFAULT_TOKENS and "tokens" not in loaded.input.shape:
         loaded = loaded.host.with_token_axis(loaded, f"--tokens {options.token_counts}")
     changed = edited(loaded, options.edits)
-    k = resolve_k(options.kept, _specs(changed))
+    k = resolve_k(options.kept, changed.specs)
     if isinstance(options.kept, Fraction):
         changed = _with_shares(changed, options.kept)
     changed = changed.host.with_k(changed, k)
+    # A token count does not determine an image's height and width: those stay dynamic.
+    fixed = {axis: sizes.opt for axis, sizes in options.ranges.items() if sizes.fixed}
     job = ExportJob(
         model=changed,
         options=options,
         layers=layers_to_plan(changed, k, options),
-        fixed=fixed_axes(loaded.input, options),
+        fixed={axis: fixed[axis] for axis in loaded.input.dynamic_axes if axis in fixed},
         table=table,
     )
     check("export", job)
@@ -341,7 +327,7 @@ def _calibration_of(job: ExportJob) -> CalibrationJob:
         samples=None if options.ranged else PEAK_SAMPLES,
         renormalize=options.renormalize,
     )
-    observed = _observed(job.k, _specs(job.model))
+    observed = _observed(job.k, job.model.specs)
     return CalibrationJob(job.model, options.data, observed, request, job.fixed)
 
 
@@ -359,16 +345,12 @@ def calibration_job(
     from .quantization.calibrate import CalibrationJob
 
     options = options or CalibrateRequest()
-    check_given_inputs(model, "calibration")
-    specs = _specs(model)
+    check_one_input(model, "calibration", or_further=True)
+    specs = model.specs
     if options.renormalize:
         refuse(not_renormalizable(specs))
     k = resolve_k(parse_k(options.k), specs)
     return CalibrationJob(model, data, _observed(k, specs), options, fixed or {})
-
-
-def _specs(model: Model) -> dict[str, MoESpec]:
-    return {name: layer.spec for name, layer in model.layers.items()}
 
 
 def _observed(k: Mapping[str, int | None], specs: Mapping[str, MoESpec]) -> dict[str, int]:
@@ -404,8 +386,7 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
         raise CalibrationError(
             f"{where} was made {renormalised(table.origin)}, but this export is not", hint=again
         )
-    for layer, k in job.k.items():
-        kept = job.model.layers[layer].spec.experts if k is None else k
+    for layer, kept in _observed(job.k, job.model.specs).items():
         observed = table.origin.k.get(layer, 0)
         if observed < kept:
             raise CalibrationError(
@@ -413,14 +394,3 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
                 f"{kept}: the inputs of the other experts were not observed",
                 hint=f"{again} --k {kept}",
             )
-
-
-def fixed_axes(spec: TensorSpec, options: ExportOptions) -> dict[str, int]:
-    """Returns the named axes that the options make constants of the graph, with their sizes."""
-    # A token count does not determine an image's height and width: those stay dynamic.
-    ranges = {"batch": options.batches, "tokens": options.token_counts}
-    return {
-        axis: ranges[axis].opt
-        for axis in spec.dynamic_axes
-        if axis in ranges and ranges[axis].fixed
-    }

@@ -24,6 +24,7 @@ from ..common.onnx_runtime import ort
 from ..common.timing import IndexedCall, Protocol, measure
 from ..common.writing import scratch_folder
 from ..errors import LoweringError, MoexportError, UsageError
+from ..graphs.builder import Builder
 from ..graphs.lower import lower
 from ..graphs.lowerings import lowerings_of
 from ..graphs.lowerings.base import AnyLowering, AnyPlan
@@ -47,7 +48,7 @@ INPUTS = "random normal tokens, with a different direction for each input"
 SEED = 1
 
 IR_VERSION = 10
-"""The opset of the timed graphs; every supported ONNX Runtime accepts it."""
+"""The version of the timed graphs' format; every supported ONNX Runtime accepts it."""
 
 
 def with_fastest(tuned: TunedLayers, plan: AnyPlan, target: Target) -> AnyPlan:
@@ -73,20 +74,17 @@ def with_fastest(tuned: TunedLayers, plan: AnyPlan, target: Target) -> AnyPlan:
     return replace(plan, reason=reason)
 
 
-Tokens = Mapping[str, np.ndarray]
-"""The inputs of layers in a real model, [s, m, d] by name; s is at least the batch size."""
-
-
 @dataclass(frozen=True)
 class Measuring:
     """How layers are measured: for how long, and on what inputs (random ones if none are given).
 
+    `inputs` are those of layers in a real model, [s, m, d] by name; s is at least the batch size.
     With `alone`, a lowering without alternatives is also measured. One that is predicted to take
     over `within` times as long as the fastest is left out. `spin_ms`: as in `SessionOptions`.
     """
 
     protocol: Protocol = PROTOCOL
-    inputs: Tokens = field(default_factory=dict)
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
     alone: bool = False
     within: float = math.inf
     spin_ms: float | None = None
@@ -111,10 +109,6 @@ def _machine(target: Target) -> str:
     return cpu_model() if gpu is None else gpu.name
 
 
-def _place(target: Target) -> str:
-    return "cpu" if TARGETS[target].on_cpu else "gpu"
-
-
 def measure_lowerings(
     job: ExportJob,
     traced: ir.Model,
@@ -133,10 +127,10 @@ def measure_lowerings(
     target, threads = job.options.target, torch.get_num_threads()
     check_runs(target)
     session = options_for(target, threads, measuring.spin_ms)
-    name = session.runtime
+    name, place = session.runtime, "cpu" if TARGETS[target].on_cpu else "gpu"
     return Tuning(
         machine=_machine(target),
-        provider=session.provider if "provider" in RUNTIMES[name].takes else _place(target),
+        provider=session.provider if "provider" in RUNTIMES[name].takes else place,
         runtime=f"{name} {versions((name,)).get(name, ort.__version__)}",
         threads=threads,
         rounds=measuring.protocol.rounds,
@@ -178,9 +172,9 @@ def _measured(
     plan, name = group.plan, group.names[0]
     candidates = able(plan, job.options.target)
     machine = machine_for(job.options.target, plan.precision)
-    predicted = [name.predict_us(plan, machine) for name in candidates]
-    most = measuring.within * min(predicted)
-    candidates = [name for name, us in zip(candidates, predicted, strict=True) if us <= most]
+    predicted = {way.name: way.predict_us(plan, machine) for way in candidates}
+    most = measuring.within * min(predicted.values())
+    candidates = [way for way in candidates if predicted[way.name] <= most]
     latencies: dict[str, Latency] = {}
     left_out: dict[str, str] = {}
     if len(candidates) > 1 or measuring.alone:
@@ -233,7 +227,7 @@ def _write(
     traced = _alone(group.node, options.least_opset, plan)
     paths = {}
     for candidate in candidates:
-        copied = candidate.copies(plan)
+        copied = candidate.copied_bytes(plan)
         if copied > COPY_LIMIT_BYTES:
             left_out[candidate.name] = f"it would copy {copied / 1e9:.1f} GB of weights for a batch"
             continue
@@ -250,39 +244,31 @@ def _write(
     return paths
 
 
-def _constant(value: np.ndarray) -> ir.Node:
-    return ir.node("Constant", [], {"value": ir.tensor(value)})
+def _choices(b: Builder, tokens: ir.Value, plan: AnyPlan) -> list[ir.Value]:
+    """Values that choose experts by a random product of tokens.
 
-
-def _chosen(tokens: ir.Value, plan: AnyPlan, routed: Sequence[ir.Value]) -> list[ir.Node]:
-    """Nodes that choose experts by a random product of tokens; the last have the `routed` values.
-
-    These are indices and weights of rows; the slots of a layer that is given C, with tokens as its
+    They are indices and weights of rows; the slots of a layer that is given C, with tokens as its
     logits; or the coefficients of each level.
     """
     spec, random = plan.spec, np.random.default_rng(SEED)
+
+    def weight(name: str, *shape: int) -> ir.Value:
+        return b.weight(ir.tensor(random.standard_normal(shape).astype(np.float32)), name)
+
     if spec.chooses_sets:
-        axes = ir.node("Constant", [], {"value_ints": [1]})
-        mean = ir.node("ReduceMean", [tokens, *axes.outputs], {"keepdims": 1})
-        turned = ir.node("Transpose", [*mean.outputs], {"perm": [0, 2, 1]})
-        row = _constant(random.standard_normal((1, 1, spec.dim)).astype(np.float32))
-        return [axes, mean, turned, row, ir.node("Mul", [*turned.outputs, *row.outputs])]
-    nodes: list[ir.Node] = []
+        mean = b.op("ReduceMean", tokens, b.ints(1), keepdims=1, name="mean")
+        turned = b.op("Transpose", mean, perm=[0, 2, 1], name="turned")
+        return [b.op("Mul", turned, weight("row", 1, 1, spec.dim), name="slots")]
     if not spec.flat:
-        shares = []
-        for n in spec.levels:
-            weight = _constant(random.standard_normal((spec.dim, n)).astype(np.float32))
-            logits = ir.node("MatMul", [tokens, *weight.outputs])
-            shares.append(ir.node("Softmax", [*logits.outputs], {"axis": -1}))
-            nodes += [weight, logits]
-        return [*nodes, *shares]
-    weight = _constant(random.standard_normal((spec.dim, spec.experts)).astype(np.float32))
-    count = ir.node("Constant", [], {"value_ints": [plan.typical_k]})
-    logits = ir.node("MatMul", [tokens, *weight.outputs])
-    best = ir.node("TopK", [*logits.outputs, *count.outputs], {"axis": -1}, num_outputs=2)
-    softmax = ir.node("Softmax", [best.outputs[0]], {"axis": -1})
-    same = ir.node("Identity", [best.outputs[1]])
-    return [weight, count, logits, best, same, softmax]
+        logits = [
+            b.op("MatMul", tokens, weight(f"level_{i}", spec.dim, n), name=f"logits_{i}")
+            for i, n in enumerate(spec.levels)
+        ]
+        return [b.op("Softmax", x, axis=-1, name=f"shares_{i}") for i, x in enumerate(logits)]
+    logit = b.op("MatMul", tokens, weight("router", spec.dim, spec.experts), name="logits")
+    k = b.ints(plan.typical_k)
+    scores, indices = b.ops("TopK", logit, k, names=("scores", "indices"), axis=-1)
+    return [indices, b.op("Softmax", scores, axis=-1, name="weights")]
 
 
 def _alone(node: ir.Node, opset: int, plan: AnyPlan) -> ir.Model:
@@ -293,29 +279,28 @@ def _alone(node: ir.Node, opset: int, plan: AnyPlan) -> ir.Model:
     (x, *routing), (y,) = node.inputs, node.outputs
     assert x is not None
     routed = [value for value in routing if value is not None]
-    single = ir.TensorType(ir.DataType.FLOAT)
-    tokens = ir.Value(name="input", shape=x.shape, type=single)
-    nodes, chosen, first = list[ir.Node](), list[ir.Value](), tokens
-    if routed:
-        nodes = _chosen(tokens, plan, routed)
-        for made, like in zip(nodes[-len(routed) :], routed, strict=True):
-            (value,) = made.outputs
-            value.name, value.shape, value.type = f"chosen_{len(chosen)}", like.shape, like.type
-            chosen.append(value)
-        if plan.spec.chooses_sets:
-            nodes.append(ir.node("Softmax", [tokens], {"axis": -1}))
-            (first,) = nodes[-1].outputs
-    cast = ir.node("Cast", [first], {"to": x.dtype or ir.DataType.FLOAT})
-    (inner,) = cast.outputs
-    inner.name, inner.shape, inner.type = "tokens", x.shape, x.type
+    single, b = ir.DataType.FLOAT, Builder("alone")
+    tokens = first = ir.Value(name="input", shape=x.shape, type=ir.TensorType(single))
+    chosen = _choices(b, tokens, plan) if routed else []
+    for value, like in zip(chosen, routed, strict=True):
+        value.shape, value.type = like.shape, like.type
+    if routed and plan.spec.chooses_sets:
+        first = b.op("Softmax", tokens, axis=-1, name="shares")
+    inner = b.op("Cast", first, to=(x.dtype or single).value, name="tokens")
+    inner.shape, inner.type = x.shape, x.type
     layer = ir.Node(node.domain, node.op_type, [inner, *chosen], node.attributes.values())
+    b.nodes.append(layer)
     (result,) = layer.outputs
     result.name, result.shape, result.type = "outputs", y.shape, y.type
-    taken = ir.node("Cast", [result], {"to": ir.DataType.FLOAT})
-    (output,) = taken.outputs
-    output.name, output.shape, output.type = "output", y.shape, single
-    imports = {"": opset, DOMAIN: 1}
-    graph = ir.Graph([tokens], [output], nodes=[*nodes, cast, layer, taken], opset_imports=imports)
+    output = b.op("Cast", result, to=single.value, name="output")
+    output.shape, output.type = y.shape, ir.TensorType(single)
+    graph = ir.Graph(
+        [tokens],
+        [output],
+        nodes=b.nodes,
+        initializers=b.initializers,
+        opset_imports={"": opset, DOMAIN: 1},
+    )
     return ir.Model(graph, ir_version=IR_VERSION)
 
 
@@ -332,7 +317,8 @@ def _timed(
     if real is None or len(group.node.inputs) > 1:
         batches = _tokens(group.plan, group.node)
     else:
-        batches = _real(real, group.plan.batch)
+        rows = np.split(np.arange(PROTOCOL.inputs * group.plan.batch) % len(real), PROTOCOL.inputs)
+        batches = [np.ascontiguousarray(real[indices]) for indices in rows]
     k = group.plan.typical_k if group.plan.k is None else None
     cases: dict[str, IndexedCall] = {}
     for name, path in paths.items():
@@ -351,12 +337,6 @@ def _timed(
 
 def _call(session: Session, batches: Sequence[np.ndarray], k: int | None, index: int) -> None:
     session(batches[index], k)
-
-
-def _real(tokens: np.ndarray, batch: int) -> list[np.ndarray]:
-    """Batches [b, m, d] of a layer's inputs in its model, to be used in turn."""
-    rows = np.arange(PROTOCOL.inputs * batch) % len(tokens)
-    return [np.ascontiguousarray(tokens[indices]) for indices in np.split(rows, PROTOCOL.inputs)]
 
 
 def _tokens(plan: AnyPlan, node: ir.Node) -> list[np.ndarray]:

@@ -130,7 +130,7 @@ class Source:
     `mapped` are the files that its weights may be mapped from: those, and one of converted weights.
     `further` are the options of plugins that load it again. It is `importable` unless it needs code
     of a notebook or this script. `watched` are the files as they were loaded. `host` is provided by
-    its loader. `held` is the network of a model that was given in memory.
+    its loader. `in_memory` is the network of a model that was given in memory.
     """
 
     path: str
@@ -140,7 +140,7 @@ class Source:
     importable: bool = True
     watched: Watched | None = None
     host: Host = field(default=OURS, compare=False, repr=False)
-    held: nn.Module | None = field(default=None, compare=False, repr=False)
+    in_memory: nn.Module | None = field(default=None, compare=False, repr=False)
 
     @property
     def elsewhere(self) -> bool:
@@ -153,9 +153,9 @@ class Source:
         Empty if code creates them. Raises CheckpointError if a file was changed, replaced or
         removed since.
         """
-        if self.held is not None:
+        if self.in_memory is not None:
             digest = hashlib.sha256()
-            _add_weights(digest, self.held, self.reading())
+            _add_weights(digest, self.in_memory, self.reading())
             return digest.hexdigest()
         if self.watched is None:
             return hash_files(self.files)
@@ -167,7 +167,7 @@ class Source:
         return Reading(self.mapped, self.watched)
 
     @contextmanager
-    def changes_told(self) -> Iterator[None]:
+    def reporting_changes(self) -> Iterator[None]:
         """Within the block, an error names a file that was changed, which may be the cause.
 
         Copying a removed part of a mapped file to another file raises OSError.
@@ -224,6 +224,11 @@ class Model:
         return self.input.groups_of or 1
 
     @property
+    def limits(self) -> dict[str, int]:
+        """The largest sizes of axes, and of sums of axes, over all inputs."""
+        return {axis: most for spec in self.inputs for axis, most in spec.limits.items()}
+
+    @property
     def host(self) -> Host:
         """The loader's knowledge about the model."""
         return self.source.host
@@ -232,6 +237,13 @@ class Model:
     def untouched(self) -> nn.Module:
         """The reference network for all comparisons: the user's own if there is one."""
         return self.module if self.original is None else self.original
+
+    def zeros(self, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
+        """Returns inputs of zeros, whose named axes have these sizes."""
+        return tuple(
+            torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype))
+            for spec in self.inputs
+        )
 
     def changed(self, module: nn.Module) -> Model:
         """Returns the model with `module`, a changed copy, in place of its own."""
@@ -244,25 +256,30 @@ class Model:
         layers = moe_layers(self.module)
         return {name: layers[name] for name in self.order or layers}
 
+    @property
+    def specs(self) -> dict[str, MoESpec]:
+        """The specs of the MoE layers by module path, in execution order."""
+        return {name: layer.spec for name, layer in self.layers.items()}
 
-def check_one_input(model: Model, what: str) -> None:
-    """Raises `UsageError` for a model of several inputs if `what` needs a single input."""
-    _check_inputs(model, what, len(model.inputs) > 1)
+    @property
+    def trained_k(self) -> dict[str, int]:
+        """The number of experts that each MoE layer computed in training."""
+        return {name: spec.trained_k for name, spec in self.specs.items()}
 
 
-def check_given_inputs(model: Model, what: str) -> None:
-    """Raises `UsageError` if a model has optional inputs, which `what` does not support."""
-    _check_inputs(model, what, any(spec.default is not None for spec in model.inputs))
+def check_one_input(model: Model, what: str, *, or_further: bool = False) -> None:
+    """Raises `UsageError` for a model of several inputs if `what` needs a single input.
 
-
-def _check_inputs(model: Model, what: str, wrong: bool) -> None:
-    if wrong:
+    With `or_further`, only optional inputs are refused.
+    """
+    optional = any(spec.default is not None for spec in model.inputs)
+    if optional if or_further else len(model.inputs) > 1:
         raise UsageError(
             f"{what} needs a model with one input, but this {model.family} model has "
             f"{len(model.inputs)}",
             hint="models with token-routed experts are exported, verified and run: "
             "docs/families.md#token-routed-models"
-            if any(spec.default is not None for spec in model.inputs)
+            if optional
             else "such networks are exported, verified, run, measured, calibrated and tuned: "
             "docs/families.md#inputs-and-outputs",
         )
@@ -296,7 +313,7 @@ def edited(model: Model, edits: Edits) -> Model:
     """
     if not edits:
         return model
-    specs = {name: layer.spec for name, layer in model.layers.items()}
+    specs = model.specs
     changes: list[Ablation | AblatedCombination | Rewrite | Steer]
     changes = [*edits.ablations, *edits.combinations, *edits.rewrites, *edits.steers]
     for change in changes:
@@ -433,6 +450,13 @@ class Steered(nn.Module):
                 layer.strengths = None
 
 
+def _check_index(what: str, index: int, count: int, of: str) -> None:
+    if not 0 <= index < count:
+        raise UsageError(
+            f"{what} has {count} {of}", hint=f"they are counted from 0: use 0 to {count - 1}"
+        )
+
+
 def _check_expert(edit: Ablation | Steer, spec: MoESpec) -> None:
     """Raises `UsageError` for an expert that is missing or cannot be edited."""
     if isinstance(edit, Ablation) and getattr(spec, "out_activation", "identity") == "softmax":
@@ -461,12 +485,8 @@ def _check_expert(edit: Ablation | Steer, spec: MoESpec) -> None:
             f"{what} has no level {level}",
             hint=f"levels are counted from 1 (experts by level: {sizes})",
         )
-    n = spec.levels[level - 1]
-    if not 0 <= edit.expert < n:
-        of_level = f" in level {level}" if count > 1 else ""
-        raise UsageError(
-            f"{what} has {n} experts{of_level}", hint=f"they are counted from 0: use 0 to {n - 1}"
-        )
+    of_level = f" in level {level}" if count > 1 else ""
+    _check_index(what, edit.expert, spec.levels[level - 1], f"experts{of_level}")
 
 
 def _check_combination(edit: AblatedCombination, spec: MoESpec) -> None:
@@ -480,11 +500,7 @@ def _check_combination(edit: AblatedCombination, spec: MoESpec) -> None:
             else "name experts of one level after commas",
         )
     for level, (expert, n) in enumerate(zip(edit.experts, levels, strict=True), start=1):
-        if not 0 <= expert < n:
-            raise UsageError(
-                f"{what} has {n} experts in level {level}",
-                hint=f"they are counted from 0: use 0 to {n - 1}",
-            )
+        _check_index(what, expert, n, f"experts in level {level}")
 
 
 def _check_rewrite(entry: Rewrite, spec: MoESpec) -> None:
@@ -494,11 +510,7 @@ def _check_rewrite(entry: Rewrite, spec: MoESpec) -> None:
             f"{what}: {a_layer(spec.kind)} has no coefficients to re-write an output by",
             hint="only muMoE layers can be re-written; --ablate works for both kinds",
         )
-    if entry.output >= spec.out:
-        raise UsageError(
-            f"{what}: the layer has {spec.out} outputs",
-            hint=f"they are counted from 0: use 0 to {spec.out - 1}",
-        )
+    _check_index(f"{what}: the layer", entry.output, spec.out, "outputs")
     lengths = tuple(len(vector) for vector in entry.coefficients)
     if lengths != tuple(spec.levels):
         given_text, wanted = (" and ".join(map(str, sizes)) for sizes in (lengths, spec.levels))

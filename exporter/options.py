@@ -300,7 +300,7 @@ class ExportOptions(AxisSizes, Request):
         """
         from .bundle.parity import TOLERANCES
 
-        return TOLERANCES[self.precision].asked(self.atol, self.rtol)
+        return TOLERANCES[self.precision].with_user_bounds(self.atol, self.rtol)
 
     @property
     def held_to_rounding(self) -> bool:

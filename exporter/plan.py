@@ -17,10 +17,10 @@ from ..graphs.sizes import DEFAULT_TOKENS, AxisRange
 from ..graphs.targets import FUSED_OPSET, TARGETS, FusedOps
 from .bundle.manifest import MAIN_GRAPH, Tuning
 from .bundle.weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
-from .job import ExportJob
+from .job import ExportJob, decodes
 from .options import AUTO, TUNE
 from .quantization.precision import PrecisionPlan, Retention, apply_precision
-from .trace import HELD, Held, trace
+from .trace import trace, valid_sizes
 
 if TYPE_CHECKING:
     from ..calibration.table import CalibrationTable
@@ -103,7 +103,8 @@ class Plan:
                 f"{dense.file} copies none, for a k near n: `--graph {DENSE}` runs it",
             )
         spans = [
-            f"{graph.file} ({graph.title}) for batches of {_span_text(graph.batches)}"
+            f"{graph.file} ({graph.title}) for batches of "
+            + " to ".join(str(size) for size in dict.fromkeys(graph.batches))
             for graph in self.graphs
             if graph.batches is not None
         ]
@@ -122,10 +123,9 @@ def _share_notes(job: ExportJob) -> tuple[str, ...]:
     share = job.options.kept
     if not isinstance(share, Fraction):
         return ()
-    specs = {name: layer.spec for name, layer in job.model.layers.items()}
     counts = {
         (spec.trained_k, job.k[name], spec.experts)
-        for name, spec in specs.items()
+        for name, spec in job.model.specs.items()
         if spec.trained_k < spec.experts
     }
     return tuple(
@@ -150,9 +150,7 @@ def with_trace(
         progress.step("tracing" if tokens is None else f"tracing with {tokens} tokens")
         sizes = job.traced_sizes | ({} if tokens is None else {"tokens": tokens})
         traced = trace(job.model, opset=job.options.least_opset, fixed=job.fixed, sizes=sizes)
-    valid: Held | None = traced.meta.get(HELD)
-    if valid is None:
-        return job, traced
+    valid = valid_sizes(traced)
     for axis, requested in job.axis_ranges.items():
         low, high = valid.between(axis)
         high = requested.max if high is None else high
@@ -208,8 +206,7 @@ def plan_traced(
     """Returns the plan for a job whose model was traced; `traced` is not changed.
 
     `table` has the ranges that INT8 needs and 16-bit floats use; `floats` and `retention` are as in
-    `apply_precision`. Raises `LoweringError` for an unsuitable lowering, `UsageError` for weights
-    larger than the target can load, and what `tune` raises if lowerings are measured.
+    `apply_precision`. Raises `UsageError` for weights larger than the target can load.
     """
     known, traced = traced.meta, traced.clone()
     traced.meta.update(known)  # the sizes for which it is valid
@@ -236,16 +233,24 @@ def plan_traced(
             plan_graph(job, traced, name, f"model-{name}.onnx" if index else MAIN_GRAPH, tuning)
             for index, name in enumerate(job.options.lowerings)
         )
-    return _loadable(
-        Plan(job=job, traced=traced, table=table, precision=precision, graphs=graphs, tuning=tuning)
+    plan = Plan(
+        job=job, traced=traced, table=table, precision=precision, graphs=graphs, tuning=tuning
     )
+    most = TARGETS[job.options.target].most_bytes
+    if most is not None and plan.weights_bytes > most:
+        raise UsageError(
+            f"--target {job.options.target}: the weights have {plan.weights_bytes / 1e9:.2f} GB, "
+            f"but it loads at most {most / 1e9:.2f} GB",
+            hint="use a smaller --precision (fp16, int8, int4), or serve the model from a machine",
+        )
+    return plan
 
 
 def fused_ops(job: ExportJob) -> FusedOps:
     """Returns the parts around the layers that a job's graphs have as one op.
 
-    None if the target has no such ops for the float type (ONNX Runtime's CPU kernels are FP32 only,
-    whatever the experts' type), or if it needs a newer opset than requested.
+    Empty if the target has no such ops for the float type (ONNX Runtime's CPU kernels are FP32
+    only, whatever the experts' type), or if it needs a newer opset than requested.
     """
     options = job.options
     fused = TARGETS[options.target].fused
@@ -256,19 +261,6 @@ def fused_ops(job: ExportJob) -> FusedOps:
 def _takes_newest(job: ExportJob) -> bool:
     """Whether a graph may have the opset of the newest ops that fusion writes."""
     return job.options.opset is None or job.options.least_opset >= FUSED_OPSET
-
-
-def _loadable(plan: Plan) -> Plan:
-    """The plan, or `UsageError` for weights that its target cannot load."""
-    target = plan.job.options.target
-    most = TARGETS[target].most_bytes
-    if most is not None and plan.weights_bytes > most:
-        raise UsageError(
-            f"--target {target}: the weights have {plan.weights_bytes / 1e9:.2f} GB, but "
-            f"it loads at most {most / 1e9:.2f} GB",
-            hint="use a smaller --precision (fp16, int8, int4), or serve the model from a machine",
-        )
-    return plan
 
 
 def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
@@ -282,8 +274,13 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
         spans = batch_spans(job.traced_layers(traced), job.options.target, batch.min, batch.max)
     if len(spans) < 2:
         graph = plan_graph(job, traced, AUTO, MAIN_GRAPH)
-        if TARGETS[job.options.target].compiled and copies_by_k(graph):
-            return graph, _for_large_k(plan_graph(job, traced, DENSE, f"model-{DENSE}.onnx"))
+        by_k = all(layer.k is None and layer.spec.chooses_sets for layer in graph.layers)
+        copies = any(layer.copied_bytes for layer in graph.layers)  # of all experts at k = n
+        if TARGETS[job.options.target].compiled and by_k and copies:
+            dense = plan_graph(job, traced, DENSE, f"model-{DENSE}.onnx")
+            reason = "copies no weights, so it is for a k near n"
+            layers = tuple(replace(layer, reason=reason) for layer in dense.layers)
+            return graph, replace(dense, layers=layers)
         return (graph,)
     spans.sort(key=lambda span: not span[0] <= batch.opt <= span[1])
     graphs: list[GraphPlan] = []
@@ -320,28 +317,11 @@ def copied_bytes(graphs: Iterable[GraphPlan], batch: int, tokens: int) -> float:
     )
 
 
-def copies_by_k(graph: GraphPlan) -> bool:
-    """Whether a graph with k as an input copies the weights of chosen experts: all at k = n."""
-    return all(layer.k is None and layer.spec.chooses_sets for layer in graph.layers) and any(
-        layer.copied_bytes for layer in graph.layers
-    )
-
-
-def _for_large_k(graph: GraphPlan) -> GraphPlan:
-    reason = "copies no weights, so it is for a k near n"
-    return replace(graph, layers=tuple(replace(layer, reason=reason) for layer in graph.layers))
-
-
-def _span_text(span: Span) -> str:
-    first, last = span
-    return str(first) if first == last else f"{first} to {last}"
-
-
 def plan_graph(
     job: ExportJob, traced: ir.Model, name: str, file: str, tuning: Tuning | None = None
 ) -> GraphPlan:
     """Returns the plan of one graph: every layer with one lowering, or the chosen one."""
-    batch = job.options.batches
+    batch, generates = job.options.batches, decodes(job.model, job.options)
     # An engine is compiled for the OPT of its profile.
     batches = () if TARGETS[job.options.target].compiled else (batch.min, batch.opt, batch.max)
 
@@ -351,7 +331,7 @@ def plan_graph(
             checked = check(lowering, layer, job.options.target)
             return replace(checked, reason=why or checked.reason)
         if name == AUTO:
-            return choose(layer, job.options.target, batches, decodes=job.decodes)
+            return choose(layer, job.options.target, batches, decodes=generates)
         if name == TUNE:
             from .measured_lowerings import with_fastest  # for `tune` alone
 

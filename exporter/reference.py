@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from ..common.console import Progress
 from ..common.environment import available_bytes, grown_memory
 from ..common.files import release
-from ..data.batches import Fields
+from ..data.batches import Fields, rebatched
 from ..errors import (
     EngineError,
     LoweringError,
@@ -56,7 +56,6 @@ from .bundle.parity import (
     Rounded,
     Tolerance,
     by_expert,
-    chunks,
     compare,
     describe,
     not_compared,
@@ -68,7 +67,7 @@ from .job import ExportJob
 from .model import Model
 from .options import ExportOptions
 from .plan import GraphPlan, Plan, copied_bytes, plan_graph
-from .trace import HELD, Held
+from .trace import valid_sizes
 from .write import graph_record
 
 ROUNDED_FILE = "rounded.onnx"  # the graph that others are compared with; removed afterwards
@@ -133,7 +132,7 @@ def rounded_graph(planned: Plan) -> tuple[GraphPlan, ...]:
         return record.name in used, sum(times) if large else 0
 
     for _, record in sorted(ways, key=rank):
-        if any(record.differs(layer.spec, layer.precision, options.target) for layer in layers):
+        if any(record.inexact(layer.spec, layer.precision, options.target) for layer in layers):
             continue
         with suppress(LoweringError):
             return (plan_graph(planned.job, planned.traced, record.name, ROUNDED_FILE),)
@@ -163,30 +162,31 @@ def compare_graphs(
     by_rounding = job.options.held_to_rounding and not _inexact(planned)
     comparisons: dict[str, Comparison] = {}
     rounded: Comparison | None = None
-    kept: Reference | None = None
+    stored: Reference | None = None
     compared: list[Reference] = []
     reached: dict[str, frozenset[int]] = {}
+    batches: tuple[int, ...] = ()
     silent = {spec.name: None for spec in job.model.outputs}
-    experts = {name: layer.spec.experts for name, layer in job.model.layers.items()}
+    experts = {name: spec.experts for name, spec in job.model.specs.items()}
     budget = Budget(job, partial(copied_bytes, (*planned.graphs, *rounded_graphs)))
 
     def opened(graph: GraphPlan, expected: Reference) -> Comparison:
         record = graph_record(graph, lowered[graph.file])
-        return opened_comparison(job, directory, record, expected, budget.batches)
+        return opened_comparison(job, directory, record, expected, batches)
 
     for x in compared_inputs(job):
         expected = budget.timed(x)
         if not comparisons:
-            budget.choose_batches(_changes(planned, "batch"))
-            check_network(job, expected, budget.batches)
+            batches = budget.batches(_changes(planned, "batch"))
+            check_network(job, expected, batches)
             comparisons = {graph.file: opened(graph, expected) for graph in planned.graphs}
             rounded = next((opened(graph, expected) for graph in rounded_graphs), None)
-        measured = by_rounding and kept is None
+        measured = by_rounding and stored is None
         expected = _compared(job, comparisons, expected, rounded, directory, measured=measured)
-        if kept is None:
-            kept = expected
+        if stored is None:
+            stored = expected
         elif job.least_batch == 1:
-            kept = kept.with_unreached(expected, MOST_KEPT)
+            stored = stored.with_unreached(expected, MOST_KEPT)
         if job.options.tolerance.routing < 1 or expected.y[0].size < FEW_NUMBERS:
             compared.append(expected)
         for name, y in {job.model.outputs[0].name: expected.y, **expected.outputs}.items():
@@ -195,19 +195,19 @@ def compare_graphs(
         for choice, sets in expected.compared(experts).items():
             reached[choice] = reached.get(choice, frozenset()) | sets
         progress.advance(len(x[job.model.input.name]))
-    assert kept is not None, "parity has inputs"
-    _compare_tokens(planned, kept, comparisons, budget, directory)
+    assert stored is not None, "parity has inputs"
+    _compare_tokens(planned, stored, comparisons, budget, directory)
     parities = {file: comparison.parity() for file, comparison in comparisons.items()}
     for file, parity in parities.items():
         if not parity.passed:
             raise _differs(job, directory / file, lowered[file], parity, comparisons[file].worst)
-    alike = [one for one in compared if one.shapes() == compared[0].shapes()]
-    if alike and not all(one.alone(kept).passed for one in comparisons.values()):
+    same_shapes = [each for each in compared if each.shapes() == compared[0].shapes()]
+    if same_shapes and not all(graph.alone(stored).passed for graph in comparisons.values()):
         # A few inputs may have a larger share of outliers or other choices: `verify` needs all.
-        kept = reduce(Reference.joined, alike)
-    # Otherwise it has more inputs than the first batch, or was not computed.
-    again = by_rounding and kept.rounded is None
-    (with_exact(job, kept) if again else kept).save(directory / PARITY_FILE)
+        stored = reduce(Reference.joined, same_shapes)
+    if by_rounding and stored.rounded is None:  # it has more inputs than the first batch
+        stored = with_exact(job, stored)
+    stored.save(directory / PARITY_FILE)
     zeros = (
         f"'{name}' is zero for all inputs of the check, so it could not be compared: give "
         "other inputs with --data"
@@ -215,7 +215,7 @@ def compare_graphs(
     )
     missing = not_compared(reached, experts)
     coverage = (f"{missing}; give more inputs with --data",) if missing else ()
-    return parities, (*coverage, *budget.notes(), *_dropped(kept, job.model), *zeros)
+    return parities, (*coverage, *budget.notes(), *_dropped(stored, job.model), *zeros)
 
 
 def opened_comparison(
@@ -247,9 +247,9 @@ def _changes(planned: Plan, axis: str) -> tuple[int, ...]:
 
     They are the sizes on both sides of each change.
     """
-    valid: Held | None = planned.traced.meta.get(HELD)
+    valid = valid_sizes(planned.traced)
     span = planned.job.axis_ranges.get(axis)
-    if valid is None or span is None or axis not in valid.traced:
+    if span is None or axis not in valid.traced:
         return ()
     traced = valid.traced[axis]
     found = valid.changes(axis, span.min, span.max)
@@ -275,7 +275,7 @@ def _compare_tokens(
     rows = job.least_batch
     random = job.options.data is None and model.example is None
 
-    def wrong(tokens: int) -> str | None:
+    def problem(tokens: int) -> str | None:
         """Why graphs are not valid for this number of tokens; None if they are."""
         inputs = first.feeds(model.input.name)
         x = of_tokens(model, inputs, rows, tokens, random=random)
@@ -285,12 +285,12 @@ def _compare_tokens(
             return f"PyTorch cannot compute them: {str(error).strip().splitlines()[0][:200]}"
         for file, comparison in comparisons.items():
             try:
-                right = comparison.add_sized(expected, tokens)
+                within = comparison.add_sized(expected, tokens)
             except MoexportError as error:
                 return f"{file} does not run: {error.message}"
             finally:
-                _give_back(directory)
-            if not right:
+                _release_weights(directory)
+            if not within:
                 return f"{file} differs from PyTorch: {describe(comparison.parity())}"
         if expected.nbytes <= KEPT_BYTES:
             expected.save(directory / sized_file(tokens))
@@ -299,37 +299,37 @@ def _compare_tokens(
     changes = _changes(planned, "tokens")
     sizes, needed = span.probed(more=changes), {span.min, span.opt, *changes}
     for step in (1, -1):
-        right = usual
+        valid = usual
         for tokens in sorted((n for n in sizes if (n - usual) * step > 0), reverse=step < 0):
             if not budget.affords(rows, tokens, needed=tokens in needed):
                 continue
-            why = wrong(tokens)
+            why = problem(tokens)
             if why is not None:
-                raise _first_missed(right, tokens, why, wrong, span, step)
-            right = tokens
+                raise _first_missed(valid, tokens, why, problem, span, step)
+            valid = tokens
 
 
 def _first_missed(
-    right: int,
+    valid: int,
     missed: int,
     why: str,
-    wrong: Callable[[int], str | None],
+    problem: Callable[[int], str | None],
     span: AxisRange,
     step: int,
 ) -> TokensError:
-    """The error for the first invalid number of tokens between `right` and `missed`."""
-    while abs(missed - right) > 1:
-        between = (missed + right) // 2
-        reason = wrong(between)
-        right, missed = (between, missed) if reason is None else (right, between)
+    """The error for the first invalid number of tokens between `valid` and `missed`."""
+    while abs(missed - valid) > 1:
+        between = (missed + valid) // 2
+        reason = problem(between)
+        valid, missed = (between, missed) if reason is None else (valid, between)
         why = reason or why
-    valid = (span.min, right) if step > 0 else (right, span.max)
+    least, most = (span.min, valid) if step > 0 else (valid, span.max)
     return TokensError(
         f"with {missed} tokens {why}",
-        hint=f"--tokens {valid[0]}:{max(valid[0], min(span.opt, valid[1]))}:{valid[1]} exports it "
-        "for the valid numbers",
+        hint=f"--tokens {least}:{max(least, min(span.opt, most))}:{most} exports it for the valid "
+        "numbers",
         tokens=missed,
-        valid=valid,
+        valid=(least, most),
     )
 
 
@@ -351,12 +351,12 @@ def _compared(
     try:
         if rounded is not None:
             expected = rounded.with_rounded(expected)
-            _give_back(directory)
+            _release_weights(directory)
         elif measured:
             expected = with_exact(job, expected)
         for file, comparison in comparisons.items():  # noqa: B007  for the error
             comparison.add(expected)
-            _give_back(directory)
+            _release_weights(directory)
     except EngineError as error:
         port = job.model.input
         at = port.shape.index("tokens") if "tokens" in job.axis_ranges else 0
@@ -369,7 +369,7 @@ def _compared(
     return expected
 
 
-def _give_back(directory: Path) -> None:
+def _release_weights(directory: Path) -> None:
     """Releases the pages of large weights that a graph has read, before others are read."""
     if is_large(directory):
         release(directory.glob("*.bin"))
@@ -401,24 +401,21 @@ def _differs(
     )
 
 
-def _dropped(kept: Reference, model: Model) -> tuple[str, ...]:
+def _dropped(stored: Reference, model: Model) -> tuple[str, ...]:
     """A sentence on the tokens of the check that experts with a capacity left out."""
     left_out = {
         name: (chosen >= layer.spec.experts).reshape(*chosen.shape[:2], -1)
         for name, layer in model.layers.items()
-        if layer.spec.drops and (chosen := kept.selected.get(name)) is not None
+        if layer.spec.drops and (chosen := stored.selected.get(name)) is not None
     }
     if not left_out:
         return ()
 
-    def listed(shares: Mapping[str, float]) -> str:
-        return ", ".join(f"{share:.1%} in {name}" for name, share in shares.items())
-
-    alone = listed({name: float(mask.all(axis=-1).mean()) for name, mask in left_out.items()})
+    alone = ", ".join(f"{mask.all(axis=-1).mean():.1%} in {n}" for n, mask in left_out.items())
     sentence = f"no expert computes some tokens of the check's inputs: {alone}"
-    specs = [model.layers[name].spec for name in left_out]
+    specs = [model.specs[name] for name in left_out]
     if any(spec.trained_k < spec.experts for spec in specs):  # tokens choose
-        dropped = listed({name: float(mask.mean()) for name, mask in left_out.items()})
+        dropped = ", ".join(f"{mask.mean():.1%} in {name}" for name, mask in left_out.items())
         sentence = f"some choices for the check's inputs were dropped: {dropped}; {sentence}"
     return (sentence,)
 
@@ -459,7 +456,6 @@ class Budget:
 
     job: ExportJob
     copied_bytes: Callable[[int, int], float]
-    batches: tuple[int, ...] = ()
     _last: tuple[int, int, float] = (1, 1, 0.0)
     """The number of inputs, their tokens, and seconds."""
     _row_bytes: int = 0
@@ -481,10 +477,10 @@ class Budget:
         )
         return expected
 
-    def choose_batches(self, changes: Sequence[int]) -> None:
-        """Chooses the batch sizes that are compared."""
+    def batches(self, changes: Sequence[int]) -> tuple[int, ...]:
+        """Returns the batch sizes to compare."""
         rows, tokens, _ = self._last
-        self.batches = tuple(
+        return tuple(
             size
             for size in self.job.probed_batches(changes)
             if size <= rows or self.affords(size, tokens, axis="batch")
@@ -499,7 +495,7 @@ class Budget:
         """
         last_rows, last_tokens, seconds = self._last
         longer = tokens / last_tokens
-        specs = [layer.spec for layer in self.job.model.layers.values()]
+        specs = self.job.model.specs.values()
         widest = max(spec.experts * max(spec.hidden, spec.dim) for spec in specs)
         floats = rows * max(tokens * widest, self._row_bytes // 4 * longer, HEADS * tokens**2)
         quick = needed or seconds * rows / last_rows * longer <= MOST_SECONDS
@@ -529,7 +525,7 @@ def torch_reference(job: ExportJob, x: Inputs, *, every_k: bool = True) -> Refer
     """
     renormalize, batch = job.options.renormalize, job.largest_batch
     computed = partial(reference, job.model, x, renormalize=renormalize, batch=batch)
-    with pages_given_back(job.model):
+    with releasing_pages(job.model):
         others = other_k(job) if every_k else ()
         at_other_k = {k: computed(kept_experts(job, k)) for k in others}
         return replace(computed(kept_experts(job)), at_other_k=at_other_k)
@@ -554,7 +550,7 @@ def other_k(job: ExportJob) -> list[int]:
     if None not in job.k.values():
         return []
     found = {1}
-    for spec in (layer.spec for layer in job.model.layers.values()):
+    for spec in job.model.specs.values():
         found |= {spec.trained_k, *(n // part for n in spec.levels for part in (1, 2, 4))}
     found -= {0, *kept_experts(job).values()}
     return sorted(k for k in found if k <= job.fewest_experts)
@@ -574,10 +570,10 @@ def reference(
     ours = Network(model, model.module, kept, renormalize=renormalize)
     arrays = completed(x, model.inputs)
     untouched = Network(model, model.untouched)
-    as_trained = model.as_trained is None and not renormalize and kept == _trained(model)
+    as_trained = model.as_trained is None and not renormalize and kept == model.trained_k
     dense: list[np.ndarray] = []
     parts: list[Computed] = []
-    for part in chunks(arrays, batch):
+    for part in rebatched([arrays], batch):
         values = untouched.outputs(part)
         dense.append(values[0])
         computed = ours.computed(part)
@@ -586,16 +582,14 @@ def reference(
         np.concatenate(y) for y in zip(*(part.outputs for part in parts), strict=True)
     )
     choices = _by_input(parts)
-    rest = iter(arrays.items())
-    _, inputs = next(rest)
     return Reference(
-        x=inputs,
+        x=arrays.pop(model.input.name),
         y=first,
         dense=np.concatenate(dense),
         selected={name: chosen for name, (chosen, _) in choices.items()},
         margin={name: margin for name, (_, margin) in choices.items()},
         kept=dict(kept),
-        inputs=dict(rest),
+        inputs=arrays,
         outputs={spec.name: y for spec, y in zip(model.outputs[1:], further, strict=True)},
     )
 
@@ -615,10 +609,10 @@ def with_exact(job: ExportJob, expected: Reference) -> Reference:
     batch = job.whole_batch or min(few, job.largest_batch)
     renormalize = job.options.renormalize
     network = Network(model, model.module, expected.kept, renormalize=renormalize, exact=True)
-    with pages_given_back(model):
+    with releasing_pages(model):
         try:
             feeds = expected.feeds(model.input.name)
-            parts = [network.computed(part) for part in chunks(feeds, batch)]
+            parts = [network.computed(part) for part in rebatched([feeds], batch)]
         except Exception:  # noqa: BLE001  a network may need float32: the result is then unknown
             return unknown
     y = np.concatenate([part.outputs[0] for part in parts])
@@ -630,13 +624,7 @@ def with_exact(job: ExportJob, expected: Reference) -> Reference:
 
 
 def weights_bytes(model: Model) -> int:
-    weights = dict((*model.module.named_parameters(), *model.module.named_buffers()))
-    return sum(weight.nbytes for weight in weights.values())
-
-
-def _trained(model: Model) -> dict[str, int]:
-    """The number of experts that each layer computed in training."""
-    return {name: layer.spec.trained_k for name, layer in model.layers.items()}
+    return sum(part.nbytes for part in (*model.module.parameters(), *model.module.buffers()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -676,9 +664,6 @@ class Network:
     experts. If `exact`, it computes in float64, without changing its weights.
     """
 
-    takes_k = False
-    provider = "PyTorch"
-
     def __init__(
         self,
         model: Model,
@@ -692,16 +677,13 @@ class Network:
         self._kept, self._renormalize = dict(kept or {}), renormalize
         self.input_name = model.input.name
         self.output_names = [spec.name for spec in model.outputs]
-        layers = model.layers
+        specs = model.specs
         self.keys = {
             key: key
             for name, k in self._kept.items()
-            if k < layers[name].spec.experts or layers[name].spec.drops
-            for key in (choice_key(name, choice) for choice in layers[name].spec.choices())
+            if k < specs[name].experts or specs[name].drops
+            for key in (choice_key(name, choice) for choice in specs[name].choices())
         }
-
-    def __call__(self, x: Inputs, k: int | None = None) -> np.ndarray:
-        return self.run(x, k)[self.output_names[0]]
 
     def run(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
@@ -768,7 +750,7 @@ def _user_errors(model: Model, count: int) -> Iterator[None]:
 
 
 @contextmanager
-def pages_given_back(model: Model) -> Iterator[None]:
+def releasing_pages(model: Model) -> Iterator[None]:
     """Within the context, the pages of mapped weights are released once a module has run."""
     reading = model.source.reading()
 
@@ -795,17 +777,17 @@ def check_network(job: ExportJob, expected: Reference, batches: Sequence[int]) -
     `batches` of these sizes.
     """
     model, options, bounds = job.model, job.options, pytorch_bounds(job.options)
-    with pages_given_back(model):
+    with releasing_pages(model):
         ours = model.module if model.as_trained is None else model.as_trained
         trained = replace(model, module=ours, as_trained=None)
         x = _several(expected.feeds(model.input.name), job.checked_batch)
         batch = job.largest_batch
-        whole = reference(trained, x, _trained(trained), renormalize=False, batch=batch)
+        whole = reference(trained, x, trained.trained_k, renormalize=False, batch=batch)
         if model.untouched is not ours:
             _check_stand_ins(trained, whole, batch, bounds)
         if job.fixed_batch is not None:
             return
-        network = Network(trained, trained.untouched, _trained(trained))
+        network = Network(trained, trained.untouched, trained.trained_k)
         _check_batches(network, whole, bounds, batches)
         kept, renormalize = expected.kept, options.renormalize
         if ours is not model.module or kept != whole.kept or renormalize:

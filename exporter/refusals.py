@@ -17,7 +17,7 @@ Only these refusals are elsewhere:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -27,7 +27,7 @@ from ..common.text import near_miss
 from ..errors import FeedError, LoweringError
 from ..graphs.sizes import DEFAULT_BATCH, DEFAULT_TOKENS
 from ..graphs.targets import CPU_PROVIDER, TARGETS, Precision
-from .bundle.steps import STEPS, asked
+from .bundle.steps import STEPS, Export, asked
 from .options import (
     BLOCKED_OPSET,
     CALIBRATED,
@@ -44,21 +44,13 @@ if TYPE_CHECKING:
     from ..graphs.lowerings.base import AnyPlan
     from .model import Model
 
-NO_FACTORS = "its weight tensor is not factorised, but only factors can be quantised"
-
-NO_EXPERTS = "it has no matrices of experts to quantise in blocks"
-
-_TOKEN_AXES = frozenset({"tokens", "height", "width"})
+TOKEN_AXES = frozenset({"tokens", "height", "width"})
 """Axes that `--tokens` sets: for an image it is the number of pixels."""
 
 
-class Resolved(Protocol):
+class Resolved(Export, Protocol):
     """The input of a check of an export that is resolved for its model (`job.ExportJob`)."""
 
-    @property
-    def model(self) -> Model: ...
-    @property
-    def options(self) -> ExportOptions: ...
     @property
     def k(self) -> Mapping[str, int | None]: ...
     @property
@@ -69,9 +61,6 @@ class Resolved(Protocol):
 
 
 Stage = Literal["options", "target", "machine", "model", "export"]
-
-BEFORE_LOADING: tuple[Stage, ...] = ("options", "target", "machine")
-"""The stages that need no model."""
 
 
 def with_plugins(options: ExportOptions) -> ExportOptions:
@@ -92,15 +81,18 @@ def with_plugins(options: ExportOptions) -> ExportOptions:
 
 def check_without_model(options: ExportOptions) -> None:
     """Raises the reason why an export is impossible for any model; does not import PyTorch."""
-    for stage in BEFORE_LOADING:
-        check(stage, options)
+    check("options", options)
+    check("target", options)
+    check("machine", options)
 
 
 def check(stage: Stage, *of: Any) -> None:
-    """Raises the first mistake of a stage, whose checks are called with `of`."""
-    for needs, found in CHECKS:
-        if needs == stage:
-            refuse(found(*of))
+    """Raises the first mistake of a stage, whose checks are called with `of`.
+
+    A check yields mistakes, or raises an error itself.
+    """
+    for mistakes in CHECKS[stage]:
+        refuse(mistakes(*of) or ())
 
 
 def values(options: ExportOptions) -> Iterator[Mistake]:
@@ -218,7 +210,7 @@ def comparison(options: ExportOptions) -> Iterator[Mistake]:
 
 
 def numbers_of_target(options: ExportOptions) -> Iterator[Mistake]:
-    """Raises an error for number types that a target does not support."""
+    """Number types that a target does not support."""
     name, target, floats = options.precision, TARGETS[options.target], options.float_name
 
     def problem(option: str, reason: str, hint: str) -> Mistake:
@@ -329,7 +321,7 @@ def inputs_of_engines(model: Model, options: ExportOptions) -> Iterator[Mistake]
 def routing(job: Resolved) -> Iterator[Mistake]:
     """`--expose-routing` if no layer chooses."""
     shown = job.options.shown_routing
-    specs = {n: layer.spec for n, layer in job.model.layers.items() if layer.spec.levels}
+    specs = {name: spec for name, spec in job.model.specs.items() if spec.levels}
     if shown == "chosen":
         specs = {n: s for n, s in specs.items() if s.rewritable or s.drops or job.k[n] != s.experts}
     if shown is not None and not specs:
@@ -362,30 +354,28 @@ def read_once(options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def engine(options: ExportOptions) -> Iterable[Mistake]:
+def engine(options: ExportOptions) -> None:
     """A requested engine that cannot be built here."""
-    from .bundle.runtimes import check_engine  # its checks load the runtimes
+    if options.engine is not None and options.engine is not False:
+        from .tensorrt.engines import check_for_export
 
-    check_engine(options.target, options.engine)
-    return ()
+        check_for_export(options.target, options.engine)
 
 
-def computed(options: ExportOptions) -> Iterable[Mistake]:
+def computed(options: ExportOptions) -> None:
     """A precision that this machine cannot compute, if graphs are compared."""
     from .bundle.runtimes import check_computes
 
     if options.verify:
         check_computes(options.precision, options.target)
-    return ()
 
 
-def destination(options: ExportOptions) -> Iterable[Mistake]:
+def destination(options: ExportOptions) -> None:
     """A folder that cannot be written, or must not be replaced."""
     from .bundle.destination import check_destination
 
     if options.destination is not None:
         check_destination(options.destination, force=options.force)
-    return ()
 
 
 def groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
@@ -399,25 +389,24 @@ def groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def retention_of_one_input(model: Model, options: ExportOptions) -> Iterable[Mistake]:
+def retention_of_one_input(model: Model, options: ExportOptions) -> None:
     """`--min-retention` for a model with several inputs."""
     from .model import check_one_input  # loads PyTorch
 
     if options.min_retention is not None:
         check_one_input(model, "--min-retention")
-    return ()
 
 
 def axes(job: Resolved) -> Iterator[Mistake]:
     """Token counts for a model without a token axis, and sizes that it does not accept."""
     spec, options = job.model.input, job.options
-    if options.token_counts != DEFAULT_TOKENS and not _TOKEN_AXES.intersection(spec.dynamic_axes):
+    if options.token_counts != DEFAULT_TOKENS and not TOKEN_AXES.intersection(spec.dynamic_axes):
         yield (
             f"--tokens {options.token_counts}: the model has no token axis: its input "
             f"'{spec.name}' is ({', '.join(map(str, spec.shape))})",
             "leave --tokens out",
         )
-    for axis, sizes in (("batch", options.batches), ("tokens", options.token_counts)):
+    for axis, sizes in options.ranges.items():
         # The default range is not a request: a model with fewer positions narrows it.
         default = axis == "tokens" and sizes == DEFAULT_TOKENS
         most = spec.limits.get(axis, sizes.max)
@@ -431,8 +420,7 @@ def axes(job: Resolved) -> Iterator[Mistake]:
 def renormalized(job: Resolved) -> Iterator[Mistake]:
     """`--renormalize` for layers whose coefficients cannot be renormalised."""
     if job.options.renormalize:
-        specs = {name: layer.spec for name, layer in job.model.layers.items()}
-        yield from not_renormalizable(specs)
+        yield from not_renormalizable(job.model.specs)
 
 
 def not_renormalizable(specs: Mapping[str, MoESpec]) -> Iterator[Mistake]:
@@ -448,7 +436,7 @@ def not_renormalizable(specs: Mapping[str, MoESpec]) -> Iterator[Mistake]:
             )
 
 
-def lowerings(job: Resolved) -> Iterable[Mistake]:
+def lowerings(job: Resolved) -> None:
     """A lowering that does not support a layer."""
     from ..graphs.lowerings.choice import check as check_lowering  # loads PyTorch
 
@@ -459,7 +447,6 @@ def lowerings(job: Resolved) -> Iterable[Mistake]:
         for lowering in options.lowerings if own is None else (own[0],):
             if lowering not in CHOOSERS:
                 check_lowering(lowering, plan, options.target)
-    return ()
 
 
 def stored_integers(job: Resolved) -> Iterator[Mistake]:
@@ -475,12 +462,13 @@ def stored_integers(job: Resolved) -> Iterator[Mistake]:
             other = "fp16" if TARGETS[options.target].weight_only else "int8 or fp32"
             yield LoweringError(
                 f"layer {name}: --precision {options.precision} does not support this layer: "
-                f"{NO_EXPERTS}",
+                "it has no matrices of experts to quantise in blocks",
                 hint=f"use --precision {other}",
             )
         if quantised and not any(operand_of(part.name) for part in layer.stored()):
             yield LoweringError(
-                f"layer {name}: --precision int8 does not support this layer: {NO_FACTORS}",
+                f"layer {name}: --precision int8 does not support this layer: its weight tensor is "
+                "not factorised, but only factors can be quantised",
                 hint="use --precision fp16 or bf16 for a GPU, fp32 for a CPU",
             )
 
@@ -509,39 +497,30 @@ def integers_in_blocks(job: Resolved) -> Iterator[Mistake]:
 
 def real_inputs(job: Resolved) -> Iterable[Mistake]:
     """Ranges that need inputs, if there are none; and models that cannot be calibrated."""
-    from .model import check_given_inputs  # loads PyTorch
+    from .model import check_one_input  # loads PyTorch
 
     options = job.options
     if job.calibrates:
-        check_given_inputs(job.model, "--quantize all" if options.quantize == "all" else "--data")
+        what = "--quantize all" if options.quantize == "all" else "--data"
+        check_one_input(job.model, what, or_further=True)
     elif job.needs_ranges and options.data is None and options.calibration is None:
         yield no_ranges_found(options.precision)
 
 
-CHECKS: tuple[tuple[Stage, Callable[..., Iterable[Mistake]]], ...] = (
-    ("options", values),
-    ("options", integers),
-    ("options", known_target),
-    ("options", graph),
-    ("options", comparison),
-    ("target", numbers_of_target),
-    ("target", inputs),
-    ("target", read_once),
-    ("machine", engine),
-    ("machine", computed),
-    ("machine", destination),
-    ("model", unread_data),
-    ("model", linear_layers),
-    ("model", inputs_of_engines),
-    ("model", groups),
-    ("model", retention_of_one_input),
-    ("export", axes),
-    ("export", routing),
-    ("export", named_layers),
-    ("export", renormalized),
-    ("export", lowerings),
-    ("export", stored_integers),
-    ("export", integers_in_blocks),
-    ("export", real_inputs),
-)
+CHECKS: Mapping[Stage, Sequence[Callable[..., Iterable[Mistake] | None]]] = {
+    "options": (values, integers, known_target, graph, comparison),
+    "target": (numbers_of_target, inputs, read_once),
+    "machine": (engine, computed, destination),
+    "model": (unread_data, linear_layers, inputs_of_engines, groups, retention_of_one_input),
+    "export": (
+        axes,
+        routing,
+        named_layers,
+        renormalized,
+        lowerings,
+        stored_integers,
+        integers_in_blocks,
+        real_inputs,
+    ),
+}
 """Every check of an export, by its stage."""

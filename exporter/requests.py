@@ -83,7 +83,6 @@ class InspectRequest(LoadRequest):
     )
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for an invalid value."""
         at_least(self, "tokens", 1)
 
 
@@ -103,6 +102,11 @@ class AxisSizes:
         """The numbers of tokens of the graph, if that axis is dynamic."""
         return parse_range(self.tokens, "--tokens")
 
+    @property
+    def ranges(self) -> dict[str, AxisRange]:
+        """Both, by the name of the axis."""
+        return {"batch": self.batches, "tokens": self.token_counts}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SensitivityRequest(Request):
@@ -117,7 +121,6 @@ class SensitivityRequest(Request):
     )
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for an invalid value."""
         if parse_k(self.k) == "input":
             raise UsageError(
                 "--k input: ranges depend on the experts that are kept, which this does not fix",
@@ -159,7 +162,6 @@ class CalibrateRequest(SensitivityRequest):
     force: bool = option(False, "Replace a table of another origin.")
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for an invalid value."""
         SensitivityRequest.__post_init__(self)
         if self.percentile is not None and self.method != "percentile":
             raise UsageError(
@@ -227,7 +229,6 @@ class VerifyRequest(Request):
     )
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for a bound that is negative or not finite."""
         for name in ("atol", "rtol"):
             at_least(self, name, 0)
             if not (getattr(self, name) or 0) < math.inf:

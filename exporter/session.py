@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import partial, wraps
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from math import inf
 from numbers import Integral
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..common.option import A, P, misfits, refuse, speaks_python
+from ..common.option import misfits, refuse, speaks_python
 from ..common.registry import left_out
 from ..errors import (
     BundleError,
@@ -32,7 +32,7 @@ from .bundle.manifest import METADATA, GraphFacts, TensorSpec
 from .inputs import WHOLE, Inputs, by_name, check_array, check_given, completed, tensor_of
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
+    from onnx import GraphProto, ModelProto
 
     from ..common.onnx_runtime import ort
     from .bundle.gpu_runs import GpuRuns
@@ -59,9 +59,6 @@ AS_STORED = (
 )
 """The runtime keeps no copies of weights, neither packed ones nor FP32 ones of FP16 weights that a
 graph casts."""
-
-PROVIDER_OPTIONS = {CUDA: {"use_tf32": "0"}}
-"""FP32 is FP32: by default, the provider rounds products to 10 bits of mantissa."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,6 @@ class SessionOptions:
     of_plugins: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for a value of another type, a number of threads or a time."""
         threads: Any = self.threads
         spin_ms: Any = self.spin_ms
         if threads is not None and (not isinstance(threads, Integral) or threads < 1):
@@ -116,10 +112,6 @@ class SessionOptions:
         )
         object.__setattr__(self, "provider", PROVIDERS.get(self.provider, self.provider))
 
-    def stating(self, **stated: Any) -> SessionOptions:
-        """Returns the options with the given ones replaced; None means not given."""
-        return replace(self, **{name: each for name, each in stated.items() if each is not None})
-
 
 OWN_OPTIONS = ("provider", "profile", "cuda_graphs")
 """The options that runtimes refuse if they do not have them."""
@@ -130,41 +122,12 @@ class GraphSession(Protocol):
 
     input_name: str
     output_names: list[str]
-    takes_k: bool
-
-    @property
-    def provider(self) -> str:
-        """The provider that runs the graph."""
-        ...
-
-    def __call__(self, x: Inputs, k: int | None = None) -> np.ndarray:
-        """Returns the first output for a batch x."""
-        ...
 
     def run(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> dict[str, np.ndarray]:
         """Returns outputs by name."""
         ...
-
-
-def _names_the_runtime(run: Callable[P, A]) -> Callable[P, A]:
-    """A session's `run`, whose failure is an `EngineError` that names the runtime."""
-
-    @wraps(run)
-    def named(*values: P.args, **others: P.kwargs) -> A:
-        session: Any = values[0]
-        try:
-            return run(*values, **others)
-        except MoexportError:
-            raise
-        except session.errors() as error:
-            x: Any = values[1] if values[1:] else others["x"]
-            batch = len(x[session.input_name] if isinstance(x, Mapping) else x)
-            who, said = session.failure(error)
-            raise _failed(session.path, who, said, batch) from error
-
-    return named
 
 
 class Session:
@@ -175,13 +138,8 @@ class Session:
     a mask of ones, positions by that mask, an empty cache.
 
     The session of another runtime is a subclass. Its constructor sets `path` and `options` and
-    calls `describe`; `provider` names the provider that runs the graph. It has a `call`, which
-    `bench` times alone, or a `run`, which begins with `feeds`. A run that fails names the runtime.
+    calls `describe`; `provider` names the provider that runs the graph, and `call` runs it.
     """
-
-    def __init_subclass__(cls) -> None:
-        if "run" in vars(cls):
-            setattr(cls, "run", _names_the_runtime(cls.run))  # noqa: B010  a method, to mypy
 
     def __init__(self, path: Path | str, options: SessionOptions | None = None) -> None:
         self.path = path = Path(path)
@@ -190,10 +148,11 @@ class Session:
             self._on_cpu = _open(path, self.options)
         else:
             self._runs = _gpu_runs(path, self.options)
+        text = self._session.get_modelmeta().custom_metadata_map.get(METADATA)
         self.describe(
             [(value.name, value.type, value.shape) for value in self._session.get_inputs()],
             [value.name for value in self._session.get_outputs()],
-            _facts(self._session),
+            None if text is None else GraphFacts.read(text, "the graph"),
         )
 
     def describe(
@@ -267,7 +226,6 @@ class Session:
         return self.run(x, k, self.output_names[:1])[self.output_names[0]]
 
     @speaks_python
-    @_names_the_runtime
     def run(
         self, x: Any, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> dict[str, Any]:
@@ -282,10 +240,15 @@ class Session:
         first = x.get(self.input_name) if isinstance(x, Mapping) else x
         like = None if first is None else tensor_of(first)
         feeds = self.feeds(x, k)
-        if like is not None and like.is_cuda and self._runs is not None:
-            values = self._runs.run(wanted, feeds, stays=True)
-        else:
-            values = self.call(wanted, feeds)
+        try:
+            if like is not None and like.is_cuda and self._runs is not None:
+                values = self._runs.run(wanted, feeds, stays=True)
+            else:
+                values = self.call(wanted, feeds)
+        except MoexportError:
+            raise
+        except self.errors() as error:
+            raise self._failed(error, len(feeds[self.input_name])) from error
         if like is not None and not like.is_cuda:
             import torch
 
@@ -314,22 +277,29 @@ class Session:
     ) -> Callable[[], list[np.ndarray]]:
         """Returns the runtime's own call for a batch x, by default of the first output, for timing.
 
-        Inputs are checked here once, and not by the call. Raises what `run` raises. For a runtime
-        that has only a `run`, the call is that `run`.
+        Inputs are checked here once, and not by the call. Raises what `run` raises.
         """
-        wanted = list(outputs or self.output_names[:1])
-        kind = type(self)
-        if kind.run is not Session.run and kind.call is Session.call:
-            return lambda: list(self.run(x, k, wanted).values())
-        return partial(self.call, wanted, self.feeds(x, k))
+        return partial(self.call, list(outputs or self.output_names[:1]), self.feeds(x, k))
 
-    @property
-    def call(self) -> Callable[..., list[np.ndarray]]:
-        """The runtime's own call, with the names of outputs, and inputs by name."""
-        call: Callable[..., list[np.ndarray]] = (
-            self._on_cpu.run if self._runs is None else self._runs.run
+    def call(self, wanted: Sequence[str], feeds: Mapping[str, Any]) -> list[np.ndarray]:
+        """Returns the values of outputs for checked inputs by name, as `bench` times it."""
+        run = self._on_cpu.run if self._runs is None else self._runs.run
+        values: list[np.ndarray] = run(wanted, feeds)
+        return values
+
+    def _failed(self, error: Exception, batch: int) -> EngineError:
+        """The error for a run that failed although its inputs fit."""
+        who, message = self.failure(error)
+        if re.search("bad.alloc|[Ff]ailed to allocate memory|[Oo]ut of memory", message):
+            return EngineError(
+                f"{self.path.name}: memory ran out for a batch of {batch}",
+                hint="run smaller batches: --batch-size",
+            )
+        return EngineError(
+            f"{self.path.name}: the run failed in {who}: {message}",
+            hint="`moexport verify` checks whether the bundle is damaged; another --lowering may "
+            "run",
         )
-        return call
 
     def gpu_ms(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
@@ -397,8 +367,8 @@ class Session:
             )
         given = by_name(x, self._ports)
         tensors = {n: t for n, value in given.items() if (t := tensor_of(value)) is not None}
-        seen = {n: self._for_checks(n, tensor) for n, tensor in tensors.items()}
-        arrays = completed({**given, **seen}, self._ports)
+        checked = {n: self._for_checks(n, tensor) for n, tensor in tensors.items()}
+        arrays = completed({**given, **checked}, self._ports)
         feeds: dict[str, Any] = {}
         for port in self._ports:
             array = arrays[port.name]
@@ -469,12 +439,6 @@ def described(model: ModelProto) -> list[Described]:
         if value.name not in stored
         for tensor in [value.type.tensor_type]
     ]
-
-
-def _facts(session: ort.InferenceSession) -> GraphFacts | None:
-    """The graph's own metadata; None if another program wrote the graph."""
-    text = session.get_modelmeta().custom_metadata_map.get(METADATA)
-    return None if text is None else GraphFacts.read(text, "the graph")
 
 
 def graph_call(
@@ -573,11 +537,17 @@ def _provider_options(
     path: Path, provider: str, *, graphs: bool, stream: Stream | None
 ) -> dict[str, str]:
     if provider == TENSORRT:
-        return _tensorrt_options(path)
-    own = dict(PROVIDER_OPTIONS.get(provider, {}))
-    if provider == CUDA and graphs:
+        # This import loads all that builds engines.
+        from .tensorrt.ort_provider import load_libraries, provider_options
+
+        load_libraries()
+        return provider_options(path)
+    if provider != CUDA:
+        return {}
+    own = {"use_tf32": "0"}  # by default, FP32 products are rounded to 10 bits of mantissa
+    if graphs:
         own["enable_cuda_graph"] = "1"
-    if provider == CUDA and stream is not None:
+    if stream is not None:
         own["user_compute_stream"] = str(stream.handle)
     return own
 
@@ -639,35 +609,15 @@ def _check_started(session: ort.InferenceSession, provider: str) -> None:
     )
 
 
-def _tensorrt_options(path: Path) -> dict[str, str]:
-    # This import loads all that builds engines.
-    from .tensorrt.ort_provider import load_libraries, provider_options
-
-    load_libraries()
-    return provider_options(path)
-
-
-def _failed(path: Path, who: str, said: str, batch: int) -> EngineError:
-    """The error for a run that failed although its inputs fit."""
-    if re.search("bad.alloc|[Ff]ailed to allocate memory|[Oo]ut of memory", said):
-        return EngineError(
-            f"{path.name}: memory ran out for a batch of {batch}",
-            hint="run smaller batches: --batch-size",
-        )
-    return EngineError(
-        f"{path.name}: the run failed in {who}: {said}",
-        hint="`moexport verify` checks whether the bundle is damaged; another --lowering may run",
-    )
-
-
-def _check_nodes(nodes: Iterable[NodeProto], name: str) -> None:
+def _check_nodes(graph: GraphProto, name: str) -> None:
     """Raises `BundleError` for a node that would end the process.
 
     ONNX Runtime 1.32 does not check for a negative `batch_dims` of GatherND, which is invalid.
     """
-    for node in nodes:
+    from .bundle.fp16_emulation import nodes_in
+
+    for node in nodes_in(graph):
         for attribute in node.attribute:
-            _check_nodes(attribute.g.node, name)
             if attribute.name == "batch_dims" and attribute.i < 0:
                 raise BundleError(
                     f"{name}: {node.name} of {node.op_type} has {attribute.i} batch dimensions",
@@ -686,7 +636,7 @@ def _changed(path: Path, options: SessionOptions) -> ModelProto | None:
     import onnx
 
     model = onnx.load(path, load_external_data=False)
-    _check_nodes(model.graph.node, path.name)
+    _check_nodes(model.graph, path.name)
     facts = GraphFacts.of(model, path.name)
     emulated = ("bf16", "fp16") if options.rounded else ("bf16",)
     twin = options.provider == CPU and facts is not None and facts.floats in emulated

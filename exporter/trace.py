@@ -100,51 +100,11 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-def embedding_bag(
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Tensor:
-    """Bags of one size as rows, looked up and reduced: PyTorch's is a loop over the bags."""
-    if input.ndim != 2 or offsets is not None or max_norm is not None:
-        return nn.functional.embedding_bag(
-            input,
-            weight,
-            offsets=offsets,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            scale_grad_by_freq=scale_grad_by_freq,
-            mode=mode,
-            sparse=sparse,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=include_last_offset,
-            padding_idx=padding_idx,
-        )
-    rows = nn.functional.embedding(input, weight)  # [b, m, d]
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights[..., None]
-    if padding_idx is None:
-        if mode == "max":
-            return rows.amax(dim=1)
-        return rows.sum(dim=1) if mode == "sum" else rows.mean(dim=1)
-    counts = (input != padding_idx % len(weight))[..., None]
-    if mode == "max":
-        highest = rows.masked_fill(~counts, -torch.inf).amax(dim=1)
-        return highest.masked_fill(~counts.any(dim=1), 0.0)
-    total = (rows * counts).sum(dim=1)
-    return total if mode == "sum" else total / counts.sum(dim=1).clamp(min=1)
-
-
 class BagsAsRows(TorchFunctionMode):
-    """Within the block, calls of PyTorch's `embedding_bag` use ours."""
+    """Within the block, PyTorch's `embedding_bag` looks up bags of one size as rows.
+
+    PyTorch's own is a loop over the bags.
+    """
 
     def __torch_function__(
         self,
@@ -153,8 +113,38 @@ class BagsAsRows(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        called = embedding_bag if func is nn.functional.embedding_bag else func
-        return called(*args, **(kwargs or {}))
+        if func is nn.functional.embedding_bag:
+            given = signature(func).bind(*args, **(kwargs or {}))
+            given.apply_defaults()
+            bags = given.arguments
+            if bags["input"].ndim == 2 and bags["offsets"] is None and bags["max_norm"] is None:
+                return _reduced_rows(
+                    bags["input"],
+                    bags["weight"],
+                    bags["mode"],
+                    bags["per_sample_weights"],
+                    bags["padding_idx"],
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _reduced_rows(
+    indices: Tensor, weight: Tensor, mode: str, scales: Tensor | None, padding: int | None
+) -> Tensor:
+    """The rows of bags [b, m], looked up and reduced to [b, d]."""
+    rows = nn.functional.embedding(indices, weight)  # [b, m, d]
+    if scales is not None:
+        rows = rows * scales[..., None]
+    if padding is None:
+        if mode == "max":
+            return rows.amax(dim=1)
+        return rows.sum(dim=1) if mode == "sum" else rows.mean(dim=1)
+    counts = (indices != padding % len(weight))[..., None]
+    if mode == "max":
+        highest = rows.masked_fill(~counts, -torch.inf).amax(dim=1)
+        return highest.masked_fill(~counts.any(dim=1), 0.0)
+    total = (rows * counts).sum(dim=1)
+    return total if mode == "sum" else total / counts.sum(dim=1).clamp(min=1)
 
 
 CAUSAL = {nn.TransformerEncoder: "is_causal", nn.TransformerDecoder: "tgt_is_causal"}
@@ -162,7 +152,7 @@ CAUSAL = {nn.TransformerEncoder: "is_causal", nn.TransformerDecoder: "tgt_is_cau
 
 
 @contextlib.contextmanager
-def _masks_unread(network: nn.Module) -> Iterator[None]:
+def _masks_by_flag(network: nn.Module) -> Iterator[None]:
     """Within the block, PyTorch's Transformers add a mask unless `is_causal` is set.
 
     Otherwise they compare its values with a causal mask, which cannot be traced.
@@ -190,22 +180,14 @@ def name_nodes(graph: ir.Graph) -> None:
     """Renames every node `MODULE/OP` in place, with a number from the second of a kind on."""
     taken: set[str] = set()
     for node in graph:
-        module = _module(node)
-        base = f"{module}/{node.op_type}" if module else node.op_type
+        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+        # The last scope is the op itself, the one before it the module that called it.
+        base = f"{scopes[-2]}/{node.op_type}".lstrip("/") if len(scopes) > 1 else node.op_type
         name, count = base, 2
         while name in taken:
             name, count = f"{base}.{count}", count + 1
         taken.add(name)
         node.name = name
-
-
-def _module(node: ir.Node) -> str:
-    """The path of the module that called the op, empty if the tracer does not record it."""
-    recorded = node.metadata_props.get(_SCOPES)
-    if recorded is None:
-        return ""
-    *modules, _ = ast.literal_eval(recorded)  # the last scope is the op itself
-    return str(modules[-1]) if modules else ""
 
 
 NOTICES = ("torch.onnx", "torch.fx.experimental.symbolic_shapes")
@@ -237,7 +219,7 @@ class _StandIn(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ValidSizes:
     """The sizes of its axes for which a trace is valid, as PyTorch's tracer reports them.
 
     `bounds` are the smallest and the largest size of an axis, None if unlimited. A `guard` is a
@@ -266,18 +248,25 @@ class Held:
             if axis not in guard.co_names:
                 continue
             for sizes in (up, down):
-                found.update(islice((n for n in sizes if not self._holds(guard, axis, n)), 1))
+                found.update(islice((n for n in sizes if not self._is_met(guard, axis, n)), 1))
         return tuple(sorted(found))
 
-    def _holds(self, guard: CodeType, axis: str, size: int) -> bool:
+    def _is_met(self, guard: CodeType, axis: str, size: int) -> bool:
         try:
             return bool(eval(guard, {"math": math, "torch": torch}, {**self.traced, axis: size}))
         except ArithmeticError:  # it divides by another size
             return True
 
 
-HELD = "moexport.held"
-"""The key of a trace's valid sizes (`Held`) in its `meta`."""
+VALID_SIZES = "moexport.valid_sizes"
+"""The key of a trace's valid sizes in its `meta`."""
+
+
+def valid_sizes(traced: ir.Model) -> ValidSizes:
+    """Returns the sizes for which a trace is valid; without a record, any size."""
+    found: ValidSizes = traced.meta.get(VALID_SIZES, ValidSizes({}, (), {}))
+    return found
+
 
 PROGRAM = "moexport.program"
 """The key of PyTorch's program in the `meta` of a graph that a host traced."""
@@ -293,7 +282,7 @@ def trace(
     """Returns the traced graph of a model, every named axis of its input dynamic.
 
     `fixed` has the sizes of axes that become constants instead, and `sizes` those of other axes
-    while they are traced. The sizes for which it is valid are in its `meta` (`HELD`). Raises
+    while they are traced. The sizes for which it is valid are in its `meta` (`VALID_SIZES`). Raises
     `TraceError` if the backbone cannot be traced.
     """
     fixed = fixed or {}
@@ -312,11 +301,11 @@ def trace(
                 raise MemoryError(str(cause)) from None
             if isinstance(cause, MoexportError):  # from the code around the user's
                 raise type(cause)(cause.message, hint=cause.hint) from error
-            said, hint = _why(cause)
+            reason, hint = _reason(cause)
             line = LINE.search(str(cause))
             where = f" ({Path(line[1]).name}, line {line[2]}: {line[3]})" if line else ""
             raise TraceError(
-                f"PyTorch cannot trace this {model.family} model: {said}{where}",
+                f"PyTorch cannot trace this {model.family} model: {reason}{where}",
                 hint=older_tracer() or f"{hint}--verbose shows PyTorch's own report",
             ) from error
     name_nodes(graph.graph)
@@ -324,7 +313,7 @@ def trace(
     _check_calls(graph, moe_layers(model.module))
     program = graph.meta.pop(PROGRAM, None)
     if program is not None:
-        graph.meta[HELD] = _valid_sizes(program, model, sizes, fixed)
+        graph.meta[VALID_SIZES] = _valid_sizes(program, model, sizes, fixed)
     return graph
 
 
@@ -333,7 +322,7 @@ def _valid_sizes(
     model: Model,
     traced: Mapping[str, int],
     fixed: Mapping[str, int],
-) -> Held:
+) -> ValidSizes:
     """The sizes for which a program of PyTorch is valid."""
     users = set(program.graph_signature.user_inputs)
     values = [node.meta.get("val") for node in program.graph.nodes if node.name in users]
@@ -365,7 +354,7 @@ def _valid_sizes(
                 min((most for most in (high, before[1]) if most is not None), default=None),
             )
     guards = () if environment is None else _guards(environment, symbols)
-    return Held(bounds=bounds, guards=guards, traced=dict(traced))
+    return ValidSizes(bounds=bounds, guards=guards, traced=dict(traced))
 
 
 def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[CodeType, ...]:
@@ -385,7 +374,7 @@ def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[C
     return tuple(by_code.values())
 
 
-def _why(cause: BaseException) -> tuple[str, str]:
+def _reason(cause: BaseException) -> tuple[str, str]:
     """The reason why PyTorch could not trace a network, and the beginning of a hint, if any.
 
     The first error has the reason; the errors chained to it name only the step.
@@ -395,7 +384,7 @@ def _why(cause: BaseException) -> tuple[str, str]:
         chain.append(before)
     first = chain[-1]
     lines = (line.strip() for line in str(first).splitlines())
-    said = next((line for line in lines if line), type(first).__name__)
+    reason = next((line for line in lines if line), type(first).__name__)
     for error in chain:
         if type(error).__name__ != "DispatchError":  # PyTorch's exporter wraps the reason in it
             continue
@@ -403,33 +392,32 @@ def _why(cause: BaseException) -> tuple[str, str]:
         nodes = (frame.f_locals.get("node") for frame, _ in frames)
         node = next((node for node in nodes if isinstance(node, torch.fx.Node)), None)
         if node is None:
-            return said, ""
+            return reason, ""
         modules = [path for path, _ in node.meta.get("nn_module_stack", {}).values() if path]
         where = f" in {modules[-1]}" if modules else ""
         hint = "write it with other operators, or leave that part out of the network; "
         return f"the operator {node.target}{where} has no form in ONNX", hint
     text = f"{type(first).__name__}: {first}"
     if "DataDependent" in text or "data-dependent" in text:
-        said = "a branch of its forward, or a size, depends on the values of its inputs"
-        return said, "torch.where(condition, a, b) computes both branches; "
+        reason = "a branch of its forward, or a size, depends on the values of its inputs"
+        return reason, "torch.where(condition, a, b) computes both branches; "
     # PyTorch fails to write its message if the size in it is not a whole number.
     limit = re.search(r"Expected op to be '==', got \S+ for (.+)", text)
     if limit is not None:
-        said = f"its computation depends on its sizes: the trace is valid for {limit[1]}"
+        reason = f"its computation depends on its sizes: the trace is valid for {limit[1]}"
     if "Constraints violated" in text or limit is not None:
-        return said, "--batch N exports for that size only; "
-    return said, ""
+        return reason, "--batch N exports for that size only; "
+    return reason, ""
 
 
 def traced_sizes(model: Model, fixed: Mapping[str, int]) -> dict[str, int]:
     """Returns the size of every named axis of a model's inputs while it is traced."""
-    limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
     axes = dict.fromkeys(
         axis for spec in model.inputs for size in spec.dynamic_axes for axis in size.split(" + ")
     )
     traced = {**TRACED_SIZES, BATCH: TRACED_BATCH * model.batch_of}
     sizes = {axis: fixed.get(axis, traced.get(axis, TRACED_BATCH)) for axis in axes}
-    return {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
+    return {axis: min(size, model.limits.get(axis, size)) for axis, size in sizes.items()}
 
 
 def _program(
@@ -441,13 +429,10 @@ def _program(
     opset: int,
 ) -> ir.Model:
     """The graph of a network that takes and returns tensors, by PyTorch's own exporter."""
-    examples = tuple(
-        torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype)) for spec in model.inputs
-    )
-    limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
+    examples = model.zeros(sizes)
     # Equal names are one axis, wherever they occur.
     axes = {
-        axis: torch.export.Dim(axis, min=least_size(size), max=limits.get(axis))
+        axis: torch.export.Dim(axis, min=least_size(size), max=model.limits.get(axis))
         for axis, size in sizes.items()
     }
     if model.batch_of > 1 and BATCH not in fixed:
@@ -465,7 +450,7 @@ def _program(
     nested: tuple[Any, ...] = dynamic  # the tracer passes all of `*past` as one argument
     if listed is not None and listed < len(dynamic):
         nested = (*dynamic[:listed], dynamic[listed:])
-    with BagsAsRows(), _masks_unread(backbone):
+    with BagsAsRows(), _masks_by_flag(backbone):
         program = torch.onnx.export(
             backbone,
             examples,
@@ -481,7 +466,10 @@ def _program(
         assert program is not None
         optimise(program.model, program.exported_program)
         _check_dynamic(
-            program.model, dynamic, model, lambda: _made_a_number(backbone, examples, nested)
+            program.model,
+            dynamic,
+            model,
+            lambda: _line_with_number(backbone, examples, nested),
         )
     if model.batch_of > 1:
         _name_batch(program.model, model.batch_of)
@@ -530,7 +518,7 @@ GROUPS = "groups"
 PYTORCH = str(Path(torch.__file__).parent)
 
 
-def _made_a_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes: Any) -> str:
+def _line_with_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes: Any) -> str:
     """The line of a network's code that turns a symbolic size into a number.
 
     It traces the network again and watches the calls, which takes several times as long.
@@ -543,7 +531,9 @@ def _made_a_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes: An
             return
         if frame.f_locals["self"].node.maybe_as_int() is None:
             frames = (f for f, _ in traceback.walk_stack(frame.f_back))
-            own = next((f for f in frames if not _of_pytorch(f.f_code.co_filename)), None)
+            own = next(
+                (f for f in frames if not f.f_code.co_filename.startswith((PYTORCH, "<"))), None
+            )
             if own is not None:
                 file, line = own.f_code.co_filename, own.f_lineno
                 code = linecache.getline(file, line).strip()
@@ -557,10 +547,6 @@ def _made_a_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes: An
     finally:
         sys.setprofile(before)
     return "".join(lines)
-
-
-def _of_pytorch(file: str) -> bool:
-    return file.startswith((PYTORCH, "<"))
 
 
 def _check_dynamic(
@@ -589,7 +575,8 @@ def _name_batch(traced: ir.Model, images: int) -> None:
 
     After a Reshape, PyTorch names the groups by its own symbol, and no other axis varies.
     """
-    for value in (item for node in (*traced.graph, traced.graph) for item in _values(node)):
+    values = (value for node in traced.graph for value in node.outputs)
+    for value in (*values, *traced.graph.inputs, *traced.graph.outputs):
         if value.shape is None:
             continue
         sizes: list[int | str | None] = []
@@ -602,10 +589,6 @@ def _name_batch(traced: ir.Model, images: int) -> None:
             else:
                 sizes.append(size.value if isinstance(size, ir.SymbolicDim) else size)
         value.shape = ir.Shape(sizes)
-
-
-def _values(of: ir.Node | ir.Graph) -> Sequence[ir.Value]:
-    return (*of.inputs, *of.outputs) if isinstance(of, ir.Graph) else of.outputs
 
 
 def _check_calls(graph: ir.Model, layers: Iterable[str]) -> None:

@@ -36,7 +36,7 @@ from .bundle.weights import StoredLayer, WeightsWriter, write_backbone, write_la
 from .job import ExportJob
 from .plan import GraphPlan, Plan
 from .quantization.precision import precision_record
-from .trace import HELD, Held
+from .trace import valid_sizes
 
 
 def write_graphs(
@@ -97,24 +97,18 @@ def _lower(
         },
         "renormalize": options.renormalize,
     }
-    if job.model.edits:
-        facts["edits"] = job.model.edits.texts()
-    defaults = {port.name: port.default for port in job.model.inputs if port.default is not None}
-    if defaults:
-        facts["defaults"] = defaults
-    limits = {
-        str(axis_within(axis, job.fixed)): n
-        for port in job.model.inputs
-        for axis, n in port.limits.items()
-        if " + " in axis
+    further = {
+        "edits": job.model.edits.texts(),
+        "defaults": {p.name: p.default for p in job.model.inputs if p.default is not None},
+        "limits": {
+            str(axis_within(axis, job.fixed)): n
+            for axis, n in job.model.limits.items()
+            if " + " in axis
+        },
+        "sizes": _valid_sizes(plan),
+        "groups_of": job.groups_of,
     }
-    if limits:
-        facts["limits"] = limits
-    sizes = _valid_sizes(plan)
-    if sizes:
-        facts["sizes"] = sizes
-    if job.groups_of is not None:
-        facts["groups_of"] = job.groups_of
+    facts |= {name: fact for name, fact in further.items() if fact}
     model.metadata_props[METADATA] = json.dumps(facts)
     # The same for readers: a viewer shows it next to the graph.
     about = f"{job.model.family} for {options.target} in {options.precision}"
@@ -129,10 +123,8 @@ def _lower(
 
 def _valid_sizes(plan: Plan) -> dict[str, tuple[int, int | None]]:
     """The sizes of axes within which the graph computes the same as the network."""
-    valid: Held | None = plan.traced.meta.get(HELD)
-    if valid is None:
-        return {}
-    most = {axis: n for port in plan.job.model.inputs for axis, n in port.limits.items()}
+    valid = valid_sizes(plan.traced)
+    most = plan.job.model.limits
     between = {axis: valid.between(axis) for axis in plan.job.axis_ranges}
     return {
         axis: (low, high)

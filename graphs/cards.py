@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Literal
 
 from .targets import Machine, Precision
 
@@ -74,52 +73,29 @@ GPUS: Mapping[str, Mapping[Precision, Machine]] = MappingProxyType(
 here was measured."""
 
 
-def _fitted(
-    card: Mapping[Precision, Machine],
-    *,
-    node_us: float,
-    launch_us: float,
-    branch_us: float,
-    copied: Mapping[Literal["fp32", "fp16"], float],
-    processors: int,
-    processor_bytes_per_us: float,
-) -> Mapping[Precision, Machine]:
-    """Returns a card on which ONNX Runtime was timed: copies and nodes are as measured.
-
-    The time of a node is its time in a CUDA graph, without the launch. Integer weights are copied
-    as FP16. The other layers of a network evict weights from the L2 cache. The rate of each of the
-    `processors` comes from the data sheet, for the path to the L2 cache.
-    """
-    streamed = card["fp32"].bytes_per_us  # here the cost model counts a byte as one
-
-    def machine(name: Precision) -> Machine:
-        sheet = card[name]
-        copy_bytes_per_us = copied["fp32"] if name == "fp32" else copied["fp16"]
-        return replace(
-            sheet,
-            copy_bytes_per_us=copy_bytes_per_us,
-            node_us=node_us,
-            launch_us=launch_us,
-            branch_us=branch_us,
-            cached=1.0,
-            processors=processors,
-            lone_bytes_per_us=processor_bytes_per_us * sheet.bytes_per_us / streamed,
-        )
-
-    return MappingProxyType({name: machine(name) for name in card})
-
+_H100 = GPUS["H100"]
 
 FITTED: Mapping[str, Mapping[Precision, Machine]] = MappingProxyType(
     {
-        "H100": _fitted(
-            GPUS["H100"],
-            node_us=2.77,
-            launch_us=3.89,
-            branch_us=13.4,
-            copied={"fp32": 0.893e6, "fp16": 1.2e6},
-            processors=132,
-            processor_bytes_per_us=110e3,
+        "H100": MappingProxyType(
+            {
+                name: replace(
+                    sheet,
+                    copy_bytes_per_us=0.893e6 if name == "fp32" else 1.2e6,
+                    node_us=2.77,
+                    launch_us=3.89,
+                    branch_us=13.4,
+                    cached=1.0,
+                    processors=132,
+                    lone_bytes_per_us=110e3 * sheet.bytes_per_us / _H100["fp32"].bytes_per_us,
+                )
+                for name, sheet in _H100.items()
+            }
         )
     }
 )
-"""Rates fitted by `python -m perf cuda` to cards that ran graphs of `ort-cuda`."""
+"""Rates fitted by `python -m perf cuda` to cards that ran graphs of `ort-cuda`: copies and nodes.
+
+The time of a node is its time in a CUDA graph, without the launch. Integer weights are copied as
+FP16. The other layers of a network evict weights from the L2 cache. The rate of a processor comes
+from the data sheet, for the path to the L2 cache."""

@@ -49,7 +49,7 @@ class Ablation:
 
     @property
     def option(self) -> str:
-        return f"--ablate {_numbered(self.layer, self.level, self.expert)}"
+        return f"--{self.text}"
 
     @property
     def text(self) -> str:
@@ -69,16 +69,11 @@ class AblatedCombination:
 
     @property
     def option(self) -> str:
-        return f"--ablate {self._together}"
+        return f"--{self.text}"
 
     @property
     def text(self) -> str:
-        return f"{ABLATE} {self._together}"
-
-    @property
-    def _together(self) -> str:
-        """The spelling of `--ablate`: `LAYER:EXPERT+EXPERT`."""
-        return f"{self.layer}:{'+'.join(map(str, self.experts))}"
+        return f"{ABLATE} {self.layer}:{'+'.join(map(str, self.experts))}"
 
     def record(self) -> dict[str, Any]:
         return {"edit": ABLATE, "layer": self.layer, "experts": list(self.experts)}
@@ -219,7 +214,6 @@ class Edits:
     layer: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """Sorts the edits by kind."""
         in_order = sorted(self.listed, key=lambda edit: ORDER.index(type(edit)))
         object.__setattr__(self, "listed", tuple(in_order))
 
@@ -257,12 +251,10 @@ class Edits:
 
     @property
     def merged(self) -> tuple[MergedExperts, ...]:
-        """The layers whose experts are merged."""
         return self._only(MergedExperts)
 
     @property
     def steers(self) -> tuple[Steer, ...]:
-        """The vectors added to the tokens of layers."""
         return self._only(Steer)
 
     @property

@@ -11,8 +11,7 @@ import onnx_ir as ir
 from .builder import Builder
 from .lower import Lowered
 from .lowerings.base import AnyPlan
-from .names import K_INPUT, SELECTED
-from .score_names import GATES
+from .names import GATES, K_INPUT, SELECTED
 
 
 def exposed(lowered: Lowered, layers: Sequence[AnyPlan]) -> Lowered:
@@ -23,17 +22,17 @@ def exposed(lowered: Lowered, layers: Sequence[AnyPlan]) -> Lowered:
     layer follow.
     """
     graph, values = lowered.model.graph, dict(lowered.values)
-    made = {value.name: value for node in graph for value in node.outputs}
-    made |= {value.name: value for value in graph.inputs}
+    by_name = {value.name: value for node in graph for value in node.outputs}
+    by_name |= {value.name: value for value in graph.inputs}
     first = graph.inputs[0].shape
     for layer in layers:
         spec, values_of = layer.spec, values[layer.name]
-        shape, k = made[values_of.input].shape, K_INPUT if layer.k is None else layer.k
+        shape, k = by_name[values_of.input].shape, K_INPUT if layer.k is None else layer.k
         assert shape is not None and first is not None
         choices: dict[str, str] = {}
-        scores = [made[score] for score in values_of.scores]
+        scores = [by_name[score] for score in values_of.scores]
         for level, (choice, name) in enumerate(values_of.choices.items()):
-            value, dtype = made[name], ir.DataType.INT64
+            value, dtype = by_name[name], ir.DataType.INT64
             if spec.chooses_sets:
                 sizes = [shape[0], k]
             elif spec.rewritable:
@@ -46,12 +45,12 @@ def exposed(lowered: Lowered, layers: Sequence[AnyPlan]) -> Lowered:
             choices[choice] = str(value.name)
         for score in scores:
             graph.outputs.remove(score)
-            shown = score
+            output = score
             if spec.flat:
-                shown = _by_input(graph, layer.name, score, GATES)
-                shown.type = ir.TensorType(ir.DataType.FLOAT)
-                shown.shape = ir.Shape([first[0], "tokens", k])
-            graph.outputs.append(shown)
+                output = _by_input(graph, layer.name, score, GATES)
+                output.type = ir.TensorType(ir.DataType.FLOAT)
+                output.shape = ir.Shape([first[0], "tokens", k])
+            graph.outputs.append(output)
         values[layer.name] = replace(values_of, choices=choices)
     return replace(lowered, values=values)
 

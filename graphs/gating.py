@@ -80,12 +80,11 @@ def kept_levels(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[KeptLevel]:
             if layer.scores:  # the outputs have the layer's name
                 whole = b.op("Reshape", a, b.ints(0, 0, n), name=f"all_{name}")
                 b.show(whole, None, n)
-            levels.append(_largest(b, layer, a, n, k, name) if selects else KeptLevel(a, None))
-            continue
-        logits = _logits(b, layer, level, x)
-        a = activations[layer.spec.activation](b, logits, n, f"all_{name}" if selects else name)
-        if layer.scores and selects:
-            b.show(a, None, n)
+        else:
+            logits = _logits(b, layer, level, x)
+            a = activations[layer.spec.activation](b, logits, n, f"all_{name}" if selects else name)
+            if layer.scores and selects:
+                b.show(a, None, n)
         levels.append(_largest(b, layer, a, n, k, name) if selects else KeptLevel(a, None))
     return levels
 

@@ -21,10 +21,8 @@ class KindRecord:
 
     @property
     def by_name(self) -> Mapping[str, Any]:
-        """The lowerings by name."""
         return by_name(self.listed)
 
     @property
     def lowerings(self) -> tuple[Any, ...]:
-        """The lowerings in listed order."""
         return tuple(self.by_name.values())

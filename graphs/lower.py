@@ -44,18 +44,18 @@ def _own_outputs(graph: ir.Graph) -> None:
     A branch may not return a value from outside, and no graph may return a value twice; removing
     identities can cause both.
     """
-    seen: set[ir.Value | None] = {None}
+    returned: set[ir.Value | None] = {None}
     for index, value in enumerate(graph.outputs):
         node = value.producer()
         outside = (node is None or node.graph is not graph) and value not in graph.inputs
-        if outside or value in seen:
+        if outside or value in returned:
             copy = ir.node("Identity", [value])
             copied = copy.outputs[0]
             copied.name = f"{value.name}/returned_{index}"
             copied.shape, copied.type = value.shape, value.type
             graph.append(copy)
             graph.outputs[index] = copied
-        seen.add(value)
+        returned.add(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +139,11 @@ def lower(
         names = compute_in_fp32(model)
         values = {name: layer.renamed(names) for name, layer in values.items()}
     simplify(model)
-    model.ir_version = min(model.ir_version, _lowest_ir_version(model.opset_imports[""]))
+    opset = model.opset_imports[""]
+    # The oldest IR version that allows the opset, so that old runtimes load the file.
+    oldest = max(9, (opset - 1) // 2 if opset < 24 else opset // 2)
+    model.ir_version = min(model.ir_version, oldest)
     return Lowered(model, values)
-
-
-def _lowest_ir_version(opset: int) -> int:
-    """Returns the oldest IR version that allows an opset, so that old runtimes load the file."""
-    return max(9, (opset - 1) // 2 if opset < 24 else opset // 2)
 
 
 def _add_k_input(model: ir.Model, layers: Sequence[Layer[Any]]) -> ir.Value | None:
@@ -204,11 +202,11 @@ def _lower_node(
         routed=routed,
     )
     b = Builder(layer.spec.name)
-    seen = x
+    steered = x
     if any(layer.tensors.has(name) for name in (STEER_INPUT, STEER_CENTRES)):
-        seen = _steered(b, layer, x, steer)
+        steered = _steered(b, layer, x, steer)
         layer = replace(layer, x_type=ir.DataType.FLOAT)
-    y = layer.build(b, layer, seen)
+    y = layer.build(b, layer, steered)
     scores: Sequence[ir.Value] = ()
     if layer.scores:
         from .scores import shown

@@ -7,7 +7,7 @@ search for the names in this module: lowerings choose the others freely.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from types import MappingProxyType
 
 DOMAIN = "ai.moexport"
@@ -43,12 +43,24 @@ OUTPUT = "output"
 CONSTANTS = "constants"
 """The weight of a Soft MoE layer with the outputs of the d dropped experts' slots, [d·p, o]."""
 
+COMBINE, DISPATCH, COLUMN_SUMS = "C", "D", "column_sums"
+"""Scores of a Soft MoE layer: C and D, float32 [b, m, n, p], and the sums of C's columns by expert,
+[b, n], from which Algorithm 1 chooses."""
+
+GATES = "gates"
+"""Scores of a token-routed layer: the weights of the chosen experts, float32 [b, m, k], in
+order."""
+
+_SCORE = re.compile(rf"{COMBINE}|{DISPATCH}|{COLUMN_SUMS}|{GATES}|all_coefficients(_\d+)?")
+"""The last alternative is for muMoE layers, [b, m, n]: a level's coefficients before the choice of
+the k largest."""
+
 INPUT = "input"
 """The input of a linear layer of the backbone, in a table of ranges."""
 
 _PART_SCOPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "router": ("router", "gate", SELECTED, "input", "C", "D", "column_sums", "gates"),
+        "router": ("router", "gate", SELECTED, "input", COMBINE, DISPATCH, COLUMN_SUMS, GATES),
         "dispatch": ("dispatch",),
         "combine": ("combine", OUTPUT),
     }
@@ -130,6 +142,12 @@ def range_key(layer: str, tensor: str) -> str:
     name in the traced graph (`blocks.0.attn.qkv/MatMul/input`). No name depends on a lowering.
     """
     return in_layer(layer, tensor)
+
+
+def is_score(output: str, layers: Container[str]) -> bool:
+    """Returns whether an output of a graph is a score of one of the layers."""
+    layer, _, what = output.rpartition("/")
+    return layer in layers and _SCORE.fullmatch(what) is not None
 
 
 def is_cached(name: str) -> bool:

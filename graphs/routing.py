@@ -19,6 +19,11 @@ from .layers.stored import SoftMoELayer
 from .names import CONSTANTS, OUTPUT, SELECTED
 from .targets import TARGETS
 
+FEW_SLOTS = 64
+"""Up to this number of slots, phi is stored with three axes, [1, d, n·p]. ONNX Runtime packs a
+constant matrix in blocks of 256 rows when it loads a graph, and then reads the tokens once per
+block, which does not pay off for few columns; it does not pack a constant with three axes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Routed:
@@ -60,7 +65,8 @@ def route(b: Builder, layer: SoftMoELayer, x: ir.Value) -> Routed:
         return _external_routing(b, layer, x)
     x = b.cast(x, layer.x_type, ir.DataType.FLOAT, "router/tokens_fp32")
     normalised, scale = _normalise(b, layer, x)
-    phi = layer.stacked(b, "phi", batched=_unpacked(layer))
+    few = layer.spec.routed * layer.spec.slots <= FEW_SLOTS
+    phi = layer.stacked(b, "phi", batched=few and TARGETS[layer.target].cpu_forms)
     logits = b.op("MatMul", normalised, phi, name="router/products")
     if scale is not None:
         logits = b.op("Mul", logits, scale, name="router/logits")
@@ -85,8 +91,11 @@ def route(b: Builder, layer: SoftMoELayer, x: ir.Value) -> Routed:
         from .scores import show
 
         show(b, layer, combine, logits)
+    source = x if layer.spec.slots_from == "raw" else normalised
+    if layer.spec.rounded:
+        source = b.rounded(source, ir.DataType.FLOAT, "dispatch/source")
     return Routed(
-        source=_rounded(b, layer, x if layer.spec.slots_from == "raw" else normalised),
+        source=source,
         scale=_dispatch_scale(b, layer, scale),
         logits=logits,
         logits_by_slot=b.op("Transpose", logits, perm=[0, 2, 1], name="router/logits_by_slot"),
@@ -114,13 +123,6 @@ def _external_routing(b: Builder, layer: SoftMoELayer, combine: ir.Value) -> Rou
         combine=combine,
         selected=selected,
     )
-
-
-def _rounded(b: Builder, layer: SoftMoELayer, source: ir.Value) -> ir.Value:
-    """Adds the tokens that the slots average, rounded to BF16 if the layer rounds them."""
-    if not layer.spec.rounded:
-        return source
-    return b.rounded(source, ir.DataType.FLOAT, "dispatch/source")
 
 
 def _constant(b: Builder, layer: SoftMoELayer, combine: ir.Value) -> ir.Value:
@@ -270,7 +272,10 @@ def _normalise(b: Builder, layer: SoftMoELayer, x: ir.Value) -> tuple[ir.Value, 
     else:
         # ONNX Runtime's Max of a tensor and a scalar takes 20 times as long as its Clip.
         guard = "Clip" if spec.norm == "l2" else "Add"
-        length = _lengths(b, layer, x)
+        if _short_sum(layer) is None:
+            length = b.op("ReduceL2", x, b.ints(2), keepdims=1, name="router/length")
+        else:
+            length = b.op("Sqrt", _squares(b, layer, x), name="router/length")
         norm = b.op(guard, length, b.number(spec.norm_eps), name="router/norm")
     return x, b.op("Reciprocal", norm, name="router/scale")
 
@@ -281,12 +286,6 @@ previous one; it computes several sums of this length in parallel."""
 
 SMALL_INPUT = 1 << 14
 """Numbers per input below which the three additional nodes cost more than short sums save."""
-
-
-def _lengths(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
-    if _short_sum(layer) is None:
-        return b.op("ReduceL2", x, b.ints(2), keepdims=1, name="router/length")
-    return b.op("Sqrt", _squares(b, layer, x), name="router/length")
 
 
 def _squares(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
@@ -374,17 +373,6 @@ def _rows_by_tokens(
         return b.ints(0, -1, width)
     tokens = b.op("Shape", by_slot, start=2, end=3, name="router/tokens")
     return b.op("Concat", b.ints(0, -1), tokens, axis=0, name="router/rows_by_tokens")
-
-
-FEW_SLOTS = 64
-"""Below this number of slots, phi is stored with three axes. ONNX Runtime packs a constant matrix
-in blocks of 256 rows when it loads a graph, and then reads the tokens once per block, which does
-not pay off for few columns; it does not pack a constant with three axes."""
-
-
-def _unpacked(layer: SoftMoELayer) -> bool:
-    """Returns whether phi should be stored as a batch of one matrix, [1, d, n·p]."""
-    return TARGETS[layer.target].cpu_forms and layer.spec.routed * layer.spec.slots <= FEW_SLOTS
 
 
 FEW_ROWS = range(2, 5)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from ..errors import LoweringError
 from .builder import Builder
 from .layers.stored import Layer, SoftMoELayer
-from .score_names import COLUMN_SUMS, COMBINE, DISPATCH
+from .names import COLUMN_SUMS, COMBINE, DISPATCH
 
 
 def show(

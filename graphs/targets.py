@@ -214,23 +214,10 @@ class FusedOps:
 
 @dataclass(frozen=True, slots=True)
 class TargetRecord:
-    """The facts about a target that all other code reads.
+    """The facts about a target that all other code reads; CONTRIBUTING.md describes the fields.
 
-    `machine` is the one that the cost model assumes. `runtime` runs its graphs, and checks graphs
-    for engines: ONNX Runtime on `provider`, or a plugin's; the TensorRT `backend` compiles engines.
-    `integers` is the form of integer products, and `rest` the default float type around INT8
-    experts. Unless `standard_ops`, graphs use ONNX Runtime's ops (`com.microsoft`). `data_sizes`:
-    it runs ops with data-dependent output sizes (NonZero). `branches`: it computes `If` correctly
-    at every batch size. `auto_branches`: `auto` may choose that (on a GPU, each `If` waits for the
-    host). `broadcasts`: a product may multiply the same rows by every matrix of a stack.
-    `constant_integers`: integer products need constant weights. `bf16_attention`: attention in BF16
-    is one kernel only if its softmax is in BF16. `moe`: the floats for which it has
-    `com.microsoft.MoE`. `weight_only`: only weights are integers, in blocks; their operands are
-    floats. `cpu_forms`: graphs use the forms for which ONNX Runtime's CPU kernels are fast.
-    `new_kernels`: it has kernels that browsers lack or that were not tried there: blocks of 8-bit
-    weights, integer experts. `fused` are the ops for the parts around the layers. It loads weights
-    of up to `most_bytes` in total. `summary` names what runs its graphs, for lists. `refused` has
-    a reason and a remedy by precision, `notes` remarks for users.
+    Without `auto_branches` each `If` waits for the host, as on a GPU. `new_kernels` are blocks of
+    8-bit weights and integer experts, which browsers lack or which were not tried there.
     """
 
     name: Target

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from moexport.bench.engines import KINDS, ModelEngine
 from moexport.bench.measure.gpu_rates import SQUARES, GpuProbes, device_ms
-from moexport.bench.measure.roofline import ModelWork, Rates, gpu_rates, limit_ms, work_of
+from moexport.bench.measure.roofline import ModelWork, Rates, limit_ms, work_of
 from moexport.bench.runners.base import ModelRun, Runner
 from moexport.bench.runners.pytorch import PyTorch, on_device, without_tf32
 from moexport.common.environment import environment
@@ -453,7 +453,7 @@ def _all(rows: Iterator[Item], share: float = 1.0) -> Iterator[tuple[Item, float
         yield row, share
 
 
-def measured_rates(check: Check) -> dict[str, float]:
+def measured_rates(check: Check) -> dict[str, Any]:
     """Returns the rates that the device reaches: medians of a few calls each."""
     probes = GpuProbes(
         check.device, stream_bytes=check.sizes.stream_bytes, squares=check.sizes.squares
@@ -474,7 +474,7 @@ class Kept:
     def __init__(self, output: Path, about: Mapping[str, Any]) -> None:
         self.output, self.about = output, dict(about)
         self.rows: list[Result] = []
-        self.rates: dict[str, float] | None = None
+        self.rates: dict[str, Any] | None = None
         before = json.loads(output.read_text("utf-8")) if output.exists() else {}
         same = all(before.get(n) == v for n, v in json.loads(json.dumps(self.about)).items())
         if before and same and not before.get("complete"):
@@ -510,7 +510,7 @@ def run(output: Path, sizes: Sizes, device: str, minutes: float) -> bool:
     with tempfile.TemporaryDirectory(prefix="moexport-gpu-") as folder, without_tf32():
         check = Check(sizes, device, Path(folder))
         kept.rates = kept.rates or measured_rates(check)
-        rates = gpu_rates(kept.rates)
+        rates = Rates(**kept.rates, gpu=True)
         for (row, measure), share in items(check, rates):
             if row.name in kept.done:
                 continue

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from moexport.bench.measure.roofline import machine_rates
+from moexport.bench.measure.roofline import Microbenchmarks
+from moexport.common import timing
 from moexport.common.console import Progress, Silent
 from moexport.common.text import markdown
 from moexport.errors import install
@@ -90,7 +91,9 @@ def measure(progress: Progress, layers: int = LAYERS) -> dict[str, object] | Non
             for name, file in files.items():
                 progress.step(f"decoding, turn {turn} of {TURNS}: {name}")
                 turns[name].append(_itself("decode", file, layers, threads))
-            streams.append(machine_rates(threads).stream_gb_s)
+            machine = Microbenchmarks(threads)
+            found = timing.measure(machine.calls, timing.Protocol(round_s=0.3, warmup=2))
+            streams.append(machine.rates(found.latencies).stream_gb_s)
     return {
         "layers": layers,
         "parameters": parameters,

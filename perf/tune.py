@@ -39,7 +39,7 @@ from moexport.plugins.demo import digits, experts
 from moexport.plugins.demo.mumoe import EXPERTS, fit, trainable_mixer
 from moexport.plugins.demo.mumoe import save as save_mumoe
 from moexport.plugins.text.language import token_windows
-from moexport.plugins.tune.accuracy.confirm import SearchResult, contract, front_of, with_ms
+from moexport.plugins.tune.accuracy.confirm import SearchResult, contract, front_of
 from moexport.plugins.tune.accuracy.quality import Quality, Tally
 from moexport.plugins.tune.budget import Clock, spin_for
 from moexport.plugins.tune.prepare import SearchJob, prepare
@@ -326,9 +326,7 @@ def row_of(
     job = prepare(*(network.model, network.data, request, place / "work", progress, Clock(tune_s)))
     found = search(job, progress)
     holding = contract(job, found, progress).holding
-    chosen, tuned = export_best(
-        job, holding, found, place / "tuned", place / "recipe", progress, force=False
-    )
+    chosen, tuned = export_best(job, holding, found, place / "tuned", place / "recipe", progress)
     seconds = time.monotonic() - began
     uniform = _uniform(network, job, found, place, progress)
     first = {name: bundle for name, (bundle, _) in uniform.items()}
@@ -519,7 +517,7 @@ def _timed(
     with found.graphs.opened(listed, spin_ms=spin_for(trials[0].ms)) as opened:
         calls = dict(zip(points, map(found.graphs.call, opened), strict=True))
         times = measure_calls(calls, protocol, title="both fronts", progress=progress).latencies
-    return [with_ms(trial, _typical(times[key])) for key, trial in points.items()]
+    return [replace(trial, ms=_typical(times[key])) for key, trial in points.items()]
 
 
 def _maybe_on_front(trials: Sequence[Trial], base: Trial) -> list[Trial]:

@@ -295,7 +295,7 @@ def test_an_engine_that_computes_something_else_is_a_row_with_an_error(
 ) -> None:
     copy.write("bench/runners/zeros.py", RUNNER)
     copy.insert("bench/engines.py", "# --- requirements ", LOADER)
-    copy.insert("bench/engines.py", "    GraphEngine(\n        name=TENSORRT,\n", RECORD)
+    copy.insert("bench/engines.py", '    _tensorrt_engine("tensorrt", ', RECORD)
     assert copy.changed() == named_in_contributing("To add an engine of `bench`", "zeros")
     copy.refresh()
     assert "| `zeros` | Zeros | – |" in copy.read("docs/bench.md")
@@ -316,7 +316,7 @@ def test_an_engine_that_computes_something_else_is_a_row_with_an_error(
 
 def test_an_engine_without_a_loader_is_an_error(copy: Copy) -> None:
     without = RECORD.replace("        loader=_zeros,\n", "")
-    copy.insert("bench/engines.py", "    GraphEngine(\n        name=TENSORRT,\n", without)
+    copy.insert("bench/engines.py", '    _tensorrt_engine("tensorrt", ', without)
     done = copy.python("-m", "moexport", "doctor")
     assert done.returncode != 0
     assert "loader" in done.stderr

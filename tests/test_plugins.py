@@ -622,6 +622,17 @@ def test_a_command_that_does_not_load_names_its_package(tmp_path: Path) -> None:
     assert "MOEXPORT_PLUGINS=off" in done.stderr
 
 
+def test_an_unexpected_error_names_the_package_whose_plugin_was_running(tmp_path: Path) -> None:
+    module = COMMAND.format(name="twice").replace("print(2 * number)", "print(number / 0)")
+    done = outcome_of(("twice", "3"), tmp_path, "twice", module)
+    assert done.returncode == 1
+    assert "ZeroDivisionError: division by zero (while the plugin theirs 1.5 was running)" in (
+        done.stderr
+    )
+    assert "a bug in the plugin or in moexport" in done.stderr
+    assert "MOEXPORT_PLUGINS=off" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["export", "tune"])
 def test_a_name_that_two_commands_claim_runs_neither_and_the_others_work(
     name: str, tmp_path: Path

@@ -14,7 +14,8 @@ import numpy as np
 from ...data.batches import Array, Labels
 from ...data.feeds import check_not_one_hot
 from ...errors import FeedError
-from ..metrics import Sums, Z, one_per_sample, wilson
+from ...exporter.checks.accuracy import one_per_sample
+from ..metrics import Sums, Z, wilson
 from ..results import Accuracy, AttributeAccuracy, Interval, Regression
 
 
@@ -63,8 +64,8 @@ def mean_interval(count: int, answers: int, total: float, squares: float) -> Int
     mean = min(1.0, float(total) / count)
     spread = max(0.0, float(squares) / count - mean * mean)
     independent = mean * (1 - mean) / spread if spread else 1.0
-    seen = count * min(float(answers), max(1.0, independent))
-    return wilson(mean * seen, seen)
+    effective = count * min(float(answers), max(1.0, independent))
+    return wilson(mean * effective, effective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,6 @@ class PairedScores(Sums):
 
     @classmethod
     def of(cls, own: Array, base: Array) -> PairedScores:
-        """Returns sums over the scores [b] of two models."""
         sums = (own.sum(), base.sum(), own @ own, base @ base, own @ base)
         return cls(len(own), *map(float, sums))
 
@@ -116,7 +116,6 @@ class Moments:
 
     @staticmethod
     def of(numbers: Array) -> Moments:
-        """Returns the moments of numbers [b, o]."""
         mean = numbers.mean(axis=0, dtype=np.float64)
         squares = ((numbers - mean) ** 2).sum(axis=0)
         return Moments(len(numbers), tuple(mean.tolist()), tuple(squares.tolist()))
@@ -134,17 +133,19 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerCounts:
+class AnswerCounts(Sums):
     """Sums over labels [b, o] for the accuracy per attribute, or R².
 
-    The choice is made at the end: `binary` is true while all labels are 0 or 1. `one_hot` counts
+    The choice is made at the end: `numeric` is true if a label is neither 0 nor 1. `one_hot` counts
     the inputs with one 1. For each output, `positives` and `right` are counts, and `squared` and
     `absolute` are the sums of both errors. `shares` has sums over the correct share of an input's
     attributes, `errors` over its squared error.
     """
 
+    LARGEST = frozenset({"numeric"})
+
     inputs: int = 0
-    binary: bool = True
+    numeric: bool = False
     one_hot: int = 0
     positives: tuple[int, ...] = ()
     right: tuple[int, ...] = ()
@@ -162,7 +163,7 @@ class AnswerCounts:
         error, base_error = (each.astype(np.float64) - numbers for each in (y, untouched))
         return AnswerCounts(
             inputs=len(y),
-            binary=are_attributes(labels),
+            numeric=not are_attributes(labels),
             one_hot=int((labels.sum(axis=1) == 1).sum()),
             positives=tuple(wanted.sum(axis=0).tolist()),
             right=tuple(right.sum(axis=0).tolist()),
@@ -173,33 +174,12 @@ class AnswerCounts:
             errors=PairedScores.of((error**2).sum(axis=1), (base_error**2).sum(axis=1)),
         )
 
-    def __add__(self, other: AnswerCounts) -> AnswerCounts:
-        if not self.inputs or not other.inputs:
-            return other if not self.inputs else self
-
-        def both(name: str) -> tuple[float, ...]:
-            pairs = zip(getattr(self, name), getattr(other, name), strict=True)
-            return tuple(a + b for a, b in pairs)
-
-        return AnswerCounts(
-            inputs=self.inputs + other.inputs,
-            binary=self.binary and other.binary,
-            one_hot=self.one_hot + other.one_hot,
-            positives=both("positives"),  # type: ignore[arg-type]
-            right=both("right"),  # type: ignore[arg-type]
-            squared=both("squared"),
-            absolute=both("absolute"),
-            targets=self.targets + other.targets,
-            shares=self.shares + other.shares,
-            errors=self.errors + other.errors,
-        )
-
     def accuracy(self, untouched: AnswerCounts) -> Accuracy | None:
         """Returns the accuracy, mean and per attribute; None if labels are not attributes.
 
         Raises FeedError for one-hot classes.
         """
-        if not self.inputs or not self.binary:
+        if not self.inputs or self.numeric:
             return None
         n = self.inputs
         check_not_one_hot((n, len(self.right)), self.one_hot, "the array of labels")
@@ -227,7 +207,7 @@ class AnswerCounts:
 
         Raises FeedError if all targets are equal.
         """
-        if not self.inputs or self.binary:
+        if not self.numeric:
             return None
         n, spread = self.inputs, sum(self.targets.squares)
         # Smaller values are rounding errors of the targets.
@@ -283,5 +263,4 @@ def check_attributes(labels: Labels, where: str) -> None:
             "are 0 or 1",
             hint="`bench` and `tune` measure regressions",
         )
-    with_one = int((labels.sum(axis=1) == 1).sum())
-    check_not_one_hot(labels.shape, with_one, where)
+    check_not_one_hot(labels.shape, int((labels.sum(axis=1) == 1).sum()), where)

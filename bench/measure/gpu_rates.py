@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -34,23 +35,19 @@ def device_ms(call: Callable[[], object], device: str = "cuda") -> float:
     return float(begin.elapsed_time(end))
 
 
-class DeviceProbe(timing.TimedCall):
-    """A call that measures a device, independent of the inputs."""
+class Probe(timing.TimedCall):
+    """A call that measures the machine, or a `device` with its own clock; it needs no inputs."""
 
     inputs = 1
 
-    def __init__(self, call: Callable[[], object], device: str) -> None:
+    def __init__(self, call: Callable[[], object], device: str | None = None) -> None:
         self._call, self._device = call, device
 
-    def __call__(self, index: int) -> object:
-        """Makes the call and waits for it."""
-        del index
-        return device_ms(self._call, self._device)
+    def __call__(self, _: int) -> object:
+        return self._call() if self._device is None else device_ms(self._call, self._device)
 
-    def device_ms(self, index: int) -> float:
-        """Makes the call; returns the time on the device."""
-        del index
-        return device_ms(self._call, self._device)
+    def device_ms(self, _: int) -> float | None:
+        return None if self._device is None else device_ms(self._call, self._device)
 
 
 class GpuProbes:
@@ -78,11 +75,11 @@ class GpuProbes:
             "probe: GPU fp16": lambda: short @ short,
         }
         self.calls: dict[str, timing.IndexedCall] = {
-            name: DeviceProbe(call, device) for name, call in calls.items()
+            name: Probe(call, device) for name, call in calls.items()
         }
 
-    def rates(self, ms: Mapping[str, float]) -> dict[str, float]:
-        """Returns GB/s and GFLOP/s from times on the device in ms, by the names of the calls."""
+    def rates(self, ms: Mapping[str, float]) -> dict[str, Any]:
+        """Returns fields of `roofline.Rates` from times on the device in ms, by names of calls."""
         moved = max(self._bytes / ms["probe: GPU sum"], 2 * self._bytes / ms["probe: GPU copy"])
         return {
             "stream_gb_s": moved / 1e6,

@@ -37,15 +37,13 @@ class TimedRunner(timing.TimedCall):
     """
 
     def __init__(self, runner: Runner | Loader, batches: Sequence[Inputs]) -> None:
-        self._open = runner if isinstance(runner, Loader) else None
-        self._runner = None if isinstance(runner, Loader) else runner
-        self._batches = batches
+        self._source, self._batches = runner, batches
+        self._runner: Runner | None = None
         self._calls: list[Callable[[], object]] = []
         self.wrapper_ms: float | None = None
-        self.reopens = self._open is not None
+        self.reopens = isinstance(runner, Loader)
 
     def __call__(self, index: int) -> object:
-        """Runs one of the batches."""
         if not self._calls:
             runner = self._opened()
             self._calls = [runner.bound(batch) for batch in self._batches]
@@ -54,20 +52,19 @@ class TimedRunner(timing.TimedCall):
         return self._calls[index % len(self._calls)]()
 
     def device_ms(self, index: int) -> float | None:
-        """Runs one of the batches and returns its time on the device; None if unknown."""
         return self._opened().device_ms(self._batches[index % len(self._batches)])
 
     def rest(self) -> None:
         """Closes a runner that is opened again in every round."""
-        if self._open is not None and self._runner is not None:
+        if self.reopens and self._runner is not None:
             self._runner.close()
             self._runner = None
             self._calls.clear()  # they keep the engine alive
 
     def _opened(self) -> Runner:
         if self._runner is None:
-            assert self._open is not None
-            self._runner = self._open()
+            source = self._source
+            self._runner = source() if isinstance(source, Loader) else source
         return self._runner
 
 
@@ -119,32 +116,28 @@ def group_batches(group: TimingGroup, data: LabelledData) -> list[Inputs]:
 TASKS = Path("/proc/self/task")
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """The nanoseconds for which each thread of this process ran, and waited for a core."""
+def scheduled_ns() -> dict[str, tuple[int, int]]:
+    """Returns for how long each thread of this process ran and waited; empty if unknown."""
+    threads = {}
+    for file in TASKS.glob("*/schedstat"):
+        try:
+            ran, waited = file.read_text(encoding="ascii").split()[:2]
+        except (OSError, ValueError):  # the thread has ended
+            continue
+        threads[file.parent.name] = (int(ran), int(waited))
+    return threads
 
-    threads: dict[str, tuple[int, int]]
 
-    @staticmethod
-    def now() -> Scheduled:
-        """Returns the counters; empty if the system has none."""
-        threads = {}
-        for file in TASKS.glob("*/schedstat"):
-            try:
-                ran, waited = file.read_text(encoding="ascii").split()[:2]
-            except (OSError, ValueError):  # the thread has ended
-                continue
-            threads[file.parent.name] = (int(ran), int(waited))
-        return Scheduled(threads)
-
-    def waited_share(self, since: Scheduled) -> float | None:
-        """Returns the share of time that threads waited for a core; None if unknown."""
-        ran = waited = 0
-        for name, (ran_ns, waited_ns) in self.threads.items():
-            ran_before, waited_before = since.threads.get(name, (0, 0))
-            ran += ran_ns - ran_before
-            waited += waited_ns - waited_before
-        return waited / (ran + waited) if ran + waited > 0 else None
+def waited_share(
+    before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]
+) -> float | None:
+    """Returns the share of time that threads waited for a core; None if unknown."""
+    ran = waited = 0
+    for name, (ran_ns, waited_ns) in after.items():
+        ran_before, waited_before = before.get(name, (0, 0))
+        ran += ran_ns - ran_before
+        waited += waited_ns - waited_before
+    return waited / (ran + waited) if ran + waited > 0 else None
 
 
 WARMUP = 2  # the first calls, which allocate, are left out
@@ -161,7 +154,6 @@ class Event:
     thread: int
 
     def within(self, outer: Event) -> bool:
-        """Returns whether the span is within another one."""
         return self.thread == outer.thread and outer.start <= self.start and self.end <= outer.end
 
 

@@ -40,7 +40,7 @@ from ...graphs.lowerings.base import AnyPlan, LayerPlan
 from ..engines import GraphEngine, engine_of
 from ..plan import Candidate, Case, GraphSource, IntegerLinear
 from ..results import Workload
-from .gpu_rates import GpuProbes
+from .gpu_rates import GpuProbes, Probe
 
 FP32_BYTES = 4
 
@@ -216,7 +216,6 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's i
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Runs an operator and records its reads."""
         result = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
         counted = func._overloadpacket in flop_registry
@@ -263,8 +262,8 @@ def layer_parts(
         yield RooflineStep(spec.name, rest_macs + experts_macs, moved + weights, arithmetic)
         return
     quantized = spec.quantized_bytes(active)
-    beside = weights - share * quantized
-    yield RooflineStep(f"{spec.name}/routing", rest_macs, moved + beside)
+    unquantized = weights - share * quantized
+    yield RooflineStep(f"{spec.name}/routing", rest_macs, moved + unquantized)
     narrow = quantized / FP32_BYTES if int8_experts else share * quantized
     experts_in: Arithmetic = "int8" if int8_experts else arithmetic
     yield RooflineStep(f"{spec.name}/experts", experts_macs, narrow, experts_in)
@@ -293,12 +292,12 @@ def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, .
         for node in content.node
         if node.op_type == "QuantizeLinear"
     }
-
-    def linear(name: str) -> IntegerLinear:
+    linears = []
+    for name in (name for name in wanted if name in rounded):
         shape, (inputs, outputs) = shapes.get(rounded[name]), weights[f"{name}/weight"]
-        return IntegerLinear(name, None if shape is None else shape[:-1], (inputs, outputs))
-
-    return tuple(linear(name) for name in wanted if name in rounded)
+        rows = None if shape is None else shape[:-1]
+        linears.append(IntegerLinear(name, rows, (inputs, outputs)))
+    return tuple(linears)
 
 
 def products_of(linears: Iterable[IntegerLinear], sizes: Mapping[str, int]) -> Products:
@@ -341,16 +340,6 @@ class Rates:
         if least is None:
             return self
         return replace(self, stream_gb_s=max(self.stream_gb_s, known[least]))
-
-
-def gpu_rates(reached: Mapping[str, float]) -> Rates:
-    """Returns a GPU's rates from the results of `gpu_rates.GpuProbes`."""
-    return Rates(
-        stream_gb_s=reached["stream_gb_s"],
-        matmul_gflop_s=reached["matmul_gflop_s"],
-        fp16_gflop_s=reached["fp16_gflop_s"],
-        gpu=True,
-    )
 
 
 def least_ms(part: RooflineStep, rates: Rates) -> float:
@@ -443,7 +432,7 @@ class Limits:
             if name in measured.failures:
                 return f"{name}: {measured.failures[name]}"
         ms = {name: measured.device[name].median for name in self._gpu.calls}
-        return gpu_rates(self._gpu.rates(ms))
+        return Rates(**self._gpu.rates(ms), gpu=True)
 
     def of(self, case: Case, graph: GraphSource | None, batch: int, rates: Rates | str) -> Limit:
         """Returns the work of a row and the least time for it; `graph` is the row's, if any.
@@ -483,7 +472,7 @@ class Limits:
         return Limit(work, limit_ms(parts, rates.of(work.bytes)))
 
 
-def not_held(limit: Limit, median_ms: float, rates: Rates | str) -> str | None:
+def why_below_limit(limit: Limit, median_ms: float, rates: Rates | str) -> str | None:
     """Returns why a row took less than the limit; None if it did not."""
     if limit.work is None or limit.limit_ms is None or median_ms >= limit.limit_ms:
         return None
@@ -498,18 +487,6 @@ def not_held(limit: Limit, median_ms: float, rates: Rates | str) -> str | None:
         f"limit does not hold: its products are faster than the timed product of two {SQUARE} × "
         f"{SQUARE} matrices, which may have been disturbed"
     )
-
-
-class Microbenchmark(timing.TimedCall):
-    """A call that measures the machine, independent of the inputs."""
-
-    inputs = 1
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
-
-    def __call__(self, index: int) -> object:
-        return self._call()
 
 
 class Microbenchmarks:
@@ -548,7 +525,7 @@ class Microbenchmarks:
             half = matrix.bfloat16()
             calls["probe: bf16"] = lambda: half @ half
         self.calls: dict[str, timing.IndexedCall] = {
-            name: Microbenchmark(call) for name, call in calls.items()
+            name: Probe(call) for name, call in calls.items()
         }
 
     def rates(self, latencies: Mapping[str, Latency]) -> Rates:
@@ -564,13 +541,6 @@ class Microbenchmarks:
             bf16_gflop_s=None if bf16 is None else self._operations / 1e6 / bf16,
             cached_gb_s={str(n): n / 1e6 / ms[name] for name, n in self._parts.items()},
         )
-
-
-def machine_rates(threads: int) -> Rates:
-    """Measures this machine separately; takes a few seconds and 1 GiB."""
-    machine = Microbenchmarks(threads)
-    protocol = timing.Protocol(round_s=0.3, warmup=2)
-    return machine.rates(timing.measure(machine.calls, protocol).latencies)
 
 
 def _product(

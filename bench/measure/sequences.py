@@ -12,7 +12,7 @@ from ...exporter.inputs import Inputs
 from ...exporter.model import Model
 from ..data import LabelledData
 from ..plan import Phase
-from ..runners.pytorch import PyTorch
+from ..runners.pytorch import PyTorch, untouched
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ def benchmark_of(model: Model) -> SequenceBenchmark | None:
     return None if name is None else BENCHMARKS[name]
 
 
-def phase_inputs(model: Model, phase: Phase, x: Inputs, base: PyTorch) -> dict[str, Array]:
+def phase_inputs(model: Model, phase: Phase, x: Inputs) -> dict[str, Array]:
     """Returns the inputs of a call of a model of sequences."""
     benchmark = benchmark_of(model)
     assert benchmark is not None, "only models of sequences are timed in phases"
-    return benchmark.inputs(phase, x, base)
+    return benchmark.inputs(phase, x, untouched(model))

@@ -108,8 +108,8 @@ def layer(name: str, mark: str, where: str = "", /, style: Spec = PLAIN, **chann
     """
     drawn = {name: _channel(value) for name, value in channels.items()}
     steps = [{"filter": where}] if where else []
-    made = {"name": f"chart_{name}", "transform": steps, "mark": {"type": mark, **style}}
-    return made | {"encoding": drawn}
+    spec = {"name": f"chart_{name}", "transform": steps, "mark": {"type": mark, **style}}
+    return spec | {"encoding": drawn}
 
 
 def _channel(value: Any) -> Any:
@@ -146,9 +146,9 @@ def _joined(by: Sequence[str] = (), **fields: str) -> Spec:
 def threshold(channel: str, name: str) -> Spec:
     """Returns a line across the chart at the value of a parameter, if it has one."""
     at = {"x": None, "y": None, "color": {"value": "var(--bad)"}, "tooltip": None, channel: name}
-    made = layer(name, "rule", "", {"strokeDash": DASHED, "strokeWidth": 1.2}, **at)
+    line = layer(name, "rule", "", {"strokeDash": DASHED, "strokeWidth": 1.2}, **at)
     steps = [*_calc(**{name: name}), {"filter": f"isValid(datum.{name})"}]
-    return made | {"data": {"values": [{}]}, "transform": steps}
+    return line | {"data": {"values": [{}]}, "transform": steps}
 
 
 def _points(where: str, solid: str) -> list[Spec]:
@@ -330,9 +330,9 @@ def _legend(legend: Mapping[str, tuple[str, str]], models: Sequence[str]) -> Spe
         return {"field": "name", "type": "nominal", "scale": scale, "legend": key | more}
 
     inks, symbols = zip(*legend.values(), strict=True)
-    looks = {"color": channel(list(legend), inks), "shape": channel(list(legend), symbols)}
+    encoding = {"color": channel(list(legend), inks), "shape": channel(list(legend), symbols)}
     layers: list[Spec] = [
-        {"mark": {"type": "point", "filled": True, "opacity": 0}, "encoding": looks}
+        {"mark": {"type": "point", "filled": True, "opacity": 0}, "encoding": encoding}
     ]
     if models:
         dashes = [DASHES[index % len(DASHES)] for index, _ in enumerate(models)]

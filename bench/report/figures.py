@@ -121,13 +121,13 @@ def _picture(chosen: Sequence[Section]) -> Spec:
     """Returns the chart of latency or tokens per second, then the quality of each kind of model."""
     models = tuple(dict.fromkeys(section.model for section in chosen))
     lines = dict(zip(map(id, chosen), _lines(chosen), strict=True))
-    one = "" if len(models) > 1 else f"{models[0]}: "
+    prefix = "" if len(models) > 1 else f"{models[0]}: "
 
     def rows(of: Sequence[Section]) -> list[dict[str, Any]]:
         return [
             row
             for each in of
-            for row in _rows(each, lines[id(each)], models.index(each.model), bool(one))
+            for row in _rows(each, lines[id(each)], models.index(each.model), bool(prefix))
         ]
 
     panels = []
@@ -137,7 +137,7 @@ def _picture(chosen: Sequence[Section]) -> Spec:
         title = "median latency, ms" if phase is None else "tokens per second"
         over = over_k(field, title, "log" if _far_apart(here, field) else "zero")
         what = "latency" if phase is None else phase
-        panels.append((f"{one}{what}, batch {chosen[0].batch}", over, here))
+        panels.append((f"{prefix}{what}, batch {chosen[0].batch}", over, here))
     # Quality depends on no phase: each model is judged once.
     once = {section.model: section for section in reversed(chosen)}
     judged = [once[model] for model in models]
@@ -145,13 +145,12 @@ def _picture(chosen: Sequence[Section]) -> Spec:
         here = rows([section for section in judged if section.quality == quality])
         if quality == "perplexity":
             over = over_k("ppl", "perplexity, lower is better", "near", apart=True)
-            panels.append((f"{one}perplexity", over, here))
+            panels.append((f"{prefix}perplexity", over, here))
         else:
-            name = quality or "accuracy"
-            over = over_k("kept", f"share of PyTorch's {name} kept", "share", apart=True)
-            panels.append(
-                (f"{one}{name} kept", over if quality else nothing("not measured: no labels"), here)
-            )
+            over = nothing("not measured: no labels")
+            if quality:
+                over = over_k("kept", f"share of PyTorch's {quality} kept", "share", apart=True)
+            panels.append((f"{prefix}{quality or 'accuracy'} kept", over, here))
     named = {line.name: line for of in lines.values() for line in of}
     legend = {
         n: (ink_of(s.rows[0].precision), SYMBOLS[s.style % len(SYMBOLS)]) for n, s in named.items()
@@ -162,7 +161,7 @@ def _picture(chosen: Sequence[Section]) -> Spec:
     noun = "experts computed" if chosen[0].phase is None else "experts for a token"
     label = f"{noun}, k" + (f" of {experts.pop()}" if len(experts) == 1 else "")
     ks = sorted({k for section in chosen for k in section.ks})
-    return side_by_side(panels, legend, () if one else models, ticks=ks, of=label)
+    return side_by_side(panels, legend, () if prefix else models, ticks=ks, of=label)
 
 
 def _rows(
@@ -212,16 +211,13 @@ def _lines(chosen: Sequence[Section]) -> list[list[Series]]:
         for row in (row for name in apart for row in lines.pop(name)):
             lines.setdefault(line_name(row), []).append(row)
         by_section.append(lines)
-    names = sorted(dict.fromkeys(n for lines in by_section for n in lines), key=_is_pytorch)
+    names = dict.fromkeys(name for lines in by_section for name in lines)
+    ordered = sorted(names, key=lambda name: name.startswith("PyTorch"))
     return [
-        [Series(n, names.index(n), _by_k(lines[n])) for n in names if n in lines]
+        [
+            Series(name, style, tuple(sorted(lines[name], key=lambda row: row.k)))
+            for style, name in enumerate(ordered)
+            if name in lines
+        ]
         for lines in by_section
     ]
-
-
-def _is_pytorch(name: str) -> bool:
-    return name.startswith("PyTorch")
-
-
-def _by_k(rows: Sequence[Row]) -> tuple[Row, ...]:
-    return tuple(sorted(rows, key=lambda row: row.k))

@@ -42,16 +42,15 @@ from .summary import (
     GPU_MS,
     KEPT,
     Section,
-    by_row,
     caveat,
     claim,
     engine_name,
     keeps,
     milliseconds,
     row_name,
-    section_of,
     sections,
     short_name,
+    speeds_differ,
     summary,
     unknown,
 )
@@ -167,8 +166,7 @@ def payload(
 ) -> dict[str, Any]:
     """Returns the data of the page's script: the results, and their description in words."""
     shown = sections(results)
-    sections_by_row = by_row(shown)
-    own = [sections_by_row[section_of(row)] for row in results.rows]
+    own = [next(each for each in shown if each.includes(row)) for row in results.rows]
     symbols = _symbols(results)
     return {
         "results": as_json(results),
@@ -228,8 +226,8 @@ def _description(results: Results, section: Section, row: Row) -> dict[str, Any]
         "speed": section.speedup(row),
         "waited": section.waited if section.disturbed else None,
         "gain": section.gain(row),
-        "told": base is row or section.faster_or_slower(row),
-        "shown": section.shown(row),
+        "told": base is row or speeds_differ(base, row),
+        "shown": section.proven(row),
         "samples": row.samples,
         "full_k": section.full_k,
         "sizes": row.sizes,
@@ -348,15 +346,14 @@ def _values_of(words: Sequence[str], option: str) -> list[str]:
 
 
 def _environment(results: Results) -> Iterator[tuple[str, str]]:
-    """Yields the machine and the versions as names and values."""
     for name, value in results.environment.items():
         if name == "packages" and isinstance(value, dict):
             yield from ((str(package), str(version)) for package, version in value.items())
         elif name == "cpu" and isinstance(value, dict):
             own = dict(value)
             model, instructions = own.pop("model", ""), own.pop("instructions", None)
-            told = [str(model), *([_plain(instructions)] if instructions else [])]
-            yield name, "; ".join((*told, _plain(own)) if own else told)
+            words = [str(model), *([_plain(instructions)] if instructions else [])]
+            yield name, "; ".join((*words, _plain(own)) if own else words)
         elif name == "memory_bytes" and isinstance(value, int):
             yield "memory", f"{value / 2**30:.1f} GiB"
         else:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..results import Results, Row
+from ..results import Results
 from .summary import headline, line_name, milliseconds, percent, row_name, sections, summary
 
 HEADS = ("Run", "Machine", "ms", "Kept", "Row", "Answer")
@@ -30,8 +30,8 @@ def named_runs(places: Sequence[Path | None], listed: Sequence[Results]) -> tupl
     """Returns runs, named by the folders of their files or by when they were made."""
     named: list[NamedRun] = []
     for place, results in zip(places, listed, strict=True):
-        made = f"run of {results.created[:16].replace('T', ' ')}"
-        name = made if place is None else place.absolute().parent.name or place.stem
+        dated = f"run of {results.created[:16].replace('T', ' ')}"
+        name = dated if place is None else place.absolute().parent.name or place.stem
         taken = [run.name for run in named]
         number = sum(other.partition(" (")[0] == name for other in taken) + 1
         named.append(NamedRun(name if number == 1 else f"{name} ({number})", results))
@@ -70,20 +70,17 @@ def answers(now: Results, runs: Sequence[NamedRun]) -> dict[str, list[tuple[str,
 
 def run_points(run: NamedRun) -> dict[str, Any]:
     """Returns the rows of another run that the page shows: those with a time and a quality."""
-    return {"name": run.name, "rows": list(map(_point, _drawn(run.results)))}
-
-
-def _drawn(results: Results) -> Iterator[Row]:
-    return (row for row in results.rows if row.median_ms is not None and row.kept is not None)
-
-
-def _point(row: Row) -> dict[str, Any]:
-    return {
-        "model": row.model,
-        "batch": row.batch,
-        "phase": row.phase or "",
-        "k": row.k,
-        "ms": row.median_ms,
-        "kept": row.kept,
-        "name": f"{row_name(row)}, k = {row.k_of_n(' of ')}",
-    }
+    rows = [
+        {
+            "model": row.model,
+            "batch": row.batch,
+            "phase": row.phase or "",
+            "k": row.k,
+            "ms": row.median_ms,
+            "kept": row.kept,
+            "name": f"{row_name(row)}, k = {row.k_of_n(' of ')}",
+        }
+        for row in run.results.rows
+        if row.median_ms is not None and row.kept is not None
+    ]
+    return {"name": run.name, "rows": rows}

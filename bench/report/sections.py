@@ -15,7 +15,7 @@ from .compare import Change, ResultsComparison
 from .content import SECTIONS, Cell, ReportSection, SectionContent, TableContent
 from .outputs import outputs_section
 from .runs import HEADS, NOTE, NamedRun, answers
-from .summary import Section, headline, line_name, milliseconds, percent, sections, times
+from .summary import Section, floored, headline, line_name, milliseconds, percent, sections, times
 
 PARITY_NOTE = (
     "Compared with PyTorch at the same k: the share of samples for which every layer selected the "
@@ -41,7 +41,6 @@ SIDE_BY_SIDE = (
 
 
 def _side_by_side(results: Results) -> SectionContent | None:
-    """Returns the answer for every model, if there are several."""
     shown = sections(results)
     if len({section.model for section in shown}) < 2:
         return None
@@ -76,11 +75,11 @@ def _side_by_side(results: Results) -> SectionContent | None:
 
 def _retention(section: Section, row: Row) -> str:
     """Returns a row's retention, and the lower end of its interval."""
-    low = section.shown(row)
+    low = section.proven(row)
     if row.kept is None or low is None:
         return "–"
-    least = percent(math.floor(1e3 * low + 1e-9) / 1e3)
-    return percent(row.kept) if low == row.kept else f"{percent(row.kept)} (at least {least})"
+    kept = percent(row.kept)
+    return kept if low == row.kept else f"{kept} (at least {percent(floored(low))})"
 
 
 def _by_k_and_batch(results: Results) -> SectionContent | None:
@@ -170,7 +169,6 @@ def _parity(results: Results) -> SectionContent:
 
 
 def _changes(comparison: ResultsComparison | None) -> SectionContent | None:
-    """Returns the changes since an earlier file."""
     if comparison is None:
         return None
     heads = ("Engine", "k", "Before, ms", "Now, ms", "Change", "Kept before", "Kept now")
@@ -198,7 +196,6 @@ def _change(change: Change) -> tuple[Cell, ...]:
 
 
 def _runs(results: Results, runs: Sequence[NamedRun]) -> SectionContent | None:
-    """Returns the answers of several runs."""
     if not runs:
         return None
     table = TableContent("", HEADS, answers(results, runs))

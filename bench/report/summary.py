@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...common.latency import differs
 from ..engines import PYTORCH_EAGER, PYTORCH_STACKED, titles
 from ..metrics import inputs_needed
-from ..results import DISTURBED, Results, Row
+from ..results import DISTURBED, Accuracy, Perplexity, Regression, Results, Row
 from .content import RowDecision, decision_of
 
 KEPT = 0.99
@@ -19,7 +19,7 @@ KEPT = 0.99
 DISAGREE = 0.5
 """Nothing is concluded from times whose rounds differ by more than this share of their median."""
 
-R2 = "R²"  # the metric of a regression
+METRICS = {Accuracy: "accuracy", Regression: "R²", Perplexity: "perplexity"}
 
 UNTOUCHED = "PyTorch, untouched"  # the name of the reference in tables and charts
 GPU_MS = "GPU ms"  # the heading of the times by CUDA events, in every table that has them
@@ -82,17 +82,17 @@ class Section:
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """Every k that was measured, ascending."""
         return tuple(sorted({row.k for row in self.rows}))
 
     @property
     def quality(self) -> str | None:
         """The metric of the models: accuracy, perplexity or R²; None without labels."""
-        if any(row.accuracy is not None for row in self.all_rows):
-            return "accuracy"
-        if any(row.regression is not None for row in self.all_rows):
-            return R2
-        return "perplexity" if any(row.perplexity is not None for row in self.all_rows) else None
+        kinds = {type(row.quality) for row in self.all_rows}
+        return next((name for kind, name in METRICS.items() if kind in kinds), None)
+
+    def includes(self, row: Row) -> bool:
+        """Returns whether a row, which may have failed, is one of this section."""
+        return (row.model, row.batch, row.phase) == (self.model, self.batch, self.phase)
 
     def base(self, row: Row) -> Row | None:
         """Returns the untouched model to compare a row's speed with: on its device, if measured."""
@@ -116,16 +116,15 @@ class Section:
 
     def ratio(self, base: Row | None, row: Row) -> float | None:
         """Returns how many times faster than another a row is; None if times cannot be compared."""
-        return None if self.disturbed else _ratio(base, row)
+        if base is None or base.median_ms is None or row.median_ms is None:
+            return None
+        incomparable = self.disturbed or disagreement(base, row)
+        return None if incomparable else base.median_ms / row.median_ms
 
     def stacked(self, row: Row) -> Row | None:
         """Returns PyTorch with one product for all experts, if a row's base has a loop of them."""
         stacked = (r for r in self.rows if r.engine == PYTORCH_STACKED and r.on_gpu == row.on_gpu)
         return next((r for r in stacked if r is not row and r.latency_ms), None)
-
-    def faster_or_slower(self, row: Row) -> bool:
-        """Returns whether a row's speed differs from its base's by more than the noise."""
-        return _differ(self.base(row), row)
 
     def all_experts(self, row: Row) -> Row | None:
         """Returns the fastest row of all experts in a row's runtime and precision.
@@ -145,22 +144,21 @@ class Section:
         return min(whole, key=_median, default=None)
 
     def gain(self, row: Row) -> float | None:
-        """Returns how many times faster a row is than all experts in its runtime."""
         return self.ratio(self.all_experts(row), row)
 
-    def shown(self, row: Row) -> float | None:
+    def proven(self, row: Row) -> float | None:
         """Returns the lower end of a row's retention (`shown`)."""
-        return shown(row, self.full_k)
+        return proven_retention(row, self.full_k)
 
     def missing(self, row: Row) -> float:
         """Returns how many more inputs would prove that a row keeps enough; 0 if it is proven."""
-        kept, low = row.kept, self.shown(row)
+        kept, low = row.kept, self.proven(row)
         if kept is None or low is None or low >= self.keep:
             return 0
-        seen, _ = row.samples
-        if kept <= self.keep or not seen:
+        count, _ = row.samples
+        if kept <= self.keep or not count:
             return math.inf
-        return max(1, math.ceil(inputs_needed(seen, kept, low, self.keep)) - seen)
+        return max(1, math.ceil(inputs_needed(count, kept, low, self.keep)) - count)
 
     def unproven(self, row: Row) -> str:
         """Returns a text on how many more inputs would prove it; empty if it is proven."""
@@ -172,7 +170,7 @@ class Section:
         return f"Not proven: about {_rounded(math.ceil(more)):,} more {unit} needed"
 
 
-def shown(row: Row, full_k: int) -> float | None:
+def proven_retention(row: Row, full_k: int) -> float | None:
     """Returns the retention that a row is proven to reach: the lower end of its interval.
 
     All experts in FP32 are the trained model: parity proves this without statistics.
@@ -181,13 +179,8 @@ def shown(row: Row, full_k: int) -> float | None:
     return row.kept if exact or row.kept_interval is None else row.kept_interval.low
 
 
-def _ratio(base: Row | None, row: Row) -> float | None:
-    if base is None or base.median_ms is None or row.median_ms is None:
-        return None
-    return None if disagreement(base, row) else base.median_ms / row.median_ms
-
-
-def _differ(base: Row | None, row: Row) -> bool:
+def speeds_differ(base: Row | None, row: Row) -> bool:
+    """Returns whether the speeds of two rows differ by more than the noise."""
     if base is None or base.latency_ms is None or row.latency_ms is None:
         return False
     return differs(row.latency_ms, base.latency_ms)
@@ -312,7 +305,7 @@ def _contenders(section: Section) -> list[Row]:
     judged = [row for row in timed if row.kept is not None]
     if not judged:
         return timed
-    shown = [row for row in judged if (section.shown(row) or 0.0) >= section.keep]
+    shown = [row for row in judged if (section.proven(row) or 0.0) >= section.keep]
     bar = min(section.keep, max(row.kept or 0.0 for row in judged))
     return shown or [row for row in judged if (row.kept or 0.0) >= bar]
 
@@ -322,9 +315,9 @@ def summary(section: Section) -> str:
     row = headline(section)
     if row is None:
         return f"Nothing could be measured for {section.model} at {section.sizes}."
-    apart = no_verdict(section, row, _contenders(section))
-    if apart is not None:
-        return apart
+    advice = _no_verdict(section, row)
+    if advice is not None:
+        return advice
     answer = claim(section, row)
     if row is section.chosen:
         return f"Deploy {answer}."
@@ -345,18 +338,18 @@ def unknown(row: Row) -> str:
     return "Accuracy is not known: the inputs had no labels"
 
 
-def no_verdict(section: Section, row: Row, others: Sequence[Row]) -> str | None:
+def _no_verdict(section: Section, row: Row) -> str | None:
     """Returns advice if the rounds of a row, its base, or a faster row disagree."""
-    faster = [
-        other
-        for other in others
-        if other.latency_ms and min(other.latency_ms.rounds) < (row.median_ms or 0.0)
-    ]
     if section.disturbed:
         return (
             f"No verdict: threads waited for a core {section.waited:.0%} of their time. "
             "Close other programs, or run again."
         )
+    faster = [
+        other
+        for other in _contenders(section)
+        if other.latency_ms and min(other.latency_ms.rounds) < (row.median_ms or 0.0)
+    ]
     apart = disagreement(row, section.base(row), *faster)
     if apart is None:
         return None
@@ -373,7 +366,7 @@ def caveat(section: Section) -> str:
 
 def _other_rows(section: Section, row: Row) -> str:
     others = [r for r in section.rows if r is not row and r.latency_ms and r.kept is not None]
-    if no_verdict(section, row, _contenders(section)):
+    if _no_verdict(section, row):
         return _by_accuracy(section, (row, *others))
     keep, unproven = section.keep, section.unproven
     faster = [r for r in others if _median(r) < _median(row) and r.kept and r.kept >= keep]
@@ -392,7 +385,7 @@ def _other_rows(section: Section, row: Row) -> str:
 def _by_accuracy(section: Section, rows: Sequence[Row]) -> str:
     """Returns the verdict on a smaller k without times."""
     fewer, keep = [row for row in rows if row.k < section.full_k], section.keep
-    enough = [row for row in fewer if (section.shown(row) or 0.0) >= keep]
+    enough = [row for row in fewer if (section.proven(row) or 0.0) >= keep]
     if enough:
         least = min(enough, key=lambda row: row.k)
         of = f"k = {least.k_of_n(' of ')}"
@@ -440,7 +433,7 @@ def _speed(section: Section, row: Row) -> str:
             continue
         of = f"that of {name}" if said else f"the speed of {name}"
         alike = f"{of}, within the spread"
-        said.append(f"{times(ratio)[:-1]} times {of}" if _differ(base, row) else alike)
+        said.append(f"{times(ratio)[:-1]} times {of}" if speeds_differ(base, row) else alike)
     apart = disagreement(row, section.base(row))
     if section.disturbed:
         return "times are disturbed"
@@ -456,25 +449,19 @@ def keeps(section: Section, row: Row) -> str:
     if row is section.chosen and section.decision is not None and section.decision.keeps:
         return section.decision.keeps
     metric = section.quality or "accuracy"
-    return "" if row.kept is None else kept_text(row.kept, section.shown(row), metric)
+    return "" if row.kept is None else kept_text(row.kept, section.proven(row), metric)
 
 
 def kept_text(kept: float, low: float | None, metric: str) -> str:
     """Returns the retention of a metric and its lower bound: `keeps 99.2% of the accuracy`."""
     if low is None or low == kept:
         return f"keeps {percent(kept)} of the {metric}"
-    least = percent(math.floor(1e3 * low + 1e-9) / 1e3)  # not rounded up to the requested share
-    return f"keeps {percent(kept)} of the {metric} (at least {least})"
+    return f"keeps {percent(kept)} of the {metric} (at least {percent(floored(low))})"
 
 
-def section_of(row: Row) -> tuple[str, int, str | None]:
-    """Returns the key of a row's section: its model, batch size and phase."""
-    return row.model, row.batch, row.phase or None
-
-
-def by_row(shown: Sequence[Section]) -> dict[tuple[str, int, str | None], Section]:
-    """Returns sections by the key of their rows (`section_of`)."""
-    return {(section.model, section.batch, section.phase): section for section in shown}
+def floored(share: float) -> float:
+    """Returns a share to a tenth of a percent, not rounded up to the requested one."""
+    return math.floor(1e3 * share + 1e-9) / 1e3
 
 
 def percent(share: float) -> str:
@@ -503,4 +490,4 @@ def milliseconds(value: float) -> str:
 
 
 def _median(row: Row) -> float:
-    return float("inf") if row.median_ms is None else row.median_ms
+    return math.inf if row.median_ms is None else row.median_ms

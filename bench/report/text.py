@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,20 +16,19 @@ from ...common.threads import Threads
 from ..engines import PYTORCH_EAGER, titles
 from ..results import Results, Row
 from .compare import ResultsComparison
-from .content import Cell, SectionContent, left_out, showing
+from .content import SectionContent, left_out, showing
 from .outputs import outputs_text
 from .runs import NamedRun
 from .sections import contents
 from .summary import (
     GPU_MS,
     Section,
-    by_row,
     caveat,
+    floored,
     line_name,
     milliseconds,
     over,
     row_name,
-    section_of,
     sections,
     summary,
     times,
@@ -79,7 +77,7 @@ def _device_heading(results: Results) -> tuple[str, ...]:
 
 
 def _cells(section: Section, row: Row, devices: int) -> tuple[str, ...]:
-    speedup = section.speedup(row)
+    speedup, low = section.speedup(row), section.proven(row)
     quality = _number(row.accuracy and row.accuracy.top1, ".1%")
     if row.perplexity is not None and row.accuracy is None:
         quality = f"{row.perplexity.value:.3f}"
@@ -96,15 +94,9 @@ def _cells(section: Section, row: Row, devices: int) -> tuple[str, ...]:
         "–" if row.over_limit is None else over(row.over_limit) if row.over_limit >= 1 else "<1",
         quality,
         _number(row.kept, ".1%"),
-        _least(section, row),
+        "–" if low is None else f"{floored(low):.1%}",
         _number(row.same_experts, ".1%"),
     )
-
-
-def _least(section: Section, row: Row) -> str:
-    """Returns the lower end of a row's retention interval, not rounded up."""
-    low = section.shown(row)
-    return "–" if low is None else f"{math.floor(1e3 * low + 1e-9) / 1e3:.1%}"
 
 
 def _number(value: object, form: str, none: str = "–") -> str:
@@ -143,13 +135,12 @@ def to_markdown(
         lines += [f"## {title}, {section.sizes}", "", markdown_text(summary(section)), ""]
         if caveat(section):
             lines += [markdown_text(caveat(section)), ""]
-        own = section.model, section.batch, section.phase
-        here = [row for row in results.rows if section_of(row) == own]
+        here = [row for row in results.rows if section.includes(row)]
         rows = [_markdown_cells(row, section.speedup(row), len(device)) for row in here]
         rows = [(*map(markdown_text, row), *[""] * (len(header) - len(row))) for row in rows]
         lines += [markdown(header, rows, words=1), ""]
-    for beside, content in contents(results, comparison, runs):
-        lines += [f"## {beside.title}", "", *_section_lines(content)]
+    for shown, content in contents(results, comparison, runs):
+        lines += [f"## {shown.title}", "", *_section_lines(content)]
     if results.disturbance:
         lines += [f"> {markdown_text(results.disturbance)}", ""]
     lines += ["## How it was measured", ""]
@@ -168,15 +159,12 @@ def _section_lines(content: SectionContent) -> Iterator[str]:
     for shown in content.tables:
         for heading, rows in shown.groups.items():
             title = ", ".join(filter(None, (shown.title, heading)))
-            cells = [[markdown_cell(cell) for cell in row] for row in rows]
+            cells = [
+                [markdown_text(c if isinstance(c, str) else c[0]) for c in row] for row in rows
+            ]
             yield from (f"### {markdown_text(title)}", "", markdown(shown.heads, cells), "")
     for note in content.notes:
         yield from (markdown_text(note), "")
-
-
-def markdown_cell(cell: Cell) -> str:
-    """Returns a cell of a section's table in Markdown."""
-    return markdown_text(cell if isinstance(cell, str) else cell[0])
 
 
 def _markdown_cells(row: Row, speedup: float | None, devices: int) -> tuple[str, ...]:
@@ -241,12 +229,12 @@ COLUMNS: Mapping[str, str] = {
 
 def to_csv(results: Results) -> str:
     """Returns every row as CSV, one column per number."""
-    sections_by_row = by_row(sections(results))
+    shown = sections(results)
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS.keys(), lineterminator="\n")
     writer.writeheader()
     for row in results.rows:
-        speedup = sections_by_row[section_of(row)].speedup(row)
+        speedup = next(each for each in shown if each.includes(row)).speedup(row)
         values = {name: _value(row, path) if path else speedup for name, path in COLUMNS.items()}
         writer.writerow({name: csv_cell(value) for name, value in values.items()})
     return text.getvalue()
@@ -374,13 +362,13 @@ def _k_changes(rows: Sequence[Row]) -> list[str]:
         if full.k == few.k:
             continue
         pairs = ((GPU_MS, full.device_ms, few.device_ms), (WALL, full.latency_ms, few.latency_ms))
-        told = [
+        changes = [
             f"{title} {a.median:.3f} → {b.median:.3f}"
             if differs(a, b)
             else f"{title} the same within the spread ({a.median:.3f}, {b.median:.3f})"
             for title, a, b in pairs
         ]
-        lines.append(f"{model}, {name}, {sizes}, k {full.k} → {few.k}: {'; '.join(told)}.")
+        lines.append(f"{model}, {name}, {sizes}, k {full.k} → {few.k}: {'; '.join(changes)}.")
     return lines
 
 
@@ -429,13 +417,11 @@ def reproduce(results: Results) -> str:
         lines.append(f"# model {model.name}, {model.source or 'made in Python'}{digest}")
     data = results.protocol.get("data")
     if isinstance(data, dict):
-        made = "in memory" if results.protocol.get("labelled") else "random inputs"
-        source = data.get("source") or made
+        unnamed = "in memory" if results.protocol.get("labelled") else "random inputs"
+        source = data.get("source") or unnamed
         lines.append(f"# data {source}: sha256 {data.get('sha256')}")
     ranges = results.protocol.get("ranges")
     if ranges:
         lines.append(f"# INT8 ranges from {ranges['text']}")
         lines += [f"#   saved in {path}" for path in ranges.get("found", {}).values()]
-    if results.protocol.get("calibration"):
-        lines.append(f"# INT8 ranges from {results.protocol['calibration']}")
     return text_lines(*lines, *([results.command] if results.command else []))

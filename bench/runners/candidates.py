@@ -28,7 +28,7 @@ from ...graphs.k import KOption, parse_k
 from ...graphs.targets import TARGETS
 from ..engines import GraphEngine
 from ..measure.roofline import integer_linears
-from ..plan import Candidate, GraphSource, whole_k
+from ..plan import Candidate, GraphSource, token_routed, whole_k
 from ..ranges import Ranges
 from ..request import BenchRequest
 from ..results import BundleInfo
@@ -39,7 +39,7 @@ from .exported import (
     largest_k,
     model_name,
     rounded_linears,
-    told_apart,
+    with_distinct_lowerings,
 )
 from .models import loaded_again
 from .other_exporters import with_other_exporters
@@ -77,7 +77,7 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
         bundle=BundleInfo(name, str(bundle.path), takes_k),
         model=model,
         ks=tuple(ks),
-        graphs=tuple(replace(graph, bundle=name) for graph in told_apart(graphs)),
+        graphs=tuple(replace(graph, bundle=name) for graph in with_distinct_lowerings(graphs)),
         renormalize=record.renormalize,
         engines=request.engines,
         routed={largest_k(baked): job} if another else {},
@@ -92,8 +92,7 @@ def _k_of(record: Manifest, baked: Mapping[str, int], model: Model) -> tuple[KOp
     """
     if any(layer.k_levels for layer in record.layers):
         return parse_k(record.k), True
-    routed = any(layer.spec.flat for layer in model.layers.values())
-    if routed and model.layers.keys() == baked.keys():
+    if token_routed(model) and model.layers.keys() == baked.keys():
         return tuple(baked[name] for name in model.layers), True
     return "n", False
 
@@ -176,8 +175,8 @@ def batch_sizes(sources: Sequence[Model | Bundle], request: BenchRequest) -> tup
     Raises `UsageError` for a bundle whose size the request does not name, and for requested sizes
     that no bundle has.
     """
-    held = [(item, only_batch(item)) for item in sources if isinstance(item, Bundle)]
-    sizes = sorted({size for _, size in held if size is not None})
+    bundles = [(item, only_batch(item)) for item in sources if isinstance(item, Bundle)]
+    sizes = sorted({size for _, size in bundles if size is not None})
     for model in (item for item in sources if isinstance(item, Model) and item.batch_of > 1):
         sizes = sorted({*sizes, model.batch_of})
         if request.batch is not None and {*request.batches} != {model.batch_of}:
@@ -188,8 +187,8 @@ def batch_sizes(sources: Sequence[Model | Bundle], request: BenchRequest) -> tup
             )
     if request.batch is None:
         return tuple(sizes) or request.batches
-    fixed = len(held) > 0 and all(size is not None for _, size in held) and not exports(sources)
-    for bundle, size in held:
+    fixed = not exports(sources) and all(size is not None for _, size in bundles)
+    for bundle, size in bundles:
         if size is None or (size in request.batches and not fixed):
             continue
         if not {size} <= {*request.batches} <= {*sizes}:
@@ -239,8 +238,8 @@ def check_exported(sources: Sequence[Model | Bundle], request: BenchRequest) -> 
             )
 
 
-def with_sources(sources: Sequence[Model | Bundle]) -> list[Model | Bundle]:
-    """Returns every model with its bundles after it, in the order in which they were first named.
+def with_sources(sources: Sequence[Model | Bundle]) -> list[tuple[Model, list[Bundle]]]:
+    """Returns every model with its bundles, in the order in which they were first named.
 
     A bundle belongs to the model with the same weights and settings, wherever that is named, or
     else to the model before it, unless its own source exists. Raises `UsageError` if a bundle is
@@ -262,36 +261,25 @@ def with_sources(sources: Sequence[Model | Bundle]) -> list[Model | Bundle]:
         made_of = _model_key(source.sha256, source.config)
         own = next((each for each in models if each[1] == made_of), None)
         if own is None:
-            own = _with_source(item, made_of, before)
-        if all(own is not each for each in models):
-            models.append(own)
+            try:
+                own = (_source_of(item), made_of, [])
+            except UsageError:
+                if before is None:
+                    raise
+                own = before
+            else:
+                models.append(own)
         own[2].append(item)
-    listing: list[Model | Bundle] = []
-    for model, _, bundles in models:
-        listing += [model, *bundles]
-    return listing
+    return [(model, bundles) for model, _, bundles in models]
 
 
 def _model_key(sha256: str, config: Mapping[str, Any]) -> str:
-    """Returns the key of a model: its weights and settings."""
     return json.dumps([sha256, config], sort_keys=True, default=str)
-
-
-def _with_source(
-    bundle: Bundle, made_of: str, before: tuple[Model, str, list[Bundle]] | None
-) -> tuple[Model, str, list[Bundle]]:
-    """Returns the model of a bundle, if it is not named: its source, or the model before it."""
-    try:
-        return _source_of(bundle), made_of, []
-    except UsageError:
-        if before is None:
-            raise
-        return before
 
 
 @contextmanager
 def candidates_of(
-    sources: Sequence[Model | Bundle],
+    models: Sequence[tuple[Model, list[Bundle]]],
     request: BenchRequest,
     progress: Progress,
     ranges: Ranges,
@@ -300,32 +288,21 @@ def candidates_of(
     candidates: list[Candidate] = []
     places: list[Path] = []
     with ExitStack() as stack:
-        for model, bundles in _by_model(sources):
+        for model, bundles in models:
             if not bundles:
-                made = exported(
+                candidate = exported(
                     model, request, inputs=ranges.inputs, table=ranges.table, progress=progress
                 )
-                candidates.append(stack.enter_context(made))
+                candidates.append(stack.enter_context(candidate))
                 places.append(Path(model.source.path))
                 continue
             several = side_by_side(bundles, request, model)
             candidates += [
-                stack.enter_context(with_other_exporters(one, request.threads)) for one in several
+                stack.enter_context(with_other_exporters(each, request.threads)) for each in several
             ]
             alone = len(bundles) == 1
             places += [bundles[0].path if alone else Path(model.source.path)] * len(several)
         yield with_distinct_names(candidates, places)
-
-
-def _by_model(sources: Sequence[Model | Bundle]) -> list[tuple[Model, list[Bundle]]]:
-    """Returns each model with the bundles that follow it."""
-    models: list[tuple[Model, list[Bundle]]] = []
-    for item in sources:
-        if isinstance(item, Model):
-            models.append((item, []))
-        else:
-            models[-1][1].append(item)
-    return models
 
 
 def side_by_side(
@@ -344,11 +321,11 @@ def side_by_side(
         return [_together(bundles, request, model, name)]
     candidates = []
     for size, each in running.items():
-        one = _together(each, replace(request, batch=(size,)), model, name)
-        if one.only_batch is None or len(each) > 1:
+        candidate = _together(each, replace(request, batch=(size,)), model, name)
+        if candidate.only_batch is None or len(each) > 1:
             several = f"{name or model_name(model.source.path)}, {size} at once"
-            one = replace(one, name=several, only_batch=size)
-        candidates.append(one)
+            candidate = replace(candidate, name=several, only_batch=size)
+        candidates.append(candidate)
     return candidates
 
 
@@ -373,24 +350,19 @@ def joined(bundles: Sequence[Candidate], model: Model, name: str | None = None) 
         only_batch=known[0].only_batch if known else None,
         bundles=tuple(bundles),
     )
-    own_functions = {own.name for own in whole.of_own_function}
-    alike = [own for own in bundles if own.name not in own_functions]
+    distinct = {own.name for own in whole.distinct_bundles}
+    alike = [own for own in bundles if own.name not in distinct]
     graphs = [graph for own in bundles for graph in own.graphs]
-    rows = Counter(map(_row_of, graphs))
+    rows = Counter(graph.row for graph in graphs)
     return replace(
         whole,
         ks=tuple(sorted({k for own in alike for k in own.ks}, reverse=True)),
         routed={k: job for own in alike for k, job in own.routed.items()},
         graphs=tuple(
-            replace(graph, apart=rows[_row_of(graph)] > 1 or graph.bundle in own_functions)
+            replace(graph, apart=rows[graph.row] > 1 or graph.bundle in distinct)
             for graph in graphs
         ),
     )
-
-
-def _row_of(graph: GraphSource) -> tuple[object, ...]:
-    """Returns the key of a graph's rows, without its bundle."""
-    return (graph.k, graph.engine, graph.provider, graph.precision, graph.lowering, graph.scope)
 
 
 def with_distinct_names(candidates: Sequence[Candidate], places: Sequence[Path]) -> list[Candidate]:
@@ -410,7 +382,7 @@ def with_distinct_names(candidates: Sequence[Candidate], places: Sequence[Path])
         ]
     if len(set(names)) < len(names):
         return list(candidates)
-    return [_renamed(one, name) for one, name in zip(candidates, names, strict=True)]
+    return [_renamed(each, name) for each, name in zip(candidates, names, strict=True)]
 
 
 def _renamed(candidate: Candidate, name: str) -> Candidate:

@@ -6,7 +6,6 @@ These forms are a fair baseline for a GPU.
 
 from __future__ import annotations
 
-import copy
 from typing import Literal
 
 import torch
@@ -71,8 +70,3 @@ def in_stacked_form(model: Model, form: StackedForm) -> nn.Module:
         if form == "grouped_mm":
             layer.__class__ = GroupedSoftMoE
     return module
-
-
-def in_half(module: nn.Module) -> nn.Module:
-    """Returns a copy of a network in FP16."""
-    return copy.deepcopy(module).half()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,11 @@ import onnx_ir as ir
 from ...calibration.table import CalibrationTable
 from ...common.console import Progress, Silent
 from ...common.writing import scratch_folder
-from ...data.batches import Feed
+from ...data.batches import Feed, rebatched
 from ...data.user_code import names_code
 from ...errors import CalibrationError, LoweringError, MoexportError, ParityError, UsageError
 from ...exporter.bundle.manifest import MANIFEST_FILE
-from ...exporter.bundle.parity import (
-    GPU_RTOL,
-    TOLERANCES,
-    Tolerance,
-    chunks,
-    on_gpu,
-    recorded,
-)
+from ...exporter.bundle.parity import GPU_RTOL, TOLERANCES, Tolerance, on_gpu, recorded
 from ...exporter.export import found_ranges
 from ...exporter.inputs import random_arrays
 from ...exporter.job import ExportJob, export_job, layers_to_plan
@@ -47,7 +40,7 @@ from ...graphs.sizes import PARITY_BATCHES, AxisRange
 from ...graphs.targets import Precision
 from ..engines import KINDS, GraphEngine
 from ..measure.roofline import integer_linears
-from ..plan import Candidate, GraphSource, whole_k
+from ..plan import Candidate, GraphSource, token_routed, whole_k
 from ..request import RANGED, BenchRequest
 from .base import GraphFile, Refused
 from .other_exporters import with_other_exporters
@@ -57,7 +50,7 @@ def graph_engines(request: BenchRequest) -> tuple[GraphEngine, ...]:
     """Returns the requested engines that run exported graphs, each with its target."""
     named = [kind for kind in map(KINDS.get, request.engines) if isinstance(kind, GraphEngine)]
     return tuple(
-        replace(kind, target=request.cpu_target) if kind.target == "ort-cpu" else kind
+        replace(kind, target=request.target or "onnx") if kind.target == "ort-cpu" else kind
         for kind in named
         if kind.target is not None
     )
@@ -90,8 +83,8 @@ def exported(
     changed = [job for job in jobs if token_routed(model) or job.model is not model]
     routed = {largest_k(whole_k(job)): job for job in changed}
     ks = [largest_k(whole_k(job)) for job in jobs]
-    traces: dict[object, ir.Model] = {}
     only = one_batch(model, request)
+    exporter = _Exporter(model, request, inputs, table, only)
     with ExitStack() as stack:
         folder = stack.enter_context(scratch_folder("bench"))
         for runtime, precision in product(runtimes, request.precisions):
@@ -100,18 +93,7 @@ def exported(
                 for index, together in enumerate(_by_model(jobs)):
                     place = folder / f"{runtime.name}-{precision}-{index}"
                     place.mkdir()
-                    graphs += _sources(
-                        model,
-                        request,
-                        inputs,
-                        table=table,
-                        jobs=together,
-                        runtime=runtime,
-                        precision=precision,
-                        folder=place,
-                        traces=traces,
-                        only=only,
-                    )
+                    graphs += exporter.sources(together, runtime, precision, place)
             except (LoweringError, UsageError, CalibrationError) as error:
                 given = table is not None and isinstance(error, CalibrationError)
                 if given or (precision == "fp32" and runtime.backend is None):
@@ -122,12 +104,12 @@ def exported(
         errors = [graph.loader.reason for graph in graphs if isinstance(graph.loader, Refused)]
         if graphs and len(errors) == len(graphs):
             raise errors[0]
-        traces.clear()
+        exporter.traces.clear()
         candidate = Candidate(
             name=name or model_name(model.source.path),
             model=model,
             ks=tuple(sorted(set(ks), reverse=True)),
-            graphs=told_apart(graphs),
+            graphs=with_distinct_lowerings(graphs),
             renormalize=request.renormalize,
             engines=request.engines,
             routed=routed,
@@ -158,16 +140,11 @@ def depends_on_batch(model: Model, batch: int) -> bool:
     arrays = random_arrays(model, max(batch, PARITY_BATCHES[1]))
     together = run_untouched(model, arrays)[0]
     try:
-        alone = [run_untouched(model, part)[0] for part in chunks(arrays, 1)]
+        alone = [run_untouched(model, part)[0] for part in rebatched([arrays], 1)]
     except (RuntimeError, ValueError, IndexError, UsageError):
         return True
     off = np.abs(np.concatenate(alone) - together).max(initial=0.0)
     return not off <= GPU_RTOL * np.abs(together).max(initial=0.0)
-
-
-def token_routed(model: Model) -> bool:
-    """Returns whether a model has experts whose router is outside the layer."""
-    return any(layer.spec.flat for layer in model.layers.values())
 
 
 def _jobs(model: Model, ks: Sequence[KOption]) -> list[ExportJob]:
@@ -223,84 +200,6 @@ def _refused(
     ]
 
 
-def _sources(
-    model: Model,
-    request: BenchRequest,
-    inputs: Feed | None,
-    *,
-    table: CalibrationTable | None,
-    jobs: Sequence[ExportJob],
-    runtime: GraphEngine,
-    precision: Precision,
-    folder: Path,
-    traces: dict[object, ir.Model],
-    only: int | None,
-) -> list[GraphSource]:
-    """Exports graphs for a runtime, equal graphs once; failures are recorded one by one."""
-    # Calibration covers every expert, except that a router chooses those of its own k.
-    whole = jobs[0].options.kept if token_routed(model) else "n"
-    options = _options(request, runtime, precision, whole)
-    if only is not None and model.batch_of == 1:
-        options = replace(options, batch=_exactly(only))
-    planned = _planned(model, options, jobs[0].model, inputs, table, traces)
-    chosen, reasons = _chosen(planned, jobs, request, options, only)
-    refused = _refused(reasons, runtime, precision)
-    if not chosen:
-        return refused
-    planned = replace(planned, graphs=tuple(each.graph for each in chosen.values()))
-    lowered = write_graphs(planned, folder)
-    engine = None
-    if runtime.backend is not None:  # engines are built into a bundle
-        manifest = manifest_of(planned, lowered, {}, folder)
-        (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-        engine = engine_options(model, request, runtime.backend, inputs)
-    linears = {linear.node: linear.reason for linear in planned.precision.linears}
-    return refused + [
-        graph_source(
-            runtime,
-            request.threads,
-            model,
-            folder / each.graph.file,
-            k,
-            names,
-            selected=selected_values(lowered[each.graph.file].values),
-            integers=integer_linears(folder / each.graph.file, rounded_linears(linears)),
-            engine=engine,
-            precision=precision,
-            k_by_layer={layer.name: layer.typical_k for layer in each.graph.layers},
-            batches=frozenset(each.batches) if len(request.batches) > 1 else None,
-            deploy=each.deploy,
-            table=planned.table,
-        )
-        for (k, names), each in chosen.items()
-    ]
-
-
-def _planned(
-    model: Model,
-    options: ExportOptions,
-    computed: Model,
-    inputs: Feed | None,
-    table: CalibrationTable | None,
-    traces: dict[object, ir.Model],
-) -> Plan:
-    """Returns the plan of an export with all experts and its ranges, traced once for each model.
-
-    `computed` is the model of the jobs: for a share of each level, it has the layers.
-    """
-    routed = token_routed(model)
-    ranged = options.precision in RANGED and not routed
-    data = inputs if ranged and table is None else None
-    job = export_job(model, options, data=data, calibration=table if ranged else None)
-    if not routed:
-        layers = layers_to_plan(computed, job.k, job.options)
-        job = replace(job, model=computed, layers=layers)
-    key = id(computed), job.options.least_opset, frozenset(job.fixed.items())
-    if key not in traces:
-        traces[key] = trace(job.model, opset=job.options.least_opset, fixed=job.fixed)
-    return plan_traced(job, traces[key], found_ranges(job, traces[key]))
-
-
 @dataclass(frozen=True, slots=True)
 class _GraphChoice:
     """A graph to measure, the arguments of the command that exports it, and its batches."""
@@ -310,54 +209,117 @@ class _GraphChoice:
     batches: set[int]
 
 
-def _chosen(
-    planned: Plan,
-    jobs: Sequence[ExportJob],
-    request: BenchRequest,
-    options: ExportOptions,
-    only: int | None,
-) -> tuple[dict[tuple[int, tuple[str, ...]], _GraphChoice], dict[tuple[int, str], MoexportError]]:
-    """Returns the graphs of each k by their lowerings, and why some lowerings are unavailable."""
-    ranges = _kept_table(planned.table, request)
-    chosen: dict[tuple[int, tuple[str, ...]], _GraphChoice] = {}
-    reasons: dict[tuple[int, str], MoexportError] = {}
-    for asked, lowering, batch in product(jobs, request.lowerings, request.batches):
-        k = whole_k(asked)
-        sized = replace(options, batch=_exactly(batch))
-        layers = layers_to_plan(planned.job.model, k, sized)
-        job = replace(planned.job, options=sized, layers=layers)
-        job = job.computed_in(planned.precision.layers)
-        try:
-            graph = plan_graph(job, planned.traced, lowering, f"model-{len(chosen)}.onnx")
-        except LoweringError as error:
-            reasons[largest_k(k), lowering] = error
-            continue
-        words: tuple[str, ...] = ()
-        if ranges is not None:
-            words = (*_export_words(asked, options, graph, only), *ranges)
-        first = chosen.setdefault(
-            (largest_k(k), graph.lowerings), _GraphChoice(graph, words, set())
-        )
-        # The choice of `auto` for one batch size is timed at that size.
-        first.batches.update([batch] if lowering == AUTO else request.batches)
-    return chosen, reasons
+@dataclass(frozen=True, slots=True)
+class _Exporter:
+    """Exports the graphs of a model, which is traced once; the parameters are as in `exported`.
+
+    If outputs depend on the rest of the batch, graphs have the batch size `only`.
+    """
+
+    model: Model
+    request: BenchRequest
+    inputs: Feed | None
+    table: CalibrationTable | None
+    only: int | None
+    traces: dict[object, ir.Model] = field(default_factory=dict)
+
+    def sources(
+        self, jobs: Sequence[ExportJob], runtime: GraphEngine, precision: Precision, folder: Path
+    ) -> list[GraphSource]:
+        """Exports graphs for a runtime, equal graphs once; failures are recorded one by one."""
+        model, request = self.model, self.request
+        # Calibration covers every expert, except that a router chooses those of its own k.
+        whole = jobs[0].options.kept if token_routed(model) else "n"
+        options = _options(request, runtime, precision, whole)
+        if self.only is not None and model.batch_of == 1:
+            options = replace(options, batch=_exactly(self.only))
+        planned = self._planned(options, jobs[0].model)
+        chosen, reasons = self._chosen(planned, jobs, options)
+        refused = _refused(reasons, runtime, precision)
+        if not chosen:
+            return refused
+        planned = replace(planned, graphs=tuple(each.graph for each in chosen.values()))
+        lowered = write_graphs(planned, folder)
+        engine = None
+        if runtime.backend is not None:  # engines are built into a bundle
+            manifest = manifest_of(planned, lowered, {}, folder)
+            (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+            engine = engine_options(model, request, runtime.backend, self.inputs)
+        linears = {linear.node: linear.reason for linear in planned.precision.linears}
+        return refused + [
+            graph_source(
+                runtime,
+                request.threads,
+                model,
+                folder / each.graph.file,
+                k,
+                names,
+                selected=selected_values(lowered[each.graph.file].values),
+                integers=integer_linears(folder / each.graph.file, rounded_linears(linears)),
+                engine=engine,
+                precision=precision,
+                k_by_layer={layer.name: layer.typical_k for layer in each.graph.layers},
+                batches=frozenset(each.batches) if len(request.batches) > 1 else None,
+                deploy=each.deploy,
+                table=planned.table,
+            )
+            for (k, names), each in chosen.items()
+        ]
+
+    def _planned(self, options: ExportOptions, computed: Model) -> Plan:
+        """Returns the plan of an export with all experts and its ranges.
+
+        `computed` is the model of the jobs: for a share of each level, it has the layers.
+        """
+        routed = token_routed(self.model)
+        ranged = options.precision in RANGED and not routed
+        data = self.inputs if ranged and self.table is None else None
+        table = self.table if ranged else None
+        job = export_job(self.model, options, data=data, calibration=table)
+        if not routed:
+            layers = layers_to_plan(computed, job.k, job.options)
+            job = replace(job, model=computed, layers=layers)
+        key = id(computed), job.options.least_opset, frozenset(job.fixed.items())
+        if key not in self.traces:
+            self.traces[key] = trace(job.model, opset=job.options.least_opset, fixed=job.fixed)
+        return plan_traced(job, self.traces[key], found_ranges(job, self.traces[key]))
+
+    def _chosen(
+        self, planned: Plan, jobs: Sequence[ExportJob], options: ExportOptions
+    ) -> tuple[
+        dict[tuple[int, tuple[str, ...]], _GraphChoice], dict[tuple[int, str], MoexportError]
+    ]:
+        """Returns the graphs of each k by their lowerings, and why some are unavailable."""
+        request = self.request
+        chosen: dict[tuple[int, tuple[str, ...]], _GraphChoice] = {}
+        reasons: dict[tuple[int, str], MoexportError] = {}
+        for wanted, lowering, batch in product(jobs, request.lowerings, request.batches):
+            k = whole_k(wanted)
+            sized = replace(options, batch=_exactly(batch))
+            layers = layers_to_plan(planned.job.model, k, sized)
+            job = replace(planned.job, options=sized, layers=layers)
+            job = job.computed_in(planned.precision.layers)
+            try:
+                graph = plan_graph(job, planned.traced, lowering, f"model-{len(chosen)}.onnx")
+            except LoweringError as error:
+                reasons[largest_k(k), lowering] = error
+                continue
+            words: tuple[str, ...] = ()
+            if planned.table is None or request.folder is not None:
+                words = _export_words(wanted, options, graph, self.only)
+            if planned.table is not None and request.folder is not None:
+                words += ("--calibration", str(request.folder / table_file(planned.table)))
+            first = chosen.setdefault(
+                (largest_k(k), graph.lowerings), _GraphChoice(graph, words, set())
+            )
+            # The choice of `auto` for one batch size is timed at that size.
+            first.batches.update([batch] if lowering == AUTO else request.batches)
+        return chosen, reasons
 
 
 def table_file(table: CalibrationTable) -> str:
     """Returns the name of the file of ranges next to the results."""
     return f"calibration-{hashlib.sha256(table.to_json().encode()).hexdigest()[:12]}.json"
-
-
-def _kept_table(table: CalibrationTable | None, request: BenchRequest) -> tuple[str, ...] | None:
-    """Returns the export option with the ranges of these graphs: a file next to the results.
-
-    It is empty if there are no ranges, and None if nothing is written.
-    """
-    if table is None:
-        return ()
-    if request.folder is None:
-        return None
-    return ("--calibration", str(request.folder / table_file(table)))
 
 
 def _export_words(
@@ -379,9 +341,9 @@ def _export_words(
 
 def _k_word(job: ExportJob) -> str:
     """Returns k as an argument of export: a number if all layers have it, else as requested."""
-    ks, asked = {*whole_k(job).values()}, job.options.kept
-    if asked == "n" or isinstance(asked, tuple) or len(ks) > 1:
-        return ",".join(map(str, asked)) if isinstance(asked, tuple) else str(asked)
+    ks, k = {*whole_k(job).values()}, job.options.kept
+    if k == "n" or isinstance(k, tuple) or len(ks) > 1:
+        return ",".join(map(str, k)) if isinstance(k, tuple) else str(k)
     return str(ks.pop())
 
 
@@ -389,13 +351,12 @@ def _options(
     request: BenchRequest, runtime: GraphEngine, precision: Precision, k: KOption
 ) -> ExportOptions:
     assert runtime.target is not None
-    scope = request.scope if precision == "int8" else "experts"
     return ExportOptions(
         k=k,
         target=runtime.target,
         renormalize=request.renormalize,
         precision=precision,
-        quantize=scope,
+        quantize=(request.quantize or "experts") if precision == "int8" else "experts",
         verify=False,
     )
 
@@ -469,7 +430,7 @@ def _bounds(
     used, target = lowering.split("+"), runtime.target or "onnx"
     specs = [layer.spec for layer in model.layers.values()]
     ways = ((spec, lowering_of(spec.kind, name)) for spec in specs for name in used)
-    inexact = any(record and record.differs(spec, numbers, target) for spec, record in ways)
+    inexact = any(record and record.inexact(spec, numbers, target) for spec, record in ways)
     on_cpu = runtime.provider == "cpu"
     bounds = usual
     if inexact or not on_cpu:
@@ -504,17 +465,14 @@ def _exactly(size: int) -> AxisRange:
     return AxisRange(size, size, size)
 
 
-def told_apart(sources: Sequence[GraphSource]) -> tuple[GraphSource, ...]:
+def with_distinct_lowerings(sources: Sequence[GraphSource]) -> tuple[GraphSource, ...]:
     """Adds the batch to the names of graphs with equal lowerings in different layers."""
     named: list[GraphSource] = []
-    seen: set[tuple[object, ...]] = set()
     for source in sources:
-        own = source
-        key = own.k, own.engine, own.provider, own.precision, own.scope
-        if (*key, own.lowering) in seen and own.batches:
-            own = replace(own, lowering=f"{own.lowering} (batch {min(own.batches)})")
-        seen.add((*key, own.lowering))
-        named.append(own)
+        lowering = source.lowering
+        if source.batches and any(other.row == source.row for other in named):
+            lowering = f"{lowering} (batch {min(source.batches)})"
+        named.append(replace(source, lowering=lowering))
     return tuple(named)
 
 

@@ -15,7 +15,7 @@ from ...data.batches import Array
 from ...exporter.bundle.runtimes import RUNTIMES, opened
 from ...exporter.inputs import Inputs
 from ...exporter.session import GraphSession, Session, SessionOptions
-from ...graphs.score_names import is_score
+from ...graphs.names import is_score
 from .base import GraphLoader, Runner, chosen_experts, first_of
 
 INT64 = 7  # the element type of chosen experts: onnx.TensorProto.INT64
@@ -105,12 +105,10 @@ class SessionLoader(GraphLoader[GraphRunner]):
         return self.parts and "profile" in RUNTIMES[self.options.runtime].takes
 
     def opened(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> GraphRunner:
-        """Opens a session whose outputs include the chosen experts."""
         session = self._session(observe=dict.fromkeys(observed.values(), INT64))
         return GraphRunner(session, self.graph.k, observed, experts)
 
     def profile(self, batches: Sequence[Inputs], calls: int) -> list[dict[str, Any]]:
-        """Returns the runtime's timing of every node over `calls` calls, batches in turn."""
         with scratch_folder("profile") as folder:
             session = self._session(profile=folder / "profile")
             for index in range(calls):
@@ -118,6 +116,6 @@ class SessionLoader(GraphLoader[GraphRunner]):
             events: list[dict[str, Any]] = json.loads(session.end_profile().read_text("utf-8"))
         return events
 
-    def _session(self, **asked: Any) -> Session:
-        options = replace(self.options, threads=self.graph.threads, **asked)
+    def _session(self, **changes: Any) -> Session:
+        options = replace(self.options, threads=self.graph.threads, **changes)
         return opened(self.graph.path, options)

@@ -14,24 +14,21 @@ from ...exporter.checkpoints.loaders import loader_of
 from ...exporter.model import Model
 from ...exporter.requests import LoadRequest
 from ..engines import ModelEngine, engine_of
-from ..plan import Candidate, Case, whole_k
+from ..plan import Candidate, Case, token_routed
 from .base import Loader, ModelRun, Runner
 from .pytorch import CUDA, PyTorch, on_device, with_algorithm_1
 
 
 def reference_of(candidate: Candidate, k: int) -> PyTorch:
-    """Returns the model with k experts: chosen by its router, or kept by Algorithm 1."""
+    """Returns the model with k experts: chosen by its router, or ks by Algorithm 1."""
     if k in candidate.routed:
-        job = candidate.routed[k]
-        if not any(
-            layer.spec.flat for layer in job.model.layers.values()
-        ):  # if a share of each level is kept
-            return with_algorithm_1(
-                job.model, whole_k(job), "masked", renormalize=candidate.renormalize
-            )
-        return PyTorch(job.model.module, job.model.inputs, job.model.host)
-    kept = candidate.k_by_layer(k) or k
-    return with_algorithm_1(candidate.model, kept, "masked", renormalize=candidate.renormalize)
+        model = candidate.routed[k].model
+        if token_routed(model):
+            return PyTorch(model.module, model.inputs, model.host)
+    else:
+        model = candidate.model
+    ks = candidate.k_by_layer(k) or k
+    return with_algorithm_1(model, ks, "masked", renormalize=candidate.renormalize)
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,6 @@ class TorchLoader(Loader):
     k: Mapping[str, int] = field(default_factory=dict)
 
     def __call__(self) -> Runner:
-        """Returns the model as its engine runs it, on the CPU or a GPU."""
         kind = engine_of(self.case.engine, self.case.provider)
         if not isinstance(kind, ModelEngine):
             raise UsageError(f"{self.case.engine} does not run PyTorch models")
@@ -96,11 +92,10 @@ def loaded_again(source: str, request: LoadRequest) -> Model:
 
 def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, Loader]:
     """Returns the cases of a candidate with their loaders."""
-    owns = (candidate, *candidate.of_own_function)
-    places = {id(own): _places(own.model) for own in owns}
+    places = {id(own): _places(own.model) for own in (candidate, *candidate.distinct_bundles)}
     opening: dict[Case, Loader] = {}
     for case, graph in candidate.cases.items():
-        own = next((each for each in owns[1:] if each.name == case.bundle), candidate)
+        own = candidate.of(case)
         opening[case] = (
             graph.loader
             if graph is not None

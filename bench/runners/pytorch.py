@@ -19,9 +19,10 @@ from ...errors import FeedError
 from ...exporter.inputs import Inputs, completed
 from ...exporter.model import OURS, Host, Model, TensorSpec
 from ...exporter.reference import all_outputs
-from ...graphs.layers.base import Algorithm, MoELayer, moe_layers, recorded_choices, sharing_weights
+from ...graphs.layers.base import Algorithm, moe_layers, recorded_choices, sharing_weights
 from ...graphs.layers.margins import routed_margins
 from ...graphs.layers.soft_moe import soft_moe_layers
+from ..measure.gpu_rates import device_ms
 from .base import Runner, first_of, in_batches
 
 CUDA = "cuda"  # the provider of rows on an NVIDIA GPU; also PyTorch's name of the device
@@ -60,7 +61,6 @@ class PyTorch(Runner):
         return [y.numpy() for y in all_outputs(self.module(*self.tensors(x)))]
 
     def tensors(self, x: Inputs) -> list[Tensor]:
-        """Returns the module's inputs as tensors."""
         arrays = completed(x, self.ports).values() if self.ports else [first_of(x)]
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
 
@@ -75,22 +75,16 @@ class PyTorch(Runner):
         """Returns the outputs of `infer`, and the experts [b, k] of each layer with k < n."""
         with recorded_choices(self.module) as choices, routed_margins(self.module) as margins:
             y = self.infer(x, output)
-        layers = moe_layers(self.module)
-        specs = {n: layer.spec for n, layer in layers.items() if chooses(layer)}
-        chosen = {name: choices[name].chosen.numpy() for name in specs if name in choices}
-        chosen = {
-            name: s
-            for name, s in chosen.items()
-            if s.shape[1] < specs[name].experts or specs[name].drops
-        }
+        chosen: dict[str, Array] = {}
+        for name, layer in moe_layers(self.module).items():
+            spec = layer.spec
+            if name in choices and (spec.chooses_sets or spec.flat):
+                experts = choices[name].chosen.numpy()
+                if experts.shape[1] < spec.experts or spec.drops:
+                    chosen[name] = experts
         # If experts choose tokens, the margin is that of the token's least certain expert.
         least = {n: m.reshape(len(m), -1).amin(dim=1).numpy() for n, m in margins.items()}
         return Expected(y, chosen, least)
-
-
-def chooses(layer: MoELayer) -> bool:
-    """Returns whether a layer chooses sets of experts, for each input or for each token."""
-    return layer.spec.chooses_sets or layer.spec.flat
 
 
 class PyTorchInHalf(PyTorch):
@@ -145,18 +139,9 @@ class PyTorchOnGpu(PyTorch):
 
     @torch.inference_mode()
     def device_ms(self, x: Inputs) -> float:
-        """Returns the GPU's time for inputs [b, …], between two events, without copies."""
-        begin, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
         with torch.cuda.stream(self._stream):
             inputs = self.tensors(x)
-            begin.record()
-            self.module(*inputs)
-            end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end))
+            return device_ms(lambda: self.module(*inputs))
 
 
 class PyTorchOnGpuInHalf(PyTorchInHalf, PyTorchOnGpu):
@@ -168,6 +153,11 @@ def runner_on(provider: str, precision: str = "fp32") -> type[PyTorch]:
     if precision == "fp16":
         return PyTorchOnGpuInHalf if provider == CUDA else PyTorchInHalf
     return PyTorchOnGpu if provider == CUDA else PyTorch
+
+
+def in_precision(module: nn.Module, precision: str) -> nn.Module:
+    """Returns a network, or its copy in FP16."""
+    return copy.deepcopy(module).half() if precision == "fp16" else module
 
 
 class CompiledPyTorch(Runner):
@@ -193,9 +183,9 @@ class CompiledPyTorch(Runner):
         self._sizes = frozenset(sizes)
 
     def infer(self, x: Inputs, output: int = 0) -> Array:
-        most, takes = max(self._sizes), self._sizes.__contains__
+        most, accepts = max(self._sizes), self._sizes.__contains__
         infer = partial(self._runner.infer, output=output)
-        return in_batches(infer, first_of(x), most=most, takes=takes)
+        return in_batches(infer, first_of(x), most=most, accepts=accepts)
 
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the module's own call if it was compiled for these inputs [b, …]."""

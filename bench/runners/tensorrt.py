@@ -36,7 +36,6 @@ class EngineRunner(SessionRunner):
         return {name: np.concatenate([part[name] for part in parts]) for name in names}
 
     def device_ms(self, x: Inputs) -> float:
-        """Returns the GPU's time for inputs [b, …], in the same batches, without copies."""
         return sum(self.session.gpu_ms(part, self.k) for part, _ in self._fitting(x))
 
     def _fitting(self, x: Inputs) -> Iterator[tuple[Array, int]]:
@@ -44,7 +43,7 @@ class EngineRunner(SessionRunner):
         return fitting(
             first_of(x),
             most=max(high for _, high in sizes),
-            takes=lambda size: any(low <= size <= high for low, high in sizes),
+            accepts=lambda size: any(low <= size <= high for low, high in sizes),
         )
 
 

@@ -111,7 +111,7 @@ def fits(value: Any, kind: Any) -> bool:
 
     Numbers that may be written as text are not checked here, but when they are parsed.
     """
-    parts = _parts(kind)
+    parts = union_parts(kind)
     parsed = str in parts and not {int, float}.isdisjoint(parts)
     known = [part for part in parts if not isinstance(part, _Later)]
     if kind is None or parsed or any(_is_of(value, part) for part in known):
@@ -134,8 +134,8 @@ def words(kind: Any) -> str:
 
 def _whole(kind: Any) -> list[Any]:
     """The parts of a type, with those that are for type checkers alone."""
-    parts = (part.type if isinstance(part, _Later) else part for part in _parts(kind))
-    return [inner for part in parts for inner in _parts(part)]
+    parts = (part.type if isinstance(part, _Later) else part for part in union_parts(kind))
+    return [inner for part in parts for inner in union_parts(part)]
 
 
 def _base(kind: Any) -> Any:
@@ -153,7 +153,8 @@ def _word(kind: Any) -> str:
     return "an array" if name == "ndarray" else f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
-def _parts(kind: Any) -> tuple[Any, ...]:
+def union_parts(kind: Any) -> tuple[Any, ...]:
+    """Returns the types of a union, or the type itself."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 

@@ -1,7 +1,8 @@
 """A family, a lowering, a runtime and its target from another package."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -10,7 +11,6 @@ from moexport.exporter.bundle.manifest import GraphFacts
 from moexport.exporter.bundle.runtimes import RuntimeRecord
 from moexport.exporter.families import FAMILIES
 from moexport.exporter.families.base import renamed
-from moexport.exporter.inputs import Inputs
 from moexport.exporter.session import Session, SessionOptions, described
 from moexport.graphs.builder import Builder
 from moexport.graphs.layers.stored import SoftMoELayer
@@ -75,12 +75,9 @@ class ReferenceSession(Session):
         """The provider that runs the graph."""
         return "onnx.reference"
 
-    def run(
-        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
-    ) -> dict[str, np.ndarray]:
-        """Returns outputs by name."""
-        wanted = list(outputs) if outputs is not None else self.output_names
-        return dict(zip(wanted, self._evaluator.run(wanted, self.feeds(x, k)), strict=True))
+    def call(self, wanted: Sequence[str], feeds: Mapping[str, Any]) -> list[np.ndarray]:
+        """Returns the values of outputs for checked inputs by name."""
+        return list(self._evaluator.run(list(wanted), dict(feeds)))
 
 
 RUNTIME = RuntimeRecord("onnx-reference", "ONNX's reference", ReferenceSession)

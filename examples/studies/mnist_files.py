@@ -18,7 +18,8 @@ from typing import IO, Any, cast
 import numpy as np
 import numpy.typing as npt
 from moexport.bench.data import LabelledData
-from moexport.data.feeds import check_classes, checked_labels, npz_array, npz_names
+from moexport.data.arrays import npz_array, npz_names
+from moexport.data.feeds import check_classes, checked_labels
 from moexport.errors import FeedError
 from moexport.plugins.demo.digits import CLASSES, Digits
 

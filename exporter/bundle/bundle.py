@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,17 +109,18 @@ class Bundle:
             options = SessionOptions(rounded=not for_cpus(self.manifest.target))
             if provider is None:
                 runtime = runtime or runtime_of(self.manifest.target)
-        asked = options.stating(
-            runtime=runtime,
-            provider=provider,
-            threads=threads,
-            spin_ms=spin_ms,
-            prepack=prepack,
-            profile=profile,
-            cuda_graphs=cuda_graphs,
-            of_plugins={n: each for n, each in of_plugins.items() if each is not None} or None,
-        )
-        return self._opened(graph, asked)
+        keywords: dict[str, Any] = {
+            "runtime": runtime,
+            "provider": provider,
+            "threads": threads,
+            "spin_ms": spin_ms,
+            "prepack": prepack,
+            "profile": profile,
+            "cuda_graphs": cuda_graphs,
+            "of_plugins": {n: each for n, each in of_plugins.items() if each is not None} or None,
+        }
+        given = {name: value for name, value in keywords.items() if value is not None}
+        return self._opened(graph, replace(options, **given))
 
     def _opened(self, graph: str | None, options: SessionOptions) -> Session:
         """A graph, or without a name all graphs for several batch sizes."""

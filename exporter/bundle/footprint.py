@@ -25,8 +25,7 @@ def with_peak_memory(directory: Path, manifest: Manifest) -> Manifest:
     """
     if not for_cpus(manifest.target) or not (directory / PARITY_FILE).is_file():
         return manifest
-    size = manifest.inputs[0].shape[0]
-    batch = size if isinstance(size, int) else manifest.inputs[0].groups_of or 1
+    batch = manifest.batches.opt if manifest.batches.fixed else manifest.together
     graph, runtime = manifest.graph_for(batch).file, runtime_of(manifest.target)
     package = Path(__file__).resolve().parents[2]
     places = [place for place in sys.path if place and Path(place).resolve() != package]

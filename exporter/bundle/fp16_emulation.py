@@ -17,18 +17,18 @@ def fp16_emulation(model: ModelProto) -> ModelProto:
     inferred = shape_inference.infer_shapes(model, strict_mode=False)
     types = {
         value.name: value.type.tensor_type.elem_type
-        for graph in _graphs(inferred.graph)
+        for graph in graphs_in(inferred.graph)
         for value in (*graph.value_info, *graph.output, *graph.input)
     }
     stored = {tensor.name: tensor.data_type for tensor in inferred.graph.initializer}
     halves = {name: kind for name, kind in (types | stored).items() if kind in HALF_TYPES}
-    for graph in _graphs(inferred.graph):
+    for graph in graphs_in(inferred.graph):
         _round(graph, halves, halves.keys() & stored.keys())
     main = inferred.graph
     for value in (*main.input, *main.output):
         if value.name in halves:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
-    read = {name for graph in _graphs(main) for node in graph.node for name in node.input}
+    read = {name for node in nodes_in(main) for name in node.input}
     read |= {value.name for value in main.output}
     weights = []
     for tensor in main.initializer:
@@ -74,9 +74,14 @@ def _cast(source: str, target: str, kind: int) -> NodeProto:
     return helper.make_node("Cast", [source], [target], name=f"rounding/{target}", to=kind)
 
 
-def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+def nodes_in(graph: GraphProto) -> Iterator[NodeProto]:
+    """Yields the nodes of a graph and of its branches."""
+    return (node for part in graphs_in(graph) for node in part.node)
+
+
+def graphs_in(graph: GraphProto) -> Iterator[GraphProto]:
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.HasField("g"):
-                yield from _graphs(attribute.g)
+                yield from graphs_in(attribute.g)

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Lock, get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,8 +30,6 @@ from ...errors import EngineError
 from ...graphs.names import K_INPUT
 
 if TYPE_CHECKING:
-    from onnx import GraphProto
-
     from ...common.onnx_runtime import ort
     from ..tensorrt.cuda import Stream
 
@@ -61,16 +59,6 @@ GraphKey = tuple[object, ...]
 
 FIRST, OTHERS = "first", "others"
 """The two threads that run a session with graphs: the first caller's, and one for all others."""
-
-
-def not_capturable(graph: GraphProto) -> str | None:
-    """Returns why a graph cannot be replayed as a CUDA graph, judging by its nodes, or None."""
-    ops = {node.op_type for node in graph.node}
-    for op in sorted(ops.intersection(BRANCHES)):
-        return f"the graph has control flow ({op}), which waits for the CPU"
-    for op in sorted(ops.intersection(DATA_SIZES)):
-        return f"the size of an output of {op} depends on values, and the CPU waits for it"
-    return None
 
 
 def why_refused(message: str) -> str | None:
@@ -143,24 +131,6 @@ class _Graph:
     outputs: Sequence[ort.OrtValue]
 
 
-@dataclass(slots=True)
-class _Captures:
-    """The captured graphs of a session, and the outputs (shape, element type) of single runs."""
-
-    graphs: dict[GraphKey, _Graph] = field(default_factory=dict)
-    single: OrderedDict[GraphKey, list[tuple[list[int], int]]] = field(default_factory=OrderedDict)
-
-    def room(self) -> bool:
-        """Whether another graph may be captured."""
-        return len(self.graphs) < GRAPHS
-
-    def remember(self, key: GraphKey, outputs: list[tuple[list[int], int]]) -> None:
-        """Records a plain run, and forgets the oldest if there are too many."""
-        self.single[key] = outputs
-        while len(self.single) > REMEMBERED:
-            self.single.popitem(last=False)
-
-
 class GpuRuns:
     """Runs a session with its values on a device; `refused` is why it captures no graphs.
 
@@ -184,7 +154,9 @@ class GpuRuns:
         self._lock, self._opening = Lock(), Lock()
         self._first: int | None = None
         self._others: ThreadPoolExecutor | None = None
-        self._captures = _Captures()
+        self._graphs: dict[GraphKey, _Graph] = {}
+        self._single: OrderedDict[GraphKey, list[tuple[list[int], int]]] = OrderedDict()
+        """The outputs (shape, element type) of runs that happened once."""
         self._session: ort.InferenceSession | None = None
         with CAPTURING.shared():
             self._session = self._open()
@@ -238,11 +210,12 @@ class GpuRuns:
             if self._others is None:
                 self._others = ThreadPoolExecutor(1, thread_name_prefix="moexport-gpu")
             others = self._others
-        return others.submit(self._locked, call).result()
 
-    def _locked(self, call: Callable[[object], T]) -> T:
-        with self._lock:
-            return call(OTHERS)
+        def locked() -> T:
+            with self._lock:
+                return call(OTHERS)
+
+        return others.submit(locked).result()
 
     # --- one run ---------------------------------------------------------------------------------
 
@@ -250,8 +223,8 @@ class GpuRuns:
         self, thread: object, wanted: Sequence[str], feeds: Feeds, *, stays: bool
     ) -> list[Any]:
         key = _key(thread, wanted, feeds)
-        graph = self._captures.graphs.get(key)
-        if graph is None and key in self._captures.single and self._captures.room():
+        graph = self._graphs.get(key)
+        if graph is None and key in self._single and len(self._graphs) < GRAPHS:
             graph = self._capture(key, wanted, feeds)
         elif graph is not None:
             with CAPTURING.shared():
@@ -264,16 +237,18 @@ class GpuRuns:
             return [_copied(value, stays=stays) for value in graph.outputs]
 
     def _plain(
-        self, key: GraphKey, wanted: Sequence[str], feeds: Feeds, *, stays: bool = False
+        self, key: GraphKey, wanted: Sequence[str], feeds: Feeds, *, stays: bool
     ) -> list[Any]:
         """Runs without a capture, and records the outputs under the key."""
-        binding, held = self.session.io_binding(), []
+        binding, bound = self.session.io_binding(), []
         for name, value in feeds.items():
-            held.append(self._bind(binding, name, value))
+            bound.append(self._bind(binding, name, value))
         outputs = self._outputs(binding, wanted)
         self.replayed = False
         if self.refused is None:
-            self._captures.remember(key, [(y.shape(), y.element_type()) for y in outputs])
+            self._single[key] = [(y.shape(), y.element_type()) for y in outputs]
+            if len(self._single) > REMEMBERED:
+                self._single.popitem(last=False)
         return [_torch_view(y) if stays else y.numpy() for y in outputs]
 
     def _outputs(self, binding: ort.IOBinding, wanted: Sequence[str]) -> list[ort.OrtValue]:
@@ -305,14 +280,14 @@ class GpuRuns:
         failures: tuple[type[Exception], ...] = (RuntimeError, *runtime_errors())
         try:
             with CAPTURING.alone():
-                graph = self._prepared(str(len(self._captures.graphs) + 1), key, wanted, feeds)
+                graph = self._prepared(str(len(self._graphs) + 1), key, wanted, feeds)
                 # Three runs in one: two plain ones, which allocate all memory, and the capture.
                 self.session.run_with_iobinding(graph.binding, graph.options)
         except failures as error:
             self._give_up(words(error))
             return None
-        self._captures.graphs[key] = graph
-        del self._captures.single[key]
+        self._graphs[key] = graph
+        del self._single[key]
         return graph
 
     def _prepared(self, name: str, key: GraphKey, wanted: Sequence[str], feeds: Feeds) -> _Graph:
@@ -326,7 +301,7 @@ class GpuRuns:
         inputs = {
             n: buffer(value.shape, _numpy_type(value)) for n, value in feeds.items() if n != K_INPUT
         }
-        outputs = [buffer(shape, element) for shape, element in self._captures.single[key]]
+        outputs = [buffer(shape, element) for shape, element in self._single[key]]
         for n, value in inputs.items():
             binding.bind_ortvalue_input(n, value)
         for n, value in zip(wanted, outputs, strict=True):
@@ -353,25 +328,26 @@ class GpuRuns:
 
         key = _key(thread, wanted, feeds)
         for _ in range(2):  # the second is the capture
-            if self.refused is None and key not in self._captures.graphs:
+            if self.refused is None and key not in self._graphs:
                 self._run(thread, wanted, feeds, stays=False)
-        graph = self._captures.graphs.get(key)
+        graph = self._graphs.get(key)
         with CAPTURING.shared():
             if graph is None:
                 binding = self.session.io_binding()
-                held = [self._bind(binding, name, value) for name, value in feeds.items()]
+                bound = [self._bind(binding, name, value) for name, value in feeds.items()]
                 for name in wanted:
                     binding.bind_output(name, self.device, 0)
                 options = self._options(PLAIN)
             else:
                 self._fill(graph, feeds)
-                binding, options, held = graph.binding, self._options(_id(graph)), []
+                name = str(graph.options.get_run_config_entry(GRAPH_ID))
+                binding, options, bound = graph.binding, self._options(name), []
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
             try:
                 return elapsed_ms(stream, lambda: self.session.run_with_iobinding(binding, options))
             finally:
                 stream.synchronize()
-                held.clear()  # the run has read these inputs
+                bound.clear()  # the run has read these inputs
 
     def _options(self, graph: str) -> ort.RunOptions:
         from ...common.onnx_runtime import ort
@@ -400,17 +376,14 @@ class GpuRuns:
     def _give_up(self, message: str) -> None:
         """Stops capturing and drops the session: after a failed capture its state is undefined."""
         self.refused = f"capturing a CUDA graph failed: {message}"
-        self._captures = _Captures()
+        self._graphs.clear()
+        self._single.clear()
         self._session = None  # frees its memory before another one is opened
         warnings.warn(
             f"{self.refused}; the session runs kernel by kernel from now on",
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _id(graph: _Graph) -> str:
-    return str(graph.options.get_run_config_entry(GRAPH_ID))
 
 
 def _key(thread: object, wanted: Sequence[str], feeds: Feeds) -> GraphKey:
@@ -467,6 +440,12 @@ def capture_refused(path: Path) -> str | None:
     from google.protobuf.message import DecodeError
 
     try:
-        return not_capturable(onnx.load(path, load_external_data=False).graph)
+        nodes = onnx.load(path, load_external_data=False).graph.node
     except (DecodeError, OSError):  # opening it reports the fault
         return None
+    ops = {node.op_type for node in nodes}
+    for op in sorted(ops.intersection(BRANCHES)):
+        return f"the graph has control flow ({op}), which waits for the CPU"
+    for op in sorted(ops.intersection(DATA_SIZES)):
+        return f"the size of an output of {op} depends on values, and the CPU waits for it"
+    return None

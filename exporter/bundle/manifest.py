@@ -19,6 +19,7 @@ from ...common.locations import AnyPlace, holds, local_files
 from ...common.registry import left_out
 from ...common.text import by_level
 from ...errors import BundleError
+from ...graphs.sizes import DEFAULT_BATCH, AxisRange, parse_range
 from ...graphs.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -158,9 +159,11 @@ class TensorSpec:
         return tuple(size for size in self.shape if isinstance(size, str))
 
     def concrete(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape with each dynamic axis replaced by its size in `sizes`."""
+        """The shape with each dynamic axis replaced by its size in `sizes`, or by their sum."""
         return tuple(
-            sum(sizes[axis] for axis in size.split(" + ")) if isinstance(size, str) else size
+            size
+            if isinstance(size, int)
+            else sum(int(a) if a.isdecimal() else sizes[a] for a in size.split(" + "))
             for size in self.shape
         )
 
@@ -305,6 +308,23 @@ class Manifest:
     """Additions of plugins' steps, by their names; only the plugins read them."""
     schema: int = SCHEMA
 
+    @property
+    def batches(self) -> AxisRange:
+        """The batch sizes of the graphs."""
+        size = self.inputs[0].shape[0]
+        known = self.batch or DEFAULT_BATCH
+        return parse_range(size if isinstance(size, int) else known, "--batch")
+
+    @property
+    def together(self) -> int:
+        """The number of inputs that are computed together: a batch is a multiple of it."""
+        return self.inputs[0].groups_of or 1
+
+    @property
+    def experts(self) -> dict[str, int]:
+        """The number of experts of each layer."""
+        return {layer.name: layer.experts for layer in self.layers}
+
     def to_json(self) -> str:
         """The manifest as indented JSON, `schema` first and its own hash last."""
         content = asdict(self)
@@ -314,9 +334,7 @@ class Manifest:
             for key in OPTIONAL:
                 if key in record and not record[key]:
                     del record[key]
-        if self.peak_memory_bytes is None:
-            del content["peak_memory_bytes"]
-        for key in ("answers", "plugins"):
+        for key in ("answers", "plugins", "peak_memory_bytes"):
             if not content[key]:
                 del content[key]
         _without_empty_counts(content)
@@ -473,21 +491,21 @@ def external_files(model: ModelProto) -> set[str]:
     """
     return {
         entry.value
-        for tensor in _tensors(model)
+        for tensor in tensors_in(model)
         for entry in tensor.external_data
         if entry.key == "location"
     }
 
 
-def _tensors(message: Message) -> Iterator[TensorProto]:
-    """All tensors within an ONNX message, found by traversing all fields."""
+def tensors_in(message: Message) -> Iterator[TensorProto]:
+    """Yields all tensors within an ONNX message, found by traversing all fields."""
     if message.DESCRIPTOR.name == "TensorProto":
         yield message
         return
     for described, value in message.ListFields():
         if described.message_type is not None:
             for child in (value,) if hasattr(value, "DESCRIPTOR") else value:
-                yield from _tensors(child)
+                yield from tensors_in(child)
 
 
 def digest(content: Mapping[str, Any]) -> str:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import onnx
 
 from ...common.documents import from_data
-from ...data.batches import Fields
+from ...data.batches import rebatched
 from ...errors import BundleError, FeedError, ParityError
 from ..inputs import again
 
@@ -49,16 +49,14 @@ FEW_NUMBERS = 8  # fewer outputs may all be near zero by chance, and have no cle
 Axis = Literal["batch", "tokens"]
 # Rounding does not change the order of scores that are this many ties apart; with other numbers of
 # tokens, at which other tokens are compared, sound graphs reach 6.
-_FAR: Mapping[Axis, float] = {"batch": 4.0, "tokens": 12.0}
+_FAR_APART: Mapping[Axis, float] = {"batch": 4.0, "tokens": 12.0}
 FLIPS_AT_TOKENS = 3.0  # times the share of choices that may differ; sound graphs reach 1.3
 OUTLIER_IN_A_BATCH = 1.5  # times as far off as the same outlier in the usual batch
 OUTLIER_AT_TOKENS = 1.5  # times as far off as most may be
 FURTHER_AT_TOKENS = 2.0  # times as far off as the worst input at the usual number
 
-Item = TypeVar("Item")
 _SIZED = re.compile(r"parity-(\d+)-tokens\.npz")
 _AT_K = re.compile(r"(k=[1-9]\d*/)")  # before the names of arrays of another k
-_KEPT = re.compile(r"(k=[1-9]\d*/)?kept/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,16 +87,16 @@ class Tolerance:
     outlier: float = 1.0
     least_cosine: float = 0.99
 
-    def asked(self, atol: float | None, rtol: float | None) -> Tolerance:
+    def with_user_bounds(self, atol: float | None, rtol: float | None) -> Tolerance:
         """Returns these bounds with a user's; if those are wider, any cosine is allowed."""
-        given = {"atol": atol, "rtol": rtol}
-        asked = replace(self, **{name: value for name, value in given.items() if value is not None})
-        return replace(asked, least_cosine=-1.0) if asked.wider_than(self) else asked
+        atol = self.atol if atol is None else atol
+        bounds = replace(self, atol=atol, rtol=self.rtol if rtol is None else rtol)
+        return replace(bounds, least_cosine=-1.0) if bounds.wider_than(self) else bounds
 
     def wider_than(self, other: Tolerance) -> bool:
         return self.atol > other.atol or self.rtol > other.rtol
 
-    def no_wider(self, than: Tolerance) -> Tolerance:
+    def narrower(self, than: Tolerance) -> Tolerance:
         """Returns the narrower of these bounds and another's, one by one; the other's for NaN."""
         pairs = {name: (getattr(than, name), value) for name, value in asdict(self).items()}
         at_least = ("routing", "least_cosine")
@@ -244,9 +242,9 @@ class Parity:
     @staticmethod
     def of(record: Mapping[str, Any]) -> Parity:
         """Returns the result from a manifest of any version."""
-        bounds = {each.name for each in fields(Tolerance)}
-        known = {name: value for name, value in record.items() if name in bounds}
-        rest = {name: value for name, value in record.items() if name not in bounds}
+        rest = dict(record)
+        names = [bound.name for bound in fields(Tolerance)]
+        known = {name: rest.pop(name) for name in names if name in rest}
         return Parity(**rest, bounds=Tolerance(**{"routing": 1.0, "tie": TIE, **known}))
 
 
@@ -405,15 +403,15 @@ class Reference:
         """Returns the reference of some of the inputs, by their numbers or a mask."""
         if any(len(other.x) < len(self.x) for other in self.at_other_k.values()):
             return replace(self, at_other_k={}).rows(chosen)  # a bundle has fewer inputs for these
-        arrays = {name: array[chosen] for name, array in self._arrays().items()}
-        return Reference._of(arrays, self._kept())
+        arrays = self._arrays()
+        return Reference._of({name: a[chosen] if a.ndim else a for name, a in arrays.items()})
 
     def reached(self) -> dict[str, frozenset[int]]:
         """Returns, by choice, the experts that some input chose; the others were not compared."""
         return {
             name: frozenset(
                 np.flatnonzero((sets > 0).any(axis=tuple(range(sets.ndim - 1)))).tolist()
-                if holds_coefficients(sets)
+                if has_coefficients(sets)
                 else np.unique(sets).tolist()
             )
             for name, sets in self.selected.items()
@@ -425,13 +423,13 @@ class Reference:
         `experts` are the numbers of the layers' experts: if a layer keeps all, all are compared.
         """
         found = self.reached()
-        for one in self.at_other_k.values():
+        for other in self.at_other_k.values():
             every = {
                 layer: frozenset(range(n))
                 for layer, n in experts.items()
-                if one.kept.get(layer) == n and layer not in one.selected
+                if other.kept.get(layer) == n and layer not in other.selected
             }
-            for name, chosen in (*one.reached().items(), *every.items()):
+            for name, chosen in (*other.reached().items(), *every.items()):
                 found[name] = found.get(name, frozenset()) | chosen
         return found
 
@@ -468,36 +466,33 @@ class Reference:
         mine, theirs = self._arrays(), later._arrays()
         if mine.keys() != theirs.keys():
             mine, theirs = self._unrounded()._arrays(), later._unrounded()._arrays()
-        arrays = {name: np.concatenate((array, theirs[name])) for name, array in mine.items()}
-        return Reference._of(arrays, self._kept())
+        return Reference._of(
+            {n: np.concatenate((a, theirs[n])) if a.ndim else a for n, a in mine.items()}
+        )
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self._arrays().values())
 
     def save(self, path: Path) -> None:
-        kept = {name: np.array(k) for name, k in self._kept().items()}
         arrays = replace(self, at_other_k={})._arrays()
         for k, other in self.at_other_k.items():
             own = other._own_arrays()
             if np.array_equal(other.y, self.dense):  # equal to those with all experts
                 del own["y"]
-            bytes_of_one = sum(array[:1].nbytes for array in own.values())
+            bytes_of_one = sum(array[:1].nbytes for array in own.values() if array.ndim)
             count = max(1, MOST_BYTES_AT_A_K // max(1, bytes_of_one))
-            arrays |= {f"k={k}/{name}": array[:count] for name, array in own.items()}
+            arrays |= {f"k={k}/{name}": array for name, array in _first(own, count).items()}
         # np.savez takes names as keywords; its own first parameter is positional.
-        np.savez(path, **arrays, **kept)  # type: ignore[arg-type]
-
-    def _kept(self) -> dict[str, int]:
-        """The values that do not depend on the inputs, by name: each layer's k."""
-        kept = {f"kept/{layer}": k for layer, k in self.kept.items()}
-        for k, other in self.at_other_k.items():
-            kept |= {f"k={k}/{name}": count for name, count in other._kept().items()}
-        return kept
+        np.savez(path, **arrays)  # type: ignore[arg-type]
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """The values of each input, by name; for another k, those that differ from k = n."""
+        """The values of each input, by name, and each layer's k; for another k, those that differ.
+
+        An array without an axis has one value for all inputs.
+        """
         arrays = {"x": self.x, "y": self.y, "dense": self.dense}
+        arrays |= {f"kept/{layer}": np.array(k) for layer, k in self.kept.items()}
         for choice in self.selected:
             arrays[f"selected/{choice}"] = self.selected[choice]
             arrays[f"margin/{choice}"] = self.margin[choice]
@@ -518,12 +513,10 @@ class Reference:
     @staticmethod
     def load(path: Path) -> Reference:
         """Reads a reference; raises `BundleError` if the file cannot be read."""
-        from ...data.feeds import npz_arrays  # not needed to write one
+        from ...data.arrays import npz_arrays  # not needed to write one
 
         try:
-            arrays = dict(npz_arrays(path))
-            counts = {name: int(arrays.pop(name)) for name in [*arrays] if _KEPT.match(name)}
-            record = Reference._of(arrays, counts)
+            record = Reference._of(dict(npz_arrays(path)))
         except (FeedError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise BundleError(f"{path}: not a readable parity record ({error})") from error
         for problem in record._problems():
@@ -531,15 +524,14 @@ class Reference:
         return record
 
     @staticmethod
-    def _of(arrays: Mapping[str, np.ndarray], kept: Mapping[str, int]) -> Reference:
-        """The record whose `_arrays` and `_kept` these are."""
+    def _of(arrays: Mapping[str, np.ndarray]) -> Reference:
+        """The record whose `_arrays` these are."""
         shared = {name: array for name, array in arrays.items() if _shared(name)}
         at_other_k = {}
-        for prefix in dict.fromkeys(found[1] for name in kept if (found := _AT_K.match(name))):
+        for prefix in dict.fromkeys(found[1] for name in arrays if (found := _AT_K.match(name))):
             own = {"y": arrays["dense"], **_group(arrays, prefix)}
-            count = min(len(array) for array in own.values())
-            own = {name: array[:count] for name, array in {**own, **shared}.items()}
-            at_other_k[int(prefix[2:-1])] = Reference._of(own, _group(kept, prefix))
+            count = min(len(array) for array in own.values() if array.ndim)
+            at_other_k[int(prefix[2:-1])] = Reference._of(_first({**own, **shared}, count))
         rounded = None
         if "rounded" in arrays:
             rounded = Rounded(arrays["rounded"], _group(arrays, "rounded/"))
@@ -549,7 +541,7 @@ class Reference:
             dense=arrays["dense"],
             selected=_group(arrays, "selected/"),
             margin=_group(arrays, "margin/"),
-            kept=_group(kept, "kept/"),
+            kept={layer: int(k) for layer, k in _group(arrays, "kept/").items()},
             inputs=_group(arrays, "x/"),
             outputs=_group(arrays, "y/"),
             rounded=rounded,
@@ -577,7 +569,7 @@ class Reference:
         if self.selected.keys() != self.margin.keys() or not self.kept:
             yield "its choices are not complete"
             return
-        yield from self._problems_of_choices()
+        yield from self._problems_of_choices(rounded.selected)
         for k, record in self.at_other_k.items():
             yield from (f"with k = {k}, {problem}" for problem in record._problems())
             if (
@@ -586,9 +578,9 @@ class Reference:
             ):
                 yield f"the results with k = {k} are not complete"
 
-    def _problems_of_choices(self) -> Iterator[str]:
+    def _problems_of_choices(self, rounded: Mapping[str, np.ndarray]) -> Iterator[str]:
         """Why its choices are invalid."""
-        for name, sets in (self.rounded.selected if self.rounded else {}).items():
+        for name, sets in rounded.items():
             if name not in self.selected or sets.shape != self.selected[name].shape:
                 yield f"'rounded/{name}' has the shape {sets.shape}"
         for name, sets in self.selected.items():
@@ -598,14 +590,15 @@ class Reference:
     def observed(self, values: Mapping[str, str]) -> dict[str, int]:
         """Returns the ONNX element types of the values with recorded choices, by name."""
         types = {"f": onnx.TensorProto.FLOAT, "i": onnx.TensorProto.INT64}
-        found: dict[str, int] = {}
-        for one in (*self.at_other_k.values(), self):
-            chosen = {choice: sets.dtype.kind for choice, sets in one.selected.items()}
-            found |= {name: types[chosen[c]] for c, name in values.items() if c in chosen}
-        return found
+        chosen = {
+            choice: types[sets.dtype.kind]
+            for reference in (*self.at_other_k.values(), self)
+            for choice, sets in reference.selected.items()
+        }
+        return {name: chosen[choice] for choice, name in values.items() if choice in chosen}
 
 
-def holds_coefficients(chosen: np.ndarray) -> bool:
+def has_coefficients(chosen: np.ndarray) -> bool:
     """Whether a choice has coefficients [s, m, n], not the indices of a set [s, k]."""
     return chosen.dtype.kind == "f"
 
@@ -615,15 +608,13 @@ def _shared(name: str) -> bool:
     return name in ("x", "dense") or name.startswith("x/")
 
 
-def _group(arrays: Mapping[str, Item], prefix: str) -> dict[str, Item]:
+def _first(arrays: Mapping[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
+    """The values of the first inputs."""
+    return {name: array[:count] if array.ndim else array for name, array in arrays.items()}
+
+
+def _group(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
-
-
-def chunks(arrays: Fields, size: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the inputs in batches of `size`; the last may be smaller."""
-    count = len(next(iter(arrays.values())))
-    for start in range(0, count, size):
-        yield {name: array[start : start + size] for name, array in arrays.items()}
 
 
 def not_compared(reached: Mapping[str, frozenset[int]], experts: Mapping[str, int]) -> str:
@@ -709,7 +700,7 @@ class Comparison:
             self._first = expected
             for size in self.probed:
                 if size != self.batch:
-                    self._at_sizes["batch", size] = self._compared(self._probe(size), size)
+                    self._at_sizes["batch", size] = self._compared(self._first_inputs(size), size)
         for k, other in expected.at_other_k.items():
             if k not in self._at_other_k:
                 self._at_other_k[k] = replace(self, k=k, probed=())
@@ -726,10 +717,6 @@ class Comparison:
         It is the reference for other graphs in the same precision.
         """
         values, sets = self._run(expected, self.batch)
-        sets = {
-            name: chosen if holds_coefficients(chosen) else np.sort(chosen, axis=-1)
-            for name, chosen in sets.items()
-        }
         others = {
             k: replace(self, k=k, probed=()).with_rounded(other)
             for k, other in expected.at_other_k.items()
@@ -750,7 +737,7 @@ class Comparison:
         parity = self.parity()
         if parity.k in self._at_other_k:
             return self._at_other_k[parity.k].worst
-        return self._worst if parity.batch is None else self._probe(parity.batch)
+        return self._worst if parity.batch is None else self._first_inputs(parity.batch)
 
     def parity(self) -> Parity:
         """Returns how far the graph is off, over all inputs that were added.
@@ -787,7 +774,7 @@ class Comparison:
         outputs: dict[str, list[np.ndarray]] = {name: [] for name in names}
         chosen: dict[str, list[np.ndarray | None]] = {name: [] for name in compared}
         first = self.session.input_name
-        for part in chunks(expected.feeds(first), batch):
+        for part in rebatched([expected.feeds(first)], batch):
             x = part[first]
             values = self.session.run(part if len(part) > 1 else x, self.k)
             for name in names:
@@ -795,15 +782,15 @@ class Comparison:
             for name, value in compared.items():
                 wanted = (len(x), *expected.selected[name].shape[1:])
                 chosen[name].append(_as_recorded(name, values[value], wanted))
-        sets = {
-            name: [each for each in parts if each is not None] for name, parts in chosen.items()
+        recorded = {
+            name: [part for part in parts if part is not None] for name, parts in chosen.items()
         }
         return (
             {name: np.concatenate(parts) for name, parts in outputs.items()},
-            {n: np.concatenate(parts) for n, parts in sets.items() if len(parts) == len(chosen[n])},
+            {n: np.concatenate(p) for n, p in recorded.items() if len(p) == len(chosen[n])},
         )
 
-    def _probe(self, size: int) -> Reference:
+    def _first_inputs(self, size: int) -> Reference:
         """The first inputs, repeated (`again`) if there are fewer than `size`."""
         return self._first.rows(again(len(self._first.x), size, self.together))
 
@@ -838,7 +825,7 @@ class Comparison:
         may, at each number.
         """
         bounds, usual = self.tolerance, _by_output(self._results)
-        far = max(*(part.margin for part in self._results), bounds.tie * _FAR[axis])
+        far = max(*(part.margin for part in self._results), bounds.tie * _FAR_APART[axis])
         wrong = int(probe.wrong.sum())
         if axis == "batch":
             rows = again(len(self._first.x), size, self.together)
@@ -882,7 +869,10 @@ def _as_recorded(name: str, array: np.ndarray, wanted: tuple[int, ...]) -> np.nd
     same_k = array.ndim > 0 and array.shape[-1] == wanted[-1]
     if not same_k or not (of_tokens or array.shape == wanted):
         raise ParityError(f"layer {name}: choices {array.shape} for {wanted} in the reference")
-    return array.reshape(wanted) if array.size == math.prod(wanted) else None
+    if array.size != math.prod(wanted):
+        return None
+    array = array.reshape(wanted)
+    return array if has_coefficients(array) else np.sort(array, axis=-1)
 
 
 def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
@@ -1091,7 +1081,7 @@ class Distance:
     @property
     def usual_rel(self) -> float:
         """The largest difference of all inputs but the outliers, in their scales."""
-        return _usual(self._beyond())
+        return _largest_usual(self._beyond())
 
     @property
     def loudness(self) -> tuple[float, float]:
@@ -1105,13 +1095,16 @@ class Distance:
 
     def within(self, bounds: Tolerance) -> bool:
         """Whether the inputs are within the bounds, each in its own scale."""
-        usual = _usual(self._beyond(bounds.atol)) <= bounds.rtol
+        usual = _largest_usual(self._beyond(bounds.atol)) <= bounds.rtol
         return usual and self.within_outliers(bounds)
 
     def within_outliers(self, bounds: Tolerance) -> bool:
         """Whether each input is within the bounds of an outlier."""
         largest = float(self._beyond(bounds.atol).max(initial=0.0))
-        return largest <= bounds.outlier * bounds.rtol and not self.turned(bounds.least_cosine)
+        loud = self.counted & (self.own >= self.scale())
+        # A few numbers have no clear direction.
+        turned = self.numbers >= FEW_NUMBERS and (self.cosine[loud] < bounds.least_cosine).any()
+        return largest <= bounds.outlier * bounds.rtol and not turned
 
     def near(self, usual: Distance, bounds: Tolerance) -> bool:
         """Whether a few inputs with another number of tokens are not too far off.
@@ -1126,13 +1119,6 @@ class Distance:
         """The difference of each counted input beyond `atol`, in its scale."""
         excess: np.ndarray = (np.maximum(0.0, self.off - atol) / self.scale())[self.counted]
         return excess
-
-    def turned(self, least: float) -> bool:
-        """Whether a cosine is below `least`, among inputs whose outputs have a clear direction."""
-        if self.numbers < FEW_NUMBERS:
-            return False
-        loud = self.counted & (self.own >= self.scale())
-        return bool((self.cosine[loud] < least).any())
 
     def like(self, other: Distance, rows: np.ndarray, bounds: Tolerance) -> bool:
         """Whether inputs in another batch are within the bounds, or as far off as in the usual one.
@@ -1152,7 +1138,7 @@ class Distance:
         return Distance(**joined, numbers=min(part.numbers for part in parts))
 
 
-def _usual(relative: np.ndarray) -> float:
+def _largest_usual(relative: np.ndarray) -> float:
     """The largest value without the outliers."""
     if not relative.size:
         return 0.0
@@ -1194,7 +1180,7 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def _jaccard(actual: np.ndarray, expected: np.ndarray) -> float:
     """The mean overlap of two choices: of sets of experts [s, k], or of non-zero coefficients."""
-    if holds_coefficients(expected):
+    if has_coefficients(expected):
         one, other = actual > 0, expected > 0
         shares = (one & other).sum(axis=-1) / np.maximum(1, (one | other).sum(axis=-1))
         return float(shares.mean())
@@ -1215,13 +1201,13 @@ def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -
     Below FP32 rounding before a layer moves its coefficients, so only experts that one of the two
     has dropped count.
     """
-    if holds_coefficients(expected):
+    if has_coefficients(expected):
         off = np.abs(actual - expected)
         if tolerance.routing < 1.0:
             off = np.where((actual > 0) == (expected > 0), 0.0, off)
         different: np.ndarray = (off > tolerance.coefficient).any(axis=-1)
         return different
-    other: np.ndarray = (np.sort(actual, axis=-1) != expected).any(axis=-1)
+    other: np.ndarray = (actual != expected).any(axis=-1)
     return other.reshape(len(other), -1)
 
 

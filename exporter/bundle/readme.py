@@ -10,7 +10,7 @@ from ...common.text import markdown, markdown_text, size
 from ...graphs.edits import Edits
 from ...graphs.names import K_INPUT, PRESENT
 from ...graphs.targets import for_cpus, runtime_of
-from ..inputs import PAST_AXIS
+from ..inputs import PAST_AXIS, shape_text
 from ..session import CPU, CUDA, NO_KLEIDIAI
 from .manifest import MANIFEST_FILE, FileRecord, LayerRecord, Manifest, TensorSpec
 from .parity import Parity, describe, sized_files
@@ -46,7 +46,8 @@ def readme(manifest: Manifest, steps: Sequence[Step] = ()) -> str:
     source = manifest.source
     contents = CONTENTS | {name: text for step in steps for name, text in step.contents.items()}
     computed = {layer.name: _computed(layer) for layer in manifest.layers}
-    merged = {merge.layer: "merged into one" for merge in _edits(manifest).merged}
+    edits = Edits.from_records(manifest.edits, MANIFEST_FILE)
+    merged = {merge.layer: "merged into one" for merge in edits.merged}
     chosen = _chosen([text for name, text in computed.items() if name not in merged])
     selects = any(layer.k is None or layer.k < layer.experts for layer in manifest.layers)
     layers = [
@@ -63,6 +64,8 @@ def readme(manifest: Manifest, steps: Sequence[Step] = ()) -> str:
         (f"`{name}`", f"{record.bytes:,}", contents.get(name) or _content(manifest, name))
         for name, record in manifest.files.items()
     ]
+    together = manifest.together
+    multiples = f", the batch any multiple of {together}" if together > 1 else ""
     notes = [markdown_text(note) for note in manifest.notes]
     if manifest.engines:
         from ..tensorrt.records import engine_page  # needed for engines only
@@ -79,7 +82,7 @@ def readme(manifest: Manifest, steps: Sequence[Step] = ()) -> str:
         * selects,
         f"It was made from weights of the family `{source.family}` (SHA-256 `{source.sha256}`)"
         + (f" with {markdown_text(config)}." if config else "."),
-        *_edited(manifest),
+        *_edited(edits),
         markdown(("layer", "kind", "experts", "lowering", "precision"), layers),
         *(text for step in steps for text in step.page(manifest)),
         "## Checked against PyTorch",
@@ -90,7 +93,7 @@ def readme(manifest: Manifest, steps: Sequence[Step] = ()) -> str:
         "## Run the graph" if engines else "## Run it",
         _program(manifest),
         f"Input {_ports(manifest.inputs)}, output {_ports(manifest.outputs)}; named axes may have "
-        f"any size{_multiples(manifest.inputs[0])}. `moexport run` and `moexport verify` do the "
+        f"any size{multiples}. `moexport run` and `moexport verify` do the "
         "same from a shell."
         + (f" {ROUTING}" if any("/" in port.name for port in manifest.outputs) else "")
         + (f" {CACHE}" if any(port.default == "empty" for port in manifest.inputs) else ""),
@@ -124,16 +127,11 @@ def _chosen(each: Sequence[str]) -> str:
     return f"k = {' and '.join(different)} experts, by layer"
 
 
-def _edited(manifest: Manifest) -> Iterator[str]:
+def _edited(edits: Edits) -> Iterator[str]:
     """The differences between the model and its weights."""
-    edits = _edits(manifest)
     if edits:
         lines = "\n".join(f"- {markdown_text(text)}" for text in edits.texts())
         yield f"These edits of the MoE layers were made to it:\n\n{lines}"
-
-
-def _edits(manifest: Manifest) -> Edits:
-    return Edits.from_records(manifest.edits, MANIFEST_FILE)
 
 
 ROUTING = "Outputs whose names begin with the name of a layer show which experts it chose."
@@ -165,7 +163,7 @@ def _content(manifest: Manifest, name: str) -> str:
     return engine_files(manifest).get(name, "added by a plugin")
 
 
-def _one(port: TensorSpec) -> str:
+def _least_shape(port: TensorSpec) -> str:
     """The smallest sizes of a port: the fewest inputs, one token, an empty cache."""
     least = {PAST_AXIS: 0, "batch": port.groups_of or 1}
     return ", ".join(
@@ -181,12 +179,7 @@ def _ports(ports: Sequence[TensorSpec]) -> str:
 
 
 def _port(port: TensorSpec) -> str:
-    return f"`{port.name}`: {port.dtype} ({', '.join(map(str, port.shape))})"
-
-
-def _multiples(port: TensorSpec) -> str:
-    """The restriction on the batch if inputs are computed together."""
-    return f", the batch any multiple of {port.groups_of}" if port.groups_of else ""
+    return f"`{port.name}`: {port.dtype} {shape_text(port.shape)}"
 
 
 def _parity(manifest: Manifest) -> str:
@@ -225,12 +218,12 @@ def _where(manifest: Manifest) -> Iterator[str]:
 
 def _program(manifest: Manifest) -> str:
     """The program that runs the main graph on one input of zeros."""
-    k = max(1, min(layer.experts for layer in manifest.layers) // 4)
+    k = max(1, min(manifest.experts.values()) // 4)
     feeds = [
         f'"{K_INPUT}": np.array([{k}], "int64")'
         if port.name == K_INPUT
         else f'"{port.name}": np.{"ones" if port.default == "ones" else "zeros"}'
-        f'(({_one(port)}), "{port.dtype}")'
+        f'(({_least_shape(port)}), "{port.dtype}")'
         for port in manifest.inputs
     ]
     feed = ", ".join(feeds) if len(feeds) < 3 else "\n    " + ",\n    ".join(feeds) + ",\n"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -14,12 +15,12 @@ from ...common.console import Silent
 from ...common.locations import local
 from ...common.option import takes
 from ...common.writing import check_file, whole_file
+from ...data.arrays import npz_array, npz_names
 from ...data.batches import INPUT, rebatched
-from ...data.feeds import batches, count, npz_array, npz_names
+from ...data.feeds import batches, count
 from ...errors import FeedError, OutputError, UsageError
-from ...graphs.names import PRESENT
-from ...graphs.score_names import is_score
-from ...graphs.sizes import DEFAULT_BATCH, AxisRange, parse_range
+from ...graphs.names import PRESENT, is_score
+from ...graphs.sizes import AxisRange
 from ..inputs import check_array, with_axes
 from ..requests import AnyPath, RunRequest
 from ..session import GraphSession
@@ -59,17 +60,17 @@ def run(
     _check_output(output_file, input_file, force=options.force)
     opened = Bundle.open(bundle_path, check=options.check)
     record = opened.manifest
-    fewest = min(layer.experts for layer in record.layers)
+    fewest = min(record.experts.values())
     if k is not None and not 1 <= k <= fewest:
         raise UsageError(f"--k {k}: the model has {fewest} experts", hint=f"use 1 ≤ k ≤ {fewest}")
     port = record.inputs[0]
     total = count(str(input_file), port.name)
-    _check_groups(options.batch_size, total, port, input_file)
-    feed = in_batches(_stacking(input_file, port), _sizes(record, options, total))
+    _check_groups(options.batch_size, total, record.together, input_file)
+    feed = in_batches(_checked_parts(input_file, port), _sizes(record, options, total))
     first = next(feed, None)
     if first is None:
         raise FeedError(f"{input_file} contains no inputs")
-    others = _others(input_file, record.inputs[1:], total)
+    others = _further(input_file, record.inputs[1:], total)
     session = _opened(opened, options, first, k)
     progress.step(f"running {bundle_path.name}", total=total, unit="inputs")
     names = _written(record)
@@ -77,13 +78,12 @@ def run(
         done = 0
         for x in chain([first], feed):
             further = {name: array[done : done + len(x)] for name, array in others.items()}
-            values = session.run({port.name: x, **further} if further else x, k, names)
-            rows.add(values.pop(names[0]), values)
+            rows.add(session.run({port.name: x, **further} if further else x, k, names))
             progress.advance(len(x))
             done += len(x)
-        if total is not None and rows.shape[0] != total:
+        if total is not None and done != total:
             raise FeedError(f"{input_file} changed while it was read")
-    return Outputs(shape=rows.shape, not_finite=rows.not_finite, further=rows.further)
+    return Outputs(rows.shapes.pop(names[0]), rows.not_finite, rows.shapes)
 
 
 def _written(record: Manifest) -> list[str]:
@@ -140,9 +140,8 @@ def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -
     )
 
 
-def _check_groups(size: int | None, total: int | None, port: TensorSpec, source: Path) -> None:
+def _check_groups(size: int | None, total: int | None, together: int, source: Path) -> None:
     """Raises if a group of inputs that are computed together would be incomplete."""
-    together = port.groups_of or 1
     reason = f"the bundle computes {together} inputs together"
     if size is not None and size % together:
         raise UsageError(f"--batch-size {size}: {reason}", hint=f"choose a multiple of {together}")
@@ -155,10 +154,7 @@ def _check_groups(size: int | None, total: int | None, port: TensorSpec, source:
 
 def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRange:
     """The batch sizes: smallest, usual and largest."""
-    axis = record.inputs[0].shape[0]
-    fixed = AxisRange(axis, axis, axis) if isinstance(axis, int) else None
-    known = fixed or (parse_range(record.batch, "--batch") if record.batch else DEFAULT_BATCH)
-    size = options.batch_size
+    known, size = record.batches, options.batch_size
     if not options.runs_graph:  # an engine's profiles limit it
         usual = size or total or known.max
         return AxisRange(1, usual, usual)
@@ -170,7 +166,7 @@ def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRang
     return AxisRange(known.min, size or known.max, known.max)
 
 
-def _others(path: Path, ports: Sequence[TensorSpec], total: int | None) -> dict[str, np.ndarray]:
+def _further(path: Path, ports: Sequence[TensorSpec], total: int | None) -> dict[str, np.ndarray]:
     """The inputs in a file other than the first; missing ones have defaults."""
     if path.suffix != ".npz":
         return {}
@@ -189,7 +185,7 @@ def _others(path: Path, ports: Sequence[TensorSpec], total: int | None) -> dict[
     return arrays
 
 
-def _stacking(path: Path, port: TensorSpec) -> Iterator[np.ndarray]:
+def _checked_parts(path: Path, port: TensorSpec) -> Iterator[np.ndarray]:
     """The inputs of a feed, a few at a time; they must stack, since none may be left out."""
     shape: tuple[int, ...] | None = None
     for part in batches(path, port.name):
@@ -241,57 +237,52 @@ def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nda
 
 
 class _Rows:
-    """An `.npz` archive of an array that grows by rows; a context manager that completes it.
+    """An `.npz` archive of arrays that grow by rows; a context manager that completes it.
 
-    The length is written before the rows: if it is unknown, they are kept until the end, like
-    further arrays, since an archive stores one array after the other.
+    If the number of rows is known, those of the array `name` are written as they come. Others are
+    kept until the end, since an archive stores one array after the other.
     """
 
     def __init__(self, path: Path, name: str, total: int | None) -> None:
-        self.shape: tuple[int, ...] = ()
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.not_finite = 0
-        self._total, self._parts = total, list[np.ndarray]()
-        self._further: dict[str, list[np.ndarray]] = {}
+        self._name, self._total = name, total
+        self._parts: dict[str, list[np.ndarray]] = {}
         self._archive = zipfile.ZipFile(path, "w", zipfile.ZIP_STORED)
-        self._file = self._archive.open(f"{name}.npy", "w", force_zip64=True)
+        self._file: IO[bytes] | None = None
 
     def __enter__(self) -> _Rows:
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._archive:
-            with self._file:  # both are closed, even if the disk is full
-                if self._parts:
-                    self._total = self.shape[0]
-                    self._begin(self._parts[0])
-                    for part in self._parts:
-                        self._file.write(part.tobytes())
-            for name, parts in self._further.items():
-                with self._archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+            if self._file is not None:
+                self._file.close()
+            for name, parts in self._parts.items():
+                with self._open(name) as file:
                     np.lib.format.write_array(file, np.concatenate(parts), allow_pickle=False)
 
-    @property
-    def further(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the further arrays, by name."""
-        return {n: (self.shape[0], *parts[0].shape[1:]) for n, parts in self._further.items()}
+    def add(self, values: Mapping[str, np.ndarray]) -> None:
+        """Adds the rows of a batch."""
+        for name, rows in values.items():
+            self.not_finite += int(rows.size - np.isfinite(rows).sum())
+            before = self.shapes[name][0] if name in self.shapes else 0
+            self.shapes[name] = (before + len(rows), *rows.shape[1:])
+            if name == self._name and self._total is not None:
+                self._write(rows, self._total)
+            else:
+                self._parts.setdefault(name, []).append(rows)
 
-    def add(self, y: np.ndarray, further: Mapping[str, np.ndarray]) -> None:
-        """Writes the rows of a batch."""
-        self.not_finite += sum(int(a.size - np.isfinite(a).sum()) for a in (y, *further.values()))
-        for name, array in further.items():
-            self._further.setdefault(name, []).append(array)
-        if not self.shape and self._total is not None:
-            self._begin(y)
-        self.shape = (len(y) + (self.shape[0] if self.shape else 0), *y.shape[1:])
-        if self._total is None:
-            self._parts.append(y)
-        else:
-            self._file.write(np.ascontiguousarray(y).tobytes())
+    def _write(self, rows: np.ndarray, total: int) -> None:
+        if self._file is None:
+            self._file = self._open(self._name)
+            header = {
+                "descr": np.lib.format.dtype_to_descr(rows.dtype),
+                "fortran_order": False,
+                "shape": (total, *rows.shape[1:]),
+            }
+            np.lib.format.write_array_header_2_0(self._file, header)
+        self._file.write(np.ascontiguousarray(rows).tobytes())
 
-    def _begin(self, y: np.ndarray) -> None:
-        header = {
-            "descr": np.lib.format.dtype_to_descr(y.dtype),
-            "fortran_order": False,
-            "shape": (self._total, *y.shape[1:]),
-        }
-        np.lib.format.write_array_header_2_0(self._file, header)
+    def _open(self, name: str) -> IO[bytes]:
+        return self._archive.open(f"{name}.npy", "w", force_zip64=True)

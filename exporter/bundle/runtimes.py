@@ -5,10 +5,10 @@ TensorRT runs engines, compiled from graphs; it is imported only for these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...common.option import declared, panels_for
 from ...common.registry import Registry, left_out
@@ -16,12 +16,7 @@ from ...common.text import near_miss
 from ...errors import UsageError
 from ...graphs.targets import TARGETS, Precision, Target, TargetRecord, runtime_of
 from ..session import OWN_OPTIONS, Session, SessionOptions, check_provider
-from .manifest import Check, Manifest
-
-if TYPE_CHECKING:
-    from ...common.console import Progress
-    from ..tensorrt.options import EngineOptions
-    from .parity import Reference, Tolerance
+from .manifest import Manifest
 
 
 def _onnxruntime_options(
@@ -29,10 +24,6 @@ def _onnxruntime_options(
 ) -> SessionOptions:
     assert record.provider is not None, "this target runs engines instead of graphs"
     return SessionOptions(provider=record.provider, threads=threads, spin_ms=spin_ms)
-
-
-def _options(record: TargetRecord, threads: int | None, spin_ms: float | None) -> SessionOptions:
-    return SessionOptions(runtime=record.runtime, threads=threads)
 
 
 def _has_provider(record: TargetRecord) -> None:
@@ -62,7 +53,9 @@ class RuntimeRecord:
     open: Callable[[Path | str, SessionOptions | None], Session]
     takes: tuple[str, ...] = ()
     extra: str | None = None
-    options: Callable[[TargetRecord, int | None, float | None], SessionOptions] = _options
+    options: Callable[[TargetRecord, int | None, float | None], SessionOptions] = (
+        lambda record, threads, _: SessionOptions(runtime=record.runtime, threads=threads)
+    )
     check_runs: Callable[[TargetRecord], None] = lambda *_: None
     state: Callable[[], str] = lambda: ""
     check_computes: Callable[[Precision, Target], None] = lambda *_: None
@@ -96,19 +89,17 @@ def owner_of(option: str) -> tuple[str, str]:
 
 def of_plugins() -> dict[str, Any]:
     """Returns the session options of plugins, with their defaults."""
-    panels = panels_for(("run",), ())
     return {
         name: field.default
-        for panel in panels
+        for panel in panels_for(("run",), ())
         for name, (field, _) in declared(panel.options).items()
     }
 
 
 def check_options(options: SessionOptions) -> None:
     """Raises `UsageError` for an option that the named runtime does not accept."""
-    own = SessionOptions()
-    theirs = of_plugins() if options.of_plugins else {}  # loads the plugins
-    defaults = theirs | {name: getattr(own, name) for name in OWN_OPTIONS}
+    defaults = {name: getattr(SessionOptions(), name) for name in OWN_OPTIONS}
+    defaults |= of_plugins() if options.of_plugins else {}  # loads the plugins
     stated = {name: getattr(options, name) for name in OWN_OPTIONS} | {**options.of_plugins}
     for name, value in stated.items():
         is_default = name in defaults and value == defaults[name]
@@ -143,56 +134,10 @@ def options_for(
 
 
 def check_runs(target: Target) -> None:
-    """Raises `MissingExtraError`, `UsageError` or `EngineError` if its graphs cannot run here.
-
-    Engines are checked by `check_engine`.
-    """
+    """Raises `MissingExtraError`, `UsageError` or `EngineError` if its graphs cannot run here."""
     RUNTIMES[runtime_of(target)].check_runs(TARGETS[target])
 
 
 def check_computes(precision: Precision, target: Target) -> None:
     """Raises a `MoexportError` if a target's runtime here cannot compute in a precision."""
     RUNTIMES[runtime_of(target)].check_computes(precision, target)
-
-
-def check_engine(target: Target, engine: EngineOptions | bool | None) -> None:
-    """Raises, before an export begins, if a requested engine cannot be built.
-
-    Without a request nothing is raised: `with_engines` reports what is missing.
-    """
-    if engine is None or engine is False:
-        return
-    from ..tensorrt.engines import check_for_export
-
-    check_for_export(target, engine)
-
-
-def with_engines(
-    directory: Path, manifest: Manifest, engine: EngineOptions | bool | None, progress: Progress
-) -> Manifest:
-    """Returns a new bundle's manifest with the engines of its target, built into its folder."""
-    if not TARGETS[manifest.target].compiled or engine is False:
-        return manifest
-    from ..tensorrt.engines import build_for_export
-
-    return build_for_export(directory, manifest, engine, progress)
-
-
-def engine_checks(
-    directory: Path,
-    manifest: Manifest,
-    expected: Reference | None,
-    bounds: Callable[[bool], Tolerance],
-    *,
-    trust: bool,
-) -> Iterator[Check]:
-    """Yields the checks of a bundle's engines, which run with the inputs of a reference.
-
-    `bounds` returns the bounds for an engine with or without TF32. Engines that were built
-    elsewhere only run with `trust`.
-    """
-    if not manifest.engines:
-        return
-    from ..tensorrt.verify import checks
-
-    yield from checks(directory, manifest, expected, bounds, trust=trust)

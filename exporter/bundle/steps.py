@@ -31,19 +31,6 @@ class Export(Protocol):
     def writes_text(self) -> bool: ...
 
 
-def _refuses_nothing(options: ExportOptions) -> None:
-    del options
-
-
-def _unchanged(options: ExportOptions) -> ExportOptions:
-    return options
-
-
-def _read_as_asked(reading: LoadRequest, request: ExportOptions, source: str) -> LoadRequest:
-    del request, source
-    return reading
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """A plugin's part in an export.
@@ -60,13 +47,13 @@ class Step:
 
     name: str
     asked: Callable[[ExportOptions], bool] = lambda _: False
-    refuses: Callable[[ExportOptions], None] = _refuses_nothing
-    change: Callable[[ExportOptions], ExportOptions] = _unchanged
+    refuses: Callable[[ExportOptions], None] = lambda _: None
+    change: Callable[[ExportOptions], ExportOptions] = lambda options: options
     check: Callable[[ExportOptions, Model | None], Iterable[Mistake]] = lambda _options, _model: ()
-    finish: Callable[[Export, Path, Manifest], Manifest] | None = None
+    finish: Callable[[Export, Path, Manifest], Manifest] = lambda _job, _folder, manifest: manifest
     copies: int = 0
     page: Callable[[Manifest], Iterable[str]] = lambda _: ()
-    reading: Callable[[LoadRequest, ExportOptions, str], LoadRequest] = _read_as_asked
+    reading: Callable[[LoadRequest, ExportOptions, str], LoadRequest] = lambda reading, *_: reading
     contents: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -15,9 +15,10 @@ from ...common.environment import cpu_features
 from ...common.files import sha256
 from ...data.batches import Feed
 from ...errors import MissingExtraError, MoexportError, PluginError
-from ...graphs.sizes import DEFAULT_BATCH, PARITY_BATCHES, parse_range
+from ...graphs.sizes import PARITY_BATCHES
 from ...graphs.targets import Target, for_cpus, runtime_of
 from ..session import CPU, Session, SessionOptions
+from .fp16_emulation import nodes_in
 from .manifest import (
     MANIFEST_FILE,
     Check,
@@ -43,11 +44,17 @@ from .parity import (
     sized_files,
     tolerance_of,
 )
-from .runtimes import RUNTIMES, engine_checks, opened
+from .runtimes import RUNTIMES, opened
 
 AS_RECORDED = "SHA-256 as recorded"
 
 CHANGED = "the content has changed"
+
+NEVER_COMPARED = "the bundle was exported with --no-verify: no reference"
+
+REFERENCE_MISSING = (
+    f"{MANIFEST_FILE} records a comparison but does not list {PARITY_FILE}: it is incomplete"
+)
 
 LARGE_WEIGHTS_BYTES = 1 << 27
 """Above this a check runs without copies of weights: slower, but in a third of the memory."""
@@ -95,14 +102,18 @@ def checks(
             bounds = _bounds(directory, manifest, graph, atol, rtol)
             yield _parity_check(directory, manifest, graph, expected, bounds)
 
-    def on_gpus(tf32: bool) -> Tolerance:
-        bounds = _bounds(directory, manifest, None, atol, rtol)
-        usual = atol is None and rtol is None
-        return on_gpu(bounds, manifest.precision, tf32=tf32) if usual else bounds
+    if manifest.engines:
+        from ..tensorrt.verify import checks as engine_checks  # loaded if a bundle has an engine
 
-    yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
+        def on_gpus(tf32: bool) -> Tolerance:
+            bounds = _bounds(directory, manifest, None, atol, rtol)
+            usual = atol is None and rtol is None
+            return on_gpu(bounds, manifest.precision, tf32=tf32) if usual else bounds
+
+        yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
     if expected is None:
-        yield Check("parity", False, _why_no_reference(manifest))
+        never = manifest.parity is None and all(graph.parity is None for graph in manifest.graphs)
+        yield Check("parity", False, NEVER_COMPARED if never else REFERENCE_MISSING)
     if manifest.answers or data is not None:
         from ..checks.bundle import data_checks, recorded_checks  # few bundles have either
 
@@ -232,13 +243,6 @@ def _listed(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
-def _why_no_reference(manifest: Manifest) -> str:
-    """Why there is no reference: the bundle was never compared, or has lost it."""
-    if manifest.parity is None and all(graph.parity is None for graph in manifest.graphs):
-        return "the bundle was exported with --no-verify: no reference"
-    return f"{MANIFEST_FILE} records a comparison but does not list {PARITY_FILE}: it is incomplete"
-
-
 def _bounds(
     directory: Path,
     manifest: Manifest,
@@ -258,23 +262,20 @@ def _bounds(
     fp32 = usual == TOLERANCES["fp32"]
     if fp32 and bounds.rtol > usual.rtol and graph is not None and _rounds(directory / graph.file):
         usual = replace(usual, rtol=ROUNDED_RTOL)
-    held = bounds.no_wider(usual)
+    bounds = bounds.narrower(usual)
     if fp32 and (atol, rtol) != (None, None):
-        held = replace(held, roundings=math.inf)
-    return held.asked(atol, rtol)
+        bounds = replace(bounds, roundings=math.inf)
+    return bounds.with_user_bounds(atol, rtol)
 
 
 def _rounds(path: Path) -> bool:
     """Whether a graph rounds values to BF16 on the way, as some published code does."""
-    pending = [onnx.load(path, load_external_data=False).graph]
-    while pending:
-        graph = pending.pop()
-        for node in graph.node:
-            attributes = {attribute.name: attribute for attribute in node.attribute}
-            if node.op_type == "Cast" and attributes["to"].i == onnx.TensorProto.BFLOAT16:
-                return True
-            pending += [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
-    return False
+    return any(
+        attribute.name == "to" and attribute.i == onnx.TensorProto.BFLOAT16
+        for node in nodes_in(onnx.load(path, load_external_data=False).graph)
+        if node.op_type == "Cast"
+        for attribute in node.attribute
+    )
 
 
 def _parity_check(
@@ -295,8 +296,7 @@ def _parity_check(
         absent = isinstance(error, MissingExtraError | PluginError)
         return Check(name, False, error.message, error.hint if absent else None)
     detail = describe(parity)
-    experts = {layer.name: layer.experts for layer in manifest.layers}
-    missing = not_compared(expected.compared(experts), experts)
+    missing = not_compared(expected.compared(manifest.experts), manifest.experts)
     detail += f"; {missing}" if missing else ""
     if bounds.rtol == ROUNDED_RTOL > tolerance_of(manifest.precision).rtol:
         detail += f"; the bound is {bounds.rtol:g} of max|y|, since the graph rounds to BF16"
@@ -324,15 +324,12 @@ def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]
 
     They are those of the export; if it recorded none, the smallest.
     """
-    port = manifest.inputs[0]
-    if isinstance(port.shape[0], int):
-        return port.shape[0], ()
-    of = port.groups_of or 1
-    known = parse_range(manifest.batch, "--batch") if manifest.batch else DEFAULT_BATCH
-    usual = known.compared(of)
+    known, of = manifest.batches, manifest.together
+    if known.fixed:
+        return known.opt, ()
     sizes = (graph.parity or {}).get("batches", ())
     compared = [size for size in sizes if isinstance(size, int) and size > 0]
-    return usual, compared or [known.nearest(size * of) for size in PARITY_BATCHES]
+    return known.compared(of), compared or [known.nearest(size * of) for size in PARITY_BATCHES]
 
 
 def _compared(
@@ -354,7 +351,7 @@ def _compared(
         tolerance=bounds,
         k=expected.main_k if manifest.k == "input" else None,
         probed=probed,
-        together=manifest.inputs[0].groups_of or 1,
+        together=manifest.together,
     )
     comparison.add(expected)
     for tokens, file in sized_files(manifest.files).items():

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import onnx_ir as ir
@@ -57,8 +56,8 @@ class Stored:
 
     def part(self, index: int) -> Stored:
         """The `index`-th part along the first axis, in the same bytes."""
-        part = Stored(offset=0, shape=self.shape[1:], dtype=self.dtype)
-        return Stored(offset=self.offset + index * part.bytes, shape=part.shape, dtype=self.dtype)
+        shape = self.shape[1:]
+        return Stored(self.offset + index * size_of(shape, self.dtype), shape, self.dtype)
 
     def external(self, name: str) -> ir.ExternalTensor:
         """The tensor as external data of an ONNX file next to the weights file."""
@@ -97,12 +96,7 @@ class WeightsWriter:
     def __enter__(self) -> WeightsWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         self._reading.end()
 

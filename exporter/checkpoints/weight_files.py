@@ -317,7 +317,7 @@ def _check_archives(*paths: Path) -> None:
 
 
 def _read_npz(path: Path) -> dict[str, Any]:
-    from ...data.feeds import npz_arrays  # needed for this format only
+    from ...data.arrays import npz_arrays  # needed for this format only
 
     try:
         with warnings.catch_warnings():

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ...common.locations import local
+from ...data.arrays import npz_archive, npz_names
 from ...data.batches import (
     IGNORED,
     IMAGE,
@@ -25,7 +26,7 @@ from ...data.batches import (
     rebatched,
     row_count,
 )
-from ...data.feeds import named_batches, npy_array, npz_archive, npz_names
+from ...data.feeds import named_batches
 from ...data.shards import shard_batches, shards_of
 from ...errors import FeedError
 from ..inputs import Ports, fitted_arrays
@@ -53,7 +54,7 @@ class Score:
         return f"{self.right / self.of:.1%} ({self.right:,} of {self.of:,})"
 
 
-def one_per_sample(y: np.ndarray, labels: Labels | None) -> np.ndarray:
+def one_per_sample(y: np.ndarray, labels: Labels | None = None) -> np.ndarray:
     """Returns scores [b, 1, c] of a head that sees a vector as one token as [b, c]; else y."""
     tokens = labels is not None and labels.shape == y.shape[:2]
     return y[:, 0] if y.ndim == 3 and y.shape[1] == 1 and not tokens else y
@@ -193,7 +194,7 @@ def of_images(data: Feed) -> bool:
         return False
     shards = shards_of(data)
     if shards is not None:
-        return any(IMAGE in fields for _, fields in islice(shard_batches(shards, npy_array), 1))
+        return any(IMAGE in fields for _, fields in islice(shard_batches(shards), 1))
     path = local(data)
     if path.is_dir():
         return not any(path.glob("*.npy"))

@@ -16,7 +16,7 @@ import numpy as np
 from ...data.batches import LABEL, OUTPUT, Feed, Fields, rebatched, row_count
 from ...errors import FeedError, ParityError
 from ..bundle.parity import ROUNDED_RTOL, TOLERANCES, Tolerance
-from ..reference import EXACT_BYTES, Network, pages_given_back, run_untouched, weights_bytes
+from ..reference import EXACT_BYTES, Network, releasing_pages, run_untouched, weights_bytes
 from .accuracy import (
     COUNT,
     WHOLE,
@@ -211,7 +211,7 @@ class _Results:
         theirs = {name: part.pop(name) for name in outputs if name in part}
         labels = part.pop(LABEL, None)
         x = arrays_of(part, self.model, fixed)
-        with pages_given_back(self.model):
+        with releasing_pages(self.model):
             ours = dict(zip(outputs, run_untouched(self.model, x), strict=True))
         self.inputs += row_count(x)
         self.scored &= labels is not None
@@ -301,7 +301,7 @@ def _tied_inputs(model: Model, x: Fields) -> np.ndarray:
     """The inputs [b] for which rounding may change the choices of the untouched model."""
     ours = model.module if model.as_trained is None else model.as_trained
     trained = replace(model, module=ours, as_trained=None)
-    kept = {name: layer.spec.trained_k for name, layer in trained.layers.items()}
+    kept = trained.trained_k
     rows = row_count(x)
     tied = np.zeros(rows, dtype=bool)
     for _, margin in Network(trained, ours, kept).computed(x).choices.values():

@@ -11,7 +11,6 @@ import numpy as np
 from ...data.batches import LABEL, Feed, Fields, rebatched, row_count
 from ...errors import FeedError
 from ...graphs.names import K_INPUT
-from ...graphs.sizes import DEFAULT_BATCH, parse_range
 from ..bundle.manifest import Check, Manifest, TensorSpec
 from ..bundle.parity import OUTLIERS, Reference, Tolerance
 from ..session import Session
@@ -90,7 +89,7 @@ def data_checks(
         tuple(port for port in manifest.inputs if port.name != K_INPUT), tuple(manifest.outputs)
     )
     size, fixed = _batch(manifest)
-    k = min(layer.experts for layer in manifest.layers) if manifest.k == "input" else None
+    k = min(manifest.experts.values()) if manifest.k == "input" else None
     whole = _computes_the_model(expected, k)
     at_k = "" if k is None else f" with k = {k}"
     if isinstance(data, Iterator):
@@ -195,7 +194,7 @@ def _batch(manifest: Manifest) -> tuple[int, dict[str, int]]:
     port = manifest.inputs[0]
     if isinstance(port.shape[0], int):
         return port.shape[0], {"batch": port.shape[0]}
-    sizes = parse_range(manifest.batch, "--batch") if manifest.batch else DEFAULT_BATCH
+    sizes = manifest.batches
     of = port.groups_of or sizes.min
     size = of * max(1, min(BATCH, sizes.max) // of)
     return size, {"batch": size} if of > 1 else {}

@@ -14,7 +14,7 @@ import numpy as np
 from ...data.batches import Fields
 from ...errors import BundleError
 from ..bundle.manifest import GraphRecord, Manifest
-from ..bundle.parity import Reference, holds_coefficients
+from ..bundle.parity import Reference, has_coefficients
 from ..session import Session
 
 CHOICES = "choices"
@@ -44,7 +44,7 @@ def by_input(
     by_token = chosen.reshape(rows, -1, chosen.shape[-1])
     mask = real_tokens(inputs, rows, by_token.shape[1])
     real = np.ones((*by_token.shape[:2], 1), bool) if mask is None else mask[..., None]
-    if holds_coefficients(chosen):
+    if has_coefficients(chosen):
         return (by_token * real).sum(axis=1, dtype=np.float64), np.zeros(rows)
     if by_token.shape[2] >= experts:
         return None
@@ -123,7 +123,7 @@ def choices_of(
 
     `k` is the number of experts if that is an input.
     """
-    experts = {layer.name: layer.experts for layer in manifest.layers}
+    experts = manifest.experts
     found = Choices()
     for x in batches:
         rows = len(next(iter(x.values())))

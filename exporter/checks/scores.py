@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from ...common.console import Progress
-from ...data.batches import Fields
+from ...data.batches import Fields, rebatched
 from ..bundle.manifest import GraphRecord, Manifest
-from ..bundle.parity import PARITY_FILE, Reference, chunks
+from ..bundle.parity import PARITY_FILE, Reference
 from ..bundle.verify import checking_session
 from ..job import ExportJob
-from ..reference import Network, compared_inputs, kept_experts, pages_given_back, pytorch_bounds
+from ..reference import Network, compared_inputs, kept_experts, pytorch_bounds, releasing_pages
 from .accuracy import Score, measured, output_names, unread_arrays
 from .answers import Answers, answers_of, what_pytorch_is
 from .choices import CHOICES, Choices, choices_of, chosen_k
@@ -74,7 +74,7 @@ def _counted(job: ExportJob, manifest: Manifest, directory: Path, progress: Prog
 
     def batches() -> Iterator[Fields]:
         for x in compared_inputs(job):
-            yield from chunks(x, job.checked_batch)
+            yield from rebatched([x], job.checked_batch)
             progress.advance(len(x[job.model.input.name]))
 
     return choices_of(session, manifest, graph, batches(), chosen_k(manifest, expected))
@@ -132,13 +132,13 @@ def _graph_score(job: ExportJob, graph: GraphRecord, directory: Path) -> Score |
 def _kept_score(job: ExportJob) -> Score | None:
     """PyTorch's accuracy with the experts and edits of the export; None if it is as trained."""
     kept = kept_experts(job, _shared_k(job))
-    trained = {name: layer.spec.trained_k for name, layer in job.model.layers.items()}
+    trained = job.model.trained_k
     if kept == trained and not job.options.renormalize and job.model.as_trained is None:
         return None
 
     def run(x: Fields) -> Mapping[str, np.ndarray]:
         network = Network(job.model, job.model.module, kept, renormalize=job.options.renormalize)
-        with pages_given_back(job.model):
+        with releasing_pages(job.model):
             return dict(zip(output_names(job.model), network.computed(x).outputs, strict=True))
 
     return _score(job, run)

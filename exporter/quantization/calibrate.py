@@ -27,7 +27,7 @@ from ..inputs import feed_batches
 from ..model import Model, fingerprint
 from ..requests import CalibrateRequest
 from ..session import SessionOptions, graph_call
-from ..trace import HELD, Held, trace
+from ..trace import trace, valid_sizes
 
 STANDARD = "onnx"
 """The target of observing graphs: standard ops, which ONNX Runtime has."""
@@ -113,7 +113,7 @@ def find_ranges(
     `traced` is the model's trace for the job's sizes, if it exists. Raises `CalibrationError`
     naming a tensor whose values give no range, and what `observe_model` raises.
     """
-    with job.model.source.changes_told():
+    with job.model.source.reporting_changes():
         observed = observe_model(job, workspace=workspace, progress=progress, traced=traced)
         return observed.table(job.options.method, job.options.share)
 
@@ -149,8 +149,7 @@ def observe_model(
             graph = _write(job, traced.clone(), path)
         progress.step("observing", total=total, unit="inputs")
         together = job.fixed.get(BATCH, job.model.batch_of)
-        held: Held | None = traced.meta.get(HELD)
-        least, _ = (1, None) if held is None else held.bounds.get(BATCH, (1, None))
+        least, _ = valid_sizes(traced).between(BATCH)
         # Inputs that are computed together are observed together.
         whole = (
             rows_between(batch, 0, row_count(batch) // together * together)

@@ -14,7 +14,7 @@ from ...common.option import spelled
 from ...common.writing import scratch_folder
 from ...errors import EngineError, MissingExtraError, UsageError
 from ...graphs.names import K_INPUT, part_of
-from ...graphs.sizes import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
+from ...graphs.sizes import DEFAULT_TOKENS, AxisRange, parse_range
 from ..bundle.manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, TensorSpec
 from . import cache
 from .backends import BACKENDS, Backend, backend_named, first_gpu, gpu_memory_bytes
@@ -165,9 +165,8 @@ def _check_axes(port: TensorSpec, profiles: Sequence[AxisRanges], ranges: AxisRa
 
 def exported_ranges(manifest: Manifest) -> dict[str, AxisRange]:
     """Returns the sizes that the bundle was exported for, by axis."""
-    batch = parse_range(manifest.batch, "--batch") if manifest.batch else DEFAULT_BATCH
-    tokens = parse_range(manifest.tokens, "--tokens") if manifest.tokens else DEFAULT_TOKENS
-    return {"batch": batch, "tokens": tokens}
+    tokens = parse_range(manifest.tokens or DEFAULT_TOKENS, "--tokens")
+    return {"batch": manifest.batches, "tokens": tokens}
 
 
 def engine_file(chosen: Backend, graph: GraphRecord) -> str:

@@ -125,9 +125,10 @@ def _reason(
 ) -> str | None:
     if node.domain not in STANDARD_DOMAINS:
         return f"it does not support the domain {node.domain}"
-    refused = REFUSED_BY[backend.name].get(node.op_type)
-    if node.op_type in NO_IMPORTER or refused is not None:
-        return refused or "its ONNX importer does not support the op"
+    refused = dict.fromkeys(NO_IMPORTER, "its ONNX importer does not support the op")
+    refused |= REFUSED_BY[backend.name]
+    if node.op_type in refused:
+        return refused[node.op_type]
     if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
         return _quantization(node, constants)
     if node.op_type == "TopK":

@@ -71,8 +71,11 @@ def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
     k, v = _unrepeated(k), _unrepeated(last.inputs[1])
     if q is None or k is None or v is None or not (heads_of(q) and heads_of(k) == heads_of(v) != 0):
         return None
-    taken = _same_width(q, k, v) and takes_mask(mask, q, k) and are_float32(q, k, v, mask)
-    if not taken or not (sinks is None or _is_of_heads(sinks, q)):
+    supported = _same_width(q, k, v) and takes_mask(mask, q, k) and are_float32(q, k, v, mask)
+    by_head = sinks is None or (
+        sinks.shape is not None and [*sinks.shape] == [1, heads_of(q), 1, 1]
+    )
+    if not (supported and by_head):
         return None
     joins = [made(value, "Concat") for value in (k, v)]
     joined = None
@@ -96,11 +99,10 @@ def is_plain(attention: DecomposedAttention) -> bool:
 
     For such attention, ONNX Runtime's own op is faster than ONNX's.
     """
-    other = (attention.mask, attention.joined, attention.sinks)
-    sizes = {
-        (heads_of(value), width_of(value)) for value in (attention.q, attention.k, attention.v)
-    }
-    return other == (None, None, None) and len(sizes) == 1
+    further = (attention.mask, attention.joined, attention.sinks)
+    values = (attention.q, attention.k, attention.v)
+    sizes = {(heads_of(value), width_of(value)) for value in values}
+    return further == (None, None, None) and len(sizes) == 1
 
 
 def _same_width(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
@@ -111,11 +113,6 @@ def _same_width(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
     assert q.shape is not None and k.shape is not None and v.shape is not None
     same = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
     return same and v.shape[0] == k.shape[0] and heads_of(q) % heads_of(k) == 0
-
-
-def _is_of_heads(value: ir.Value, q: ir.Value) -> bool:
-    """Returns whether a value has one number per head of q, [1, heads, 1, 1]."""
-    return value.shape is not None and list(value.shape) == [1, heads_of(q), 1, 1]
 
 
 def _before_sinks(softmax: ir.Node, cut: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:

@@ -22,6 +22,7 @@ from ..names import MICROSOFT, PAST
 from ..targets import FUSED_OPSET, FusedOps
 from .decomposed import DecomposedAttention, appended_to, attention_with_sinks, decomposed, is_plain
 from .kernels import are_float32, takes_heads
+from .masks import fuse_cast, fuse_mask, fuse_none_seen, fuse_zero
 from .patterns import (
     HEADS_FIRST,
     flat_before,
@@ -43,8 +44,11 @@ from .patterns import (
 )
 from .residuals import (
     added_before,
+    fuse_bias,
+    fuse_residual,
     is_row_of,
     same_shape,
+    skip_norm,
     without_biases,
 )
 
@@ -54,15 +58,26 @@ ROOT = -0.5
 OF_FUSED_OPSET = frozenset({"Attention", "RotaryEmbedding", "RMSNormalization"})
 """The ONNX ops that fusion adds, which need a recent opset."""
 
+FOR_LAUNCHES: Mapping[str, Callable[[ir.Graph, ir.Node], bool]] = {
+    "LayerNormalization": fuse_residual,
+    "Gelu": fuse_bias,
+    "Mul": fuse_mask,
+    "Less": fuse_none_seen,
+    "Not": fuse_zero,
+    "Cast": fuse_cast,
+}
+"""Fusions for targets on which each node costs a kernel launch, by the op at a pattern's end."""
 
-def fuse(model: ir.Model, ops: FusedOps, *, newest: bool = True) -> None:
+
+def fuse(model: ir.Model, ops: FusedOps, *, newest: bool) -> None:
     """Replaces the patterns in a traced model, in place, by ops in `ops`.
 
     Raises the model's opset if an op needs a newer one and `newest` allows it.
     """
     if not ops.floats:
         return
-    graph, work, fewer = model.graph, _Fusion(model.graph, ops, newest), _launch_fusions(ops)
+    graph, work = model.graph, _Fusion(model.graph, ops, newest)
+    fewer = FOR_LAUNCHES if ops.residuals else {}
     for node in list(graph):
         match node.op_type:
             case "Add" if newest:
@@ -85,15 +100,6 @@ def fuse(model: ir.Model, ops: FusedOps, *, newest: bool = True) -> None:
             model.opset_imports[""] = max(FUSED_OPSET, model.opset_imports[""])
         simplify(model)
         graph.sort()  # other users of a cache may precede the attention that now returns it
-
-
-def _launch_fusions(ops: FusedOps) -> Mapping[str, Callable[[ir.Graph, ir.Node], bool]]:
-    """Returns the target's further fusions, by the op at the end of the pattern."""
-    if not ops.residuals:
-        return {}
-    from .launches import IN_FEWER  # for GPUs only
-
-    return IN_FEWER
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +154,8 @@ class _Fusion:
                         b = Builder(f"{name_of(node)}/rotary")
                         cos_half, sin_half = (self._half(b, table, node) for table in tables)
                         y = b.op("RotaryEmbedding", x, cos_half, sin_half, name="embedded")
-                        self._put(b, node, node.outputs[0], y)
+                        put(self.graph, b, node, node.outputs[0], y)
+                        self.count += 1
                         return
 
     def norm(self, node: ir.Node, root: ir.Node | None) -> None:
@@ -179,9 +186,10 @@ class _Fusion:
             outer, weight = self._gain(scaled, x)
             b = Builder(f"{name_of(outer)}/norm")
             if weight is None:
-                weight = _ones(b, x)
-            if weight is None:
-                return
+                width = None if x.shape is None else x.shape[-1]
+                if not isinstance(width, int):
+                    return
+                weight = b.constant(np.ones(width, dtype=np.float32))
             parts = same_shape(made(x, "Add"))
             if parts is None and not self._newest:
                 return
@@ -189,22 +197,13 @@ class _Fusion:
             if parts is None:
                 y = b.op("RMSNormalization", x, weight, axis=-1, epsilon=epsilon, name="normalised")
             else:
-                y, *unused, total = b.ops(
-                    "SkipSimplifiedLayerNormalization",
-                    *parts,
-                    weight,
-                    names=("normalised", "mean", "inverse", "sum"),
-                    domain=MICROSOFT,
-                    epsilon=epsilon,
-                )
-                for value in unused:  # the kernel does not return it
-                    value.name = ""
-                self.graph.opset_imports.setdefault(MICROSOFT, 1)
-                total.shape, total.type = x.shape, x.type
+                op_type = "SkipSimplifiedLayerNormalization"
+                y, total = skip_norm(self.graph, b, op_type, (*parts, weight), x, epsilon)
                 hidden.append(x)
-            self._put(b, outer, outer.outputs[0], y, hidden=hidden)
+            put(self.graph, b, outer, outer.outputs[0], y, hidden=hidden)
+            self.count += 1
             if parts is not None:
-                self._rename(x, total)
+                rename(self.graph, x, total)
             return
 
     def _gain(self, scaled: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value | None]:
@@ -249,9 +248,10 @@ class _Fusion:
             # They are needed where the first of them is read, before the output.
             for joined, value in zip(parts.joined, present, strict=True):
                 value.shape, value.type = joined.outputs[0].shape, joined.outputs[0].type
-        self._put(b, last, last.outputs[0], y, hidden=[parts.scores])
+        put(self.graph, b, last, last.outputs[0], y, hidden=[parts.scores])
+        self.count += 1
         for joined, value in zip(parts.joined or (), present, strict=True):
-            self._rename(joined.outputs[0], value)
+            rename(self.graph, joined.outputs[0], value)
 
     def _masked_tokens(self, b: Builder, where: ir.Node, y: ir.Value) -> ir.Value:
         """Adds to an output [b, m, heads·w] a node's result for tokens that attend to no token."""
@@ -387,7 +387,7 @@ class _Fusion:
             for node, _ in [*value.uses()] if PAST in str(value.name) else ():
                 bounds = tuple(node.attributes.get_int(name, None) for name in ("start", "end"))
                 if node.op_type == "Shape" and bounds in sizes:
-                    self._rename(node.outputs[0], sizes[bounds])
+                    rename(self.graph, node.outputs[0], sizes[bounds])
 
     def _flat(self, b: Builder, value: ir.Value | None) -> ir.Value | None:
         """Adds a value [b, heads, m, w] as [b, m, heads·w], if it was derived from that."""
@@ -428,25 +428,6 @@ class _Fusion:
             self._halves[table] = b.op("Slice", table, *bounds, name="half")
         return self._halves[table]
 
-    def _put(
-        self,
-        b: Builder,
-        node: ir.Node,
-        old: ir.Value,
-        new: ir.Value,
-        *,
-        hidden: Sequence[ir.Value | None] = (),
-    ) -> None:
-        """Inserts nodes before the one whose output they replace; dead nodes are removed later.
-
-        `hidden` are values that the nodes compute internally.
-        """
-        put(self.graph, b, node, old, new, hidden=hidden)
-        self.count += 1
-
-    def _rename(self, old: ir.Value, new: ir.Value) -> None:
-        rename(self.graph, old, new)
-
 
 def join_products(graph: ir.Graph) -> None:
     """Moves the product of queries, keys and values into ONNX Runtime's attention op."""
@@ -474,12 +455,6 @@ def join_products(graph: ir.Graph) -> None:
         b.insert_before(graph, node)
         ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
         graph.remove([node, split, product], safe=True)
-
-
-def _ones(b: Builder, x: ir.Value) -> ir.Value | None:
-    """Adds a vector of ones with the width of x."""
-    width = None if x.shape is None else x.shape[-1]
-    return b.constant(np.ones(width, dtype=np.float32)) if isinstance(width, int) else None
 
 
 def _half_rotated(value: ir.Value | None) -> ir.Value | None:

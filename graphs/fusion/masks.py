@@ -45,19 +45,19 @@ def fuse_none_seen(graph: ir.Graph, less: ir.Node) -> bool:
     """
     counted, least = made(less.inputs[0], "ReduceSum"), number_in(less.inputs[1])
     cast = None if counted is None else made(counted.inputs[0], "Cast")
-    seen = None if cast is None else cast.inputs[0]
-    if counted is None or seen is None or seen.dtype != ir.DataType.BOOL or len(counted.inputs) < 2:
+    mask = None if cast is None else cast.inputs[0]
+    if counted is None or mask is None or mask.dtype != ir.DataType.BOOL or len(counted.inputs) < 2:
         return False
     axes = integers_in(counted.inputs[1])
     if least is None or not 0 < least <= 1 or axes is None:
         return False
-    for node, _ in seen.uses():
+    for node, _ in mask.uses():
         hides = number_in(node.inputs[2]) if node.op_type == "Where" else None
         if hides is None or hides >= HIDES or number_in(node.inputs[1]) != 0:
             continue
         b = Builder(f"{name_of(less)}/none_seen")
-        kept = counted.attributes.get_int("keepdims", 1)
-        highest = b.op("ReduceMax", node.outputs[0], b.ints(*axes), keepdims=kept, name="highest")
+        keep = counted.attributes.get_int("keepdims", 1)
+        highest = b.op("ReduceMax", node.outputs[0], b.ints(*axes), keepdims=keep, name="highest")
         highest.shape, highest.type = counted.outputs[0].shape, node.outputs[0].type
         y = b.op("Less", highest, b.number(HIDES / 2), name="hidden")
         put(graph, b, less, less.outputs[0], y)

@@ -45,26 +45,34 @@ def fuse_residual(graph: ir.Graph, norm: ir.Node) -> bool:
             break
     used = len(list(x.uses())) > 1 or x.is_graph_output()
     b = Builder(f"{name_of(norm)}/residual")
-    y, *others = b.ops(
-        "SkipLayerNormalization",
-        row,
-        skip,
-        gain,
-        shift[0] if shift else None,
-        bias,
-        names=("normalised", "mean", "inverse", "sum") if used else ("normalised",),
-        domain=MICROSOFT,
-        epsilon=norm.attributes.get_float("epsilon", EPSILON),
-    )
-    graph.opset_imports.setdefault(MICROSOFT, 1)
+    inputs = (row, skip, gain, shift[0] if shift else None, bias)
+    epsilon = norm.attributes.get_float("epsilon", EPSILON)
+    y, total = skip_norm(graph, b, "SkipLayerNormalization", inputs, x, epsilon, summed=used)
     put(graph, b, norm, norm.outputs[0], y, hidden=hidden)
     if used:
-        *unused, total = others
-        for value in unused:  # the kernel does not return it
-            value.name = ""
-        total.shape, total.type = x.shape, x.type
         rename(graph, x, total)
     return True
+
+
+def skip_norm(
+    graph: ir.Graph,
+    b: Builder,
+    op_type: str,
+    inputs: Sequence[ir.Value | None],
+    x: ir.Value,
+    epsilon: float,
+    *,
+    summed: bool = True,
+) -> tuple[ir.Value, ir.Value]:
+    """Adds a norm of a sum as one op; returns the result and, if `summed`, the sum, like x."""
+    names = ("normalised", "mean", "inverse", "sum") if summed else ("normalised",)
+    outputs = b.ops(op_type, *inputs, names=names, domain=MICROSOFT, epsilon=epsilon)
+    for value in outputs[1:-1]:  # the kernel does not return it
+        value.name = ""
+    graph.opset_imports.setdefault(MICROSOFT, 1)
+    y, total = outputs[0], outputs[-1]
+    total.shape, total.type = x.shape, x.type
+    return y, total
 
 
 def fuse_bias(graph: ir.Graph, gelu: ir.Node) -> bool:
@@ -99,7 +107,7 @@ def without_biases(
     b: Builder, inputs: Sequence[ir.Value | None]
 ) -> tuple[list[ir.Value | None], ir.Value | None]:
     """Returns queries, keys and values without their products' biases, and the joined biases."""
-    taken: list[ir.Value | None] = []
+    results: list[ir.Value | None] = []
     biases: list[np.ndarray] = []
     for value in inputs:
         assert value is not None and value.shape is not None
@@ -109,14 +117,14 @@ def without_biases(
         if unbiased is None or tensor is None:
             width = value.shape[-1]
             assert isinstance(width, int)  # the number of heads times their width
-            taken.append(value)
+            results.append(value)
             biases.append(np.zeros(width, dtype=np.float32))
         else:
-            taken.append(unbiased[0])
+            results.append(unbiased[0])
             biases.append(tensor.numpy())
-    if list(inputs) == taken:
-        return taken, None
-    return taken, b.constant(np.concatenate(biases))
+    if list(inputs) == results:
+        return results, None
+    return results, b.constant(np.concatenate(biases))
 
 
 def same_shape(add: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
@@ -128,8 +136,8 @@ def same_shape(add: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
     if x is None or y is None or total is None or x.const_value or y.const_value:
         return None
     known = all(isinstance(size, int) or size.value is not None for size in total)
-    alike = known and len(total) in SKIP_RANKS and x.shape == total == y.shape
-    return (x, y) if alike else None
+    same = known and len(total) in SKIP_RANKS and x.shape == total == y.shape
+    return (x, y) if same else None
 
 
 def is_row_of(weight: ir.Value | None, x: ir.Value) -> bool:

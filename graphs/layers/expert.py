@@ -1,15 +1,20 @@
-"""Activations and normalisations of experts in PyTorch, for every kind of layer."""
+"""Experts of one or two linear maps in PyTorch, for every kind of layer that has them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+
+from ..names import SELECTED
+from .base import MoELayer, MoESpec, StoredPart, frozen_if_any, frozen_matrices
 
 Activation = Literal["gelu", "gelu-tanh", "relu", "silu", "relu2", "softmax", "identity"]
 """`gelu` is the exact form, with erf; `gelu-tanh` the approximation that JAX uses by default;
@@ -63,15 +68,9 @@ class NormWeights:
     g2: Tensor | None = None
     s2: Tensor | None = None
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the existing ones by their names in a bundle."""
-        for name in NORM_WEIGHTS:
-            weight: Tensor | None = getattr(self, name)
-            if weight is not None:
-                yield name, weight
-
 
 NORM_WEIGHTS = ("g1", "s1", "g2", "s2")
+"""Their names in a bundle."""
 
 
 def normalised(z: Tensor, norm: ExpertNorm, gain: Tensor | None, shift: Tensor | None) -> Tensor:
@@ -84,8 +83,8 @@ def normalised(z: Tensor, norm: ExpertNorm, gain: Tensor | None, shift: Tensor |
     return z if shift is None else z + shift
 
 
-class AroundMaps(Protocol):
-    """The parts of an expert around its linear maps, in the specs of all kinds.
+class AroundMaps(MoESpec, Protocol):
+    """The parts of an expert around its linear maps, and `inner`, the width of the first map.
 
     With two maps, y = out(second(act(norm(first(x))))), where out is `out_norm`, then
     `out_activation`; in a gated expert the activation is the gate's. With one, y = out(first(x)).
@@ -101,14 +100,121 @@ class AroundMaps(Protocol):
     def out_norm(self) -> ExpertNorm | None: ...
     @property
     def out_activation(self) -> Activation: ...
-
-
-class Maps(AroundMaps, Protocol):
-    """`AroundMaps` with widths: of the first map, after the activation, and of the outputs."""
-
     @property
     def inner(self) -> int: ...
     @property
-    def hidden(self) -> int: ...
+    def parameters_per_expert(self) -> int: ...
+
+
+class MapsSpec:
+    """The properties that specs of experts with linear maps share."""
+
+    __slots__ = ()
+
+    rewritable: ClassVar[bool] = False
+    quantized_parts: ClassVar[frozenset[str]] = frozenset({"experts"})
+
     @property
-    def out(self) -> int: ...
+    def levels(self: AroundMaps) -> tuple[int, ...]:
+        return (self.experts,)
+
+    @property
+    def parameters_per_expert(self: AroundMaps) -> int:
+        """The number of weights of one expert, without biases."""
+        return self.dim * self.inner + self.hidden * self.out
+
+    def bytes_read(self: AroundMaps, k: int) -> int:
+        """Returns the FP32 bytes of the weights of k experts."""
+        return 4 * k * self.parameters_per_expert
+
+    def quantized_bytes(self: AroundMaps, k: int) -> int:
+        """Returns the FP32 bytes of the same weights: INT8 covers both matrices of an expert."""
+        return self.bytes_read(k)
+
+    def choices(self) -> dict[str, str]:
+        """Returns the name of the chosen experts, int64 [b, k] or [t, k]."""
+        return {"": SELECTED}
+
+
+class ExpertMaps(MoELayer):
+    """A layer whose experts are one or two linear maps each, with the parts of `AroundMaps`."""
+
+    spec: AroundMaps
+
+    def __init__(self, weights: Any) -> None:
+        """Takes the maps `w1` and `w2`, their biases `b1` and `b2`, and `norms`."""
+        super().__init__()
+        self.w1 = frozen_matrices(weights.w1)
+        self.w2 = None if weights.w2 is None else frozen_matrices(weights.w2)
+        self.b1, self.b2 = frozen_if_any(weights.b1), frozen_if_any(weights.b2)
+        self.g1, self.s1 = frozen_if_any(weights.norms.g1), frozen_if_any(weights.norms.s1)
+        self.g2, self.s2 = frozen_if_any(weights.norms.g2), frozen_if_any(weights.norms.s2)
+
+    @abstractmethod
+    def gated(self, hidden: Tensor) -> Tensor:
+        """Computes the activation, with a gate if there is one: [..., inner] to [..., h]."""
+
+    def expert(self, index: int, rows: Tensor) -> Tensor:
+        """Computes expert `index` on rows [..., d]; returns [..., o]."""
+
+        def linear(x: Tensor, maps: nn.Parameter | nn.ParameterList, bias: Tensor | None) -> Tensor:
+            own = None if bias is None else bias[index].to(x.dtype)
+            return F.linear(x, maps[index].to(x.dtype).T, own)
+
+        outputs = linear(rows, self.w1, self.b1)
+        if self.w2 is not None:
+            outputs = linear(self.activate(outputs, index), self.w2, self.b2)
+        return self._outputs(outputs, index)
+
+    def activate(self, hidden: Tensor, index: int | None = None) -> Tensor:
+        """Computes the part between the maps: [..., inner] to [..., h]; all experts if None."""
+        if self.spec.hidden_norm is not None:
+            gain, shift = (self._own(weight, index) for weight in (self.g1, self.s1))
+            hidden = normalised(hidden, self.spec.hidden_norm, gain, shift)
+        return self.gated(hidden)
+
+    def _outputs(self, outputs: Tensor, index: int | None) -> Tensor:
+        """Computes the parts after the last map: [..., o] to [..., o]."""
+        if self.spec.out_norm is not None:
+            gain, shift = (self._own(weight, index) for weight in (self.g2, self.s2))
+            outputs = normalised(outputs, self.spec.out_norm, gain, shift)
+        return activated(outputs, self.spec.out_activation)
+
+    @staticmethod
+    def _own(weight: Tensor | None, index: int | None) -> Tensor | None:
+        """Returns an expert's gain or shift; [n, 1, ·] of all experts if the index is None."""
+        if weight is None:
+            return None
+        return weight[:, None] if index is None else weight[index]
+
+    def stored_experts(self) -> Iterator[StoredPart]:
+        """Yields the experts' weights, one expert at a time.
+
+        A transposed or memory-mapped source is never loaded whole.
+        """
+        spec, ablated = self.spec, self.edits.ablated_in(0)
+        inner, out = (spec.inner,), (spec.out,)
+        sizes = {"w1": (spec.dim, *inner), "b1": inner, "w2": (spec.hidden, *out), "b2": out}
+        sizes |= {"g1": inner, "s1": inner, "g2": out, "s2": out}
+        # An expert whose last map is zero contributes nothing at the same cost. If the first map is
+        # also zero, nothing before the last can overflow.
+        last = {"g2", "s2", "w2", "b2"}
+        some = len(ablated) < spec.experts  # zeros alone have no range
+        if self.w2 is None or (spec.hidden_norm is None and some):
+            last |= {"w1", "b1"}
+        for key, size in sizes.items():
+            weight: nn.Parameter | nn.ParameterList | None = getattr(self, key)
+            if weight is not None:
+                arrays = self._arrays(key, weight, ablated if key in last else ())
+                yield StoredPart(f"experts.{key}", (spec.experts, *size), arrays)
+
+    def _arrays(
+        self, key: str, weight: nn.Parameter | nn.ParameterList, zeroed: Collection[int]
+    ) -> Iterator[np.ndarray]:
+        for e in range(self.spec.experts):
+            array = self.as_stored(key, weight[e].float()).numpy()  # numpy has no bfloat16
+            yield np.zeros_like(array) if e in zeroed else array
+
+    def as_stored(self, key: str, weight: Tensor) -> Tensor:
+        """Returns one expert's weight in the form that the kind's lowerings expect."""
+        return weight

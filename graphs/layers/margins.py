@@ -76,16 +76,16 @@ class _Rankings(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: list[tuple[Tensor, int | None]] | None = []
+        self._rankings: list[tuple[Tensor, int | None]] | None = []
 
     def __torch_function__(
         self, function: Any, _: Any, arguments: tuple[Any, ...] = (), keywords: Any = None
     ) -> Any:
         named = keywords or {}
-        if self._seen is not None:
+        if self._rankings is not None:
             ranking = _ranking(function, arguments, named)
             if ranking is not None:
-                self._seen.append(ranking)
+                self._rankings.append(ranking)
         return function(*arguments, **named)
 
     def margin(self, index: Tensor) -> Tensor:
@@ -95,19 +95,19 @@ class _Rankings(TorchFunctionMode):
         """
         least = torch.full(index.shape[:1], torch.inf)
         # Rankings in this function are not the network's and must not be recorded.
-        rankings, self._seen = self._seen or [], None
-        for scores, listed in rankings:
-            taken = index.shape[-1] if listed is None else listed
+        rankings, self._rankings = self._rankings or [], None
+        for scores, chosen in rankings:
+            k = index.shape[-1] if chosen is None else chosen
             rows = scores.detach().float().reshape(-1, scores.shape[-1])
-            if len(rows) != len(index) or not 0 < taken < rows.shape[1]:
+            if len(rows) != len(index) or not 0 < k < rows.shape[1]:
                 continue
             masked = rows <= _MASKED
-            top = rows.masked_fill(masked, -torch.inf).topk(taken + 1).values
+            top = rows.masked_fill(masked, -torch.inf).topk(k + 1).values
             largest = rows.masked_fill(masked | rows.isinf(), 0).abs().amax(dim=-1).clamp(min=1e-30)
-            gap = top[:, taken - 1] - top[:, taken]
+            gap = top[:, k - 1] - top[:, k]
             gap = gap.nan_to_num(nan=torch.inf, posinf=torch.inf)
             least = torch.minimum(least, gap / largest)
-        self._seen = []
+        self._rankings = []
         return least
 
 
@@ -123,11 +123,11 @@ def _ranking(
     if not isinstance(scores, Tensor):
         return None
     if function in (torch.topk, torch.Tensor.topk):
-        taken = arguments[1] if len(arguments) > 1 else named["k"]
+        k = arguments[1] if len(arguments) > 1 else named["k"]
         axis = arguments[2] if len(arguments) > 2 else named.get("dim", -1)
         largest = arguments[3] if len(arguments) > 3 else named.get("largest", True)
         ranked = scores if largest else -scores
-        return ranked.movedim(axis, -1), int(taken)
+        return ranked.movedim(axis, -1), int(k)
     if function in _SORTS and named.get("descending"):
         return scores.movedim(named.get("dim", -1), -1), None
     if function in _LARGEST:

@@ -80,7 +80,6 @@ class FactorisedSpec:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters in all factors or cores."""
         return sum(prod(shape) for shape in self.shapes)
 
     @property
@@ -196,7 +195,6 @@ class MuMoESpec:
 
     @property
     def form(self) -> Form:
-        """The form of the layer's tensors."""
         return self.tensors[0].form
 
     @property
@@ -205,7 +203,6 @@ class MuMoESpec:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The number of experts of each level."""
         return self.tensors[0].levels
 
     @property
@@ -239,7 +236,6 @@ class MuMoESpec:
 
     @property
     def gate_parameters(self) -> int:
-        """The number of weights in the gating projections."""
         return 0 if self.external_routing else self.dim * sum(self.levels)
 
     @property
@@ -334,10 +330,19 @@ class MuMoE(MoELayer):
         return tuple(map(keep_largest, every, self.spec.k_by_level(keep)))
 
     def _all_coefficients(self, x: Tensor, outside: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the coefficients of each level, from the gate or from outside."""
-        if not self.spec.external_routing:
-            return list(self._activated(self._steered(x)))
-        return list(outside[: len(self.spec.levels)])
+        """Returns the coefficients of each level, activation(norm(x·P_e)) or from outside."""
+        if self.spec.external_routing:
+            return list(outside[: len(self.spec.levels)])
+        x, every = self._steered(x), []
+        for level, projection in enumerate(self.projections):
+            logits = x @ projection
+            if self.spec.norm == "bn":
+                mean, variance = self.statistics(level)
+                logits = (logits - mean) / torch.sqrt(variance + NORM_EPS)
+            else:
+                logits = F.layer_norm(logits, logits.shape[-1:], eps=NORM_EPS)
+            every.append(activate(logits, self.spec.activation))
+        return every
 
     def choices(self, x: Tensor, *outside: Tensor) -> dict[str, RoutingDecision]:
         """Returns the kept coefficients of each level, and their margins."""
@@ -425,25 +430,53 @@ class MuMoE(MoELayer):
         return x
 
     def stored(self) -> Iterator[StoredPart]:
-        """Yields the weights for a graph (`folded`)."""
-        return folded(self)
+        """Yields the weights for the muMoE lowerings.
+
+        By level `gate.{e}.weight` [d, n] and, with batch normalisation, `gate.{e}.bias` [n]; `gain`
+        and `shift` [d] of the input normalisation; by tensor t and level e `tensor.{t}.expert.{e}`,
+        `tensor.{t}.input`, `tensor.{t}.bias` and `tensor.{t}.output`, as matrices:
+
+        CP [n, R], [d, R], [R], [R, o]; TR [n, r·r'], [d, r·r'], [r·r'], [r1·r', o]; Tucker [n,
+        R_e], [d, R_d], [R_d], [R_o, o] and `tensor.{t}.core` [R_d, ΠR_e·R_o]; for a matrix
+        `tensor.{t}.input` [d, o] and `tensor.{t}.bias` [o]. An unfactorised tensor is
+        `tensor.{t}.experts` [N, o, d], a contiguous matrix per combination of experts, so that
+        single ones can be gathered, and `tensor.{t}.biases` [N, o].
+
+        `steer` [d] is added to every token, and `steer.centres` [s, d] times the s strengths of a
+        run. An ablated expert's rows are zero. For P ablated combinations, `ablate.{e}` [n, P]
+        selects the experts of level e, and `tensor.{t}.ablated` [P, ·] is their product over the
+        expert modes: [P, R] for CP, [P, r1·r] for TR, [P, ΠR_e] for Tucker. Rewritten outputs are
+        `rewrite.0` [n, o] in a layer with one level; with several, `rewrite.{e}` [n, rewrites] and
+        `rewrite.output` [rewrites, o].
+        """
+        spec = self.spec
+        for level, projection in enumerate(self.projections):
+            weight, bias = projection.double(), None
+            if spec.norm == "bn":
+                mean, variance = (t.double() for t in self.statistics(level))
+                scale = logit_scale(spec) / torch.sqrt(variance + NORM_EPS)
+                weight, bias = weight * scale, -mean * scale
+            yield _part(f"gate.{level}.weight", weight)
+            if bias is not None:
+                yield _part(f"gate.{level}.bias", bias)
+        if self.gain is not None and self.shift is not None:
+            yield _part("gain", self.gain)
+            yield _part("shift", self.shift)
+        yield from _steerings(self)
+        if self.edits.combinations and spec.form in EXPERT_MODES:
+            for level, n in enumerate(spec.levels):
+                experts = torch.tensor([each.experts[level] for each in self.edits.combinations])
+                yield _part(f"ablate.{level}", F.one_hot(experts, n).T)
+        for index, tensor in enumerate(spec.tensors):
+            yield from _tensor(f"tensor.{index}", tensor, self.factors(index), self.edits)
+        if self.edits.rewrites:
+            yield from _rewrites(spec, self.edits)
 
     def statistics(self, level: int) -> tuple[Tensor, Tensor]:
         """Returns the recorded mean and variance [n] of a level's logits (batch normalisation)."""
         mean, variance = getattr(self, f"mean_{level}"), getattr(self, f"variance_{level}")
         assert isinstance(mean, Tensor) and isinstance(variance, Tensor)
         return mean, variance
-
-    def _activated(self, x: Tensor) -> Iterator[Tensor]:
-        """Yields each level's coefficients for tokens x [b, m, d]: activation(norm(x·P_e))."""
-        for level, projection in enumerate(self.projections):
-            logits = x @ projection
-            if self.spec.norm == "bn":
-                mean, variance = self.statistics(level)
-                logits = (logits - mean) / torch.sqrt(variance + NORM_EPS)
-            else:
-                logits = F.layer_norm(logits, logits.shape[-1:], eps=NORM_EPS)
-            yield activate(logits, self.spec.activation)
 
 
 class _Factors(nn.Module):
@@ -508,9 +541,9 @@ def contract_whole(tensor: Tensor, vectors: Sequence[Tensor], selects: bool = Fa
     return y
 
 
-def keep_largest(a: Tensor, keep: int | None) -> Tensor:
+def keep_largest(a: Tensor, keep: int) -> Tensor:
     """Returns coefficients a [..., n], zero except for the `keep` largest of each token."""
-    if keep is None or keep >= a.shape[-1]:
+    if keep >= a.shape[-1]:
         return a
     largest = a.topk(keep, dim=-1)
     return torch.zeros_like(a).scatter(-1, largest.indices, largest.values)
@@ -558,50 +591,6 @@ def logit_scale(spec: MuMoESpec) -> float:
     return 0.5 if spec.activation == "entmax15" else 1.0
 
 
-def folded(layer: MuMoE) -> Iterator[StoredPart]:
-    """Yields the weights for the muMoE lowerings.
-
-    By level `gate.{e}.weight` [d, n] and, with batch normalisation, `gate.{e}.bias` [n]; `gain` and
-    `shift` [d] of the input normalisation; by tensor t and level e `tensor.{t}.expert.{e}`,
-    `tensor.{t}.input`, `tensor.{t}.bias` and `tensor.{t}.output`, as matrices:
-
-    CP [n, R], [d, R], [R], [R, o]; TR [n, r·r'], [d, r·r'], [r·r'], [r1·r', o]; Tucker [n, R_e],
-    [d, R_d], [R_d], [R_o, o] and `tensor.{t}.core` [R_d, ΠR_e·R_o]; for a matrix `tensor.{t}.input`
-    [d, o] and `tensor.{t}.bias` [o]. An unfactorised tensor is `tensor.{t}.experts` [N, o, d], a
-    contiguous matrix per combination of experts, so that single ones can be gathered, and
-    `tensor.{t}.biases` [N, o].
-
-    `steer` [d] is added to every token, and `steer.centres` [s, d] times the s strengths of a run.
-    An ablated expert's rows are zero. For P ablated combinations, `ablate.{e}` [n, P] selects
-    the experts of level e, and `tensor.{t}.ablated` [P, ·] is their product over the expert modes:
-    [P, R] for CP, [P, r1·r] for TR, [P, ΠR_e] for Tucker. Rewritten outputs are `rewrite.0` [n, o]
-    in a layer with one level; with several, `rewrite.{e}` [n, rewrites] and `rewrite.output`
-    [rewrites, o].
-    """
-    spec = layer.spec
-    for level, projection in enumerate(layer.projections):
-        weight, bias = projection.double(), None
-        if spec.norm == "bn":
-            mean, variance = (t.double() for t in layer.statistics(level))
-            scale = logit_scale(spec) / torch.sqrt(variance + NORM_EPS)
-            weight, bias = weight * scale, -mean * scale
-        yield _part(f"gate.{level}.weight", weight)
-        if bias is not None:
-            yield _part(f"gate.{level}.bias", bias)
-    if layer.gain is not None and layer.shift is not None:
-        yield _part("gain", layer.gain)
-        yield _part("shift", layer.shift)
-    yield from _steerings(layer)
-    if layer.edits.combinations and spec.form in EXPERT_MODES:
-        for level, n in enumerate(spec.levels):
-            experts = torch.tensor([each.experts[level] for each in layer.edits.combinations])
-            yield _part(f"ablate.{level}", F.one_hot(experts, n).T)
-    for index, tensor in enumerate(spec.tensors):
-        yield from _tensor(f"tensor.{index}", tensor, layer.factors(index), layer.edits)
-    if layer.edits.rewrites:
-        yield from _rewrites(spec, layer.edits)
-
-
 def _tensor(
     prefix: str, spec: FactorisedSpec, factors: Sequence[Tensor], edits: Edits
 ) -> Iterator[StoredPart]:
@@ -641,17 +630,14 @@ def _tensor(
     yield _part(f"{prefix}.input", inputs[: spec.dim])
     if spec.bias:
         yield _part(f"{prefix}.bias", inputs[spec.dim])
-    yield _part(f"{prefix}.output", _by_output(spec, factors[-1]))
-
-
-def _ring(cores: Sequence[Tensor]) -> Tensor:
-    """Returns the product of an expert's matrix [r, r'] of each level's core, flattened."""
-    return reduce(torch.matmul, (core.double() for core in cores)).flatten()
+    last = factors[-1]  # [o, R], or [r', o, r1]
+    last = last.permute(2, 0, 1).flatten(0, 1) if spec.form == "tr" else last.T
+    yield _part(f"{prefix}.output", last)
 
 
 EXPERT_MODES: Mapping[Form, Callable[[Sequence[Tensor]], Tensor]] = {
     "cp": lambda rows: reduce(torch.mul, (row.double() for row in rows)),
-    "tr": _ring,
+    "tr": lambda cores: reduce(torch.matmul, (core.double() for core in cores)).flatten(),
     "tucker": lambda rows: reduce(torch.kron, (row.double() for row in rows)),
 }
 """The joint factor of one expert per level: [R], [r1·r] or [ΠR_e]."""
@@ -706,11 +692,6 @@ def _centre(layer: MuMoE, steer: Steer) -> Tensor:
 def _by_mode(spec: FactorisedSpec, factor: Tensor) -> Tensor:
     """Returns a factor as a matrix with the mode as rows: a core [r, n, r'] as [n, r·r']."""
     return factor.transpose(0, 1).flatten(1) if spec.form == "tr" else factor
-
-
-def _by_output(spec: FactorisedSpec, factor: Tensor) -> Tensor:
-    """Returns the output factor [o, R] as [R, o], the output core [r', o, r1] as [r1·r', o]."""
-    return factor.permute(2, 0, 1).flatten(0, 1) if spec.form == "tr" else factor.T
 
 
 def _part(name: str, tensor: Tensor) -> StoredPart:

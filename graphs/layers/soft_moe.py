@@ -7,7 +7,7 @@ fused. The exported form is written independently, in `graphs.routing` and `grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -16,18 +16,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..names import CONSTANTS, SELECTED
+from ..names import CONSTANTS
 from .base import (
     Kind,
     Matrices,
-    MoELayer,
     RoutingDecision,
     StoredPart,
     frozen_if_any,
-    frozen_matrices,
     to_bfloat16,
 )
-from .expert import NORM_WEIGHTS, Activation, ExpertNorm, NormWeights, activated, normalised
+from .expert import (
+    NORM_WEIGHTS,
+    Activation,
+    ExpertMaps,
+    ExpertNorm,
+    MapsSpec,
+    NormWeights,
+    activated,
+)
 
 ExpertKind = Literal["mlp", "gated", "linear"]
 """`mlp`: act(x·w1 + b1)·w2 + b2; `gated`: (u · act(v))·w2 + b2 with [u, v] = x·w1 + b1; `linear`:
@@ -46,7 +52,7 @@ SlotSource = Literal["normalised", "raw"]
 
 
 @dataclass(frozen=True, slots=True)
-class SoftMoESpec:
+class SoftMoESpec(MapsSpec):
     """Sizes and behaviour of one Soft MoE layer, without its weights.
 
     `hidden` is h, the width between an expert's two matmuls (0 for `linear` experts); a `gated`
@@ -70,9 +76,7 @@ class SoftMoESpec:
     drops: ClassVar[bool] = False
     dynamic_int8: ClassVar[bool] = False
     typical_tokens: ClassVar[tuple[int, ...]] = ()
-    rewritable: ClassVar[bool] = False
     flat: ClassVar[bool] = False
-    quantized_parts: ClassVar[frozenset[str]] = frozenset({"experts"})
 
     name: str
     experts: int
@@ -111,21 +115,11 @@ class SoftMoESpec:
         return self.experts
 
     @property
-    def levels(self) -> tuple[int, ...]:
-        return (self.experts,)
-
-    @property
     def inner(self) -> int:
         """Columns of an expert's first matrix: h, 2h for `gated`, o for `linear`."""
         if self.expert == "linear":
             return self.out
         return 2 * self.hidden if self.expert == "gated" else self.hidden
-
-    @property
-    def parameters_per_expert(self) -> int:
-        """The number of weights of one expert, without biases."""
-        second = 0 if self.expert == "linear" else self.hidden * self.out
-        return self.dim * self.inner + second
 
     def macs(self, tokens: int, k: int) -> dict[str, int]:
         """Returns the multiply-adds for one input of `tokens` tokens with k experts, by part.
@@ -141,17 +135,6 @@ class SoftMoESpec:
             "experts": k * p * self.parameters_per_expert,
             "combine": m * combined * p * self.out,
         }
-
-    def bytes_read(self, k: int) -> int:
-        return 4 * k * self.parameters_per_expert
-
-    def quantized_bytes(self, k: int) -> int:
-        """Returns the FP32 bytes of the same weights: INT8 covers both matrices of an expert."""
-        return self.bytes_read(k)
-
-    def choices(self) -> dict[str, str]:
-        """Returns the chosen experts, `selected` [b, k]."""
-        return {"": SELECTED}
 
 
 Chooser = Callable[[Tensor, int], Tensor]
@@ -187,9 +170,8 @@ class Routing:
 
     `logits`, `combine` and `dispatch` are L, C and D, [b, m, n, p]; `combine_dropped` has the
     columns of C of dropped experts, [b, m, dropped, p]; `scores` [b, n] is s, the column sums of C;
-    `selected` [b, k] has the indices of the k largest, ascending; `margin` [b] is the distance from
-    the k-th to the (k+1)-th score (infinite for k = n). If the slots are given, L and D are
-    unknown, and C replaces them.
+    `selected` [b, k] has the indices of the k largest, ascending. If the slots are given, L and D
+    are unknown, and C replaces them.
     """
 
     logits: Tensor
@@ -198,10 +180,9 @@ class Routing:
     dispatch: Tensor
     scores: Tensor
     selected: Tensor
-    margin: Tensor
 
 
-class SoftMoE(MoELayer):
+class SoftMoE(ExpertMaps):
     """One Soft MoE layer: (b, m, d) to (b, m, o).
 
     `keep` is Algorithm 1's k; None computes all experts, as in the trained model. C is a softmax
@@ -213,25 +194,15 @@ class SoftMoE(MoELayer):
     spec: SoftMoESpec
     chooser: Chooser | None = None
     unchosen: tuple[Sequence[int], Tensor] | None = None
-    g1: nn.Parameter | None
-    s1: nn.Parameter | None
-    g2: nn.Parameter | None
-    s2: nn.Parameter | None
 
     def __init__(self, spec: SoftMoESpec, weights: SoftMoEWeights) -> None:
-        super().__init__()
+        super().__init__(weights)
         self.spec = spec
         self.phi = frozen_if_any(weights.phi)
         self.bias = frozen_if_any(weights.bias)
-        self.b1 = frozen_if_any(weights.b1)
-        self.b2 = frozen_if_any(weights.b2)
         self.gain = frozen_if_any(weights.gain)
         self.shift = frozen_if_any(weights.shift)
         self.constants = frozen_if_any(weights.constants)
-        self.w1 = frozen_matrices(weights.w1)
-        self.w2 = None if weights.w2 is None else frozen_matrices(weights.w2)
-        for name in NORM_WEIGHTS:
-            setattr(self, name, frozen_if_any(getattr(weights.norms, name)))
 
     def normalise(self, x: Tensor) -> Tensor:
         """Returns x̂ [b, m, d], the tokens for the product with phi."""
@@ -270,9 +241,6 @@ class SoftMoE(MoELayer):
         scores = combine.sum(dim=(1, 3))
         k = n if self.keep is None else self.keep
         ranked = scores.topk(min(k + 1, n), dim=1)
-        margin = torch.full_like(scores[:, 0], torch.inf)
-        if k < n:
-            margin = ranked.values[:, k - 1] - ranked.values[:, k]
         if self.chooser is None:
             selected = ranked.indices[:, :k].sort(dim=1).values
         else:
@@ -284,27 +252,27 @@ class SoftMoE(MoELayer):
             dispatch=dispatch,
             scores=scores,
             selected=selected,
-            margin=margin,
         )
 
     def choices(self, x: Tensor, slots: Tensor | None = None) -> dict[str, RoutingDecision]:
         """Returns the chosen experts, with the margin relative to the k-th score."""
         routing = self.route(x)
         k = routing.selected.shape[1]
-        kth = routing.scores.sort(dim=1, descending=True).values[:, k - 1]
-        # Scores that underflow are ties: 0, not 0 / 0.
-        tiny = torch.finfo(kth.dtype).tiny
-        margin = routing.margin / kth.clamp_min(tiny)
+        ranked = routing.scores.sort(dim=1, descending=True).values
+        kth = ranked[:, k - 1]
+        margin = torch.full_like(kth, torch.inf)
+        if k < self.spec.experts:  # scores that underflow are ties: 0, not 0 / 0
+            margin = (kth - ranked[:, k]) / kth.clamp_min(torch.finfo(kth.dtype).tiny)
         return {"": RoutingDecision(routing.selected, margin, routing.scores)}
 
     def stored(self) -> Iterator[StoredPart]:
-        """Yields phi, gain, shift and the experts, one expert at a time.
-
-        A transposed or memory-mapped source is never loaded whole.
-        """
+        """Yields phi, bias, gain, shift, the constants and the experts."""
         spec = self.spec
         if self.phi is not None:
-            yield StoredPart("phi", (spec.dim, spec.routed * spec.slots), [self._folded_phi()])
+            phi = self.phi.double().flatten(1)
+            if self.gain is not None and spec.norm != "layernorm":  # else an op applies the gain
+                phi = phi * self.gain.double()[:, None]
+            yield StoredPart("phi", tuple(phi.shape), [phi.to(torch.float32).numpy()])
         if self.bias is not None:
             yield StoredPart("bias", (spec.routed * spec.slots,), [self.bias.flatten().numpy()])
         for key, vector in (("gain", self.gain), ("shift", self.shift)):
@@ -313,36 +281,7 @@ class SoftMoE(MoELayer):
         if self.constants is not None:
             shape = (spec.dropped * spec.slots, spec.out)
             yield StoredPart(CONSTANTS, shape, [self.constants.flatten(0, 1).numpy()])
-        sizes = {
-            "w1": (spec.dim, spec.inner),
-            "b1": (spec.inner,),
-            "w2": (spec.hidden, spec.out),
-            "b2": (spec.out,),
-            **{"g1": (spec.inner,), "s1": (spec.inner,), "g2": (spec.out,), "s2": (spec.out,)},
-        }
-        # An expert whose last map is zero contributes nothing at the same cost. If the first map is
-        # also zero, nothing before the last can overflow.
-        last = {"g2", "s2", "w2", "b2"}
-        some = len(self.edits.ablated_in(0)) < spec.experts  # zeros alone have no range
-        if self.w2 is None or (spec.hidden_norm is None and some):
-            last |= {"w1", "b1"}
-        for key, size in sizes.items():
-            weight: nn.Parameter | nn.ParameterList | None = getattr(self, key)
-            if weight is not None:
-                zeroed = self.edits.ablated_in(0) if key in last else ()
-                yield StoredPart(
-                    f"experts.{key}",
-                    (spec.experts, *size),
-                    _expert_arrays(weight, spec.experts, zeroed),
-                )
-
-    def _folded_phi(self) -> np.ndarray:
-        """Returns phi as [d, n·p], with the gain folded in unless a LayerNorm op applies it."""
-        assert self.phi is not None
-        phi = self.phi.double().flatten(1)
-        if self.gain is not None and self.spec.norm != "layernorm":
-            phi = phi * self.gain.double()[:, None]
-        return phi.to(torch.float32).numpy()
+        yield from self.stored_experts()
 
     def with_experts(
         self, experts: Sequence[int], constants: np.ndarray | None = None
@@ -362,6 +301,7 @@ class SoftMoE(MoELayer):
                 return tuple(matrices[e] for e in kept)
             return matrices[kept]
 
+        norms = {name: getattr(self, name) for name in NORM_WEIGHTS}
         weights = SoftMoEWeights(
             phi=self.phi[:, [*kept, *others]],
             w1=of(self.w1),
@@ -372,7 +312,7 @@ class SoftMoE(MoELayer):
             shift=self.shift,
             constants=None if constants is None else torch.from_numpy(constants),
             bias=None if self.bias is None else self.bias[[*kept, *others]],
-            norms=NormWeights(**{name: weight[kept] for name, weight in self._norms().named()}),
+            norms=NormWeights(**{n: w if w is None else w[kept] for n, w in norms.items()}),
         )
         spec = replace(
             self.spec,
@@ -381,9 +321,6 @@ class SoftMoE(MoELayer):
             constants=constants is not None,
         )
         return SoftMoE(spec, weights).eval()
-
-    def _norms(self) -> NormWeights:
-        return NormWeights(**{name: getattr(self, name) for name in NORM_WEIGHTS})
 
     def computed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns every expert's output for tokens x, [b, n, p, o], and C, [b, m, n, p]."""
@@ -420,9 +357,7 @@ class SoftMoE(MoELayer):
             outputs = self._all_experts(slots)
             if chosen is not None:  # excluded outputs may be infinite
                 outputs = outputs.masked_fill(~chosen[..., None, None], 0.0)
-        if (
-            self.edits.ablations
-        ):  # these may also be infinite; the other contributions stay unchanged
+        if self.edits.ablations:  # these may be infinite; other contributions stay unchanged
             outputs = outputs.index_fill(1, torch.tensor(self.edits.ablated_in(0)), 0.0)
         if self.spec.rounded:
             outputs = to_bfloat16(outputs)
@@ -443,7 +378,7 @@ class SoftMoE(MoELayer):
         hidden = torch.einsum("bnpd,ndh->bnph", slots, self.w1)
         hidden = hidden if self.b1 is None else hidden + self.b1[:, None]
         if self.w2 is not None:
-            hidden = torch.einsum("bnph,nho->bnpo", self.activate(hidden, None), self.w2)
+            hidden = torch.einsum("bnph,nho->bnpo", self.activate(hidden), self.w2)
             hidden = hidden if self.b2 is None else hidden + self.b2[:, None]
         return self._outputs(hidden, None)
 
@@ -455,48 +390,18 @@ class SoftMoE(MoELayer):
             outputs[rows, e] = self.expert(e, slots[rows, e])
         return outputs
 
-    def expert(self, index: int, rows: Tensor) -> Tensor:
-        """Computes expert `index` on rows [..., d]; returns [..., o]."""
-        hidden = F.linear(rows, self.w1[index].T, None if self.b1 is None else self.b1[index])
-        if self.w2 is not None:
-            bias = None if self.b2 is None else self.b2[index]
-            hidden = F.linear(self.activate(hidden, index), self.w2[index].T, bias)
-        return self._outputs(hidden, index)
-
-    def activate(self, hidden: Tensor, index: int | None = None) -> Tensor:
-        """Computes the part between the matrices: [..., inner] to [..., h]; all experts if None."""
+    def gated(self, hidden: Tensor) -> Tensor:
+        """Computes the activation, with a gate if there is one: [..., inner] to [..., h]."""
         spec = self.spec
-        if spec.hidden_norm is not None:
-            hidden = normalised(hidden, spec.hidden_norm, *self._affine("1", index))
         if spec.expert == "gated":
             value, gate = hidden.chunk(2, dim=-1)[:: -1 if spec.gate_first else 1]
             return value * activated(gate, spec.activation, spec.alpha)
         return activated(hidden, spec.activation, spec.alpha)
 
-    def _outputs(self, outputs: Tensor, index: int | None) -> Tensor:
-        """Computes the parts after the last map: [..., o] to [..., o]."""
-        spec = self.spec
-        if spec.out_norm is not None:
-            outputs = normalised(outputs, spec.out_norm, *self._affine("2", index))
-        return activated(outputs, spec.out_activation)
-
-    def _affine(self, which: str, index: int | None) -> list[Tensor | None]:
-        """Returns the gain and shift of an expert's normalisation; [n, 1, ·] of all if None."""
-        weights: list[Tensor | None] = [getattr(self, f"{name}{which}") for name in "gs"]
-        return [w if w is None else w[:, None] if index is None else w[index] for w in weights]
-
 
 def _over_slots(logits: Tensor) -> Tensor:
     """Returns each token's softmax of L [b, m, n, p] over all slots of all experts."""
     return logits.flatten(2).softmax(dim=2).view_as(logits)
-
-
-def _expert_arrays(
-    weight: nn.Parameter | nn.ParameterList, experts: int, zeroed: Collection[int]
-) -> Iterator[np.ndarray]:
-    for e in range(experts):
-        array = weight[e].numpy()
-        yield np.zeros_like(array) if e in zeroed else array
 
 
 def soft_moe_layers(model: nn.Module) -> dict[str, SoftMoE]:

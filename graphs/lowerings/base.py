@@ -121,11 +121,11 @@ class LayerPlan(Generic[S]):
     @property
     def copied_bytes(self) -> float:
         """Bytes of weights, counted as FP32, that the chosen lowering copies for one batch."""
-        return self.lowering.copies(self)
+        return self.lowering.copied_bytes(self)
 
     def inexact(self, target: Target) -> str | None:
         """Returns how the lowering differs from the layer's definition; None if it is exact."""
-        return self.lowering.differs(self.spec, self.precision, target)
+        return self.lowering.inexact(self.spec, self.precision, target)
 
 
 SoftMoEPlan = LayerPlan[SoftMoESpec]
@@ -151,41 +151,28 @@ class LoweringOf(Generic[S]):
     summary: str
     build: Callable[[Builder, Layer[S], ir.Value], ir.Value]
     predict_us: Callable[[LayerPlan[S], Machine], float]
-    copied_bytes: Callable[[LayerPlan[S]], float] | None = None
-    needs: Callable[[TargetRecord], bool] | None = None
-    unable: Callable[[S], str | None] | None = None
-    no_kernel: Callable[[Precision, Target], str | None] | None = None
-    inexact: Callable[[S, Precision, Target], str | None] | None = None
-    unfit: Callable[[S, Precision, Target], str | None] | None = None
+    copied_bytes: Callable[[LayerPlan[S]], float] = lambda _: 0.0
+    needs: Callable[[TargetRecord], bool] = lambda _: True
+    unable: Callable[[S], str | None] = lambda _: None
+    no_kernel: Callable[[Precision, Target], str | None] = lambda *_: None
+    inexact: Callable[[S, Precision, Target], str | None] = lambda *_: None
+    unfit: Callable[[S, Precision, Target], str | None] = lambda *_: None
     observable: bool = False
     branches: bool = False
 
     @property
     def targets(self) -> frozenset[Target]:
-        """The targets with the required capabilities."""
-        return frozenset(record.name for record in TARGETS if self._runs_on(record))
-
-    def _runs_on(self, target: TargetRecord) -> bool:
-        return self.needs is None or self.needs(target)
+        return frozenset(record.name for record in TARGETS if self.needs(record))
 
     def problem(self, spec: S, precision: Precision, target: Target) -> str | None:
         """Returns why it cannot serve a layer in a precision on a target; None if it can."""
-        if not self._runs_on(TARGETS[target]):
+        if not self.needs(TARGETS[target]):
             return f"the target {target} does not run it"
-        found = None if self.unable is None else self.unable(spec)
-        if found is None and self.no_kernel is not None:
-            found = self.no_kernel(precision, target)
-        if found is None and self.unfit is not None:
-            found = self.unfit(spec, precision, target)
-        return found
-
-    def differs(self, spec: S, precision: Precision, target: Target) -> str | None:
-        """Returns how its result differs from the layer's definition; None if it is exact."""
-        return None if self.inexact is None else self.inexact(spec, precision, target)
-
-    def copies(self, plan: LayerPlan[S]) -> float:
-        """Returns the bytes of weights that it copies for one batch, counted as FP32."""
-        return 0.0 if self.copied_bytes is None else self.copied_bytes(plan)
+        return (
+            self.unable(spec)
+            or self.no_kernel(precision, target)
+            or self.unfit(spec, precision, target)
+        )
 
 
 Lowering = LoweringOf[SoftMoESpec]

@@ -10,7 +10,9 @@ that is a tile per chosen expert, as in `gather`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -92,6 +94,11 @@ def tiles_at_most(items: int, rows_per_item: int, experts: int, tile: int) -> in
     """Returns the largest number of tiles for a number of items."""
     active = min(items, experts)
     return active + (items * rows_per_item - active) // tile
+
+
+def planned_tiles(plan: AnyPlan, tile: int) -> int:
+    """Returns that number for the sizes of a plan."""
+    return tiles_at_most(plan.selections, plan.spec.slots, plan.spec.experts, tile)
 
 
 def into_tiles(
@@ -184,31 +191,28 @@ SORTING_NODES = 28
 """The number of small operators that count the positions; an engine builder may fuse them."""
 
 
-def _tiles(plan: SoftMoEPlan, tile: int) -> int:
-    return tiles_at_most(plan.selections, plan.spec.slots, plan.spec.experts, tile)
+Between = Callable[[Any, float, Machine], float]
+"""The time between and after the products of pairs of an item and an expert: `between_us`."""
 
 
-def best_tile(plan: SoftMoEPlan, machine: Machine) -> int:
+def best_tile(plan: AnyPlan, machine: Machine, between: Between = between_us) -> int:
     """Returns the tile with the lowest predicted time, the smaller of equals.
 
     A larger tile gathers fewer matrices, but pads more rows.
     """
-    return min(TILES, key=lambda tile: (_experts_us(plan, machine, tile), tile))
+    return min(TILES, key=lambda tile: (tiles_us(plan, machine, tile, between), tile))
 
 
-def _experts_us(plan: SoftMoEPlan, machine: Machine, tile: int) -> float:
-    pairs = _tiles(plan, tile) * tile / plan.spec.slots
-    return tiles_us(plan, machine, tile, _tiles(plan, tile)) + between_us(plan, pairs, machine)
-
-
-def tiles_us(plan: AnyPlan, machine: Machine, tile: int, tiles: int) -> float:
+def tiles_us(plan: AnyPlan, machine: Machine, tile: int, between: Between = between_us) -> float:
     """Returns the time to copy a matrix per tile, read it again, and compute the tiles' rows."""
+    tiles = planned_tiles(plan, tile)
     copied, layer = expert_bytes(plan, tiles), expert_bytes(plan, plan.spec.experts)
     read = expert_bytes(plan, min(tiles, plan.expected_active)) if machine.reads_once else copied
     return (
         stream_us(plan, read, layer, machine.bytes_per_us, machine)
         + stream_us(plan, copied, copied, machine.copy_bytes_per_us, machine)
         + tiles * tile * float(plan.spec.parameters_per_expert) / machine.macs_per_us
+        + between(plan, tiles * tile / plan.spec.slots, machine)
     )
 
 
@@ -216,7 +220,7 @@ def copied_bytes(plan: SoftMoEPlan) -> float:
     """Returns the bytes of the experts that the tiles copy."""
     if plan.typical_k == plan.spec.experts:
         return 0.0
-    return expert_bytes(plan, _tiles(plan, best_tile(plan, rates_of(SERVER_GPU)["fp32"])))
+    return expert_bytes(plan, planned_tiles(plan, best_tile(plan, rates_of(SERVER_GPU)["fp32"])))
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
@@ -225,7 +229,7 @@ def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
         return dense.predict_us(plan, machine)  # nothing needs gathering: it is the same graph
     counted = plan.selections * plan.spec.experts
     return (
-        _experts_us(plan, machine, best_tile(plan, machine))
+        tiles_us(plan, machine, best_tile(plan, machine))
         + counted * machine.sort_us
         + SORTING_NODES * machine.node_us
         + around_experts_us(plan, machine)

@@ -37,7 +37,7 @@ def able(plan: AnyPlan, target: Target) -> list[AnyLowering]:
         record
         for record in lowerings_of(spec.kind).values()
         if record.problem(spec, plan.precision, target) is None
-        and record.differs(spec, plan.precision, target) is None
+        and record.inexact(spec, plan.precision, target) is None
     ]
     if not lowerings:
         raise LoweringError(
@@ -156,7 +156,7 @@ def batch_spans(
     """
     if any(plan.spec.typical_tokens for plan in plans):
         return [(smallest, largest)]
-    sizes = _looked_at(smallest, largest, {plan.batch for plan in plans})
+    sizes = _compared_sizes(smallest, largest, {plan.batch for plan in plans})
     layers = [
         _Predictions.of([replace(plan, batch=size) for size in sizes], target) for plan in plans
     ]
@@ -177,7 +177,7 @@ def batch_spans(
     return list(zip([smallest, *(size + 1 for size in last)], [*last, largest], strict=True))
 
 
-def _looked_at(smallest: int, largest: int, between: Collection[int]) -> list[int]:
+def _compared_sizes(smallest: int, largest: int, between: Collection[int]) -> list[int]:
     sizes = {smallest, largest, *between}
     size = float(smallest)
     while size < largest:
@@ -238,7 +238,7 @@ def check(name: str, plan: AnyPlan, target: Target) -> AnyPlan:
             f"layer {spec.name}: the lowering '{name}' cannot serve it: {problem}",
             hint=f"for --target {target} choose auto or one of: {', '.join(serving)}",
         )
-    caveat = lowering.differs(spec, plan.precision, target)
+    caveat = lowering.inexact(spec, plan.precision, target)
     reason = "asked for" if caveat is None else f"asked for; {caveat}"
     if unmeasured(target, spec.kind, [name]):
         reason += f"; not measured on an {TARGETS[target].machine.card}"

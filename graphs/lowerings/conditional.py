@@ -35,17 +35,9 @@ def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
         if wanted is None:
             outputs.append(one_expert(b, layer, e, rows))
             continue
-        run, skip = b.nested(f"experts/{e}/run"), b.nested(f"experts/{e}/skip")
-        nothing = zero_rows(skip, rows, o, layer.compute.inner)
-        outputs.append(
-            b.op(
-                "If",
-                wanted[e],
-                then_branch=b.branch(run, one_expert(run, layer, e, rows), f"experts/{e}/run"),
-                else_branch=b.branch(skip, nothing, f"experts/{e}/skip"),
-                name=f"experts/{e}/outputs",
-            )
-        )
+        run = b.nested(f"experts/{e}/run")
+        y = one_expert(run, layer, e, rows)
+        outputs.append(if_chosen(b, e, wanted[e], run, y, rows, o, layer.compute.inner))
     shaped = [
         b.op("Reshape", y, b.ints(-1, p, o), name=f"combine/expert_{e}")
         for e, y in enumerate(outputs)
@@ -69,11 +61,31 @@ def split(b: Builder, value: ir.Value, n: int, axis: int, name: str) -> list[ir.
     return b.ops("Split", value, axis=axis, num_outputs=n, names=names)
 
 
-def zero_rows(b: Builder, rows: ir.Value, width: int, dtype: ir.DataType) -> ir.Value:
-    """Adds zeros [r, width] for the rows [r, d] of an unused expert."""
-    count = b.op("Shape", rows, start=0, end=1, name="row_count")
-    shape = b.op("Concat", count, b.ints(width), axis=0, name="shape")
-    return b.op("Expand", b.number(0.0, dtype), shape, name="zeros")
+def if_chosen(
+    b: Builder,
+    e: int,
+    chosen: ir.Value,
+    run: Builder,
+    y: ir.Value,
+    rows: ir.Value,
+    width: int,
+    dtype: ir.DataType,
+) -> ir.Value:
+    """Adds an `If` for expert e: the result y of the nodes in `run`, or zeros [r, width].
+
+    The rows of the expert are [r, d].
+    """
+    skip = b.nested(f"experts/{e}/skip")
+    count = skip.op("Shape", rows, start=0, end=1, name="row_count")
+    shape = skip.op("Concat", count, skip.ints(width), axis=0, name="shape")
+    zeros = skip.op("Expand", skip.number(0.0, dtype), shape, name="zeros")
+    return b.op(
+        "If",
+        chosen,
+        then_branch=b.branch(run, y, f"experts/{e}/run"),
+        else_branch=b.branch(skip, zeros, f"experts/{e}/skip"),
+        name=f"experts/{e}/outputs",
+    )
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from ..layers.base import Kind
-from ..layers.expert import NORM_PASSES, PASSES, Maps
+from ..layers.expert import NORM_PASSES, PASSES, AroundMaps
 from ..targets import TARGETS, Machine, MachineKind, Precision, Target
 from .base import AnyPlan, SoftMoEPlan
 
@@ -107,13 +107,13 @@ def stream_us(
     Both are counted as FP32.
     """
     size = among * SIZES.get(plan.precision, 1.0)
-    held = min(1.0, machine.cache_bytes / size)
-    return weights_bytes / bytes_per_us * (held / machine.cached + 1.0 - held)
+    in_cache = min(1.0, machine.cache_bytes / size)
+    return weights_bytes / bytes_per_us * (in_cache / machine.cached + 1.0 - in_cache)
 
 
 def products_of(plan: AnyPlan, experts: float) -> float:
     """Returns the number of products for a number of experts."""
-    return experts * (1 if plan.spec.expert == "linear" else 2)
+    return experts * (2 if plan.spec.hidden else 1)
 
 
 def stacked_us(plan: AnyPlan, experts: float, rows: int, machine: Machine) -> float:
@@ -141,10 +141,9 @@ def expert_macs(plan: AnyPlan, rows: float) -> float:
     return rows * float(plan.spec.slots * plan.spec.parameters_per_expert)
 
 
-def lone_products_us(
-    plan: AnyPlan, active: float, products: float, pairs: float, machine: Machine
-) -> float:
+def lone_products_us(plan: AnyPlan, active: float, pairs: float, machine: Machine) -> float:
     """Returns the time of products with `active` experts' matrices, on the rows of `pairs`."""
+    products = products_of(plan, active)
     macs, layer = expert_macs(plan, pairs), expert_bytes(plan, plan.spec.experts)
     return (
         stream_us(plan, expert_bytes(plan, active), layer, machine.bytes_per_us, machine)
@@ -160,10 +159,10 @@ def waiting_us(nodes: float, machine: Machine) -> float:
 
 def expert_nodes(plan: SoftMoEPlan) -> int:
     """Returns the nodes per expert: two matmuls and an activation, or one matmul."""
-    return 1 if plan.spec.expert == "linear" else 3
+    return 3 if plan.spec.hidden else 1
 
 
-def passes_around(spec: Maps) -> int:
+def passes_around(spec: AroundMaps) -> int:
     """Returns how many numbers an expert's activations and normalisations process per row."""
     hidden = 0 if spec.hidden_norm is None else NORM_PASSES * spec.inner
     out = 0 if spec.out_norm is None else NORM_PASSES * spec.out
@@ -174,17 +173,13 @@ def passes_around(spec: Maps) -> int:
 def between_us(plan: SoftMoEPlan, pairs: float, machine: Machine) -> float:
     """Returns the time of operators between and after the products of (input, expert) pairs."""
     spec = plan.spec
-    hidden = 0 if spec.expert == "linear" else spec.hidden
     passes = passes_around(spec) + spec.out
     # Rows are rounded before each product; standard ops also pass over both results.
     if machine.integer_passes:
-        passes += hidden + (machine.integer_passes - 1) * (hidden + spec.out)
+        passes += spec.hidden + (machine.integer_passes - 1) * (spec.hidden + spec.out)
     return pairs * spec.slots * passes * machine.number_us
 
 
 def apart_us(plan: SoftMoEPlan, active: float, pairs: float, machine: Machine) -> float:
     """Returns the time of `active` experts one by one, on `pairs` in total, without the nodes."""
-    products = products_of(plan, active)
-    return lone_products_us(plan, active, products, pairs, machine) + between_us(
-        plan, pairs, machine
-    )
+    return lone_products_us(plan, active, pairs, machine) + between_us(plan, pairs, machine)

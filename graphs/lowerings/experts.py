@@ -77,11 +77,16 @@ def _normalised(
     if norm.kind == "layernorm":
         mean = b.op("ReduceMean", z, b.ints(-1), keepdims=1, name=f"{name}_mean")
         z = b.op("Sub", z, mean, name=f"{name}_centred")
-    square = b.op("Mul", z, z, name=f"{name}_squares")
-    mean = b.op("ReduceMean", square, b.ints(-1), keepdims=1, name=f"{name}_mean_square")
-    shifted = b.op("Add", mean, b.number(norm.eps), name=f"{name}_mean_square_eps")
-    root = b.op("Sqrt", shifted, name=f"{name}_root_mean_square")
-    return b.cast(b.op("Div", z, root, name=f"{name}_normalised"), single, inner, f"{name}_narrow")
+    return b.cast(rms_normalised(b, z, norm.eps, f"{name}_"), single, inner, f"{name}_narrow")
+
+
+def rms_normalised(b: Builder, z: ir.Value, eps: float, prefix: str) -> ir.Value:
+    """Adds z [..., width] divided by its root mean square, with names that begin with `prefix`."""
+    square = b.op("Mul", z, z, name=f"{prefix}squares")
+    mean = b.op("ReduceMean", square, b.ints(-1), keepdims=1, name=f"{prefix}mean_square")
+    shifted = b.op("Add", mean, b.number(eps), name=f"{prefix}mean_square_eps")
+    root = b.op("Sqrt", shifted, name=f"{prefix}root_mean_square")
+    return b.op("Div", z, root, name=f"{prefix}normalised")
 
 
 def activate(b: Builder, layer: SoftMoELayer, hidden: ir.Value, name: str = "experts") -> ir.Value:
@@ -244,7 +249,6 @@ def constants_of(b: Builder, layer: Layer[Any], index: int) -> Affine:
 
 
 def _linear(b: Builder, layer: SoftMoELayer, index: int, which: str) -> Linear:
-    """Adds the constants of an expert's first or second matmul."""
     constant = constants_of(b, layer, index)
     w = f"w{which}"
     weight = layer.expert(b, f"experts.{w}", index)

@@ -1,31 +1,92 @@
 """`fused`: ONNX Runtime's `com.microsoft.MoE`, with each slot as a token for one expert.
 
-On a GPU it is a grouped product that reads each selected expert once, without copies. This module
-is only imported for targets that have the op.
+On a GPU it is a grouped product that reads each selected expert once, without copies.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import SoftMoELayer
+from ..routing import combine_outputs, route, selected_slots
 from ..targets import TARGETS, Machine, Precision, Target
 from .base import Lowering, SoftMoEPlan
+from .cost import PACKED_ROWS, around_experts_us, expert_macs, stacked_us
+from .experts import expert_rows
+from .moe_op import (
+    EXPONENTIAL,
+    OP_ACTIVATIONS,
+    OpExperts,
+    around_maps,
+    grouped_read_us,
+    inexact_gelu,
+    kernels_after_first,
+    moe_node,
+    never,
+    one_hot_logits,
+    op_weights,
+    other_width,
+    unfit_on_gpu,
+)
 
 
 def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
-    """Adds the layer around one fused node."""
-    from .moe_layer import build as built
+    """Adds the layer around one fused node; router logits are 0 for the slot's own expert."""
+    spec = layer.spec
+    p, o = spec.slots, spec.out
+    routed = route(b, layer, x)
+    slots = selected_slots(b, layer, routed)
+    rows = expert_rows(b, layer, slots.rows)
+    rows = b.op("Reshape", rows, b.ints(-1, spec.dim), name="experts/rows")
+    experts = OpExperts(
+        spec.activation, spec.expert == "gated", gate_first=spec.gate_first, alpha=spec.alpha
+    )
+    stored = op_weights(b, layer, experts)
+    logits = _router_logits(b, layer, routed.selected, slots.rows)
+    logits = b.cast(logits, ir.DataType.FLOAT, layer.compute.inner, "experts/logits_narrow")
+    outputs = moe_node(b, layer, experts, rows, logits, stored=stored)
+    if isinstance(layer.k, int):
+        shape = b.ints(-1, layer.k * p, o)
+    else:
+        rows_per_input = b.op("Shape", slots.rows, start=1, end=2, name="combine/rows")
+        shape = b.op(
+            "Concat", b.ints(-1), rows_per_input, b.ints(o), axis=0, name="combine/outputs_shape"
+        )
+    return combine_outputs(b, layer, slots, b.op("Reshape", outputs, shape, name="combine/outputs"))
 
-    return built(b, layer, x)
+
+def _router_logits(
+    b: Builder, layer: SoftMoELayer, selected: ir.Value | None, slots: ir.Value
+) -> ir.Value:
+    """Adds one-hot logits [b·e·p, n] that send each slot to its own expert."""
+    n, p = layer.spec.experts, layer.spec.slots
+    if selected is None:
+        own = np.full((1, n * p, n), never(layer.target), dtype=np.float32)
+        own[0, np.arange(n * p), np.arange(n * p) // p] = 0.0
+        batch = b.op("Shape", slots, start=0, end=1, name="experts/batch")
+        shape = b.op("Concat", batch, b.ints(1, 1), axis=0, name="experts/logits_shape")
+        logits = b.op("Expand", b.constant(own), shape, name="experts/logits_by_input")
+        return b.op("Reshape", logits, b.ints(-1, n), name="experts/logits")
+    index = b.op("Unsqueeze", selected, b.ints(2), name="experts/index")
+    if p > 1:
+        zeros = b.constant(np.zeros((1, 1, p), dtype=np.int64))
+        index = b.op("Add", index, zeros, name="experts/index_per_slot")
+    return one_hot_logits(b, layer, index, ir.DataType.FLOAT)
 
 
 def _unable(spec: SoftMoESpec) -> str | None:
-    from .moe_layer import unable
-
-    return unable(spec)
+    if spec.expert == "gated" and spec.activation != "silu":
+        return f"com.microsoft.MoE has no gated experts with {spec.activation}"
+    if spec.expert == "linear":
+        return "com.microsoft.MoE has no linear experts"
+    if spec.activation not in OP_ACTIVATIONS:
+        return f"com.microsoft.MoE computes no {spec.activation} in its experts"
+    if spec.expert == "mlp" and spec.alpha != 1.0:
+        return f"com.microsoft.MoE computes no {spec.activation} of this form"
+    return around_maps(spec) or other_width(spec)
 
 
 def _no_kernel(precision: Precision, target: Target) -> str | None:
@@ -35,23 +96,32 @@ def _no_kernel(precision: Precision, target: Target) -> str | None:
     return f"com.microsoft.MoE has no {precision.upper()} kernel there"
 
 
-def _inexact(spec: SoftMoESpec, precision: Precision, target: Target) -> str | None:
-    from .moe_op import inexact_gelu
-
-    return inexact_gelu(spec, precision, target)
-
-
 def _unfit(spec: SoftMoESpec, precision: Precision, target: Target) -> str | None:
-    from .moe_layer import unfit
-
-    return unfit(spec, precision, target)
+    if spec.expert == "gated" and TARGETS[target].on_cpu:
+        return "com.microsoft.MoE has no gated experts that were measured on this target"
+    return unfit_on_gpu(spec, precision, target)
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """Returns the time to read the chosen experts once and compute their rows, in one node."""
-    from .moe_layer import predict_us as predicted
+    """Returns the time to read the chosen experts once and compute their rows, in one node.
 
-    return predicted(plan, machine)
+    On a GPU the node runs several kernels. On a CPU it routes every row by a softmax over all
+    experts in one thread, packs weights in every run, and loops over rows and activations.
+    """
+    rows, active = plan.selections * plan.spec.slots, plan.expected_active
+    tanh = 1 if plan.spec.activation in ("relu", "identity") else EXPONENTIAL
+    if machine.reads_once:
+        read = grouped_read_us(plan.spec, active, machine)
+    else:
+        read = stacked_us(plan, active, PACKED_ROWS, machine)
+    return (
+        read
+        + expert_macs(plan, plan.selections) / machine.macs_per_us
+        + rows * plan.spec.experts * machine.routing_us
+        + rows * (4 * plan.spec.dim + tanh * plan.spec.hidden) * machine.scalar_us
+        + (10 + (kernels_after_first(rows) if machine.reads_once else 0)) * machine.node_us
+        + around_experts_us(plan, machine)
+    )
 
 
 LOWERING = Lowering(
@@ -62,6 +132,6 @@ LOWERING = Lowering(
     predict_us=predict_us,
     unable=_unable,
     no_kernel=_no_kernel,
-    inexact=_inexact,
+    inexact=inexact_gelu,
     unfit=_unfit,
 )

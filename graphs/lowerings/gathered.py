@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -19,14 +18,6 @@ from .base import LayerPlan, LoweringOf
 from .multilinear import Tensor, combined, gate_us, left_out, mixed, through_tensors
 
 
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """The kept combinations of experts of each token: their indices and weights, [b, m, K]."""
-
-    numbers: ir.Value
-    weights: ir.Value
-
-
 def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
     """Adds the layer with matrices gathered to [b, m, K, o, d]; at k = n nothing needs gathering.
 
@@ -37,11 +28,14 @@ def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
         return unfactorised.build(b, layer, x)
     levels = kept_levels(b, layer, x)
     gates = [level.coefficients for level in levels]
-    return through_tensors(b, layer, x, gates, partial(_contract, _chosen(b, layer, levels)))
+    return through_tensors(b, layer, x, gates, partial(_contract, *_chosen(b, layer, levels)))
 
 
-def _chosen(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> _Chosen:
-    """Adds the kept combinations: one row-major index for (e_1, …, e_E)."""
+def _chosen(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> tuple[ir.Value, ir.Value]:
+    """Adds each token's kept combinations: row-major indices for (e_1, …, e_E), and weights.
+
+    Both are [b, m, K].
+    """
     numbers: list[ir.Value] = []
     weights: list[ir.Value] = []
     step = 1
@@ -62,28 +56,33 @@ def _chosen(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> _Chosen:
         weights.insert(0, values)
         step *= n
     products = combined(b, weights, "combinations")
-    return _Chosen(
+    return (
         combined(b, numbers, "combinations/numbers", "Add"),
         b.cast(products, ir.DataType.FLOAT, layer.compute.inner, "combinations/narrow"),
     )
 
 
 def _contract(
-    chosen: _Chosen, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value
+    numbers: ir.Value,
+    weights: ir.Value,
+    b: Builder,
+    layer: MuMoELayer,
+    tensor: Tensor,
+    z: ir.Value,
 ) -> ir.Value:
     """Adds y = Σ_K a_K·(W_K·z + w_K) over the kept combinations of each token."""
     name = tensor.name
     b.tap(f"{name}.input", z)
     stacked = layer.stacked(b, f"{name}.experts")
-    matrices = b.op("Gather", stacked, chosen.numbers, axis=0, name=f"{name}/matrices")
+    matrices = b.op("Gather", stacked, numbers, axis=0, name=f"{name}/matrices")
     column = b.op("Unsqueeze", z, b.ints(2, 4), name=f"{name}/column")  # [b, m, 1, d, 1]
     products = b.op("MatMul", matrices, column, name=f"{name}/products")
     outputs = b.op("Squeeze", products, b.ints(4), name=f"{name}/outputs")
     stored = layer.optional(b, f"{name}.biases")
     if stored is not None:
-        biases = b.op("Gather", stored, chosen.numbers, axis=0, name=f"{name}/biases")
+        biases = b.op("Gather", stored, numbers, axis=0, name=f"{name}/biases")
         outputs = b.op("Add", outputs, biases, name=f"{name}/outputs_biased")
-    return mixed(b, chosen.weights, left_out(b, layer, chosen.weights, outputs, name), name)
+    return mixed(b, weights, left_out(b, layer, weights, outputs, name), name)
 
 
 def copied_bytes(plan: LayerPlan[MuMoESpec]) -> float:

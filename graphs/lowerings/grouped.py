@@ -133,12 +133,14 @@ def _by_expert(
     n = layer.spec.experts
     parts = _split(b, rows, counts, n, "group/expert")
     if n < MANY_EXPERTS or not layer.tensors.has("experts.w2"):
-        return _concat(b, [one_expert(b, layer, e, part) for e, part in enumerate(parts)])
-    products = [first_product(b, layer, e, part) for e, part in enumerate(parts)]
-    joined = b.op("Concat", *products, axis=0, name="group/products")
-    hidden = hidden_rows(b, layer, joined, "experts")
-    parts = _split(b, hidden, counts, n, "group/hidden")
-    return _concat(b, [second_product(b, layer, e, part) for e, part in enumerate(parts)])
+        outputs = [one_expert(b, layer, e, part) for e, part in enumerate(parts)]
+    else:
+        products = [first_product(b, layer, e, part) for e, part in enumerate(parts)]
+        joined = b.op("Concat", *products, axis=0, name="group/products")
+        hidden = hidden_rows(b, layer, joined, "experts")
+        parts = _split(b, hidden, counts, n, "group/hidden")
+        outputs = [second_product(b, layer, e, part) for e, part in enumerate(parts)]
+    return b.op("Concat", *outputs, axis=0, name="group/outputs")
 
 
 def _split(b: Builder, rows: ir.Value, sizes: ir.Value | None, n: int, name: str) -> list[ir.Value]:
@@ -146,10 +148,6 @@ def _split(b: Builder, rows: ir.Value, sizes: ir.Value | None, n: int, name: str
     if sizes is None:
         return b.ops("Split", rows, axis=0, num_outputs=n, names=names)
     return b.ops("Split", rows, sizes, axis=0, names=names)
-
-
-def _concat(b: Builder, parts: list[ir.Value]) -> ir.Value:
-    return b.op("Concat", *parts, axis=0, name="group/outputs")
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:

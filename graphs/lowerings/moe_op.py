@@ -16,13 +16,12 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..layers.base import MoESpec
 from ..layers.expert import Activation, AroundMaps
 from ..layers.stored import Layer
 from ..names import MICROSOFT
 from ..precision.products import INT8_ROWS
 from ..precision.types import block_of
-from ..targets import TARGETS, Machine, Precision, Target, TargetRecord
+from ..targets import TARGETS, Machine, Precision, Target
 
 OP_ACTIVATIONS: Mapping[Activation, str] = MappingProxyType(
     {
@@ -71,7 +70,6 @@ class OpExperts:
 
     @property
     def attributes(self) -> dict[str, int | float | str]:
-        """The node's attributes."""
         if not self.gated:
             return {"activation_type": OP_ACTIVATIONS[self.activation]}
         attributes: dict[str, int | float | str] = {
@@ -104,17 +102,26 @@ def moe_node(
     options = {"k": k} | experts.attributes | {"normalize_routing_weights": int(weights is None)}
     inputs = [rows, logits, *(stored or op_weights(b, layer, experts))]
     if integers is not None:
-        options["expert_weight_bits"] = integers.bits
+        options["expert_weight_bits"], block = integers
         if TARGETS[layer.target].weight_only:
             options["weights_prepacked"] = 0  # the default is a layout of CUDA's kernel
         else:
             options["accuracy_level"] = INT8_ROWS
-        if integers.block is not None:
-            options["block_size"] = integers.block
+        if block is not None:
+            options["block_size"] = block
     if weights is not None:
         inputs += [None] * (ROUTER_WEIGHTS - len(inputs)) + [weights]
     op = "MoE" if integers is None else "QMoE"
     return b.op(op, *inputs, domain=MICROSOFT, name="experts/outputs", **options)
+
+
+def one_hot_logits(b: Builder, layer: Layer[Any], index: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Adds logits [r, n] that send each row to its expert in an index of r numbers."""
+    column = b.op("Reshape", index, b.ints(-1, 1), name="experts/expert_of_row")
+    experts = b.constant(np.arange(layer.spec.experts, dtype=np.int64))
+    own = b.op("Equal", column, experts, name="experts/one_hot")
+    chosen, other = b.number(0.0, dtype), b.number(never(layer.target), dtype)
+    return b.op("Where", own, chosen, other, name="experts/logits")
 
 
 def op_weights(b: Builder, layer: Layer[Any], experts: OpExperts) -> list[ir.Value | None]:
@@ -124,33 +131,21 @@ def op_weights(b: Builder, layer: Layer[Any], experts: OpExperts) -> list[ir.Val
     for which in ("1", "2"):
         inputs.append(_matrices(b, layer, experts, f"w{which}"))
         if integers is not None:
-            inputs.append(_scales(b, layer, experts, f"w{which}", integers.block))
+            inputs.append(_scales(b, layer, experts, f"w{which}", integers[1]))
         bias = layer.optional(b, f"experts.b{which}")
         inputs.append(None if bias is None else _interleaved(b, layer, experts, bias, f"b{which}"))
     return inputs
 
 
-@dataclass(frozen=True, slots=True)
-class _Integers:
-    """The form of the weights of `QMoE`: their bits, and the block size along a column."""
-
-    bits: int
-    block: int | None
-
-
-def _integers(layer: Layer[Any]) -> _Integers | None:
+def _integers(layer: Layer[Any]) -> tuple[int, int | None] | None:
+    """Returns the bits of the weights of `QMoE`, and the block size along a column."""
     blocked = layer.compute.blocked
     if blocked is not None:
-        return _Integers(blocked.bits, blocked.block)
-    return None if layer.compute.quantized is None else _Integers(8, block_of_columns(layer.spec))
+        return blocked.bits, blocked.block
+    return None if layer.compute.quantized is None else (8, block_of_columns(layer.spec))
 
 
-def takes_integers(layer: Layer[Any]) -> bool:
-    """Returns whether the node is `QMoE`."""
-    return _integers(layer) is not None
-
-
-def block_of_columns(spec: Any) -> int | None:
+def block_of_columns(spec: AroundMaps) -> int | None:
     """Returns the block size for INT8; None, which is slow, if no size divides both matrices."""
     return block_of("kernel", (spec.dim, spec.hidden), bits=8)
 
@@ -203,10 +198,6 @@ def _interleaved(
     return b.op("Reshape", pairs, shape, name=f"experts/{key}_interleaved")
 
 
-def has_op(target: TargetRecord) -> bool:
-    return bool(target.moe)
-
-
 def around_maps(spec: AroundMaps) -> str | None:
     """Returns why the op cannot compute the parts after the experts' maps."""
     if spec.hidden_norm or spec.out_norm or spec.out_activation != "identity":
@@ -214,7 +205,7 @@ def around_maps(spec: AroundMaps) -> str | None:
     return None
 
 
-def other_width(spec: MoESpec) -> str | None:
+def other_width(spec: AroundMaps) -> str | None:
     """Returns why the op cannot compute experts whose output width differs from the input's."""
     if spec.dim != spec.out:
         return f"com.microsoft.MoE keeps the width, but this layer maps {spec.dim} to {spec.out}"
@@ -226,10 +217,22 @@ LEAST_WIDTH, VECTOR_BYTES, BLOCKS_ON_CUDA = 16, 16, (128, 64)
 that rows are a multiple of, and for integers a block size that divides the columns."""
 
 
-def other_size_on_cuda(spec: Any, precision: Precision, target: Target) -> str | None:
-    """Returns why the op's kernel on a GPU cannot compute experts of these widths."""
+OTHER_GELU_ON_GPU = (
+    "com.microsoft.MoE computes the tanh form of GELU in FP32, up to 5e-4 from the exact one of "
+    "this layer; use --precision fp16, whose rounding error is larger"
+)
+"""In ONNX Runtime GPU 1.31.1 it is the tanh form if GELU is the epilogue of the product (FP32
+everywhere, and cards older than Hopper: `EpilogueOpDefaultFtGelu`), and the exact one if it is a
+separate kernel (`doActivationKernel`, after Hopper's own products in 16 bits): read from its
+sources and its library's symbols, not run. In 16 bits the rounding hides the difference."""
+
+
+def unfit_on_gpu(spec: AroundMaps, precision: Precision, target: Target) -> str | None:
+    """Returns why the op's kernel on a GPU cannot compute experts: their GELU, or their widths."""
     if TARGETS[target].on_cpu:
         return None
+    if spec.activation == "gelu" and precision == "fp32":
+        return OTHER_GELU_ON_GPU
     widths = (spec.dim, spec.hidden)
     if precision in ("int8", "int4"):
         if not any(width % BLOCKS_ON_CUDA[-1] for width in widths):
@@ -244,22 +247,6 @@ def other_size_on_cuda(spec: Any, precision: Precision, target: Target) -> str |
     return (
         f"on a GPU com.microsoft.MoE needs widths of at least {LEAST_WIDTH} that are multiples of "
         f"{least} in {precision.upper()}, but an expert's are {spec.dim} and {spec.hidden}"
-    )
-
-
-def other_gelu_on_cuda(spec: AroundMaps, precision: Precision, target: Target) -> str | None:
-    """Returns why the op's kernel on a GPU cannot compute an expert's GELU within the bound.
-
-    In ONNX Runtime GPU 1.31.1 it is the tanh form if GELU is the epilogue of the product (FP32
-    everywhere, and cards older than Hopper: `EpilogueOpDefaultFtGelu`), and the exact one if it is
-    a separate kernel (`doActivationKernel`, after Hopper's own products in 16 bits): read from its
-    sources and its library's symbols, not run. In 16 bits the rounding hides the difference.
-    """
-    if TARGETS[target].on_cpu or spec.activation != "gelu" or precision != "fp32":
-        return None
-    return (
-        "com.microsoft.MoE computes the tanh form of GELU in FP32, up to 5e-4 from the exact one "
-        "of this layer; use --precision fp16, whose rounding error is larger"
     )
 
 
@@ -292,7 +279,7 @@ TILE = 128
 """Columns that one of a GPU's processors computes in the node's products."""
 
 
-def grouped_read_us(spec: Any, active: float, machine: Machine) -> float:
+def grouped_read_us(spec: AroundMaps, active: float, machine: Machine) -> float:
     """Returns the time to read experts in a GPU's grouped products: `TILE` columns per processor.
 
     A product with few columns and many rows has too few tiles to occupy all processors.

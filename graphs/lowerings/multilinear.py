@@ -66,8 +66,8 @@ def _rewritten(b: Builder, layer: MuMoELayer, gates: Gates, y: ir.Value) -> ir.V
     added: ir.Value | None = None
     for level, gate in enumerate(gates):
         means = layer.stacked(b, f"rewrite.{level}")
-        alike = b.op("MatMul", gate, means, name=f"rewrite/level_{level}")
-        added = alike if added is None else b.op("Mul", added, alike, name="rewrite/alike")
+        score = b.op("MatMul", gate, means, name=f"rewrite/level_{level}")
+        added = score if added is None else b.op("Mul", added, score, name="rewrite/alike")
     assert added is not None
     if layer.tensors.has("rewrite.output"):
         added = b.op("MatMul", added, layer.stacked(b, "rewrite.output"), name="rewrite/added")
@@ -93,9 +93,9 @@ def factor_product(
 
     Large factors are those of the input and the output, and Tucker's core.
     """
-    met = operand_of(key)
-    assert met is not None, f"{key} is not a large factor"
-    b.tap(met, rows)
+    tensor = operand_of(key)
+    assert tensor is not None, f"{key} is not a large factor"
+    b.tap(tensor, rows)
     rows_of: Rows = "token" if layer.tokens == 1 else "tokens"
     scale = layer.optional(b, f"{key}.scale")
     factor = Linear(key=key, weight=layer.stacked(b, key), scale=scale, bias=bias, rows=rows_of)

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
+from ..fusion.patterns import made, only_user
 from ..layers.base import StoredPart
 from ..names import INPUT, MICROSOFT, range_key
 from ..targets import QuantFormat
@@ -55,12 +56,10 @@ class BackboneLinear:
 
     @property
     def width(self) -> int:
-        """The width of an input row."""
         return int(self._tensor.shape.numpy()[1 if self.transposed else 0])
 
     @property
     def bias(self) -> ir.Value | None:
-        """The bias, if the node adds one."""
         adds = self.node.op_type == "Gemm" and len(self.node.inputs) > 2
         return self.node.inputs[2] if adds else None
 
@@ -104,12 +103,11 @@ def _stored(weight: ir.Value) -> tuple[ir.Value, bool]:
     model's head, to the graph; a head that is also the embedding is stored in the embedding's
     layout.
     """
-    node = weight.producer()
-    if node is None or node.op_type != "Transpose" or node.domain or node.inputs[0] is None:
+    node = made(weight, "Transpose")
+    stored = None if node is None else node.inputs[0]
+    if node is None or stored is None or [*node.attributes.get_ints("perm", [1, 0])] != [1, 0]:
         return weight, False
-    if list(node.attributes.get_ints("perm", [1, 0])) != [1, 0]:
-        return weight, False
-    return node.inputs[0], True
+    return stored, True
 
 
 HEAD = "it computes the graph's output"
@@ -131,7 +129,7 @@ def quantize_backbone(
     weights: WeightQuantization,
     float_type: ir.DataType,
     *,
-    by_token: bool = False,
+    by_token: bool,
 ) -> list[QuantizedLinear]:
     """Replaces the linear layers of a traced model by INT8 ones, in place; returns their records.
 
@@ -146,26 +144,23 @@ def quantize_backbone(
             steps = {group[0].key: DYNAMIC_ROW}
             quantized = QuantizedProducts(form, weights, steps, dynamic=True)
             _replace(model.graph, group, ComputeTypes(quantized=quantized), float_type)
-    made = []
+        return _records(model.graph, form, [(linear, None) for linear in linears])
+    heads = set()
     for linear in linears:
-        name = linear.node.name
-        assert name is not None
-        head = range_of is not None and _is_head(model.graph, linear.node)
-        if range_of is not None and not head:
-            scale = activation_scale(range_of(linear.key), float_type, qdq=form == "qdq")
-            quantized = QuantizedProducts(form, weights, {linear.key: scale})
-            _replace(model.graph, [linear], ComputeTypes(quantized=quantized), float_type)
-        made.append(QuantizedLinear(name, HEAD if head else None))
-    if form == "kernel" and any(engine.reason is None for engine in made):
-        model.graph.opset_imports.setdefault(MICROSOFT, 1)
-    return made
+        if _is_head(model.graph, linear.node):
+            heads.add(linear)
+            continue
+        scale = activation_scale(range_of(linear.key), float_type, qdq=form == "qdq")
+        quantized = QuantizedProducts(form, weights, {linear.key: scale})
+        _replace(model.graph, [linear], ComputeTypes(quantized=quantized), float_type)
+    return _records(model.graph, form, [(x, HEAD if x in heads else None) for x in linears])
 
 
 def block_backbone(
     model: ir.Model,
     linears: list[BackboneLinear],
     form: QuantFormat,
-    bits: Bits = 4,
+    bits: Bits,
     *,
     on_gpu: bool = False,
 ) -> list[QuantizedLinear]:
@@ -176,16 +171,21 @@ def block_backbone(
             blocked = BlockedWeights(form, frozenset({group[0].key}), block, bits, on_gpu)
             compute = ComputeTypes(blocked=blocked)
             _replace(model.graph, group, compute, ir.DataType.FLOAT)
-    made = []
+    reasons: list[tuple[BackboneLinear, str | None]] = []
     for linear in linears:
-        name = linear.node.name
-        assert name is not None
         reason = f"its rows of {linear.width} numbers are not whole blocks of {INT4_BLOCK}"
-        whole = linear.width % INT4_BLOCK == 0
-        made.append(QuantizedLinear(name, None if whole else reason))
-    if form == "kernel" and any(engine.reason is None for engine in made):
-        model.graph.opset_imports.setdefault(MICROSOFT, 1)
-    return made
+        reasons.append((linear, reason if linear.width % INT4_BLOCK else None))
+    return _records(model.graph, form, reasons)
+
+
+def _records(
+    graph: ir.Graph, form: QuantFormat, reasons: Iterable[tuple[BackboneLinear, str | None]]
+) -> list[QuantizedLinear]:
+    """Returns the records of linear layers; declares the domain of a kernel that they use."""
+    records = [QuantizedLinear(str(linear.node.name), reason) for linear, reason in reasons]
+    if form == "kernel" and any(record.reason is None for record in records):
+        graph.opset_imports.setdefault(MICROSOFT, 1)
+    return records
 
 
 def _is_head(graph: ir.Graph, node: ir.Node) -> bool:
@@ -276,18 +276,14 @@ def _scaled_after(node: ir.Node) -> tuple[ir.Node, np.float32] | None:
 
     The weights' scales absorb it.
     """
-    users = [user for user, _ in node.outputs[0].uses()]
-    if len(users) != 1 or node.outputs[0].is_graph_output() or users[0].domain:
-        return None
-    user = users[0]
-    if user.op_type not in ("Mul", "Div") or user.inputs[0] is not node.outputs[0]:
-        return None
-    factor = user.inputs[1]
+    output = node.outputs[0]
+    user = only_user(output, "Mul") or only_user(output, "Div")
+    factor = None if user is None or user.inputs[0] is not output else user.inputs[1]
     tensor = None if factor is None else factor.const_value
-    if tensor is None or tensor.size != 1 or tensor.dtype != ir.DataType.FLOAT:
+    if user is None or tensor is None or tensor.size != 1 or len(tensor.shape) > 1:
         return None
     number = np.float32(tensor.numpy().reshape(()))
-    if len(tensor.shape) > 1 or number == 0:
+    if tensor.dtype != ir.DataType.FLOAT or number == 0:
         return None
     return user, number if user.op_type == "Mul" else np.float32(1) / number
 

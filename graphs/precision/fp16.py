@@ -15,8 +15,9 @@ from types import MappingProxyType
 import numpy as np
 import onnx_ir as ir
 
+from ..fusion.patterns import made, number_in
 from ..names import DOMAIN, HIDDEN, MICROSOFT, SEEN_AS, is_cached
-from .fp16_weights import MOVES
+from .fp16_weights import MOVES, add_cast
 from .routers import angle_nodes, router_nodes
 
 FLOAT = ir.DataType.FLOAT
@@ -109,11 +110,11 @@ def to_fp16(
     model: ir.Model,
     dtype: ir.DataType,
     *,
-    peaks: Mapping[str, float] = MappingProxyType({}),
-    io: ir.DataType = FLOAT,
-    attention: bool = False,
-    wide_sums: bool = False,
-    narrow_cache: bool = False,
+    peaks: Mapping[str, float],
+    io: ir.DataType,
+    attention: bool,
+    wide_sums: bool,
+    narrow_cache: bool,
 ) -> list[Fp32Node]:
     """Converts a traced model's backbone to `dtype`, in place, and returns the nodes left in FP32.
 
@@ -187,17 +188,17 @@ class _Conversion:
     def node(self, node: ir.Node) -> None:
         """Decides on one node, and casts its inputs to the type in which it computes."""
         floats = [v for v in node.inputs if v is not None and v.dtype in (FLOAT, self.dtype)]
-        made = [v for v in node.outputs if v.dtype == FLOAT]
-        if (not floats and not made) or self._sizes_inside(node):
+        results = [v for v in node.outputs if v.dtype == FLOAT]
+        if (not floats and not results) or self._sizes_inside(node):
             return
-        reason, usual = self._reason(node, floats, made)
+        reason, usual = self._reason(node, floats, results)
         target = self.dtype if reason is None else FLOAT
         if self._compares_fp32(node, floats):
             reason, target = None, FLOAT
         if reason is not None:
             assert node.name is not None
             self.fp32_nodes.append(Fp32Node(node.name, node.op_type, reason, usual))
-        if node.op_type == "Cast" and made and reason is None:
+        if node.op_type == "Cast" and results and reason is None:
             node.attributes["to"] = ir.AttrInt64("to", target.value)
         if node.op_type == "ConstantOfShape" and reason is None:
             filled = node.attributes.get_tensor("value", None)
@@ -208,7 +209,7 @@ class _Conversion:
             if value in floats and node.domain != DOMAIN:
                 assert value is not None
                 node.replace_input_with(index, self._as(value, target, node))
-        for value in made:
+        for value in results:
             value.type = ir.TensorType(target)
             self.types[value] = target
 
@@ -238,20 +239,17 @@ class _Conversion:
             name, producer = value.name, value.producer()
             assert name is not None and producer is not None
             value.name = f"{name}/narrow" if type_ == self.dtype else f"{name}/wide"
-            cast = _cast(value, wanted, name)
-            self.graph.append(cast)
-            cast.outputs[0].shape = value.shape
-            self.graph.outputs[index] = cast.outputs[0]
+            self.graph.outputs[index] = add_cast(self.graph, None, value, wanted, name)
 
     def _reason(
-        self, node: ir.Node, floats: list[ir.Value], made: list[ir.Value]
+        self, node: ir.Node, floats: list[ir.Value], results: list[ir.Value]
     ) -> tuple[str | None, bool]:
         """Returns why a node stays in FP32 and whether its kind always does; None for 16 bits."""
         if node in self.kept:
             return self.kept[node], True
         if self.attention and _of_attention(node):
             return None, False
-        return self._reason_of_kind(node) or self._reason_of_values(node, floats, made)
+        return self._reason_of_kind(node) or self._reason_of_values(node, floats, results)
 
     def _reason_of_kind(self, node: ir.Node) -> tuple[str | None, bool] | None:
         if any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()):
@@ -260,11 +258,7 @@ class _Conversion:
             return None
         if node.domain not in ("", DOMAIN):
             return None if node.op_type in FP16_KERNELS else (UNKNOWN, False)
-        if (
-            self.wide_sums
-            and not node.domain
-            and (_returns_inputs(node, self.dtype) or _squares(node))
-        ):
+        if self.wide_sums and (_returns_inputs(node, self.dtype) or _squares(node)):
             return None
         if not node.domain and node.op_type not in FP16_OPS:
             usual = FP32_OPS.get(node.op_type)
@@ -272,11 +266,11 @@ class _Conversion:
         return None
 
     def _reason_of_values(
-        self, node: ir.Node, floats: list[ir.Value], made: list[ir.Value]
+        self, node: ir.Node, floats: list[ir.Value], results: list[ir.Value]
     ) -> tuple[str | None, bool]:
-        values = made if node.domain == DOMAIN else (*floats, *made)
-        seen = [name for value in values for name in _observed_names(value)]
-        for name in (*seen, *node.meta.get(HIDDEN, ())):
+        values = results if node.domain == DOMAIN else (*floats, *results)
+        observed = [name for value in values for name in _observed_names(value)]
+        for name in (*observed, *node.meta.get(HIDDEN, ())):
             peak = self.peaks.get(name)
             if peak is not None and beyond(peak, self.dtype):
                 return f"a value of {peak:.3g} was seen at {name}", False
@@ -311,9 +305,7 @@ class _Conversion:
             if value.is_initializer():
                 self._casts[key] = self._fp16_constant(value, name)
             else:
-                cast = _cast(_uncast(value), target, name)
-                self.graph.insert_before(user, cast)
-                self._casts[key] = cast.outputs[0]
+                self._casts[key] = add_cast(self.graph, user, _uncast(value), target, name)
                 self._casts[key].shape = value.shape
         return self._casts[key]
 
@@ -346,11 +338,10 @@ def _returns_inputs(node: ir.Node, dtype: ir.DataType) -> bool:
 
 def _squares(node: ir.Node) -> bool:
     """Returns whether a node squares numbers for a 16-bit user, not for a sum as in a variance."""
-    exponent = node.inputs[1] if node.op_type == "Pow" and not node.domain else None
-    tensor = None if exponent is None else exponent.const_value
+    if node.domain or node.op_type != "Pow" or number_in(node.inputs[1]) != 2:
+        return False
     users = [user for user, _ in node.outputs[0].uses()]
-    squared = tensor is not None and tensor.size == 1 and float(tensor.numpy().reshape(())) == 2
-    return squared and bool(users) and all(user.op_type in FP16_OPS for user in users)
+    return bool(users) and all(user.op_type in FP16_OPS for user in users)
 
 
 def _observed_names(value: ir.Value) -> Iterator[str]:
@@ -378,20 +369,7 @@ def _uncast(value: ir.Value) -> ir.Value:
 
 def _of_attention(node: ir.Node) -> bool:
     """Returns whether a node is a softmax between two products, whose results have 16 bits."""
-    if node.domain or node.op_type != "Softmax" or node.inputs[0] is None:
+    if node.domain or node.op_type != "Softmax" or made(node.inputs[0], "MatMul") is None:
         return False
-    before = node.inputs[0].producer()
     users = [user for user, _ in node.outputs[0].uses()]
-    return (
-        before is not None
-        and before.op_type == "MatMul"
-        and bool(users)
-        and all(user.op_type == "MatMul" for user in users)
-    )
-
-
-def _cast(value: ir.Value, target: ir.DataType, name: str) -> ir.Node:
-    output = ir.Value(name=name, type=ir.TensorType(target))
-    return ir.node(
-        "Cast", [value], attributes={"to": target.value}, outputs=[output], name=f"{name}/Cast"
-    )
+    return bool(users) and all(user.op_type == "MatMul" for user in users)

@@ -78,7 +78,7 @@ class _Widening:
                 name = str(value.name)
                 self.names[name] = value.name = f"{name}/wide"
                 value.type = ir.TensorType(FLOAT)
-                graph.outputs[index] = _cast(graph, None, value, HALF, name)
+                graph.outputs[index] = add_cast(graph, None, value, HALF, name)
 
     def _node(self, node: ir.Node, graph: ir.Graph, main: ir.Graph) -> None:
         for attribute in node.attributes.values():
@@ -131,24 +131,20 @@ class _Widening:
         key = (value, graph)
         if key not in self._casts:
             name = f"{value.name}/fp32"
-            small = _small(value, graph, name)
-            self._casts[key] = small or _cast(graph, user, value, FLOAT, name)
+            tensor = value.const_value if value.is_initializer() else None
+            if tensor is None or isinstance(tensor, ir.ExternalTensor) or tensor.size > SMALL:
+                self._casts[key] = add_cast(graph, user, value, FLOAT, name)
+            else:
+                wide = ir.tensor(tensor.numpy().astype(np.float32), name=name)
+                constant = ir.Value(
+                    name=name, shape=value.shape, type=ir.TensorType(FLOAT), const_value=wide
+                )
+                graph.register_initializer(constant)
+                self._casts[key] = constant
         return self._casts[key]
 
 
-def _small(value: ir.Value, graph: ir.Graph, name: str) -> ir.Value | None:
-    """Returns a small constant in FP32; None if it is large, in a file, or not constant."""
-    tensor = value.const_value if value.is_initializer() else None
-    if tensor is None or isinstance(tensor, ir.ExternalTensor) or tensor.size > SMALL:
-        return None
-    wide = ir.tensor(tensor.numpy().astype(np.float32), name=name)
-    type_ = ir.TensorType(FLOAT)
-    constant = ir.Value(name=name, shape=value.shape, type=type_, const_value=wide)
-    graph.register_initializer(constant)
-    return constant
-
-
-def _cast(
+def add_cast(
     graph: ir.Graph, user: ir.Node | None, value: ir.Value, target: ir.DataType, name: str
 ) -> ir.Value:
     """Adds a cast before a node of a graph, or at its end."""

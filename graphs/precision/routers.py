@@ -24,7 +24,7 @@ def router_nodes(graph: ir.Graph) -> set[ir.Node]:
             if node.op_type == SoftMoESpec.op_type:
                 nodes |= _within(node, _leading_to(node.inputs))
             else:
-                nodes |= _leading_to(routed, beside=_leading_to([first]))
+                nodes |= _leading_to(routed, excluded=_leading_to([first]))
     return nodes
 
 
@@ -65,14 +65,14 @@ def _within(layer: ir.Node, nodes: set[ir.Node]) -> set[ir.Node]:
 
 
 def _leading_to(
-    values: Iterable[ir.Value | None], beside: set[ir.Node] | None = None
+    values: Iterable[ir.Value | None], excluded: set[ir.Node] | None = None
 ) -> set[ir.Node]:
-    """Returns the nodes that values depend on, except for those that `beside` depends on."""
-    beside, nodes = beside or set(), set[ir.Node]()
+    """Returns the nodes that values depend on, except for those that `excluded` depends on."""
+    excluded, nodes = excluded or set(), set[ir.Node]()
     waiting = [value for value in values if value is not None]
     while waiting:
         node = waiting.pop().producer()
-        if node is not None and node not in nodes and node not in beside:
+        if node is not None and node not in nodes and node not in excluded:
             nodes.add(node)
             waiting += [value for value in node.inputs if value is not None]
     return nodes

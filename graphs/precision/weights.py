@@ -193,15 +193,15 @@ def pack(integers: np.ndarray) -> np.ndarray:
 
 
 def activation_scale(
-    seen: Range, dtype: ir.DataType, *, qdq: bool, levels: int = INT8_LEVELS
+    observed: Range, dtype: ir.DataType, *, qdq: bool, levels: int = INT8_LEVELS
 ) -> Scale:
     """Returns the scale of an activation: signed and symmetric in Q/DQ form, else unsigned.
 
     In Q/DQ form the float type `dtype` represents it exactly.
     """
     if not qdq:
-        return seen.affine()
-    step = float(rounded_to(np.array(seen.symmetric(levels).scale), dtype))
+        return observed.affine()
+    step = float(rounded_to(np.array(observed.symmetric(levels).scale), dtype))
     return Scale(step or TINY, 0)
 
 

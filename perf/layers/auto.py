@@ -274,7 +274,7 @@ def measured(layer: Layer, target: CpuTarget, precision: Precision, count: int) 
             calls = {
                 f"{name} {k}": partial(_called, infer, x)
                 for (name, k), infer in graphs.items()
-                if LOWERINGS[name].copies(layer.plan(k, batch)) <= COPY_LIMIT_BYTES
+                if LOWERINGS[name].copied_bytes(layer.plan(k, batch)) <= COPY_LIMIT_BYTES
             }
             found = timing.measure(calls, PROTOCOL).latencies
             for k in ks:

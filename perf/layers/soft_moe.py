@@ -210,7 +210,7 @@ def _fits(layer: Layer, graph: GraphSource, batch: int) -> bool:
     if layer == LARGE:
         return graph.lowering == layer.chosen(graph.k, batch, precision)
     plan = layer.plan(graph.k, batch, precision)
-    return lowerings_of("soft-moe")[graph.lowering].copies(plan) <= GATHER_LIMIT_BYTES
+    return lowerings_of("soft-moe")[graph.lowering].copied_bytes(plan) <= GATHER_LIMIT_BYTES
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from ...bench.run import analysed, sweep
 from ...bench.runners.base import Runner
 from ...bench.runners.models import loaders
 from ...bench.runners.pytorch import CUDA, without_tf32
-from ...bench.studies import asked, check_studies
+from ...bench.studies import check_studies, requested_studies
 from ...common.console import Silent
 from ...common.environment import PACKAGES, versions
 from ...common.locations import state_of
@@ -152,7 +152,7 @@ def _what(cells: Sequence[Cells]) -> dict[str, Any]:
 def _check(cells: Sequence[Cells]) -> None:
     request = cells[0].request
     check_studies(request)
-    for study in asked(request):
+    for study in requested_studies(request):
         if not study.on_nodes:
             raise UsageError(
                 f"--ray: the study '{study.name}' is measured on one machine",
@@ -245,7 +245,7 @@ class _Sweep:
     def _analyses(self) -> dict[str, Any]:
         """Returns the studies of experts and subgroups, in the order of the models."""
         request = self.cells[0].request
-        if not asked(request):
+        if not requested_studies(request):
             return {}
         tasks = {
             (one.models[0], None): Task(f"{one.models[0]}, analyses", analyse_cells, (one,))

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ...common.console import Progress
-from ...errors import ClusterError, MissingExtraError, MoexportError, install, one_line
+from ...common.libraries import library
+from ...errors import ClusterError, MoexportError, install, one_line
 
 RETRIES = 2
 """How often the task of a lost node is run again."""
@@ -180,12 +181,7 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
     if address == LOCAL:
         for name, value in LOCAL_SETTINGS.items():
             os.environ.setdefault(name, value or secrets.token_hex(32))
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtraError(
-            "--ray needs Ray, which is not installed", hint=install("ray")
-        ) from error
+    ray = library("ray", "--ray needs Ray", install("ray"))
     mine = not ray.is_initialized()
     with ExitStack() as until_the_end:
         try:

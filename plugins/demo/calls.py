@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,17 +25,9 @@ def demo(out: AnyPath, request: DemoRequest) -> Outcome:
     check_folder(Path(out))
     check_pytorch("the demo")
     from ...common.console import Silent
-
-    watcher, family, force = request.progress or Silent(), request.family, request.force
-    if family == "mumoe":
-        from .mumoe import run_mumoe_demo
-
-        return run_mumoe_demo(Path(out), watcher, force=force)
-    if family == "experts":
-        from .experts import run_experts_demo
-
-        return run_experts_demo(Path(out), watcher, force=force)
     from .demo import run_demo
-    from .tuned import tuned_bundle
 
-    return run_demo(Path(out), watcher, force=force, search=partial(tuned_bundle, watcher))
+    # Each module is also the name of a family.
+    module = import_module(f".{request.family.replace('-', '_')}", __package__)
+    progress = request.progress or Silent()
+    return run_demo(module.DEMO, Path(out), progress, force=request.force)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from ...commands.options import AsJson, Quiet, Verbose, json_text, option_for, output_option
+from ...commands.options import AsJson, Quiet, Verbose, json_text, options_of, output_option
 from ...common.console import Console, show
 from .calls import demo as run_demo
-from .request import DemoRequest, Trained
+from .request import DemoRequest
 
 
 def demo(
     *,
     output: Annotated[Path, output_option("DIR", "The folder for all files.")] = Path("demo"),
-    family: Annotated[Trained, option_for(DemoRequest, "family")] = "soft-moe",
-    force: Annotated[bool, option_for(DemoRequest, "force")] = False,
+    request: Annotated[DemoRequest, options_of(DemoRequest)],
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
     """Train small networks, export, verify and measure them."""
     with Console(verbose=verbose, quiet=quiet) as console:
-        outcome = run_demo(output, DemoRequest(family=family, force=force, progress=console))
-    made = {"output": str(outcome.directory), "report": str(outcome.report)}
-    show(json_text(made) if as_json else outcome.text)
+        outcome = run_demo(output, replace(request, progress=console))
+    content = {"output": str(outcome.directory), "report": str(outcome.report)}
+    show(json_text(content) if as_json else outcome.text)

@@ -1,4 +1,4 @@
-"""`moexport demo`: the whole workflow on real data, from training to the report."""
+"""What every demo does with the networks that it trains: exports, verifies and measures them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from ...bench.runners.other_exporters import with_other_exporters
 from ...bench.studies import STUDIES
 from ...common.console import Progress
 from ...common.text import table
-from ...common.threads import with_threads
-from ...common.writing import check_folder, whole_file, write_text
+from ...common.writing import whole_file, write_text
 from ...errors import BundleError, MoexportError
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.checkpoints.load import load
@@ -37,7 +36,6 @@ from ...exporter.options import ExportOptions
 from ...exporter.trace import trace
 from ...graphs.targets import Precision, Target
 from ..service.request import ServiceOptions
-from . import digits
 
 THREADS = 1
 """The number of threads for training: with more, sums are added in another order, and the same seed
@@ -97,13 +95,31 @@ class Group:
     data: LabelledData
     networks: tuple[TrainedNetwork, ...]
     batches: tuple[int, ...] = (1,)
-    calibration: Path | None = None
+    ranges: Mapping[str, Any] | None = None
     engines: tuple[str, ...] = (PYTORCH_STACKED, PYTORCH_ALGORITHM_2, ONNXRUNTIME)
     bound: str | None = None
 
 
-BundleSearch = Callable[[TrainedNetwork, Path], tuple[Bundle, str]]
+BundleSearch = Callable[[TrainedNetwork, Path, Progress], tuple[Bundle, str]]
 """Searches for a network's best bundle and writes it to the demo's folder; describes the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """A demo: a function that trains its networks, and the parts of its text.
+
+    Networks are measured at each of `ks` if k is an input. In the text, the result of `about`
+    precedes the measurements and `remarks` follow them. The bundle that `search` finds for the
+    first network is measured with its other bundles. `check` raises an error for a missing package.
+    """
+
+    command: str
+    train: Callable[[Path, Progress], Sequence[Group]]
+    ks: Sequence[str] = ()
+    about: Callable[[Sequence[Group]], Iterable[str]] = lambda groups: ()
+    remarks: Sequence[str] = ()
+    search: BundleSearch | None = None
+    check: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,64 +131,52 @@ class Outcome:
     text: str
 
 
-def run_job(
-    directory: Path,
-    progress: Progress,
-    train: Callable[[Path, Progress], Sequence[Group]],
-    *,
-    force: bool,
-    command: str,
-    ks: Sequence[str] = (),
-    about: Callable[[Sequence[Group]], Iterable[str]] = lambda groups: (),
-    remarks: Sequence[str] = (),
-    search: BundleSearch | None = None,
-) -> Outcome:
-    """Trains networks; exports, verifies and measures them, at each of `ks` if k is an input.
+def run_demo(demo: Demo, directory: Path, progress: Progress, *, force: bool) -> Outcome:
+    """Trains a demo's networks; exports, verifies and measures them.
 
-    In the text, the result of `about` precedes the measurements and `remarks` follow them. The
-    bundle that `search` finds for the first network is measured with its other bundles. Raises
-    `BundleError` if `directory` exists, unless it is an earlier demo and `force` is given.
+    Raises `BundleError` if `directory` exists, unless it is an earlier demo and `force` is given.
     """
     started = time.monotonic()
+    demo.check()
     claim(directory, force=force)
-    groups = train(directory, progress)
+    groups = demo.train(directory, progress)
     checked, measured, reports, ends = [], [], [], []
     for group in groups:
+        report = directory / group.report
+        models = [network.load() for network in group.networks]
+        threads = threads_for(models, group.data, group.batches)
         request = BenchRequest(
-            k=ks,
+            k=demo.ks,
             batch=group.batches,
             engine=group.engines,
             target="ort-cpu",
             round_s=ROUND_S,
             memory=False,  # Measuring it starts a process per row, and the demo should be short.
             data=str(group.networks[0].bundles[0].data),
+            threads=threads.count,
+            out=report,
+            command=f"{demo.command} -o {directory}",
+            progress=progress,
         )
-        report = directory / group.report
-        loaded = [network.load() for network in group.networks]
-        threads = threads_for(loaded, group.data, group.batches)
-        request = replace(request, threads=threads.count)
         with ExitStack() as stack:
             candidates = []
-            for network in group.networks:
-                bundles = list(_exported(network, directory, progress))
+            for network, model in zip(group.networks, models, strict=True):
+                bundles = list(_exported(network, model, directory, progress))
                 checked += [verified(bundle) for bundle in bundles]
-                if search is not None and network is groups[0].networks[0]:
-                    found, summary = search(network, directory)
+                if demo.search is not None and network is groups[0].networks[0]:
+                    found, summary = demo.search(network, directory, progress)
                     bundles.append(found)
                     ends.append(summary)
-                (own,) = side_by_side(bundles, request, network.load(), name=network.name)
+                (own,) = side_by_side(bundles, request, model, name=network.name)
                 both = stack.enter_context(with_other_exporters(own, threads.count))
                 candidates.append(in_phases(both, group.data, None))
-            request = replace(
-                request, out=report, command=f"{command} -o {directory}", progress=progress
-            )
             progress.step(f"measuring for {report.name}")
             results = bench(
                 candidates,
                 group.data,
                 request,
                 analyses=_in_service(candidates[0], group, request),
-                calibration=None if group.calibration is None else str(group.calibration),
+                ranges=group.ranges,
                 threads=threads,
             )
         measured.append(rows_table(results))
@@ -180,9 +184,9 @@ def run_job(
     took = f"took {time.monotonic() - started:.0f} s"
     text = (
         table(VERIFIED_HEADER, checked),
-        *about(groups),
+        *demo.about(groups),
         *measured,
-        *remarks,
+        *demo.remarks,
         *ends,
         "\n".join((took, *(f"report: {report}" for report in reports))),
     )
@@ -192,7 +196,6 @@ def run_job(
 def claim(directory: Path, *, force: bool) -> None:
     """Makes the demo's folder; overwrites only an earlier demo."""
     marker = directory / MARKER
-    check_folder(directory)
     if directory.exists() and any(directory.iterdir()):
         if not marker.is_file():
             raise BundleError(
@@ -216,9 +219,11 @@ def saved(data: LabelledData, path: Path) -> Path:
     return path
 
 
-def _exported(network: TrainedNetwork, directory: Path, progress: Progress) -> Iterator[Bundle]:
+def _exported(
+    network: TrainedNetwork, model: Model, directory: Path, progress: Progress
+) -> Iterator[Bundle]:
     """Yields a network's bundles, each compared with PyTorch on its data; traces it only once."""
-    model, traced = network.load(), None
+    traced = None
     for planned in network.bundles:
         progress.step(f"exporting {planned.folder}")
         options = ExportOptions(
@@ -260,91 +265,16 @@ def _in_service(candidate: Candidate, group: Group, request: BenchRequest) -> di
 
     Returns nothing if the group has no bound or LoadGen is not installed.
     """
-    if group.bound is None or SERVICE not in STUDIES:
-        return {}
-    if importlib.util.find_spec("mlperf_loadgen") is None:
+    installed = importlib.util.find_spec("mlperf_loadgen") is not None
+    if group.bound is None or SERVICE not in STUDIES or not installed:
         return {}
     ks = [graph.k for graph in candidate.graphs]
     few = tuple(graph for graph in candidate.graphs if graph.k in (min(ks), max(ks)))
     served = replace(candidate, graphs=few, engines=())
-    asked = request.asking(
+    request = request.asking(
         ServiceOptions(scenario="server", latency_bound=group.bound, duration=SERVED_S)
     )
-    study = STUDIES[SERVICE].begin([served], group.data, asked)
+    study = STUDIES[SERVICE].begin([served], group.data, request)
     assert study.follow is not None, "services are measured after the rows"
     study.follow(served, {}, Journal(None, {}))
     return {SERVICE: study.findings()}
-
-
-KEPT = {"n": "n", "n2": "1/2", "n4": "1/4", "n8": "1/8"}
-"""The exported k, by the ending of the bundle's name."""
-
-NETWORKS: tuple[tuple[digits.Training, Mapping[Precision, Sequence[str]]], ...] = (
-    (
-        digits.Training(
-            128, hidden=64, normalise=True, scale=16.0, epochs=12, batch=64, learning_rate=2e-3
-        ),
-        {"fp32": ("n", "n2", "n4", "n8"), "int8": ("n", "n4", "n8")},
-    ),
-    (digits.Training(16), {"fp32": ("n", "n2", "n4")}),
-)
-"""The networks to train, and the k to export in each precision. With 128 experts, weights dominate
-the time, and an eighth of the experts is enough. The paper's own network with 16 experts is the
-counterexample: it needs all of them, and they are so small that fewer save no time."""
-
-
-TEST_FILE = "digits-test.npz"
-HELD_OUT = 0.5
-"""The share of digits held out: 899 images that no network is trained on. The report judges the
-kept accuracy by the lower end of an interval. With 360 images this is at most 98.9%, so no smaller
-k could be proven to keep 99%. Shifted copies of images do not help, because an interval assumes
-independent images."""
-
-
-def run_demo(
-    directory: Path, progress: Progress, *, force: bool = False, search: BundleSearch | None = None
-) -> Outcome:
-    """Trains, exports, verifies and measures networks on handwritten digits, for several k each.
-
-    The bundle that `search` finds for the first network is measured with its other bundles. Raises
-    `BundleError` if `directory` exists, unless it is an earlier demo and `force` is given.
-    """
-    return run_job(
-        directory, progress, _trained, force=force, command="moexport demo", search=search
-    )
-
-
-def _trained(directory: Path, progress: Progress) -> list[Group]:
-    data = digits.load_digits(test_share=HELD_OUT)
-    test = saved(data.test, directory / TEST_FILE)
-    calibration = saved(data.train, directory / "digits-train.npz")
-    networks = []
-    for training, exports in NETWORKS:
-        n = training.experts
-        progress.step(f"training n = {n} on {len(data.train)} digits")
-        checkpoint = directory / f"digits-n{n}.pt"
-        with with_threads(THREADS):
-            digits.save(digits.train(training, data.train), checkpoint)
-        bundles = [
-            Exported(
-                f"digits-n{n}-k{label}" + ("" if precision == "fp32" else f"-{precision}"),
-                KEPT[label],
-                test if precision == "fp32" else calibration,
-                precision,
-            )
-            for precision, labels in exports.items()
-            for label in labels
-        ]
-        networks.append(
-            TrainedNetwork(f"digits, n = {n}", checkpoint, tuple(bundles), target="ort-cpu")
-        )
-    return [
-        Group(
-            report="report",
-            data=data.test,
-            networks=tuple(networks),
-            batches=(1, 32),
-            calibration=calibration,
-            bound="20ms",
-        )
-    ]

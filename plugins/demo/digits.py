@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ...bench.data import LabelledData
 from ...common.console import Progress
 from ...common.writing import whole_file
-from ...errors import FeedError, MissingExtraError, install
+from ...errors import MissingExtraError, install
 
 PATCH = 14
 TOKENS = 4
@@ -166,10 +166,9 @@ class Training:
 def train(settings: Training, data: LabelledData) -> SoftMoEMnist:
     """Returns a network in eval mode, trained on labelled images; deterministic for a seed.
 
-    The global random state of PyTorch is not changed. Raises FeedError for unlabelled data.
+    The global random state of PyTorch is not changed.
     """
-    if data.labels is None:
-        raise FeedError("training needs labels, but this data has none")
+    assert data.labels is not None
     images, labels = torch.from_numpy(data.inputs), torch.from_numpy(data.labels)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)

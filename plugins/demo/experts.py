@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ...bench.data import LabelledData
 from ...bench.engines import (
@@ -20,10 +20,12 @@ from ...bench.engines import (
 from ...common.console import Progress
 from ...common.threads import with_threads
 from ...common.writing import replace_folder, temporary_folder, write_text
+from ...graphs.targets import Precision
 from ..text.language import python_topics
 from ..token_routed.load import transformers_library
 from . import digits
-from .demo import THREADS, Exported, Group, Outcome, TrainedNetwork, run_job, saved
+from .demo import THREADS, Demo, Exported, Group, TrainedNetwork, saved
+from .mumoe import random_windows
 
 NAME = "mixtral"
 VOCABULARY = 512
@@ -48,7 +50,7 @@ TEST_WINDOWS = 48
 HELD_OUT = 10
 """One in this number of topics is held out for the test."""
 
-BUNDLES = (
+BUNDLES: tuple[tuple[str, str, Precision], ...] = (
     ("k4", "trained", "fp32"),
     ("k4-int8", "trained", "int8"),
     ("k2-int8", "2", "int8"),
@@ -60,23 +62,6 @@ ENGINES = (ONNXRUNTIME, PYTORCH_GROUPED_MM, PYTORCH_EXPERTS_EAGER, TRANSFORMERS_
 
 CAVEAT = """The model is so small that its weights stay in the cache, and the overhead of calls
 dominates its time. INT8 and a smaller k gain more in a larger model."""
-
-
-def run_experts_demo(directory: Path, progress: Progress, *, force: bool = False) -> Outcome:
-    """Trains a small Mixtral on Python's help; exports, verifies and measures it at several k.
-
-    Raises `MissingExtraError` without transformers, and `BundleError` if `directory` exists, unless
-    it is an earlier demo and `force` is given.
-    """
-    transformers_library()
-    return run_job(
-        directory,
-        progress,
-        trained,
-        force=force,
-        command="moexport demo --family experts",
-        remarks=(CAVEAT,),
-    )
 
 
 def trained(
@@ -92,11 +77,14 @@ def trained(
     train = "\n\n".join(topic for place, topic in enumerate(topics) if place % HELD_OUT)
     folder = directory / NAME
     tokenizer = trained_tokenizer(train, VOCABULARY)
-    tokens = {name: _ids(tokenizer, text) for name, text in (("train", train), ("test", test))}
+    tokens = {
+        name: np.asarray(tokenizer(text, verbose=False)["input_ids"], np.int64)
+        for name, text in (("train", train), ("test", test))
+    }
     progress.step(f"training {NAME} on {len(tokens['train'])} tokens of Python's help", total=steps)
     with torch.random.fork_rng(devices=[]), with_threads(THREADS):
         torch.manual_seed(0)
-        model = _fit(new_model(config), torch.from_numpy(tokens["train"]), steps, progress)
+        model = _fit(new_model(config), tokens["train"], steps, progress)
     with temporary_folder(folder) as partial:
         tokenizer.save_pretrained(str(partial))
         model.save_pretrained(str(partial))
@@ -107,8 +95,7 @@ def trained(
     data = LabelledData(windows, None, "input_ids")
     file = saved(data, directory / "test.npz")
     bundles = tuple(
-        Exported(f"{NAME}-{name}", k, file, precision)  # type: ignore[arg-type]  # they are known
-        for name, k, precision in BUNDLES
+        Exported(f"{NAME}-{name}", k, file, precision) for name, k, precision in BUNDLES
     )
     network = TrainedNetwork(NAME, folder, bundles, target="ort-cpu")
     return [Group("report", data, (network,), engines=ENGINES)]
@@ -139,21 +126,17 @@ def new_model(config: Mapping[str, Any]) -> Any:
     return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, **none, **config))
 
 
-def _ids(tokenizer: Any, text: str) -> np.ndarray:
-    return np.asarray(tokenizer(text, verbose=False)["input_ids"], np.int64)
-
-
-def _fit(model: Any, ids: Tensor, steps: int, progress: Progress) -> Any:
+def _fit(model: Any, ids: np.ndarray, steps: int, progress: Progress) -> Any:
     """Trains a model to predict the next token; returns it in eval mode."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, RATE, total_steps=steps)
-    losses = (model(input_ids=batch, labels=batch).loss for batch in _batches(ids, steps))
+    batches = islice(random_windows(ids, BATCH, LENGTH), steps)
+    losses = (model(input_ids=batch, labels=batch).loss for batch, _ in batches)
     digits.descend(optimiser, losses, schedule, progress)
     model.config.output_router_logits = False  # only training uses them
     return model.eval()
 
 
-def _batches(ids: Tensor, steps: int) -> Iterator[Tensor]:
-    within = torch.arange(LENGTH)
-    for _ in range(steps):
-        yield ids[torch.randint(len(ids) - LENGTH, (BATCH, 1)) + within]
+DEMO = Demo(
+    "moexport demo --family experts", trained, remarks=(CAVEAT,), check=transformers_library
+)

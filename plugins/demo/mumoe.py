@@ -26,7 +26,7 @@ from ...graphs.layers import mumoe
 from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec
 from ..text.language import python_topics
 from . import digits
-from .demo import THREADS, Exported, Group, Outcome, TrainedNetwork, run_job, saved
+from .demo import THREADS, Demo, Exported, Group, TrainedNetwork, saved
 
 EXPERTS = 32
 KEPT = ("n", "16", "8", "4", "2", "1")
@@ -41,25 +41,8 @@ keeps the accuracy shows how many experts the task needs."""
 SUPPORT_HEADER = ("model", "layer", "experts n", "mean", "p99", "max")
 
 
-def run_mumoe_demo(directory: Path, progress: Progress, *, force: bool = False) -> Outcome:
-    """Trains four muMoE networks on digits and text; exports, verifies and measures them.
-
-    Each is exported once, with k as an input of the graph, and measured at every k of `KEPT`.
-    Raises `BundleError` if `directory` exists, unless it is an earlier demo and `force` is given.
-    """
-    return run_job(
-        directory,
-        progress,
-        _trained,
-        force=force,
-        command="moexport demo --family mumoe",
-        ks=KEPT,
-        about=_supports,
-        remarks=(CAVEAT,),
-    )
-
-
-def _trained(directory: Path, progress: Progress) -> list[Group]:
+def train(directory: Path, progress: Progress) -> list[Group]:
+    """Trains and saves four networks, to be exported once, with k as an input of the graph."""
     with torch.random.fork_rng(devices=[]), with_threads(THREADS):
         torch.manual_seed(SEED)
         return [*_on_digits(directory, progress), _on_text(directory, progress)]
@@ -120,7 +103,7 @@ def _on_text(directory: Path, progress: Progress) -> Group:
     progress.step(f"training a GPT-2 on {len(text.train)} characters of Python's help")
     spec = GPT2Spec(LENGTH, len(text.characters), depth=2, heads=4, dim=64, bias=True)
     model = trainable_gpt2(spec, EXPERTS, hidden=256, rank=48)
-    fit(model, _windows(text.train, 32), 600, 3e-3)
+    fit(model, random_windows(text.train, 32, LENGTH), 600, 3e-3)
     save(model, directory / "gpt2.pt", n_layer=spec.depth, n_head=spec.heads, n_embd=spec.dim)
     data = LabelledData(text.sequences(LENGTH, 128), None, "input_ids")
     return _group("gpt2", data, directory, {"gpt2": {}})
@@ -133,16 +116,17 @@ def _drawn(inputs: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, 
         yield inputs[rows], labels[rows]
 
 
-def _windows(ids: np.ndarray, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def random_windows(ids: np.ndarray, size: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields random batches of sequences and of their next tokens without end."""
     tokens = torch.from_numpy(ids)
-    within = torch.arange(LENGTH + 1)
+    within = torch.arange(length + 1)
     while True:
-        window = tokens[torch.randint(len(tokens) - LENGTH, (size, 1)) + within]
+        window = tokens[torch.randint(len(tokens) - length, (size, 1)) + within]
         yield window[:, :-1], window[:, 1:]
 
 
-TEST_SHARE = 0.1
+HELD_OUT = 9
+"""One in this number of topics is held out for the test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +150,8 @@ def load_topics() -> Text:
     codes = np.zeros(128, np.int64)
     codes[[ord(c) for c in characters]] = np.arange(len(characters))
     ids = [codes[np.frombuffer(text.encode("ascii"), np.uint8)] for text in texts]
-    held_out = max(1, round(len(ids) * TEST_SHARE))
-    # Every tenth topic, so that both parts contain all kinds of them.
-    test = ids[:: len(ids) // held_out]
-    train = [topic for index, topic in enumerate(ids) if index % (len(ids) // held_out)]
+    test = ids[::HELD_OUT]
+    train = [topic for index, topic in enumerate(ids) if index % HELD_OUT]
     return Text(characters, np.concatenate(train), np.concatenate(test))
 
 
@@ -313,3 +295,6 @@ def save(model: nn.Module, path: Path, **arguments: object) -> None:
     state = {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
     with whole_file(path) as partial:
         torch.save({"model": state, "model_args": arguments} if arguments else state, partial)
+
+
+DEMO = Demo("moexport demo --family mumoe", train, KEPT, _supports, (CAVEAT,))

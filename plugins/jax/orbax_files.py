@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ...common.files import Reading, Watched, allowed_bytes
-from ...errors import CheckpointError, MissingExtraError, install
+from ...common.libraries import library
+from ...errors import CheckpointError, install
 from ...exporter.checkpoints.floats import unset
 
 PARAMS = "params."
@@ -60,8 +61,10 @@ class OrbaxState:
 def state_in(folder: Path) -> Path | None:
     """Returns the state in a folder: the folder itself, a step's `state`, or its only step's.
 
-    Raises CheckpointError if there are several steps.
+    Returns None for other paths. Raises CheckpointError if there are several steps.
     """
+    if not folder.is_dir():
+        return None
     for place in (folder, folder / "state"):
         if (place / MANIFEST).is_file() or next(place.glob(f"*/{ZARRAY}"), None) is not None:
             return place
@@ -81,13 +84,8 @@ def read_state(folder: Path) -> OrbaxState:
 
     Raises MissingExtraError without `tensorstore`.
     """
-    try:
-        import tensorstore
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{folder}: tensorstore, which reads folders of Orbax, is not installed ({error})",
-            hint=install("orbax"),
-        ) from error
+    what = f"{folder}: reading a folder of Orbax needs tensorstore"
+    tensorstore = library("tensorstore", what, install("orbax"))
     place = f"file://{folder.resolve()}/"
     database = (folder / MANIFEST).is_file()
     store = {"driver": "ocdbt", "base": place} if database else place

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import CheckpointError
@@ -30,14 +29,12 @@ def _index_at(source: Path) -> Path | None:
     return index if not source.exists() and index.is_file() else None
 
 
-def _shards_of(file: Path) -> Sequence[str]:
-    return [shard.name for shard in read_index(file).shards]
+VMOE = Reader(
+    "vmoe",
+    f"*{INDEX}",
+    _index_at,
+    read_index,
+    lambda file: [shard.name for shard in read_index(file).shards],
+)
 
-
-def _state_in(source: Path) -> Path | None:
-    return state_in(source) if source.is_dir() else None
-
-
-VMOE = Reader("vmoe", f"*{INDEX}", _index_at, read_index, _shards_of)
-
-ORBAX = Reader("orbax", "a state of Orbax", _state_in, read_state, lambda _: ())
+ORBAX = Reader("orbax", "a state of Orbax", state_in, read_state, lambda _: ())

@@ -15,7 +15,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -187,7 +187,11 @@ def read_index(file: Path) -> VmoeIndex:
         leaves = _in_order_of_fields(file, leaves, roots)
     arrays = [_array(file, path, number, leaf, count) for number, (path, leaf) in enumerate(leaves)]
     held = Counter(shard for array in arrays for shard in {shard for _, shard in array.chunks})
-    network = tuple(_without_params(array) for array in arrays if _of_network(array, state=state))
+    network = tuple(
+        replace(array, key=array.key.removeprefix("params/"))
+        for array in arrays
+        if not state or array.key.startswith("params/")
+    )
     if not network:
         raise CheckpointError(f"{file} lists no weights")
     for array in network:
@@ -244,19 +248,9 @@ def _in_order_of_fields(
     return sorted(leaves, key=lambda leaf: TRAIN_STATE.index(leaf[0][0]))
 
 
-def _of_network(array: IndexedArray, *, state: bool) -> bool:
-    return not state or array.key.startswith("params/")
-
-
-def _without_params(array: IndexedArray) -> IndexedArray:
-    key = array.key.removeprefix("params/")
-    return IndexedArray(key, array.number, array.shape, array.dtype, array.chunks)
-
-
 def _array(file: Path, path: tuple[str, ...], number: int, leaf: Raw, count: int) -> IndexedArray:
     """Reads an array of the index from its extension type."""
     key = "/".join(path)
-
     info = _decoded(file, leaf, _EXTENSION)
     if info.code != INDEX_INFO:
         raise CheckpointError(f"{file}: {key[:200]} is of type {info.code}, not {INDEX_INFO}")
@@ -368,13 +362,6 @@ def _check_count(shard: Path, view: memoryview, arrays: int) -> None:
         )
 
 
-class _Piece:
-    """A flat piece of a chunk."""
-
-    def __init__(self, values: np.ndarray) -> None:
-        self.values = values
-
-
 class _ChunkPlace:
     """The position of a chunk in its array."""
 
@@ -382,7 +369,7 @@ class _ChunkPlace:
         self.slices = slices
 
 
-_Parts = Annotated[list[_Piece], Meta(max_length=MOST_PARTS)]
+_Parts = Annotated[list[np.ndarray], Meta(max_length=MOST_PARTS)]  # flat pieces of a chunk
 _Chunks = Annotated[list[tuple[_Parts, _ChunkPlace]], Meta(max_length=MOST_CHUNKS)]
 
 
@@ -407,7 +394,7 @@ def _place(
                 f"{shard}: {array.key} has a piece of {len(raw)} bytes, declared as {dtype[:40]} "
                 f"{shape}, but its dtype in the index is {array.dtype}"
             )
-        return _Piece(np.frombuffer(raw, DTYPES[array.dtype]))
+        return np.frombuffer(raw, DTYPES[array.dtype])
 
     decoder = msgspec.msgpack.Decoder(_Chunks, ext_hook=hook)
     chunks = [] if raw is None else _decoded(shard, raw, decoder)
@@ -419,7 +406,7 @@ def _place(
             hint="use the index and shards of one checkpoint",
         )
     for parts, where in chunks:
-        _fill(shard, array, [piece.values for piece in parts], where.slices, into, reading)
+        _fill(shard, array, parts, where.slices, into, reading)
 
 
 def _fill(

@@ -89,14 +89,8 @@ class OpenVinoSession(Session):
             if str(fact["layerType"].value) in PRODUCTS
         ]
 
-    @property
-    def call(self) -> Callable[..., list[np.ndarray]]:
-        """The runtime's own call, as in `Session.call`."""
-        return self._infer_alone
-
-    def _infer_alone(
-        self, wanted: Sequence[str], feeds: Mapping[str, np.ndarray]
-    ) -> list[np.ndarray]:
+    def call(self, wanted: Sequence[str], feeds: Mapping[str, Any]) -> list[np.ndarray]:
+        """Returns the values of outputs, as in `Session.call`."""
         with self._request() as request:
             return _infer(request, feeds, wanted)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import nn
 
-from ...data.user_code import callable_named
+from ...data.user_code import callable_named, user_code
 from ...errors import MoexportError, UsageError
 from .descriptions import Description
 from .request import Adapter
@@ -89,17 +89,13 @@ def describe(adapter: Adapter, layer: nn.Module, where: str) -> Description:
     `where` is the layer's place in messages. Raises UsageError that names both.
     """
     what = f"the adapter {adapter_name(adapter)}, {where}"
-    try:
-        with torch.no_grad():
+    with torch.no_grad(), user_code(what, "--verbose shows where it was raised"):
+        try:
             description = adapter(layer)
             if isinstance(description, Description):
                 description.build("")
-    except MoexportError as error:
-        raise UsageError(f"{what}: {error.message}", hint=error.hint) from error
-    except Exception as error:  # user code may raise anything
-        raise UsageError(
-            f"{what}: {type(error).__name__}: {error}", hint="--verbose shows where it was raised"
-        ) from error
+        except MoexportError as error:
+            raise UsageError(f"{what}: {error.message}", hint=error.hint) from error
     if not isinstance(description, Description):
         raise UsageError(
             f"{what}: returned a {type(description).__name__}",

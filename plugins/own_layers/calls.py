@@ -17,8 +17,6 @@ from ..token_routed.own_forward import result_of
 from .layers import LayerPlace
 from .ports import check_outputs, outputs_of
 
-FITS = "check that the example, or --set input_shape=…, fits the network"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
@@ -43,8 +41,22 @@ class LayerCall:
 
     @property
     def further(self) -> tuple[Any, ...]:
-        """The arguments after the tokens."""
         return self.args[1:]
+
+    def described(self, first: int = 0) -> list[str]:
+        """Describes the arguments from a position on, for messages."""
+        pairs = [("", value) for value in self.args[first:]]
+        pairs += [(f"{key}=", value) for key, value in self.named.items()]
+        return [
+            f"{name}a tensor {_dtype(value.dtype)} {[*value.shape]}"
+            if isinstance(value, Tensor)
+            else f"{name}{type(value).__name__} {value!r}"[:60]
+            for name, value in pairs
+        ]
+
+    def copied(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns copies of the arguments, which user code may change in place."""
+        return _copied_in_depth(self.args), _copied_in_depth(dict(self.named))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +83,7 @@ def forward_pass(
     places: Sequence[LayerPlace],
     inputs: Mapping[str, Tensor],
     what: str,
-    hint: str = FITS,
+    hint: str = "check that the example, or --set input_shape=…, fits the network",
 ) -> ForwardPass:
     """Runs the network once on `inputs`; returns its outputs and the calls of its MoE layers.
 
@@ -83,8 +95,8 @@ def forward_pass(
     calls: dict[str, LayerCall] = {}
     with ExitStack() as watching, torch.no_grad():
         for place in places:
-            watch = _Watch(module.get_submodule(place.path), place.path, calls)
-            watching.enter_context(watch.watching())
+            layer = module.get_submodule(place.path)
+            watching.enter_context(_recorded(layer, place.path, calls))
         autocast = watching.enter_context(_Autocast())
         with user_code(f"{what}: its forward failed on {shapes_of(inputs)}", hint):
             result = module(*(tensor.clone() for tensor in inputs.values()))
@@ -110,63 +122,52 @@ def shapes_of(inputs: Mapping[str, Tensor]) -> str:
     return "inputs " + ", ".join(f"{name} {[*x.shape]}" for name, x in inputs.items())
 
 
-class _Watch:
-    """Records each call of a layer, of the module or of its `forward` alone."""
+@contextmanager
+def _recorded(layer: nn.Module, path: str, calls: dict[str, LayerCall]) -> Iterator[None]:
+    """Records each call of a layer, of the module or of its `forward` alone, in the context."""
+    own_forward, replaced = layer.forward, "forward" in vars(layer)
+    under_way: list[tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = []
 
-    def __init__(self, layer: nn.Module, path: str, calls: dict[str, LayerCall]) -> None:
-        self.layer, self.path, self.calls = layer, path, calls
-        self.own_forward = layer.forward
-        self.under_way: list[tuple[tuple[Any, ...], Mapping[str, Any], tuple[Any, ...]]] = []
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Records calls of the layer within the context."""
-        replaced = "forward" in vars(self.layer)
-        hooks = (
-            # This hook runs before the user's, which the layer's replacement does not have.
-            self.layer.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
-            self.layer.register_forward_hook(self._after, with_kwargs=True),
-        )
-        self.layer.forward = self._forward
-        try:
-            yield
-        finally:
-            if replaced:
-                self.layer.forward = self.own_forward
-            else:
-                del self.layer.forward
-            for hook in hooks:
-                hook.remove()
-
-    def _before(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def begin(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         copies = tuple(map(_copied, args))
-        self.under_way.append((copies, {key: _copied(value) for key, value in named.items()}, args))
+        under_way.append((copies, {key: _copied(value) for key, value in named.items()}, args))
 
-    def _after(self, _: nn.Module, args: object, named: object, returned: object) -> None:
-        del args, named  # the user's hooks may have changed them
-        self._enter(returned, direct=False)
-
-    def _forward(self, *args: Any, **named: Any) -> Any:
-        direct = not self.under_way
-        if direct:
-            self._before(self.layer, args, named)
-        returned = self.own_forward(*args, **named)
-        if direct:
-            self._enter(returned, direct=True)
-        return returned
-
-    def _enter(self, returned: object, *, direct: bool) -> None:
-        copies, named, args = self.under_way.pop()
+    def end(returned: object, *, direct: bool) -> None:
+        copies, named, args = under_way.pop()
         tensors = [(a, b) for a, b in zip(args, copies, strict=True) if isinstance(a, Tensor)]
-        in_place = any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in tensors)
-        self.calls[self.path] = LayerCall(
+        calls[path] = LayerCall(
             args=copies,
             named=named,
             y=_copied(result_of(returned)),
             structure=None if isinstance(returned, Tensor) else returned,
-            in_place=in_place,
+            in_place=any(not _same(a, b) for a, b in tensors),
             direct=direct,
         )
+
+    def forward(*args: Any, **named: Any) -> Any:
+        direct = not under_way
+        if direct:
+            begin(layer, args, named)
+        returned = own_forward(*args, **named)
+        if direct:
+            end(returned, direct=True)
+        return returned
+
+    hooks = (
+        # This hook runs before the user's, which the layer's replacement does not have.
+        layer.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
+        layer.register_forward_hook(lambda _, __, returned: end(returned, direct=False)),
+    )
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        if replaced:
+            layer.forward = own_forward
+        else:
+            del layer.forward
+        for hook in hooks:
+            hook.remove()
 
 
 def changed_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
@@ -178,8 +179,8 @@ def changed_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> list[str
     ]
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _copied(value: Any) -> Any:
@@ -187,12 +188,12 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def copied_in_depth(value: Any) -> Any:
-    """Returns a structure of arguments with its tensors copied."""
+def _copied_in_depth(value: Any) -> Any:
+    """A structure of arguments with its tensors copied."""
     if isinstance(value, tuple | list):
-        return type(value)(map(copied_in_depth, value))
+        return type(value)(map(_copied_in_depth, value))
     if isinstance(value, dict):
-        return {key: copied_in_depth(item) for key, item in value.items()}
+        return {key: _copied_in_depth(item) for key, item in value.items()}
     return _copied(value)
 
 
@@ -229,11 +230,10 @@ def _check_call(place: LayerPlace, call: LayerCall, what: str) -> None:
             hint="the network must call it as layer(x, …), with the tokens first",
         )
     if (len(call.args) > 1 or call.named) and not place.own_code:
-        more = [*map(_describe_argument, call.args[1:])]
-        more += [f"{key}={_describe_argument(value)}" for key, value in call.named.items()]
         names = ", ".join([*(f"a{i}" for i in range(1, len(call.args))), *call.named])
+        further = ", ".join(call.described(1))
         raise FamilyError(
-            f"{what}: {place.at} is called with more than its tokens: {', '.join(more)}",
+            f"{what}: {place.at} is called with more than its tokens: {further}",
             hint=f"an adapter with a forward accepts them: moexport.Experts(forward=lambda "
             f"experts, x, {names}: …, experts=…)",
         )
@@ -244,13 +244,6 @@ def _check_call(place: LayerPlace, call: LayerCall, what: str) -> None:
                 "compute in float32",
                 hint="remove the cast; --precision sets what the exported graph computes in",
             )
-
-
-def _describe_argument(value: object) -> str:
-    """A further argument, for messages."""
-    if isinstance(value, Tensor):
-        return f"a tensor {_dtype(value.dtype)} {list(value.shape)}"
-    return f"{type(value).__name__} {value!r}"[:60]
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ from ...errors import FamilyError, MoexportError, ParityError, UsageError
 from ...graphs.layers.base import MoELayer
 from ..token_routed.own_forward import InPlace, Tried, result_of
 from .adapters import EXAMPLE
-from .calls import ForwardPass, LayerCall, copied_in_depth, forward_pass
+from .calls import ForwardPass, LayerCall, forward_pass
 from .descriptions import (
     Description,
     ExpertsDescription,
@@ -27,69 +27,43 @@ from .descriptions import (
 )
 from .examples import differ, random_like
 from .layers import LayerPlace
-from .mismatch import CLOSE, TOLERANCE, DescribedRun, difference, mismatch
+from .mismatch import CLOSE, TOLERANCE, difference, mismatch
 
 
-def _check_described(
-    description: Description, call: LayerCall, layer: nn.Module, run: DescribedRun, at: str
-) -> None:
-    """Raises ParityError unless the description returns y for x, as the user's layer did.
+def _part_outputs(layer: nn.Module, call: LayerCall, description: Description) -> dict[str, Tensor]:
+    """The outputs of the layer's parts that have the shape of y, by name, without the experts."""
+    experts = set[int]()
+    if not isinstance(description, MuMoEDescription):
+        experts = {tensor.data_ptr() for tensor in description.tensors()}
+    outputs: dict[str, Tensor] = {}
 
-    `run` runs a description on a call. `layer` is the user's; messages begin with `at`.
-    """
-    x, y = call.x, call.y
-    with torch.no_grad():
-        ours = run(description, call)
-        if ours.shape != y.shape:
-            raise ParityError(
-                f"{at} returns {list(y.shape)} for {list(x.shape)}, but its adapter's description "
-                f"returns {list(ours.shape)}",
-                hint="check whether the experts' last weights belong to another layer or are "
-                "transposed",
-            )
-        if difference(y, ours) <= CLOSE:
-            return
-        made = _made_within(layer, call, description, at)
-        with with_threads(fastest_threads(lambda: run(description, call)).count):
-            problem = mismatch(description, call, run, contents_of(layer), made, at)
-    if problem is not None:
-        raise problem
-
-
-def _made_within(
-    layer: nn.Module, call: LayerCall, description: Description, at: str
-) -> dict[str, Tensor]:
-    """The outputs of the layer's parts that have the shape of y, by name, without the experts.
-
-    Raises ParityError if the layer returns something else for the same call.
-    """
-    experts = set() if isinstance(description, MuMoEDescription) else description.pointers()
-    made: dict[str, Tensor] = {}
-
-    def keep(name: str, returned: object) -> None:
+    def record(name: str, returned: object) -> None:
         if isinstance(returned, Tensor) and returned.shape == call.y.shape:
-            made[name] = returned.detach().clone()
+            outputs[name] = returned.detach().clone()
 
     parts = [
         (name, part)
         for name, part in layer.named_modules()
         if name and (own := [*part.parameters()]) and not experts & {p.data_ptr() for p in own}
     ]
-    args, named = copied_in_depth((call.args, dict(call.named)))
-    with ExitStack() as watching:
+    args, named = call.copied()
+    with ExitStack() as hooks:
         for name, part in parts:
-            hook = part.register_forward_hook(lambda _, __, y, name=name: keep(name, y))
-            watching.callback(hook.remove)
+            hook = part.register_forward_hook(lambda _, __, y, name=name: record(name, y))
+            hooks.callback(hook.remove)
         try:
-            again = result_of(layer(*args, **named))
+            layer(*args, **named)
         except Exception:  # noqa: BLE001  a layer may need its network to run
             return {}
-    if again is not None and again.shape == call.y.shape and difference(call.y, again) > TOLERANCE:
-        raise ParityError(
-            f"{at} gives a different result each time it is called, even in eval mode",
-            hint="add noise in training only: if self.training",
-        )
-    return {name: made[name] for name, _ in parts if name in made}  # outer modules first
+    return {name: outputs[name] for name, _ in parts if name in outputs}  # outer modules first
+
+
+def random_result(at: str, because: str = "") -> ParityError:
+    """Returns the error for a layer with another result for the same call."""
+    return ParityError(
+        f"{at} gives a different result each time it is called, even in eval mode{because}",
+        hint="add noise and change buffers in training only: if self.training",
+    )
 
 
 TRIED_ALONE = 4
@@ -98,7 +72,7 @@ TRIED_ALONE = 4
 def check_alone(place: LayerPlace, layer: nn.Module, call: LayerCall, source: str) -> None:
     """Raises ParityError if a layer's result for an input depends on the others of its batch.
 
-    Those of the exported layer never do. A user's router is part of the graph and compared there.
+    The exported layer's results never do. A user's router is part of the graph and compared there.
     """
     if place.own_code is not None:
         return
@@ -118,12 +92,6 @@ def check_alone(place: LayerPlace, layer: nn.Module, call: LayerCall, source: st
     off = difference(together[rows], torch.cat(alone))
     if off <= TOLERANCE:
         return
-    again = _numbers(layer, x)
-    if again is None or difference(together, again) > TOLERANCE:
-        raise ParityError(
-            f"{source}: {place.at} gives a different result each time it is called",
-            hint="add noise in training only: if self.training",
-        )
     raise ParityError(
         f"{source}: {place.at} mixes the inputs of its batch: the result for one is off by "
         f"{off:.2g} of max|y| from the result for it alone",
@@ -141,72 +109,79 @@ def _numbers(layer: nn.Module, x: Tensor) -> Tensor | None:
     return y if y is not None and bool(y.isfinite().all()) else None
 
 
-def check_adapter(place: LayerPlace, layer: nn.Module, one_pass: ForwardPass, source: str) -> None:
-    """Raises ParityError unless an adapter's description returns what the user's `layer` did."""
-    call = one_pass.layers.get(place.path)
+def check_adapter(place: LayerPlace, layer: nn.Module, network: ForwardPass, source: str) -> None:
+    """Raises ParityError unless an adapter's description returns y for x, as `layer` did."""
+    call = network.layers.get(place.path)
     description = place.description
     if description is None or call is None:
         return
+    x, y = call.x, call.y
     at = f"{source}: {place.at}" + (", which changes its input in place," if call.in_place else "")
-    if place.own_code is not None:
-        _check_own_code(description, call, layer, at)
-        return
-    assert not isinstance(description, ExpertsDescription)
-    spec = place.make("").spec
-    pixels = layout_of(call) == "pixels"
-    ranks = (2, 3, 4, 5) if spec.routes_tokens else (3, 4, 5)
-    if call.x.ndim not in ranks or call.x.shape[1 if pixels else -1] != spec.dim:
-        raise UsageError(
-            f"{at} is called on {list(call.x.shape)}, but its adapter's description expects tokens "
-            f"(b, m, {spec.dim}) or pixels (b, {spec.dim}, height, width)",
-            hint="phi is [d, n, p], a gate [d, n]: d is the width of a token",
-        )
+    if description.code is None:
+        spec = place.make("").spec
+        pixels = layout_of(call) == "pixels"
+        ranks = (2, 3, 4, 5) if spec.routes_tokens else (3, 4, 5)
+        if x.ndim not in ranks or x.shape[1 if pixels else -1] != spec.dim:
+            raise UsageError(
+                f"{at} is called on {list(x.shape)}, but its adapter's description expects tokens "
+                f"(b, m, {spec.dim}) or pixels (b, {spec.dim}, height, width)",
+                hint="phi is [d, n, p], a gate [d, n]: d is the width of a token",
+            )
 
-    def run(described: Description, call: LayerCall) -> Tensor:
-        if isinstance(described, ExpertsDescription):
-            return result_of_code(described, call, at)[1]
-        y = result_of(surroundings(described, call)(described.build(""))(call.x))
-        assert y is not None
-        return y
+    run = partial(result_of_description, at=at)
+    with torch.no_grad():
+        ours = run(description, call)
+        if ours.shape != y.shape:
+            raise ParityError(
+                f"{at} returns {list(y.shape)} for {list(x.shape)}, but its adapter's description "
+                f"returns {list(ours.shape)}",
+                hint="check whether the experts' last weights belong to another layer or are "
+                "transposed",
+            )
+        if difference(y, ours) <= CLOSE:
+            return
+        outputs = _part_outputs(layer, call, description)
+        with with_threads(fastest_threads(lambda: run(description, call)).count):
+            problem = mismatch(description, call, run, contents_of(layer), outputs, at)
+    if problem is not None:
+        raise problem
 
-    _check_described(description, call, layer, run, at)
 
-
-def _check_own_code(description: Description, call: LayerCall, layer: nn.Module, at: str) -> None:
-    """Raises ParityError unless our layer within the user's code returns what the user's did."""
-
-    def run(described: Description, call: LayerCall) -> Tensor:
-        return result_of_code(described, call, at)[1]
-
-    _check_described(description, call, layer, run, at)
+def result_of_description(description: Description, call: LayerCall, at: str) -> Tensor:
+    """Returns the result of a described layer for a call of the user's."""
+    if description.code is not None:
+        return result_of_code(description, call, at)[0]
+    y = result_of(surroundings(description, call)(description.build(""))(call.x))
+    assert y is not None
+    return y
 
 
 def result_of_code(
     description: Description, call: LayerCall, at: str
-) -> tuple[MoELayer | None, Tensor, Tried | None]:
-    """Returns our layer as the user's code calls it, and the code's result for a call.
+) -> tuple[Tensor, Tried | None]:
+    """Returns the result of the user's code around our layer for a call.
 
     UsageErrors name the layer. `Tried` records the arguments of a bank of experts.
     """
     code = description.code
     assert code is not None
-    tried = None
-    layer: MoELayer | None = None
-    if isinstance(description, ExpertsDescription):
-        tried = Tried(description)
-    else:
-        layer = description.build("")
-    counted = tried if tried is not None else _Counted(layer)
+    tried = Tried(description) if isinstance(description, ExpertsDescription) else None
+    bank: Any = tried or description.build("")
+    calls = 0
+
+    def counted(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return bank(*args, **named)
+
     what = "router" if code.router is not None else "forward"
     hint = (
         f"it gets {'' if what == 'router' else 'our layer and '}the layer's arguments "
-        f"({', '.join(_words(call))}); --verbose shows where it was raised"
+        f"({', '.join(call.described())}); --verbose shows where it was raised"
     )
     try:
         with torch.no_grad(), user_code(f"its {what} failed", hint):
-            # Code may change its arguments in place.
-            args, named = copied_in_depth((call.args, dict(call.named)))
-            returned = code.run(counted, args, named)
+            returned = code.run(counted, *call.copied())
     except MoexportError as error:
         raise UsageError(f"{at}: {error.message}", hint=error.hint) from error
     y = result_of(returned)
@@ -215,36 +190,14 @@ def result_of_code(
             f"{at}: its forward returned a {type(returned).__name__} without a tensor in it",
             hint="it must return the layer's result, or only its first tensor",
         )
-    if counted.calls != 1:
+    if calls != 1:
+        times = f"{calls} times" if calls else "not at all"
         raise UsageError(
-            f"{at}: its forward calls our layer {counted.calls or 'not'} times".replace(
-                "not times", "not at all"
-            ),
+            f"{at}: its forward calls our layer {times}",
             hint="forward(experts, x) calls experts(…) once: join several calls into one with "
             "more tokens or more experts",
         )
-    return (tried.layer if tried is not None else layer), y, tried
-
-
-class _Counted:
-    """A layer that counts its calls."""
-
-    def __init__(self, layer: nn.Module | None) -> None:
-        self._layer, self.calls = layer, 0
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        assert self._layer is not None
-        self.calls += 1
-        return self._layer(*args, **named)
-
-
-def _words(call: LayerCall) -> list[str]:
-    """The arguments of a layer, for messages."""
-    arguments = [*((None, value) for value in call.args), *call.named.items()]
-    return [
-        f"{f'{key}=' if key else ''}{list(x.shape) if isinstance(x, Tensor) else repr(x)}"
-        for key, x in arguments
-    ]
+    return y, tried
 
 
 def check_same(
@@ -263,12 +216,12 @@ def check_same(
             hint="the network may only use the layer's output: y = layer(x)",
         )
     except UsageError as error:
-        read = _read_of_a_layer(error.__cause__)
-        if read is None:
+        cause = error.__cause__
+        if not isinstance(cause, AttributeError) or not isinstance(cause.obj, MoELayer | InPlace):
             raise
         raise FamilyError(
-            f"{source}: the network reads the attribute {read} of a layer, but the exported layer "
-            "has none",
+            f"{source}: the network reads the attribute {cause.name} of a layer, but the exported "
+            "layer has none",
             hint="an adapter with a forward keeps the layer's attributes: "
             "moexport.SoftMoE(…, forward=lambda moe, x: moe(x))",
         ) from error
@@ -315,13 +268,6 @@ def check_same(
     )
 
 
-def _read_of_a_layer(error: BaseException | None) -> str | None:
-    """The attribute of a replaced layer that the network did not find; None for any other error."""
-    if not isinstance(error, AttributeError) or not isinstance(error.obj, MoELayer | InPlace):
-        return None
-    return str(error.name)
-
-
 def _miss(expected: Tensor, actual: Tensor) -> str | None:
     """How two tensors differ; None if they agree within TOLERANCE of the larger's maximum."""
     if expected.shape != actual.shape:
@@ -334,7 +280,6 @@ def _miss(expected: Tensor, actual: Tensor) -> str | None:
 
 
 def layout_of(call: LayerCall) -> Literal["tokens", "pixels", "vectors"]:
-    """Returns the layout of the tokens in a layer's call."""
     if call.x.ndim > 3:
         return "pixels"
     return "vectors" if call.x.ndim == call.y.ndim == 2 else "tokens"

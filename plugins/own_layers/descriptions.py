@@ -36,6 +36,7 @@ from .expert_forms import (
     choice,
     is_map,
     linear,
+    rms_eps,
     several,
     tensor,
     vector,
@@ -85,10 +86,8 @@ def _soft_moe(
 
 
 def _softmax(logits: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """The softmax over one axis of L [b, m, n, p], or over its last two."""
-    if len(axes) == 1:
-        return logits.softmax(axes[0])
-    return logits.flatten(2).softmax(2).view_as(logits)
+    """The softmax over some axes of L."""
+    return (logits - logits.logsumexp(axes, keepdim=True)).exp()
 
 
 D = TypeVar("D", bound=ExpertArguments)
@@ -107,11 +106,14 @@ class LayerContents:
     biases: Mapping[int, Tensor]
 
 
+def numbers_in(module: nn.Module) -> dict[str, float]:
+    """Returns the numeric attributes of a module by name."""
+    numbers = {name: v for name, v in vars(module).items() if isinstance(v, int | float)}
+    return {name: float(v) for name, v in numbers.items() if not isinstance(v, bool)}
+
+
 def contents_of(layer: nn.Module) -> LayerContents:
-    numbers: dict[str, float] = {}
-    for name, value in vars(layer).items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            numbers[name] = float(value)
+    numbers = numbers_in(layer)
     for name, value in (*layer.named_parameters(), *layer.named_buffers()):
         if value.numel() == 1:
             numbers[name] = float(value)
@@ -133,18 +135,16 @@ def _forms(
         yield {"experts": "with their biases"}, replace(description, experts=experts)
     form = description.form()
     given = form.activation or default
-    between = [given, *(name for name in get_args(Activation) if name != given)]
-    if form.w2 is None:
-        between = [given]
-    after = [form.out_activation]
-    after += [name for name in ("relu", "gelu", "silu", "softmax", "identity") if name not in after]
-    for activation, out, alpha, (turned, weights) in product(
+    between = dict.fromkeys([given, *(() if form.w2 is None else get_args(Activation))])
+    usual: tuple[Activation, ...] = ("relu", "gelu", "silu", "softmax", "identity")
+    after = dict.fromkeys([form.out_activation, *usual])
+    for activation, out, alpha, (reading, weights) in product(
         between, after, dict.fromkeys([description.alpha, 1.0]), _weights_read_otherwise(form)
     ):
         changed = {} if activation == given else {"activation": repr(activation)}
         if alpha != description.alpha:
             changed["alpha"] = f"{alpha:g}"
-        changed |= turned
+        changed |= reading
         if out != form.out_activation:
             changed["out_activation"] = repr(out)
         if len(changed) > 1 and (alpha != description.alpha or out != form.out_activation):
@@ -164,8 +164,8 @@ def _weights_read_otherwise(form: ExpertForm) -> Iterator[tuple[dict[str, str], 
             yield {f"the weights of {name}": "transposed"}, replace(form, w1=w1)
     for name, bias, matrices in (("first", "b1", form.w1), ("last", "b2", form.w2)):
         if matrices is not None and matrices[0].shape[0] == matrices[0].shape[1]:
-            turned: Any = {f"w{bias[1]}": tuple(matrix.T for matrix in matrices)}
-            yield {f"the {name} weight": "transposed"}, replace(form, **turned)
+            transposed: Any = {f"w{bias[1]}": tuple(matrix.T for matrix in matrices)}
+            yield {f"the {name} weight": "transposed"}, replace(form, **transposed)
         if getattr(form, bias) is not None:
             without: Any = {bias: None}
             yield {f"the {name} map": "without its bias"}, replace(form, **without)
@@ -219,11 +219,9 @@ class SoftMoEDescription(ExpertArguments):
 
     @property
     def code(self) -> Code | None:
-        """The user's code around the layer."""
         return None if self.forward is None else Code(self.forward)
 
     def build(self, name: str) -> SoftMoE:
-        """Returns the layer that computes this."""
         form = self.form()
         phi = tensor("phi", self.phi, (2, 3), "[d, n, p], or [d, n] for one slot per expert")
         phi = phi.unsqueeze(2) if phi.ndim == 2 else phi
@@ -246,7 +244,6 @@ class SoftMoEDescription(ExpertArguments):
         return _soft_moe(form, spec, scaled, "gelu", **weights)
 
     def _check_experts(self, form: ExpertForm, d: int, n: int) -> None:
-        """Raises UsageError if the experts do not fit phi."""
         if form.dim != d:
             what = "experts[0]: its first weight" if self.experts is not None else "w1"
             shape = list(form.w1[0].T.shape if self.experts is not None else form.w1[0].shape)
@@ -322,10 +319,10 @@ class SoftMoEDescription(ExpertArguments):
         yield {"phi": "F.normalize(phi, dim=0)"}, replace(self, phi=normed)
         if phi.ndim == 3 and phi.shape[2] > 1:
             n, p = phi.shape[1:]
-            turned = phi.reshape(-1, p, n).mT
-            yield {"phi": f"phi.flatten(1).unflatten(1, ({p}, {n})).mT"}, replace(self, phi=turned)
-            turned = phi.mT.reshape(phi.shape)
-            yield {"phi": f"phi.mT.flatten(1).unflatten(1, ({n}, {p}))"}, replace(self, phi=turned)
+            other = phi.reshape(-1, p, n).mT
+            yield {"phi": f"phi.flatten(1).unflatten(1, ({p}, {n})).mT"}, replace(self, phi=other)
+            other = phi.mT.reshape(phi.shape)
+            yield {"phi": f"phi.mT.flatten(1).unflatten(1, ({n}, {p}))"}, replace(self, phi=other)
 
     def _other_axes(self) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
         """Yields the layer with its softmaxes over other axes, which a forward could compute."""
@@ -417,32 +414,23 @@ class MuMoEDescription:
 
     @property
     def code(self) -> Code | None:
-        """The user's code around the layer."""
         return None if self.forward is None else Code(self.forward)
 
     def build(self, name: str) -> MuMoE:
-        """Returns the layer that computes this."""
         choice("activation", self.activation, GateActivation)
+        projections, means = list[Tensor](), list[Tensor]()
         if self.gates is None:
-            projections, biases = list[Tensor](), list[Tensor]()
             d, levels = self._sizes()
         else:
             projections, biases = self._gates()
-            d, levels = (
-                projections[0].shape[0],
-                tuple(p.shape[1] for p in projections),
-            )
-        means: list[Tensor] = []
-        if self.gates is None:
-            pass
-        elif self.norm == "ln":
-            if any(bias.any() for bias in biases):
+            d, levels = projections[0].shape[0], tuple(p.shape[1] for p in projections)
+            if self.norm != "ln":
+                projections, means = self._folded(projections, biases)
+            elif any(bias.any() for bias in biases):
                 raise UsageError(
                     "norm='ln' normalises x·gate, but the gate also has a bias",
                     hint="such a layer cannot be exported",
                 )
-        else:
-            projections, means = self._folded(projections, biases)
         specs, tensors, width = [], [], d
         for what, form in (("weights", self.weights), ("second", self.second)):
             if form is None:
@@ -491,9 +479,8 @@ class MuMoEDescription:
             yield {}, self
             return
         biased = any(bias.any() for bias in self._gates()[1])
-        norms: list[Any] = [self.norm, *(n for n in ("none", "ln") if n != self.norm)]
-        if biased:
-            norms = [norm for norm in norms if norm != "ln"]
+        others = ("none",) if biased else ("none", "ln")
+        norms: list[Any] = [self.norm, *(norm for norm in others if norm != self.norm)]
         for norm, activation in product(norms, get_args(GateActivation)):
             changed = {} if norm is self.norm else {"norm": repr(norm)}
             if activation != self.activation:
@@ -598,7 +585,6 @@ class ExpertsDescription(ExpertArguments):
 
     @property
     def code(self) -> Code:
-        """The user's code around the experts."""
         return Code(self.forward, self.router)
 
     def build(self, name: str, k: int = 1) -> Experts:
@@ -641,14 +627,14 @@ class ExpertsDescription(ExpertArguments):
         return _soft_moe(self.form(), spec, None, "silu")
 
     def _check_code(self) -> None:
-        for what, code in (("router", self.router), ("forward", self.forward)):
+        hints = (
+            ("router", "router=layer.route, which returns index [..., k] and weights [..., k]"),
+            ("forward", "forward=lambda experts, x: experts(x, weights=layer.gate(x))"),
+        )
+        for what, hint in hints:
+            code = getattr(self, what)
             if code is not None and not callable(code):
-                raise UsageError(
-                    f"{what} is a {type(code).__name__}, not a function",
-                    hint="router=layer.route, which returns index [..., k] and weights [..., k]"
-                    if what == "router"
-                    else "forward=lambda experts, x: experts(x, weights=layer.gate(x))",
-                )
+                raise UsageError(f"{what} is a {type(code).__name__}, not a function", hint=hint)
         if self.router is not None and self.forward is not None:
             raise UsageError("router and forward are both given", hint="give one of them")
 
@@ -668,9 +654,8 @@ def _from_module(norm: nn.Module, d: int) -> tuple[NormKind, float, Tensor | Non
         return "layernorm", norm.eps, gain, norm.bias
     if isinstance(norm, nn.RMSNorm):
         # x / √(Σx²/d + eps)·γ = x / √(Σx² + d·eps)·√d·γ
-        eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
         gain = torch.ones(d) if gain is None else gain
-        return "l2-rsqrt", d * eps, gain * d**0.5, None
+        return "l2-rsqrt", d * rms_eps(norm), gain * d**0.5, None
     raise UsageError(
         f"norm is a {type(norm).__name__}", hint="give nn.LayerNorm, nn.RMSNorm, norm='l2', …"
     )
@@ -683,10 +668,8 @@ def _input_norm(norm: nn.LayerNorm, d: int) -> tuple[Tensor, Tensor]:
             f"input_norm={norm} is not supported",
             hint=f"nn.LayerNorm({d}, eps={NORM_EPS:g}) is supported",
         )
-    gain, shift = (
-        vector("input_norm", norm.weight, (d,)),
-        vector("input_norm", norm.bias, (d,)),
-    )
+    gain = vector("input_norm", norm.weight, (d,))
+    shift = vector("input_norm", norm.bias, (d,))
     return torch.ones(d) if gain is None else gain, torch.zeros(d) if shift is None else shift
 
 

@@ -41,11 +41,16 @@ def example_of(
     `example` if it is given. Raises UsageError for invalid inputs.
     """
     own = _own_example(source, module, needed=example is None)
-    if example is not None:
-        form, inputs = _given(source, module, own, example)
-    elif own is not None:
+    if own is not None:
         form, found = arguments_of(source, module, own)
-        inputs = {name: _input(source, _called(name, form), each) for name, each in found.items()}
+        of_own = EXAMPLE_INPUT if form.plain else f"the input '{{}}' of {EXAMPLE_INPUT}"
+        inputs = {name: _input(source, of_own.format(name), x) for name, x in found.items()}
+        if example is not None:
+            inputs = _given(source, form, inputs, example)
+    elif example is not None:  # a network of several inputs needs one for each of its parameters
+        names = required(module)
+        form = Arguments(tuple(names)) if len(names) > 1 else Arguments()
+        inputs = _given(source, form, dict.fromkeys(form.args), example)
     else:
         form, inputs = Arguments(), {INPUT: _random(source, module, shape)}
     count = len(next(iter(inputs.values())))
@@ -79,21 +84,9 @@ def _own_example(source: str, module: nn.Module, *, needed: bool) -> object:
 
 
 def _given(
-    source: str, module: nn.Module, own: object, example: Example
-) -> tuple[Arguments, dict[str, Tensor]]:
-    """The arguments, and the inputs that a user gives, in the types of the network's own example.
-
-    Without an example a network of several inputs needs one for each of its parameters.
-    """
-    types: dict[str, Tensor | None]
-    if own is not None:
-        form, found = arguments_of(source, module, own)
-        types = {name: _input(source, _called(name, form), each) for name, each in found.items()}
-    else:
-        needed = required(module)
-        several = len(needed) > 1
-        form = Arguments(tuple(needed)) if several else Arguments()
-        types = dict.fromkeys(needed if several else [INPUT])
+    source: str, form: Arguments, types: Mapping[str, Tensor | None], example: Example
+) -> dict[str, Tensor]:
+    """The inputs that a user gives, in the types of the network's own example if there is one."""
     table = isinstance(example, Mapping) and not example.keys() <= types.keys()
     if isinstance(example, str | Path) or table:  # data with labels
         arrays = named_samples(example, [*types], FEED_INPUTS)
@@ -112,11 +105,7 @@ def _given(
             array = fitted(array, TensorSpec(name, dtype, ("batch", *array.shape[1:])))
         what = "the example" if form.plain else f"the example's input '{name}'"
         inputs[name] = _input(source, what, array)
-    return form, inputs
-
-
-def _called(name: str, form: Arguments) -> str:
-    return EXAMPLE_INPUT if form.plain else f"the input '{name}' of {EXAMPLE_INPUT}"
+    return inputs
 
 
 def _random(source: str, module: nn.Module, shape: object) -> Tensor:
@@ -172,8 +161,8 @@ def differ(*inputs: Tensor) -> bool:
 def all_random_like(inputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
     """Yields `random_like` of all inputs at once; one that has no alternative stays as it is."""
     choices = [[*random_like(each)] or [each] for each in inputs]
-    for place in range(max(map(len, choices))):
-        yield tuple(choice[min(place, len(choice) - 1)] for choice in choices)
+    for index in range(max(map(len, choices))):
+        yield tuple(choice[min(index, len(choice) - 1)] for choice in choices)
 
 
 def random_like(inputs: Tensor) -> Iterator[Tensor]:

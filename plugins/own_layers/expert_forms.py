@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from ...data.user_code import user_code
 from ...errors import UsageError
 from ...graphs.layers.base import Matrices
 from ...graphs.layers.expert import Activation, ExpertNorm, NormWeights
@@ -51,12 +52,10 @@ class ExpertForm:
 
     @property
     def count(self) -> int:
-        """The number of experts."""
         return len(self.w1)
 
     @property
     def dim(self) -> int:
-        """The width of an expert's input."""
         return int(self.w1[0].shape[0])
 
     @property
@@ -66,33 +65,25 @@ class ExpertForm:
 
     @property
     def out(self) -> int:
-        """The width of an expert's output."""
         return int((self.w1 if self.w2 is None else self.w2)[0].shape[1])
 
     def exchanged(self) -> ExpertForm:
-        """Returns the experts with gate and up exchanged."""
-        return replace(
-            self,
-            w1=tuple(self._other(axis) for axis in self.w1),
-            b1=None if self.b1 is None else self._other(self.b1),
+        return self.in_halves()._with_columns(
+            lambda columns: torch.cat(columns.chunk(2, dim=-1)[::-1], dim=-1)
         )
-
-    def _other(self, columns: Tensor) -> Tensor:
-        if self.gate == "concatenated":
-            return torch.cat(columns.chunk(2, dim=-1)[::-1], dim=-1)
-        return torch.stack([columns[..., 1::2], columns[..., ::2]], dim=-1).flatten(-2)
 
     def in_halves(self) -> ExpertForm:
         """Returns the experts with gate before up in the columns of `w1`; copies if needed."""
         if self.gate != "interleaved":
             return self
+        return replace(self, gate="concatenated")._with_columns(
+            lambda columns: torch.cat([columns[..., ::2], columns[..., 1::2]], dim=-1)
+        )
 
-        def halves(columns: Tensor) -> Tensor:
-            return torch.cat([columns[..., ::2], columns[..., 1::2]], dim=-1)
-
-        w1 = torch.stack(tuple(halves(matrices) for matrices in self.w1))
-        b1 = None if self.b1 is None else halves(self.b1)
-        return replace(self, w1=w1, b1=b1, gate="concatenated")
+    def _with_columns(self, change: Callable[[Tensor], Tensor]) -> ExpertForm:
+        """The experts with the columns of their first maps changed."""
+        b1 = None if self.b1 is None else change(self.b1)
+        return replace(self, w1=tuple(map(change, self.w1)), b1=b1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,15 +149,10 @@ class ExpertArguments:
         after = form.out_activation if self.out_activation is None else self.out_activation
         return replace(form, activation=activation, out_activation=after)
 
-    def pointers(self) -> set[int]:
-        """Returns the memory addresses of the experts' weights."""
-        return {tensor.data_ptr() for tensor in self.tensors()}
-
     def with_biases(self, biases: Mapping[int, Tensor]) -> Sequence[Expert] | None:
         """Returns the experts with the biases of maps that were given as weights only.
 
-        `biases` are those of a layer by the memory address of their weights. None if
-        there are none.
+        `biases` are those of a layer by the memory address of their weights. None if none fits.
         """
         if self.experts is None or not all(isinstance(e, list | tuple) for e in self.experts):
             return None
@@ -176,22 +162,7 @@ class ExpertArguments:
         return [tuple(_with_bias(part, biases) for part in several(e)) for e in self.experts]
 
     def tensors(self) -> Iterator[Tensor]:
-        if self.experts is None:
-            for value in (self.w1, self.b1, self.w2, self.b2):
-                if value is not None:
-                    yield from (value,) if isinstance(value, Tensor) else value
-            return
-        for expert in several(self.experts):
-            if isinstance(expert, nn.Module):
-                yield from expert.parameters()
-                continue
-            for part in [expert] if is_weight_and_bias(expert) else several(expert) or [expert]:
-                if isinstance(part, nn.Module):
-                    yield from part.parameters()
-                elif isinstance(part, Tensor):
-                    yield part
-                else:
-                    yield from (value for value in part if value is not None)
+        return _tensors((self.experts, self.w1, self.b1, self.w2, self.b2))
 
     def _stacked(self) -> ExpertForm:
         if self.w1 is None:
@@ -237,36 +208,39 @@ class ExpertArguments:
                 f"gate={self.gate!r} does not go with experts of three maps", hint="leave gate out"
             )
         gate: Gate = "concatenated" if three or first.halves else self.gate or "none"
-        swapped = [_swapped(_joined(part)) if part.up_first else _joined(part) for part in experts]
-        d = swapped[0][0][0].shape[1]
-        inner = swapped[0][0][0].shape[0]
-        for e, maps in enumerate(swapped):
-            what = f"experts[{e}]: its first weight"
-            check_shape(what, maps[0][0], (inner, d), "[out, in], as of the others")
-        w1, b1 = tuple(maps[0][0].T for maps in swapped), _biases([maps[0] for maps in swapped])
-        norms = _norm_weights(experts)
+        maps = [_joined(part) for part in experts]
+        w1, b1 = _of_all("first", [expert[0] for expert in maps])
         form = ExpertForm(
             w1=w1,
             b1=b1,
             gate=gate,
             activation=first.activation,
-            hidden_norm=first.hidden_norm,
-            out_norm=first.out_norm,
+            hidden_norm=_norm(first.inner),
+            out_norm=_norm(first.outer),
             out_activation=first.out_activation,
-            norms=norms,
+            norms=_norm_weights(experts),
         )
-        if len(swapped[0]) == 1:
+        if len(maps[0]) == 1:
             if gate != "none":
                 raise UsageError(f"gate={gate!r} needs two maps, but the experts have one")
             return form
-        out, columns = swapped[0][1][0].shape
+        (inner, d), (out, columns) = (weight.shape for weight, _ in maps[0])
         names = f"experts[0]: its first weight {[inner, d]}", f"its second {[out, columns]}"
         _check_hidden(names, gate, inner, (columns, out))
-        for e, maps in enumerate(swapped):
-            what = f"experts[{e}]: its last weight"
-            check_shape(what, maps[1][0], (out, columns), "[out, in], as of the others")
-        w2, b2 = tuple(maps[1][0].T for maps in swapped), _biases([maps[1] for maps in swapped])
-        return replace(form, w2=w2, b2=b2)
+        w2, b2 = _of_all("last", [expert[1] for expert in maps])
+        form = replace(form, w2=w2, b2=b2)
+        return form.exchanged() if first.up_first else form
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in an argument for experts, however nested."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif value is not None:
+        for part in value:
+            yield from _tensors(part)
 
 
 def _check_hidden(maps: tuple[str, str], gate: Gate, inner: int, second: tuple[int, int]) -> None:
@@ -347,14 +321,12 @@ def _joined(parts: ExpertParts) -> tuple[Map, ...]:
     return both, last
 
 
-def _swapped(maps: tuple[Map, ...]) -> tuple[Map, ...]:
-    """The maps of an expert whose first map returns up before gate, in the usual order."""
-
-    def other(rows: Tensor) -> Tensor:
-        return torch.cat(rows.chunk(2)[::-1])
-
-    (weight, bias), last = maps
-    return (other(weight), None if bias is None else other(bias)), last
+def _of_all(which: str, maps: Sequence[Map]) -> tuple[Matrices, Tensor | None]:
+    """The same map of all experts: views [in, out] of their weights, and the biases [n, out]."""
+    for e, (weight, _) in enumerate(maps):
+        what = f"experts[{e}]: its {which} weight"
+        check_shape(what, weight, tuple(maps[0][0].shape), "[out, in], as of the others")
+    return tuple(weight.T for weight, _ in maps), _biases(maps)
 
 
 def _norm_weights(experts: Sequence[ExpertParts]) -> NormWeights:
@@ -401,7 +373,7 @@ def linear(what: str, value: object) -> Map:
     return weight, vector(f"{what}'s bias", pair[1], (weight.shape[0],))
 
 
-def _biases(maps: list[Map]) -> Tensor | None:
+def _biases(maps: Sequence[Map]) -> Tensor | None:
     """The biases stacked, [n, out]; None if no map has one."""
     if all(bias is None for _, bias in maps):
         return None
@@ -461,8 +433,6 @@ READ = (
     "nn.RMSNorm between and after them"
 )
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertParts:
@@ -473,7 +443,7 @@ class ExpertParts:
     `activation` is None, it was not given.
     """
 
-    maps: tuple[tuple[Tensor, Tensor | None], ...]
+    maps: tuple[Map, ...] = ()
     inner: nn.Module | None = None
     outer: nn.Module | None = None
     activation: Activation | None = None
@@ -482,25 +452,13 @@ class ExpertParts:
     up_first: bool = False
 
     @property
-    def hidden_norm(self) -> ExpertNorm | None:
-        """The normalisation after the first map of two."""
-        return None if self.inner is None else _norm(self.inner)
-
-    @property
-    def out_norm(self) -> ExpertNorm | None:
-        """The normalisation after the last map."""
-        return None if self.outer is None else _norm(self.outer)
-
-    @property
     def around(self) -> tuple[object, ...]:
         """All parts except the weights: equal for experts of one layer."""
         norms = [
-            (_norm(norm), norm.weight is None, getattr(norm, "bias", None) is None)
+            (_norm(norm), *(getattr(norm, name, None) is None for name in ("weight", "bias")))
             for norm in (self.inner, self.outer)
-            if norm is not None
         ]
-        flags = (self.inner is None, self.halves, self.up_first)
-        return (*flags, self.activation, self.out_activation, *norms)
+        return (self.halves, self.up_first, self.activation, self.out_activation, *norms)
 
 
 def is_map(module: object) -> bool:
@@ -514,29 +472,29 @@ def is_map(module: object) -> bool:
     return isinstance(weight, Tensor) and weight.ndim > 1 and names <= {"weight", "bias"}
 
 
-def is_norm(module: object) -> bool:
+def is_norm(module: object) -> TypeGuard[nn.LayerNorm | nn.RMSNorm]:
     """Whether a module is a normalisation over channels that an expert may contain."""
     return isinstance(module, nn.LayerNorm | nn.RMSNorm)
 
 
-def _norm(module: nn.Module) -> ExpertNorm:
+def _norm(module: nn.Module | None) -> ExpertNorm | None:
     if isinstance(module, nn.LayerNorm):
         return ExpertNorm("layernorm", module.eps)
-    assert isinstance(module, nn.RMSNorm)
-    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
-    return ExpertNorm("rmsnorm", eps)
+    if isinstance(module, nn.RMSNorm):
+        return ExpertNorm("rmsnorm", rms_eps(module))
+    return None
+
+
+def rms_eps(norm: nn.RMSNorm) -> float:
+    return torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
 
 
 def parts_of(what: str, module: nn.Module) -> ExpertParts:
     """Reads the forward of a module; a UsageError names the part that was not recognised."""
     name = f"{what} ({type(module).__name__})"
-    try:
+    hint = f"give its maps: [(e.up, e.down) for e in layer.experts]; {READ}"
+    with user_code(f"{name}: its forward cannot be read", hint):
         graph = fx.symbolic_trace(module.eval())
-    except Exception as error:  # user code may raise anything
-        raise UsageError(
-            f"{name}: its forward cannot be read: {type(error).__name__}: {error}",
-            hint=f"give its maps: [(e.up, e.down) for e in layer.experts]; {READ}",
-        ) from error
     known: dict[fx.Node, Any] = {}
     for node in graph.graph.nodes:
         if node.op == "output":
@@ -559,41 +517,33 @@ class _UnknownStepError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Value:
-    """A value in an expert's forward: the maps before it, and its position among them.
+class _Value(ExpertParts):
+    """A value in an expert's forward: the parts before it, and its position among the maps.
 
     `half` says which part of the first map's output this is. A `sigmoid` becomes a SiLU if it is
     multiplied with its input.
     """
 
     at: Literal["input", "first", "hidden", "last", "after"] = "input"
-    maps: tuple[tuple[Tensor, Tensor | None], ...] = ()
-    inner: nn.Module | None = None
-    outer: nn.Module | None = None
-    activation: Activation | None = None
-    out_activation: Activation = "identity"
     half: int | None = None
-    up_first: bool = False
-    halves: bool = False
     sigmoid: bool = False
+
+    def __str__(self) -> str:
+        """The position, for messages."""
+        return _POSITIONS[self.at]
 
     def parts(self) -> ExpertParts:
         """Returns the parts, if this is the output of an expert."""
-        one = len(self.maps) == 1
-        if self.half is not None or self.sigmoid or (not one and self.at not in ("last", "after")):
+        one_map = len(self.maps) == 1
+        ends = one_map or self.at in ("last", "after")
+        if self.half is not None or self.sigmoid or not ends:
             raise UsageError("an expert's forward ends before its last map", hint=READ)
-        return ExpertParts(
-            maps=self.maps,
-            inner=None if one else self.inner,
-            outer=self.inner if one else self.outer,
-            activation=None if one else self.activation,
-            out_activation=(self.activation or "identity") if one else self.out_activation,
-            halves=self.halves,
-            up_first=self.up_first,
-        )
+        if not one_map:
+            return self
+        out_activation = self.activation or "identity"
+        return ExpertParts(maps=self.maps, outer=self.inner, out_activation=out_activation)
 
     def mapped(self, weight: Tensor, bias: Tensor | None) -> _Value:
-        """Returns the output of a linear map of this value."""
         if self.at == "input":
             return replace(self, at="first", maps=((weight, bias),))
         if self.at in ("first", "hidden") and self.half is None and not self.sigmoid:
@@ -603,7 +553,6 @@ class _Value:
         raise _UnknownStepError("a further linear map")
 
     def activated(self, activation: Activation) -> _Value:
-        """Returns the output of an activation of this value."""
         if self.at == "first":
             return replace(self, at="hidden", activation=activation)
         if self.at == "last":
@@ -611,15 +560,19 @@ class _Value:
         raise _UnknownStepError(f"{activation} of something other than a map's output")
 
     def normalised(self, norm: nn.Module) -> _Value:
-        """Returns the output of a normalisation of this value."""
         if self.at == "first" and self.inner is None and self.half is None:
             return replace(self, inner=norm)
         if self.at == "last" and self.outer is None:
             return replace(self, outer=norm)
         raise _UnknownStepError(f"a {type(norm).__name__} of something other than a map's output")
 
+    def biased(self, bias: Tensor) -> _Value:
+        """Returns the output of the last map, which has no bias yet, with this bias."""
+        if self.at in ("first", "last") and bias.ndim == 1 and self.maps[-1][1] is None:
+            return replace(self, maps=(*self.maps[:-1], (self.maps[-1][0], bias)))
+        raise _UnknownStepError("a sum that is not a bias")
+
     def squared(self) -> _Value:
-        """Returns the square of a ReLU."""
         if self.at == "hidden" and self.activation == "relu":
             return replace(self, activation="relu2")
         if self.at == "after" and self.out_activation == "relu":
@@ -656,8 +609,7 @@ LAST_AXES = (-1, 1, 2)
 """Axes of a softmax that may be the channels of an expert's rows, [t, d] or [b, m, d]. The
 comparison with the user's layer finds the cases in which they are not."""
 
-_NOTHING = ("contiguous", "float", "clone")
-_DROPOUTS = (nn.Dropout, nn.Identity)
+_WITHOUT_EFFECT = (F.dropout, "contiguous", "float", "clone")
 
 
 def _value(graph: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
@@ -665,9 +617,7 @@ def _value(graph: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -
     args = [known.get(arg, arg) if isinstance(arg, fx.Node) else arg for arg in node.args]
     first = args[0] if args else None
     if node.op == "placeholder":
-        if first is not None or node.args:
-            return first
-        return _Value()
+        return first if node.args else _Value()
     if not isinstance(first, _Value):
         value = _of_weights(graph, node, args)
         if value is not None:
@@ -686,10 +636,10 @@ def _of_weights(graph: fx.GraphModule, node: fx.Node, args: list[Any]) -> Any:
             owner = getattr(owner, part)
         return owner
     first = args[0] if args else None
-    turned = node.target in ("t", "transpose") or (
+    transposes = node.target in ("t", "transpose") or (
         node.target is getattr and args[1] in ("T", "mT")
     )
-    if isinstance(first, Tensor) and turned:
+    if isinstance(first, Tensor) and transposes:
         return first.mT
     if isinstance(first, tuple) and node.target is operator.getitem:
         return first[int(args[1])]
@@ -699,31 +649,30 @@ def _of_weights(graph: fx.GraphModule, node: fx.Node, args: list[Any]) -> Any:
 def _of_module(module: nn.Module, x: _Value) -> _Value:
     if is_map(module):
         weight, bias = module.weight, module.bias
-        if isinstance(module, _CONVOLUTIONS) and any(size != 1 for size in module.kernel_size):
-            raise _UnknownStepError(f"{module}")
         assert isinstance(weight, Tensor)
+        if any(size != 1 for size in weight.shape[2:]):
+            raise _UnknownStepError(f"{module}")
         return x.mapped(weight.flatten(1), bias if isinstance(bias, Tensor) else None)
     if is_norm(module):
         return x.normalised(module)
-    if isinstance(module, _DROPOUTS):
+    if isinstance(module, nn.Dropout | nn.Identity):
         return x
-    if isinstance(module, nn.Softmax) and module.dim in LAST_AXES:
-        return x.activated("softmax")
-    if isinstance(module, nn.GELU):
-        return x.activated("gelu" if module.approximate == "none" else "gelu-tanh")
-    if type(module) in _ACTIVATIONS:
-        return x.activated(_ACTIVATIONS[type(module)])
-    raise _UnknownStepError(f"a {type(module).__name__}")
+    dim, approximate = getattr(module, "dim", None), getattr(module, "approximate", None)
+    activation = _activation_of(type(module), dim, approximate)
+    if activation is None:
+        raise _UnknownStepError(f"a {type(module).__name__}")
+    return x.activated(activation)
 
 
 def _of_function(node: fx.Node, x: _Value, args: list[Any]) -> Any:
     target: Any = node.target
     second = args[1] if len(args) > 1 else None
     if isinstance(second, Tensor):
-        value = _of_parameters(node, x, args)
+        value = _of_parameter(node, x, second, args)
         if value is not None:
             return value
-    activation = _activation_of(node, second)
+    options = (node.kwargs.get(name, second) for name in ("dim", "approximate"))
+    activation = _activation_of(target, *options)
     if activation is not None:
         return x.activated(activation)
     if target in (operator.mul, torch.mul, "mul", "mul_") and isinstance(second, _Value):
@@ -732,50 +681,34 @@ def _of_function(node: fx.Node, x: _Value, args: list[Any]) -> Any:
         return replace(x, sigmoid=True, at="hidden" if x.at == "first" else "after")
     squares = target in (torch.square, "square")
     squares |= target in (pow, operator.pow, torch.pow, "pow") and second == 2
-    if squares or target is F.dropout or target in _NOTHING:
+    if squares or target in _WITHOUT_EFFECT:
         return x.squared() if squares else x
-    return _halves(x, target, args)
-
-
-def _activation_of(node: fx.Node, second: object) -> Activation | None:
-    """The activation of a function, given its second argument; None for another function."""
-    target: Any = node.target
-    if target in (torch.softmax, F.softmax, "softmax"):
-        return "softmax" if node.kwargs.get("dim", second) in LAST_AXES else None
-    if target is F.gelu:
-        return "gelu-tanh" if node.kwargs.get("approximate", second) == "tanh" else "gelu"
-    return _ACTIVATIONS.get(target)
-
-
-def _halves(x: _Value, target: Any, args: list[Any]) -> tuple[_Value, _Value]:
-    """The two halves of a first map's output, if a function is applied to a whole value."""
-    if target in (torch.chunk, "chunk") and args[1] == 2 and x.at == "first":
+    if target in (torch.chunk, "chunk") and second == 2 and x.at == "first":
         return replace(x, half=0), replace(x, half=1)
     name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-    raise _UnknownStepError(f"{name} of {' and '.join(map(_shown, args))}")
+    raise _UnknownStepError(f"{name} of {' and '.join(map(str, args))}")
 
 
-def _of_parameters(node: fx.Node, x: _Value, args: list[Any]) -> _Value | None:
+def _of_parameter(node: fx.Node, x: _Value, parameter: Tensor, args: list[Any]) -> _Value | None:
     """The value of a function of a value and a parameter, if that is a map or a bias."""
-    target: Any = node.target
-    parameter: Tensor = args[1]
-    if target is F.linear:
+    if node.target is F.linear:
         bias = args[2] if len(args) > 2 else node.kwargs.get("bias")
         return x.mapped(parameter, bias if isinstance(bias, Tensor) else None)
-    if target in (operator.matmul, torch.matmul, "matmul"):
+    if node.target in (operator.matmul, torch.matmul, "matmul"):
         return x.mapped(parameter.mT, None)
-    if target in (operator.add, torch.add, "add"):
-        return _biased(x, parameter)
-    return None
+    return x.biased(parameter) if node.target in (operator.add, torch.add, "add") else None
 
 
-def _biased(x: _Value, bias: Tensor) -> _Value:
-    if x.at in ("first", "last") and bias.ndim == 1 and x.maps[-1][1] is None:
-        return replace(x, maps=(*x.maps[:-1], (x.maps[-1][0], bias)))
-    raise _UnknownStepError("a sum that is not a bias")
+def _activation_of(kind: object, dim: object, approximate: object) -> Activation | None:
+    """The activation of a function or a class of modules; None for others."""
+    if kind in (nn.Softmax, torch.softmax, F.softmax, "softmax"):
+        return "softmax" if dim in LAST_AXES else None
+    if kind in (nn.GELU, F.gelu):
+        return "gelu-tanh" if approximate == "tanh" else "gelu"
+    return _ACTIVATIONS.get(kind)
 
 
-_WORDS: Mapping[str, str] = MappingProxyType(
+_POSITIONS: Mapping[str, str] = MappingProxyType(
     {
         "input": "the expert's input",
         "first": "the first map's output",
@@ -784,7 +717,3 @@ _WORDS: Mapping[str, str] = MappingProxyType(
         "after": "a value after the last map",
     }
 )
-
-
-def _shown(value: object) -> str:
-    return _WORDS[value.at] if isinstance(value, _Value) else str(value)

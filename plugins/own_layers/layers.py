@@ -18,7 +18,7 @@ from ...exporter.families.base import find_layers
 from ...graphs.layers.base import MoELayer, a_layer, moe_layers, sharing_weights
 from ..token_routed.own_forward import Code
 from .adapters import EXAMPLE, adapter_name, adapter_of, describe
-from .descriptions import Description, ExpertsDescription
+from .descriptions import Description
 from .request import Adapter
 
 
@@ -27,8 +27,8 @@ class LayerPlace:
     """A MoE layer in a user's network: its place, its names, and what replaces it.
 
     `class_name` is that of the user's class, and `make` returns our layer with a name. `adapter`
-    made the `description`, which counts only if it computes what the layer does. `aliases` are
-    further names under which the network holds the same module.
+    made the `description`, which is used only if it computes the same as the layer. `aliases`
+    are further names of the same module in the network.
     """
 
     path: str
@@ -46,18 +46,10 @@ class LayerPlace:
 
     @property
     def own_code(self) -> Code | None:
-        """The user's code around our layer."""
         return None if self.description is None else self.description.code
 
-    @property
-    def bank(self) -> ExpertsDescription | None:
-        """The adapter's description of a bank of experts, if it is one."""
-        return self.description if isinstance(self.description, ExpertsDescription) else None
 
-
-def find_in_module(
-    module: nn.Module, adapters: Mapping[type, Adapter] | None = None
-) -> tuple[LayerPlace, ...]:
+def find_in_module(module: nn.Module, adapters: Mapping[type, Adapter]) -> tuple[LayerPlace, ...]:
     """Returns the MoE layers of a network.
 
     Raises FamilyError if there is none, and UsageError for an adapter of `adapters` whose class
@@ -84,7 +76,7 @@ def find_in_module(
             class_name=type(own).__name__,
             make=partial(_renamed, own),
         )
-    adapted = _adapted(module, adapters or {})
+    adapted = _adapted(module, adapters)
     inside = tuple(f"{path}." if path else "" for path in adapted)
     places = {path: place for path, place in places.items() if not path.startswith(inside)}
     places |= adapted

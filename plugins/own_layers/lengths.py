@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...errors import UsageError
+from ...errors import UsageError, one_line
 from ...exporter.inputs import by_name
 from ...exporter.model import Model
 
@@ -33,7 +33,10 @@ def with_token_axis(model: Model, option: str) -> Model:
     problem = "no input has such an axis"
     for axis in range(1, first.ndim) if first.ndim in SEQUENCES else ():
         length = first.shape[axis]
-        axes = {name: _axis_of(x, length) for name, x in inputs.items()} | {model.input.name: axis}
+        axes = {
+            name: next((i for i in range(1, x.ndim) if x.shape[i] == length), None)
+            for name, x in inputs.items()
+        } | {model.input.name: axis}
         before = _outputs(model, inputs)
         assert not isinstance(before, str), "it ran when it was loaded"
         for other in (2 * length, length // 2):
@@ -43,9 +46,11 @@ def with_token_axis(model: Model, option: str) -> Model:
                 return replace(
                     model,
                     inputs=tuple(
-                        replace(spec, shape=_named(spec.shape, {axes[spec.name]: TOKENS}))
-                        if spec is not model.input
-                        else replace(spec, shape=_named(spec.shape, {axis: TOKENS}), limits=limits)
+                        replace(
+                            spec,
+                            shape=_named(spec.shape, {axes[spec.name]: TOKENS}),
+                            limits=limits if spec is model.input else spec.limits,
+                        )
                         for spec in model.inputs
                     ),
                     outputs=tuple(
@@ -59,10 +64,6 @@ def with_token_axis(model: Model, option: str) -> Model:
         f"({', '.join(map(str, model.input.shape))}): {problem}",
         hint="leave --tokens out: the graph then has the sizes of the example",
     )
-
-
-def _axis_of(x: Tensor, length: int) -> int | None:
-    return next((axis for axis in range(1, x.ndim) if x.shape[axis] == length), None)
 
 
 def _of_length(x: Tensor, axis: int | None, length: int) -> Tensor:
@@ -79,7 +80,7 @@ def _outputs(model: Model, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...] |
         try:
             returned = model.untouched(*(x.clone() for x in inputs.values()))
         except Exception as error:  # noqa: BLE001  the user's code may fail in any way
-            return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return one_line(error)
     outputs = returned if isinstance(returned, tuple) else (returned,)
     for y in outputs:
         if len(y) != len(next(iter(inputs.values()))):

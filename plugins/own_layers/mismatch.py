@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...errors import MoexportError, ParityError
 from ..token_routed.own_forward import Tried, result_of
 from .adapters import PAGE
-from .calls import LayerCall, copied_in_depth
+from .calls import LayerCall
 from .descriptions import Description, ExpertsDescription, LayerContents, SoftMoEDescription
 
 TOLERANCE = 1e-4
@@ -52,12 +52,12 @@ def difference(expected: Tensor, actual: Tensor) -> float:
 class _Trial:
     """Changed options, and the error of y: unchanged, and with an addend subtracted from it.
 
-    `added` describes the best of the possible addends.
+    `added` is the best of the possible addends: whether x is in it, and the part whose output is.
     """
 
     changed: dict[str, str]
-    off: float
-    added: str = ""
+    off: float = inf
+    added: tuple[bool, str] = (False, "")
     off_without: float = inf
 
 
@@ -66,43 +66,44 @@ def mismatch(
     call: LayerCall,
     run: DescribedRun,
     layer: LayerContents,
-    made: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor],
     at: str,
 ) -> ParityError | None:
     """Explains why a layer is not what its adapter describes; None if they agree.
 
-    `layer` is the contents of the user's layer, and `made` the outputs of its parts in the call
+    `layer` is the contents of the user's layer, and `outputs` those of its parts in the call
     that have the shape of y. The text begins with `at`.
     """
     off = difference(call.y, run(description, call))
     if description.code is None:
         count = slice(TRIED_INPUTS)
         call = replace(call, args=(call.x[count], *call.further), y=call.y[count])
-        made = {name: values[count] for name, values in made.items()}
-    trials = _tried(description, call, run, layer, made)
-    closer = _closer(trials)
+        outputs = {name: values[count] for name, values in outputs.items()}
+    trials = _all_trials(description, call, run, layer, outputs)
+    as_it_is = next(trial.off for trial in trials if not trial.changed)
+    closer = [trial for trial in trials if trial.off <= min(TOLERANCE, as_it_is / 10)]
     if off <= TOLERANCE and not closer:
         return None
     begins = f"{at} does not match its adapter: off by {_share(off)} of max|y|"
     return (
         (_other_options(begins, closer) if closer else None)
         or _something_added(begins, trials, description)
-        or _another_input(begins, description, call, run, made)
+        or _another_input(begins, description, call, run, outputs)
         or _other_weights(begins, description, call)
-        or _nothing_that_fits(begins, trials, description, made)
+        or _nothing_that_fits(begins, trials, description, outputs)
     )
 
 
-def _tried(
+def _all_trials(
     description: Description,
     call: LayerCall,
     run: DescribedRun,
     layer: LayerContents,
-    made: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor],
 ) -> list[_Trial]:
     """Trials of changed options, the fewest changes first, up to the first that matches."""
     trials: list[_Trial] = []
-    addends = dict(_addends(call, made))
+    addends = list(_addends(call, outputs))
     variants = sorted(description.variants(layer), key=lambda variant: len(variant[0]))
     for _, group in groupby(variants, key=lambda variant: len(variant[0])):
         for changed, variant in group:
@@ -112,38 +113,26 @@ def _tried(
                 if not changed:
                     raise
                 continue  # these weights cannot be read in this way
-            trials.append(_trial(changed, ours, call.y, addends))
+            if ours.shape != call.y.shape:
+                trials.append(_Trial(changed))
+                continue
+            without = [(difference(call.y - value, ours), added) for added, value in addends]
+            off_without, added = min(without, default=(inf, (False, "")))
+            trials.append(_Trial(changed, difference(call.y, ours), added, off_without))
         if any(min(trial.off, trial.off_without) <= CLOSE for trial in trials):
             break
     return trials
 
 
-def _trial(
-    changed: dict[str, str], ours: Tensor, y: Tensor, addends: Mapping[str, Tensor]
-) -> _Trial:
-    if ours.shape != y.shape:
-        return _Trial(changed, inf)
-    without = {words: difference(y - addend, ours) for words, addend in addends.items()}
-    nearest = min(without, key=lambda words: without[words], default="")
-    return _Trial(changed, difference(y, ours), nearest, without.get(nearest, inf))
-
-
-X = "x"
-
-
-def _addends(call: LayerCall, made: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yields what a layer may add to its experts' sum, with a description."""
+def _addends(
+    call: LayerCall, outputs: Mapping[str, Tensor]
+) -> Iterator[tuple[tuple[bool, str], Tensor]]:
+    """Yields what a layer may add to its experts' sum: its input, outputs of its parts, or both."""
     own = [call.x] if call.x.shape == call.y.shape else []
-    yield from ((X, x) for x in own)
-    for name, part in made.items():
-        yield f"what layer.{name} returns", part
-        yield from ((f"{X} and what layer.{name} returns", x + part) for x in own)
-
-
-def _closer(trials: Sequence[_Trial]) -> list[_Trial]:
-    """The trials that match and are far better than the description as it is."""
-    as_it_is = next(trial.off for trial in trials if not trial.changed)
-    return [trial for trial in trials if trial.off <= min(TOLERANCE, as_it_is / 10)]
+    yield from (((True, ""), x) for x in own)
+    for name, part in outputs.items():
+        yield (False, name), part
+        yield from (((True, name), x + part) for x in own)
 
 
 def _other_options(begins: str, closer: Sequence[_Trial]) -> ParityError:
@@ -166,22 +155,21 @@ def _something_added(
     trial = next((candidate for candidate in trials if candidate.off_without <= TOLERANCE), None)
     if trial is None:
         return None
-    both = trial.added.startswith(f"{X} and")
-    named = trial.added.removeprefix(f"{X} and ").removeprefix("what ").removesuffix(" returns")
-    adds = "its input" if trial.added == X else "both" if both else "it"
-    summed = X if trial.added == X else f"{X} + {named}(…)" if both else f"{named}(…)"
+    adds_x, part = trial.added
+    words = ["x"] * adds_x + [f"what layer.{part} returns"] * bool(part)
+    summed = " + ".join(["x"] * adds_x + [f"layer.{part}(…)"] * bool(part))
+    both = len(words) > 1
+    adds = "both" if both else "it" if part else "its input"
     if isinstance(description, SoftMoEDescription) and description.code is None:
-        hint = "residual=True in the adapter" + ("" if trial.added == X else ", and ") * both
-        if trial.added != X:
-            hint += f"a forward that adds it: forward=lambda moe, x: moe(x) + {named}(…)"
+        forward = f"a forward that adds it: forward=lambda moe, x: moe(x) + layer.{part}(…)"
+        hints = ["residual=True in the adapter"] * adds_x + [forward] * bool(part)
+        hint = ", and ".join(hints)
     elif description.code is not None and description.code.router is not None:
-        hint = (
-            f"give a forward in place of the router: return {summed} + experts(x, *layer.route(x))"
-        )
+        hint = f"replace the router with a forward: return {summed} + experts(x, *layer.route(x))"
     else:
         hint = f"add it in the adapter's forward: return {summed} + experts(…)"
     return ParityError(
-        f"{begins}; it matches with {_list_options(trial.changed)} once {trial.added} "
+        f"{begins}; it matches with {_list_options(trial.changed)} once {' and '.join(words)} "
         f"{'are' if both else 'is'} subtracted from y: the layer adds {adds}",
         hint=hint,
     )
@@ -192,14 +180,14 @@ def _another_input(
     description: Description,
     call: LayerCall,
     run: DescribedRun,
-    made: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor],
 ) -> ParityError | None:
     """The explanation if the layer's input is an output of its parts."""
     own = isinstance(description, SoftMoEDescription) and description.code is None
     plain = description
     if isinstance(description, SoftMoEDescription):
         plain = replace(description, norm="none", eps=None, gain=None, shift=None)
-    for name, h in made.items():
+    for name, h in outputs.items():
         if h.shape != call.x.shape:
             continue
         ours = run(plain, replace(call, args=(h, *call.further)))
@@ -223,19 +211,14 @@ def _other_weights(begins: str, description: Description, call: LayerCall) -> Pa
     if not isinstance(description, ExpertsDescription) or description.weights_on != "output":
         return None
     bank = Tried(description)
-    ours = result_of(description.code.run(bank, *copied_in_depth((call.args, dict(call.named)))))
+    ours = result_of(description.code.run(bank, *call.copied()))
     terms = bank.terms(ROWS)
     if ours is None or terms is None or ours.shape != call.y.shape:
         return None
     outputs, weights = (term.double() for term in terms)  # [t, c, o] and [t, c]
-    width = outputs.shape[-1]
-    if outputs.shape[1] >= width:
-        return None  # any output would be a weighted sum
-    missing = (call.y - ours).reshape(-1, width)[: len(outputs)].double()
-    target = torch.einsum("tc,tco->to", weights, outputs) + missing
-    # The fewest weights, in case some experts' outputs are equal.
-    fitting = (torch.linalg.pinv(outputs.mT) @ target.unsqueeze(-1)).squeeze(-1)
-    if difference(target, torch.einsum("tc,tco->to", fitting, outputs)) > TOLERANCE:
+    missing = (call.y - ours).reshape(-1, outputs.shape[-1])[: len(outputs)].double()
+    fitting = weights_that_fit(outputs, torch.einsum("tc,tco->to", weights, outputs) + missing)
+    if fitting is None:
         return None
     token = int((fitting - weights).abs().amax(1).argmax())
     has, takes = (_weighted(values[token]) for values in (weights, fitting))
@@ -247,6 +230,20 @@ def _other_weights(begins: str, description: Description, call: LayerCall) -> Pa
     )
 
 
+def weights_that_fit(outputs: Tensor, target: Tensor) -> Tensor | None:
+    """Returns weights [t, c] with which outputs [t, c, o] sum to a target [t, o], of `ROWS` tokens.
+
+    None if there are none, and if there are for any target.
+    """
+    outputs, target = outputs[:ROWS].double(), target[:ROWS].double()
+    if not len(outputs) or outputs.shape[1] >= outputs.shape[2]:
+        return None
+    # The fewest weights, in case some experts' outputs are equal.
+    weights = (torch.linalg.pinv(outputs.mT) @ target.unsqueeze(-1)).squeeze(-1)
+    off = difference(target, torch.einsum("tc,tco->to", weights, outputs))
+    return weights if off <= TOLERANCE else None
+
+
 def _weighted(weights: Tensor) -> str:
     """The largest weights of a token, with the experts' numbers."""
     largest = weights.abs().topk(min(MOST_WEIGHTS, len(weights))).indices.tolist()
@@ -255,7 +252,7 @@ def _weighted(weights: Tensor) -> str:
 
 
 def _nothing_that_fits(
-    begins: str, trials: Sequence[_Trial], description: Description, made: Mapping[str, Tensor]
+    begins: str, trials: Sequence[_Trial], description: Description, outputs: Mapping[str, Tensor]
 ) -> ParityError:
     single: dict[str, _Trial] = {}
     for trial in sorted(trials, key=lambda trial: trial.off):
@@ -265,7 +262,7 @@ def _nothing_that_fits(
     shown = [*single.values()][:MOST_SHOWN]
     errors = ", ".join(f"{_list_options(trial.changed)}: {_share(trial.off)}" for trial in shown)
     code = description.code
-    parts = ", ".join(f"layer.{name}" for name in made if "." not in name)
+    parts = ", ".join(f"layer.{name}" for name in outputs if "." not in name)
     around = code is None or code.router is not None  # parts that a forward would also run
     around &= not isinstance(getattr(description, "norm", None), nn.Module)
     extra = f"the layer also runs {parts}, which needs a forward; " if parts and around else ""

@@ -7,9 +7,7 @@ the names and shapes of its parameters, which are then those of a published laye
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from inspect import signature
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from .comparison import (
     check_alone,
     check_same,
     needs_surroundings,
+    random_result,
     result_of_code,
     surroundings,
 )
@@ -40,8 +39,8 @@ from .examples import INPUT_SHAPE, all_random_like, differ, example_of
 from .layers import LayerPlace, find_in_module
 from .lengths import with_token_axis
 from .mismatch import CLOSE, difference
-from .moved import move_out
-from .ports import INPUT, ported, with_flat_outputs
+from .placeholder import MovedWeight
+from .ports import INPUT, Arguments, ported, takes
 from .request import Adapter, NetworkOptions
 
 ARGUMENTS = "--config and --set are passed to the factory as its arguments"
@@ -61,7 +60,6 @@ class FactoryHost(RouterHost):
     own_code = True
 
     def with_token_axis(self, model: Model, option: str) -> Model:
-        """Returns the network for inputs of any length (`lengths`)."""
         return with_token_axis(model, option)
 
 
@@ -70,7 +68,7 @@ def load_factory(
     config: Mapping[str, Any],
     weights: Path | None,
     example: Example | None,
-    adapters: Sequence[Adapter | str] = (),
+    adapters: Sequence[Adapter | str],
 ) -> Model:
     """Returns the network that a factory builds, its MoE layers replaced by ours.
 
@@ -81,7 +79,7 @@ def load_factory(
     """
     arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
     module = module_made(source, "a factory", arguments, ARGUMENTS)
-    return _model_of(module, _Origin(source), config, weights, example, adapters)
+    return _model_of(module, source, config, weights, example, adapters)
 
 
 def load_module(
@@ -89,7 +87,7 @@ def load_module(
     config: Mapping[str, Any],
     weights: Path | None,
     example: object,
-    adapters: Sequence[Adapter | str] = (),
+    adapters: Sequence[Adapter | str],
 ) -> Model:
     """Returns a network in memory as `load_factory` does for a factory's; it is not changed.
 
@@ -105,12 +103,13 @@ def load_module(
             "with",
         )
     copied = own_copy(module, source)
-    called = example is not None and not isinstance(example, str | Path)
-    if called and _is_call(copied, example):
-        copied.example_input, example = example, None  # type: ignore[assignment]
+    given: Any = example
+    is_data = isinstance(example, str | Path | None)
+    # A table of data has other names than the network's arguments.
+    if not is_data and (not isinstance(example, Mapping) or takes(copied, example)):
+        copied.example_input, given = given, None
     try:
-        given: Any = example
-        return _model_of(copied, _Origin(source, copied), config, weights, given, adapters)
+        return _model_of(copied, source, config, weights, given, adapters, held=copied)
     except FamilyError as error:
         if not any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
             raise
@@ -118,24 +117,16 @@ def load_module(
         raise FamilyError(error.message, hint=hint) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """The source of a network: its name in messages, and the module if it is in memory."""
-
-    source: str
-    held: nn.Module | None = None
-
-
 def _model_of(
     module: nn.Module,
-    origin: _Origin,
+    source: str,
     config: Mapping[str, Any],
     weights: Path | None,
     example: Example | None,
     adapters: Sequence[Adapter | str],
+    held: nn.Module | None = None,
 ) -> Model:
-    """The network as a model, its MoE layers replaced by ours."""
-    source = origin.source
+    """The network as a model, its MoE layers replaced by ours; `held` if it is in memory."""
     module, notes = _uncompiled(module)
     known = adapters_for(adapters)
     files: tuple[Path, ...] = ()
@@ -146,7 +137,7 @@ def _model_of(
         _fill(module, checkpoint, source)
         files, mapped = checkpoint.files, checkpoint.mapped
     else:
-        if origin.held is None:
+        if held is None:
             notes += (f"no --weights: the network keeps the weights from {source}",)
         own = {key: p for key, p in module.named_parameters() if not is_lazy(p)}
         check_finite(source, own, Reading())
@@ -156,7 +147,7 @@ def _model_of(
     form, inputs, random = example_of(source, module, config.get(INPUT_SHAPE), example)
     module = ported(module, form, [*inputs])
     places = find_in_module(module, known)
-    passes, made = _passes(module, places, inputs, source)
+    passes, checked = _passes(module, places, inputs, source)
     places, left = _called(places, passes, source)
     calls = {path: call for pass_ in reversed(passes) for path, call in pass_.layers.items()}
     for place in places:
@@ -167,9 +158,13 @@ def _model_of(
     for pass_ in passes:
         check_same(pass_, twin, places, source)
     if not passes[0].single:
-        module, twin = (with_flat_outputs(network, [*inputs]) for network in (module, twin))
+        module, twin = (ported(each, Arguments(), [*inputs], flat=True) for each in (module, twin))
     arrays = {name: tensor.numpy() for name, tensor in passes[0].inputs.items()}
     used = {adapter_name(layer.adapter): None for layer in places if layer.adapter is not None}
+    further: tuple[NetworkOptions, ...] = ()  # with which another process loads it again
+    if weights is not None or used:
+        path = None if weights is None else str(weights)
+        further = (NetworkOptions(weights=path, adapter=tuple(used)),)
     return Model(
         module=twin,
         family=FAMILY,
@@ -178,14 +173,16 @@ def _model_of(
             path=source,
             files=files,
             mapped=mapped,
-            further=_asked_again(weights, tuple(used)),
-            importable=origin.held is None and all(map(_importable, used)),
+            further=further,
+            # Code of a notebook or of this script cannot be imported by another process.
+            importable=held is None
+            and all(names_code(name) and not name.startswith("__main__:") for name in used),
             host=FactoryHost(),
-            held=origin.held,
+            in_memory=held,
         ),
         inputs=_ports(passes[0].inputs),
         outputs=_ports(passes[0].outputs),
-        notes=(*notes, *random, *made, *replaced, *left),
+        notes=(*notes, *random, *checked, *replaced, *left),
         original=module,
         example=arrays if len(arrays) > 1 or not form.plain else arrays[INPUT],
         order=layers,
@@ -223,30 +220,6 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     return given.float() if given.is_floating_point() else given
 
 
-def _is_call(module: nn.Module, example: object) -> bool:
-    """Whether an example is a network's arguments; a table of data has other names."""
-    if not isinstance(example, Mapping):
-        return True
-    try:
-        signature(module.forward).bind(**example)
-    except TypeError:
-        return False
-    return True
-
-
-def _asked_again(weights: Path | None, adapters: tuple[str, ...]) -> tuple[NetworkOptions, ...]:
-    """The options with which another process loads the network again, if any."""
-    if weights is None and not adapters:
-        return ()
-    named = None if weights is None else str(weights)
-    return (NetworkOptions(weights=named, adapter=adapters),)
-
-
-def _importable(adapter: str) -> bool:
-    """Whether another process can import an adapter: not from a notebook, or from this script."""
-    return names_code(adapter) and not adapter.startswith("__main__:")
-
-
 def _ports(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     return tuple(
         TensorSpec(name, str(x.dtype).removeprefix("torch."), ("batch", *x.shape[1:]))
@@ -257,25 +230,21 @@ def _ports(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
 def _uncompiled(module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     """The network without `torch.compile`, and a note: compiled code keeps its own layers."""
     paths = []
-    while (first := next(_compiled(module), None)) is not None:
-        path, inner = first
-        if path:
-            module.set_submodule(path, inner)
-        else:
-            module = inner
-        paths.append(path or "the network")
-    for path, sub in module.named_modules():
-        if sub._compiled_call_impl is not None:  # by `sub.compile()`
-            sub._compiled_call_impl = None
-            paths.append(path or "the network")
-    return module, (f"torch.compile was removed from {', '.join(paths)}",) if paths else ()
-
-
-def _compiled(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules made by `torch.compile`, by path, the outermost first."""
-    for path, sub in module.named_modules(remove_duplicate=False):
+    for path, sub in reversed([*module.named_modules(remove_duplicate=False)]):  # inner ones first
         if type(sub).__name__ == "OptimizedModule":
-            yield path, sub.get_submodule(COMPILED)
+            original = sub.get_submodule(COMPILED)
+            if path:
+                module.set_submodule(path, original)
+            else:
+                module = original
+        elif sub._compiled_call_impl is not None:  # by `sub.compile()`
+            sub._compiled_call_impl = None
+        else:
+            continue
+        paths.append(path.replace(f"{COMPILED}.", "").removesuffix(COMPILED) or "the network")
+    if not paths:
+        return module, ()
+    return module, (f"torch.compile was removed from {', '.join(reversed(paths))}",)
 
 
 def _fill(module: nn.Module, checkpoint: Checkpoint, source: str) -> None:
@@ -327,12 +296,12 @@ def _passes(
 
     A network that fails on random inputs, or returns NaN for them, is compared on its example only.
     """
-    alone, notes = _with_kept_buffers(module, places, inputs, source)
+    alone, notes = _first_pass(module, places, inputs, source)
     if differ(*inputs.values()):
         return [alone], notes
     begins = "the example has no two different inputs: the replaced layers were"
-    for made in all_random_like([*inputs.values()]):
-        further = dict(zip(inputs, made, strict=True))
+    for values in all_random_like([*inputs.values()]):
+        further = dict(zip(inputs, values, strict=True))
         both = {name: torch.cat([x, further[name]]) for name, x in inputs.items()}
         # A network may accept only batches of the example's size.
         for batch, before in ((both, ()), (further, (alone,))):
@@ -346,7 +315,7 @@ def _passes(
     return [alone], (*notes, f"{begins} checked on it alone, {why}")
 
 
-def _with_kept_buffers(
+def _first_pass(
     module: nn.Module, places: Sequence[LayerPlace], inputs: Mapping[str, Tensor], source: str
 ) -> tuple[ForwardPass, tuple[str, ...]]:
     """Returns the first pass, and a note on buffers that it changes, which are reset.
@@ -358,25 +327,26 @@ def _with_kept_buffers(
     first = forward_pass(module, places, inputs, source)
     changed = changed_buffers(module, before)
     buffers = ", ".join(changed)
+    called = [place for place in places if place.path in first.layers]
     for _ in range(CALLS_TRIED if changed else int(first.finite)):  # NaN is reported elsewhere
         again = forward_pass(module, places, inputs, source)
-        pairs = [(y, again.outputs[name]) for name, y in first.outputs.items()]
-        layers = [(call.y, again.layers[path].y) for path, call in first.layers.items()]
-        if all(_same(a, b) for a, b in (*pairs, *layers)):
+        calls = [(place, first.layers[place.path], again.layers[place.path]) for place in called]
+        random = [p.at for p, a, b in calls if _same(a.x, b.x) and not _same(a.y, b.y)]
+        if not random and all(_same(y, again.outputs[n]) for n, y in first.outputs.items()):
             continue
-        if not changed and not all(_same(a, b) for a, b in layers):
-            break  # the comparison of the layers names the random one
-        if not changed:
+        if changed:
             raise FamilyError(
-                f"{source}: the network gives a different result each time it is called, even in "
-                "eval mode",
-                hint="add noise in training only: if self.training",
+                f"{source}: the network changes {buffers} when it is called, even in eval mode, "
+                "and its next result depends on that",
+                hint="a graph keeps nothing between calls: change buffers in training only (if "
+                "self.training)",
             )
+        if random:
+            raise random_result(f"{source}: {random[0]}")
         raise FamilyError(
-            f"{source}: the network changes {buffers} when it is called, even in eval mode, and "
-            "its next result depends on that",
-            hint="a graph keeps nothing between calls: change buffers in training only (if "
-            "self.training)",
+            f"{source}: the network gives a different result each time it is called, even in eval "
+            "mode",
+            hint="add noise in training only: if self.training",
         )
     if not changed:
         return first, ()
@@ -419,7 +389,7 @@ def _with_code(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) 
     description = describe(place.adapter, host, place.at)
     code = description.code
     assert code is not None
-    _, _, tried = result_of_code(description, call, place.at)
+    _, tried = result_of_code(description, call, place.at)
     if not isinstance(description, ExpertsDescription):
         return OwnForward(description.build(name), code, host, returned=returned)
     assert tried is not None and isinstance(tried.layer, MoELayer)
@@ -435,8 +405,10 @@ def _with_code(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) 
         for parameter_name, parameter in [*module.named_parameters(recurse=False)]:
             first, last = _bytes_of(parameter)
             if any(first < end and start < last for start, end in ranges):
-                whole = ".".join(part for part in (place.path, path, parameter_name) if part)
-                move_out(module, parameter_name, whole)
+                names = (place.path, path, parameter_name)
+                delattr(module, parameter_name)
+                moved = MovedWeight(".".join(filter(None, names)), parameter)
+                setattr(module, parameter_name, moved)
     return OwnForward(
         experts, code, host, all_weights=tried.all_weights, even=tried.even, returned=returned
     )
@@ -475,7 +447,11 @@ def swapped(
         else:
             name = path
             ours = _ours(place, name)
-        twin = _placed(twin, place, ours)
+        for each in (path, *place.aliases):
+            if each:
+                twin.set_submodule(each, ours.eval())
+            else:
+                twin = ours.eval()
         names.append(name)
         notes.append(f"{path or 'the network'} replaced as {place.title}")
     return twin, tuple(names), tuple(notes)
@@ -490,13 +466,3 @@ def _ours(place: LayerPlace, name: str) -> nn.Module:
             hint=f"its parameters are not those of the published code: "
             f"{EXAMPLE.format(name=place.class_name)}",
         ) from error
-
-
-def _placed(network: nn.Module, place: LayerPlace, ours: nn.Module) -> nn.Module:
-    """The network with our layer at another's place, under each of its names."""
-    for path in (place.path, *place.aliases):
-        if path:
-            network.set_submodule(path, ours.eval())
-        else:
-            network = ours.eval()
-    return network

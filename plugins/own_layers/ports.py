@@ -45,19 +45,15 @@ class Arguments:
         """Whether there is one tensor only."""
         return self.args == (INPUT,) and not self.named
 
-    def of(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments with tensors in place of their names."""
-        args, named = _replaced((self.args, dict(self.named)), tensors)
-        return args, named
 
-
-def _replaced(place: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _with_tensors(place: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Arguments with tensors in place of their names."""
     if isinstance(place, str):
         return tensors[place]
     if isinstance(place, tuple | list):
-        return type(place)(_replaced(part, tensors) for part in place)
+        return type(place)(_with_tensors(part, tensors) for part in place)
     if isinstance(place, dict):
-        return {key: _replaced(part, tensors) for key, part in place.items()}
+        return {key: _with_tensors(part, tensors) for key, part in place.items()}
     return place
 
 
@@ -68,17 +64,14 @@ def arguments_of(
 
     Raises UsageError for a name that a port cannot have.
     """
-    if isinstance(example, Mapping) and _takes(module, example):
-        named = dict(example)
-        found = {name: part for key, value in named.items() for name, part in _leaves(key, value)}
-        form = Arguments((), {key: _names(key, value) for key, value in named.items()})
+    found: dict[str, object] = {}
+    if isinstance(example, Mapping) and takes(module, example):
+        form = Arguments((), {key: _named(key, value, found) for key, value in example.items()})
     else:
-        several = isinstance(example, tuple | list)
         values = tuple(example) if isinstance(example, tuple | list) else (example,)
-        keys = _parameters(module, len(values)) if several and len(values) > 1 else [""]
-        pairs = [*zip(keys, values, strict=True)]
-        found = {name: part for key, value in pairs for name, part in _leaves(key, value)}
-        form = Arguments(tuple(_names(key, value) for key, value in pairs))
+        keys = [""] if len(values) == 1 else _parameters(module, len(values))
+        pairs = zip(keys, values, strict=True)
+        form = Arguments(tuple(_named(key, value, found) for key, value in pairs))
     for name in (K_INPUT, STEER_INPUT):
         if name in found:
             raise UsageError(
@@ -101,7 +94,7 @@ def required(module: nn.Module) -> list[str]:
     ]
 
 
-def _takes(module: nn.Module, named: Mapping[Any, Any]) -> bool:
+def takes(module: nn.Module, named: Mapping[Any, Any]) -> bool:
     """Whether a network's forward accepts exactly these keywords."""
     try:
         signature(module.forward).bind(**named)
@@ -126,26 +119,17 @@ def _joined(name: str, key: object) -> str:
     return f"{name}_{key}" if name else str(key)
 
 
-def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """The tensors in an argument, by name, whatever holds them; None is skipped."""
+def _named(name: str, value: object, found: dict[str, object]) -> Any:
+    """An argument with a name in place of each tensor; `found` gets the tensors by name."""
     if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _leaves(_joined(name, key), part)
-    elif isinstance(value, tuple | list):
-        for index, part in enumerate(value):
-            yield from _leaves(_joined(name or INPUT, index), part)
-    elif value is not None:
-        yield name or INPUT, value
-
-
-def _names(name: str, value: object) -> Any:
-    """An argument with a name in place of each tensor."""
-    if isinstance(value, Mapping):
-        return {key: _names(_joined(name, key), part) for key, part in value.items()}
+        return {key: _named(_joined(name, key), part, found) for key, part in value.items()}
     if isinstance(value, tuple | list):
-        parts = (_names(_joined(name or INPUT, index), part) for index, part in enumerate(value))
-        return tuple(parts) if isinstance(value, tuple) else [*parts]
-    return None if value is None else name or INPUT
+        parts = [_named(_joined(name or INPUT, i), part, found) for i, part in enumerate(value)]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    if value is None:
+        return None
+    found[name or INPUT] = value
+    return name or INPUT
 
 
 def outputs_of(result: object, taken: Sequence[str], what: str) -> dict[str, Tensor]:
@@ -227,31 +211,25 @@ class Ported(nn.Module):
     own_forward: Callable[..., Any] | None
 
     def forward(self, *tensors: Tensor) -> Any:
-        args, named = self.arguments.of(dict(zip(self.takes, tensors, strict=True)))
+        by_name = dict(zip(self.takes, tensors, strict=True))
+        args, named = _with_tensors((self.arguments.args, dict(self.arguments.named)), by_name)
         forward = super().forward if self.own_forward is None else self.own_forward
         result = forward(*args, **named)
         return tuple(outputs_of(result, self.takes, "").values()) if self.flat else result
 
 
-def ported(network: nn.Module, arguments: Arguments, takes: Sequence[str]) -> nn.Module:
+def ported(
+    network: nn.Module, arguments: Arguments, takes: Sequence[str], *, flat: bool = False
+) -> nn.Module:
     """Returns a network that takes a tensor for each of `takes`; itself if it already does.
 
-    Its tensors are shared.
+    If `flat`, it returns a tuple with a tensor for each output. Its weights are shared.
     """
-    return network if arguments.plain else _ported(network, arguments, takes, flat=False)
-
-
-def with_flat_outputs(network: nn.Module, takes: Sequence[str]) -> nn.Module:
-    """Returns a network that returns a tuple with a tensor for each output."""
-    if isinstance(network, Ported):
+    if flat and isinstance(network, Ported):
         network.flat = True
         return network
-    return _ported(network, Arguments(), takes, flat=True)
-
-
-def _ported(
-    network: nn.Module, arguments: Arguments, takes: Sequence[str], *, flat: bool
-) -> nn.Module:
+    if arguments.plain and not flat:
+        return network
     copy = sharing_weights(network)
     own = type(copy)
     copy.__class__ = type(own.__name__, (Ported, own), {"__module__": own.__module__})

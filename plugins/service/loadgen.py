@@ -19,9 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from ...common.libraries import library
 from ...common.timing import NS_PER_MS
 from ...common.writing import make_folder
-from ...errors import MissingExtraError, MoexportError, QueueFullError, install
+from ...errors import MoexportError, QueueFullError, install
 from .queue import Submits
 
 Scenario = Literal["single-stream", "multi-stream", "server", "offline"]
@@ -92,14 +93,8 @@ class Judgement:
 
 def loadgen() -> Any:
     """Returns LoadGen's module; raises `MissingExtraError` if it is not installed."""
-    try:
-        import mlperf_loadgen
-    except ImportError as error:
-        raise MissingExtraError(
-            f"--scenario needs MLPerf's LoadGen, which is not installed ({error})",
-            hint=f"{install('loadgen')}; there are wheels for Linux",
-        ) from error
-    return mlperf_loadgen
+    hint = f"{install('loadgen')}; there are wheels for Linux"
+    return library("mlperf_loadgen", "--scenario needs MLPerf's LoadGen", hint)
 
 
 def judged(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...bench.engines import PYTORCH_EAGER
-from ...bench.report.summary import KEPT, kept_text, line_name, milliseconds, shown
+from ...bench.report.summary import KEPT, kept_text, line_name, milliseconds, proven_retention
 from ...bench.results import Results, Row
 from ...common.text import table
 from .findings import Service, ServiceFindings, best, requests, services_in
@@ -133,7 +133,7 @@ def _kept(results: Results, service: Service) -> tuple[float | None, float | Non
     if judged is None:
         return None, None
     full = (row.k for row in results.of_model(service.model) if row.is_reference)
-    return judged.kept, shown(judged, next(full, judged.experts))
+    return judged.kept, proven_retention(judged, next(full, judged.experts))
 
 
 def service_tables(results: Results) -> list[tuple[str, Sequence[str], dict[str, list[Any]]]]:

@@ -9,14 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import (
-    EngineError,
-    MissingExtraError,
-    MoexportError,
-    QueueFullError,
-    UsageError,
-    install,
-)
+from ...common.libraries import library
+from ...errors import EngineError, MoexportError, QueueFullError, UsageError, install
 from ...exporter.inputs import Inputs
 from ...graphs.names import K_INPUT
 from .findings import Layout
@@ -28,14 +22,7 @@ READY_S = 10.0
 
 def triton_client() -> Any:
     """Returns the module of NVIDIA's client; raises `MissingExtraError` if it is not installed."""
-    try:
-        import tritonclient.grpc as client
-    except ImportError as error:
-        raise MissingExtraError(
-            f"--triton needs NVIDIA's client, which is not installed ({error})",
-            hint=install("triton"),
-        ) from error
-    return client
+    return library("tritonclient.grpc", "--triton needs NVIDIA's client", install("triton"))
 
 
 @dataclass(frozen=True, slots=True)

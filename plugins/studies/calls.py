@@ -39,9 +39,8 @@ def specialise(
     from ...bench.data import LabelledData
     from ...exporter.checkpoints.load import model_of
     from ...exporter.checks.answers import check_own_outputs
-    from .specialise import Specialisation
-    from .specialise import specialise as run_it
-    from .usage.texts import only_counts, usage_only
+    from .specialise import Specialisation, only_counts, usage_only
+    from .specialise import specialise as effects_of_experts
 
     feed = None if isinstance(data, LabelledData) else data
     loaded = model_of(model, LoadRequest(progress=request.progress), feed)
@@ -64,6 +63,13 @@ def specialise(
         return replace(usage_only(loaded, data, request), examples=examples)
     needs_labels = request.group_by is not None or request.rewrite_class is not None
     if examples is not None and not examples.labelled and not needs_labels:
-        return Specialisation.of(examples, loaded.family)
-    found = run_it(loaded, data, request)
+        return Specialisation(
+            model=examples.model,
+            family=loaded.family,
+            layer=examples.layer,
+            kind=examples.kind,
+            levels=examples.levels,
+            examples=examples,
+        )
+    found = effects_of_experts(loaded, data, request)
     return found if examples is None else replace(found, examples=examples)

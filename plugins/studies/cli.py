@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,28 +12,36 @@ from ...commands.options import (
     AsJson,
     Quiet,
     Verbose,
-    option_for,
+    options_of,
     output_option,
     typed_data,
-    typed_path,
     typed_source,
 )
-from ...commands.panels import further
-from ...commands.reading import ConfigOption, FamilyOption, SetOption, loader
+from ...commands.reading import ReadingOptions, loader
 from ...common.console import Console, show
 from ...common.libraries import check_pytorch
 from ...common.writing import check_folder
-from ...exporter.requests import LoadRequest
 from .calls import specialise as find
 from .request import EditOptions, SpecialiseRequest, StudyOptions
 
-
-def _typed_inputs(text: str | Path) -> Path:
-    return Path(typed_data(str(text)))
+OPTIONS = options_of(
+    SpecialiseRequest,
+    {
+        "Options": ("layer", "k", "examples"),
+        "Subgroups": ("group_by", "rewrite_class", "rewrite_group", "strength", "budget"),
+    },
+    layer={"metavar": "NAME"},
+    k={"metavar": "K"},
+    group_by={"metavar": "ARRAY"},
+    examples={"metavar": "N"},
+    rewrite_class={"metavar": "CLASS"},
+    rewrite_group={"metavar": "GROUP"},
+    strength={"metavar": "λ"},
+    budget={"metavar": "SHARE"},
+)
 
 
 def specialise(
-    context: typer.Context,
     *,
     models: Annotated[
         list[str],
@@ -41,36 +50,17 @@ def specialise(
         ),
     ],
     data: Annotated[
-        Path,
+        str,
         typer.Option(
             metavar="X.NPZ",
-            parser=_typed_inputs,
+            parser=typed_data,
             help="An .npz with the arrays input and label, for --examples also image or text; a "
             "file of text for a language model.",
         ),
     ],
     output: Annotated[Path | None, output_option("DIR", "The folder for JSON and figure.")] = None,
-    family: FamilyOption = None,
-    config: ConfigOption = None,
-    sets: SetOption = None,
-    layer: Annotated[str | None, option_for(SpecialiseRequest, "layer", metavar="NAME")] = None,
-    k: Annotated[str | None, option_for(SpecialiseRequest, "k", metavar="K")] = None,
-    group_by: Annotated[
-        str | None, option_for(SpecialiseRequest, "group_by", "Subgroups", metavar="ARRAY")
-    ] = None,
-    examples: Annotated[int | None, option_for(SpecialiseRequest, "examples", metavar="N")] = None,
-    rewrite_class: Annotated[
-        int | None, option_for(SpecialiseRequest, "rewrite_class", "Subgroups", metavar="CLASS")
-    ] = None,
-    rewrite_group: Annotated[
-        str | None, option_for(SpecialiseRequest, "rewrite_group", "Subgroups", metavar="GROUP")
-    ] = None,
-    strength: Annotated[
-        float | None, option_for(SpecialiseRequest, "strength", "Subgroups", metavar="λ")
-    ] = None,
-    budget: Annotated[
-        float | None, option_for(SpecialiseRequest, "budget", "Subgroups", metavar="SHARE")
-    ] = None,
+    reading: ReadingOptions,
+    request: Annotated[SpecialiseRequest, OPTIONS],
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -83,29 +73,9 @@ def specialise(
     if output is not None:
         check_folder(output)
     console = Console(verbose=verbose, quiet=quiet)
-    request = SpecialiseRequest(
-        layer=layer,
-        k=k,
-        group_by=group_by,
-        examples=examples,
-        rewrite_class=rewrite_class,
-        rewrite_group=rewrite_group,
-        strength=strength,
-        budget=budget,
-        progress=console,
-    )
-    reading = LoadRequest(
-        family=family, config=config, sets=sets or (), further=further(context, LoadRequest)
-    )
+    request = replace(request, progress=console)
     check_pytorch("specialise")
-    from .specialisation_report import (
-        several_json,
-        several_text,
-        text,
-        to_json,
-        write,
-        write_several,
-    )
+    from . import specialisation_report as report
 
     findings = []
     with console:
@@ -114,36 +84,20 @@ def specialise(
             findings.append(find(loaded, data, request))
     (first, *others) = findings
     if output is not None:
-        written = write_several(findings, output) if others else write(first, output)
+        written = report.write_several(findings, output) if others else report.write(first, output)
     if as_json:
-        show(several_json(findings) if others else to_json(first), end="")
+        show(report.several_json(findings) if others else report.to_json(first), end="")
         return
-    show(several_text(findings) if others else text(first))
+    show(report.several_text(findings) if others else report.text(first))
     if output is not None:
         show(f"\nwritten: {', '.join(map(str, written))}")
 
 
-def study_options(
-    *,
-    analysis: Annotated[str, option_for(StudyOptions, "analysis")] = "",
-    max_subsets: Annotated[int | None, option_for(StudyOptions, "max_subsets", min=1)] = None,
-    group_by: Annotated[str | None, option_for(StudyOptions, "group_by", metavar="ARRAY")] = None,
-) -> StudyOptions:
-    """Returns the options of `bench` for studies."""
-    return StudyOptions(analysis=analysis, max_subsets=max_subsets, group_by=group_by)
+study_options = options_of(StudyOptions, max_subsets={"min": 1}, group_by={"metavar": "ARRAY"})
 
-
-def edit_options(
-    *,
-    ablate: Annotated[
-        list[str] | None, option_for(EditOptions, "ablate", metavar="LAYER:EXPERT")
-    ] = None,
-    rewrite: Annotated[
-        Path | None, option_for(EditOptions, "rewrite", metavar="FILE", parser=typed_path)
-    ] = None,
-    steer: Annotated[
-        list[str] | None, option_for(EditOptions, "steer", metavar="LAYER:EXPERT[:STRENGTH]")
-    ] = None,
-) -> EditOptions:
-    """Returns the options of `export` for edits."""
-    return EditOptions(ablate=ablate or (), rewrite=rewrite, steer=steer or ())
+edit_options = options_of(
+    EditOptions,
+    ablate={"metavar": "LAYER:EXPERT", "kind": list[str]},
+    rewrite={"metavar": "FILE", "kind": Path},
+    steer={"metavar": "LAYER:EXPERT[:STRENGTH]", "kind": list[str]},
+)

@@ -142,7 +142,7 @@ def _read_json(path: Path) -> Any:
         ) from error
 
 
-def _asked(options: ExportOptions) -> bool:
+def _applies(options: ExportOptions) -> bool:
     asked = options.asked(EditOptions)
     # A list without entries is not a default: it is refused.
     return asked.rewrite is not None or bool(changed(asked))
@@ -166,4 +166,4 @@ def _check(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
         )
 
 
-EDITS = Step("edits", asked=_asked, change=_change, check=_check)
+EDITS = Step("edits", asked=_applies, change=_change, check=_check)

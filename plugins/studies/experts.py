@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from ...bench.data import Labelled, LabelledData
-from ...bench.measure.answers import check_attributes, per_output
 from ...bench.plan import Candidate
 from ...bench.runners.pytorch import untouched
 from ...common.console import Progress, Silent
-from ...data.batches import Array
 from ...errors import FeedError, UsageError
 from ...exporter.model import Model
 from ...graphs.layers.base import recorded_choices, sharing_weights
 from ...graphs.layers.soft_moe import soft_moe_layers
 from .findings import (
+    EXPERTS,
     PASSES,
     SUMS,
     BestSubsets,
@@ -36,12 +35,15 @@ from .findings import (
     KeptAccuracy,
     RandomChoice,
     Shares,
-    plain,
+    analyses_of,
 )
+from .judge import class_labels
 from .request import SUBSETS_BY_PASSES, SUBSETS_BY_SUMS, Analyses
 
 ChosenExperts = Mapping[str, Tensor]
 """The experts of every input in each layer, ascending: int64 [samples, k] by layer name."""
+
+BATCH = 64
 
 SUMS_BYTES = 1 << 30
 """The largest size of the contributions of all experts to all scores."""
@@ -59,7 +61,7 @@ class Passes:
     """A classifier that is run as a whole for every choice of experts."""
 
     def __init__(
-        self, model: Model, data: LabelledData, batch: int, *, renormalize: bool = False
+        self, model: Model, data: LabelledData, batch: int = BATCH, *, renormalize: bool = False
     ) -> None:
         self.module = sharing_weights(model.module)
         self.layers = soft_moe_layers(self.module)
@@ -92,8 +94,8 @@ class Passes:
 
     def subsets(self, sets: Tensor) -> Iterator[Tensor]:
         """Yields the scores [1, samples, classes] for each set."""
-        for one in sets:
-            everywhere = one.expand(len(self.data), -1)
+        for experts in sets:
+            everywhere = experts.expand(len(self.data), -1)
             yield self.chosen(dict.fromkeys(self.layers, everywhere)).unsqueeze(0)
 
     def column_sums(self) -> dict[str, Tensor]:
@@ -114,7 +116,6 @@ class Passes:
 
     @torch.inference_mode()
     def _batches(self) -> Iterator[Tensor]:
-        """Yields the scores of each batch."""
         for rows in self.data.batches(self.batch):
             self._rows = rows
             yield self.module(torch.from_numpy(self.data.inputs[rows]))
@@ -134,15 +135,12 @@ class ContributionSums:
 
     @property
     def experts(self) -> Mapping[str, int]:
-        """The number of experts of the only layer."""
         return {self.layer: self.parts.shape[1]}
 
     def algorithm_1(self, k: int) -> Tensor:
-        """Returns the scores with the k experts of the largest column sums of C."""
         return self.chosen({self.layer: self.sums.topk(k, dim=1).indices})
 
     def chosen(self, choice: ChosenExperts) -> Tensor:
-        """Returns the scores with the given experts."""
         mask = torch.zeros_like(self.sums).scatter_(1, choice[self.layer], 1.0)
         return self.base + torch.einsum("bn,bnc->bc", mask, self.parts)
 
@@ -155,7 +153,6 @@ class ContributionSums:
             yield (mask @ by_expert).view(-1, samples, classes) + self.base
 
     def column_sums(self) -> dict[str, Tensor]:
-        """Returns s [samples, n] of the only layer."""
         return {self.layer: self.sums}
 
 
@@ -167,22 +164,18 @@ def classifier(
     name: str,
     model: Model,
     data: LabelledData,
-    batch: int,
     *,
     renormalize: bool = False,
     progress: Progress | None = None,
 ) -> Classifier:
     """Returns a classifier over the data, by sums if the model's scores are sums.
 
-    A test decides: on a few inputs, sums over random sets must equal the model's scores. Raises
-    UsageError for a model without Soft MoE layers, FeedError for data without labels or a model
-    without class scores.
+    A test decides: on a few inputs, sums over random sets must equal the model's scores.
     """
-    check(name, model, data)
-    passes = Passes(model, data, batch, renormalize=renormalize)
+    passes = Passes(model, data, renormalize=renormalize)
     if len(passes.experts) > 1 or renormalize:
         return passes
-    first = Passes(model, LabelledData(data.inputs[:PROBED], None, data.input_name), batch)
+    first = Passes(model, LabelledData(data.inputs[:PROBED], None, data.input_name))
     probe = contributions(first)
     size = 4 * len(data) * probe.parts.shape[1] * probe.parts.shape[2]
     if size > SUMS_BYTES or not adds_up(probe, first):
@@ -191,8 +184,8 @@ def classifier(
     return contributions(passes)
 
 
-def check(name: str, model: Model, data: LabelledData) -> None:
-    """Raises UsageError and FeedError for models and data that cannot be analysed."""
+def checked_labels(name: str, model: Model, data: LabelledData) -> Tensor:
+    """Returns classes [b], or attributes [b, c]; raises UsageError and FeedError for others."""
     if not soft_moe_layers(model.module):
         raise UsageError(
             f"{name} has no Soft MoE layer: there is no choice of k experts per input",
@@ -210,19 +203,9 @@ def check(name: str, model: Model, data: LabelledData) -> None:
             f"{output.ndim} axes: {output.shape}",
             hint="leave --analysis out for models that do not classify",
         )
-    label_tensor(data, output)
-
-
-def label_tensor(data: LabelledData, output: Array) -> Tensor:
-    """Returns classes [b], or attributes [b, c], for outputs [b, c]; FeedError for others."""
-    assert data.labels is not None  # `check` has checked them
-    first = np.zeros((len(data.labels), output.shape[1]), output.dtype)
-    pair = per_output(first, data.labels)
-    if pair is None:
-        data.check_classes(output.shape[1])
-        return torch.from_numpy(data.labels)
-    check_attributes(pair[1], "--analysis: the data")
-    return torch.from_numpy(pair[1].astype(np.int64))
+    scores = np.zeros((len(data), output.shape[1]), output.dtype)
+    _, labels = class_labels(data, scores, "--analysis: the data")
+    return torch.from_numpy(labels if labels.ndim == 1 else labels.astype(np.int64))
 
 
 def contributions(passes: Passes) -> ContributionSums:
@@ -261,18 +244,20 @@ def study(
     ks: Sequence[int],
     wanted: Analyses,
     *,
-    batch: int = 64,
     renormalize: bool = False,
     progress: Progress | None = None,
 ) -> ExpertStudy:
     """Returns the analyses of a model on labelled data, for the ks below n.
 
-    Raises the errors of `classifier` for a model or data that cannot be analysed.
+    Raises UsageError for a model without Soft MoE layers, FeedError for data without labels or a
+    model without class scores.
     """
     watcher = progress or Silent()
-    model = classifier(name, of, data, batch, renormalize=renormalize, progress=watcher)
-    labels = label_tensor(data, untouched(of).infer(data.inputs[:1]))
-    top1 = _untouched_accuracy(of, data, labels, batch)
+    labels = checked_labels(name, of, data)
+    model = classifier(name, of, data, renormalize=renormalize, progress=watcher)
+    base = untouched(of)
+    parts = [torch.from_numpy(base.infer(data.inputs[rows])) for rows in data.batches(BATCH)]
+    top1 = accuracy(torch.cat(parts), labels)
     n = max(model.experts.values())
     fewer = sorted({k for k in ks if k < n}, reverse=True)
 
@@ -331,14 +316,14 @@ def studied(
     They cover each one's ks below n. The first `samples` inputs are kept in memory, or all for
     None.
     """
-    held = data.head(sys.maxsize if samples is None else samples)
+    first = data.head(sys.maxsize if samples is None else samples)
     for candidate in candidates:
-        check(candidate.name, candidate.model, held)
+        checked_labels(candidate.name, candidate.model, first)
     studies = [
         study(
             candidate.name,
             candidate.model,
-            held,
+            first,
             candidate.ks,
             wanted,
             renormalize=candidate.renormalize,
@@ -346,7 +331,7 @@ def studied(
         )
         for candidate in candidates
     ]
-    return plain(studies)
+    return analyses_of(studies)[EXPERTS]
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> float:
@@ -444,10 +429,10 @@ def _losses(scores: Tensor, labels: Tensor) -> Tensor:
 def shares_of(layer: str, column_sums: Tensor) -> Shares:
     """Returns the share of ΣC that the largest column sums s [b, n] have."""
     ranked = column_sums.double().sort(dim=1, descending=True).values.cumsum(dim=1)
-    held = (ranked / ranked[:, -1:]).numpy()
-    low, high = np.percentile(held, [10, 90], axis=0)
+    shares = (ranked / ranked[:, -1:]).numpy()
+    low, high = np.percentile(shares, [10, 90], axis=0)
     return Shares(
-        layer, tuple(held.mean(axis=0).tolist()), tuple(low.tolist()), tuple(high.tolist())
+        layer, tuple(shares.mean(axis=0).tolist()), tuple(low.tolist()), tuple(high.tolist())
     )
 
 

@@ -169,9 +169,9 @@ def check_groups(groups: Array, name: str) -> None:
     """Raises FeedError for fewer than two subgroups: there is nothing to compare."""
     names = np.unique(groups)
     if len(names) < 2:
-        held = "none" if not len(names) else f"only {names[0]!s}"
+        existing = "none" if not len(names) else f"only {names[0]!s}"
         raise FeedError(
-            f"{name} has one subgroup ({held}), but fairness compares two or more",
+            f"{name} has one subgroup ({existing}), but fairness compares two or more",
             hint="for one subgroup and the rest, save True for its inputs and False for the others",
         )
 

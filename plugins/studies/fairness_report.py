@@ -8,7 +8,11 @@ from ...common.text import table
 from .fairness import ClassFairness, Fairness, ModelFairness, Rewriting
 
 FAIR_HEADS = (
-    *("class", "subgroup", "its accuracy", "equality of opportunity", "std. bias", "max-min"),
+    "subgroup",
+    "its accuracy",
+    "equality of opportunity",
+    "std. bias",
+    "max-min",
     "accuracy",
 )
 
@@ -21,7 +25,7 @@ def fairness_text(result: Fairness) -> str:
     lines = [
         f"{'Each attribute' if result.attributes else 'Each class against all others'}, in the "
         "subgroup with the lowest accuracy (95% intervals):",
-        table((what, *FAIR_HEADS[1:]), rows),
+        table((what, *FAIR_HEADS), rows),
     ]
     if undefined:
         lines.append(
@@ -54,23 +58,21 @@ def rewriting_text(rewriting: Rewriting) -> str:
     rows = [fair_row("as trained", rewriting.before), fair_row("rewritten", rewriting.after)]
     before, after = rewriting.accuracy_before, rewriting.accuracy_after
     what = "attribute" if rewriting.attributes else "class"
-    threshold, blind = rewriting.threshold, ""
-    if threshold is None:
-        blind = "blind threshold: no constant improves the lowest accuracy of a subgroup"
-    else:
+    threshold = rewriting.threshold
+    blind = "blind threshold: no constant improves the lowest accuracy of a subgroup"
+    whole = f"{before} as trained, {after} rewritten"
+    if threshold is not None:
         rows.append(fair_row("blind threshold", threshold.after))
         blind = (
             f"blind threshold: output {output} += {threshold.value:g} for every input (the best of "
             f"{threshold.tried})"
         )
-    whole = f"{before} as trained, {after} rewritten"
-    if threshold is not None:
         whole += f", {threshold.accuracy_after} with the blind threshold"
     return "\n".join(
         (
             f"Output {output} of {rewriting.layer} += {rewriting.strength:g}·āᵀa for subgroup "
             f"{rewriting.group}{how}:",
-            table((f"{what} {output}", *FAIR_HEADS[1:]), rows),
+            table((f"{what} {output}", *FAIR_HEADS), rows),
             blind,
             f"{'mean of all attributes' if rewriting.attributes else 'all classes'}: {whole}",
         )
@@ -100,6 +102,6 @@ def subgroups_text(models: Sequence[ModelFairness]) -> str:
             whole += f", {model.edited.accuracy} edited"
         blocks.append(
             f"{model.model}, subgroups by {model.group_by}, k = {model.k}\n"
-            f"{table(('attribute' if attributes else 'class', '', *FAIR_HEADS[1:]), rows)}\n{whole}"
+            f"{table(('attribute' if attributes else 'class', '', *FAIR_HEADS), rows)}\n{whole}"
         )
     return "\n\n".join(blocks)

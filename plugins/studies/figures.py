@@ -17,6 +17,7 @@ from ...bench.report.charts import (
     side_by_side,
     write_pictures,
 )
+from ...common.writing import whole_file
 
 INKS = tuple(f"var(--{name})" for name in ("fp32", "fp16", "int8", "bf16", "int4", "fp8"))
 BARE = "M-1.8,-.15H1.8V.15H-1.8Z"
@@ -67,11 +68,12 @@ def cells(
 
 
 def draw(path: Path, panels: Sequence[ChartPanel], columns: int = 2, **params: Any) -> None:
-    """Writes a picture of charts, with a legend of the lines in them."""
+    """Writes a picture of charts, with a legend of the lines in them, whole or not at all."""
     named = {
         row["line"]: (row["ink"], row["symbol"])
         for _, _, rows in panels
         for row in rows
         if row.get("line")
     }
-    write_pictures(side_by_side(panels, named, columns=columns, **params), [path])
+    with whole_file(path) as partial:
+        write_pictures(side_by_side(panels, named, columns=columns, **params), [partial])

@@ -99,16 +99,11 @@ class ExpertStudy:
         return next((kept.retention for kept in self.retention if kept.k == k), None)
 
 
-def plain(studies: Sequence[ExpertStudy]) -> list[dict[str, Any]]:
-    """Returns studies as plain data, in the form in which they are read."""
+def analyses_of(studies: Sequence[ExpertStudy]) -> dict[str, list[dict[str, Any]]]:
+    """Returns studies as the analyses of a results file: plain data."""
     import msgspec
 
-    return [msgspec.to_builtins(one) for one in studies]
-
-
-def analyses_of(studies: Sequence[ExpertStudy]) -> dict[str, Any]:
-    """Returns studies as the analyses of a results file."""
-    return {EXPERTS: plain(studies)}
+    return {EXPERTS: msgspec.to_builtins(studies)}
 
 
 def studies_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> list[ExpertStudy]:

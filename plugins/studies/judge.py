@@ -61,6 +61,17 @@ class Judge:
         return tuple(float(m) if k else None for m, k in zip(means, known, strict=True))
 
 
+def class_labels(data: LabelledData, scores: Array, where: str) -> tuple[Array, Labels]:
+    """Returns scores [s, o] with classes [s] or attributes [s, o]; FeedError for other labels."""
+    assert data.labels is not None  # the caller has checked them
+    pair = per_output(scores, data.labels)
+    if pair is None:
+        data.check_classes(scores.shape[1])
+        return scores, data.labels
+    check_attributes(pair[1], where)
+    return pair
+
+
 def judge_of(data: LabelledData, scores: Array) -> Judge:
     """Returns the judge of scores [s, o] by labels; raises FeedError for invalid ones."""
     assert data.labels is not None  # the caller has checked them

@@ -44,7 +44,6 @@ def text(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> str:
 
 
 def titled(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> dict[str, TableRows]:
-    """Returns the tables by their titles."""
     return {
         "Accuracy kept by Algorithm 1": retention_rows(studies, paper),
         "Algorithm 1 and random experts": random_rows(studies),
@@ -56,11 +55,11 @@ def titled(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> dict[str
 def retention_rows(studies: Sequence[ExpertStudy], paper: Printed) -> TableRows:
     """Returns the share kept at n/2, n/4 and n/8, the paper's in brackets."""
     rows: list[tuple[str, ...]] = []
-    for one in (study for study in studies if study.retention):
-        cells = [one.model, percent(one.top1)]
+    for study in [each for each in studies if each.retention]:
+        cells = [study.model, percent(study.top1)]
         for fraction in FRACTIONS:
-            kept = one.kept(one.experts // fraction) if one.experts % fraction == 0 else None
-            cells.append(with_paper(kept, paper.retention.get(fraction, {}).get(one.experts)))
+            kept = study.kept(study.experts // fraction) if study.experts % fraction == 0 else None
+            cells.append(with_paper(kept, paper.retention.get(fraction, {}).get(study.experts)))
         rows.append(tuple(cells))
     return ("model", "all experts", *(f"kept at n/{part}" for part in FRACTIONS)), rows
 
@@ -70,12 +69,12 @@ def random_rows(studies: Sequence[ExpertStudy]) -> TableRows:
     header = ("model", "k", "Algorithm 1", "random, mean", "std", "σ above")
     rows: list[tuple[str, ...]] = [
         (
-            *(one.model, f"{choice.k}/{one.experts}"),
+            *(study.model, f"{choice.k}/{study.experts}"),
             *(percent(choice.algorithm_1), percent(choice.mean), percent(choice.std)),
             "–" if choice.sigmas is None else f"{choice.sigmas:.1f}",
         )
-        for one in studies
-        for choice in one.random
+        for study in studies
+        for choice in study.random
     ]
     return header, rows
 
@@ -84,12 +83,12 @@ def subset_rows(studies: Sequence[ExpertStudy], paper: Printed) -> TableRows:
     """Returns the results of exhaustive searches, with dashes for those beyond the limit."""
     header = ("model", "k", "sets", "best per input", "Algorithm 1", "best for all", "average")
     rows: list[tuple[str, ...]] = []
-    for one in studies:
-        for subset in one.subsets:
-            quarter = one.experts if subset.k * 4 == one.experts else 0
+    for study in studies:
+        for subset in study.subsets:
+            quarter = study.experts if subset.k * 4 == study.experts else 0
             rows.append(
                 (
-                    *(one.model, f"{subset.k}/{one.experts}", sets(subset.subsets)),
+                    *(study.model, f"{subset.k}/{study.experts}", sets(subset.subsets)),
                     with_paper(subset.best, paper.best_subset.get(quarter)),
                     percent(subset.algorithm_1),
                     percent(subset.fixed),
@@ -104,11 +103,11 @@ def share_rows(studies: Sequence[ExpertStudy]) -> TableRows:
     """Returns the share of a half, a quarter and an eighth of each layer's experts, on average."""
     header = ("model", "layer", *(f"top n/{fraction}" for fraction in FRACTIONS))
     rows: list[tuple[str, ...]] = []
-    for one in studies:
-        for layer in one.shares:
+    for study in studies:
+        for layer in study.shares:
             n = len(layer.mean)
-            held = [layer.mean[n // f - 1] if n % f == 0 else None for f in FRACTIONS]
-            rows.append((one.model, layer.layer, *map(percent, held)))
+            known = [layer.mean[n // f - 1] if n % f == 0 else None for f in FRACTIONS]
+            rows.append((study.model, layer.layer, *map(percent, known)))
     return header, rows
 
 
@@ -133,16 +132,19 @@ def figures(
 
     `experts_retention.png`, `experts_random.png`, `experts_subsets.png`, `experts_shares.png`.
     """
-    tried = any(subset.best is not None for one in studies for subset in one.subsets)
+    tried = any(subset.best is not None for study in studies for subset in study.subsets)
     charts: dict[str, tuple[bool, Callable[[Sequence[ExpertStudy], Path], None]]] = {
-        "retention": (any(one.retention for one in studies), partial(_retention, printed=paper)),
-        "random": (any(one.random for one in studies), _random),
+        "retention": (
+            any(study.retention for study in studies),
+            partial(_retention, printed=paper),
+        ),
+        "random": (any(study.random for study in studies), _random),
         "subsets": (tried, _subsets),
-        "shares": (any(one.shares for one in studies), _shares),
+        "shares": (any(study.shares for study in studies), _shares),
     }
     written = []
-    for name, (there, write) in charts.items():
-        if there:
+    for name, (measured, write) in charts.items():
+        if measured:
             written.append(directory / f"experts_{name}.png")
             write(studies, written[-1])
     return tuple(written)
@@ -151,16 +153,16 @@ def figures(
 def _retention(studies: Sequence[ExpertStudy], path: Path, printed: Printed) -> None:
     """Retention over the share of experts, a line per model; and over n, a line per share."""
     left, right = [], []
-    for one, ink in zip(studies, _shades(len(studies)), strict=True):
-        label = f"n = {one.experts}" if _differ(studies) else one.model
-        points = [(k.k / one.experts, k.retention) for k in one.retention]
+    for study, ink in zip(studies, _shades(len(studies)), strict=True):
+        label = f"n = {study.experts}" if _differ(studies) else study.model
+        points = [(k.k / study.experts, k.retention) for k in study.retention]
         left += curve(0, label, points, ink=ink, symbol=BARE)
     for place, fraction in enumerate(FRACTIONS):
         ours = [
-            (one.experts, kept)
-            for one in studies
-            if one.experts % fraction == 0
-            and (kept := one.kept(one.experts // fraction)) is not None
+            (study.experts, kept)
+            for study in studies
+            if study.experts % fraction == 0
+            and (kept := study.kept(study.experts // fraction)) is not None
         ]
         right += curve(place, f"k = n/{fraction}", ours)
         measured = {n for n, _ in ours}
@@ -181,30 +183,31 @@ def _retention(studies: Sequence[ExpertStudy], path: Path, printed: Printed) -> 
 
 def _random(studies: Sequence[ExpertStudy], path: Path) -> None:
     """Algorithm 1 and random choices over n, a chart per share of experts."""
-    shares = [f for f in FRACTIONS if any(_random_at(one, f) for one in studies)]
+    shares = [f for f in FRACTIONS if any(_random_at(study, f) for study in studies)]
     panels = []
     for fraction in shares:
-        choices = [(one, choice) for one in studies if (choice := _random_at(one, fraction))]
-        rows = curve(0, "Algorithm 1", [(one.experts, c.algorithm_1) for one, c in choices])
+        choices = [(study, choice) for study in studies if (choice := _random_at(study, fraction))]
+        rows = curve(0, "Algorithm 1", [(study.experts, c.algorithm_1) for study, c in choices])
         label = "random experts, mean and standard deviation of the seeds"
-        for one, c in choices:
+        for study, c in choices:
             ends = {"low": c.mean - c.std, "high": c.mean + c.std}
-            rows += curve(1, label, [(one.experts, c.mean)], **ends)
+            rows += curve(1, label, [(study.experts, c.mean)], **ends)
         style = {"ink": REFERENCE, "dash": DASHED, "symbol": BARE}
-        rows += curve(0, "all experts", [(one.experts, one.top1) for one, _ in choices], **style)
+        untouched = [(study.experts, study.top1) for study, _ in choices]
+        rows += curve(0, "all experts", untouched, **style)
         title = "top-1 accuracy" if fraction == shares[0] else ""
         panels.append((f"k = n/{fraction}", curves(_experts_axis(studies), _percent(title)), rows))
     draw(path, panels, columns=3)
 
 
-def _random_at(one: ExpertStudy, fraction: int) -> Any:
-    return next((choice for choice in one.random if choice.k * fraction == one.experts), None)
+def _random_at(study: ExpertStudy, fraction: int) -> Any:
+    return next((choice for choice in study.random if choice.k * fraction == study.experts), None)
 
 
 def _subsets(studies: Sequence[ExpertStudy], path: Path) -> None:
     """The best accuracy of subsets, and the number of different best ones."""
     searches: list[tuple[ExpertStudy, BestSubsets]] = [
-        (one, subset) for one in studies for subset in one.subsets if subset.best is not None
+        (study, subset) for study in studies for subset in study.subsets if subset.best is not None
     ]
     kinds: dict[str, list[float | None]] = {
         "best per input, knowing the label": [search.best for _, search in searches],
@@ -217,7 +220,7 @@ def _subsets(studies: Sequence[ExpertStudy], path: Path) -> None:
         for number, (name, values) in enumerate(kinds.items())
         for row in curve(number, name, enumerate(values), dash=[0, 9])
     ]
-    most = [min(search.subsets, one.samples) for one, search in searches]
+    most = [min(search.subsets, study.samples) for study, search in searches]
     possible = {"ink": "var(--faint)", "symbol": SYMBOLS[1]}
     right = curve(0, "possible: sets, or inputs if fewer", enumerate(most), **possible)
     found = [search.distinct for _, search in searches]
@@ -233,16 +236,16 @@ def _subsets(studies: Sequence[ExpertStudy], path: Path) -> None:
         ),
         ("Different best sets", bars(None, counted, 0.7, **named), right),
     ]
-    draw(path, panels, ticks=[f"{search.k} of {one.experts}" for one, search in searches])
+    draw(path, panels, ticks=[f"{search.k} of {study.experts}" for study, search in searches])
 
 
 def _shares(studies: Sequence[ExpertStudy], path: Path) -> None:
     """The top experts' share of ΣC, over their share of the experts."""
-    measured = [(one, layer) for one in studies for layer in one.shares]
+    measured = [(study, layer) for study in studies for layer in study.shares]
     rows = []
-    for (one, layer), ink in zip(measured, _shades(len(measured)), strict=True):
-        name = f"n = {one.experts}" if _differ(studies) else one.model
-        label = name if one.layers == 1 else f"{name}, {layer.layer}"
+    for (study, layer), ink in zip(measured, _shades(len(measured)), strict=True):
+        name = f"n = {study.experts}" if _differ(studies) else study.model
+        label = name if study.layers == 1 else f"{name}, {layer.layer}"
         for number, (mean, low, high) in enumerate(
             zip(layer.mean, layer.low, layer.high, strict=True)
         ):
@@ -257,7 +260,7 @@ def _shares(studies: Sequence[ExpertStudy], path: Path) -> None:
 
 def _differ(studies: Sequence[ExpertStudy]) -> bool:
     """Whether the models differ in n."""
-    return len({one.experts for one in studies}) == len(studies) > 1
+    return len({study.experts for study in studies}) == len(studies) > 1
 
 
 def _shades(count: int) -> list[str]:
@@ -276,7 +279,7 @@ def _shares_axis(x: Spec) -> Spec:
 
 def _experts_axis(studies: Sequence[ExpertStudy]) -> Spec:
     x = axis("x", "x", "experts, n", "k")
-    x["axis"]["values"] = sorted({one.experts for one in studies})
+    x["axis"]["values"] = sorted({study.experts for study in studies})
     return x
 
 

@@ -49,8 +49,8 @@ SUBSETS_BY_SUMS, SUBSETS_BY_PASSES = 50_000, 200
 class Analyses:
     """The analyses to make, and their limits.
 
-    `max_subsets` bounds C(n, k) for `subsets`; None stands for 50,000 if the scores are sums over
-    experts and for 200 if every subset is a pass over the data.
+    `max_subsets` bounds C(n, k) for `subsets`; None means 50,000 if the scores are sums over
+    experts and 200 if every subset is a pass over the data.
     """
 
     names: tuple[str, ...] = NAMES
@@ -180,6 +180,11 @@ class SpecialiseRequest(Request):
                         f"{spelling}: a rewriting needs --rewrite-class and --rewrite-group",
                         hint=f"leave {spelling} out, or give both",
                     )
+        if self.rewrite_class is not None and self.group_by is None:
+            raise UsageError(
+                f"--rewrite-class {self.rewrite_class}: it needs subgroups, but there are none",
+                hint="name their array with --group-by",
+            )
         if self.strength is not None and self.budget is not None:
             raise UsageError(
                 "--budget applies to a search, but --strength needs none",

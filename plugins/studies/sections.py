@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from ...bench.report.content import Cell, ReportSection, SectionContent, TableContent
 from ...bench.results import Results
@@ -42,23 +41,11 @@ def _subgroups(results: Results) -> SectionContent | None:
         for output, row in compared_rows(model):
             what = "attribute" if model.untouched.attributes else "class"
             groups.setdefault(f"{model.model}, {what} {output}", []).append(row)
-    heads = ("Model", *(f"{head[0].upper()}{head[1:]}" for head in FAIR_HEADS[1:]))
+    heads = ("Model", *(f"{head[0].upper()}{head[1:]}" for head in FAIR_HEADS))
     note = "Each attribute, or each class against all others, in PyTorch; 95% intervals."
     if not groups:
         return None
     return SectionContent(tables=(TableContent("", heads, groups),), notes=(note,))
-
-
-def _experts_text(results: Results) -> str:
-    return text(studies_in(results.analyses))
-
-
-def _experts_figures(results: Results, directory: Path) -> Sequence[Path]:
-    return figures(studies_in(results.analyses), directory)
-
-
-def _subgroups_text(results: Results) -> str:
-    return subgroups_text(compared_in(results.analyses))
 
 
 EXPERTS = ReportSection(
@@ -67,8 +54,8 @@ EXPERTS = ReportSection(
     place=70,
     content=_experts,
     shows=OF_EXPERTS,
-    text=_experts_text,
-    figures=_experts_figures,
+    text=lambda results: text(studies_in(results.analyses)),
+    figures=lambda results, directory: figures(studies_in(results.analyses), directory),
 )
 
 SUBGROUPS = ReportSection(
@@ -77,5 +64,5 @@ SUBGROUPS = ReportSection(
     place=80,
     content=_subgroups,
     shows=OF_SUBGROUPS,
-    text=_subgroups_text,
+    text=lambda results: subgroups_text(compared_in(results.analyses)),
 )

@@ -9,14 +9,13 @@ from pathlib import Path
 
 from ...bench.report.charts import DASHED, ChartPanel, axis, chart, layer, nothing
 from ...common.text import table
-from ...common.writing import whole_file, write_text
+from ...common.writing import write_text
 from ...errors import UsageError
 from .examples import report as examples_report
 from .fairness_report import fairness_text, rewriting_text
 from .figures import INKS, ChartRows, bars, cells, curve, curves, draw, places
 from .judge import Judged
 from .specialise import BINS, HEAVY, Load, Specialisation
-from .usage.count import Usage
 from .usage.report import USAGE_FILE, draw_usage, usage_text
 
 SCHEMA = 1
@@ -69,24 +68,17 @@ def write(result: Specialisation, directory: Path) -> tuple[Path, ...]:
     write_text(to_json(replace(result, examples=None)), paths[0])
     if result.accuracy:
         paths.append(directory / FIGURE_FILE)
-        with whole_file(paths[-1]) as partial:
-            draw_effects(result, partial)
+        _draw_effects(result, paths[-1])
     if result.load:
         paths.append(directory / LOAD_FILE)
-        with whole_file(paths[-1]) as partial:
-            draw_load(result, partial)
+        _draw_load(result, paths[-1])
     if result.usage is not None:
-        paths.append(_write_usage(result.usage, directory))
+        paths.append(directory / USAGE_FILE)
+        draw_usage(result.usage, paths[-1])
     if result.rewriting is not None:
         paths.append(directory / REWRITE_FILE)
         write_text(json.dumps([result.rewriting.entry()], indent=1) + "\n", paths[-1])
     return (*paths, *written)
-
-
-def _write_usage(usage: Usage, directory: Path) -> Path:
-    with whole_file(directory / USAGE_FILE) as partial:
-        draw_usage(usage, partial)
-    return directory / USAGE_FILE
 
 
 def write_several(several: Sequence[Specialisation], directory: Path) -> tuple[Path, ...]:
@@ -109,8 +101,7 @@ def write_several(several: Sequence[Specialisation], directory: Path) -> tuple[P
     judged = [model for model in several if model.accuracy]
     if not judged:
         return paths[:1]
-    with whole_file(paths[1]) as partial:
-        draw_several(judged, partial)
+    _draw_several(judged, paths[1])
     return paths
 
 
@@ -120,26 +111,39 @@ def text(result: Specialisation) -> str:
     With subgroups, it adds each class's fairness, and the rewriting, if there is one; at the end,
     how often every layer chooses each expert.
     """
-    if not result.accuracy:
-        parts = [f"model       {result.model} ({result.family})"]
-        parts += [] if result.usage is None else [usage_text(result.usage)]
-        parts += [] if result.examples is None else [examples_report.text(result.examples)]
-        return "\n\n".join(parts)
+    parts = [f"model       {result.model} ({result.family})"]
+    if result.accuracy:
+        parts[0] += f"\n{_effects_text(result)}"
+        if result.judged != "classes":
+            rows = [
+                (output, _figure(value, result)) for output, value in enumerate(result.accuracy)
+            ]
+            parts.append(table((NAMES[result.judged], FIGURES[result.judged]), rows))
+    if result.fairness is not None:
+        parts.append(fairness_text(result.fairness))
+    if result.rewriting is not None:
+        parts.append(rewriting_text(result.rewriting))
+    if result.usage is not None:
+        parts.append(usage_text(result.usage, result.layer if result.accuracy else None))
+    if result.examples is not None:
+        parts.append(examples_report.text(result.examples))
+    return "\n\n".join(parts)
+
+
+def _effects_text(result: Specialisation) -> str:
+    """The layer, its load, and the experts of the largest effect."""
     changing = result.ranked
     mean = result.mean_polysemanticity
-    examples = [] if result.examples is None else ["", examples_report.text(result.examples)]
+    figure, what = FIGURES[result.judged], NAMES[result.judged]
     lines = [
-        f"model       {result.model} ({result.family})",
         f"layer       {result.layer}: {' × '.join(map(str, result.levels))} experts, all kept",
         _whole_line(result),
-        f"experts     {len(changing)} of {len(result.experts)} change the {FIGURES[result.judged]} "
-        f"of {ARTICLES[result.judged]} when removed",
+        f"experts     {len(changing)} of {len(result.experts)} change the {figure} of "
+        f"{ARTICLES[result.judged]} when removed",
         *(_load_line(level, result) for level in result.load),
     ]
     if mean is not None:
-        whole = f"one {NAMES[result.judged]}, all of it"
-        lines.append(f"polysemanticity {mean:.3f} on average over these (0: {whole})")
-        figure, what = FIGURES[result.judged], NAMES[result.judged]
+        lines.append(f"polysemanticity {mean:.3f} on average over these (0: one {what}, all of it)")
         heads = ("expert", "inputs", figure, f"{what} changed most", "before", "after")
         rows = []
         for effect in changing[:SHOWN]:
@@ -155,15 +159,6 @@ def text(result: Specialisation) -> str:
         lines += ["", table((*heads, "polysemanticity"), rows)]
     if len(changing) > SHOWN:
         lines.append(f"… and {len(changing) - SHOWN} more")
-    if result.judged != "classes":
-        lines += ["", _each_output(result)]
-    if result.fairness is not None:
-        lines += ["", fairness_text(result.fairness)]
-    if result.rewriting is not None:
-        lines += ["", rewriting_text(result.rewriting)]
-    if result.usage is not None:
-        lines += ["", usage_text(result.usage, result.layer)]
-    lines += examples
     return "\n".join(lines)
 
 
@@ -195,12 +190,6 @@ def _whole_line(result: Specialisation) -> str:
     return f"{FIGURES[result.judged]:<12}{whole}, the mean of {many}; {result.inputs} inputs"
 
 
-def _each_output(result: Specialisation) -> str:
-    """A row for each attribute or output."""
-    rows = [(output, _figure(value, result)) for output, value in enumerate(result.accuracy)]
-    return table((NAMES[result.judged], FIGURES[result.judged]), rows)
-
-
 def _load_line(load: Load, result: Specialisation) -> str:
     level = f" of level {load.level}" if len(result.levels) > 1 else ""
     unit = "inputs" if load.tokens == result.inputs else "tokens"
@@ -220,12 +209,6 @@ def several_text(several: Sequence[Specialisation]) -> str:
 
     Models with only the use of experts, or examples, come after it.
     """
-    alone = [text(model) for model in several if not model.accuracy]
-    judged = [model for model in several if model.accuracy]
-    return "\n\n".join([_compared_text(judged)] * bool(judged) + alone)
-
-
-def _compared_text(several: Sequence[Specialisation]) -> str:
     rows = [
         (
             Path(model.model).stem,
@@ -235,8 +218,10 @@ def _compared_text(several: Sequence[Specialisation]) -> str:
             _figure(model.overall(model.accuracy), model),
         )
         for model in _by_size(several)
+        if model.accuracy
     ]
-    return f"{table(SEVERAL_HEADS, rows)}\n\n{CAVEAT}"
+    parts = [table(SEVERAL_HEADS, rows), CAVEAT] if rows else []
+    return "\n\n".join(parts + [text(model) for model in several if not model.accuracy])
 
 
 CAVEAT = """Polysemanticity is a mean over the experts whose removal changes a class. The others
@@ -251,7 +236,7 @@ def _line(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def draw_effects(result: Specialisation, path: Path) -> None:
+def _draw_effects(result: Specialisation, path: Path) -> None:
     """Writes a PNG: a row per expert, its change of each class next to its polysemanticity."""
     changing = result.ranked
     shown = changing[:DRAWN]
@@ -295,7 +280,7 @@ def draw_effects(result: Specialisation, path: Path) -> None:
     draw(path, panels, title=title)
 
 
-def draw_load(result: Specialisation, path: Path) -> None:
+def _draw_load(result: Specialisation, path: Path) -> None:
     """Writes a PNG: the tokens of each expert, and the largest coefficients."""
     panels: list[ChartPanel] = []
     percent = axis("y", "y", "", "percent")
@@ -315,7 +300,7 @@ def draw_load(result: Specialisation, path: Path) -> None:
     draw(path, panels)
 
 
-def draw_several(several: Sequence[Specialisation], path: Path) -> None:
+def _draw_several(several: Sequence[Specialisation], path: Path) -> None:
     """Writes a PNG: mean polysemanticity by number of experts, and how many change a class."""
     ordered = [(len(model.experts), model) for model in _by_size(several)]
     known = [(n, mean) for n, e in ordered if (mean := e.mean_polysemanticity) is not None]

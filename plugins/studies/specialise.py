@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,23 @@ import torch
 from torch import nn
 
 from ...bench.data import LabelledData, labelled, load_groups
-from ...bench.metrics import one_per_sample
+from ...bench.measure.sequences import benchmark_of
 from ...common.console import Progress, Silent
-from ...data.batches import Array, Labels
+from ...data.batches import Array
 from ...errors import FeedError, UsageError
+from ...exporter.checks.accuracy import one_per_sample
 from ...exporter.inputs import check_array, with_axes
 from ...exporter.model import Model, check_one_input, edited
 from ...graphs.edits import NO_EDITS, Ablation, Edits
-from ...graphs.layers.base import MoELayer, moe_layers, sharing_weights
+from ...graphs.layers.base import (
+    MoELayer,
+    RoutingDecision,
+    moe_layers,
+    recorded_choices,
+    sharing_weights,
+)
 from .edits import read_edits
-from .examples.search import Examples
+from .examples.search import Examples, found_layer
 from .fairness import (
     BlindThreshold,
     Fairness,
@@ -50,7 +57,7 @@ from .fairness import (
 )
 from .judge import Judge, Judged, judge_of
 from .request import SpecialiseRequest
-from .usage.count import Usage, usage_of
+from .usage.count import Members, Usage, usage_of
 
 BATCH = 64
 
@@ -115,33 +122,6 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Favour:
-    """The requested rewriting: a class, its subgroup with its type in the data, and the strength.
-
-    `strength` is |λ|; for None a search finds the best that costs at most `budget` of the accuracy.
-    """
-
-    output: int
-    group: Subgroup
-    strength: float | None
-    budget: float
-
-    @staticmethod
-    def of(request: SpecialiseRequest, groups: Array | None) -> Favour | None:
-        """Returns the requested rewriting for the subgroups of the data; None if there is none."""
-        if request.rewrite_class is None or request.rewrite_group is None:
-            return None
-        if groups is None:
-            raise UsageError(
-                f"--rewrite-class {request.rewrite_class}: it needs subgroups, but there are none",
-                hint="name their array with --group-by",
-            )
-        group = find_group(request.rewrite_group, groups)
-        budget = BUDGET if request.budget is None else request.budget
-        return Favour(request.rewrite_class, group, request.strength, budget)
-
-
-@dataclass(frozen=True, slots=True)
 class Specialisation:
     """The result of `moexport specialise`. `accuracy` and `samples` are by class.
 
@@ -156,32 +136,16 @@ class Specialisation:
     layer: str
     kind: str
     levels: tuple[int, ...]
-    accuracy: tuple[float | None, ...]
-    samples: tuple[int, ...]
-    experts: tuple[ExpertEffect, ...]
-    groups: tuple[SubgroupCoefficients, ...]
+    accuracy: tuple[float | None, ...] = ()
+    samples: tuple[int, ...] = ()
+    experts: tuple[ExpertEffect, ...] = ()
+    groups: tuple[SubgroupCoefficients, ...] = ()
     load: tuple[Load, ...] = ()
     fairness: Fairness | None = None
     rewriting: Rewriting | None = None
     judged: Judged = "classes"
     usage: Usage | None = None
     examples: Examples | None = None
-
-    @staticmethod
-    def of(examples: Examples, family: str) -> Specialisation:
-        """Returns the result without labels: examples."""
-        return Specialisation(
-            model=examples.model,
-            family=family,
-            layer=examples.layer,
-            kind=examples.kind,
-            levels=examples.levels,
-            accuracy=(),
-            samples=(),
-            experts=(),
-            groups=(),
-            examples=examples,
-        )
 
     @property
     def inputs(self) -> int:
@@ -214,6 +178,52 @@ class Specialisation:
         return sum(a * s for a, s in known) / sum(s for _, s in known)
 
 
+def only_counts(model: Model, data: str | Path | LabelledData | Mapping[str, Any]) -> bool:
+    """Whether only the use of a model's experts can be measured: texts, or several inputs."""
+    if len(model.inputs) > 1 or model.host.of_tokens:
+        return True
+    return not model.input.dtype.startswith("float") and not labelled(data, model, 1).labelled
+
+
+def usage_only(
+    model: Model,
+    data: str | Path | LabelledData | Mapping[str, Any],
+    request: SpecialiseRequest,
+) -> Specialisation:
+    """Returns how the experts of such a model are used; by class if its data have labels.
+
+    Raises `UsageError` for options that need an accuracy, `FeedError` for data that do not fit.
+    """
+    refused = {
+        "--layer": request.layer,
+        "--group-by": request.group_by,
+        "--rewrite-class": request.rewrite_class,
+    }
+    for option, value in refused.items():
+        if value is not None:
+            raise UsageError(
+                f"{option}: no expert can be removed from this {model.family} model, which does "
+                "not classify single inputs",
+                hint=f"leave {option} out: the use of experts is counted for every layer",
+            )
+    benchmark = benchmark_of(model)
+    if benchmark is None or isinstance(data, LabelledData | Mapping):
+        dataset = labelled(data, model, 1).head(sys.maxsize)
+    else:
+        dataset = benchmark.data(data, model, None)
+    if benchmark is not None:  # its labels are the next tokens, not classes
+        dataset = replace(dataset, labels=None)
+    name, layer = list(model.layers.items())[-1]
+    return Specialisation(
+        model=model.source.path,
+        family=model.family,
+        layer=name,
+        kind=layer.spec.kind,
+        levels=layer.spec.levels,
+        usage=usage_of(model, dataset, k=request.k, progress=request.progress or Silent()),
+    )
+
+
 @torch.inference_mode()
 def specialise(
     model: Model,
@@ -230,31 +240,32 @@ def specialise(
     """
     layer, group_by, progress = request.layer, request.group_by, request.progress or Silent()
     check_one_input(model, "specialise")
-    held = labelled(data, model, 1).head(sys.maxsize)
-    x, labels = with_axes(held.inputs, model.input), held.labels
+    dataset = labelled(data, model, 1).head(sys.maxsize)
+    x, labels = with_axes(dataset.inputs, model.input), dataset.labels
     check_array(x, model.input, f"{model.source.path}: ")
     groups = _subgroups(data, group_by, len(x))
     if groups is not None:
         check_groups(groups, f"group_by={group_by!r}" if isinstance(group_by, str) else "group_by")
-    wanted = Favour.of(request, groups)
-    name = list(model.layers)[-1] if layer is None else layer
-    if name not in model.layers:
-        raise UsageError(
-            f"--layer {name}: the model has no such MoE layer",
-            hint=f"its MoE layers: {', '.join(model.layers)}",
-        )
+    group = None
+    if request.rewrite_group is not None and groups is not None:
+        group = find_group(request.rewrite_group, groups)
+    name = found_layer(model, layer)
     if labels is None:
         raise FeedError(
-            f"accuracy by class needs labels, but '{held.input_name}' has none",
+            f"accuracy by class needs labels, but '{dataset.input_name}' has none",
             hint="save them with the inputs: numpy.savez(path, input=…, label=…); --examples 9 "
             "shows inputs without them",
         )
     module = sharing_weights(model.module)
     watched = moe_layers(module)[name]
-    if wanted is not None:
-        _check_rewritable(watched, name)
+    if group is not None and not watched.spec.rewritable:
+        raise UsageError(
+            f"--rewrite-class: layer {name} is a {watched.spec.kind} layer, without coefficients "
+            "to rewrite an output with",
+            hint="only muMoE layers can be rewritten",
+        )
     progress.step(f"accuracy by class of {model.source.path}", total=len(x))
-    results = _one_pass(module, watched, held, x, wanted, progress)
+    results = _one_pass(module, watched, dataset, x, request.rewrite_class, progress)
     judge = results.judge
     before = judge.figures(judge.credit(results.scores))
     effects = tuple(_effects(module, watched, x, results, progress))
@@ -263,10 +274,9 @@ def specialise(
     if groups is not None and judge.judged != "targets":
         predicted = predicted_by(results.scores, judge.labels)
         fair = fairness(predicted, judge.labels, groups, judge.outputs)
-    if wanted is not None:
-        assert groups is not None  # `Favour.of` has checked them
-        rewriting = _rewriting(model, name, wanted, x, groups, results, by_group)
-    counted = replace(held, inputs=x)
+    if group is not None and groups is not None:
+        rewriting = _rewriting(model, name, request, group, x, groups, results, by_group)
+    counted = replace(dataset, inputs=x)
     return Specialisation(
         model=model.source.path,
         family=model.family,
@@ -303,33 +313,38 @@ class _JudgedInputs:
 def _one_pass(
     module: nn.Module,
     watched: MoELayer,
-    held: LabelledData,
+    dataset: LabelledData,
     x: Array,
-    wanted: Favour | None,
+    rewritten: int | None,
     progress: Progress,
 ) -> _JudgedInputs:
     outputs: list[Array] = []
-    means, takes_in = [], []
+    means, nonzero = [], []
     loads = [_Loads(n) for n in watched.spec.levels] if watched.spec.rewritable else []
-    for rows in held.batches(BATCH):
-        with _coefficients(watched) as coefficients:
+    # Coefficients mix the experts, so they are the layer's choices.
+    recorded: AbstractContextManager[Mapping[str, RoutingDecision]] = nullcontext({})
+    if watched.spec.rewritable:
+        recorded = recorded_choices(watched)
+    with recorded as choices:
+        for rows in dataset.batches(BATCH):
             scores = _scores(module, x[rows])
-        if wanted is not None and not outputs:
-            _check_head(wanted, watched, module, x[rows], scores)
-        outputs.append(scores)
-        means.append([a.mean(axis=1, dtype=np.float64) for a in coefficients])
-        takes_in.append([(a != 0).any(axis=1) for a in coefficients])
-        for load, a in zip(loads, coefficients, strict=True):
-            load.add(a)
-        progress.advance(len(scores))
+            coefficients = [choice.chosen.numpy() for choice in choices.values()]
+            if rewritten is not None and not outputs:
+                _check_head(rewritten, watched, module, x[rows], scores)
+            outputs.append(scores)
+            means.append([a.mean(axis=1, dtype=np.float64) for a in coefficients])
+            nonzero.append([(a != 0).any(axis=1) for a in coefficients])
+            for load, a in zip(loads, coefficients, strict=True):
+                load.add(a)
+            progress.advance(len(scores))
     whole = np.concatenate(outputs)
     return _JudgedInputs(
         whole,
         list(map(np.concatenate, zip(*means, strict=True))),
-        list(map(np.concatenate, zip(*takes_in, strict=True)))
+        list(map(np.concatenate, zip(*nonzero, strict=True)))
         or [np.ones((len(x), n), dtype=bool) for n in watched.spec.levels],
         tuple(sums.load(level) for level, sums in enumerate(loads, start=1)),
-        judge_of(held, whole),
+        judge_of(dataset, whole),
     )
 
 
@@ -391,35 +406,21 @@ class _Loads:
         return Load(level, tokens, shares, tuple(self.largest.tolist()))
 
 
-def _check_rewritable(layer: MoELayer, name: str) -> None:
-    if not layer.spec.rewritable:
-        raise UsageError(
-            f"--rewrite-class: layer {name} is a {layer.spec.kind} layer, without coefficients to "
-            "rewrite an output with",
-            hint="only muMoE layers can be rewritten",
-        )
-
-
-def _check_head(
-    wanted: Favour, layer: MoELayer, module: nn.Module, x: Array, scores: Array
-) -> None:
+def _check_head(output: int, layer: MoELayer, module: nn.Module, x: Array, scores: Array) -> None:
     """Raises UsageError unless the layer computes the scores and has this class."""
     classes = scores.shape[1]
-    if not 0 <= wanted.output < classes:
+    if not 0 <= output < classes:
         raise UsageError(
-            f"--rewrite-class {wanted.output}: the model has {classes} classes",
+            f"--rewrite-class {output}: the model has {classes} classes",
             hint=f"they are counted from 0: use 0 to {classes - 1}",
         )
     outputs: list[torch.Tensor] = []
-    handle = layer.register_forward_hook(lambda *made: outputs.append(made[2]))
-    try:
+    with layer.register_forward_hook(lambda *call: outputs.append(call[2])):
         _scores(module, x[:1])
-    finally:
-        handle.remove()
     own = one_per_sample(outputs[-1].numpy())
     if own.shape != scores[:1].shape or not np.allclose(own, scores[:1], rtol=1e-4, atol=1e-6):
         raise UsageError(
-            f"--rewrite-class {wanted.output}: layer {layer.spec.name} does not compute the class "
+            f"--rewrite-class {output}: layer {layer.spec.name} does not compute the class "
             "scores itself, so its outputs are not classes",
             hint="choose the head with --layer; `export --rewrite` accepts any output of any layer",
         )
@@ -428,14 +429,16 @@ def _check_head(
 def _rewriting(
     model: Model,
     layer: str,
-    wanted: Favour,
+    request: SpecialiseRequest,
+    group: Subgroup,
     x: Array,
     groups: Array,
     results: _JudgedInputs,
     by_group: Sequence[SubgroupCoefficients],
 ) -> Rewriting:
     """The requested rewriting, with the results of the edited model."""
-    output, group, judge = wanted.output, wanted.group, results.judge
+    output, judge = request.rewrite_class, results.judge
+    assert output is not None  # the request has a class with its subgroup
     scores, labels = results.scores, judge.labels
     if judge.judged == "targets":
         raise UsageError(
@@ -443,29 +446,40 @@ def _rewriting(
             "wrong answers",
             hint="give classes, or attributes of 0 and 1",
         )
+    classes = scores.shape[1]
+
+    def judged(answers: Array) -> Fairness:
+        return fairness(answers, labels, groups, classes, targets=[group] * classes)
+
     means = next(subgroup.coefficients for subgroup in by_group if subgroup.group == group)
     predicted = predicted_by(scores, labels)
     sign = sign_of(predicted, labels, groups == group, output)
-    if wanted.strength is None:
+    budget = BUDGET if request.budget is None else request.budget
+    if request.strength is None:
         alike = math.prod(a @ np.array(mean) for a, mean in zip(results.means, means, strict=True))
         places = (scores, np.asarray(alike), labels, groups, output, sign)
-        best = best_strength(*places, wanted.budget)
+        best = best_strength(*places, budget)
         if best is None:
             raise UsageError(
                 f"--rewrite-class {output}: no strength improves the lowest accuracy of a subgroup "
-                f"for at most {wanted.budget:.1%} of the accuracy",
+                f"for at most {budget:.1%} of the accuracy",
                 hint="allow more with --budget, or give a strength with --strength",
             )
         chosen = best
     else:
-        chosen = Strength(sign * abs(wanted.strength), 1)
+        chosen = Strength(sign * abs(request.strength), 1)
     entry = {"layer": layer, "output": output, "coefficients": means, "lambda": chosen.value}
     module = edited(model, read_edits(rewrite=[entry])).module
     parts = np.split(x, range(BATCH, len(x), BATCH))
     after = np.concatenate([predicted_by(_scores(module, part), labels) for part in parts])
-    targets = [group] * scores.shape[1]
-    was = fairness(predicted, labels, groups, scores.shape[1], targets=targets)
-    now = fairness(after, labels, groups, scores.shape[1], targets=targets)
+    was, now, threshold = judged(predicted), judged(after), None
+    everywhere = np.ones(len(scores))
+    blind = best_strength(scores, everywhere, labels, groups, output, sign, budget)
+    if blind is not None:
+        moved = scores.astype(np.float64)
+        moved[:, output] += blind.value
+        found = judged(predicted_by(moved, labels))
+        threshold = BlindThreshold(blind.value, blind.tried, found.accuracy, found.classes[output])
     return Rewriting(
         layer=layer,
         output=output,
@@ -473,30 +487,14 @@ def _rewriting(
         strength=chosen.value,
         coefficients=means,
         tried=chosen.tried,
-        budget=wanted.budget if wanted.strength is None else None,
+        budget=budget if request.strength is None else None,
         accuracy_before=was.accuracy,
         accuracy_after=now.accuracy,
         before=was.classes[output],
         after=now.classes[output],
-        threshold=blind_threshold(scores, labels, groups, output, sign, wanted),
+        threshold=threshold,
         attributes=was.attributes,
     )
-
-
-def blind_threshold(
-    scores: Array, labels: Labels, groups: Array, output: int, sign: int, wanted: Favour
-) -> BlindThreshold | None:
-    """Returns the best constant to add to an output of every input; None if none improves it."""
-    everywhere = np.ones(len(scores))
-    best = best_strength(scores, everywhere, labels, groups, output, sign, wanted.budget)
-    if best is None:
-        return None
-    moved = scores.astype(np.float64)
-    moved[:, output] += best.value
-    targets = [wanted.group] * scores.shape[1]
-    predicted = predicted_by(moved, labels)
-    found = fairness(predicted, labels, groups, scores.shape[1], targets=targets)
-    return BlindThreshold(best.value, best.tried, found.accuracy, found.classes[output])
 
 
 def _subgroups(
@@ -516,23 +514,6 @@ def _subgroups(
     if groups is not None and groups.shape != (samples,):
         raise FeedError(f"{groups.shape} subgroups for {samples} inputs")
     return groups
-
-
-@contextmanager
-def _coefficients(layer: MoELayer) -> Iterator[list[Array]]:
-    """Records the layer's coefficients [b, m, n] in each forward within the context, by level."""
-    coefficients: list[Array] = []
-
-    def record(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        coefficients[:] = [made.chosen.numpy() for made in layer.choices(args[0]).values()]
-
-    # If coefficients mix the experts, they are the choice.
-    handle = layer.register_forward_pre_hook(record) if layer.spec.rewritable else None
-    try:
-        yield coefficients
-    finally:
-        if handle is not None:
-            handle.remove()
 
 
 def polysemanticity(
@@ -556,14 +537,8 @@ def _groups(
 
     Without subgroups, it is each class, or the inputs with each attribute.
     """
-    if groups is not None or judge.judged == "classes":
-        by = judge.labels if groups is None else groups
-        members = [(value.item(), by == value) for value in np.unique(by)]
-    elif judge.judged == "attributes":
-        members = [(output, judge.labels[:, output] == 1) for output in range(judge.outputs)]
-    else:
-        members = []
-    for value, inside in members:
+    members = Members.of(judge.labels, groups, None)
+    for value, inside in zip(members.values, members.members.T, strict=True):
         if inside.any():
             mean = tuple(tuple(mean[inside].mean(axis=0).tolist()) for mean in means)
             yield SubgroupCoefficients(value, int(inside.sum()), mean)

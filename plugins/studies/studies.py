@@ -60,24 +60,24 @@ def _begin_subgroups(
 
     name, given = request.asked(StudyOptions).group_by or "", request.data
     assert isinstance(given, str | Path | Mapping), "`check` has refused others"
-    held = data.head(sys.maxsize)
+    labelled = data.head(sys.maxsize)
     source = given if isinstance(given, Mapping) else Path(given)
-    groups = load_groups(source, name, held.skipped + len(held))[held.skipped :]
-    sample = held.head(len(held) if request.samples is None else request.samples)
+    groups = load_groups(source, name, labelled.skipped + len(labelled))[labelled.skipped :]
+    sample = labelled.head(len(labelled) if request.samples is None else request.samples)
     watcher = request.progress or Silent()
     each = [own for candidate in candidates for own in candidate.each]
     found = compared(each, sample, groups[: len(sample)], name, watcher)
     return StudyRun(lambda: found)
 
 
-def _asks_of_experts(request: BenchRequest) -> bool:
+def _requests_experts(request: BenchRequest) -> bool:
     options = request.asked(StudyOptions)
     return bool(options.analysis) or options.max_subsets is not None
 
 
-def _asks_of_subgroups(request: BenchRequest) -> bool:
+def _requests_subgroups(request: BenchRequest) -> bool:
     return request.asked(StudyOptions).group_by is not None
 
 
-EXPERTS = Study("experts", _asks_of_experts, _check_experts, _begin_experts)
-SUBGROUPS = Study("subgroups", _asks_of_subgroups, _check_subgroups, _begin_subgroups)
+EXPERTS = Study("experts", _requests_experts, _check_experts, _begin_experts)
+SUBGROUPS = Study("subgroups", _requests_subgroups, _check_subgroups, _begin_subgroups)

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from ...bench.data import LabelledData
-from ...bench.measure.answers import check_attributes, per_output
-from ...bench.metrics import one_per_sample
 from ...bench.plan import Candidate
 from ...bench.runners.base import Runner
 from ...bench.runners.pytorch import untouched, with_algorithm_1
 from ...common.console import Progress
 from ...data.batches import Array, Labels
 from ...errors import FeedError
+from ...exporter.checks.accuracy import one_per_sample
 from .fairness import ModelFairness, check_groups, fairness, predicted_by
+from .judge import class_labels
 
 BATCH = 64
 
@@ -45,17 +45,19 @@ def compared(
     for candidate in candidates:
         progress.step(f"{candidate.name}: subgroups by {group_by}")
         edits, k = candidate.model.edits, (candidate.ks or (candidate.experts,))[0]
-        predicted, labels, classes = _predicted(untouched(candidate.model), data, candidate.name)
-        before = fairness(predicted, labels, groups, classes)
+        scores, labels = _scores(untouched(candidate.model), data, candidate.name)
+        classes = scores.shape[1]
+        before = fairness(predicted_by(scores, labels), labels, groups, classes)
         after = None
         if edits:
             runner = with_algorithm_1(
                 candidate.model, k, "masked", renormalize=candidate.renormalize
             )
-            predicted, _, _ = _predicted(runner, data, candidate.name)
-            targets = [one.target for one in before.classes]
+            scores, _ = _scores(runner, data, candidate.name)
+            targets = [each.target for each in before.classes]
+            predicted = predicted_by(scores, labels)
             after = fairness(predicted, labels, groups, classes, targets=targets)
-        outputs = sorted({one.output for one in edits.rewrites} & {*range(classes)})
+        outputs = sorted({rewrite.output for rewrite in edits.rewrites} & {*range(classes)})
         models.append(
             ModelFairness(
                 model=candidate.name,
@@ -69,20 +71,13 @@ def compared(
     return [asdict(model) for model in models]
 
 
-def _predicted(runner: Runner, data: LabelledData, name: str) -> tuple[Array, Labels, int]:
-    """The class of each input, or its attributes, with their labels, and how many there are."""
+def _scores(runner: Runner, data: LabelledData, name: str) -> tuple[Array, Labels]:
+    """The scores [s, o] of each class or attribute, with the labels."""
     parts = [one_per_sample(runner.infer(data.inputs[rows])) for rows in data.batches(BATCH)]
-    scores, labels = np.concatenate(parts), data.labels
-    assert labels is not None  # `compared` has checked them
-    numbers = per_output(scores, labels)
-    if numbers is not None:
-        scores, labels = numbers
-        check_attributes(labels, "--group-by: the data")
-        return predicted_by(scores, labels), labels, scores.shape[1]
-    if scores.ndim != 2:
+    scores = np.concatenate(parts)
+    if scores.ndim > 2:
         raise FeedError(
             f"--group-by: {name} returns outputs of shape {scores.shape}, not a score per class",
             hint="leave it out for models that do not classify",
         )
-    data.check_classes(scores.shape[1])
-    return predicted_by(scores, labels), labels, scores.shape[1]
+    return class_labels(data, scores, "--group-by: the data")

@@ -7,19 +7,33 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...commands.options import AsJson, BundleArgument, Quiet, Verbose, json_text, option_for
+from ...commands.options import AsJson, BundleArgument, Quiet, Verbose, json_text, options_of
 from ...common.console import Console, show
 from ...common.interrupts import in_own_process
 from ...common.text import printable
 from .calls import generate as continued
 from .calls import serve as answer
 from .calls import text_model
-from .request import GenerateRequest, LayoutOptions, ServeRequest, TextLayout
+from .request import GenerateRequest, LayoutOptions, ServeRequest
 
 if TYPE_CHECKING:
     from .generate import GeneratedText, TextModel
 
 PROMPT = "> "
+
+
+OPTIONS = options_of(
+    GenerateRequest,
+    {
+        "Prompt": ("chat", "system"),
+        "Sampling": (*("max_tokens", "temperature", "top_p", "top_k", "seed", "context", "stop"),),
+        "Runtime": ("threads",),
+    },
+    max_tokens={"metavar": "N"},
+    context={"min": 2},
+    stop={"metavar": "TEXT"},
+    threads={"min": 1},
+)
 
 
 def generate(
@@ -29,24 +43,7 @@ def generate(
         str | None,
         typer.Argument(metavar="[PROMPT]", help="The text to continue [default: standard input]."),
     ] = None,
-    chat: Annotated[bool, option_for(GenerateRequest, "chat", "Prompt")] = False,
-    system: Annotated[str | None, option_for(GenerateRequest, "system", "Prompt")] = None,
-    max_tokens: Annotated[
-        int, option_for(GenerateRequest, "max_tokens", "Sampling", metavar="N")
-    ] = 256,
-    temperature: Annotated[
-        float | None, option_for(GenerateRequest, "temperature", "Sampling")
-    ] = None,
-    top_p: Annotated[float | None, option_for(GenerateRequest, "top_p", "Sampling")] = None,
-    top_k: Annotated[int | None, option_for(GenerateRequest, "top_k", "Sampling")] = None,
-    seed: Annotated[int | None, option_for(GenerateRequest, "seed", "Sampling")] = None,
-    context: Annotated[
-        int | None, option_for(GenerateRequest, "context", "Sampling", min=2)
-    ] = None,
-    stop: Annotated[
-        list[str] | None, option_for(GenerateRequest, "stop", "Sampling", metavar="TEXT")
-    ] = None,
-    threads: Annotated[int | None, option_for(GenerateRequest, "threads", "Runtime", min=1)] = None,
+    request: Annotated[GenerateRequest, OPTIONS],
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -57,19 +54,7 @@ def generate(
     """
     in_own_process()
     console = Console(verbose=verbose, quiet=quiet)
-    request = GenerateRequest(
-        chat=chat,
-        system=system,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        context=context,
-        stop=stop or (),
-        threads=threads,
-    )
-    if prompt is None and chat and sys.stdin.isatty() and not as_json:
+    if prompt is None and request.chat and sys.stdin.isatty() and not as_json:
         _converse(text_model(bundle, request), request, console)
         return
     text = continued(bundle, sys.stdin.read() if prompt is None else prompt, request)
@@ -127,12 +112,16 @@ def _taken(text: GeneratedText) -> dict[str, object]:
 def serve(
     *,
     bundle: BundleArgument,
-    host: Annotated[str, option_for(ServeRequest, "host")] = "127.0.0.1",
-    port: Annotated[int, option_for(ServeRequest, "port", min=1, max=65535)] = 8080,
-    name: Annotated[str | None, option_for(ServeRequest, "name")] = None,
-    max_tokens: Annotated[int, option_for(ServeRequest, "max_tokens", min=1)] = 4096,
-    context: Annotated[int | None, option_for(ServeRequest, "context", min=2)] = None,
-    threads: Annotated[int | None, option_for(ServeRequest, "threads", min=1)] = None,
+    request: Annotated[
+        ServeRequest,
+        options_of(
+            ServeRequest,
+            port={"min": 1, "max": 65535},
+            max_tokens={"min": 1},
+            context={"min": 2},
+            threads={"min": 1},
+        ),
+    ],
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
@@ -146,10 +135,7 @@ def serve(
     in_own_process()
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("moexport.serve").setLevel("ERROR" if quiet else "INFO")
-    request = ServeRequest(
-        host=host, port=port, name=name, max_tokens=max_tokens, context=context, threads=threads
-    )
-    where = f"http://{host}:{port}/v1"
+    where = f"http://{request.host}:{request.port}/v1"
     from ...exporter.bundle.bundle import Bundle
     from .generate import check_generates
 
@@ -159,9 +145,4 @@ def serve(
     answer(opened, request)
 
 
-def layout_options(
-    *,
-    layout: Annotated[TextLayout | None, option_for(LayoutOptions, "layout")] = None,
-) -> LayoutOptions:
-    """Returns the options of `export` for programs that generate text."""
-    return LayoutOptions(layout=layout)
+layout_options = options_of(LayoutOptions)

@@ -40,10 +40,7 @@ CONTENTS = {
     CONFIG_FILE: "the model's configuration, as in transformers",
     **dict.fromkeys(TOKENIZER_FILES, "a file of the tokenizer, unchanged"),
 }
-"""Descriptions of these files for the page of a bundle."""
-
-CONFIGURED = (GENAI_FILE, GENERATION_FILE, CONFIG_FILE, *TOKENIZER_FILES)
-"""The files of a bundle for programs that generate text."""
+"""The files of a bundle for programs that generate text, described for its page."""
 
 
 def write_object(content: Mapping[str, Any], place: Path) -> None:

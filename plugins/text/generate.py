@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,22 +17,11 @@ import numpy as np
 
 from ...common.documents import object_in
 from ...common.environment import available_bytes
-from ...errors import (
-    BundleError,
-    CacheMemoryError,
-    EngineError,
-    MissingExtraError,
-    install,
-)
+from ...common.libraries import library
+from ...errors import BundleError, CacheMemoryError, EngineError, install, is_out_of_memory
 from ...exporter.bundle.bundle import Bundle
 from ...graphs.names import PAST
-from .files import (
-    CONFIGURED,
-    GENAI_FILE,
-    TOKENIZER_BYTES,
-    TOKENIZER_FILE,
-    tokenizer_problem,
-)
+from .files import CONTENTS, GENAI_FILE, TOKENIZER_BYTES, TOKENIZER_FILE, tokenizer_problem
 from .prompts import Prompts
 from .request import GenerateRequest
 
@@ -50,9 +38,6 @@ Finish = Literal["stop", "length"]
 
 PROMPT_TOKENS = 128
 """The number of prompt tokens computed in one step, during which nothing else runs."""
-
-OUT_OF_MEMORY = re.compile(r"[Cc]ould not allocate|Failed to allocate memory|bad_alloc")
-"""Messages of ONNX Runtime and GenAI if memory runs out."""
 
 
 class TextModel:
@@ -85,7 +70,8 @@ class TextModel:
         self.prompts = Prompts(bundle.path, self.context)
         self._words = _words(bundle.path)
         self._token_bytes = sum(
-            math.prod(size for size in port.shape if isinstance(size, int)) * _bytes(port.dtype)
+            math.prod(size for size in port.shape if isinstance(size, int))
+            * (4 if port.dtype == "float32" else 2)
             for port in bundle.manifest.inputs
             if port.name.startswith(f"{PAST}.")
         )
@@ -119,7 +105,7 @@ class TextModel:
         try:
             generator = self._genai.Generator(self._model, params)
         except (RuntimeError, MemoryError) as error:
-            if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
+            if is_out_of_memory(error):
                 raise self.no_memory(length) from error
             raise
         return GeneratedText(
@@ -133,21 +119,16 @@ class TextModel:
 
     def _drawing(self, request: GenerateRequest) -> dict[str, Any]:
         """Returns GenAI's search options for the sampling of a request."""
-        settings: dict[str, Any] = {}
-        temperature = (
-            None if request.temperature is None else float(np.float32(request.temperature))
-        )
-        if temperature is not None:
-            settings["do_sample"] = temperature > 0
-        elif (request.top_p, request.top_k) != (None, None):
-            settings["do_sample"] = True
-        arguments = {
-            "temperature": temperature or None,
+        temperature = None if request.temperature is None else np.float32(request.temperature)
+        sampled = None if (request.top_p, request.top_k) == (None, None) else True
+        settings = {
+            "do_sample": sampled if temperature is None else bool(temperature > 0),
+            "temperature": float(temperature) if temperature else None,
             "top_p": request.top_p,
             "top_k": request.top_k and min(request.top_k, self._vocabulary),
             "random_seed": request.seed,
         }
-        return settings | {name: value for name, value in arguments.items() if value is not None}
+        return {name: value for name, value in settings.items() if value is not None}
 
     def no_memory(self, length: int) -> CacheMemoryError:
         """Returns the error for a cache that does not fit into the memory."""
@@ -228,7 +209,7 @@ class GeneratedText(Iterator[str]):
         try:
             token = self._token()
         except (RuntimeError, MemoryError) as error:
-            if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
+            if is_out_of_memory(error):
                 raise self._no_memory() from error
             raise
         took = perf_counter() - started
@@ -285,7 +266,7 @@ def check_generates(bundle: Bundle) -> None:
             "any other bundle",
         )
     bundle.graph_file()
-    bundle.check_whole(name for name in files if name in CONFIGURED)
+    bundle.check_whole(name for name in files if name in CONTENTS)
     problem = tokenizer_problem(bundle.path, vocabulary)
     if problem is not None:
         raise BundleError(
@@ -295,15 +276,10 @@ def check_generates(bundle: Bundle) -> None:
 
 def genai_library() -> Any:
     """Returns ONNX Runtime GenAI with its log turned off, or raises `MissingExtraError`."""
-    try:
-        import onnxruntime_genai
-    except ImportError as error:
-        raise MissingExtraError(
-            f"ONNX Runtime GenAI, which generates text, is not installed ({error})",
-            hint=install("generate"),
-        ) from error
-    onnxruntime_genai.disable_telemetry_events()
-    return onnxruntime_genai
+    what = "generating text needs ONNX Runtime GenAI"
+    genai = library("onnxruntime_genai", what, install("generate"))
+    genai.disable_telemetry_events()
+    return genai
 
 
 def _words(folder: Path) -> Tokenizer:
@@ -313,8 +289,3 @@ def _words(folder: Path) -> Tokenizer:
     content = object_in(folder / TOKENIZER_FILE, TOKENIZER_BYTES)
     cutting = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer"))
     return Tokenizer.from_str(json.dumps({**content, **cutting, "post_processor": None}))
-
-
-def _bytes(dtype: str) -> int:
-    """Returns the size in bytes of a number of this type."""
-    return 4 if dtype == "float32" else 2

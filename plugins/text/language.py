@@ -18,8 +18,8 @@ from ...bench.plan import Phase
 from ...bench.runners.base import first_of
 from ...bench.runners.pytorch import PyTorch
 from ...common.locations import local
+from ...data.arrays import npy_array
 from ...data.batches import IGNORED, Array, Labels
-from ...data.feeds import npy_array
 from ...errors import FeedError, UsageError, one_line
 from ...exporter.inputs import Inputs, fitted
 from ...exporter.model import Model
@@ -169,8 +169,8 @@ def _windows(ids: Array, model: Model, length: int, where: str) -> LabelledData:
 
 def _archived(path: Path, model: Model) -> LabelledData:
     """Reads the ids of an `.npz`; without labels, its mask excludes tokens."""
-    data = several_inputs(path, model, 0)
-    mask = data.beside.get("attention_mask")
+    data = several_inputs(path, model)
+    mask = data.others.get("attention_mask")
     labels = data.labels
     if labels is None and mask is not None:
         labels = targets_of(data.inputs, mask)

@@ -16,7 +16,8 @@ from threading import Lock, Timer
 from typing import Any
 
 from ...common.documents import from_data
-from ...errors import BundleError, EngineError, MissingExtraError, UsageError, install
+from ...common.libraries import library
+from ...errors import BundleError, EngineError, UsageError, install
 from .server.protocol import Asked, NoSuchModelError
 
 ENCODER = "moexport.plugins.text.encoder"
@@ -39,7 +40,8 @@ class Prompts:
     """
 
     def __init__(self, folder: Path, context: int) -> None:
-        check_installed()
+        for package in ("jinja2", "tokenizers"):
+            library(package, f"a prompt needs {package}", install("generate"))
         self._folder, self._context = folder, context
         self._lock = Lock()
         self._start()
@@ -117,17 +119,6 @@ class Prompts:
             return json.loads(line)
         self._end()
         return None
-
-
-def check_installed() -> None:
-    """Raises `MissingExtraError` if the libraries for prompts are not installed."""
-    try:
-        import jinja2  # noqa: F401
-        import tokenizers  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(
-            f"the tokenizer's libraries are not installed ({error})", hint=install("generate")
-        ) from error
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -75,7 +75,8 @@ class WeightSizes:
         most = max(UNSUSPECTED, self.tensors, self.longest)
         while left:
             node = left.pop()
-            left += [v for v in _values(node) if isinstance(v, dict | list)]
+            values = node.values() if isinstance(node, dict) else node
+            left += [value for value in values if isinstance(value, dict | list)]
             for key, value in node.items() if isinstance(node, dict) else ():
                 if isinstance(value, int | float) and value > most and COUNTS.search(key):
                     raise CheckpointError(
@@ -104,12 +105,12 @@ class WeightSizes:
         Raises an error with the file's name if the library fails, or if the model grows too large.
         """
         most = REGISTERED * self.tensors + 2 * UNSUSPECTED
-        made = 0
+        registered = 0
 
         def count(*_: Any) -> None:
-            nonlocal made
-            made += 1
-            if made > most:
+            nonlocal registered
+            registered += 1
+            if registered > most:
                 raise CheckpointError(
                     f"{self.folder / CONFIG_FILE}: the model has more than {most} modules and "
                     f"parameters, but the weights are {self.tensors} tensors",
@@ -133,7 +134,3 @@ class WeightSizes:
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def _values(node: Any) -> list[Any]:
-    return list(node.values()) if isinstance(node, dict) else list(node)

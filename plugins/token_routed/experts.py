@@ -38,27 +38,28 @@ def experts_modules(network: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def canonical(name: str, module: nn.Module, k: int) -> Experts:
+def canonical(name: str, module: Any, k: int) -> Experts:
     """Returns the layer of an experts module; its weights are views of the module's.
 
     Raises `FamilyError` if the layer has no form for what the module computes.
     """
-    of: Any = module
-    first = of.gate_up_proj if of.has_gate else of.up_proj
-    second = of.down_proj
-    if not of.is_transposed:
+    first = module.gate_up_proj if module.has_gate else module.up_proj
+    second = module.down_proj
+    if not module.is_transposed:
         first, second = first.transpose(1, 2), second.transpose(1, 2)
-    bias = (of.gate_up_proj_bias if of.has_gate else of.up_proj_bias) if of.has_bias else None
+    bias = down_bias = None
+    if module.has_bias:
+        bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+        down_bias = module.down_proj_bias
     n, d, _ = first.shape
     spec = ExpertsSpec(
         name=name, experts=n, k=k, dim=d, hidden=second.shape[1], out=second.shape[2]
     )
     scale = None
-    if of.has_post_expert_norm:
-        scale, epsilon = _post_norm(name, of.post_expert_norm, spec.out)
+    if module.has_post_expert_norm:
+        scale, epsilon = _post_norm(name, module.post_expert_norm, spec.out)
         spec = replace(spec, post_norm=True, post_norm_eps=epsilon)
     spec = _with_gate(spec, module)
-    down_bias = of.down_proj_bias if of.has_bias else None
     weights = ExpertsWeights(w1=first, w2=second, b1=bias, b2=down_bias, scale=scale)
     return Experts(spec, weights)
 
@@ -82,16 +83,15 @@ def check_layer(layer: Experts, module: nn.Module) -> None:
         )
 
 
-def _with_gate(spec: ExpertsSpec, module: nn.Module) -> ExpertsSpec:
-    """The spec with the operation between the two products, found by trying."""
-    of: Any = module
-    if not of.has_gate:
-        return with_activation(spec, of.act_fn, module)
+def _with_gate(spec: ExpertsSpec, module: Any) -> ExpertsSpec:
+    """Returns the spec with the operation between the two products, found by trying."""
+    if not module.has_gate:
+        return with_activation(spec, module.act_fn, module)
     # Wide enough for every bound on gate and up to matter.
     limit = max(map(abs, _numbers(module, "limit")), default=1.0)
     z = 4 * max(1.0, limit) * _some(2 * spec.hidden)
-    gate: Gate = "concatenated" if of.is_concatenated else "interleaved"
-    return _matching(replace(spec, gate=gate), module, z, of._apply_gate(z))
+    gate: Gate = "concatenated" if module.is_concatenated else "interleaved"
+    return _matching(replace(spec, gate=gate), module, z, module._apply_gate(z))
 
 
 def with_activation(spec: ExpertsSpec, act: Any, module: nn.Module) -> ExpertsSpec:
@@ -108,9 +108,10 @@ def _some(width: int) -> Tensor:
 
 
 def _matching(spec: ExpertsSpec, module: nn.Module, z: Tensor, wanted: Tensor) -> ExpertsSpec:
-    """The first candidate that computes `wanted` of z."""
+    """Returns the first candidate that computes `wanted` of z."""
+    unread = torch.empty(0)
     for candidate in _candidates(spec, module):
-        y = _between(candidate, z)
+        y = Experts(candidate, ExpertsWeights(unread, unread)).activate(z)
         if y.shape == wanted.shape and torch.allclose(y, wanted, rtol=1e-4, atol=1e-5):
             return candidate
     raise FamilyError(
@@ -122,7 +123,7 @@ def _matching(spec: ExpertsSpec, module: nn.Module, z: Tensor, wanted: Tensor) -
 
 
 def _candidates(spec: ExpertsSpec, module: nn.Module) -> list[ExpertsSpec]:
-    """The specs that the module may compute with the spec's gate, the usual first."""
+    """Returns the specs that a module may compute with the spec's gate, the usual first."""
     alphas = [1.0, QUICK_GELU, *_numbers(module, "alpha")]
     forms: list[tuple[Activation, float]] = [("silu", alpha) for alpha in alphas]
     forms += [(name, 1.0) for name in get_args(Activation) if name != "silu"]
@@ -136,7 +137,7 @@ def _candidates(spec: ExpertsSpec, module: nn.Module) -> list[ExpertsSpec]:
 
 
 def _numbers(module: nn.Module, word: str) -> list[float]:
-    """The numbers in a module's attributes with this word in their names, as `swiglu_limit`."""
+    """Returns the numbers in a module's attributes with this word in their names."""
     return [
         float(value)
         for name, value in vars(module).items()
@@ -144,24 +145,16 @@ def _numbers(module: nn.Module, word: str) -> list[float]:
     ]
 
 
-def _between(spec: ExpertsSpec, z: Tensor) -> Tensor:
-    """The output of a layer of this spec between its two products."""
-    none = torch.empty(0)
-    return Experts(spec, ExpertsWeights(none, none)).activate(z)
-
-
-def _post_norm(name: str, norm: nn.Module, width: int) -> tuple[Tensor, float]:
-    """The scale before a norm that divides by the root mean square, and its epsilon."""
-    of: Any = norm
-    epsilon = next(
-        (float(getattr(of, name)) for name in ("eps", "variance_epsilon") if hasattr(of, name)), 0.0
-    )
-    if of.weight.is_meta:  # the norm is only inspected
-        return of.weight, epsilon
+def _post_norm(name: str, norm: Any, width: int) -> tuple[Tensor, float]:
+    """Returns the scale before a norm that divides by the root mean square, and its epsilon."""
+    names = [name for name in ("eps", "variance_epsilon") if hasattr(norm, name)]
+    epsilon = float(getattr(norm, names[0])) if names else 0.0
+    if norm.weight.is_meta:  # the norm is only inspected
+        return norm.weight, epsilon
     y = _some(width)
     with torch.no_grad():
         wanted = norm(y)
-        for scale in (1.0 + of.weight, of.weight):
+        for scale in (1.0 + norm.weight, norm.weight):
             scaled = y * scale
             normalized = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + epsilon)
             if torch.allclose(normalized, wanted, rtol=1e-4, atol=1e-5):

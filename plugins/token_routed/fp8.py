@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...exporter.checkpoints.state_dict import FLOAT8
 
 SCALES = ("_scale", "_scale_inv")
 """The endings of the names of scales, after the name of the weight."""
@@ -39,11 +38,6 @@ def scales_of(key: str, tensors: Mapping[str, Tensor], place: Path) -> str:
         f"{key}{SCALES[0]} or {key}{SCALES[1]}",
         hint=DEQUANTISED,
     )
-
-
-def is_packed(tensor: Tensor) -> bool:
-    """Whether a tensor has an eight-bit type that needs scales."""
-    return tensor.dtype in FLOAT8
 
 
 def blocks_of(config: Any) -> tuple[int, int] | None:
@@ -94,7 +88,7 @@ def _spread(scale: Tensor, shape: torch.Size, blocks: tuple[int, int] | None) ->
 
 
 def _block(size: int, count: int, given: int | None) -> int | None:
-    """The length of each of `count` blocks of an axis; the last may be shorter.
+    """Returns the length of each of `count` blocks of an axis; the last may be shorter.
 
     If it is not given, it is 1, the whole axis, or a power of two that follows from the number of
     blocks. None if other equal blocks would also have that number.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -53,8 +53,11 @@ HEADS: Mapping[str, tuple[str, ...]] = {
 }
 """The endings of classes of `transformers` by what they return: `logits`, or hidden states."""
 
-TRANSLATING: Mapping[str, str] = {"ForConditionalGeneration": "vocabulary", "Model": "hidden"}
-"""The endings of classes with an encoder and a decoder, and the last axis of the output."""
+TRANSLATING: Mapping[str, tuple[str, ...]] = {
+    "ForConditionalGeneration": ("batch", "decoder_tokens", "vocabulary"),
+    "Model": ("batch", "decoder_tokens", "hidden"),
+}
+"""The same for classes with an encoder and a decoder."""
 
 FURTHER_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
 """Further outputs that a configuration may ask for, for training or inspection."""
@@ -116,7 +119,8 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
     sizes = WeightSizes.of(folder, found.weights.files)
     sizes.check_config()
     config = _config(folder)
-    _check_served(folder, config)
+    _check_padding(folder, config)
+    _check_positions(folder / CONFIG_FILE, config.get_text_config())
     with sizes.building(version):
         left_out = _leave_out_further_outputs(config)
         class_ = _class(folder, config)
@@ -129,9 +133,11 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
         experts = [int(skeleton.get_submodule(path).num_experts) for path in paths]
     with sizes.building(version):
         routers = find_routers(build, config, max(experts)) if paths else None
-        cached = bool(kind.cached and settings.get("use_cache", True))
-        inputs, outputs, notes = _ports(skeleton, config, kind, cached=cached)
-    if any(name.startswith(PAST) for name in (port.name for port in inputs)):
+        inputs, outputs, notes = _ports(
+            skeleton, config, kind, cached=kind.cached and settings.get("use_cache", True)
+        )
+    has_cache = any(port.name.startswith(PAST) for port in inputs)
+    if has_cache:
         notes = (*_cache_note(folder, settings), *notes)
     takes, gives = [port.name for port in inputs], [port.name for port in outputs]
     watched = Watched.now(files)
@@ -140,8 +146,7 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
         loaded = load_weights(found, class_, config, watched)
         model, mapped, notes = _part(loaded.module, kind), loaded.mapped, (*notes, *loaded.notes)
     # A model that scans its tokens has a cache with more than keys and values.
-    scans = values and not kind.translates and not any(name.startswith(PAST) for name in takes)
-    loops = scans and _loops(skeleton)
+    loops = values and not kind.translates and not has_cache and _loops(skeleton)
     original = TransformersNetwork(model.eval().requires_grad_(False), takes, gives, loops=loops)
     network = sharing_weights(original)
     k, reading = k_of(config.get_text_config()), Reading(mapped, watched)
@@ -206,7 +211,7 @@ def _replace_blocks(network: nn.Module, original: nn.Module, *, check: bool) -> 
 def _configuration(
     config: Any, routers: Routers | None, kind: _Kind, *, cached: bool
 ) -> dict[str, Any]:
-    """The configuration for the manifest: the usual sizes, and the cache."""
+    """Returns the configuration for the manifest: the usual sizes, and the cache."""
     text = config.get_text_config()
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     record = {name: getattr(text, name) for name in names if hasattr(text, name)}
@@ -254,7 +259,7 @@ def _config(folder: Path) -> Any:
             str(folder), trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # every class of configurations has its own errors
-        own = "auto_map" in object_in(folder / "config.json")
+        own = "auto_map" in object_in(folder / CONFIG_FILE)
         raise FamilyError(
             f"{folder}: transformers {library.__version__} cannot read its config.json: "
             f"{one_line(error)}",
@@ -263,12 +268,6 @@ def _config(folder: Path) -> Any:
             if own
             else "a newer transformers may know the architecture",
         ) from error
-
-
-def _check_served(folder: Path, config: Any) -> None:
-    """Raises `FamilyError` or `CheckpointError` for settings that no export supports."""
-    _check_padding(folder, config)
-    _check_positions(folder / CONFIG_FILE, config.get_text_config())
 
 
 def _check_padding(folder: Path, config: Any) -> None:
@@ -285,7 +284,7 @@ def _check_padding(folder: Path, config: Any) -> None:
 
 
 def _cache_note(folder: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """A note on `use_cache: false` in `config.json`, a leftover of training that is ignored."""
+    """Returns a note on `use_cache: false` in `config.json`, an ignored leftover of training."""
     if "use_cache" in settings or object_in(folder / CONFIG_FILE).get("use_cache", True):
         return ()
     return (
@@ -357,38 +356,22 @@ def _check_positions(file: Path, text: Any) -> None:
 
 
 def _kind(folder: Path, name: str, config: Any, part: ModelPart | None) -> _Kind:
-    if config.is_encoder_decoder and not name.endswith("EncoderModel"):
-        return _translating(folder, name, part)
-    if part is not None:
+    translates = config.is_encoder_decoder and not name.endswith("EncoderModel")
+    if part is not None and not translates:
         raise UsageError(
             f"--set part={part}: a {name} has no encoder and decoder", hint="leave it out"
         )
-    for end, axes in HEADS.items():
-        if name.endswith(end):
-            return _Kind(name=name, output=_output(end), axes=axes)
-    raise _unserved(folder, name)
-
-
-def _translating(folder: Path, name: str, part: ModelPart | None) -> _Kind:
-    """The kind of a model with an encoder and a decoder, or of one part of it."""
-    for end, last in TRANSLATING.items():
-        if name.endswith(end):
-            kind = _Kind(
-                name=name, output=_output(end), axes=(*TOKENS, last), translates=True, part=part
-            )
-            match part:
-                case "encoder":
-                    return replace(kind, output=_output("Model"), axes=HEADS["Model"])
-                case "decoder":
-                    return kind
-                case None:
-                    return replace(kind, axes=("batch", "decoder_tokens", last))
-    raise _unserved(folder, name)
-
-
-def _output(ending: str) -> str:
-    """The output of a class with this ending."""
-    return "last_hidden_state" if ending == "Model" else "logits"
+    endings = TRANSLATING if translates else HEADS
+    ending = next((ending for ending in endings if name.endswith(ending)), None)
+    if ending is None:
+        raise _unserved(folder, name)
+    axes = endings[ending]
+    if part == "encoder":
+        ending, axes = "Model", HEADS["Model"]
+    elif part == "decoder":
+        axes = (*TOKENS, axes[-1])
+    output = "last_hidden_state" if ending == "Model" else "logits"
+    return _Kind(name=name, output=output, axes=axes, translates=translates, part=part)
 
 
 def _unserved(folder: Path, name: str) -> FamilyError:
@@ -417,7 +400,7 @@ def _builder(class_: Any, kind: _Kind) -> Any:
 
 
 def _part(model: nn.Module, kind: _Kind) -> nn.Module:
-    """The part of a model to export: its encoder, or the model without it."""
+    """Returns the part of a model to export: its encoder, or the model without it."""
     if kind.part is None:
         return model
     encoder: nn.Module = model.get_encoder()  # type: ignore[operator]
@@ -442,7 +425,7 @@ def _experts(folder: Path, skeleton: nn.Module, config: Any) -> list[str]:
 def _ports(
     skeleton: nn.Module, config: Any, kind: _Kind, *, cached: bool
 ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], tuple[str, ...]]:
-    """The inputs and outputs, and a note if an expected cache is missing."""
+    """Returns the inputs and outputs, and a note if an expected cache is missing."""
     text = config.get_text_config()
     sizes = {
         "vocabulary": text.vocab_size,
@@ -471,7 +454,7 @@ def _ports(
 
 
 def _shapes(skeleton: nn.Module, kind: _Kind, hidden: int) -> dict[str, tuple[int, int]] | None:
-    """The heads and width of each part of the cache, from a run without weights."""
+    """Returns the heads and width of each part of the cache, from a run without weights."""
     with _without_weights(skeleton):
         ids = torch.zeros((2, 3), dtype=torch.int64)
         arguments: dict[str, Any] = {"input_ids": ids}
@@ -495,7 +478,7 @@ _LOOPED = 4
 
 
 def _loops(skeleton: nn.Module) -> bool:
-    """Whether a model calls more operators for more tokens.
+    """Returns whether a model calls more operators for more tokens.
 
     Such a loop over tokens, or over blocks of them, is unrolled in a trace: the graph then has
     only one length. A branch changes the number at most once, a loop each time.
@@ -546,12 +529,12 @@ def _without_weights(skeleton: nn.Module) -> Iterator[None]:
         def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             return x
 
-    held = experts_modules(skeleton) | sparse_blocks(skeleton)
+    replaced = experts_modules(skeleton) | sparse_blocks(skeleton)
     try:
-        for path in held:
+        for path in replaced:
             skeleton.set_submodule(path, Nothing())
         with torch.no_grad(), torch.device("meta"):
             yield
     finally:
-        for path, module in held.items():
+        for path, module in replaced.items():
             skeleton.set_submodule(path, module)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +41,11 @@ INITIAL = (True, False, "gaussian", "orthogonal", "eva")
 """Initial values of factors; other initialisations also change the weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoraPair:
-    """The keys of the two factors of a module."""
-
-    a: str
-    b: str
+Pair = tuple[str, str]
+"""The keys of the two factors of a module, A and B."""
 
 
-def factors_in(keys: Mapping[str, Any], place: Path) -> dict[str, LoraPair]:
+def factors_in(keys: Mapping[str, Any], place: Path) -> dict[str, Pair]:
     """Returns the factors among the keys of a file, by the module that they change.
 
     Raises `CheckpointError` for one without the other, and for several adapters.
@@ -73,7 +68,7 @@ def factors_in(keys: Mapping[str, Any], place: Path) -> dict[str, LoraPair]:
                 f"{place}: {key} is one factor of LoRA, but the other one of {module} is missing",
                 hint=MERGE,
             )
-    return {module: LoraPair(a=pair["A"], b=pair["B"]) for module, pair in found.items()}
+    return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
 
 
 def check_config(file: Path) -> dict[str, Any]:

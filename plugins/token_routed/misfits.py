@@ -87,7 +87,7 @@ def check_surplus(
 
 
 def _prediction_layers(model: Any, keys: Iterable[str]) -> set[str]:
-    """The prefixes of layers beyond the network's, which predict further tokens."""
+    """Returns the prefixes of layers beyond the network's, which predict further tokens."""
     text = model.config.get_text_config()
     count = getattr(text, "num_hidden_layers", 0)
     further = getattr(text, "num_nextn_predict_layers", None) or 0
@@ -101,7 +101,7 @@ def _prediction_layers(model: Any, keys: Iterable[str]) -> set[str]:
 
 
 def _has_layer(model: Any, key: str) -> bool:
-    """Whether the layer that a key belongs to is one of the network's."""
+    """Returns whether the layer that a key belongs to is one of the network's."""
     match = LAYER.match(key)
     modules = dict(model.named_modules())
     base = f"{model.base_model_prefix}."
@@ -110,7 +110,7 @@ def _has_layer(model: Any, key: str) -> bool:
 
 
 def _names_own_layer(pattern: str, model: Any, key: str) -> bool:
-    """Whether a pattern of ignored keys names a layer number that this network has."""
+    """Returns whether a pattern of ignored keys names a layer number that this network has."""
     return re.search(r"layers\\\.\d", pattern) is not None and _has_layer(model, key)
 
 
@@ -191,7 +191,7 @@ def check_experts(place: Path, keys: Iterable[str]) -> None:
                 )
 
 
-def check_missing(found: Any, model: Any, report: Mapping[str, Any]) -> None:
+def check_missing(place: Path, model: Any, report: Mapping[str, Any]) -> None:
     """Raises `CheckpointError` for weights of the network that no file has."""
     missing = sorted(report["missing_keys"])
     if not missing:
@@ -207,12 +207,12 @@ def check_missing(found: Any, model: Any, report: Mapping[str, Any]) -> None:
     else:
         hint = _MOVED
     raise CheckpointError(
-        f"{found.place}: {len(missing)} weights are missing, the first is {missing[0]}", hint=hint
+        f"{place}: {len(missing)} weights are missing, the first is {missing[0]}", hint=hint
     )
 
 
 def _whole_layers(model: Any, missing: Sequence[str]) -> bool:
-    """Whether the missing weights are all weights of some layers, and nothing else."""
+    """Returns whether the missing weights are all weights of some layers, and nothing else."""
     layers = {match[0] for key in missing if (match := LAYER.match(key)) is not None}
     within = [key for key in model.state_dict() if key.startswith(tuple(layers))]
     return set(within) == set(missing)
@@ -223,18 +223,18 @@ def check_mismatched(place: Path, model: Any, report: Mapping[str, Any]) -> None
     wrong = sorted(report.get("mismatched_keys") or (), key=str)
     if not wrong:
         return
-    key, held, asked = wrong[0]
+    key, saved, expected = wrong[0]
     text, hint = model.config.get_text_config(), SAME
-    if len(held) == len(asked) and held[1:] == asked[1:]:
+    if len(saved) == len(expected) and saved[1:] == expected[1:]:
         field = next(
-            (name for name in ("vocab_size", *EXPERTS) if getattr(text, name, None) == asked[0]),
+            (name for name in ("vocab_size", *EXPERTS) if getattr(text, name, None) == expected[0]),
             None,
         )
         if field is not None:
-            hint = f'set "{field}": {held[0]} in {CONFIG_FILE}, if the model was saved like this'
-        alike = {name for name in model.state_dict() if _unnumbered(name) == _unnumbered(key)}
-        if field in EXPERTS and alike - {name for name, *_ in wrong}:
+            hint = f'set "{field}": {saved[0]} in {CONFIG_FILE}, if the model was saved like this'
+        siblings = {name for name in model.state_dict() if _unnumbered(name) == _unnumbered(key)}
+        if field in EXPERTS and siblings - {name for name, *_ in wrong}:
             hint = ALL_EXPERTS  # other layers have theirs
     raise CheckpointError(
-        f"{place}: {key} is {list(held)}, but {CONFIG_FILE} makes it {list(asked)}", hint=hint
+        f"{place}: {key} is {list(saved)}, but {CONFIG_FILE} makes it {list(expected)}", hint=hint
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from operator import getitem
 from typing import Any, Literal, Protocol
 
 import torch
@@ -107,7 +108,7 @@ class OwnForward(nn.Module):
         return copy
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the user's layer that the surrounding network reads."""
+        """Returns an attribute of the user's layer that the surrounding network reads."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -123,17 +124,16 @@ class OwnForward(nn.Module):
 
     @property
     def current_k(self) -> int:
-        """The number of experts of each token."""
         return self.spec.trained_k if self.k is None else self.k
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Returns the code's result; for a user's layer that returns a tensor, only that."""
         k = self.k if self.code.takes_k else None
         y = self.code.run(self._called, args, named, k)
-        return y if self.returned is None or not isinstance(y, Tensor) else like(self.returned, y)
+        return like(self.returned, y)
 
     def _called(self, *args: Any, **named: Any) -> Tensor:
-        """The callable that the code receives in place of the experts."""
+        """Computes the experts for a call by the code, which receives this method as `experts`."""
         spec = self.spec
         bank = isinstance(spec, ExpertsSpec) or (
             isinstance(spec, SoftMoESpec) and spec.external_routing
@@ -144,10 +144,9 @@ class OwnForward(nn.Module):
         call = ExpertsCall.of(args, named, self.spec.experts)
         if call.combine is not None:
             self._check_slots(call.combine.shape[3])
-            return _through_slots(self.experts, call)
-        if call.index is None:
+        elif call.index is None:
             call = call.with_largest(self.current_k)
-        return _through_rows(self.experts, call)
+        return call.through(self.experts)
 
     def _check_slots(self, slots: int) -> None:
         """Raises UsageError if the number of slots is not the layer's."""
@@ -181,7 +180,6 @@ class Code:
 
     @property
     def takes_k(self) -> bool:
-        """Whether the function has a parameter `k`."""
         function = self.router if self._forward is None else self._forward
         return function is not None and takes_k(function)
 
@@ -252,14 +250,14 @@ class Tried:
         if call.combine is not None:
             self.layer = self._bank.build_for_slots(self._name, call.combine.shape[3])
             call.check(self.layer.spec.dim)
-            return _through_slots(self.layer, call)
+            return call.through(self.layer)
         call.check(experts.spec.dim)
         if call.index is None:
             call = call.with_largest(experts.spec.experts)
         assert call.index is not None
         check_experts(call.index, experts.spec.experts)
         self.layer = self._bank.build(self._name, call.index.shape[-1])
-        return _through_rows(self.layer, call)
+        return call.through(self.layer)
 
 
 class InPlace(nn.Module):
@@ -292,7 +290,7 @@ class InPlace(nn.Module):
             y = y.reshape(*y.shape[:2], *args[0].shape[2:])
         if self.residual:
             y = y + args[0]
-        return y if self.returned is None or not isinstance(y, Tensor) else like(self.returned, y)
+        return like(self.returned, y)
 
 
 RESULTS = ("y", "output", "hidden_states", "last_hidden_state")
@@ -310,11 +308,13 @@ def result_of(returned: object) -> Tensor | None:
     return next((value for _, value in named if isinstance(value, Tensor)), None)
 
 
-def like(returned: object, y: Tensor) -> Any:
-    """Returns y within the structure of what a layer returned.
+def like(returned: object, y: Any) -> Any:
+    """Returns y within the structure of what a layer returned; y itself if that was one tensor.
 
     The other numbers become NaN, so that nothing can be computed from them, and other tensors None.
     """
+    if returned is None or not isinstance(y, Tensor):
+        return y
     named = _by_name(returned)
     place = next((key for key, value in named if isinstance(value, Tensor)), None)
     others = {key: _unknown(value) for key, value in named}
@@ -336,15 +336,11 @@ def _order(returned: object) -> list[Any]:
 
 
 def _by_name(returned: object) -> list[tuple[Any, Any]]:
-    """The results that a layer returns, by name or number, the most likely first."""
+    """Returns the results that a layer returns, by name or number, the most likely first."""
     keys = _order(returned)
     first = [key for key in RESULTS if key in keys]
-    get = getattr if is_dataclass(returned) and not isinstance(returned, Mapping) else _item
+    get: Any = getattr if is_dataclass(returned) and not isinstance(returned, Mapping) else getitem
     return [(key, get(returned, key)) for key in [*first, *(k for k in keys if k not in first)]]
-
-
-def _item(of: Any, key: Any) -> Any:
-    return of[key]
 
 
 def _unknown(value: object) -> Any:
@@ -353,20 +349,17 @@ def _unknown(value: object) -> Any:
     return torch.full((), torch.nan) if value.ndim == 0 and value.is_floating_point() else None
 
 
+@dataclass
 class ExpertsCall:
     """The arguments of a bank of experts: `x` [..., d] or slots [b, n, p, d], and how to weight.
 
     `index` and `weights` are [..., k], or `weights` alone [..., n]; `combine` is C, [b, m, n, p].
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        index: Tensor | None = None,
-        weights: Tensor | None = None,
-        combine: Tensor | None = None,
-    ) -> None:
-        self.x, self.index, self.weights, self.combine = x, index, weights, combine
+    x: Tensor
+    index: Tensor | None = None
+    weights: Tensor | None = None
+    combine: Tensor | None = None
 
     @classmethod
     def of(cls, args: tuple[Any, ...], named: Mapping[str, Any], n: int) -> ExpertsCall:
@@ -397,9 +390,9 @@ class ExpertsCall:
                     hint=CALLS,
                 )
         elif tensors.keys() == {"x", "index", "weights"}:
-            whose = "its forward passes to experts(x, index, weights)"
+            caller = "its forward passes to experts(x, index, weights)"
             x, index, weights = (tensors[key] for key in ("x", "index", "weights"))
-            call.index, call.weights = _fitting(whose, x, index, weights, CALLS)
+            call.index, call.weights = _fitting(caller, x, index, weights, CALLS)
         else:
             raise UsageError(f"its forward calls experts({', '.join(tensors)})", hint=CALLS)
         return call
@@ -439,6 +432,16 @@ class ExpertsCall:
         weights, index = self.weights.topk(k, dim=-1)
         return ExpertsCall(self.x, index, weights)
 
+    def through(self, layer: nn.Module) -> Tensor:
+        """Returns the layer's outputs: [b, m, o] for slots, [..., o] for tokens."""
+        if self.combine is not None:
+            y: Tensor = layer(self.combine.flatten(2), self.x.flatten(1, 2))
+            return y
+        assert self.index is not None and self.weights is not None
+        tensors = (self.x, self.index, self.weights)
+        rows: Tensor = layer(*(tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors))
+        return rows.reshape(*self.x.shape[:-1], rows.shape[-1])
+
 
 def _kind(value: object) -> str:
     return type(value).__name__
@@ -448,27 +451,8 @@ def _sizes(tensors: Mapping[str, Tensor]) -> str:
     return " and ".join(f"{key} {list(tensor.shape)}" for key, tensor in tensors.items())
 
 
-def _through_slots(layer: nn.Module, call: ExpertsCall) -> Tensor:
-    """Each expert on its slots: [b, m, o]."""
-    assert call.combine is not None
-    y: Tensor = layer(call.combine.flatten(2), call.x.flatten(1, 2))
-    return y
-
-
-def _through_rows(layer: nn.Module, call: ExpertsCall) -> Tensor:
-    """Each token through its experts: [..., o]."""
-    x, index, weights = call.x, call.index, call.weights
-    assert index is not None and weights is not None
-    rows: Tensor = layer(
-        x.reshape(-1, x.shape[-1]),
-        index.reshape(-1, index.shape[-1]),
-        weights.reshape(-1, weights.shape[-1]),
-    )
-    return rows.reshape(*x.shape[:-1], rows.shape[-1])
-
-
 def takes_k(router: Router) -> bool:
-    """Whether a router has a parameter `k`."""
+    """Returns whether a router has a parameter `k`."""
     called = router.forward if isinstance(router, nn.Module) else router
     try:
         return K in inspect.signature(called).parameters
@@ -486,20 +470,20 @@ def routing(
     """
     if router is None:
         result: Any = (*inputs[1:], *named.values())
-        whose = "the layer is called with"
+        caller = "the layer is called with"
     else:
         result = router(*inputs, **named, **({} if k is None else {K: k}))
-        whose = "its router returned"
+        caller = "its router returned"
     listed = result if isinstance(result, tuple | list) else [result]
     if len(listed) != 2 or not all(isinstance(value, Tensor) for value in listed):
         kinds = ", ".join(map(_kind, listed))
-        raise UsageError(f"{whose} {kinds or 'nothing'}, not index and weights", hint=ROUTER_HINT)
+        raise UsageError(f"{caller} {kinds or 'nothing'}, not index and weights", hint=ROUTER_HINT)
     index, weights = listed
-    return _fitting(whose, inputs[0], index, weights, ROUTER_HINT)
+    return _fitting(caller, inputs[0], index, weights, ROUTER_HINT)
 
 
 def _fitting(
-    whose: str, x: Tensor, index: Tensor, weights: Tensor, hint: str
+    caller: str, x: Tensor, index: Tensor, weights: Tensor, hint: str
 ) -> tuple[Tensor, Tensor]:
     """Returns index, int64, and weights, which must fit the tokens x."""
     tokens = x.shape[:-1]
@@ -507,7 +491,7 @@ def _fitting(
     if not fits or index.is_floating_point():
         shapes = f"index {index.dtype} {list(index.shape)} and weights {list(weights.shape)}"
         raise UsageError(
-            f"{whose} {shapes}, for tokens {list(x.shape)}".replace("torch.", ""), hint=hint
+            f"{caller} {shapes}, for tokens {list(x.shape)}".replace("torch.", ""), hint=hint
         )
     return index.to(torch.int64), weights.to(torch.promote_types(weights.dtype, torch.float32))
 
@@ -523,54 +507,43 @@ def check_experts(index: Tensor, experts: int) -> None:
         )
 
 
-def with_router_k(model: Model, k: Mapping[str, int | None]) -> Model:
-    """Returns a model whose own routers use each layer's k, weights shared.
-
-    The same model if every k is the default. Raises `UsageError` for a k that a router does not
-    support: it has no parameter `k`, or returns another number.
-    """
-    for layer in model.module.modules():
-        if (
-            isinstance(layer, OwnForward)
-            and layer.even
-            and k[layer.spec.name] != layer.spec.experts
-        ):
-            raise UsageError(
-                f"--k: every expert of layer {layer.spec.name} has the same sum of the combine "
-                "weights C, by which Algorithm 1 chooses",
-                hint="leave --k out: a C that is a softmax over the tokens has the same sum for "
-                "every expert",
-            )
-    routed = _routed(model)
-    changes = {name: k[name] for name, layer in routed.items() if k[name] != layer.current_k}
-    for name, wanted in changes.items():
-        _check_change(name, routed[name], wanted)
-    if not changes:
-        return model
-    module = sharing_weights(model.module)
-    for name, layer in _by_layer(module).items():
-        if name in changes:
-            layer.k = changes[name]
-    changed = model.changed(module)
-    if model.example is not None:  # a factory's network; a family's router supports every k
-        _try(changed, changes)
-    return changed
-
-
 class RouterHost(Host):
     """The host of networks with routers around our layers."""
 
     def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:
-        """Returns the model whose routers use this k."""
-        return with_router_k(model, k)
+        """Returns a model whose own routers use each layer's k, weights shared.
 
-
-def _routed(model: Model) -> dict[str, OwnForward]:
-    return {name: layer for name, layer in _by_layer(model.module).items() if name in model.layers}
+        The same model if every k is the default. Raises `UsageError` for a k that a router does not
+        support: it has no parameter `k`, or returns another number.
+        """
+        for layer in model.module.modules():
+            if not (isinstance(layer, OwnForward) and layer.even):
+                continue
+            if k[layer.spec.name] != layer.spec.experts:
+                raise UsageError(
+                    f"--k: every expert of layer {layer.spec.name} has the same sum of the combine "
+                    "weights C, by which Algorithm 1 chooses",
+                    hint="leave --k out: a C that is a softmax over the tokens has the same sum "
+                    "for every expert",
+                )
+        routed = {n: layer for n, layer in _by_layer(model.module).items() if n in model.layers}
+        changes = {name: k[name] for name, layer in routed.items() if k[name] != layer.current_k}
+        for name, wanted in changes.items():
+            _check_change(name, routed[name], wanted)
+        if not changes:
+            return model
+        module = sharing_weights(model.module)
+        for name, layer in _by_layer(module).items():
+            if name in changes:
+                layer.k = changes[name]
+        changed = model.changed(module)
+        if model.example is not None:  # a factory's network; a family's router supports every k
+            _try(changed, changes)
+        return changed
 
 
 def _by_layer(module: nn.Module) -> dict[str, OwnForward]:
-    """User code that chooses experts for tokens, by the name of their layer."""
+    """Returns the user code that chooses experts for tokens, by the name of its layer."""
     layers = [layer for layer in module.modules() if isinstance(layer, OwnForward)]
     return {layer.spec.name: layer for layer in layers if isinstance(layer.spec, ExpertsSpec)}
 

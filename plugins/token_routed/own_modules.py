@@ -9,7 +9,6 @@ capacity, or if it is padding and the router skips padding.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -112,25 +111,14 @@ class _Nllb(SparseBlock):
         return index[:, :k], values[:, :k] * self.scale
 
 
-@dataclass(frozen=True, slots=True)
-class _BlockNames:
-    """The names in a class of sparse blocks.
-
-    They name an expert's two maps, and a token's number of experts.
-    """
-
-    first: str
-    second: str
-    k: int
-    stand_in: type[SparseBlock]
-
-
-_BLOCKS: Mapping[str, _BlockNames] = MappingProxyType(
+_BLOCKS: Mapping[str, tuple[str, str, int, type[SparseBlock]]] = MappingProxyType(
     {
-        "SwitchTransformersSparseMLP": _BlockNames(first="wi", second="wo", k=1, stand_in=_Switch),
-        "NllbMoeSparseMLP": _BlockNames(first="fc1", second="fc2", k=2, stand_in=_Nllb),
+        "SwitchTransformersSparseMLP": ("wi", "wo", 1, _Switch),
+        "NllbMoeSparseMLP": ("fc1", "fc2", 2, _Nllb),
     }
 )
+"""Classes of sparse blocks: the names of an expert's two maps, a token's number of experts, and the
+class that replaces them."""
 
 
 def sparse_blocks(network: nn.Module) -> dict[str, nn.Module]:
@@ -140,21 +128,20 @@ def sparse_blocks(network: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def canonical_block(path: str, block: nn.Module) -> SparseBlock:
+def canonical_block(path: str, block: Any) -> SparseBlock:
     """Returns the replacement of a sparse block; its weights are views of the block's.
 
     Raises `FamilyError` for an activation that the layer does not have, and for a router whose
     result depends on the rest of the batch, or is random.
     """
-    of: Any = block
-    names = _BLOCKS[type(block).__name__]
-    experts = _experts(of)
-    first = [getattr(expert, names.first) for expert in experts]
-    second = [getattr(expert, names.second) for expert in experts]
+    first_name, second_name, k, replacement = _BLOCKS[type(block).__name__]
+    experts = _experts(block)
+    first = [getattr(expert, first_name) for expert in experts]
+    second = [getattr(expert, second_name) for expert in experts]
     hidden, d = first[0].weight.shape
     out = second[0].weight.shape[0]
     spec = ExpertsSpec(
-        name=f"{path}.experts", experts=len(experts), k=names.k, dim=d, hidden=hidden, out=out
+        name=f"{path}.experts", experts=len(experts), k=k, dim=d, hidden=hidden, out=out
     )
     weights = ExpertsWeights(
         w1=tuple(linear.weight.T for linear in first),
@@ -162,7 +149,7 @@ def canonical_block(path: str, block: nn.Module) -> SparseBlock:
         b1=_biases(first),
         b2=_biases(second),
     )
-    return names.stand_in(of, Experts(with_activation(spec, experts[0].act, block), weights))
+    return replacement(block, Experts(with_activation(spec, experts[0].act, block), weights))
 
 
 def check_block(path: str, ours: SparseBlock, block: nn.Module) -> bool:

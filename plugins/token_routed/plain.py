@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...exporter.checkpoints.floats import unset
-from ...exporter.checkpoints.state_dict import PREFIXES
+from ...exporter.checkpoints.state_dict import FLOAT8, PREFIXES
 from ...exporter.checkpoints.weight_files import WeightFiles, read_file, read_files
 from . import fp8, lora
 
@@ -62,12 +62,12 @@ def plain_tensors(
     rest = {k: t for k, t in tensors.items() if k not in factors}
     pairs = lora.factors_in(factors, place)
     if adapter is not None:
-        held = dict(read_file(adapter))
-        other = next((key for key in held if not lora.FACTOR.fullmatch(key)), None)
+        factors = dict(read_file(adapter))
+        other = next((key for key in factors if not lora.FACTOR.fullmatch(key)), None)
         if other is not None or pairs:
             what = f"{other} is more than plain LoRA" if other else "the weights also contain LoRA"
             raise CheckpointError(f"{adapter}: {what}", hint=lora.MERGE)
-        factors, pairs = held, lora.factors_in(held, adapter)
+        pairs = lora.factors_in(factors, adapter)
     config = weights.files[0].parent / lora.CONFIG
     if place.is_dir() and config.is_file() and not pairs:
         raise CheckpointError(
@@ -97,7 +97,7 @@ def plain_tensors(
 
 
 def _named(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors without the prefixes that training put around modules, and a note on these."""
+    """Returns the tensors without prefixes that training put around modules, and a note."""
     removed: dict[str, None] = {}
     while shared := next((p for p in BEFORE_ALL if all(k.startswith(p) for k in tensors)), None):
         tensors = {key.removeprefix(shared): tensor for key, tensor in tensors.items()}
@@ -110,7 +110,7 @@ def _named(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     return (named if len(named) == len(tensors) else tensors), notes
 
 
-def _without_base(key: str, pairs: Mapping[str, lora.LoraPair]) -> str:
+def _without_base(key: str, pairs: Mapping[str, lora.Pair]) -> str:
     module, found, last = key.rpartition(f".{BASE}")
     return f"{module}.{last}" if found and module in pairs else key
 
@@ -118,8 +118,8 @@ def _without_base(key: str, pairs: Mapping[str, lora.LoraPair]) -> str:
 def _dequantised(
     tensors: Mapping[str, Tensor], place: Path, blocks: tuple[int, int] | None
 ) -> tuple[dict[str, Compute], dict[str, Tensor]]:
-    """How to compute each eight-bit weight, and the scales for it."""
-    packed = [key for key, tensor in tensors.items() if fp8.is_packed(tensor)]
+    """Returns how to compute each eight-bit weight, and the scales for it."""
+    packed = [key for key, tensor in tensors.items() if tensor.dtype in FLOAT8]
     scales = {key: fp8.scales_of(key, tensors, place) for key in packed}
     read = {scale: tensors[scale] for scale in scales.values()}
     if packed:
@@ -130,7 +130,7 @@ def _dequantised(
 
 def _merge(
     tensors: Mapping[str, Tensor],
-    factors: tuple[Mapping[str, Tensor], Mapping[str, lora.LoraPair]],
+    factors: tuple[Mapping[str, Tensor], Mapping[str, lora.Pair]],
     config: Mapping[str, Any],
     computed: dict[str, Compute],
     source: Path,
@@ -138,15 +138,16 @@ def _merge(
     """Adds how to compute each weight that has factors to `computed`."""
     values, pairs = factors
 
-    def compute(key: str, before: Compute | None, pair: lora.LoraPair) -> Tensor:
+    def compute(key: str, before: Compute | None, pair: lora.Pair) -> Tensor:
         weight = tensors[key] if before is None else before()
-        return lora.merged(weight, values[pair.a], values[pair.b], config, f"{source}: {key}")
+        a, b = (values[factor] for factor in pair)
+        return lora.merged(weight, a, b, config, f"{source}: {key}")
 
     for module, pair in pairs.items():
         key = f"{module}.weight"
         if key not in tensors:
             raise CheckpointError(
-                f"{source}: {pair.a} is a factor of {key}, which the folder does not have",
+                f"{source}: {pair[0]} is a factor of {key}, which the folder does not have",
                 hint=lora.MERGE,
             )
         computed[key] = partial(compute, key, computed.get(key), pair)

@@ -79,11 +79,15 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
     """
     network = model.module
     routers = getattr(network, "routers", None)
-    if not isinstance(network, TransformersNetwork) or routers is None:
-        if isinstance(network, TransformersNetwork):
-            _check_trained(model, k)
+    if not isinstance(network, TransformersNetwork):
         return model
-    assert isinstance(routers, Routers)
+    if not isinstance(routers, Routers):
+        if any(k.get(name) != layer.spec.trained_k for name, layer in model.layers.items()):
+            raise UsageError(
+                f"--k: the configuration of this {model.family} model has no k",
+                hint="leave --k out: the model is then exported as it was trained",
+            )
+        return model
     if None in k.values():
         raise UsageError(
             "--k input: the router of this model has its k in the graph",
@@ -99,28 +103,15 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
     changed = sharing_weights(network)
     assert isinstance(changed, TransformersNetwork)
     layers = {path.rpartition(".")[0]: value for path, value in k.items()}
-    ks = set(k.values())
+    ks = list(k.values())
+    common = ks[0] if len(set(ks)) == 1 else None
     for path, name in routers.attributes:
-        own = _within(path, layers)
-        if own is not None:
-            setattr(changed.wrapped.get_submodule(path), name, layers[own])
-        elif len(ks) == 1:
-            setattr(changed.wrapped.get_submodule(path), name, next(iter(ks)))
-    if len(ks) == 1:  # modules share one configuration
-        setattr(changed.wrapped.config.get_text_config(), routers.field, next(iter(ks)))
-    setting: Any = next(iter(ks)) if len(ks) == 1 else list(k.values())
+        # The experts layer that the module is at or below.
+        own = next((p for p in layers if path == p or path.startswith(f"{p}.")), None)
+        value = common if own is None else layers[own]
+        if value is not None:
+            setattr(changed.wrapped.get_submodule(path), name, value)
+    if common is not None:  # modules share one configuration
+        setattr(changed.wrapped.config.get_text_config(), routers.field, common)
+    setting: Any = ks if common is None else common
     return replace(model.changed(changed), config={**model.config, routers.field: setting})
-
-
-def _within(path: str, layers: Mapping[str, Any]) -> str | None:
-    """The experts layer, among `layers`, that a module is at or below."""
-    return next((p for p in layers if path == p or path.startswith(f"{p}.")), None)
-
-
-def _check_trained(model: Model, k: Mapping[str, int | None]) -> None:
-    for name, layer in model.layers.items():
-        if k.get(name) != layer.spec.trained_k:
-            raise UsageError(
-                f"--k: the configuration of this {model.family} model has no k",
-                hint="leave --k out: the model is then exported as it was trained",
-            )

@@ -75,7 +75,8 @@ def traced_program(
         ) from error
     graph = graph_of(exported)
     assert isinstance(graph, ir.Model)
-    program = _program_of(exported, exporter)
+    before_5_23 = hasattr(exported, "exported_program")
+    program = exported.exported_program if before_5_23 else exporter.programs[-1]
     optimise(graph, program)
     graph.meta[PROGRAM] = program
     _name(graph, inputs, outputs, fixed)
@@ -97,13 +98,6 @@ def _recording_programs(exporter: Any, tracer: Any) -> Any:
         """Its `super()` is the tracer above."""
 
     return Exporter()
-
-
-def _program_of(exported: Any, exporter: Any) -> Any:
-    """Returns PyTorch's program that an exporter of transformers made (`_recording_programs`)."""
-    if hasattr(exported, "exported_program"):  # before 5.23
-        return exported.exported_program
-    return exporter.programs[-1]
 
 
 def _no_exporter(error: ImportError) -> MissingExtraError:
@@ -161,7 +155,7 @@ def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
 def _shapes(
     network: TransformersNetwork, arguments: Mapping[str, Any], axes: Sequence[dict[int, Any]]
 ) -> dict[str, Any]:
-    """The dynamic axes of each argument, in the form of its pytree."""
+    """Returns the dynamic axes of each argument, in the form of its pytree."""
     shapes: dict[str, Any] = dict(zip(network.takes, axes, strict=True))
     if ENCODED in shapes:
         shapes["encoder_outputs"] = [shapes.pop(ENCODED)]
@@ -173,7 +167,7 @@ def _shapes(
 
 
 def _like(cache: Any, axes: list[dict[int, Any]], network: TransformersNetwork) -> Any:
-    """The dynamic axes of a cache."""
+    """Returns the dynamic axes of a cache."""
     from transformers.exporters.exporter_dynamo import (
         get_auto_dynamic_shapes,
         register_cache_pytrees_for_model,
@@ -209,7 +203,8 @@ def _name(
     _name_axes(graph, names)
     for value, spec in zip(graph.graph.inputs, inputs, strict=True):
         value.shape = ir.Shape(spec.within(fixed))
-    traced = {_plain(value.name): value for value in graph.graph.outputs}
+    # An output has a prefix if an input has the same name.
+    traced = {str(value.name).removeprefix("output."): value for value in graph.graph.outputs}
     graph.graph.outputs.clear()
     for spec in outputs:
         value = traced[_of_cache(spec.name, traced)]
@@ -218,14 +213,8 @@ def _name(
         graph.graph.outputs.append(value)
 
 
-def _plain(name: str | None) -> str:
-    """An output's name, without the prefix that it has if an input has the same name."""
-    assert name is not None
-    return name.removeprefix("output.")
-
-
 def _of_cache(name: str, outputs: Mapping[str, Any]) -> str:
-    """The name of an output in the library's exporter: a part of a cache has its path."""
+    """Returns the name of an output in the library's exporter: a part of a cache has its path."""
     if not name.startswith(f"{PRESENT}."):
         return name
     _, layer, part = name.split(".")

@@ -110,10 +110,10 @@ class TokensChoose(GroupRouter):
         index, margin = order[..., :k], gaps.amin(dim=-1)  # [G, S, k] and [G, S]
         beyond = self._places(order, ranked, k) - self.capacities[k - 1]
         moves = torch.where(beyond > 0, beyond, 1 - beyond).clamp(max=self.group + 1)
-        minds = self._gaps_to_queue(order, gaps)
+        to_queue = self._gaps_to_queue(order, gaps)
         for choice in range(k):
             expert = index[..., choice, None]
-            others = minds.transpose(1, 2).gather(1, expert.expand(-1, -1, self.group))
+            others = to_queue.transpose(1, 2).gather(1, expert.expand(-1, -1, self.group))
             if self.priority:  # or one with the same choice that comes before or after it
                 first = ranked[..., 0]
                 apart = (first[:, :, None] - first[:, None, :]).abs() / first[:, :, None]
@@ -126,14 +126,14 @@ class TokensChoose(GroupRouter):
         return self._in_rows(margin[..., None], x)[..., 0]
 
     def _gaps_to_queue(self, order: Tensor, gaps: Tensor) -> Tensor:
-        """The least gap by which a token could enter or leave the queue of an expert, [G, S, n]."""
-        minds = torch.full((*order.shape[:2], self._experts), torch.inf, dtype=gaps.dtype)
+        """Returns the least gap that moves a token into or out of an expert's queue [G, S, n]."""
+        least = torch.full((*order.shape[:2], self._experts), torch.inf, dtype=gaps.dtype)
         last = order.shape[-1] - 1
         for choice, gap in enumerate(part[..., None] for part in gaps.unbind(-1)):
             for place in (choice, min(choice + 1, last)):
                 expert = order[..., place, None]
-                minds = minds.scatter_reduce(2, expert, gap, "amin")
-        return minds
+                least = least.scatter_reduce(2, expert, gap, "amin")
+        return least
 
     @property
     def _experts(self) -> int:
@@ -141,7 +141,7 @@ class TokensChoose(GroupRouter):
         return self.kernel.shape[0] * self.kernel.shape[2]
 
     def _ranked(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token's weights, descending, and their experts, [b, m, n / M].
+        """Returns each token's weights, descending, and their experts, [b, m, n / M].
 
         The lower number of two equal experts comes first, as in JAX.
         """
@@ -156,21 +156,21 @@ class TokensChoose(GroupRouter):
         return ranked.flatten(0, 1), order.flatten(0, 1)
 
     def _by_group(self, rows: Tensor) -> Tensor:
-        """Values [b, m, j] as groups [G, S, j]."""
+        """Returns values [b, m, j] as groups [G, S, j]."""
         members = self.kernel.shape[0]
         if members > 1:
             rows = rows.reshape(-1, members, *rows.shape[1:]).transpose(1, 2)  # [images, m, M, j]
         return rows.reshape(-1, self.group, rows.shape[-1])
 
     def _in_rows(self, groups: Tensor, x: Tensor) -> Tensor:
-        """Values [G, S, j] as [b, m, j], the rows of x."""
+        """Returns values [G, S, j] as [b, m, j], the rows of x."""
         members, tokens = self.kernel.shape[0], x.shape[1]
         if members > 1:
             groups = groups.reshape(-1, tokens, members, groups.shape[-1]).transpose(1, 2)
         return groups.reshape(-1, tokens, groups.shape[-1])
 
     def _places(self, experts: Tensor, ranked: Tensor, k: int) -> Tensor:
-        """The place of each choice [G, S, k] in its expert's queue, from 1.
+        """Returns the place of each choice [G, S, k] in its expert's queue, from 1.
 
         `experts` [G, S, n / M] are those of all choices, by their weights, `ranked`.
 
@@ -222,7 +222,7 @@ class ExpertsChoose(GroupRouter):
         return gap.reshape(gates.shape)
 
     def _chosen(self, gates: Tensor) -> Tensor:
-        """The tokens of a group that each expert takes, [G, S, n]."""
+        """Returns the tokens of a group that each expert takes, [G, S, n]."""
         by_group = gates.reshape(-1, self.group, gates.shape[-1])
         order = by_group.sort(dim=1, descending=True, stable=True).indices
         rank = torch.arange(self.group)[None, :, None].expand_as(order)
@@ -248,7 +248,7 @@ def _shapes(tensors: Tensors) -> dict[str, TensorShape]:
 
 
 def _make(prefix: str, tensors: Tensors, name: str) -> Experts:
-    """The experts of one layer, still without their groups."""
+    """Returns the experts of one layer, still without their groups."""
     local = under(tensors, prefix)
     check_tensors(NAME, prefixed(local, prefix), prefixed(_shapes(local), prefix))
     w1, w2 = local[f"{FIRST}.kernel"], local[f"{SECOND}.kernel"]
@@ -309,7 +309,7 @@ CONSTRUCTOR = Constructor(
 
 
 def _questions(settings: Config, read: Config, tokens: int | None) -> dict[str, Question]:
-    """The questions that remain after the given settings, with examples that fit the shapes."""
+    """Returns the remaining questions after the settings, with examples that fit the shapes."""
     members = read.get("ensemble_size", 1)
     most = replace(ASKED["num_selected_experts"], value=min(2, read["num_experts"] // members))
     group = replace(ASKED["group_size"], value=(tokens or 1) * members)
@@ -318,11 +318,8 @@ def _questions(settings: Config, read: Config, tokens: int | None) -> dict[str, 
     if settings.get("capacity") is not None:
         del questions["capacity_factor"]
     elif lifted:  # without a capacity, the group has no effect
-        questions = {
-            key: question
-            for key, question in questions.items()
-            if key not in ("group_size", "capacity_multiple_of", "batch_priority")
-        }
+        for key in ("group_size", "capacity_multiple_of", "batch_priority"):
+            del questions[key]
     if EXPERTS_CHOOSE in str(settings.get("router")):
         questions.pop("num_selected_experts")
         questions.pop("batch_priority", None)
@@ -453,11 +450,11 @@ class GroupRouting:
         of = "one image" if self.images == 1 else f"{self.images} images"
         rest = "chooses them" if self.experts_choose else "drops the others that chose it"
         capacity = self.capacities[self.k - 1]
-        taken = f"an expert takes {capacity} of {self.group} tokens, of {of}, and {rest}"
+        sentence = f"an expert takes {capacity} of {self.group} tokens, of {of}, and {rest}"
         if self.images == 1:
-            return taken
+            return sentence
         return (
-            f"{taken}: an output depends on the other images of its "
+            f"{sentence}: an output depends on the other images of its "
             f"group and on its place among them, and a batch must be a multiple of {self.images}"
         )
 

@@ -24,7 +24,7 @@ from ...exporter.checkpoints.weight_files import SUFFIXES, WeightFiles, find_fil
 from . import CONFIG_FILE, GENERATION_FILE, lora
 from .fp8 import DEQUANTISED
 from .misfits import check_experts, check_mismatched, check_missing, check_names, check_surplus
-from .plain import PlainTensors, plain_tensors
+from .plain import plain_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +137,12 @@ def load_weights(found: FolderFiles, class_: Any, config: Any, watched: Watched)
     ):
         model, taken, report = _read(found, class_, config, plain.tensors, torch.float32)
     notes = check_surplus(found.place, model, plain.tensors.keys() - taken, report)
-    check_missing(found, model, report)
+    check_missing(found.place, model, report)
     check_mismatched(found.place, model, report)
     _check_numbers(found.place, model, plain.tensors, taken)
-    _check_finite(found, plain, taken, watched)
+    used = {key: plain.tensors[key] for key in sorted(taken)}
+    for tensors in (plain.read, used):
+        check_finite(found.place, tensors, Reading(found.files, watched))
     _generation(model, found.folder)
     release(found.files)
     places = (*found.files, *(() if plain.place is None else (plain.place,)))
@@ -159,7 +161,7 @@ def _most_common(tensors: Mapping[str, Tensor]) -> torch.dtype:
 def _read(
     found: FolderFiles, class_: Any, config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[Any, set[str], Mapping[str, Any]]:
-    """A model of the library, the keys that it took, and its report on its weights."""
+    """Returns a model of the library, the keys that it took, and its report on its weights."""
     taken: set[str] = set()
     try:
         model, report = class_.from_pretrained(
@@ -187,7 +189,7 @@ def attention_of(class_: Any) -> str:
 
 
 def _computed_otherwise(model: nn.Module) -> bool:
-    """Whether tensors that are computed, not read, were computed in less than float32."""
+    """Returns whether tensors that are computed, not read, were computed in less than float32."""
     read = model.state_dict().keys()
     return any(
         tensor.is_floating_point() and tensor.dtype != torch.float32
@@ -199,7 +201,7 @@ def _computed_otherwise(model: nn.Module) -> bool:
 def _narrowed(
     model: nn.Module, tensors: Mapping[str, Tensor], taken: set[str], main: torch.dtype
 ) -> bool:
-    """Whether tensors of wider types than most were rounded to the type of most."""
+    """Returns whether tensors of wider types than most were rounded to the type of most."""
     used = {tensor.data_ptr() for tensor in model.state_dict().values()}
     return any(
         tensor.is_floating_point()
@@ -233,15 +235,6 @@ def _check_numbers(place: Path, model: Any, tensors: Mapping[str, Tensor], taken
             f"{place} has {given} numbers for {own} parameters, some under two names",
             hint="save only the correct weights",
         )
-
-
-def _check_finite(
-    found: FolderFiles, plain: PlainTensors, taken: set[str], watched: Watched
-) -> None:
-    """Raises `CheckpointError` for NaN and infinities in used weights, with the key."""
-    used = {key: plain.tensors[key] for key in sorted(taken)}
-    for tensors in (plain.read, used):
-        check_finite(found.place, tensors, Reading(found.files, watched))
 
 
 def _generation(model: Any, folder: Path) -> None:

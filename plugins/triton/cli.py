@@ -12,17 +12,26 @@ from ...commands.options import (
     Quiet,
     Verbose,
     json_text,
-    option_for,
+    options_of,
     output_option,
     typed_path,
 )
 from ...common.console import Console, show
 from ...common.text import lines
 from .calls import triton as write
-from .request import Device, ServingBackend, TritonRequest
+from .request import TritonRequest
 
 if TYPE_CHECKING:
     from .repository import ServedModel
+
+
+OPTIONS = options_of(
+    TritonRequest,
+    {
+        "Models": ("name", "backend", "device", "k", "version"),
+        "Speed": ("instances", "threads", "delay_us"),
+    },
+)
 
 
 def triton(
@@ -32,17 +41,7 @@ def triton(
         typer.Argument(metavar="BUNDLE…", parser=typed_path, help="Folders that export wrote."),
     ],
     output: Annotated[Path, output_option("REPOSITORY", "The model repository to write.")],
-    name: Annotated[str | None, option_for(TritonRequest, "name", "Models")] = None,
-    backend: Annotated[
-        ServingBackend | None, option_for(TritonRequest, "backend", "Models")
-    ] = None,
-    device: Annotated[Device | None, option_for(TritonRequest, "device", "Models")] = None,
-    k: Annotated[int | None, option_for(TritonRequest, "k", "Models")] = None,
-    version: Annotated[int, option_for(TritonRequest, "version", "Models")] = 1,
-    instances: Annotated[int, option_for(TritonRequest, "instances", "Speed")] = 1,
-    threads: Annotated[int | None, option_for(TritonRequest, "threads", "Speed")] = None,
-    delay_us: Annotated[int | None, option_for(TritonRequest, "delay_us", "Speed")] = None,
-    force: Annotated[bool, option_for(TritonRequest, "force", "Options")] = False,
+    request: Annotated[TritonRequest, OPTIONS],
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -51,17 +50,6 @@ def triton(
 
     Several bundles of one network with different k are also combined into an ensemble.
     """
-    request = TritonRequest(
-        name=name,
-        backend=backend,
-        device=device,
-        k=k,
-        version=version,
-        instances=instances,
-        threads=threads,
-        delay_us=delay_us,
-        force=force,
-    )
     with Console(verbose=verbose, quiet=quiet) as console:
         models = write(bundles, output, request)
     if as_json:

@@ -32,7 +32,6 @@ from ...exporter.bundle.runtimes import RUNTIMES
 from ...exporter.tensorrt.records import EngineRecord, engines_of
 from ...exporter.tensorrt.trust import find_plan
 from ...graphs.names import K_INPUT, SELECTED
-from ...graphs.sizes import DEFAULT_BATCH, AxisRange, parse_range
 from ...graphs.targets import QDQ, TARGETS, runtime_of
 from . import config
 from .request import Device, ServingBackend, TritonRequest
@@ -163,7 +162,7 @@ def _default_name(bundle: Bundle) -> str:
 def _served(bundle: Bundle, name: str, options: TritonRequest) -> ServedModel:
     manifest, form = bundle.manifest, _form(bundle, options)
     backend, device = _backend(bundle, options), _device(bundle, options)
-    batched, batch = form.max_batch > 0, _batches(bundle)
+    batched, batch = form.max_batch > 0, bundle.manifest.batches
     inputs = []
     for port in manifest.inputs:
         if port.name == K_INPUT:
@@ -269,20 +268,13 @@ def _k(bundle: Bundle, options: TritonRequest) -> int:
     return options.k or _experts(bundle)
 
 
-def _batches(bundle: Bundle) -> AxisRange:
-    axis, text = bundle.manifest.inputs[0].shape[0], bundle.manifest.batch
-    if isinstance(axis, int):
-        return AxisRange(axis, axis, axis)
-    return parse_range(text, "--batch") if text else DEFAULT_BATCH
-
-
 def _most(bundle: Bundle) -> int:
     """Returns the largest batch, or 0 if Triton cannot batch.
 
     It cannot if the batch size is a constant of the graph, or if inputs in a batch influence each
     other, because Triton would mix requests.
     """
-    batches, port = _batches(bundle), bundle.manifest.inputs[0]
+    batches, port = bundle.manifest.batches, bundle.manifest.inputs[0]
     return 0 if isinstance(port.shape[0], int) or port.groups_of else batches.max
 
 
@@ -434,8 +426,7 @@ def _samples(bundle: Bundle, options: TritonRequest, *, batched: bool) -> dict[s
     if PARITY_FILE not in manifest.files or manifest.inputs[0].dtype == "bfloat16":
         return {}
     feeds = Reference.load(bundle.path / PARITY_FILE).feeds(manifest.inputs[0].name)
-    count = manifest.inputs[0].shape[0]
-    count = count if isinstance(count, int) else manifest.inputs[0].groups_of or 1
+    count = manifest.batches.opt if manifest.batches.fixed else manifest.together
     arrays = {
         port.name: np.ascontiguousarray(feeds[port.name][:count], dtype=port.dtype)
         for port in manifest.inputs

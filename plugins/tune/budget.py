@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ...common.timing import LOOK_S, WAIT_S, Protocol
+from ...common.timing import Protocol
 
 TRIAL, RUN, OPEN, WAYS = "trial", "run", "open", "ways"
 """Steps of a search: a whole graph; the run over the search's half; writing and opening a graph; a
@@ -137,34 +137,6 @@ class End:
         points = (END_SHARE * left_s - self.once_s) / (self.timing_s + self.confirming_s)
         count = min(FEWEST, max(2, math.floor(min(FEWEST, points))))
         return count * (self.timing_s + self.confirming_s) + self.once_s
-
-    @staticmethod
-    def of(
-        clock: Clock, base_ms: float, *, one_s: float, searching: int, confirming: int, routed: bool
-    ) -> End:
-        """Estimates the end from the steps that a clock has measured.
-
-        `base_ms` is the latency of the model as trained, `one_s` the untouched model's time for an
-        input; `routed` models are traced again for their k.
-        """
-        longest, one = clock.longest, base_ms / 1e3
-        # A resumed search did not run this step again; the untouched model is hardly faster.
-        run_s = longest.get(RUN, one_s * searching) / searching
-        open_s, ways_s = longest.get(OPEN, 0.0), longest.get(WAYS, 0.0)
-        careful = protocol_for(base_ms, careful=True)
-        calls = careful.warmup + careful.rounds * (1 + careful.inputs)
-        timed_s = max(careful.rounds * (careful.round_s + one), calls * one)
-        untouched_s = timed_s + careful.rounds * WAIT_S
-        timed_s += careful.rounds * (WAIT_S if spin_for(base_ms) is None else LOOK_S)
-        once_s = untouched_s + confirming * one_s + open_s + VERIFIED * (2 * one_s + run_s)
-        if routed:
-            # two traces to find the places of k, and one of the chosen k
-            once_s += 2 * longest[TRACE]
-        return End(
-            timing_s=open_s + timed_s + ways_s,
-            confirming_s=open_s + confirming * run_s,
-            once_s=once_s - ways_s,  # the model as trained is already known
-        )
 
     def points_within(self, left_s: float, *, timed: bool) -> float:
         """Returns how many points fit into the time; those that are not `timed` are timed first."""

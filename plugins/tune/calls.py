@@ -53,16 +53,14 @@ def tune(
     from .budget import Clock
 
     request.check()
-    force, progress = request.force, request.progress
     clock = Clock(request.seconds, started=started)
-    check_destination(Path(destination), force=force)
+    check_destination(Path(destination), force=request.force)
     executor = executor_of(request)
     if executor is None:  # the nodes of a cluster check this themselves
         for target in request.targets:
             check_runs(target)
-    place = None if request.report is None else Path(request.report)
-    if place is not None:
-        check_folder(place, "--report")
+    if request.report is not None:
+        check_folder(Path(request.report), "--report")
     from .findings import write_findings  # load PyTorch only after the checks
     from .shards import evaluate_here
     from .tune import search_and_export
@@ -72,18 +70,10 @@ def tune(
         nullcontext(evaluate_here) if executor is None else executor.evaluating(request)
     ) as evaluate:
         tuned = search_and_export(
-            loaded,
-            labelled,
-            Path(destination),
-            request,
-            work=place,
-            force=force,
-            progress=progress,
-            clock=clock,
-            evaluate=evaluate,
+            loaded, labelled, Path(destination), request, clock=clock, evaluate=evaluate
         )
-    if place is not None:
-        write_findings(tuned, place, request.command)
+    if request.report is not None:
+        write_findings(tuned, Path(request.report))
     return tuned
 
 
@@ -94,7 +84,7 @@ def tune_plan(model: AnyModel, data: AnyData, request: TuneRequest) -> SearchPla
     request.check()
     from .tune import plan_search
 
-    return plan_search(*_tune_data(model, data, request), request, request.progress)
+    return plan_search(*_tune_data(model, data, request), request)
 
 
 def _tune_data(model: AnyModel, data: AnyData, request: TuneRequest) -> tuple[Model, Labelled]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,29 +14,46 @@ from ...commands.options import (
     Quiet,
     Verbose,
     json_text,
-    option_for,
+    options_of,
     output_option,
     typed_code,
     typed_command,
     typed_data,
     typed_path,
 )
-from ...commands.panels import further
-from ...commands.reading import ConfigOption, FamilyOption, SetOption, loader
+from ...commands.reading import ReadingOptions, loader
 from ...common.console import Console, show
 from ...common.locations import is_missing
 from ...common.text import count
-from ...exporter.requests import SIZES, LoadRequest
+from ...exporter.requests import SIZES
 from .calls import tune as search
 from .calls import tune_plan
 from .request import RecipeOptions, TuneRequest, no_such_recipe
 
 if TYPE_CHECKING:
-    from .tune import SearchPlan, Tuned
+    from .tune import SearchPlan
+
+
+OPTIONS = options_of(
+    TuneRequest,
+    {
+        "Requirements": ("keep", "max_latency", "max_bytes", "scenario", "metric"),
+        "Search space": ("target", "batch", "tokens", "precision", "all_experts"),
+        "Search": ("time", "threads", "pixels", "report"),
+    },
+    keep={"metavar": "SHARE"},
+    max_latency={"metavar": "TIME"},
+    max_bytes={"metavar": "BYTES"},
+    metric={"metavar": "<text>", "kind": str, "parser": typed_code},
+    batch={"metavar": SIZES},
+    tokens={"metavar": SIZES},
+    time={"metavar": "TIME"},
+    threads={"min": 1},
+    report={"metavar": "DIR"},
+)
 
 
 def tune(
-    context: typer.Context,
     *,
     model: ModelArgument,
     data: Annotated[
@@ -49,41 +66,8 @@ def tune(
         ),
     ],
     output: Annotated[Path, output_option("BUNDLE", "The folder to write.")],
-    family: FamilyOption = None,
-    config: ConfigOption = None,
-    sets: SetOption = None,
-    keep: Annotated[
-        str | None, option_for(TuneRequest, "keep", "Requirements", metavar="SHARE")
-    ] = None,
-    max_latency: Annotated[
-        str | None, option_for(TuneRequest, "max_latency", "Requirements", metavar="TIME")
-    ] = None,
-    max_bytes: Annotated[
-        str | None, option_for(TuneRequest, "max_bytes", "Requirements", metavar="BYTES")
-    ] = None,
-    scenario: Annotated[
-        Literal["server"] | None, option_for(TuneRequest, "scenario", "Requirements")
-    ] = None,
-    metric: Annotated[
-        str | None,
-        option_for(TuneRequest, "metric", "Requirements", metavar="<text>", parser=typed_code),
-    ] = None,
-    target: Annotated[str, option_for(TuneRequest, "target", "Search space")] = "ort-cpu",
-    batch: Annotated[
-        str, option_for(TuneRequest, "batch", "Search space", metavar=SIZES)
-    ] = "1:1:32",
-    tokens: Annotated[
-        str, option_for(TuneRequest, "tokens", "Search space", metavar=SIZES)
-    ] = "1:196:1024",
-    precision: Annotated[str | None, option_for(TuneRequest, "precision", "Search space")] = None,
-    all_experts: Annotated[bool, option_for(TuneRequest, "all_experts", "Search space")] = False,
-    time: Annotated[str | None, option_for(TuneRequest, "time", "Search", metavar="TIME")] = None,
-    threads: Annotated[int | None, option_for(TuneRequest, "threads", "Search", min=1)] = None,
-    pixels: Annotated[str | None, option_for(TuneRequest, "pixels", "Search")] = None,
-    report: Annotated[
-        Path | None, option_for(TuneRequest, "report", "Search", metavar="DIR", parser=typed_path)
-    ] = None,
-    force: Annotated[bool, option_for(TuneRequest, "force", "Options")] = False,
+    reading: ReadingOptions,
+    request: Annotated[TuneRequest, OPTIONS],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the size of the search without searching.")
     ] = False,
@@ -96,33 +80,11 @@ def tune(
     Searches on one half of the data and confirms the result on the other. After an interruption,
     repeat the command: it continues where it stopped.
     """
-    place = Path(report or output.with_name(f"{output.name}-report"))
-    reading = LoadRequest(
-        family=family, config=config, sets=sets or (), further=further(context, LoadRequest)
-    )
+    place = Path(request.report or output.with_name(f"{output.name}-report"))
     with Console(verbose=verbose, quiet=quiet) as console:
-        images = Path(data).is_dir() or pixels is not None
+        images = Path(data).is_dir() or request.pixels is not None
         load = loader(reading, model, console, None if images else data)
-        request = TuneRequest(
-            keep=keep,
-            max_latency=max_latency,
-            max_bytes=max_bytes,
-            scenario=scenario,
-            metric=metric,
-            target=target,
-            batch=batch,
-            tokens=tokens,
-            precision=precision,
-            all_experts=all_experts,
-            time=time,
-            threads=threads,
-            pixels=pixels,
-            report=place,
-            command=typed_command(),
-            force=force,
-            progress=console,
-            further=further(context, TuneRequest),
-        )
+        request = replace(request, report=place, command=typed_command(), progress=console)
         if dry_run:
             planned = tune_plan(load, data, request)
             show(json_text(asdict(planned)) if as_json else plan_text(planned))
@@ -130,7 +92,17 @@ def tune(
         tuned = search(load, data, output, request)
     from .findings import text
 
-    show(json_text(_as_json(tuned, place)) if as_json else text(tuned, place, request.command))
+    if not as_json:
+        show(text(tuned))
+        return
+    manifest = tuned.bundle.manifest
+    content = {
+        "bundle": str(tuned.bundle.path),
+        "report": str(place / "report.html"),
+        "contract": manifest.contract,
+        "layers": [asdict(layer) for layer in manifest.layers],
+    }
+    show(json_text(content))
 
 
 def plan_text(planned: SearchPlan) -> str:
@@ -143,15 +115,6 @@ def plan_text(planned: SearchPlan) -> str:
     )
 
 
-def _as_json(tuned: Tuned, report: Path) -> dict[str, Any]:
-    return {
-        "bundle": str(tuned.bundle.path),
-        "report": str(report / "report.html"),
-        "contract": tuned.bundle.manifest.contract,
-        "layers": [asdict(layer) for layer in tuned.bundle.manifest.layers],
-    }
-
-
 def typed_recipe(text: str | Path) -> Path:
     """Parses the path of a recipe; raises `UsageError` if the file does not exist."""
     path = typed_path(text)
@@ -160,11 +123,6 @@ def typed_recipe(text: str | Path) -> Path:
     return path
 
 
-def recipe_options(
-    *,
-    recipe: Annotated[
-        Path | None, option_for(RecipeOptions, "recipe", metavar="RECIPE.YAML", parser=typed_recipe)
-    ] = None,
-) -> RecipeOptions:
-    """Returns the options of `export` for recipes."""
-    return RecipeOptions(recipe=recipe)
+recipe_options = options_of(
+    RecipeOptions, recipe={"metavar": "RECIPE.YAML", "kind": Path, "parser": typed_recipe}
+)

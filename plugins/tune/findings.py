@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,49 +24,55 @@ from ...common.environment import environment
 from ...common.text import size, table
 from ...graphs.targets import runtime_of
 from ..service.findings import as_analyses, best
-from .accuracy.confirm import Confirmed
 from .accuracy.quality import R2, Quality
 from .graphs import UNTOUCHED
 from .recipe import RECIPE_FILE, free_place
 from .report.record import TUNING, FrontPoint, TuningRecord
-from .space import Trial
 from .substitutes.substitutes import FOLDER
 from .tune import Tuned
 
 
-def write_findings(tuned: Tuned, folder: Path, command: str = "") -> tuple[Path, ...]:
+def write_findings(tuned: Tuned, folder: Path) -> None:
     """Writes results.json and the report to the folder of the search's journal."""
-    written = write_all(results_of(tuned, command), folder)
+    write_all(results_of(tuned), folder)
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
     for name in (FILE, CALIBRATION_FILE):
         (folder / name).unlink(missing_ok=True)
-    return written
 
 
-def results_of(tuned: Tuned, command: str = "") -> Results:
+def results_of(tuned: Tuned) -> Results:
     name = Path(tuned.model.source.path).stem
     info = model_info(Candidate(name, tuned.model))
     n = max(tuned.experts.values())
-    quality, batch = tuned.chosen.quality, tuned.request.batches.opt
+    quality = tuned.chosen.quality
     rows = []
-    untouched = tuned.latencies.get(UNTOUCHED)
-    if untouched is not None:
+    if UNTOUCHED in tuned.latencies:
+        untouched = replace(
+            quality,
+            kept=1.0,
+            low=1.0,
+            high=1.0,
+            score=quality.untouched,
+            answers=quality.untouched_answers,
+        )
+        judged = _judged(tuned, untouched)
+        rows.append(_row(tuned, UNTOUCHED, engine=PYTORCH_EAGER, k=n, **judged))
+    listed = {each.trial.point.key: each for each in (tuned.sequence[0], tuned.chosen)}
+    for key, confirmed in listed.items():
+        point = confirmed.trial.point
         rows.append(
-            Row(
-                engine=PYTORCH_EAGER,
-                k=n,
-                experts=n,
-                batch=batch,
-                model=name,
-                latency_ms=untouched,
-                throughput=1e3 * batch / untouched.median,
-                **_judged(tuned, quality, of_untouched=True),
+            _row(
+                tuned,
+                key,
+                engine=runtime_of(point.target),
+                k=max(point.k.values()),
+                provider="cpu",
+                precision=point.precision,
+                lowering="+".join(sorted(set(confirmed.trial.lowerings.values()))),
+                point=point.text(tuned.experts) if point.fewer else None,
+                **_judged(tuned, confirmed.quality),
             )
         )
-    listed = [tuned.sequence[0], tuned.chosen]
-    for key in dict.fromkeys(one.trial.point.key for one in listed):
-        confirmed = next(one for one in listed if one.trial.point.key == key)
-        rows.append(_row(tuned, confirmed, name, n))
     return Results(
         models=(info,),
         rows=tuple(rows),
@@ -77,7 +84,7 @@ def results_of(tuned: Tuned, command: str = "") -> Results:
             "labelled": tuned.metric.name in ("accuracy", R2),
             "threads": tuned.threads.sentence,
         },
-        command=command,
+        command=tuned.request.command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         analyses={TUNING: msgspec.to_builtins(_record(tuned))}
         | ({} if tuned.services is None else as_analyses(tuned.services)),
@@ -100,8 +107,8 @@ def _record(tuned: Tuned) -> TuningRecord:
     )
 
 
-def text(tuned: Tuned, report: Path | None = None, command: str = "") -> str:
-    """Returns the front and the contract as text; `command` is the search's command line."""
+def text(tuned: Tuned) -> str:
+    """Returns the front and the contract as text."""
     rows = [
         (
             "→" if point is tuned.chosen else "",
@@ -118,7 +125,7 @@ def text(tuned: Tuned, report: Path | None = None, command: str = "") -> str:
     times = tuned.base.ms / tuned.chosen.trial.ms
     why = [_record(tuned).why_runtime]
     if tuned.services is not None:
-        most = best([one for one in tuned.services.services if one.exported])
+        most = best([row for row in tuned.services.services if row.exported])
         why += [] if most is None else [most.reached]
     place, metric = tuned.bundle.path, tuned.metric
     judged_by = metric.title if metric.each_output else metric.name
@@ -129,8 +136,10 @@ def text(tuned: Tuned, report: Path | None = None, command: str = "") -> str:
         tuned.model.source.path,
         str(place / RECIPE_FILE),
         str(free_place(place)),
-        shlex.split(command),
+        shlex.split(tuned.request.command),
     )
+    folder = tuned.request.report
+    report = "" if folder is None else f"\nreport: {Path(folder) / 'report.html'}"
     return (
         f"{table(header, rows)}\n\n"
         f"{place}: {judged_by} kept {quality.kept:.2%}, between "
@@ -138,89 +147,60 @@ def text(tuned: Tuned, report: Path | None = None, command: str = "") -> str:
         f"not use;\n{tuned.chosen.trial.ms:.3g} ms a batch, {times:.3g} times as fast as k = n in "
         f"FP32; {tuned.trials} graphs in {tuned.seconds:.0f} s\n"
         f"{''.join(f'{sentence}{chr(10)}' for sentence in why if sentence)}"
-        f"again: {again}" + ("" if report is None else f"\nreport: {report / 'report.html'}")
+        f"again: {again}{report}"
     )
 
 
-def _row(tuned: Tuned, confirmed: Confirmed, name: str, n: int) -> Row:
-    trial, batch = confirmed.trial, tuned.request.batches.opt
-    latency = tuned.latencies.get(trial.point.key)
+def _row(tuned: Tuned, key: str, **fields: Any) -> Row:
+    """A row of the results, with the latency of this `key`."""
+    latency, batch = tuned.latencies.get(key), tuned.request.batches.opt
     return Row(
-        engine=runtime_of(trial.point.target),
-        k=max(choice.k for _, choice in trial.point.layers),
-        experts=n,
+        experts=max(tuned.experts.values()),
         batch=batch,
-        model=name,
-        provider="cpu",
-        precision=trial.point.precision,
-        lowering="+".join(sorted(set(trial.lowerings.values()))),
-        point=trial.point.text(tuned.experts) if trial.point.fewer else None,
+        model=Path(tuned.model.source.path).stem,
         latency_ms=latency,
         throughput=None if latency is None else 1e3 * batch / latency.median,
-        **_judged(tuned, confirmed.quality),
+        **fields,
     )
 
 
-def _judged(tuned: Tuned, quality: Quality, *, of_untouched: bool = False) -> dict[str, Any]:
+def _judged(tuned: Tuned, quality: Quality) -> dict[str, Any]:
     """The metric's fields of a result row; empty for a metric without one."""
-    score = quality.untouched if of_untouched else quality.score
-    kept = 1.0 if of_untouched else quality.kept
-    low, high = (1.0, 1.0) if of_untouched else (quality.low, quality.high)
+    score, kept, inputs = quality.score, quality.kept, quality.inputs
+    interval = Interval(quality.low, quality.high)
     if tuned.metric.each_output:
-        answers = quality.untouched_answers if of_untouched else quality.answers
+        answers = quality.answers
         return {"accuracy": answers.accuracy, "regression": answers.regression}
     if tuned.metric.name == "accuracy":
-        return {
-            "accuracy": Accuracy(
-                score,
-                kept,
-                quality.inputs,
-                top1_interval=wilson(round(score * quality.inputs), quality.inputs),
-                retention_interval=Interval(low, high),
-            )
-        }
+        correct = wilson(round(score * inputs), inputs)
+        accuracy = Accuracy(score, kept, inputs, top1_interval=correct, retention_interval=interval)
+        return {"accuracy": accuracy}
     if tuned.metric.name == "perplexity":
-        interval = Interval(low, high)
         return {"perplexity": Perplexity(score, kept, quality.tokens, retention_interval=interval)}
     return {}
 
 
-def _points(tuned: Tuned) -> list[FrontPoint]:
-    confirmed = {point.trial.point.key: point.quality for point in tuned.sequence}
+def _points(tuned: Tuned) -> Iterator[FrontPoint]:
+    confirmations = {point.trial.point.key: point.quality for point in tuned.sequence}
     front = {trial.point.key: trial for trial in (*tuned.front, tuned.base)}
-    chosen = tuned.chosen.trial.point.key
-    return [
-        _point(
-            tuned,
-            front.get(trial.point.key, trial),
-            confirmed,
-            front=trial.point.key in front,
-            chosen=chosen,
+    for any_trial in tuned.all_trials:
+        key = any_trial.point.key
+        trial, confirmed = front.get(key, any_trial), confirmations.get(key)
+        yield FrontPoint(
+            ms=trial.ms,
+            predicted_ms=trial.predicted_ms,
+            bytes=trial.bytes,
+            kept=trial.quality.kept,
+            searched=Interval(trial.quality.low, trial.quality.high),
+            text=trial.point.text(tuned.experts),
+            layers={
+                name: replace(choice, lowering=trial.lowerings[name])
+                for name, choice in trial.point.layers
+            },
+            around=trial.point.around,
+            front=key in front,
+            chosen=key == tuned.chosen.trial.point.key,
+            confirmed_kept=None if confirmed is None else confirmed.kept,
+            confirmed=None if confirmed is None else Interval(confirmed.low, confirmed.high),
+            runtime=runtime_of(trial.point.target),
         )
-        for trial in tuned.all_trials
-    ]
-
-
-def _point(
-    tuned: Tuned, trial: Trial, confirmed: dict[str, Quality], *, front: bool, chosen: str
-) -> FrontPoint:
-    key, quality = trial.point.key, trial.quality
-    held = confirmed.get(key)
-    return FrontPoint(
-        ms=trial.ms,
-        predicted_ms=trial.predicted_ms,
-        bytes=trial.bytes,
-        kept=quality.kept,
-        searched=Interval(quality.low, quality.high),
-        text=trial.point.text(tuned.experts),
-        layers={
-            name: replace(choice, lowering=trial.lowerings[name])
-            for name, choice in trial.point.layers
-        },
-        around=trial.point.around,
-        front=front,
-        chosen=key == chosen,
-        confirmed_kept=None if held is None else held.kept,
-        confirmed=None if held is None else Interval(held.low, held.high),
-        runtime=runtime_of(trial.point.target),
-    )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,7 +16,7 @@ from ...bench.plan import Candidate, GraphSource
 from ...bench.request import BenchRequest
 from ...bench.runners.base import GraphFile, first_of
 from ...bench.runners.graphs import SessionLoader
-from ...bench.runners.pytorch import untouched
+from ...bench.runners.pytorch import PyTorch, untouched
 from ...common.console import Progress
 from ...common.latency import Latency
 from ...common.timing import Protocol, measure
@@ -39,7 +38,7 @@ from .budget import INPUTS, OPEN, QUICK, RUN, TRIAL, WAYS, protocol_for, spin_fo
 from .prepare import SearchJob
 from .request import TuneRequest
 from .routed import Traces
-from .shards import Batch, Evaluate, evaluate_here
+from .shards import Batch, Evaluate
 from .space import Point, Trial, job_of
 from .substitutes.substitutes import Substitutes
 from .times import LayerTimes
@@ -63,7 +62,7 @@ class Graphs:
         times: Mapping[Target, LayerTimes],
         substitutes: Substitutes,
         progress: Progress,
-        evaluate: Evaluate = evaluate_here,
+        evaluate: Evaluate,
     ) -> None:
         self.base, self.metric, self.data = job.base, job.metric, job.holdout.search
         self.journal, self.clock = job.journal, job.clock
@@ -93,13 +92,28 @@ class Graphs:
         Raises the errors of planning and running a graph.
         """
         if point.key not in self.trials:
-            lowerings = self.times[point.target].lowerings(point)
+            times = self.times[point.target]
+            lowerings = times.lowerings(point)
             opened = self.opened([(point, lowerings)], spin_ms=self._spin_ms())
             with self.clock.step(TRIAL), opened as (session,):
-                trial = self._trial(point, lowerings, session.path.parent, session)
-            self.trials[point.key] = trial
-            self.journal.add("trial", trial=msgspec.to_builtins(trial))
+                with self.clock.step(RUN):
+                    (tally,) = self.tallies([session])
+                files = (session.path, session.path.with_name(WEIGHTS_FILE))
+                trial = Trial(
+                    point=point,
+                    lowerings=lowerings,
+                    quality=self.metric.quality(tally),
+                    ms=self._ms([session])[0],
+                    predicted_ms=times.predicted_ms(point),
+                    bytes=sum(file.stat().st_size for file in files),
+                    substitutes=self.substitutes.digest(point),
+                )
+            self._add(trial)
         return self.trials[point.key]
+
+    def _add(self, trial: Trial) -> None:
+        self.trials[trial.point.key] = trial
+        self.journal.add("trial", trial=msgspec.to_builtins(trial))
 
     def trained_further(self, trial: Trial, seconds: float) -> bool:
         """Trains a point's substitutes for `seconds` more; returns whether that helped.
@@ -120,22 +134,6 @@ class Graphs:
             for point in sharing:
                 self.trial(point)
         return True
-
-    def _trial(
-        self, point: Point, lowerings: dict[str, str], folder: Path, session: Session
-    ) -> Trial:
-        with self.clock.step(RUN):
-            (tally,) = self.tallies([session])
-        files = (folder / MAIN_GRAPH, folder / WEIGHTS_FILE)
-        return Trial(
-            point=point,
-            lowerings=lowerings,
-            quality=self.metric.quality(tally),
-            ms=self._ms([session])[0],
-            predicted_ms=self.times[point.target].predicted_ms(point),
-            bytes=sum(file.stat().st_size for file in files),
-            substitutes=self.substitutes.digest(point),
-        )
 
     @contextmanager
     def timed_with(self, base: Trial) -> Iterator[None]:
@@ -180,8 +178,7 @@ class Graphs:
         if times[at] > MOST_TIME_SHARE * times[0]:
             return trial
         faster = replace(trial, lowerings=ways[at], ms=times[at])
-        self.trials[trial.point.key] = faster
-        self.journal.add("trial", trial=msgspec.to_builtins(faster))
+        self._add(faster)
         return faster
 
     @contextmanager
@@ -218,11 +215,11 @@ class Graphs:
                 rows = slice(start, start + self.batch)
                 yield rows_of(x, rows), None if labels is None else labels[rows]
 
-    def call(self, session: Session) -> Callable[[int], object]:
+    def call(self, model: Session | PyTorch) -> Callable[[int], object]:
         """Returns the call to time: batches of OPT from the search's half, in turn."""
         size = self.base.options.batches.opt
-        batches = [self.data.batch(index, size) for index in range(INPUTS)]
-        return partial(_run, [session.bound(batch) for batch in batches])
+        calls = [model.bound(self.data.batch(index, size)) for index in range(INPUTS)]
+        return lambda index: calls[index % INPUTS]()
 
     def timed(self, trials: Sequence[Trial], protocol: Protocol) -> dict[str, Latency]:
         """Returns the latencies of points, by their keys, and of the untouched model.
@@ -235,16 +232,16 @@ class Graphs:
                 trial.point.key: self.call(session)
                 for trial, session in zip(trials, sessions, strict=True)
             }
-            size, model = self.base.options.batches.opt, untouched(self.base.model)
-            batches = [self.data.batch(index, size) for index in range(INPUTS)]
-            calls[UNTOUCHED] = partial(_run, [model.bound(batch) for batch in batches])
+            calls[UNTOUCHED] = self.call(untouched(self.base.model))
             measured = measure(calls, protocol, title="timing the front", progress=self.progress)
         return measured.latencies
 
-    def served(self, trials: Sequence[Trial], folder: Path, request: TuneRequest) -> ServedPoints:
-        """Returns the request rates of points within the latency bound, and of the untouched model.
+    def served(
+        self, trials: Sequence[Trial], folder: Path, request: TuneRequest
+    ) -> tuple[dict[str, float], ServiceFindings]:
+        """Returns the requests a second of points, by their keys, and the findings with all rows.
 
-        Leaves LoadGen's logs in a folder.
+        The rate of a point that exceeds the latency bound is 0. Leaves LoadGen's logs in a folder.
         """
         job, bound_ms = self.base, request.latency_ms
         assert bound_ms is not None, "--scenario needs a latency bound"
@@ -275,9 +272,9 @@ class Graphs:
             data = self.data.head(MOST_IN_LIBRARY)
             service = ServiceMeasurement(reference, settings, data.batch(0, len(data)))
             service.serve(candidate, {}, self.journal)
-        rates = {one.lowering: one.rate or 0.0 for one in service.services}
-        named = {trial.point.key: rates[self._name(trial)] for trial in trials}
-        return ServedPoints(findings=service.findings, rates=named)
+        rates = {row.lowering: row.rate or 0.0 for row in service.services}
+        by_key = {trial.point.key: rates[self._name(trial)] for trial in trials}
+        return by_key, service.findings
 
     def _name(self, trial: Trial) -> str:
         layers = self.base.model.layers
@@ -294,18 +291,6 @@ class Graphs:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ServedPoints:
-    """Request rates by point key, in requests a second; 0 if a point exceeds the bound."""
-
-    findings: ServiceFindings
-    rates: Mapping[str, float]
-
-
 def median_ratio(latency: Latency, other: Latency) -> float:
     """Returns the ratio of two latencies, as the median over rounds in turn."""
     return float(np.median(np.array(latency.rounds) / np.array(other.rounds)))
-
-
-def _run(calls: Sequence[Callable[[], object]], index: int) -> object:
-    return calls[index % len(calls)]()

@@ -9,20 +9,21 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx_ir as ir
 
-from ...bench.data import Labelled, LabelledData
+from ...bench.data import Labelled
 from ...bench.journal import FILE, Journal
 from ...bench.prepare import threads_for
 from ...calibration.table import CALIBRATION_FILE, CalibrationTable
 from ...common.console import Progress
 from ...common.environment import environment
 from ...common.files import STEP_BYTES
-from ...common.threads import Threads
+from ...common.threads import Threads, with_threads
+from ...common.timing import LOOK_S, WAIT_S
 from ...common.writing import held, make_folder, scratch_folder
 from ...data.batches import Array
 from ...errors import UsageError
@@ -37,7 +38,18 @@ from ...graphs.layers.soft_moe import SoftMoESpec
 from ...graphs.targets import Precision, Target
 from .accuracy.holdout import Holdout, untouched_outputs
 from .accuracy.quality import Metric, check_enough, metric_for
-from .budget import RANGES_SHARE, TRACE, Clock, End
+from .budget import (
+    OPEN,
+    RANGES_SHARE,
+    RUN,
+    TRACE,
+    VERIFIED,
+    WAYS,
+    Clock,
+    End,
+    protocol_for,
+    spin_for,
+)
 from .recipe import LayerRecipe
 from .request import TuneRequest
 from .routed import routed_layers
@@ -124,26 +136,36 @@ class SearchJob:
         return [*dict.fromkeys(points)]
 
     def within(self, trial: Trial) -> bool:
-        request = self.request
-        slow = request.latency_ms is not None and trial.ms > request.latency_ms
-        return not slow and not (
-            request.most_bytes is not None and trial.bytes > request.most_bytes
-        )
+        """Whether a trial meets the bounds of time and size."""
+        slow = self.request.latency_ms is not None and trial.ms > self.request.latency_ms
+        large = self.request.most_bytes is not None and trial.bytes > self.request.most_bytes
+        return not (slow or large)
 
     @property
     def table_file(self) -> Path:
-        """The file of the ranges, in the folder of the search."""
         return self.folder / CALIBRATION_FILE
 
     def end(self, base: Trial) -> End:
+        """Estimates the end of the search from the steps so far; `base` is the model as trained."""
+        longest, one_s, base_s = self.clock.longest, self.one_s, base.ms / 1e3
         searching = len(self.holdout.search)
-        return End.of(
-            self.clock,
-            base.ms,
-            one_s=self.one_s,
-            searching=searching,
-            confirming=self.holdout.confirming_count or searching,
-            routed=bool(routed_layers(self.model)),
+        confirming = self.holdout.confirming_count or searching
+        # A resumed search did not run this step again; the untouched model is hardly faster.
+        run_s = longest.get(RUN, one_s * searching) / searching
+        open_s, ways_s = longest.get(OPEN, 0.0), longest.get(WAYS, 0.0)
+        careful = protocol_for(base.ms, careful=True)
+        calls = careful.warmup + careful.rounds * (1 + careful.inputs)
+        timed_s = max(careful.rounds * (careful.round_s + base_s), calls * base_s)
+        untouched_s = timed_s + careful.rounds * WAIT_S
+        timed_s += careful.rounds * (WAIT_S if spin_for(base.ms) is None else LOOK_S)
+        once_s = untouched_s + confirming * one_s + open_s + VERIFIED * (2 * one_s + run_s)
+        if routed_layers(self.model):
+            # two traces to find the places of k, and one of the chosen k
+            once_s += 2 * longest[TRACE]
+        return End(
+            timing_s=open_s + timed_s + ways_s,
+            confirming_s=open_s + confirming * run_s,
+            once_s=once_s - ways_s,  # the model as trained is already known
         )
 
 
@@ -193,12 +215,14 @@ def prepare(
     wanted = {target: computed_on(target, request) for target in request.targets}
     ranged = any(name in RANGED for names in wanted.values() for name in names)
     if ranged and all(spec.default is None for spec in model.inputs):
+        path = folder / CALIBRATION_FILE
         samples = _samples(clock, one_s)
-        if samples or (folder / CALIBRATION_FILE).is_file():
-            ranges = _ranges(
-                base, model, holdout.search, folder, journal, samples, traced, progress
-            )
-            base = replace(base, table=ranges)
+        if samples and not (journal.resumed and path.is_file()):
+            calibrate = CalibrateRequest(samples=samples)
+            job = calibration_job(model, holdout.search.feed, calibrate, fixed=base.fixed)
+            find_ranges(job, traced=traced, progress=progress).write(path)
+        if samples or (journal.resumed and path.is_file()):
+            base = replace(base, table=CalibrationTable.read(path))
         else:
             wanted = {
                 target: [name for name in names if name not in RANGED]
@@ -238,38 +262,20 @@ def _samples(clock: Clock, one_s: float) -> int:
     return 0 if fitting < CALIBRATED_FEW else min(CALIBRATED, math.floor(fitting))
 
 
-def _ranges(
-    base: ExportJob,
-    model: Model,
-    data: LabelledData,
-    folder: Path,
-    journal: Journal,
-    samples: int,
-    traced: ir.Model,
-    progress: Progress,
-) -> CalibrationTable:
-    """The ranges of a model's tensors over the search's half, stored in the folder."""
-    path = folder / CALIBRATION_FILE
-    if not (journal.resumed and path.is_file()):
-        request = CalibrateRequest(samples=samples)
-        job = calibration_job(model, data.feed, request, fixed=base.fixed)
-        find_ranges(job, traced=traced, progress=progress).write(path)
-    return CalibrationTable.read(path)
-
-
-def threads_of(
-    model: Model, data: Labelled, request: TuneRequest, work: Path | None, progress: Progress
-) -> Threads:
-    sizes = (request.batches.opt,)
-    return threads_for([model], data, sizes, count=request.threads, work=work, progress=progress)
-
-
 @contextmanager
-def kept_in(work: Path | None) -> Iterator[Path]:
-    """Yields the search's folder, which outlives it, or a temporary one."""
-    if work is not None:
-        with held(work):
-            yield work
-        return
-    with scratch_folder("tune") as folder:
-        yield folder
+def prepared(
+    model: Model,
+    data: Labelled,
+    request: TuneRequest,
+    work: Path | None,
+    progress: Progress,
+    clock: Clock,
+) -> Iterator[tuple[SearchJob, Threads]]:
+    """Yields a prepared search, with its threads; its folder is `work`, or a temporary one."""
+    whole_groups = base_job(model, request).options.batches
+    request = replace(request, batch=whole_groups)
+    sizes = (request.batches.opt,)
+    threads = threads_for([model], data, sizes, count=request.threads, work=work, progress=progress)
+    place = scratch_folder("tune") if work is None else nullcontext(work)
+    with with_threads(threads.count), held(work), place as folder:
+        yield prepare(model, data, request, folder, progress, clock), threads

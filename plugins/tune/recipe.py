@@ -113,21 +113,7 @@ class Recipe:
 
     @property
     def edits(self) -> Edits:
-        """The removals and merges of experts that the recipe makes."""
-        kept = (
-            KeptExperts(name, layer.experts, constant=layer.constant)
-            for name, layer in self.layers.items()
-            if layer.experts
-        )
-        merged = (MergedExperts(name) for name, layer in self.layers.items() if layer.merged)
-        return Edits((*kept, *merged))
-
-    @property
-    def floating(self) -> frozenset[str]:
-        """The layers that stay in floats while others do not."""
-        return frozenset(
-            name for name, layer in self.layers.items() if layer.precision != self.precision
-        )
+        return edits_of(self.layers)
 
     def text(self) -> str:
         """Returns the recipe as YAML."""
@@ -141,6 +127,17 @@ class Recipe:
 
     def write(self, path: Path) -> None:
         path.write_text(self.text(), encoding="utf-8")
+
+
+def edits_of(layers: Mapping[str, LayerRecipe]) -> Edits:
+    """Returns the removals and merges of experts in some layers."""
+    kept = (
+        KeptExperts(name, layer.experts, constant=layer.constant)
+        for name, layer in layers.items()
+        if layer.experts
+    )
+    merged = (MergedExperts(name) for name, layer in layers.items() if layer.merged)
+    return Edits((*kept, *merged))
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -170,8 +167,8 @@ def read_recipe(path: Path) -> Recipe:
     return recipe
 
 
-def checked_file(path: Path, digest: str, file: str) -> Path | None:
-    """Returns a file that a recipe needs, in the recipe's folder; None if the recipe needs none.
+def _checked_file(path: Path, digest: str, file: str) -> Path | None:
+    """A file that a recipe needs, in the recipe's folder; None if the recipe needs none.
 
     Raises `UsageError` if the file is missing or was changed.
     """
@@ -179,16 +176,13 @@ def checked_file(path: Path, digest: str, file: str) -> Path | None:
         return None
     place = path.parent / file
     if not place.is_file():
-        raise UsageError(
-            f"--recipe {path}: {file}, which it needs, is not in its folder",
-            hint=f"copy {file} from the bundle of this recipe",
-        )
-    if sha256(place) != digest:
-        raise UsageError(
-            f"--recipe {path}: {place} is not the file that this recipe was made with",
-            hint=f"copy {file} from the bundle of this recipe",
-        )
-    return place
+        mistake = f"{file}, which it needs, is not in its folder"
+    elif sha256(place) != digest:
+        mistake = f"{place} is not the file that this recipe was made with"
+    else:
+        return place
+    hint = f"copy {file} from the bundle of this recipe"
+    raise UsageError(f"--recipe {path}: {mistake}", hint=hint)
 
 
 _LEFT_OPEN = frozenset(
@@ -206,20 +200,21 @@ def recipe_options(
     `substitutes` are the arrays that replace experts (`Edits.substitutes`).
     """
     integers = recipe.precision in ("int8", "int4", "fp8")
+    floating = (n for n, layer in recipe.layers.items() if layer.precision != recipe.precision)
     edits = recipe.edits.with_substitutes(substitutes or {})
     return replace(
         with_recipe(options, recipe),
         k=tuple(layer.k for layer in recipe.layers.values()),
         target=recipe.target,
         lowering=AUTO,
-        layer_lowerings={name: (one.lowering, one.why) for name, one in recipe.layers.items()},
+        layer_lowerings={n: (layer.lowering, layer.why) for n, layer in recipe.layers.items()},
         batch=parse_range(recipe.batch, "--recipe: batch"),
         tokens=parse_range(recipe.tokens, "--recipe: tokens"),
         opset=None if recipe.opset in (MIN_OPSET, BLOCKED_OPSET) else recipe.opset,  # as needed
         renormalize=False,
         precision=recipe.precision,
         quantize=recipe.quantize,
-        keep_floating=tuple(sorted(recipe.floating)) if integers else (),
+        keep_floating=tuple(sorted(floating)) if integers else (),
         edits=Edits((*edits.listed, *options.edits.steers)),
     )
 
@@ -258,11 +253,11 @@ def read_again(source: Source) -> list[str]:
     return words
 
 
-def free_place(bundle: Path) -> Path:
+def free_place(bundle: Path, suffix: str = "again") -> Path:
     """Returns the first of `BUNDLE-again`, `BUNDLE-again-2` and so on that does not exist."""
     endings = ("", *(f"-{number}" for number in range(2, 1000)))
-    names = (bundle.with_name(f"{bundle.name}-again{ending}") for ending in endings)
-    return next(place for place in names if not place.exists())
+    places = (bundle.with_name(f"{bundle.name}-{suffix}{ending}") for ending in endings)
+    return next(place for place in places if not place.exists())
 
 
 def _reading(reading: LoadRequest, request: ExportOptions, source: str) -> LoadRequest:
@@ -277,7 +272,7 @@ def _reading(reading: LoadRequest, request: ExportOptions, source: str) -> LoadR
     return replace(reading, family=family, config=recipe.config or None)
 
 
-def _asked(options: ExportOptions) -> bool:
+def _applies(options: ExportOptions) -> bool:
     return recipe_in(options) is not None or options.asked(RecipeOptions).recipe is not None
 
 
@@ -292,8 +287,8 @@ def _refuses(options: ExportOptions) -> None:
 def _change(options: ExportOptions) -> ExportOptions:
     path = Path(options.asked(RecipeOptions).recipe or "")
     recipe = read_recipe(path)
-    ranges = checked_file(path, recipe.calibration, CALIBRATION_FILE)
-    arrays = checked_file(path, recipe.substitutes, SUBSTITUTES_FILE)
+    ranges = _checked_file(path, recipe.calibration, CALIBRATION_FILE)
+    arrays = _checked_file(path, recipe.substitutes, SUBSTITUTES_FILE)
     substitutes = None if arrays is None else read_substitutes(arrays.parent)
     return replace(recipe_options(recipe, options, substitutes), calibration=ranges)
 
@@ -317,10 +312,6 @@ def _page(manifest: Manifest) -> Iterator[str]:
     found = manifest.contract
     if not {"metric", "kept", "interval", "inputs", "asked"} <= found.keys():
         return  # a recipe written by hand or by an older version
-    keep, latency_ms, most = (found["asked"].get(name) for name in ("keep", "latency_ms", "bytes"))
-    bounds = [] if keep is None else [f"to keep {100 * keep:g}% of the {found['metric']}"]
-    bounds += [] if latency_ms is None else [f"to take at most {latency_ms:g} ms"]
-    bounds += [] if most is None else [f"to take at most {size(most)}"]
     yield "## What it keeps"
     low, high = found["interval"]
     text = (
@@ -333,8 +324,20 @@ def _page(manifest: Manifest) -> Iterator[str]:
             f": an accuracy of {found['accuracy']:.1%} ({low:.1%} to {high:.1%}); PyTorch "
             f"has {found['untouched_accuracy']:.1%}"
         )
-    asked = f" The bundle had {' and '.join(bounds)}." if bounds else ""
+    keep, latency_ms, most = (found["asked"].get(name) for name in ("keep", "latency_ms", "bytes"))
+    bounds = bounds_text(keep, found["metric"], latency_ms, most)
+    asked = f" The bundle had {bounds}." if bounds else ""
     yield f"{text}.{asked}"
+
+
+def bounds_text(
+    keep: float | None, metric: str, latency_ms: float | None, most_bytes: int | None
+) -> str:
+    """Returns the bounds of a search: `to keep 99% of the accuracy and to take at most 5 ms`."""
+    bounds = [] if keep is None else [f"to keep {100 * keep:g}% of the {metric}"]
+    bounds += [] if latency_ms is None else [f"to take at most {latency_ms:g} ms"]
+    bounds += [] if most_bytes is None else [f"to take at most {size(most_bytes)}"]
+    return " and ".join(bounds)
 
 
 def _finish(export: Export, directory: Path, manifest: Manifest) -> Manifest:
@@ -348,7 +351,7 @@ def _finish(export: Export, directory: Path, manifest: Manifest) -> Manifest:
 
 RECIPE = Step(
     "recipe",
-    asked=_asked,
+    asked=_applies,
     refuses=_refuses,
     change=_change,
     check=_check,

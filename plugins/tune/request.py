@@ -141,16 +141,25 @@ class TuneRequest(AxisSizes, Request):
     @property
     def targets(self) -> tuple[Target, ...]:
         """The targets to search together, the first for the model as trained."""
-        return parse_targets(self.target)
+        names = tuple(dict.fromkeys(split_list(self.target)))
+        for name in names:
+            if name not in TARGETS:
+                raise UsageError(
+                    f"--target {name}: there is no such target",
+                    hint=near_miss(name, TARGETS.names) + left_out(),
+                )
+        if not names:
+            raise UsageError("--target: the list is empty", hint="for example ort-cpu,openvino")
+        return names
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """The precisions to try, empty for all that a target serves."""
-        return parse_tried(self.precision or "")
+        """The precisions to try, empty for all that a target serves; `check` refuses others."""
+        names: Any = dict.fromkeys(split_list(self.precision or ""))
+        return tuple(names)
 
     @property
     def seconds(self) -> float | None:
-        """The time limit of the search."""
         return None if self.time is None else parse_seconds(self.time, "--time", "s")
 
     @property
@@ -237,24 +246,3 @@ def _refusal(target: Target, precision: Precision) -> str | None:
         return record.refused[precision][0]
     # A precision that is no faster is not a candidate.
     return record.notes.get(precision) if precision in ("fp16", "bf16") else None
-
-
-def parse_targets(text: str) -> tuple[Target, ...]:
-    """Parses a list of targets; raises `UsageError` for an unknown name."""
-    names = tuple(dict.fromkeys(split_list(text)))
-    for name in names:
-        if name not in TARGETS:
-            raise UsageError(
-                f"--target {name}: there is no such target",
-                hint=near_miss(name, TARGETS.names) + left_out(),
-            )
-    if not names:
-        raise UsageError("--target: the list is empty", hint="for example ort-cpu,openvino")
-    return names
-
-
-def parse_tried(text: str) -> tuple[Precision, ...]:
-    """Parses a list of precisions, empty for an empty one; `check` refuses unknown names."""
-    names: Any = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    precisions: tuple[Precision, ...] = names
-    return precisions

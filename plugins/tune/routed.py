@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
@@ -24,19 +25,11 @@ def routed_layers(model: Model) -> frozenset[str]:
     return frozenset(name for name, layer in model.layers.items() if layer.spec.kind == "experts")
 
 
-def with_routed_k(model: Model, k: Mapping[str, int]) -> Model:
-    """Returns a model whose routers choose k experts; the same model if it has no routers.
-
-    Raises `UsageError` for a k that a router does not allow.
-    """
-    return model.host.with_k(model, k)
-
-
 def can_choose_k(model: Model, layer: str, k: int) -> bool:
     """Returns whether the model's routers can choose k experts in one layer."""
     trained = {name: own.spec.trained_k for name, own in model.layers.items()}
     try:
-        with_routed_k(model, {**trained, layer: k})
+        model.host.with_k(model, {**trained, layer: k})
     except UsageError:
         return False
     return True
@@ -60,41 +53,35 @@ class Traces:
         self._routed = routed_layers(base.model)
         self._trained = {n: base.model.layers[n].spec.trained_k for n in self._routed}
         self._known: dict[tuple[int, ...], ir.Model] = {tuple(self._trained.values()): traced}
-        self._places: dict[str, tuple[_Place, ...]] | None = None
-        self._compared = False
 
     def of(self, job: ExportJob) -> ir.Model:
         """Returns the graph for the k of a job."""
-        wanted = {name: job.k[name] or self._trained[name] for name in self._trained}
-        key = tuple(wanted.values())
+        ks = {name: job.k[name] or self._trained[name] for name in self._trained}
+        key = tuple(ks.values())
         if key not in self._known:
-            self._compare()
-            self._known[key] = (
-                self._traced_again(job) if self._places is None else self._with(wanted)
-            )
+            self._known[key] = _traced(job) if self._places is None else self._with(ks)
         return self._known[key]
 
-    def _compare(self) -> None:
-        """Finds the places of k, once, from the graph as trained and that of k = 1."""
-        if self._compared:
-            return
-        self._compared = True
-        one = dict.fromkeys(self._base.model.layers, 1)
-        other = replace(self._base, model=with_routed_k(self._base.model, one))
-        self._places = _places(self._traced, self._traced_again(other), self._trained)
+    @cached_property
+    def _places(self) -> dict[str, tuple[_Place, ...]] | None:
+        """The places of k, from the graph as trained and that of k = 1."""
+        model = self._base.model
+        ones = model.host.with_k(model, dict.fromkeys(model.layers, 1))
+        return _places(self._traced, _traced(replace(self._base, model=ones)), self._trained)
 
-    def _traced_again(self, job: ExportJob) -> ir.Model:
-        return trace(job.model, opset=job.options.least_opset, fixed=job.fixed)
-
-    def _with(self, wanted: Mapping[str, int]) -> ir.Model:
+    def _with(self, ks: Mapping[str, int]) -> ir.Model:
         """The graph as trained, with other numbers at the places of k."""
         assert self._places is not None
         changed = self._traced.clone()
         nodes = list(changed.graph)
-        for name, k in wanted.items():
+        for name, k in ks.items():
             for place in self._places[name]:
                 _write(changed, nodes[place.node], place, k)
         return changed
+
+
+def _traced(job: ExportJob) -> ir.Model:
+    return trace(job.model, opset=job.options.least_opset, fixed=job.fixed)
 
 
 def _places(
@@ -115,7 +102,7 @@ def _places(
         path = (a.name or "").rpartition("/")[0]
         layer = next((n for p, n in modules.items() if path == p or path.startswith(f"{p}.")), None)
         for index, of_shape, here, there in _differences(a, b):
-            elements = None if layer is None else _of_k(here, there, trained[layer])
+            elements = None if layer is None else _k_elements(here, there, trained[layer])
             if layer is not None and elements is not None:
                 places[layer].append(
                     _Place(node=at, index=index, of_shape=of_shape, elements=elements)
@@ -178,7 +165,7 @@ def _same(one: np.ndarray | None, two: np.ndarray | None) -> bool:
     return one.shape == two.shape and bool((one == two).all())
 
 
-def _of_k(one: np.ndarray | None, two: np.ndarray | None, k: int) -> tuple[int, ...] | None:
+def _k_elements(one: np.ndarray | None, two: np.ndarray | None, k: int) -> tuple[int, ...] | None:
     """The elements that are k in one array and 1 in the other; None for other differences."""
     if one is None or two is None or one.shape != two.shape:
         return None

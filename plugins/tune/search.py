@@ -84,7 +84,6 @@ class Search:
 
     @property
     def trials(self) -> list[Trial]:
-        """Every trial of this target."""
         return [*self.graphs.trials.values()]
 
     @property
@@ -129,11 +128,11 @@ class Search:
         passes += [("fp32", integer) for integer in space.integers]
         for floats, integer in passes:
             if integer is not None:
-                self._move(integer)
+                self._try_integers(integer)
             for by_size in self._costs():
                 options = self._options(floats, integer, by_size=by_size)
                 if all(options.values()):  # otherwise there was no time to try a part
-                    self._try_schedule(start.in_floats(floats), options)
+                    self._try_schedule(start.in_precision(floats), options)
         self._refine()
 
     def _costs(self) -> tuple[bool, ...]:
@@ -150,21 +149,19 @@ class Search:
         Smaller k in integers are tried only if integers are faster than floats at the largest k,
         and only those that are faster in floats. These graphs correct the measured times of layers.
         """
-        first, pays, job, space = None, set(), self.job, self.space
+        first, faster, job, space = None, set(), self.job, self.space
         for floats in space.floats:
             uniform = job.uniform("fp32", self.target)
-            trials = self._try_descending(point.in_floats(floats) for point in uniform)
+            trials = self._try_descending(point.in_precision(floats) for point in uniform)
             first = trials[0] if trials else first
-            pays |= {tuple(trial.point.k.items()) for trial in trials if trial.ms < trials[0].ms}
+            faster |= {tuple(trial.point.k.items()) for trial in trials if trial.ms < trials[0].ms}
         for integer, parts in space.integers.items():
-            for around in (False, True)[: 1 + (BACKBONE in parts)]:
-                ladder = [
-                    point.with_around(integer) if around else point
-                    for point in job.uniform(integer, self.target)
-                ]
-                trials = self._try_descending(ladder[:1])
+            uniform = job.uniform(integer, self.target)
+            around = [point.with_around(integer) for point in uniform if BACKBONE in parts]
+            for largest, *smaller in filter(None, (uniform, around)):
+                trials = self._try_descending([largest])
                 if first is None or (trials and trials[0].ms < first.ms):
-                    self._try_descending(p for p in ladder[1:] if tuple(p.k.items()) in pays)
+                    self._try_descending(p for p in smaller if tuple(p.k.items()) in faster)
 
     def _try_descending(self, points: Iterable[Point]) -> list[Trial]:
         """Tries uniform models, the largest first, while they may keep enough."""
@@ -184,13 +181,12 @@ class Search:
     def _try_schedule(self, start: Point, options: PartOptions) -> None:
         """Bisects the schedule of some options, then tries points near its end."""
         path = [start, *steps(start, options)]
-        enough = self._enough if self.keep is not None else self._too_large
         first, last = 0, len(path)
         # All points before `first` are on the start's side, none from `last` on.
         while first < last and not self.over():
             middle = (first + last) // 2
             trial = self.trial(path[middle])
-            if trial is not None and enough(trial):
+            if trial is not None and self._can_shrink(trial):
                 first = middle + 1
             else:
                 last = middle
@@ -205,9 +201,9 @@ class Search:
 
     def _try_neighbours(self, options: PartOptions) -> None:
         """Tries single changes of the best point, until several in turn are no better."""
-        failed = looked = 0
+        failed = measured = 0
         tried: set[str] = set()
-        while failed < NEIGHBOURS and looked < TRIALS and not self.over():
+        while failed < NEIGHBOURS and measured < TRIALS and not self.over():
             best = self.best()
             if best is None or best.point.target != self.target:
                 return
@@ -217,7 +213,7 @@ class Search:
             tried.add(point.key)
             known = point.key in self.graphs.trials
             trial = self.trial(point)
-            looked += not known
+            measured += not known
             failed = 0 if trial is not None and self.best() is trial else failed + 1
 
     def _try_spread(self, points: Sequence[Predicted]) -> None:
@@ -250,7 +246,7 @@ class Search:
                 trial
                 for trial in self.trials
                 if trial.point.fewer
-                and not self._too_large(trial)
+                and self.job.within(trial)
                 and trial.quality.high >= (self.keep or 0.0)
                 and (best is None or trial is best or trial.ms < best.ms)
                 and not any(shared(trial.point, other.point) for other in done)
@@ -268,22 +264,23 @@ class Search:
             best = self.best()
             if best is None or best.point.target != self.target:
                 return
-            now = best.point.choices[name]
-            size = now.n or now.k
-            subsets = now.k == size and any(choice.experts for choice in choices)
+            current = best.point.choices[name]
+            size = current.n or current.k
+            subsets = current.k == size and any(choice.experts for choice in choices)
             alike = (choice for choice in choices if bool(choice.experts) == subsets)
             least = max((choice.k for choice in alike if choice.k < size), default=size)
             while size - least > max(1, size // FINEST) and not self.over():
                 k = (size + least) // 2
                 experts = self.graphs.substitutes.kept(name, k) if subsets else ()
-                point = best.point.with_layer(name, LayerRecipe(k, now.precision, experts=experts))
+                smaller = LayerRecipe(k, current.precision, experts=experts)
+                point = best.point.with_layer(name, smaller)
                 trial = self.trial(point) if self.times.knows(point) else None
                 if trial is not None and self.best() is trial:
                     best, size = trial, k
                 else:
                     least = k
 
-    def _move(self, integer: Precision) -> None:
+    def _try_integers(self, integer: Precision) -> None:
         """Measures how far each part alone moves the outputs in an integer precision."""
         parts, start = self.space.integers[integer], self.start
         base = self.graphs.trial(start)
@@ -340,36 +337,33 @@ class Search:
 
         Without a share to keep, it is the one that keeps most.
         """
-        meets = [
-            trial for trial in self.trials if self._enough(trial) and not self._too_large(trial)
-        ]
+        within = [trial for trial in self.trials if self.job.within(trial)]
         if self.keep is None:
-            return min(meets, key=lambda trial: (-trial.quality.kept, trial.ms), default=None)
-        return min(meets, key=lambda trial: trial.ms, default=None)
+            return min(within, key=lambda trial: (-trial.quality.kept, trial.ms), default=None)
+        enough = [trial for trial in within if trial.quality.low >= self.keep]
+        return min(enough, key=lambda trial: trial.ms, default=None)
 
     def trial(self, point: Point) -> Trial | None:
         """Tries a point; returns None if its graph cannot be made or run."""
-        if self.over() and point.key not in self.graphs.trials:
-            return None
         known = point.key in self.graphs.trials
+        if self.over() and not known:
+            return None
         try:
             trial = self.graphs.trial(point)
         except MoexportError:
             return None
-        if known:
-            return trial
-        best = self.best()
-        news = f"{len(self.trials)} graphs"
-        if best is not None:
-            news += f", best so far {best.ms:.3g} ms, {best.quality.kept:.2%} kept"
-        self.progress.step(f"searching: {news}")
+        if not known:
+            best, news = self.best(), f"searching: {len(self.trials)} graphs"
+            if best is not None:
+                news += f", best so far {best.ms:.3g} ms, {best.quality.kept:.2%} kept"
+            self.progress.step(news)
         return trial
 
-    def _enough(self, trial: Trial) -> bool:
-        return self.keep is None or trial.quality.low >= self.keep
-
-    def _too_large(self, trial: Trial) -> bool:
-        return not self.job.within(trial)
+    def _can_shrink(self, trial: Trial) -> bool:
+        """Whether a trial keeps enough or, if no share is to be kept, is still too large."""
+        if self.keep is None:
+            return not self.job.within(trial)
+        return trial.quality.low >= self.keep
 
 
 def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_here) -> SearchResult:
@@ -400,21 +394,11 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
             own.measure(job, few, tokens, progress)
     shifts = _shifts(job, replay, substitutes, choices, progress)
     with graphs.timed_with(base):
-        searches = [
-            Search(
-                job=job,
-                target=target,
-                share=(index + 1) / len(times),
-                graphs=graphs,
-                choices=choices,
-                shifts=shifts,
-                progress=progress,
-            )
-            for index, target in enumerate(times)
-        ]
-        for one in searches:
-            one.run()
-        searches[-1].train_further()
+        for index, target in enumerate(times, start=1):
+            share = index / len(times)
+            on_target = Search(job, target, share, graphs, choices, shifts, progress)
+            on_target.run()
+        on_target.train_further()
         return shortlist(job, graphs, base, choices)
 
 
@@ -457,7 +441,7 @@ def _shifts(
             break
         with job.clock.step(EFFECT):
             others = substitutes.fitted(name, choice)
-            shifts[name, choice] = shift = replay.quality(name, choice, others).shift
+            shifts[name, choice] = shift = replay.shift(name, choice, others)
         plain = msgspec.to_builtins(choice)
         job.journal.add("effect", layer=name, choice=plain, shift=shift)
         progress.advance(1)

@@ -24,7 +24,6 @@ class Batch:
 
     @property
     def bytes(self) -> int:
-        """The size of inputs and outputs."""
         arrays = [self.inputs] if isinstance(self.inputs, np.ndarray) else self.inputs.values()
         return self.outputs.nbytes + sum(array.nbytes for array in arrays)
 

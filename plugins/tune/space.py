@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,8 +20,7 @@ from ...exporter.bundle.weights import layer_bytes
 from ...exporter.job import ExportJob, layers_to_plan
 from ...exporter.model import edited
 from ...exporter.options import ExportOptions
-from ...exporter.quantization.precision import apply_precision
-from ...graphs.edits import Edits, KeptExperts, MergedExperts
+from ...exporter.quantization.precision import PrecisionPlan, apply_precision
 from ...graphs.layers.base import MoELayer
 from ...graphs.layers.mumoe import MuMoESpec
 from ...graphs.precision.types import FP32
@@ -29,7 +28,7 @@ from ...graphs.targets import Precision, Scope, Target, runtime_of
 from .accuracy.quality import Quality
 from .recipe import LayerRecipe, Recipe, recipe_options
 from .request import TuneRequest
-from .routed import can_choose_k, routed_layers, with_routed_k
+from .routed import can_choose_k, routed_layers
 
 BACKBONE = ""
 """The name of the network around the MoE layers, as a part of the model."""
@@ -97,7 +96,6 @@ class Point:
         return json.dumps(asdict(self), sort_keys=True)
 
     def with_layer(self, layer: str, choice: LayerRecipe) -> Point:
-        """Returns the point with another choice for one layer."""
         return replace(self, layers=tuple((n, choice if n == layer else c) for n, c in self.layers))
 
     def with_around(self, precision: Precision) -> Point:
@@ -105,10 +103,11 @@ class Point:
         whole: Scope = "all" if precision in INTEGERS else "experts"
         return replace(self, around=precision, quantize=whole)
 
-    def in_floats(self, precision: Precision) -> Point:
-        """Returns the point with everything in one floating-point type."""
+    def in_precision(self, precision: Precision) -> Point:
+        """Returns the point with all MoE layers in one precision; floats apply to everything."""
         layers = tuple((name, replace(choice, precision=precision)) for name, choice in self.layers)
-        return replace(self, layers=layers, quantize="experts", around=precision)
+        around = "fp32" if precision in INTEGERS else precision
+        return replace(self, layers=layers, quantize="experts", around=around)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +197,8 @@ def job_of(
     """
     recipe = recipe_of(base.options, point, lowerings, {})
     options = recipe_options(recipe, base.options, substitutes)
-    model = with_routed_k(edited(base.model, options.edits), point.k)
+    model = edited(base.model, options.edits)
+    model = model.host.with_k(model, point.k)
     return replace(
         base,
         model=model,
@@ -247,13 +247,6 @@ def recipe_of(
     )
 
 
-def edits_of(point: Point) -> Edits:
-    """Returns the experts that a point removes and merges."""
-    kept = (KeptExperts(name, layer.experts) for name, layer in point.layers if layer.experts)
-    merged = (MergedExperts(name) for name, layer in point.layers if layer.merged)
-    return Edits((*kept, *merged))
-
-
 def covering_models(choices: Mapping[str, Sequence[LayerRecipe]]) -> list[dict[str, LayerRecipe]]:
     """Returns the fewest models that contain every choice of every layer."""
     longest = max(len(listed) for listed in choices.values())
@@ -294,57 +287,34 @@ def space_of(
 ) -> Space:
     """Returns the search space of a model on a target."""
     routed = routed_layers(base.model)
-    choices = {
-        name: tuple(
-            LayerRecipe(k)
-            for k in ks_of(layer.spec.trained_k)
+    choices = {}
+    for name, layer in base.model.layers.items():
+        trained_k = layer.spec.trained_k
+        ks = [
+            k
+            for k in ks_of(trained_k)
             if not routed or (name in routed and can_choose_k(base.model, name, k))
-        )
-        for name, layer in base.model.layers.items()
-    }
-    choices = {
-        name: listed or (LayerRecipe(base.model.layers[name].spec.trained_k),)
-        for name, listed in choices.items()
-    }
-    first = {name: listed[0].k for name, listed in choices.items()}
+        ]
+        choices[name] = tuple(map(LayerRecipe, ks or [trained_k]))
+    trained = Point(tuple((name, listed[0]) for name, listed in choices.items()), target)
     integers: dict[Precision, tuple[str, ...]] = {}
-    for precision in wanted:
-        if precision not in INTEGERS:
+    for precision in (name for name in wanted if name in INTEGERS):
+        plan = _planned(base, traced, trained.in_precision(precision))
+        layers = {} if plan is None else plan.layers
+        parts = [name for name, layer in layers.items() if layer.precision == precision]
+        if not parts:
             continue
-        try:
-            layers = _served(base, traced, choices, precision, first, target)
-        except MoexportError:  # this model's layers do not support it
-            continue
-        around = (
-            [BACKBONE] if layers and _has_integers_around(base, traced, precision, target) else []
-        )
-        if layers:
-            integers[precision] = (*layers, *around)
+        plan = _planned(base, traced, trained.with_around(precision))
+        if plan is not None and any(linear.reason is None for linear in plan.linears):
+            parts.append(BACKBONE)
+        integers[precision] = tuple(parts)
     floats: tuple[Precision, ...] = tuple(name for name in wanted if name not in INTEGERS)
     return Space(choices=choices, integers=integers, floats=floats)
 
 
-def _served(
-    base: ExportJob,
-    traced: ir.Model,
-    layers: Iterable[str],
-    precision: Precision,
-    k: Mapping[str, int],
-    target: Target,
-) -> list[str]:
-    """The layers that an export in this precision would not leave in floating point."""
-    point = Point(tuple((name, LayerRecipe(k[name], precision)) for name in layers), target)
-    plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
-    return [name for name, layer in plan.layers.items() if layer.precision == precision]
-
-
-def _has_integers_around(
-    base: ExportJob, traced: ir.Model, precision: Precision, target: Target
-) -> bool:
-    layers = tuple((name, LayerRecipe(k or 1)) for name, k in base.k.items())
-    point = Point(layers, target).with_around(precision)
+def _planned(base: ExportJob, traced: ir.Model, point: Point) -> PrecisionPlan | None:
+    """The precisions of a point's layers in an export; None if the model does not support them."""
     try:
-        plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
+        return apply_precision(unlowered(base, point), traced.clone(), base.table)
     except MoexportError:
-        return False
-    return any(linear.reason is None for linear in plan.linears)
+        return None

@@ -11,8 +11,7 @@ import numpy as np
 
 from ...common.console import Progress
 from ...common.timing import Protocol
-from ...exporter.bundle.manifest import TunedLayers
-from ...exporter.measured_lowerings import Measuring, Tokens, measure_lowerings
+from ...exporter.measured_lowerings import Measuring, measure_lowerings
 from ...exporter.quantization.precision import apply_precision
 from ...graphs.targets import Precision, Target
 from .budget import SPIN_MS, TIMES_SHARE
@@ -65,10 +64,6 @@ class LayerTimes:
         self.forms: dict[tuple[str, LayerForm], FormTime] = {}
         self.around_ms: dict[Precision, float] = {}
         self._ratios: dict[tuple[Precision, bool], dict[Point, float]] = {}
-
-    def of(self, layer: str, choice: LayerRecipe) -> FormTime | None:
-        """Returns a layer's measured time; None if no lowering supports that form."""
-        return self.forms.get((layer, choice.form))
 
     def known(self, layer: str, choice: LayerRecipe) -> FormTime | None:
         """Returns a layer's time: measured, or interpolated between two sizes.
@@ -125,7 +120,7 @@ class LayerTimes:
         return all(self.known(name, choice) is not None for name, choice in point.layers)
 
     def lowerings(self, point: Point) -> dict[str, str]:
-        return {name: self._sure(name, choice).lowering for name, choice in point.layers}
+        return {name: self._known_time(name, choice).lowering for name, choice in point.layers}
 
     def corrected(self, point: Point, ms: float) -> None:
         """Corrects the layers' times by the time of a whole graph.
@@ -138,7 +133,7 @@ class LayerTimes:
         if len(kinds) > 1:
             return
         (kind,) = kinds
-        alone = sum(self._sure(n, c).ms / self._scale(n, c) for n, c in point.layers)
+        alone = sum(self._known_time(n, c).ms / self._scale(n, c) for n, c in point.layers)
         around = self.around_ms.setdefault(point.around, max(0.0, min(ms - alone, ms / 2)))
         self._ratios.setdefault(kind, {})[point] = max(ms - around, ms / 10) / alone
 
@@ -166,9 +161,9 @@ class LayerTimes:
         return ways[:MOST_WAYS]
 
     def layers_ms(self, point: Point) -> float:
-        return sum(self._sure(name, choice).ms for name, choice in point.layers)
+        return sum(self._known_time(name, choice).ms for name, choice in point.layers)
 
-    def _sure(self, layer: str, choice: LayerRecipe) -> FormTime:
+    def _known_time(self, layer: str, choice: LayerRecipe) -> FormTime:
         time = self.known(layer, choice)
         assert time is not None, "the time of every choice is known"
         return time
@@ -182,7 +177,7 @@ class LayerTimes:
         self,
         job: SearchJob,
         choices: Mapping[str, Sequence[LayerRecipe]],
-        inputs: Tokens,
+        inputs: Mapping[str, np.ndarray],
         progress: Progress,
     ) -> None:
         """Measures every choice of every layer in one precision; skips what is known.
@@ -193,9 +188,9 @@ class LayerTimes:
         for piece in job.journal.pieces("form", target=self.target):
             name, form = piece["layer"], (piece["k"], piece["n"], piece["precision"])
             self.forms[name, form] = msgspec.convert(piece["time"], FormTime)
-        first, *others = covering_models(choices)
-        for index, combination in enumerate((first, *others[-1:], *others[:-1])):
-            if all(self.of(name, choice) is not None for name, choice in combination.items()):
+        first, *smaller = covering_models(choices)
+        for index, combination in enumerate((first, *smaller[-1:], *smaller[:-1])):
+            if all((name, choice.form) in self.forms for name, choice in combination.items()):
                 continue
             point = Point(tuple(combination.items()), self.target)
             if (index or point.precision != "fp32") and job.clock.over(TIMES_SHARE, FORMS):
@@ -210,7 +205,10 @@ class LayerTimes:
                 tuning = measure_lowerings(export, traced, numbers, progress, measuring)
             for name, choice in combination.items():
                 k, n, precision = choice.form
-                self.forms[name, choice.form] = time = _time(tuning.of(name))
+                best, *slower = tuning.of(name).candidates
+                others = {other.lowering: other.latency_ms.median for other in slower}
+                time = FormTime(best.latency_ms.median, best.lowering, others)
+                self.forms[name, choice.form] = time
                 plain = msgspec.to_builtins(time)
                 of = {"target": self.target, "layer": name, "k": k, "n": n, "precision": precision}
                 job.journal.add("form", **of, time=plain)
@@ -235,12 +233,3 @@ def isotonic(values: Sequence[float]) -> list[float]:
         pools.append((mean, count))
     means = [mean for mean, count in pools for _ in range(count)]
     return [mean * (1 + LITTLE * index) for index, mean in enumerate(means)]
-
-
-def _time(measured: TunedLayers) -> FormTime:
-    best, *others = measured.candidates
-    return FormTime(
-        ms=best.latency_ms.median,
-        lowering=best.lowering,
-        others={other.lowering: other.latency_ms.median for other in others},
-    )

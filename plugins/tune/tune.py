@@ -18,7 +18,7 @@ from ...bench.data import Labelled
 from ...common.console import Progress, Silent
 from ...common.files import sha256
 from ...common.latency import Latency
-from ...common.threads import Threads, with_threads
+from ...common.threads import Threads
 from ...common.timing import Protocol
 from ...common.writing import (
     check_folder,
@@ -43,12 +43,11 @@ from .accuracy.confirm import (
     check_same,
     contract,
     contract_record,
-    reasons,
 )
 from .accuracy.quality import Metric
 from .budget import EACH_SIDE, TRAINING_S, TRIALS, VERIFIED, Clock
 from .layers import BATCH, MOST
-from .prepare import CALIBRATED, SearchJob, base_job, kept_in, prepare, threads_of
+from .prepare import CALIBRATED, SearchJob, prepared
 from .recipe import (
     RECIPE_FILE,
     free_place,
@@ -113,36 +112,32 @@ def search_and_export(
     destination: Path,
     request: TuneRequest,
     *,
-    work: Path | None = None,
-    force: bool = False,
-    progress: Progress | None = None,
     clock: Clock | None = None,
     evaluate: Evaluate = evaluate_here,
 ) -> Tuned:
     """Writes the best bundle that meets a request to `destination`.
 
-    `work` is a folder in which an interrupted search continues; `clock` started with the call,
-    before the model was loaded. `evaluate` runs graphs over the data. Raises `UsageError` and
+    An interrupted search continues in the folder of the report. `clock` started with the call,
+    before the model was loaded; `evaluate` runs graphs over the data. Raises `UsageError` and
     `FeedError` for invalid arguments, before the search; `ContractError` if no point meets the
     bounds, or none is confirmed.
     """
-    progress, started = progress or Silent(), time.monotonic()
-    request.check()
+    progress, started = request.progress or Silent(), time.monotonic()
+    work = None if request.report is None else Path(request.report)
     clock = clock or Clock(request.seconds)
-    check_destination(destination, force=force)
+    check_destination(destination, force=request.force)
     check_folder(destination.absolute().parent)
-    request = replace(request, batch=base_job(model, request).options.batches)  # of whole groups
-    threads = threads_of(model, data, request, work, progress)
-    with with_threads(threads.count), held_place(destination), kept_in(work) as folder:
-        clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
-        job = prepare(model, data, request, folder, progress, clock)
+    clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
+    preparation = prepared(model, data, request, work, progress, clock)
+    with held_place(destination), preparation as (job, threads):
         if not job.journal.pieces("threads"):
             job.journal.add("threads", of=model.source.path, **asdict(threads))
         result = search(job, progress, evaluate)
-        place = recipe_folder(destination, work)
         contracted = contract(job, result, progress)
+        bundle_place = destination.absolute()
+        recipe_folder = free_place(bundle_place, "recipe") if work is None else work / "recipe"
         chosen, bundle = export_best(
-            job, contracted.holding, result, destination, place, progress, force=force
+            job, contracted.holding, result, destination, recipe_folder, progress
         )
     return Tuned(
         bundle=bundle,
@@ -153,7 +148,7 @@ def search_and_export(
         base=result.base,
         metric=job.metric,
         model=model,
-        request=request,
+        request=job.request,
         latencies=result.latencies,
         protocol=result.protocol,
         all_trials=result.trials,
@@ -170,59 +165,48 @@ def export_best(
     destination: Path,
     recipe_folder: Path,
     progress: Progress,
-    *,
-    force: bool,
 ) -> tuple[Confirmed, Bundle]:
     """Writes the best point that can be exported; returns it with its bundle.
 
-    If an export refuses a point because its graph is too far from PyTorch, the next is tried: the
-    ranges are the untouched model's, but the point's answers may still be correct.
+    `recipe_folder` has the bundle's recipe until the bundle is complete. If an export refuses a
+    point because its graph is too far from PyTorch, the next is tried: the ranges are the untouched
+    model's, but the point's answers may still be correct.
     """
+    # If k is part of the graph, the chosen k is traced.
+    traced = None if routed_layers(job.model) else job.traced
     for chosen in ranked:
+        check_same(job, chosen.trial, result)
+        options = _point_options(job, chosen, result)
+        options = replace(options, destination=destination, force=job.request.force)
         try:
-            bundle = export_point(
-                job, chosen, result, destination, recipe_folder, progress, force=force
-            )
+            with _recipe_kept(job.model, options, recipe_folder):
+                return chosen, write_bundle(export_job(job.model, options), progress, traced)
         except ParityError as error:
             if chosen is ranked[-1]:
                 raise
             progress.step(f"skipped: {error.message}")
-        else:
-            return chosen, bundle
     raise AssertionError("a contract without a point is refused")
 
 
-def export_point(
-    job: SearchJob,
-    chosen: Confirmed,
-    result: SearchResult,
-    destination: Path,
-    recipe_folder: Path,
-    progress: Progress,
-    *,
-    force: bool,
-) -> Bundle:
-    """Exports a point by its recipe; returns the bundle."""
+def _point_options(job: SearchJob, chosen: Confirmed, result: SearchResult) -> ExportOptions:
+    """The options that export a point by its recipe."""
     trial = chosen.trial
-    check_same(job, trial, result)
+    specs = {name: layer.spec for name, layer in job.model.layers.items()}
     recipe = recipe_of(
         job.base.options,
         trial.point,
         trial.lowerings,
-        reasons(job.model, trial),
+        {
+            name: f"tuned: {choice.text(specs[name].experts)}, {trial.lowerings[name]}"
+            for name, choice in trial.point.layers
+        },
         model=fingerprint(job.model),
         data=job.holdout.data.fingerprint,
         contract=contract_record(job, chosen),
         moexport=metadata.version("moexport"),
         **settings_of(job.model),
     )
-    options = replace(
-        job.base.options,
-        verify=True,
-        verify_samples=VERIFIED,
-        destination=destination,
-        force=force,
-    )
+    options = replace(job.base.options, verify=True, verify_samples=VERIFIED)
     if trial.point.precision in RANGED and job.base.table is not None:
         recipe = replace(recipe, calibration=sha256(job.table_file))
         options = replace(options, calibration=job.table_file)
@@ -234,24 +218,7 @@ def export_point(
         layers = {n: replace(r, constant=bool(r.experts)) for n, r in recipe.layers.items()}
         recipe = replace(recipe, substitutes=digest, layers=layers)
         export_options = with_recipe(export_options, recipe)
-    inputs = job.holdout.search.head(CALIBRATED).feed
-    # If k is part of the graph, the chosen k is traced.
-    traced = None if routed_layers(job.model) else job.traced
-    export_options = replace(export_options, data=inputs)
-    with _recipe_kept(job.model, export_options, recipe_folder):
-        return write_bundle(export_job(job.model, export_options), progress, traced)
-
-
-def recipe_folder(destination: Path, work: Path | None) -> Path:
-    """Returns the folder that holds a bundle's recipe until the bundle is complete.
-
-    It is in the search's folder if that remains, otherwise a new one next to the bundle.
-    """
-    if work is not None:
-        return work / "recipe"
-    place = destination.absolute()
-    names = (f"{place.name}-recipe{ending}" for ending in ("", *map("-{}".format, range(2, 1000))))
-    return next(folder for name in names if not (folder := place.with_name(name)).exists())
+    return replace(export_options, data=job.holdout.search.head(CALIBRATED).feed)
 
 
 @contextmanager
@@ -309,17 +276,11 @@ class SearchPlan:
     seconds: float
 
 
-def plan_search(
-    model: Model, data: Labelled, request: TuneRequest, progress: Progress | None = None
-) -> SearchPlan:
+def plan_search(model: Model, data: Labelled, request: TuneRequest) -> SearchPlan:
     """Returns how large a search is; runs the untouched model on one half only."""
-    progress = progress or Silent()
-    request = replace(request, batch=base_job(model, request).options.batches)  # of whole groups
-    threads = threads_of(model, data, request, None, progress)
-    with with_threads(threads.count), kept_in(None) as folder:
-        started = time.monotonic()
-        job = prepare(model, data, request, folder, progress, Clock(None))
-        began, count, one = time.monotonic() - started, len(job.holdout.search), job.one_s
+    started, progress = time.monotonic(), request.progress or Silent()
+    with prepared(model, data, request, None, progress, Clock(None)) as (job, _):
+        preparing_s, count, one_s = time.monotonic() - started, len(job.holdout.search), job.one_s
     listed = {
         name: (*known, *job.fewer(name, lambda size: tuple(range(size))))
         for name, known in job.choices.items()
@@ -331,12 +292,12 @@ def plan_search(
     forms = sum(space.forms for space in spaces)
     graphs = 1 + parts + paths * (TRIALS // 2 + EACH_SIDE)
     fewer = any(choice.fewer for known in listed.values() for choice in known)
-    trained_s = min(TRAINING_S, longest_s(BATCH * one))
+    trained_s = min(TRAINING_S, longest_s(BATCH * one_s))
     seconds = (
-        began
+        preparing_s
         + forms * FORM_S
-        + choices * one * min(count, MOST)
-        + graphs * (GRAPH_S + one * count + (trained_s if fewer else 0.0))
+        + choices * one_s * min(count, MOST)
+        + graphs * (GRAPH_S + one_s * count + (trained_s if fewer else 0.0))
     )
     return SearchPlan(
         models=sum(space.size for space in spaces),

@@ -16,7 +16,7 @@ from moexport.bench.report.sections import all_sections, contents
 from moexport.bench.report.text import rows_table, to_markdown
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, from_json, to_json
-from moexport.bench.studies import STUDIES, asked
+from moexport.bench.studies import STUDIES, requested_studies
 from moexport.common.option import requested
 
 THEIRS = """
@@ -174,8 +174,12 @@ def test_findings_that_nothing_shows_stay_and_are_named(results: Results) -> Non
 def test_studies_are_asked_for_by_options_of_plugins() -> None:
     options = {"analysis": "all", "group_by": "group", "scenario": "offline"}
     request = requested(BenchRequest, options)
-    assert [study.name for study in asked(request)] == ["experts", "service", "subgroups"]
-    assert asked(BenchRequest(k="4", samples=3)) == []
+    assert [study.name for study in requested_studies(request)] == [
+        "experts",
+        "service",
+        "subgroups",
+    ]
+    assert requested_studies(BenchRequest(k="4", samples=3)) == []
 
 
 def test_sections_have_places_of_their_own() -> None:

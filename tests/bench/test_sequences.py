@@ -14,7 +14,7 @@ from moexport.bench.measure.sequences import BENCHMARKS, SequenceBenchmark, phas
 from moexport.bench.plan import Candidate, Phase
 from moexport.bench.prepare import data_of, in_phases
 from moexport.bench.request import BenchRequest
-from moexport.bench.runners.pytorch import PyTorch, untouched
+from moexport.bench.runners.pytorch import PyTorch
 from moexport.common import registry
 from moexport.data.batches import Array
 from moexport.errors import PluginError, UsageError
@@ -68,7 +68,7 @@ def test_a_model_is_measured_by_the_benchmark_that_it_names(model: Model) -> Non
     (phase,) = in_phases(Candidate("model", model), data, None).phases
     assert phase == Phase("prefill", 6)
     short = in_phases(Candidate("model", model), data, 2).phases[0]
-    given = phase_inputs(model, short, data.head(9).inputs, untouched(model))
+    given = phase_inputs(model, short, data.head(9).inputs)
     assert given["x"].shape == (2, 2, 4)
 
 

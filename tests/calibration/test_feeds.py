@@ -17,8 +17,9 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.data.feeds import batches, count, labelled_batches, named_batches, samples
+from moexport.data.feeds import batches, count, named_batches
 from moexport.errors import FeedError
+from moexport.tests.calibration.reading import labelled_batches, samples
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
 

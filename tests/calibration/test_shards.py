@@ -16,12 +16,13 @@ import pyarrow as pa
 import pytest
 import torch
 from moexport.bench.data import Labelled, open_labelled
-from moexport.data.feeds import batches, labelled_batches, named_batches
+from moexport.data.feeds import batches, named_batches
 from moexport.data.footer import row_groups
 from moexport.data.shards import _parquet_batch
 from moexport.data.tar import tar_files
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import TensorSpec
+from moexport.tests.calibration.reading import labelled_batches
 from PIL import Image
 from pyarrow import parquet
 

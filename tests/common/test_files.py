@@ -17,10 +17,9 @@ from moexport.common.files import Reading, release
 from moexport.exporter.bundle.weights import WEIGHTS_FILE
 from moexport.exporter.checkpoints.load import load
 from moexport.exporter.export import plan_job
-from moexport.exporter.inputs import parity_batches
 from moexport.exporter.job import export_job
 from moexport.exporter.options import ExportOptions
-from moexport.exporter.reference import torch_reference
+from moexport.exporter.reference import compared_inputs, torch_reference
 from moexport.exporter.write import write_graphs
 from moexport.tests.exporter.families.states import vit_state
 
@@ -125,7 +124,7 @@ def test_a_checkpoint_is_loaded_written_and_run_a_part_at_a_time(
         model = load(path, config={"num_heads": 4, "rest": "default"})
     job = export_job(model, ExportOptions(k=2))
     planned = plan_job(job)
-    x = next(parity_batches(model, job.fixed, None, 1))
+    x = next(compared_inputs(job))
     (tmp_path / "bundle").mkdir()
     with most_mapped_bytes() as writing:
         write_graphs(planned, tmp_path / "bundle")

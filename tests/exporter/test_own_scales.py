@@ -158,9 +158,9 @@ def test_a_low_cosine_is_a_failure() -> None:
 
 
 def test_a_low_cosine_of_outputs_that_were_given_wider_bounds_is_none() -> None:
-    wide = TOLERANCES["int8"].asked(None, 0.5)
+    wide = TOLERANCES["int8"].with_user_bounds(None, 0.5)
     assert (wide.rtol, wide.least_cosine) == (0.5, -1.0)
-    tighter = TOLERANCES["int8"].asked(None, 0.05)
+    tighter = TOLERANCES["int8"].with_user_bounds(None, 0.05)
     assert (tighter.rtol, tighter.least_cosine) == (0.05, 0.8)
 
 

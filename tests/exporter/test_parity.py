@@ -179,9 +179,9 @@ def test_bounds_are_held_to_others_but_where_they_are_narrower() -> None:
     """Whoever changes a manifest may write anything, no numbers among it."""
     usual = TOLERANCES["int8"]
     wide = replace(usual, atol=1.0, rtol=math.nan, routing=0.1, least_cosine=math.nan)
-    assert wide.no_wider(usual) == usual
+    assert wide.narrower(usual) == usual
     narrow = replace(usual, rtol=1e-3, routing=1.0, least_cosine=0.9)
-    assert narrow.no_wider(usual) == narrow
+    assert narrow.narrower(usual) == narrow
 
 
 def test_small_outputs_are_judged_in_their_own_scale() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +268,7 @@ def test_an_array_with_a_mask_is_refused(tmp_path: Path) -> None:
 
 
 class Evaluated(Session):
-    """A runtime that has a `run` of its own and no more, as another package may write it."""
+    """A runtime that has a `call` of its own and no more, as another package may write it."""
 
     def __init__(self, path: Path) -> None:
         graph = onnx.load(path)
@@ -280,14 +280,11 @@ class Evaluated(Session):
         )
         self._evaluator = ReferenceEvaluator(graph)
 
-    def run(
-        self, x: Any, k: int | None = None, outputs: Sequence[str] | None = None
-    ) -> dict[str, Any]:
-        wanted = self.output_names if outputs is None else list(outputs)
-        return dict(zip(wanted, self._evaluator.run(wanted, self.feeds(x, k)), strict=True))
+    def call(self, wanted: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]:
+        return list(self._evaluator.run(list(wanted), dict(feeds)))
 
 
-def test_a_runtime_with_a_run_alone_is_timed_by_it(tmp_path: Path) -> None:
+def test_a_runtime_with_a_call_alone_is_timed_by_it(tmp_path: Path) -> None:
     weights = DATA / "soft_moe_lucidrains" / "weights.pt"
     bundle = moexport.export(weights, tmp_path / "out", k="input", verify=False, threads=1)
     x = np.random.default_rng(0).normal(size=(2, 16, 32)).astype(np.float32)
@@ -298,35 +295,16 @@ def test_a_runtime_with_a_run_alone_is_timed_by_it(tmp_path: Path) -> None:
 
 
 class Failing(Evaluated):
-    """A runtime whose own `run` fails, without a `failure` and `errors`."""
+    """A runtime whose `call` fails, without a `failure` and `errors`."""
 
-    def run(
-        self, x: Any, k: int | None = None, outputs: Sequence[str] | None = None
-    ) -> dict[str, Any]:
-        self.feeds(x, k)
+    def call(self, wanted: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]:
         raise KeyError("no kernel")
 
 
-class FailingCall(Evaluated):
-    """A runtime whose `call` fails, which `Session.run` calls."""
-
-    run = Session.run
-
-    @property
-    def call(self) -> Any:
-        def call(wanted: list[str], feeds: dict[str, Any]) -> list[Any]:
-            raise LookupError("no kernel")
-
-        return call
-
-
-@pytest.mark.parametrize("kind", [Failing, FailingCall])
-def test_a_runtime_that_fails_is_named(
-    kind: type[Evaluated], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runtime_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, [("x", 1)], [helper.make_node("Identity", ["x"], ["y"])])
     monkeypatch.setattr(session_module, "runtime_names", lambda: ("onnxruntime", "theirs"))
-    session = kind(path)
+    session = Failing(path)
     session.options = SessionOptions(runtime="theirs")
     with pytest.raises(
         EngineError, match=r"the run failed in theirs: \w+Error: '?no kernel"

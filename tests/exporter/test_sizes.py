@@ -23,7 +23,7 @@ from moexport.exporter.job import calibration_job
 from moexport.exporter.model import Model
 from moexport.exporter.quantization.calibrate import find_ranges
 from moexport.exporter.requests import CalibrateRequest
-from moexport.exporter.trace import HELD, Held, trace
+from moexport.exporter.trace import VALID_SIZES, ValidSizes, trace
 from moexport.graphs.sizes import AxisRange
 from moexport.tests.recorded import read_case
 from torch import Tensor, nn
@@ -381,8 +381,8 @@ def test_a_change_at_no_whole_number_is_told_as_what_it_is(tmp_path: Path) -> No
 
 def test_guards_of_pytorchs_own_functions_are_read() -> None:
     guard = compile("torch.sym_max(3, batch) < 9", "guard", "eval")
-    held = Held(bounds={}, guards=(guard,), traced={"batch": 2})
-    assert held.changes("batch", 1, 32) == (9,)
+    valid = ValidSizes(bounds={}, guards=(guard,), traced={"batch": 2})
+    assert valid.changes("batch", 1, 32) == (9,)
 
 
 class Whole(Branching):
@@ -394,10 +394,10 @@ class Whole(Branching):
 
 
 def test_a_trace_tells_at_which_sizes_the_network_changes(tmp_path: Path) -> None:
-    held: Held = trace(wrapped(Whole)).meta[HELD]
-    assert held.changes("tokens", 1, 100) == (16,)
-    assert trace(wrapped(Branching)).meta[HELD].bounds["tokens"][1] == 64
-    above = trace(wrapped(Branching), sizes={"tokens": 70}).meta[HELD]
+    valid: ValidSizes = trace(wrapped(Whole)).meta[VALID_SIZES]
+    assert valid.changes("tokens", 1, 100) == (16,)
+    assert trace(wrapped(Branching)).meta[VALID_SIZES].bounds["tokens"][1] == 64
+    above = trace(wrapped(Branching), sizes={"tokens": 70}).meta[VALID_SIZES]
     assert above.bounds["tokens"] == (65, None)
     with pytest.raises(ParityError, match=r"with 16 tokens model\.onnx differs") as told:
         moexport.export(wrapped(Whole), tmp_path / "out", tokens="1:10:100")

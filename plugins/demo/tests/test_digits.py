@@ -10,7 +10,6 @@ import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.metrics import score_interval
 from moexport.bench.report.summary import KEPT
-from moexport.plugins.demo.demo import HELD_OUT
 from moexport.plugins.demo.digits import (
     Digits,
     SoftMoEMnist,
@@ -19,7 +18,7 @@ from moexport.plugins.demo.digits import (
     save,
     train,
 )
-from moexport.plugins.demo.tuned import halves
+from moexport.plugins.demo.soft_moe import HELD_OUT, halves
 from moexport.plugins.tune.accuracy.holdout import Holdout
 from moexport.tests.recorded import DATA
 

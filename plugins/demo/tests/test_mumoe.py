@@ -18,7 +18,7 @@ from moexport.exporter.families.mumoe_gpt2 import GPT2Spec
 from moexport.exporter.families.mumoe_mixer import MixerSpec
 from moexport.plugins.demo import mumoe as mumoe_demo
 from moexport.plugins.demo import mumoe as topics
-from moexport.plugins.demo.mumoe import run_mumoe_demo
+from moexport.plugins.demo.demo import run_demo
 from moexport.tests.command import run
 from torch import Tensor, nn
 
@@ -109,5 +109,5 @@ def test_a_folder_that_is_no_demo_is_left_alone(tmp_path: Path) -> None:
     assert outcome.code == 1
     assert "but is not a demo" in outcome.error
     with pytest.raises(BundleError):
-        run_mumoe_demo(tmp_path, Silent())
+        run_demo(mumoe_demo.DEMO, tmp_path, Silent(), force=False)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

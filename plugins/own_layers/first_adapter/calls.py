@@ -9,7 +9,7 @@ from ....common.option import takes
 from .request import AdaptRequest
 
 if TYPE_CHECKING:
-    from .search import FirstAdapter
+    from .cache import FirstAdapter
 
 
 @takes(AdaptRequest)
@@ -19,11 +19,6 @@ def adapt(source: str, request: AdaptRequest) -> FirstAdapter:
     It is found by trials and compared with the layer; `missing` is the unrecognised part.
     """
     check_pytorch("trying a layer")
-    from ....exporter.checkpoints.settings import read_config
-    from .search import SECONDS, first_adapter, sizes_of
+    from .search import first_adapter
 
-    sizes = sizes_of(request.batch, request.tokens)
-    seconds = SECONDS if request.seconds is None else request.seconds
-    return first_adapter(
-        source, read_config(request.config, request.sets), sizes, request.progress, seconds
-    )
+    return first_adapter(source, request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from ....commands.options import (
     Quiet,
     Verbose,
-    option_for,
+    options_of,
     output_option,
     typed_setting,
     typed_source,
@@ -21,6 +22,14 @@ from ....exporter.requests import SIZES
 from .calls import adapt as first_adapter
 from .request import AdaptRequest
 
+OPTIONS = options_of(
+    AdaptRequest,
+    sets={"metavar": "KEY=VALUE", "parser": typed_setting},
+    batch={"metavar": SIZES},
+    tokens={"metavar": SIZES},
+    time={"metavar": "TIME"},
+)
+
 
 def adapt(
     *,
@@ -30,13 +39,7 @@ def adapt(
             metavar="LAYER", parser=typed_source, help="The layer: package.module:Class."
         ),
     ],
-    sets: Annotated[
-        list[str] | None,
-        option_for(AdaptRequest, "sets", metavar="KEY=VALUE", parser=typed_setting),
-    ] = None,
-    batch: Annotated[str | None, option_for(AdaptRequest, "batch", metavar=SIZES)] = None,
-    tokens: Annotated[str | None, option_for(AdaptRequest, "tokens", metavar=SIZES)] = None,
-    time: Annotated[str | None, option_for(AdaptRequest, "time", metavar="TIME")] = None,
+    request: Annotated[AdaptRequest, OPTIONS],
     output: Annotated[Path | None, output_option("FILE.py", "The file of the adapter.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     verbose: Verbose = False,
@@ -50,10 +53,7 @@ def adapt(
         if output.exists() and not force:
             raise OutputError(f"{output} already exists", hint="--force replaces it")
     with Console(verbose=verbose, quiet=quiet) as console:
-        request = AdaptRequest(
-            sets=sets or (), batch=batch, tokens=tokens, time=time, progress=console
-        )
-        adapter = first_adapter(layer, request)
+        adapter = first_adapter(layer, replace(request, progress=console))
     if output is None:
         show(adapter.code)
     else:

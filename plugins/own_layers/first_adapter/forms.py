@@ -7,7 +7,7 @@ chooses, whether any weights of the experts can produce y.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from time import process_time
@@ -18,20 +18,17 @@ from torch import Tensor, nn
 
 from ....common.console import Progress
 from ....errors import MoexportError
-from ...token_routed.own_forward import result_of
 from ..calls import LayerCall
-from ..comparison import result_of_code, surroundings
-from ..descriptions import Description, SoftMoEDescription
+from ..comparison import result_of_description
+from ..descriptions import Description, ExpertsDescription, numbers_in
 from ..expert_forms import is_norm
-from ..mismatch import difference
+from ..mismatch import difference, weights_that_fit
+from .coverage import Bounds
 from .readings import ExpertsReading, code_of, further_inputs
 from .start import joined
 
 USERS_CODE = (MoexportError, RuntimeError, AttributeError, TypeError, ValueError, LookupError)
 """The exceptions that a wrong guess may raise."""
-
-ClampBounds = tuple[float | None, float | None]
-"""The bounds of a clamp."""
 
 
 def distance(expected: Tensor, actual: Tensor | None) -> float:
@@ -91,6 +88,13 @@ class Guess:
         """The layer's arguments after its tokens, by name."""
         return dict(zip(further_inputs(self.layer), self.call.further, strict=False))
 
+    def value(self, code: str, names: Mapping[str, Any]) -> Any:
+        """Returns the value of code with these names and the layer; None if it does not run."""
+        try:
+            return eval(code, {"layer": self.layer, "torch": torch, "F": nn.functional, **names})
+        except USERS_CODE:
+            return None
+
     def described(self, body: str) -> Description | None:
         """Runs the text of an adapter and returns its result; None if it does not run."""
         import moexport
@@ -109,10 +113,7 @@ class Guess:
             return None
         with torch.no_grad():
             try:
-                if isinstance(description, SoftMoEDescription):
-                    ours = surroundings(description, call)(description.build(""))
-                    return result_of(ours(call.x))
-                return result_of_code(description, call, self.source)[1]
+                return result_of_description(description, call, self.source)
             except USERS_CODE:
                 return None
 
@@ -130,15 +131,25 @@ class Guess:
         ]
 
     @property
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """The layer's modules outside the experts, by the code that reads them."""
+        return [
+            (code_of(self.layer, path), module)
+            for path, module in self.layer.named_modules()
+            if path and not any(id(p) in self.reading.own for p in module.parameters())
+        ]
+
+    @property
+    def linears(self) -> list[tuple[str, int, int]]:
+        """Those that are linear maps, with the widths of their output and input."""
+        linears = [(code, m.weight) for code, m in self.modules if isinstance(m, nn.Linear)]
+        return [(code, *weight.shape) for code, weight in linears]
+
+    @property
     def norms(self) -> list[str]:
         """The normalisations of tokens outside of the experts, as code."""
-        return [
-            code_of(self.layer, name)
-            for name, module in self.layer.named_modules()
-            if is_norm(module)
-            and tuple(module.normalized_shape) == (self.reading.dim,)
-            and not any(id(p) in self.reading.own for p in module.parameters())
-        ]
+        dim = (self.reading.dim,)
+        return [c for c, m in self.modules if is_norm(m) and tuple(m.normalized_shape) == dim]
 
     @property
     def masks(self) -> list[str]:
@@ -149,14 +160,9 @@ class Guess:
     def numbers(self) -> dict[str, float]:
         """The numbers in the layer and its parts, by the code that reads them."""
         found: dict[str, float] = {}
-        for path, module in self.layer.named_modules():
-            own = any(id(p) in self.reading.own for p in module.parameters())
-            if path and own:
-                continue
-            code = code_of(self.layer, path)
-            for name, value in vars(module).items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    found.setdefault(f"{code}.{name}", float(value))
+        for code, module in (("layer", self.layer), *self.modules):
+            for name, value in numbers_in(module).items():
+                found.setdefault(f"{code}.{name}", value)
         found |= {code: float(p) for code, p in self.others if p.numel() == 1}
         return found
 
@@ -176,7 +182,7 @@ def call_text(name: str, options: Sequence[str]) -> str:
     return "\n".join([f"return {name}(", *(f"    {option}," for option in options), ")"])
 
 
-def clamped(code: str, limit: ClampBounds | None) -> str:
+def clamped(code: str, limit: Bounds | None) -> str:
     """Code followed by a clamp."""
     if limit is None:
         return code
@@ -237,10 +243,9 @@ class RoutedForm:
     mask: str = ""
     k: str = ""
     activation: str = ""
-    limits: tuple[tuple[str, ClampBounds], ...] = ()
+    limits: tuple[tuple[str, Bounds], ...] = ()
 
     def lines(self) -> list[str]:
-        """Returns the lines of the forward."""
         limits = dict(self.limits)
         h = "h" if self.norm else "x"
         lines = [f"x = {clamped('x', limits['x'])}"] if "x" in limits else []
@@ -259,12 +264,6 @@ class RoutedForm:
             return [*lines, f"y = {y}", f"return y.masked_fill({self.mask}[..., None], 0)"]
         return [*lines, f"return {y}"]
 
-    def limited(self, limit: ClampBounds) -> Iterator[RoutedForm]:
-        """Yields the form with a clamp at each place where a layer may have one."""
-        for where in ("logits", "y", "x", "weights"):
-            if where not in dict(self.limits):
-                yield replace(self, limits=(*self.limits, (where, limit)))
-
 
 class RoutedForms:
     """The forms of a guess in which a router chooses experts for tokens."""
@@ -273,8 +272,7 @@ class RoutedForms:
         self.guess = guess
         self.right_experts = False
         """Whether any weights of the experts produce y, regardless of their origin."""
-        self._known: dict[str, Any] = {"layer": guess.layer, "torch": torch, "F": nn.functional}
-        self._known |= {"x": guess.call.x} | guess.further
+        self._known = {"x": guess.call.x} | guess.further
 
     @property
     def fits(self) -> bool:
@@ -285,8 +283,12 @@ class RoutedForms:
         )
 
     def text(self, form: RoutedForm) -> str:
-        """Returns the text of a form."""
         return self.guess.text(form.lines(), form.activation, form.k)
+
+    def limited(self, form: RoutedForm, limit: Bounds) -> Iterator[str]:
+        """Yields the text of a form with a clamp at each place where a layer may have one."""
+        for where in ("logits", "y", "x", "weights"):
+            yield self.text(replace(form, limits=(*form.limits, (where, limit))))
 
     @torch.no_grad()
     def matching(self) -> Iterator[RoutedForm]:
@@ -304,15 +306,15 @@ class RoutedForms:
             added = self._addends("h" if norm else "x")
             for activation in self._activations():
                 outputs = self._outputs(h, activation)
-                if outputs is None or outputs.shape[:-2] != y.shape[:-1]:
-                    continue
-                if outputs.shape[-1] != y.shape[-1]:
+                if outputs is None or (*outputs.shape[:-2], outputs.shape[-1]) != y.shape:
                     continue
                 for mask in masks:
                     rows = torch.ones(y.shape[:-1], dtype=torch.bool)
                     rows = rows & ~self._value(mask) if mask else rows
                     targets = [(code, (y - part)[rows]) for code, part in added]
-                    self.right_experts |= any(_spanned(t, outputs[rows]) for _, t in targets)
+                    self.right_experts |= any(
+                        weights_that_fit(outputs[rows], target) is not None for _, target in targets
+                    )
                     plain = RoutedForm("", "", norm, mask=mask, activation=activation)
                     yield from self._with_weights(plain, outputs[rows], targets, rows)
 
@@ -348,16 +350,13 @@ class RoutedForms:
                         yield replace(plain, gate=gate, form=form, added=added, scale=scale, k=k)
 
     def _value(self, code: str) -> Any:
-        """The value of code with the layer and its inputs; None if it does not run."""
-        try:
-            return eval(code, self._known)
-        except USERS_CODE:
-            return None
+        return self.guess.value(code, self._known)
 
     def _weights(self, gate: str, form: str, k: str) -> Tensor | None:
         """The weights [..., n] of all experts for a way to choose."""
         *steps, last = form.format(logits=gate, k=k).splitlines()
-        known = dict(self._known)
+        names = {"layer": self.guess.layer, "torch": torch, "F": nn.functional}
+        known: dict[str, Any] = {**names, **self._known}
         try:
             exec("\n".join(steps), known)
             w = eval("w.softmax(dim=-1)" if "w.softmax" in last else "w", known)
@@ -371,8 +370,6 @@ class RoutedForms:
 
     def _outputs(self, h: Tensor, activation: str) -> Tensor | None:
         """Every expert's outputs for the tokens, [..., n, o]."""
-        from ..descriptions import ExpertsDescription
-
         more: dict[str, Any] = {"activation": activation} if activation else {}
         try:
             bank = ExpertsDescription(**self.guess.reading.arguments, **more).build("")
@@ -414,34 +411,22 @@ class RoutedForms:
                 inputs.append(name)
             elif value.shape == (len(x), d):
                 inputs.append(f"{name}.unsqueeze(1).expand_as(x)")
-        maps: list[str] = []
-        for path, module in guess.layer.named_modules():
-            if any(id(p) in guess.reading.own for p in module.parameters()) or not path:
-                continue
-            if isinstance(module, nn.Linear) and module.weight.shape == (n, d):
-                yield from (f"{code_of(guess.layer, path)}({value})" for value in inputs)
-                maps.append(path)
-            elif not isinstance(module, nn.Linear) and self._gives_logits(module, x, n):
-                maps.append(path)
-                yield from (f"{code_of(guess.layer, path)}({value})" for value in inputs)
+        inside: set[int] = set()
+        for code, module in guess.modules:
+            if self._gives_logits(module, x, n):
+                inside |= {id(p) for p in module.parameters()}
+                yield from (f"{code}({value})" for value in inputs)
         yield from self._two_layer_gates(inputs)
-        inside = {id(p) for path in maps for p in guess.layer.get_submodule(path).parameters()}
         for code, given, width in self._matrices(inside):
             if (given, width) == (d, n):
                 yield from (code.format(value) for value in inputs)
 
     def _two_layer_gates(self, inputs: Sequence[str]) -> Iterator[str]:
         """Yields routers of two linear maps that are attributes of the layer, as code of `{x}`."""
-        layer, n, d = self.guess.layer, self.guess.reading.count, self.guess.reading.dim
-        maps: list[CodeOfMap] = []
-        inside: set[int] = set()
-        for path, module in layer.named_modules():
-            weights = {id(p) for p in module.parameters()}
-            if isinstance(module, nn.Linear) and not weights & self.guess.reading.own:
-                out, given = module.weight.shape
-                maps.append((f"{code_of(layer, path)}({{}})", given, out))
-                inside |= weights
-        maps += self._matrices(inside)
+        guess, n, d = self.guess, self.guess.reading.count, self.guess.reading.dim
+        maps = [(f"{code}({{}})", given, out) for code, out, given in guess.linears]
+        linears = [module for _, module in guess.modules if isinstance(module, nn.Linear)]
+        maps += self._matrices({id(p) for module in linears for p in module.parameters()})
         between = [*GATE_ACTIVATIONS, *self._modules_between()]
         for (first, given, width), (second, middle, out) in itertools.permutations(maps, 2):
             if (given, middle, out) == (d, width, n):
@@ -479,7 +464,7 @@ class RoutedForms:
 
     @staticmethod
     def _gives_logits(module: nn.Module, x: Tensor, n: int) -> bool:
-        """Whether a module computes a number per expert from tokens: a router of several maps."""
+        """Whether a module computes a number per expert from tokens, like a router."""
         if isinstance(module, nn.ModuleList | nn.ModuleDict) or not [*module.parameters()]:
             return False
         try:
@@ -498,17 +483,13 @@ class RoutedForms:
         """Terms that may be added to the experts' sum, as code, with their values for a call."""
         guess, zero = self.guess, torch.zeros_like(self.guess.call.y)
         parts = [*self._shared_modules(), *self._shared_maps()]
-        gates = [
-            f"{code_of(guess.layer, path)}({{h}}).sigmoid()"
-            for path, module in guess.layer.named_modules()
-            if isinstance(module, nn.Linear) and module.weight.shape[0] == 1
-        ]
+        gates = [f"{code}({{h}}).sigmoid()" for code, rows, _ in guess.linears if rows == 1]
         out = guess.call.y.shape[-1]
         biases = [code for code, p in guess.others if tuple(p.shape) == (out,)]
         codes = ["", "x", *parts, *biases]
         codes += [f"{gate} * {part}" for gate, part in itertools.product(gates, parts)]
         codes += [f"x + {code}" for code in codes[2:]]
-        codes += [f"{one} + {other}" for one, other in itertools.combinations(parts, 2)]
+        codes += [" + ".join(pair) for pair in itertools.combinations(parts, 2)]
         found = []
         for code in codes[:MOST_ADDED]:
             value = self._value(code.format(h=h)) if code else zero
@@ -522,35 +503,22 @@ class RoutedForms:
 
     def _shared_modules(self) -> Iterator[str]:
         """Separate modules that may be shared experts, and lists of them, of `{h}`."""
-        guess = self.guess
-        inside: list[str] = []
-        for path, module in guess.layer.named_modules():
-            if not path or any(path.startswith(f"{outer}.") for outer in inside):
+        inside: set[int] = set()
+        for code, module in self.guess.modules:
+            if id(module) in inside or is_norm(module) or not [*module.parameters()]:
                 continue
-            parameters = [*module.parameters()]
-            if is_norm(module) or not parameters:
-                continue
-            if any(id(p) in guess.reading.own for p in parameters):
-                continue
-            code = code_of(guess.layer, path)
             if isinstance(module, nn.ModuleList):
                 yield f"sum(f({{h}}) for f in {code})"
             elif isinstance(module, nn.ModuleDict):
                 yield f"sum(f({{h}}) for f in {code}.values())"
             else:
-                if not isinstance(module, nn.Linear):
-                    inside.append(path)
+                inside |= set(map(id, module.modules()))
                 yield f"{code}({{h}})"
 
     def _shared_maps(self) -> Iterator[str]:
         """Shared experts that are two or three maps of the layer itself, of `{h}`."""
         guess, d, out = self.guess, self.guess.reading.dim, self.guess.call.y.shape[-1]
-        maps = [
-            (code_of(guess.layer, path), *module.weight.shape)
-            for path, module in guess.layer.named_modules()
-            if isinstance(module, nn.Linear)
-            and not any(id(p) in guess.reading.own for p in module.parameters())
-        ]
+        maps = guess.linears
         ups = [(code, rows) for code, rows, columns in maps if columns == d and rows > 1]
         for (down, rows, columns), act in itertools.product(maps, SHARED_ACTIVATIONS):
             fitting = [code for code, width in ups if width == columns and code != down]
@@ -559,15 +527,6 @@ class RoutedForms:
             yield from (f"{down}({act}({up}({{h}})))" for up in fitting)
             for gate, up in itertools.permutations(fitting, 2):
                 yield f"{down}({act}({gate}({{h}})) * {up}({{h}}))"
-
-
-def _spanned(target: Tensor, outputs: Tensor) -> bool:
-    """Whether each token's target [t, o] is a weighted sum of the experts' outputs [t, n, o]."""
-    rows, width = outputs[:64].double(), outputs.shape[-1]
-    if not len(rows) or rows.shape[1] >= width:
-        return False
-    fitting = (torch.linalg.pinv(rows.mT) @ target[:64].double().unsqueeze(-1)).squeeze(-1)
-    return difference(target[:64].double(), torch.einsum("tn,tno->to", fitting, rows)) <= 1e-4
 
 
 def _named(ratio: float, numbers: dict[str, float]) -> list[str]:

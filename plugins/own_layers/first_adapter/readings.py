@@ -17,14 +17,12 @@ from ....errors import FamilyError, UsageError
 from ...token_routed.own_forward import result_of
 from ..calls import LayerCall
 from ..expert_forms import ExpertArguments, is_map
+from .request import TriedSizes
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
 TABLES = (nn.ModuleDict, nn.ParameterDict)
 
 MOST_READINGS = 12
-
-INPUTS, TOKENS = 3, 7
-"""The batch and the number of tokens to try a layer with if no others are given."""
 
 SMALL = 1e-3
 """A factor for the last input: tokens near 0 distinguish normalisations."""
@@ -74,7 +72,7 @@ class ExpertsReading:
 
 def readings_of(layer: nn.Module) -> list[ExpertsReading]:
     """Returns the candidates for the experts, the likeliest first; FamilyError if none."""
-    found = [*_listed(layer), *_paired(layer), *_stacked(layer)]
+    found = [*map(_checked, (*_listed(layer), *_paired(layer), *_stacked(layer)))]
     found = sorted(found, key=lambda reading: _unlikely(reading, found, layer))[:MOST_READINGS]
     if found:
         return found
@@ -119,11 +117,12 @@ def _listed(layer: nn.Module) -> Iterator[ExpertsReading]:
             continue
         parts = list(module.children())
         code = code_of(layer, path)
+        values = f"{code}.values()" if isinstance(module, nn.ModuleDict) else code
         if parts and all(isinstance(part, nn.ModuleList) for part in parts):
             parts = [inner for part in parts for inner in part.children()]
-            code = f"[expert for several in {_values(module, code)} for expert in several]"
+            code = f"[expert for several in {values} for expert in several]"
         elif isinstance(module, nn.ModuleDict):
-            code = f"[*{code}.values()]"
+            code = f"[*{values}]"
         if len(parts) < 2 or len({type(part) for part in parts}) > 1:
             continue
         maps = [part for part in parts[0].modules() if is_map(part)]
@@ -131,17 +130,14 @@ def _listed(layer: nn.Module) -> Iterator[ExpertsReading]:
             continue
         inside.append(path)
         name, kind = code_of(layer, path), type(parts[0]).__name__
-        own = frozenset(id(parameter) for parameter in module.parameters())
-        yield _checked(
-            ExpertsReading(
-                keywords=f"experts={code}",
-                words=f"{name} as {len(parts)} experts ({kind})",
-                count=len(parts),
-                dim=int(maps[0].weight.shape[1]),  # type: ignore[index]
-                own=own,
-                uses=frozenset([path.split(".")[0]]),
-                arguments={"experts": parts},
-            )
+        yield ExpertsReading(
+            keywords=f"experts={code}",
+            words=f"{name} as {len(parts)} experts ({kind})",
+            count=len(parts),
+            dim=int(maps[0].weight.shape[1]),  # type: ignore[index]
+            own=frozenset(map(id, module.parameters())),
+            uses=frozenset([path.split(".")[0]]),
+            arguments={"experts": parts},
         )
 
 
@@ -164,26 +160,18 @@ def _paired(layer: nn.Module) -> Iterator[ExpertsReading]:
             if shapes[-1][1] != shapes[0][0] or {*shapes[:-1]} != {shapes[0]}:
                 continue
             codes = ", ".join(code_of(layer, path) for path in names)
-            own = [parameter for one in itertools.chain(*parts) for parameter in one.parameters()]
-            firsts = [_called(name, LAST) for name in names[:-1]]
-            odd = sum(firsts) - _called(names[-1], LAST) + (number > 2 and _called(names[0], UP))
-            yield _checked(
-                ExpertsReading(
-                    keywords=f"experts=[*zip({codes}, strict=True)]",
-                    words=f"{' and '.join(names)} as the maps of {len(parts[0])} experts",
-                    count=len(parts[0]),
-                    dim=int(shapes[0][1]),
-                    own=frozenset(map(id, own)),
-                    uses=frozenset(name.split(".")[0] for name in names),
-                    arguments={"experts": [*zip(*parts, strict=True)]},
-                    matrices=number,
-                    odd=odd,
-                )
+            own = [p for part in itertools.chain(*parts) for p in part.parameters()]
+            yield ExpertsReading(
+                keywords=f"experts=[*zip({codes}, strict=True)]",
+                words=f"{' and '.join(names)} as the maps of {len(parts[0])} experts",
+                count=len(parts[0]),
+                dim=int(shapes[0][1]),
+                own=frozenset(map(id, own)),
+                uses=frozenset(name.split(".")[0] for name in names),
+                arguments={"experts": [*zip(*parts, strict=True)]},
+                matrices=number,
+                odd=_oddity(names),
             )
-
-
-def _values(module: nn.Module, code: str) -> str:
-    return f"{code}.values()" if isinstance(module, nn.ModuleDict) else code
 
 
 def _checked(reading: ExpertsReading) -> ExpertsReading:
@@ -209,8 +197,7 @@ class _Stack:
     name: str
     listed: str = ""
 
-    def turned(self) -> _Stack:
-        """Returns the matrices transposed."""
+    def transposed(self) -> _Stack:
         listed = f"[p.mT for p in {self.listed}]" if self.listed else ""
         return replace(self, code=f"{self.code}.mT", tensor=self.tensor.mT, listed=listed)
 
@@ -225,7 +212,7 @@ def _stacks(layer: nn.Module) -> Iterator[_Stack]:
             if matrices[0].ndim == 2 and len({p.shape for p in matrices}) == 1:
                 ids = frozenset(map(id, matrices))
                 stacked = torch.stack(matrices)
-                yield _Stack(f"torch.stack([*{code}])", stacked, ids, path, f"{code}")
+                yield _Stack(f"torch.stack([*{code}])", stacked, ids, path, code)
 
 
 def _stacked(layer: nn.Module) -> Iterator[ExpertsReading]:
@@ -235,7 +222,7 @@ def _stacked(layer: nn.Module) -> Iterator[ExpertsReading]:
     """
     stacks = list(_stacks(layer))
     for one, two in itertools.permutations(stacks, 2):
-        for first, second in itertools.product((one, one.turned()), (two, two.turned())):
+        for first, second in itertools.product((one, one.transposed()), (two, two.transposed())):
             n, d, inner = first.tensor.shape
             gated = inner == 2 * second.tensor.shape[1]
             if len(second.tensor) != n or (not gated and inner != second.tensor.shape[1]):
@@ -247,7 +234,7 @@ def _stacked(layer: nn.Module) -> Iterator[ExpertsReading]:
             ups = [
                 s
                 for up in stacks
-                for s in (up, up.turned())
+                for s in (up, up.transposed())
                 if s.ids not in (first.ids, second.ids)
             ]
             for up in ups:
@@ -274,8 +261,8 @@ def _biased(
             for path, p in layer.named_parameters()
             if tuple(p.shape) in flat and id(p) not in own
         ]
-        fitting.sort(key=lambda item: not _called_bias(item[0]))
-        none_first = not any(_called_bias(path) for path, _, _ in fitting)
+        fitting.sort(key=lambda item: not _named_bias(item[0]))
+        none_first = not any(_named_bias(path) for path, _, _ in fitting)
         choices.append([None, *fitting] if none_first else [*fitting, None])
     for biases in itertools.product(*choices):
         arguments = {key: tensor for key, (_, tensor) in named.items()}
@@ -290,9 +277,7 @@ def _biased(
         ordered = [f"{key}={words[key]}" for key in ("w1", "b1", "w2", "b2") if key in words]
         ordered += [f"gate={gate!r}"] if gate else []
         names = [stack.name for stack in (*firsts, second)]
-        odd = sum(not _called_bias(bias[0]) for bias in biases if bias is not None)
-        odd += sum(_called(name, LAST) for name in names[:-1]) - _called(names[-1], LAST)
-        odd += _called(names[0], UP) - (len(firsts) > 1 and _called(names[1], UP))
+        odd_biases = sum(not _named_bias(bias[0]) for bias in biases if bias is not None)
         yield ExpertsReading(
             keywords=", ".join(ordered),
             words=f"{' and '.join(names)} as the matrices of {n} experts",
@@ -302,7 +287,7 @@ def _biased(
             uses=frozenset(name.split(".")[0] for name in names),
             arguments=arguments | ({"gate": gate} if gate else {}),
             matrices=len(names),
-            odd=odd,
+            odd=_oddity(names) + odd_biases,
         )
 
 
@@ -310,12 +295,20 @@ LAST, UP = ("down", "w2", "wo", "out", "proj", "second", "value"), ("up", "w3")
 """Usual names of an expert's last matrix, and of the one that a gate multiplies."""
 
 
-def _called(path: str, words: Sequence[str]) -> bool:
+def _oddity(names: Sequence[str]) -> int:
+    """How many names of an expert's matrices are unusual for their order, minus the usual ones."""
+    odd = sum(_named_like(name, LAST) for name in names[:-1]) - _named_like(names[-1], LAST)
+    if len(names) > 2:
+        odd += _named_like(names[0], UP) - _named_like(names[1], UP)
+    return odd
+
+
+def _named_like(path: str, words: Sequence[str]) -> bool:
     name = path.rsplit(".", maxsplit=1)[-1].lower()
     return any(word in name for word in words) and "gate" not in name
 
 
-def _called_bias(path: str) -> bool:
+def _named_bias(path: str) -> bool:
     name = path.rsplit(".", maxsplit=1)[-1].lower()
     return "bias" in name or name.startswith("b")
 
@@ -323,20 +316,7 @@ def _called_bias(path: str) -> bool:
 # --- what a layer is called with ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TriedSizes:
-    """The batches and the numbers of tokens to try a layer with; the first is used everywhere.
-
-    `asked_…`: the user gave them, so the layer must accept each.
-    """
-
-    batches: tuple[int, ...] = (INPUTS, 1, 8)
-    tokens: tuple[int, ...] = (TOKENS, 16)
-    asked_batches: bool = False
-    asked_tokens: bool = False
-
-
-def called(
+def first_call(
     layer: nn.Module, reading: ExpertsReading, shape: object, sizes: TriedSizes, source: str
 ) -> LayerCall:
     """Returns a call of the layer on random tokens, in the layout that it takes."""
@@ -412,12 +392,17 @@ def optional_inputs(layer: nn.Module) -> list[str]:
 
 def _further(layer: nn.Module, x: Tensor, experts: int) -> Iterator[tuple[Tensor, ...]]:
     """Yields what a layer may be given after its tokens: masks, tokens, logits or vectors."""
-    mask = torch.ones(x.shape[:-1], dtype=torch.bool)
-    mask.flatten()[1::3] = False  # some tokens of every input, and never all
     sizes = [x.shape, (*x.shape[:-1], experts), (len(x), x.shape[-1])]
     generator = torch.Generator().manual_seed(1)
     floats = [torch.randn(size, generator=generator) for size in dict.fromkeys(map(tuple, sizes))]
-    yield from itertools.product([mask, *floats], repeat=len(further_inputs(layer)))
+    masks = [_mask(x.shape[:-1])]
+    yield from itertools.product([*masks, *floats], repeat=len(further_inputs(layer)))
+
+
+def _mask(shape: Sequence[int]) -> Tensor:
+    mask = torch.ones(*shape, dtype=torch.bool)
+    mask.flatten()[1::3] = False  # some tokens of every input, and never all
+    return mask
 
 
 def resized(call: LayerCall, batch: int, tokens: int | None) -> tuple[Any, ...]:
@@ -432,9 +417,7 @@ def resized(call: LayerCall, batch: int, tokens: int | None) -> tuple[Any, ...]:
         if m is not None and tokens is not None and len(shape) > 1 and shape[1] == m:
             shape[1] = tokens
         if value.dtype == torch.bool:
-            made = torch.ones(shape, dtype=torch.bool)
-            made.flatten()[1::3] = False
-            return made
+            return _mask(shape)
         return torch.randn(shape, generator=generator)
 
     return tuple(sized(value) for value in call.args)

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ....common.option import Request, option
 from ....common.text import parse_seconds
 from ....graphs.sizes import Sizes, parse_range
+
+SECONDS = 60.0
+"""The default limit of CPU time for a search."""
+
+
+@dataclass(frozen=True, slots=True)
+class TriedSizes:
+    """The batches and the numbers of tokens to try a layer with; the first is used everywhere.
+
+    `required_…`: the user gave them, so the layer must accept each.
+    """
+
+    batches: tuple[int, ...] = (3, 1, 8)
+    tokens: tuple[int, ...] = (7, 16)
+    required_batches: bool = False
+    required_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +56,21 @@ class AdaptRequest(Request):
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for an invalid value."""
-        for sizes, spelling in ((self.batch, "--batch"), (self.tokens, "--tokens")):
-            if sizes is not None:
-                parse_range(sizes, spelling)
-        _ = self.seconds
+        _ = self.sizes, self.seconds
 
     @property
-    def seconds(self) -> float | None:
-        """The time that the search may take."""
-        return None if self.time is None else parse_seconds(self.time, "--time", "s")
+    def sizes(self) -> TriedSizes:
+        sizes = TriedSizes()
+        if self.batch is not None:
+            batch = parse_range(self.batch, "--batch")
+            batches = (batch.opt, batch.min, batch.max)
+            sizes = replace(sizes, batches=batches, required_batches=True)
+        if self.tokens is not None:
+            tokens = parse_range(self.tokens, "--tokens")
+            lengths = (tokens.opt, tokens.min, tokens.max)
+            sizes = replace(sizes, tokens=lengths, required_tokens=True)
+        return sizes
+
+    @property
+    def seconds(self) -> float:
+        return SECONDS if self.time is None else parse_seconds(self.time, "--time", "s")

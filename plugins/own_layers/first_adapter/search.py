@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import Parameter
 from math import inf
 from time import process_time
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,62 +23,34 @@ from ....common.console import Progress, Silent
 from ....common.threads import with_threads
 from ....data.user_code import callable_named, module_made
 from ....errors import FamilyError, ParityError, UsageError
-from ....graphs.sizes import Sizes, parse_range
+from ....exporter.checkpoints.settings import read_config
 from ..calls import changed_buffers
+from ..comparison import random_result
 from ..examples import INPUT_SHAPE
 from ..expert_forms import PAIRS
 from ..mismatch import CLOSE, TOLERANCE, difference
-from .forms import (
-    ClampBounds,
-    FormCount,
-    Guess,
-    OutOfTimeError,
-    RoutedForm,
-    RoutedForms,
-    call_text,
-)
-from .kept import keep_adapter, kept_adapter, key_of
-from .readings import ExpertsReading, TriedSizes, call_of, called, optional_inputs, readings_of
-from .seen import WatchedForward
+from .cache import FirstAdapter, cached_adapter, key_of, store_adapter
+from .coverage import Bounds, WatchedForward
+from .forms import FormCount, Guess, OutOfTimeError, RoutedForms, call_text
+from .further_calls import FurtherCalls
+from .readings import ExpertsReading, call_of, first_call, optional_inputs, readings_of
+from .request import AdaptRequest, TriedSizes
 from .soft_forms import SoftForms
 from .start import joined, start_of
-from .tries import Tries
 
 STACKED = "w1=, b1=, w2= and b2=, stacked: w1 is [n, in, hidden], w2 [n, hidden, out]"
 
-SECONDS = 60.0
-"""The default limit of CPU time for a search."""
-
-MOST_NEARLY = 4
+MOST_NEAR = 4
 """Texts that match usual inputs alone, and are tried with limits that the layer has."""
 
 
-@dataclass(frozen=True, slots=True)
-class FirstAdapter:
-    """An adapter as Python code.
+def first_adapter(source: str, request: AdaptRequest) -> FirstAdapter:
+    """Returns an adapter for the layer that `package.module:Class` makes.
 
-    `missing` is the part that was not recognised, empty if it matches. `notes` list the parts of
-    the layer's forward that no input reached, which the adapter may lack.
+    Raises UsageError if the layer cannot be made or does not accept the requested sizes.
     """
-
-    code: str
-    missing: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-
-
-def first_adapter(
-    source: str,
-    config: Mapping[str, Any],
-    sizes: TriedSizes | None = None,
-    progress: Progress | None = None,
-    seconds: float = SECONDS,
-) -> FirstAdapter:
-    """Returns an adapter for the layer that `package.module:Class` makes with `config`.
-
-    The search takes about `seconds` of CPU time at most. Raises UsageError if the layer cannot be
-    made or does not accept the requested sizes.
-    """
-    sizes, progress = sizes or TriedSizes(), progress or Silent()
+    config, sizes = read_config(request.config, request.sets), request.sizes
+    progress, seconds = request.progress or Silent(), request.seconds
     arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
     torch.manual_seed(0)
     layer = module_made(source, "a layer", arguments, arguments_of(source))
@@ -88,17 +60,15 @@ def first_adapter(
             parameter.data.add_(0.3 * torch.randn_like(parameter))
     key = key_of(layer, source, config, sizes)
     ended = f"{key[:24]}-{seconds:g}s"  # another limit may find another adapter
-    known = kept_adapter(key) or kept_adapter(ended)
+    known = cached_adapter(key) or cached_adapter(ended)
     if known is not None:
         progress.step(f"using the result of an earlier search of {source}")
-        return FirstAdapter(**known)
+        return known
     # The layers are small: more threads than one take longer, on a busy machine far longer.
     with with_threads(1):
         search = _Search(layer, config.get(INPUT_SHAPE), sizes, source, progress, seconds)
         found = search.result()
-    keep_adapter(
-        ended if search.ended else key, code=found.code, missing=found.missing, notes=found.notes
-    )
+    store_adapter(ended if search.ended else key, found)
     return found
 
 
@@ -118,70 +88,52 @@ def arguments_of(source: str) -> str:
     return f"it takes {others}: {shown}"
 
 
-def sizes_of(batch: Sizes | None, tokens: Sizes | None) -> TriedSizes:
-    """Returns the sizes to try a layer with, by `--batch` and `--tokens` as they were given."""
-    batches, lengths = (
-        None if given is None else parse_range(given, option)
-        for given, option in ((batch, "--batch"), (tokens, "--tokens"))
-    )
-    usual = TriedSizes()
-    return TriedSizes(
-        batches=usual.batches if batches is None else (batches.opt, batches.min, batches.max),
-        tokens=usual.tokens if lengths is None else (lengths.opt, lengths.min, lengths.max),
-        asked_batches=batches is not None,
-        asked_tokens=lengths is not None,
-    )
-
-
 @dataclass(slots=True)
-class _Tried:
+class _Result:
     """The result for one reading of the experts.
 
-    `whole`: all forms were tried. `nearly` are texts that match usual inputs, with the inputs that
+    `complete`: all forms were tried. `near` are texts that match usual inputs, with the inputs that
     they do not match and how far off they are for them.
     """
 
     guess: Guess
     watched: WatchedForward
-    right_experts: bool = False
-    fits: bool = True
-    whole: bool = False
-    nearly: list[tuple[str, str, float]] = field(default_factory=list)
+    routed: RoutedForms
+    complete: bool = False
+    near: list[tuple[str, str, float]] = field(default_factory=list)
 
 
+@dataclass(slots=True)
 class _Search:
     """The guesses for one layer, one reading of its experts after the other."""
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        shape: object,
-        sizes: TriedSizes,
-        source: str,
-        progress: Progress,
-        seconds: float,
-    ) -> None:
-        self.layer, self.shape, self.sizes = layer, shape, sizes
-        self.source, self.progress, self.seconds = source, progress, seconds
-        self.ends, self.ended = process_time() + seconds, False
+    layer: nn.Module
+    shape: object
+    sizes: TriedSizes
+    source: str
+    progress: Progress
+    seconds: float
+    ended: bool = False
+    ends: float = inf
 
     def result(self) -> FirstAdapter:
         """Returns the first guess that matches, or a start that names the missing part."""
+        self.ends = process_time() + self.seconds
         try:
             readings = readings_of(self.layer)
         except FamilyError as error:
             return self._bare_start(error)
-        tried: list[_Tried] = []
+        results: list[_Result] = []
         refused: UsageError | ParityError | None = None
         for reading in readings:
             if reading.problem is not None:
                 continue
             try:
-                one = self._guess(reading)
-                tried.append(one)
-                found = self._matching(one)
+                result = self._guess(reading)
+                results.append(result)
+                found = self._matching(result)
             except (UsageError, ParityError) as error:
-                if self.sizes.asked_batches or self.sizes.asked_tokens:
+                if self.sizes.required_batches or self.sizes.required_tokens:
                     raise  # the layer may accept other sizes
                 refused = refused or error
                 continue
@@ -189,118 +141,91 @@ class _Search:
                 self.ended = True
                 break
             if found is not None:
-                return FirstAdapter(self._whole(found), (), tuple(self._notes(one.watched)))
-        why = [] if refused is None or tried else [f"{refused.message} ({refused.hint})"]
-        why += [self._out_of_time(tried)] if self.ended else []
-        nearly = next((one for one in tried if one.nearly), None)
-        found_so_far = self._start(tried, readings) if nearly is None else self._nearly(nearly)
-        return replace(found_so_far, missing=(*why, *found_so_far.missing))
+                return FirstAdapter(self._module(found), (), tuple(self._notes(result.watched)))
+        why = [] if refused is None or results else [f"{refused.message} ({refused.hint})"]
+        if self.ended:
+            forms = sum(result.guess.count.forms for result in results)
+            why.append(
+                f"the search ended after {self.seconds:g} s of CPU time and {forms} forms, none of "
+                f"which matches: --time {2 * self.seconds:g}s searches longer"
+            )
+        near = next((result for result in results if result.near), None)
+        best = self._start(results, readings) if near is None else self._near(near)
+        return replace(best, missing=(*why, *best.missing))
 
-    def _out_of_time(self, tried: Sequence[_Tried]) -> str:
-        """The parts of the search that were left out, and how to continue it."""
-        forms = sum(one.guess.count.forms for one in tried)
-        return (
-            f"the search ended after {self.seconds:g} s of CPU time and {forms} forms, none "
-            f"of which matches: --time {2 * self.seconds:g}s searches longer"
-        )
-
-    def _start(self, tried: Sequence[_Tried], readings: Sequence[ExpertsReading]) -> FirstAdapter:
+    def _start(
+        self, results: Sequence[_Result], readings: Sequence[ExpertsReading]
+    ) -> FirstAdapter:
         """The layer's own forward as a start, and why nothing better was found."""
         fit = (each for each in readings if each.problem is None)
-        reading = tried[0].guess.reading if tried else next(fit, readings[0])
-        start = start_of(self.layer, reading)
-        lines = [*start.before, f"def forward({start.parameters}):", joined(start.lines), ""]
-        call = call_text("moexport.Experts", [reading.keywords, "forward=forward"])
-        missing = [*map(_result, tried)]
+        reading = results[0].guess.reading if results else next(fit, readings[0])
+        missing = [*map(_described, results)]
         missing += [f"the experts: {each.problem}" for each in readings if each.problem is not None]
-        code = self._whole("\n".join([*lines, call]), start.imports)
+        code = self._own_forward(reading.keywords, reading.uses)
         return FirstAdapter(code, tuple(missing[:MOST_REPORTED]))
 
     def _bare_start(self, error: FamilyError) -> FirstAdapter:
         """The layer's own forward if no part of it was recognised as its experts."""
-        reading = ExpertsReading(
-            keywords="experts=[...]",
-            words="",
-            count=0,
-            dim=0,
-            own=frozenset(),
-            uses=frozenset(self._likely_experts()),
-            arguments={},
-        )
-        start = start_of(self.layer, reading)
-        lines = [*start.before, f"def forward({start.parameters}):", joined(start.lines), ""]
-        lines += [f"# Name the experts: {PAIRS};", f"# or {STACKED}."]
-        body = "\n".join([*lines, "return moexport.Experts(experts=[...], forward=forward)"])
-        return FirstAdapter(self._whole(body, start.imports), (error.message,))
-
-    def _likely_experts(self) -> list[str]:
-        """The attributes named like experts; otherwise all with weights that are not a router."""
         names = [name.partition(".")[0] for name, _ in self.layer.named_parameters()]
-        called = [name for name in names if "expert" in name.lower()]
-        routers = ("gate", "rout")
-        return called or [n for n in names if not any(word in n.lower() for word in routers)]
+        likely = [name for name in names if "expert" in name.lower()]
+        if not likely:
+            likely = [n for n in names if not any(word in n.lower() for word in ("gate", "rout"))]
+        advice = (f"# Name the experts: {PAIRS};", f"# or {STACKED}.")
+        code = self._own_forward("experts=[...]", frozenset(likely), advice)
+        return FirstAdapter(code, (error.message,))
 
-    def _guess(self, reading: ExpertsReading) -> _Tried:
+    def _own_forward(self, experts: str, uses: frozenset[str], advice: Sequence[str] = ()) -> str:
+        """An adapter with the layer's own forward, the lines with its experts marked."""
+        start = start_of(self.layer, uses)
+        lines = [*start.before, f"def forward({start.parameters}):", joined(start.lines), ""]
+        call = call_text("moexport.Experts", [experts, "forward=forward"])
+        return self._module("\n".join([*lines, *advice, call]), start.imports)
+
+    def _guess(self, reading: ExpertsReading) -> _Result:
         """A reading with a call that the layer accepts; raises UsageError if there is none."""
         watched = WatchedForward(self.layer)
-        call = called(self.layer, reading, self.shape, self.sizes, self.source)
+        call = first_call(self.layer, reading, self.shape, self.sizes, self.source)
         before = {name: buffer.clone() for name, buffer in self.layer.named_buffers()}
         with watched.calling():
             again = call_of(self.layer, (call.x, *call.further))
         if difference(call.y, again.y) > TOLERANCE:
             changed = changed_buffers(self.layer, before)
             because = f", because it changes {', '.join(changed)}" if changed else ""
-            raise ParityError(
-                f"{self.source} gives a different result each time it is called, even in eval "
-                f"mode{because}",
-                hint="add noise and change buffers in training only: if self.training",
-            )
+            raise random_result(self.source, because)
         what = f"trying {self.source} with {reading.words}"
         count = FormCount(self.progress, what, self.ends)
-        return _Tried(Guess(self.layer, reading, call, self.source, count), watched)
+        guess = Guess(self.layer, reading, call, self.source, count)
+        return _Result(guess, watched, RoutedForms(guess))
 
-    def _matching(self, one: _Tried) -> str | None:
-        """The first text that matches every call; `one` records the near misses."""
-        guess = one.guess
-        tries = Tries(guess, self.sizes, one.watched)
-        routed, soft = RoutedForms(guess), SoftForms(guess)
-        limits, nearly = one.watched.limits, 0
-        try:
-            for text, form in self._candidates(routed, soft):
-                if guess.off(text) > CLOSE:
-                    continue
-                fails = tries.fails(text)
-                if fails is None:
-                    return text
-                one.nearly.append((text, *fails))
-                for limited in self._limited(routed, soft, form, limits):
-                    if guess.off(limited) <= CLOSE and tries.fails(limited) is None:
-                        return limited
-                nearly += 1
-                if nearly == MOST_NEARLY:
-                    break
-            one.whole = True
-        finally:  # even if the time is up
-            one.right_experts, one.fits = routed.right_experts, routed.fits
+    def _matching(self, result: _Result) -> str | None:
+        """The first text that matches every call; `result` records the near misses."""
+        guess = result.guess
+        further_calls = FurtherCalls(guess, self.sizes, result.watched)
+        for text, limited in self._candidates(result.routed, SoftForms(guess)):
+            if guess.off(text) > CLOSE:
+                continue
+            fails = further_calls.fails(text)
+            if fails is None:
+                return text
+            result.near.append((text, *fails))
+            for limit in result.watched.limits:
+                for other in limited(limit):
+                    if guess.off(other) <= CLOSE and further_calls.fails(other) is None:
+                        return other
+            if len(result.near) == MOST_NEAR:
+                break
+        result.complete = True
         return None
 
     @staticmethod
-    def _candidates(routed: RoutedForms, soft: SoftForms) -> Iterator[tuple[str, Any]]:
-        """Yields texts that may match, with their forms."""
-        yield from ((routed.text(form), form) for form in routed.matching())
+    def _candidates(
+        routed: RoutedForms, soft: SoftForms
+    ) -> Iterator[tuple[str, Callable[[Bounds], Iterator[str]]]]:
+        """Yields texts that may match, each with a function for its texts with a limit."""
+        for form in routed.matching():
+            yield routed.text(form), partial(routed.limited, form)
         if not routed.right_experts:  # they take tokens, not slots
-            yield from ((form.text, form) for form in soft.matching())
-
-    @staticmethod
-    def _limited(
-        routed: RoutedForms, soft: SoftForms, form: Any, limits: Sequence[ClampBounds]
-    ) -> Iterator[str]:
-        """Yields the texts of a form with the limits that the layer's forward has."""
-        for limit in limits:
-            if isinstance(form, RoutedForm):
-                yield from map(routed.text, form.limited(limit))
-            else:
-                yield from soft.limited(form, limit)
+            yield from ((form.text, partial(soft.limited, form)) for form in soft.matching())
 
     def _notes(self, watched: WatchedForward) -> Iterator[str]:
         """Yields notes on parts of the layer's forward that no input reached."""
@@ -310,19 +235,19 @@ class _Search:
         if left:
             yield f"the layer also accepts {', '.join(left)}: the adapter was tried without"
 
-    def _nearly(self, one: _Tried) -> FirstAdapter:
+    def _near(self, result: _Result) -> FirstAdapter:
         """The text that matches usual inputs, with the other operations of the layer."""
-        text, words, off = one.nearly[0]
-        also = one.watched.all_places()
+        text, words, off = result.near[0]
+        also = result.watched.all_places()
         has = f"; its forward also has {'; '.join(also)}" if also else ""
         missing = (
             f"the adapter matches usual inputs, but is off by {off:.2g} of max|y| for {words}{has}"
         )
         comments = [f"# Incomplete: off by {off:.2g} of max|y| for {words}."]
         comments += [f"# Its forward also has {each}" for each in also]
-        return FirstAdapter(self._whole("\n".join([*comments, text])), (missing,))
+        return FirstAdapter(self._module("\n".join([*comments, text])), (missing,))
 
-    def _whole(self, body: str, more: Sequence[str] = ()) -> str:
+    def _module(self, body: str, more: Sequence[str] = ()) -> str:
         """The module of an adapter: imports and the function."""
         name, where = type(self.layer).__name__, type(self.layer).__module__
         begins = f"from {where} import "
@@ -343,13 +268,13 @@ MOST_REPORTED = 2
 MOST_LISTED = 6
 
 
-def _result(one: _Tried) -> str:
+def _described(result: _Result) -> str:
     """The result for a reading, in words."""
-    guess = one.guess
+    guess = result.guess
     read, count = f"moexport read {guess.reading.words}", guess.count
     given = ", ".join(guess.further)
     around = "the code around the experts" + (f", with {given}" if given else "")
-    if one.right_experts:
+    if result.routed.right_experts:
         return (
             f"{around}: {read}; their outputs are correct, but their weights were not "
             f"found ({count.forms} usual forms were tried)"
@@ -359,9 +284,9 @@ def _result(one: _Tried) -> str:
             f"{around}: {read}; {count.forms} usual forms were tried, and the nearest is off by "
             f"{count.nearest:.2g} of max|y|"
         )
-    if not one.whole:
+    if not result.complete:
         return f"{around}: {read}, but not all forms were tried"
-    if not one.fits:
+    if not result.routed.fits:
         x, y = list(guess.call.x.shape), list(guess.call.y.shape)
         return f"{around}: {read}, but no usual form returns {y} for {x}"
     others = [f"{code} {list(p.shape)}" for code, p in guess.others]

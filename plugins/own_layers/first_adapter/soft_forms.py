@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..descriptions import Description, SoftMoEDescription, contents_of
 from ..mismatch import CLOSE
-from .forms import USERS_CODE, ClampBounds, Guess, call_text, clamped, distance
-from .readings import code_of
+from .coverage import Bounds
+from .forms import USERS_CODE, Guess, call_text, clamped, distance
 
 MOST_WIDTH = 1 << 16
 
@@ -86,41 +85,47 @@ class SoftForms:
                     if simple == (len(changed) < 2):
                         yield from self._of_variant(phi, norm, options, changed, variant)
 
-    def limited(self, form: SoftForm, limit: ClampBounds) -> Iterator[str]:
+    def limited(self, form: SoftForm, limit: Bounds) -> Iterator[str]:
         """Yields the text of a form as a forward with a clamp where a layer may have one."""
         options = dict(form.options)
         if set(options) - {"norm", "temperature", "slots_from", "eps"}:
             return
         norm = {"'l2'": "F.normalize(x, dim=-1)", "'layernorm'": "F.layer_norm(x, x.shape[-1:])"}
-        made = norm.get(options.get("norm", ""), f"{form.norm}(x)" if form.norm else "x")
+        normed = norm.get(options.get("norm", ""), f"{form.norm}(x)" if form.norm else "x")
         raw = options.get("slots_from") == "'raw'"
-        h, source = ("x", "x") if made == "x" else ("h", "x" if raw else "h")
+        h, source = ("x", "x") if normed == "x" else ("h", "x" if raw else "h")
+        logits = f'torch.einsum("bmd,dnp->bmnp", {h}, phi)'
+        logits += f" + {form.phi.bias}.view(phi.shape[1:])" if form.phi.bias else ""
+        if "temperature" in options:
+            logits = f"({logits}) / {options['temperature']}"
         for where in ("logits", "y", "x"):
             lines = [f"x = {clamped('x', limit)}"] if where == "x" else []
-            lines += [f"h = {made}"] if made != "x" else []
-            lines.append(f"phi = {self._with_slots(form.phi.code)}")
-            logits = f'torch.einsum("bmd,dnp->bmnp", {h}, phi)'
-            logits += f" + {form.phi.bias}.view(phi.shape[1:])" if form.phi.bias else ""
-            if "temperature" in options:
-                logits = f"({logits}) / {options['temperature']}"
-            lines.append(f"logits = {logits}")
+            lines += [f"h = {normed}"] if normed != "x" else []
+            lines += [f"phi = {self._with_slots(form.phi.code)}", f"logits = {logits}"]
             if where == "logits":
                 lines.append(f"logits = {clamped('logits', limit)}")
-            lines += [
-                f'slots = torch.einsum("bmd,bmnp->bnpd", {source}, logits.softmax(dim=1))',
-                f"y = experts(slots, combine={AXES['all slots']})",
-            ]
             y = "x + y" if form.residual else "y"
-            lines.append(f"return {clamped(f'({y})', limit) if where == 'y' else y}")
-            yield self.guess.text(lines, "gelu")
+            y = clamped(f"({y})", limit) if where == "y" else y
+            yield self._forward(lines, source, y)
+
+    def _forward(
+        self,
+        lines: list[str],
+        source: str,
+        y: str,
+        dispatch: str = AXES["the tokens"],
+        combine: str = AXES["all slots"],
+    ) -> str:
+        """The text of a forward after these lines: the slots average `source`, it returns `y`."""
+        slots = f'slots = torch.einsum("bmd,bmnp->bnpd", {source}, {dispatch})'
+        result = f"y = experts(slots, combine={combine})"
+        # The default activation of a Soft MoE's experts.
+        return self.guess.text([*lines, slots, result, f"return {y}"], "gelu")
 
     def _with_slots(self, phi: str) -> str:
         """Code of phi as [d, n, p]."""
-        try:
-            value = eval(phi, {"layer": self.guess.layer, "torch": torch, "F": nn.functional})
-        except USERS_CODE:
-            return phi
-        return f"{phi}.unsqueeze(2)" if value.ndim == 2 else phi
+        value = self.guess.value(phi, {})
+        return f"{phi}.unsqueeze(2)" if value is not None and value.ndim == 2 else phi
 
     def _off(self, text: str) -> float:
         """Counts a text and returns how far off it is."""
@@ -176,23 +181,16 @@ class SoftForms:
             lines += [
                 f'logits = torch.einsum("bmd,dnp->bmnp", {h}, {self._with_slots(phi.code)})',
                 f"dispatch = {hidden}.softmax(dim=1)",
-                f'slots = torch.einsum("bmd,bmnp->bnpd", {h}, dispatch)',
-                f"y = experts(slots, combine={AXES['all slots']})",
-                f"return {end.format(mask=mask)}",
             ]
-            yield SoftForm(guess.text(lines, "gelu"), phi, norm, (("mask", mask),))
+            text = self._forward(lines, h, end.format(mask=mask), "dispatch")
+            yield SoftForm(text, phi, norm, (("mask", mask),))
 
     def _with_axes(self, changed: Mapping[str, str], phi: str, norm: str) -> str:
         """The text of a layer with its softmaxes over other axes."""
         dispatch, combine = (AXES[changed[key].removeprefix("over ")] for key in changed)
         lines = [f"x = {norm}(x)"] if norm else []
-        lines += [
-            f'logits = torch.einsum("bmd,dnp->bmnp", x, {self._with_slots(phi)})',
-            f'slots = torch.einsum("bmd,bmnp->bnpd", x, {dispatch})',
-            f"return experts(slots, combine={combine})",
-        ]
-        # The default activation of a Soft MoE's experts.
-        return self.guess.text(lines, "gelu")
+        lines.append(f'logits = torch.einsum("bmd,dnp->bmnp", x, {self._with_slots(phi)})')
+        return self._forward(lines, "x", "y", dispatch, combine)
 
     def phis(self) -> Iterator[Phi]:
         """Yields the matrices that may multiply the tokens, and those with a bias."""
@@ -206,17 +204,17 @@ class SoftForms:
             if name.startswith("_") or name == "forward" or not callable(method):
                 continue
             try:
-                made = method()
+                matrix = method()
             except Exception:  # noqa: BLE001  a method may need arguments
                 continue
-            if isinstance(made, Tensor):
-                raw += [f"layer.{name}(){turn}" for turn in _turns(tuple(made.shape), d, n)]
+            if isinstance(matrix, Tensor):
+                raw += [f"layer.{name}(){turn}" for turn in _turns(tuple(matrix.shape), d, n)]
         yield from map(Phi, raw)
         scalars = [code for code, p in guess.others if p.numel() == 1]
         biases = {
-            f"{code_of(guess.layer, path)}.weight": f"{code_of(guess.layer, path)}.bias"
-            for path, module in guess.layer.named_modules()
-            if isinstance(module.__dict__.get("_parameters", {}).get("bias"), Tensor)
+            f"{code}.weight": f"{code}.bias"
+            for code, module in (("layer", guess.layer), *guess.modules)
+            if isinstance(getattr(module, "bias", None), Tensor)
         }
         for phi in raw:
             yield from (Phi(f"{code} * F.normalize({phi}, dim=0)") for code in scalars)

@@ -15,7 +15,7 @@ from typing import TypeGuard
 
 from torch import nn
 
-from .readings import ExpertsReading, further_inputs
+from .readings import further_inputs
 
 CALLS = (
     "(slots, combine=C)    slots [b, n, p, d], C [b, m, n, p]",
@@ -40,20 +40,23 @@ class Start:
     before: tuple[str, ...] = ()
 
 
-def start_of(layer: nn.Module, reading: ExpertsReading) -> Start:
-    """Returns a layer's forward for an adapter, or a placeholder if its source cannot be read."""
+def start_of(layer: nn.Module, uses: frozenset[str]) -> Start:
+    """Returns a layer's forward for an adapter, or a placeholder if its source cannot be read.
+
+    `uses` are the names of the layer's attributes with its experts.
+    """
     own = _OwnForward.of(layer)
     if own is None:
         names = ", ".join([EXPERTS, "x", *further_inputs(layer)])
         lines = (*_help("What the layer computes", EXPERTS), "raise NotImplementedError")
         return Start(names, lines)
     bank = EXPERTS if EXPERTS not in own.names else "bank"
-    whole = LAYER if LAYER not in own.names else "whole"
+    layer_name = LAYER if LAYER not in own.names else "whole"
     return Start(
         parameters=", ".join([bank, *([own.parameters] if own.parameters else [])]),
-        lines=(*_help(f"The layer's forward ({own.place})", bank), *own.lines(whole, reading.uses)),
+        lines=(*_help(f"The layer's forward ({own.place})", bank), *own.lines(layer_name, uses)),
         imports=tuple(own.imports()),
-        before=() if whole == LAYER else (f"{whole} = {LAYER}",),
+        before=() if layer_name == LAYER else (f"{layer_name} = {LAYER}",),
     )
 
 
@@ -106,30 +109,29 @@ class _OwnForward:
 
     @property
     def names(self) -> set[str]:
-        """All names in the forward."""
         nodes = [*ast.walk(self.tree)]
         named = {node.id for node in nodes if isinstance(node, ast.Name)}
         return named | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
-    def lines(self, whole: str, uses: frozenset[str]) -> list[str]:
-        """The lines of the body, `whole` for `self`, those marked that use these attributes."""
+    def lines(self, layer_name: str, uses: frozenset[str]) -> list[str]:
+        """The lines of the body for a layer of this name; those that use its experts are marked."""
         body = self.tree.body
         first = body[1 if len(body) > 1 and ast.get_docstring(self.tree) is not None else 0]
         nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute | ast.Name)]
         marked = {node.end_lineno or 0 for node in nodes if self._uses(node, uses)}
         text = self.text.splitlines()
-        for line, start, end, new in sorted(self._changes(nodes, whole), reverse=True):
+        for line, start, end, new in sorted(self._changes(nodes, layer_name), reverse=True):
             raw = text[line - 1].encode()
             text[line - 1] = (raw[:start] + new.encode() + raw[end:]).decode()
         for number in marked:
             text[number - 1] += "" if text[number - 1].endswith("\\") else MARK
-        kept = text[first.lineno - 1 :]
-        if not kept[0][: first.col_offset].isspace():  # on the line of its `def`
-            kept[0] = kept[0][first.col_offset :]
-        return textwrap.dedent("\n".join(kept)).rstrip().splitlines()
+        lines = text[first.lineno - 1 :]
+        if not lines[0][: first.col_offset].isspace():  # on the line of its `def`
+            lines[0] = lines[0][first.col_offset :]
+        return textwrap.dedent("\n".join(lines)).rstrip().splitlines()
 
     def _changes(
-        self, nodes: Sequence[ast.Attribute | ast.Name], whole: str
+        self, nodes: Sequence[ast.Attribute | ast.Name], layer_name: str
     ) -> Iterator[tuple[int, int, int, str]]:
         """Yields the places of `self` and of names that are private to the class, with new texts.
 
@@ -138,15 +140,15 @@ class _OwnForward:
         for node in nodes:
             line, end = node.end_lineno or node.lineno, node.end_col_offset or 0
             if isinstance(node, ast.Name) and node.id == self.name:
-                yield line, node.col_offset, end, whole
-            elif isinstance(node, ast.Attribute) and node.attr != self._whole_name(node.attr):
-                yield line, end - len(node.attr.encode()), end, self._whole_name(node.attr)
+                yield line, node.col_offset, end, layer_name
+            elif isinstance(node, ast.Attribute) and node.attr != self._mangled(node.attr):
+                yield line, end - len(node.attr.encode()), end, self._mangled(node.attr)
         for call in ast.walk(self.tree):
             if _is_super(call) and not call.args:  # it works only inside a class
                 line, end = call.end_lineno or call.lineno, call.end_col_offset or 0
-                yield line, call.col_offset, end, f"super({self.cls.__name__}, {whole})"
+                yield line, call.col_offset, end, f"super({self.cls.__name__}, {layer_name})"
 
-    def _whole_name(self, name: str) -> str:
+    def _mangled(self, name: str) -> str:
         """A name as Python mangles it in the class if it begins with two underscores."""
         if not name.startswith("__") or name.endswith("__"):
             return name
@@ -160,7 +162,7 @@ class _OwnForward:
         of_layer = isinstance(node.value, ast.Name) and node.value.id == self.name
         if not of_layer and not of_bases:
             return False
-        name = self._whole_name(node.attr)
+        name = self._mangled(node.attr)
         kinds = self.cls.__mro__[1 if of_bases else 0 :]
         return name in uses or _method_uses(kinds, name, uses, set())
 

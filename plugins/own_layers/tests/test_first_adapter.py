@@ -15,7 +15,7 @@ import torch
 from moexport.common.files import cache_folder
 from moexport.docs.sources import ROOT
 from moexport.errors import UsageError
-from moexport.plugins.own_layers.first_adapter.kept import MOST_KEPT
+from moexport.plugins.own_layers.first_adapter.cache import MOST_ENTRIES
 from moexport.plugins.own_layers.first_adapter.readings import readings_of
 from moexport.plugins.own_layers.first_adapter.start import start_of
 from moexport.tests.command import run
@@ -245,7 +245,7 @@ def test_the_start_of_an_inherited_forward_calls_it_and_marks_it(tmp_path: Path)
     (tmp_path / "inherited.py").write_text(INHERITED)
     module = importlib.import_module("inherited")
     layer = module.Inherited()
-    start = start_of(layer, readings_of(layer)[0])
+    start = start_of(layer, readings_of(layer)[0].uses)
     body = "\n    ".join(start.lines)
     assert "y = super(Inherited, layer).forward(x)  # <- experts" in start.lines
     assert "return y + x" in start.lines
@@ -264,15 +264,15 @@ def test_what_was_found_before_is_bounded_and_may_be_damaged(tmp_path: Path) -> 
     for damaged in ("{", "[]", '{"code": 3}', '{"code": "x", "missing": 3, "notes": []}', ""):
         file.write_text(damaged)
         assert moexport.adapt("numbered:Numbered") == found
-    for number in range(MOST_KEPT + 5):
+    for number in range(MOST_ENTRIES + 5):
         old = file.with_name(f"old{number}.json")
         old.write_text("{}")
         os.utime(old, (number, number))
     (tmp_path / "numbered.py").write_text(f"{NUMBERED}\n# changed\n")
     moexport.adapt("numbered:Numbered")
-    kept = {each.name for each in file.parent.glob("*.json")}
-    assert len(kept) == MOST_KEPT
-    assert file.name in kept and "old0.json" not in kept
+    entries = {each.name for each in file.parent.glob("*.json")}
+    assert len(entries) == MOST_ENTRIES
+    assert file.name in entries and "old0.json" not in entries
 
 
 UNUSUAL = """

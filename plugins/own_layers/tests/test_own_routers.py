@@ -19,7 +19,7 @@ from moexport.exporter.model import fingerprint
 from moexport.exporter.options import ExportOptions
 from moexport.graphs.layers.base import MoELayer
 from moexport.plugins.own_layers.descriptions import ExpertsDescription as Experts
-from moexport.plugins.token_routed.own_forward import Code, OwnForward, with_router_k
+from moexport.plugins.token_routed.own_forward import Code, OwnForward, RouterHost
 from moexport.tests.command import run
 
 CODE = '''
@@ -189,9 +189,9 @@ def test_the_experts_weights_are_held_once_and_the_routers_are_part_of_the_model
 
 def test_k_is_asked_of_a_copy_and_can_be_taken_back() -> None:
     model = loaded()
-    smaller = with_router_k(model, {"moe.experts": 1})
-    assert with_router_k(model, {"moe.experts": 2}) is model
-    back = with_router_k(smaller, {"moe.experts": 2})
+    smaller = RouterHost().with_k(model, {"moe.experts": 1})
+    assert RouterHost().with_k(model, {"moe.experts": 2}) is model
+    back = RouterHost().with_k(smaller, {"moe.experts": 2})
     x = torch.from_numpy(X)
     with torch.no_grad():
         y = model.module(x)

@@ -37,46 +37,46 @@ def to_dict(found: Examples) -> dict[str, Any]:
     """Returns the examples as plain data, with the text of each if it is known."""
     content = asdict(replace(found, shares=(), shown=Contents()))
     del content["shares"], content["shown"]
-    for expert, made in zip(content["experts"], found.experts, strict=True):
-        for example, one in zip(expert["examples"], made.examples, strict=True):
-            words = "".join(_words(one, found.shown))
-            example.update({"text": words} if words else {})
-            for key in [key for key in ("label", "token") if example[key] is None]:
-                del example[key]
+    for record, expert in zip(content["experts"], found.experts, strict=True):
+        for fields, example in zip(record["examples"], expert.examples, strict=True):
+            words = "".join(_words(example, found.shown))
+            fields.update({"text": words} if words else {})
+            for key in [key for key in ("label", "token") if fields[key] is None]:
+                del fields[key]
     return content
 
 
 def text(found: Examples) -> str:
     """Returns a table of the experts with examples: numbers of inputs, weights and tokens."""
-    there = [expert for expert in found.experts if expert.examples]
+    experts = [expert for expert in found.experts if expert.examples]
     rows = [
-        (found.name(expert), ", ".join(_in_line(one, found) for one in expert.examples[:SHOWN]))
-        for expert in there[:EXPERTS]
+        (found.name(expert), ", ".join(_in_line(each, found) for each in expert.examples[:SHOWN]))
+        for expert in experts[:EXPERTS]
     ]
     lines = [
-        f"examples    of {len(there)} of {len(found.experts)} experts of {found.layer}, in "
+        f"examples    of {len(experts)} of {len(found.experts)} experts of {found.layer}, in "
         f"{found.inputs} inputs, by their {found.weight}",
         "",
         table(("expert", "input:token (weight)" if found.by_token else "input (weight)"), rows),
     ]
-    if len(there) > EXPERTS:
-        lines.append(f"… and {len(there) - EXPERTS} more")
+    if len(experts) > EXPERTS:
+        lines.append(f"… and {len(experts) - EXPERTS} more")
     return "\n".join(lines)
 
 
-def _in_line(one: TopInput, found: Examples) -> str:
-    if one.token is None:
-        return f"#{one.input} ({one.weight:.3g})"
-    _, word, _ = _words(one, found.shown)
-    token = repr(word) if word else f"id {one.token}"
-    return f"#{one.input}:{one.tokens[0][0]} {token} ({one.weight:.3g})"
+def _in_line(example: TopInput, found: Examples) -> str:
+    if example.token is None:
+        return f"#{example.input} ({example.weight:.3g})"
+    _, word, _ = _words(example, found.shown)
+    token = repr(word) if word else f"id {example.token}"
+    return f"#{example.input}:{example.tokens[0][0]} {token} ({example.weight:.3g})"
 
 
-def _words(one: TopInput, shown: Contents) -> tuple[str, str, str]:
+def _words(example: TopInput, shown: Contents) -> tuple[str, str, str]:
     """The text before a token, its own, and the text after it; for a whole input only its own."""
-    if one.token is None:
-        return "", shown.text(one.input), ""
-    return shown.around(one.input, one.tokens[0][0])
+    if example.token is None:
+        return "", shown.text(example.input), ""
+    return shown.around(example.input, example.tokens[0][0])
 
 
 def write(found: Examples, directory: Path) -> tuple[Path, ...]:
@@ -102,11 +102,11 @@ mark { background: #ffd58a }
 
 def page(found: Examples) -> str:
     """Returns the page: a row of examples for each expert that has any."""
-    there = [expert for expert in found.experts if expert.examples]
-    by_weight = sorted(there, key=lambda expert: -expert.examples[0].weight)[:ON_PAGE]
+    experts = [expert for expert in found.experts if expert.examples]
+    by_weight = sorted(experts, key=lambda expert: -expert.examples[0].weight)[:ON_PAGE]
     listed = sorted(by_weight, key=lambda expert: (expert.level, expert.expert))
     sizes, shown = _grid(found), found.shown
-    used = sorted({one.input for expert in listed for one in expert.examples})
+    used = sorted({example.input for expert in listed for example in expert.examples})
     styles = [STYLE]
     if shown.images is not None:
         styles += [_image_style(number, shown.images[number]) for number in used]
@@ -117,12 +117,12 @@ def page(found: Examples) -> str:
     )
     if sizes is not None and shown.images is not None:
         about += f" Red: {found.share}, by patch; point at an image to hide them."
-    if len(there) > len(listed):
+    if len(experts) > len(listed):
         about += (
-            f" {len(there) - len(listed)} experts with smaller weights are only in {JSON_FILE}."
+            f" {len(experts) - len(listed)} experts of smaller weights are only in {JSON_FILE}."
         )
-    if len(there) < len(found.experts):
-        none = len(found.experts) - len(there)
+    if len(experts) < len(found.experts):
+        none = len(found.experts) - len(experts)
         about += f" {none} experts have no example: no input gives them a weight."
     rows = [
         f"<h2>Expert {found.name(expert)}</h2>\n<div class=row>"
@@ -141,30 +141,28 @@ def page(found: Examples) -> str:
 def _cells(found: Examples, expert: ExpertExamples, sizes: tuple[int, int] | None) -> list[str]:
     """The examples of an expert, each with its numbers below."""
     cells, shown = [], found.shown
-    for row, one in enumerate(expert.examples):
+    for row, example in enumerate(expert.examples):
         parts = []
-        if shown.images is not None and one.token is None:
+        if shown.images is not None and example.token is None:
             shares = found.shares[expert.level - 1][row, expert.expert]
-            parts.append(
-                f'<div class="image i{one.input}">{"" if sizes is None else _map(shares, sizes)}'
-                "</div>"
-            )
-        before, word, after = map(escape, _words(one, shown))
+            overlay = "" if sizes is None else _map(shares, sizes)
+            parts.append(f'<div class="image i{example.input}">{overlay}</div>')
+        before, word, after = map(escape, _words(example, shown))
         if word:
-            marked = f"<mark>{word}</mark>" if one.token is not None else word
+            marked = f"<mark>{word}</mark>" if example.token is not None else word
             parts.append(f"<div class=words>{before}{marked}{after}</div>")
-        parts.append(escape(_caption(one)))
+        parts.append(escape(_caption(example)))
         cells.append(f"<div class=cell>{''.join(parts)}</div>")
     return cells
 
 
-def _caption(one: TopInput) -> str:
-    label = "" if one.label is None else f", label {one.label}"
-    words = f"input {one.input}{label}: {one.weight:.3g}"
-    if one.token is not None:
-        return f"{words}; token {one.tokens[0][0]}, id {one.token}"
-    if one.tokens and (len(one.tokens) > 1 or one.tokens[0][0] > 0):
-        words += "; tokens " + ", ".join(f"{at} ({share:.2g})" for at, share in one.tokens)
+def _caption(example: TopInput) -> str:
+    label = "" if example.label is None else f", label {example.label}"
+    words = f"input {example.input}{label}: {example.weight:.3g}"
+    if example.token is not None:
+        return f"{words}; token {example.tokens[0][0]}, id {example.token}"
+    if example.tokens and (len(example.tokens) > 1 or example.tokens[0][0] > 0):
+        words += "; tokens " + ", ".join(f"{at} ({share:.2g})" for at, share in example.tokens)
     return words
 
 

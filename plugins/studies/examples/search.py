@@ -120,19 +120,19 @@ def examples_of(
     those of the inputs, and the errors of reading data.
     """
     name = found_layer(model, layer)
-    held = inputs_for_examples(data, model)
+    dataset = inputs_for_examples(data, model)
     watched = moe_layers(model.module)[name]
     by_token = np.issubdtype(np.dtype(model.input.dtype), np.integer)
-    (progress or Silent()).step(f"examples of {name} in {model.source.path}", total=len(held))
+    (progress or Silent()).step(f"examples of {name} in {model.source.path}", total=len(dataset))
     best = [_Best(count) for _ in watched.spec.levels]
     together = model.input.groups_of or 1
-    if len(held) % together:
+    if len(dataset) % together:
         raise FeedError(
-            f"--data: there are {len(held)} inputs, but the model computes {together} together",
+            f"--data: there are {len(dataset)} inputs, but the model computes {together} together",
             hint=f"give a multiple of {together} inputs",
         )
     done = 0
-    for inputs, _ in held.stream(max(1, BATCH // together) * together):
+    for inputs, _ in dataset.stream(max(1, BATCH // together) * together):
         arrays = fitted_arrays(inputs, model)
         rows = len(arrays[model.input.name])
         with _weights(watched, rows) as levels:
@@ -163,14 +163,14 @@ def examples_of(
         weight=share if by_token else _weight_of(watched),
         share=share,
         by_token=by_token,
-        labelled=held.labels is not None and benchmark_of(model) is None,
+        labelled=dataset.labels is not None and benchmark_of(model) is None,
         experts=tuple(
-            ExpertExamples(level, expert, tuple(kept.examples(expert, held, by_token=by_token)))
+            ExpertExamples(level, expert, tuple(kept.examples(expert, dataset, by_token=by_token)))
             for level, kept in enumerate(best, start=1)
             for expert in range(watched.spec.levels[level - 1])
         ),
         shares=() if by_token else tuple(kept.shares for kept in best),
-        shown=contents_of(held.inputs, model, data),
+        shown=contents_of(dataset.inputs, model, data),
     )
 
 
@@ -197,16 +197,13 @@ def _weights(layer: MoELayer, batch: int) -> Iterator[list[tuple[Array, Array]]]
     levels: list[tuple[Array, Array]] = []
 
     def record(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        levels[:] = _of_levels(layer, given, batch)
+        levels[:] = _weights_by_level(layer, given, batch)
 
-    handle = layer.register_forward_pre_hook(record)
-    try:
+    with layer.register_forward_pre_hook(record):
         yield levels
-    finally:
-        handle.remove()
 
 
-def _of_levels(
+def _weights_by_level(
     layer: MoELayer, given: tuple[torch.Tensor, ...], batch: int
 ) -> list[tuple[Array, Array]]:
     """The weights of inputs [b, n] and of their tokens [b, m, n], by level."""
@@ -219,7 +216,7 @@ def _of_levels(
         tokens = [_dense_gates(layer, *given[1:3])]
     else:
         # If coefficients mix the experts, they are the weights.
-        tokens = [made.chosen.float().numpy() for made in layer.choices(*given).values()]
+        tokens = [choice.chosen.float().numpy() for choice in layer.choices(*given).values()]
     by_input = []
     for shares in tokens:
         n = shares.shape[-1]
@@ -241,9 +238,9 @@ def _other_tokens(layer: str) -> UsageError:
 def _dense_gates(layer: MoELayer, index: torch.Tensor, weights: torch.Tensor) -> Array:
     """The gates [t, n] of all experts: 0 if a token did not choose one, or was dropped."""
     n = layer.spec.experts
-    there = index < n
+    kept = index < n
     gates = torch.zeros(len(index), n)
-    gates.scatter_add_(1, index.where(there, 0), weights.float().where(there, 0.0))
+    gates.scatter_add_(1, index.where(kept, 0), weights.float().where(kept, 0.0))
     return gates.numpy()
 
 

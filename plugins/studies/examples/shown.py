@@ -11,8 +11,8 @@ import numpy as np
 
 from ....bench.data import CHANNELS
 from ....common.locations import local
+from ....data.arrays import npz_array, npz_names
 from ....data.batches import Array
-from ....data.feeds import npz_array, npz_names
 from ....errors import FeedError
 from ....exporter.model import Model
 

@@ -11,7 +11,7 @@ from moexport.bench.data import LabelledData
 from moexport.bench.runners.pytorch import untouched, with_algorithm_1
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.checkpoints.load import load
-from moexport.exporter.inputs import random_inputs
+from moexport.exporter.inputs import random_arrays
 from moexport.exporter.model import Model
 from moexport.plugins.demo.digits import Digits
 from moexport.plugins.studies.experts import (
@@ -43,7 +43,7 @@ def few(digits: Digits) -> LabelledData:
 def vit() -> tuple[Model, LabelledData]:
     """A model of two layers of 8 experts, and its scores of a few inputs, which are not sums."""
     model = load(DATA / "soft_moe_vit" / "weights.pt", config=VIT_CONFIG)
-    x = random_inputs(model, 6)
+    x = random_arrays(model, 6)[model.input.name]
     labels = untouched(model).infer(x).argmax(axis=1)
     return model, LabelledData(x, labels.astype(np.int64))
 
@@ -54,7 +54,7 @@ def labels_of(data: LabelledData) -> Tensor:
 
 
 def test_sums_are_what_the_model_computes_for_any_choice(model: Model, few: LabelledData) -> None:
-    sums = classifier("digits", model, few, 64)
+    sums = classifier("digits", model, few)
     assert isinstance(sums, ContributionSums)
     passes = Passes(model, few, 40)
     ((layer, n),) = sums.experts.items()
@@ -88,7 +88,7 @@ def test_subsets_are_those_of_a_plain_search(model: Model, few: LabelledData) ->
     labels = labels_of(few)
     passes = Passes(model, few, 96)
     ((layer, n),) = passes.experts.items()
-    found = best_subsets(classifier("digits", model, few, 64), labels, 2, limit=6)
+    found = best_subsets(classifier("digits", model, few), labels, 2, limit=6)
     scores = torch.stack(
         [
             passes.chosen({layer: torch.tensor(subset).expand(len(few), 2)})
@@ -107,7 +107,7 @@ def test_subsets_are_those_of_a_plain_search(model: Model, few: LabelledData) ->
 
 def test_both_ways_find_the_same_subsets(model: Model, few: LabelledData) -> None:
     labels = labels_of(few)
-    by_sums = best_subsets(classifier("digits", model, few, 64), labels, 2, limit=6)
+    by_sums = best_subsets(classifier("digits", model, few), labels, 2, limit=6)
     assert best_subsets(Passes(model, few, 64), labels, 2, limit=6) == by_sums
 
 
@@ -129,7 +129,7 @@ def test_the_best_subsets_are_told_apart_where_every_one_is_nearly_certain() -> 
 
 
 def test_more_subsets_than_the_limit_are_only_counted(model: Model, few: LabelledData) -> None:
-    found = best_subsets(classifier("digits", model, few, 64), labels_of(few), 2, limit=5)
+    found = best_subsets(classifier("digits", model, few), labels_of(few), 2, limit=5)
     assert (found.subsets, found.best, found.distinct) == (6, None, None)
     assert found.algorithm_1 > 0
 
@@ -147,7 +147,7 @@ def test_random_sets_are_drawn_per_input_evenly_and_repeat() -> None:
 def test_random_accuracy_is_near_the_average_of_all_subsets(
     model: Model, few: LabelledData
 ) -> None:
-    sums, labels = classifier("digits", model, few, 64), labels_of(few)
+    sums, labels = classifier("digits", model, few), labels_of(few)
     found = random_choice(sums, labels, 2, seeds=10)
     average = best_subsets(sums, labels, 2, limit=6).average
     assert average is not None
@@ -192,11 +192,11 @@ def test_the_digits_are_studied_by_sums(model: Model, few: LabelledData) -> None
 
 def test_what_cannot_be_analysed_is_refused(model: Model, few: LabelledData) -> None:
     with pytest.raises(FeedError, match="the analyses of digits need labels"):
-        classifier("digits", model, LabelledData(few.inputs, None), 64)
+        study("digits", model, LabelledData(few.inputs, None), [2], Analyses())
     mumoe = load(DATA / "mumoe_cp" / "weights.pt", config={"act": "entmax15"})
     inputs = LabelledData(np.zeros((1, mumoe.layers["layer"].spec.dim), np.float32), None)
     with pytest.raises(UsageError, match="head has no Soft MoE layer"):
-        classifier("head", mumoe, inputs, 64)
+        study("head", mumoe, inputs, [2], Analyses())
 
 
 def test_analyses_are_named() -> None:

@@ -10,11 +10,10 @@ weights (Soft MoE), coefficients (muMoE) or weights (token-routed), over all tok
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from ....exporter.inputs import completed
 from ....exporter.job import export_job
 from ....exporter.model import Model
 from ....exporter.options import ExportOptions
+from ....graphs.k import K
 from ....graphs.layers.base import MoELayer, algorithm_1, moe_layers
 from .router import RouterProbabilities
 
@@ -78,7 +78,6 @@ class LayerUsage:
 
     @property
     def unused(self) -> tuple[int, ...]:
-        """The experts that were never chosen."""
         return tuple(e for e, share in enumerate(self.chosen or ()) if share == 0)
 
     @property
@@ -112,11 +111,14 @@ class Members:
     @staticmethod
     def of(labels: Labels | None, subgroups: Array | None, tokens: int | None) -> Members:
         """Returns the groups of subgroups, or of labels: of each of the `tokens`, or of inputs."""
+        name = ""
+        values: Array = np.zeros(0)
+        members: Array = np.zeros((0, 0), bool)
         if subgroups is not None:
             values = np.unique(subgroups)
             name, members = "subgroup", subgroups[:, None] == values
         elif labels is None:
-            return Members("", (), np.zeros((0, 0), bool))
+            pass
         elif labels.dtype.kind in "iub" and (
             labels.ndim == 1 or (tokens is not None and labels.shape[1:] == (tokens,))
         ):
@@ -125,44 +127,29 @@ class Members:
         elif labels.ndim == 2 and are_attributes(labels):
             values = np.arange(labels.shape[1])
             name, members = "attribute", labels == 1
-        else:
-            return Members("", (), np.zeros((0, 0), bool))
         return Members(name, tuple(value.item() for value in values), members)
 
 
-@dataclass(slots=True)
 class _LevelSums:
     """Sums over the tokens, or inputs, of one level of a layer."""
 
-    layer: MoELayer
-    level: int
-    k: int
-    groups: int
-    per_input: bool = False
-    by_experts: bool = False
-    of: int = 0
-    choices: int = 0
-    uncomputed: int = 0
-    chosen: Array = field(init=False)
-    dropped: Array = field(init=False)
-    gates: Array = field(init=False)
-    probabilities: Array | None = field(init=False)
-    of_groups: Array = field(init=False)
-    chosen_of: Array = field(init=False)
-    gates_of: Array = field(init=False)
-
-    def __post_init__(self) -> None:
-        n = self.layer.spec.levels[self.level]
+    def __init__(
+        self, layer: MoELayer, level: int, k: int, groups: int, *, per_input: bool, by_experts: bool
+    ) -> None:
+        n = layer.spec.levels[level]
+        self.layer, self.level, self.k = layer, level, min(k, n)
+        self.per_input, self.by_experts = per_input, by_experts
+        self.of = self.uncomputed = 0
         self.chosen, self.dropped, self.gates = np.zeros(n), np.zeros(n), np.zeros(n)
-        self.probabilities = np.zeros(n) if self.layer.spec.flat else None
-        self.of_groups = np.zeros(self.groups)
-        self.chosen_of, self.gates_of = np.zeros((self.groups, n)), np.zeros((self.groups, n))
+        self.probabilities: Array | None = np.zeros(n) if layer.spec.flat else None
+        self.of_groups = np.zeros(groups)
+        self.chosen_of, self.gates_of = np.zeros((groups, n)), np.zeros((groups, n))
 
-    def add(self, taken: _Taken, members: Array, counted: Array | None) -> None:
+    def add(self, choices: _Choices, members: Array, counted: Array | None) -> None:
         """Adds choices; `members` [s, g] or [s, m, g], `counted` [s, m] tokens."""
         rows = len(members)
-        units = len(taken.chosen) // rows
-        of = np.ones(len(taken.chosen), bool)
+        units = len(choices.chosen) // rows
+        of = np.ones(len(choices.chosen), bool)
         if counted is not None and counted.shape == (rows, units):
             of = counted.reshape(-1)
         if members.ndim == 3 and members.shape[1] == units:
@@ -170,27 +157,27 @@ class _LevelSums:
         else:
             member = np.repeat(members.reshape(rows, -1), units, axis=0)
         member = member[of].astype(np.float64)
-        chosen, gates = taken.chosen[of], taken.gates[of]
+        chosen, gates = choices.chosen[of], choices.gates[of]
         self.of += int(of.sum())
         self.chosen += chosen.sum(axis=0)
         self.gates += gates.sum(axis=0)
-        self.choices += int(taken.chosen[of].sum())
         self.of_groups += member.sum(axis=0)
         self.chosen_of += member.T @ chosen
         self.gates_of += member.T @ gates
-        dropped = taken.dropped[of]
+        dropped = choices.dropped[of]
         self.dropped += dropped.sum(axis=0)
         self.uncomputed += int((dropped.sum(axis=1) >= chosen.sum(axis=1)).sum())
-        if taken.probabilities is None:
+        if choices.probabilities is None:
             self.probabilities = None
         elif self.probabilities is not None:
-            self.probabilities += taken.probabilities[of].sum(axis=0)
+            self.probabilities += choices.probabilities[of].sum(axis=0)
 
     def usage(self, groups: Members) -> LayerUsage:
         """Returns the usage from the sums, without groups that have no members."""
         spec = self.layer.spec
         n = spec.levels[self.level]
         every = bool((self.chosen == self.of).all())
+        losses = zip(self.dropped.tolist(), self.chosen.tolist(), strict=True)
         drops = (bool(self.dropped.any()) or spec.drops) and not self.by_experts
         shares = self.chosen / self.of
         p = None if self.probabilities is None else self.probabilities / self.of
@@ -218,21 +205,16 @@ class _LevelSums:
             gates=tuple((self.gates / self.of).tolist()),
             probabilities=None if p is None else tuple(p.tolist()),
             balance_loss=loss,
-            overflow=_shares(self.dropped, self.chosen) if drops else None,
-            dropped=float(self.dropped.sum() / max(1, self.choices)) if drops else None,
+            overflow=tuple(lost / of if of else None for lost, of in losses) if drops else None,
+            dropped=float(self.dropped.sum() / max(1, self.chosen.sum())) if drops else None,
             uncomputed=self.uncomputed / self.of if drops or self.by_experts else None,
             groups=by_group,
             routed=spec.flat,
         )
 
 
-def _shares(parts: Array, wholes: Array) -> tuple[float | None, ...]:
-    pairs = zip(parts.tolist(), wholes.tolist(), strict=True)
-    return tuple(part / whole if whole else None for part, whole in pairs)
-
-
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _Choices:
     """The choices of each input or token: whether each expert was chosen and dropped, and its gate.
 
     All are [u, n], of u inputs or tokens. With `by_experts` each expert chose its tokens.
@@ -247,9 +229,9 @@ class _Taken:
 
 def usage_of(
     model: Model,
-    held: LabelledData,
+    data: LabelledData,
     *,
-    k: object = None,
+    k: K | None = None,
     subgroups: Array | None = None,
     progress: Progress,
 ) -> Usage:
@@ -259,91 +241,66 @@ def usage_of(
     the `subgroups`. Raises `UsageError` for an invalid k, `FeedError` without inputs.
     """
     model, kept = _with_k(model, k)
-    groups = Members.of(held.labels, subgroups, _tokens(model, held))
-    sums: dict[str, list[_LevelSums]] = {}
-    of = model.batch_of
-    few = BATCH_OF_TOKENS if model.host.of_tokens else BATCH
-    size = of * max(1, few // of)
-    count = len(held) // of * of
+    tokens = data.inputs.shape[1] if model.host.of_tokens and data.inputs.ndim > 1 else None
+    groups = Members.of(data.labels, subgroups, tokens)
+    sums: dict[tuple[str, int], _LevelSums] = {}
+    together = model.batch_of
+    usual = BATCH_OF_TOKENS if model.host.of_tokens else BATCH
+    size = together * max(1, usual // together)
+    count = len(data) // together * together
     if not count:
         raise FeedError(
-            f"the model computes {of} inputs together, but the data have {len(held)}",
-            hint=f"give {of} or more",
+            f"the model computes {together} inputs together, but the data have {len(data)}",
+            hint=f"give {together} or more",
         )
     progress.step(f"counting the experts that {model.source.path} uses", total=count)
     with (
         torch.inference_mode(),
         algorithm_1(model.module, kept),
-        _watched(model.module) as taken,
+        _watched(model.module) as recorded,
     ):
-        for rows in held.batches(size, count):
-            x = completed(_rows(held, rows), model.inputs)
+        for rows in data.batches(size, count):
+            others = {name: array[rows] for name, array in data.others.items()}
+            x = completed({data.input_name: data.inputs[rows], **others}, model.inputs)
             model.module(*(torch.from_numpy(np.array(x[spec.name])) for spec in model.inputs))
             inputs = rows.stop - rows.start
             members = groups.members[rows] if groups.values else np.zeros((inputs, 0), bool)
-            for name, levels in taken.items():
+            for name, levels in recorded.items():
                 layer = model.layers[name]
-                for level, one in enumerate(levels):
-                    _add(sums, layer, level, kept[name], one, members, x)
-            taken.clear()
+                for level, choices in enumerate(levels):
+                    units, rest = divmod(len(choices.chosen), inputs)
+                    if rest:  # the layer's inputs do not belong to single inputs of the network
+                        continue
+                    if (name, level) not in sums:
+                        sums[name, level] = _LevelSums(
+                            layer,
+                            level,
+                            kept[name],
+                            members.shape[-1],
+                            per_input=not layer.spec.routes_tokens and units == 1,
+                            by_experts=choices.by_experts,
+                        )
+                    mask = real_tokens(x, inputs, units) if layer.spec.flat else None
+                    sums[name, level].add(choices, members, mask)
+            recorded.clear()
             progress.advance(inputs)
-    layers = tuple(one.usage(groups) for levels in sums.values() for one in levels if one.of)
+    layers = tuple(each.usage(groups) for each in sums.values() if each.of)
     return Usage(model.source.path, model.family, count, groups.name, layers)
 
 
-def _add(
-    sums: dict[str, list[_LevelSums]],
-    layer: MoELayer,
-    level: int,
-    k: int,
-    one: _Taken,
-    members: Array,
-    x: Mapping[str, Array],
-) -> None:
-    """Adds the choices of a layer's inputs, if those belong to single inputs of the network."""
-    rows, spec = len(members), layer.spec
-    if len(one.chosen) % rows:
-        return
-    levels = sums.setdefault(spec.name, [])
-    if len(levels) <= level:
-        n = spec.levels[level]
-        levels.append(
-            _LevelSums(
-                layer,
-                level,
-                min(k, n),
-                members.shape[-1],
-                per_input=not spec.routes_tokens and len(one.chosen) == rows,
-                by_experts=one.by_experts,
-            )
-        )
-    mask = real_tokens(dict(x), rows, len(one.chosen) // rows) if spec.flat else None
-    levels[level].add(one, members, mask)
-
-
-def _with_k(model: Model, k: object) -> tuple[Model, dict[str, int]]:
+def _with_k(model: Model, k: K | None) -> tuple[Model, dict[str, int]]:
     """The model with a k, and that of each layer."""
     if k is None:
         return model, {name: layer.spec.trained_k for name, layer in model.layers.items()}
-    asked: Any = k
-    job = export_job(model, ExportOptions(k=asked, verify=False))
+    job = export_job(model, ExportOptions(k=k, verify=False))
     kept = {name: value for name, value in job.k.items() if value is not None}
     return job.model, kept
 
 
-def _tokens(model: Model, held: LabelledData) -> int | None:
-    """The number of tokens in an input of a model of texts."""
-    return held.inputs.shape[1] if model.host.of_tokens and held.inputs.ndim > 1 else None
-
-
-def _rows(held: LabelledData, rows: slice) -> dict[str, Array]:
-    return {held.input_name: held.inputs[rows], **{n: a[rows] for n, a in held.beside.items()}}
-
-
 @contextmanager
-def _watched(module: nn.Module) -> Iterator[dict[str, Sequence[_Taken]]]:
+def _watched(module: nn.Module) -> Iterator[dict[str, Sequence[_Choices]]]:
     """Records, within the context, the choices of every layer in each forward, by level."""
-    found: dict[str, Sequence[_Taken]] = {}
+    found: dict[str, Sequence[_Choices]] = {}
 
     layers = moe_layers(module)
     widths = frozenset(layer.spec.experts for layer in layers.values() if layer.spec.flat)
@@ -362,20 +319,22 @@ def _watched(module: nn.Module) -> Iterator[dict[str, Sequence[_Taken]]]:
         yield found
 
 
-def _mixed(layer: MoELayer, args: tuple[Tensor, ...]) -> Iterator[_Taken]:
+def _mixed(layer: MoELayer, args: tuple[Tensor, ...]) -> Iterator[_Choices]:
     """The weights of a layer that mixes experts: of each level, or of the experts of an input."""
-    for made in layer.choices(*args).values():
-        if made.scores is None:  # coefficients [b, m, n]
-            gates = made.chosen.double().flatten(0, -2).numpy()
-            yield _Taken((gates != 0).astype(np.float64), gates, np.zeros_like(gates))
+    for choice in layer.choices(*args).values():
+        if choice.scores is None:  # coefficients [b, m, n]
+            gates = choice.chosen.double().flatten(0, -2).numpy()
+            yield _Choices((gates != 0).astype(np.float64), gates, np.zeros_like(gates))
             continue
-        gates = (made.scores.double() / layer.tokens(args[0]).shape[1]).numpy()
+        gates = (choice.scores.double() / layer.tokens(args[0]).shape[1]).numpy()
         chosen = np.zeros_like(gates)
-        np.put_along_axis(chosen, made.chosen.numpy(), 1.0, axis=1)
-        yield _Taken(chosen, gates, np.zeros_like(gates))
+        np.put_along_axis(chosen, choice.chosen.numpy(), 1.0, axis=1)
+        yield _Choices(chosen, gates, np.zeros_like(gates))
 
 
-def _routed(layer: MoELayer, index: Tensor, weights: Tensor, probabilities: Array | None) -> _Taken:
+def _routed(
+    layer: MoELayer, index: Tensor, weights: Tensor, probabilities: Array | None
+) -> _Choices:
     """The choices of a layer whose router chose experts for tokens, and the dropped ones.
 
     A dropped choice is expert + n, or a single expert with a weight of zero. If experts choose
@@ -387,7 +346,7 @@ def _routed(layer: MoELayer, index: Tensor, weights: Tensor, probabilities: Arra
         order = experts.argsort(axis=1)
         chosen = 1.0 - np.take_along_axis(lost, order, axis=1)
         gates = np.take_along_axis(shares, order, axis=1)
-        return _Taken(chosen, gates, np.zeros_like(gates), probabilities, by_experts=True)
+        return _Choices(chosen, gates, np.zeros_like(gates), probabilities, by_experts=True)
     if index.shape[1] == 1 and probabilities is not None:
         zero = shares == 0
         best = probabilities.argmax(axis=1)[:, None]
@@ -397,4 +356,4 @@ def _routed(layer: MoELayer, index: Tensor, weights: Tensor, probabilities: Arra
     chosen[rows, experts] = 1.0
     dropped[rows, experts] = lost
     np.add.at(gates, (rows, experts), shares)
-    return _Taken(chosen, gates, dropped, probabilities)
+    return _Choices(chosen, gates, dropped, probabilities)

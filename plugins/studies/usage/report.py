@@ -10,6 +10,7 @@ import numpy as np
 from ....bench.report.charts import ChartPanel, axis, nothing
 from ....common.text import table
 from ..figures import INKS, ChartRows, bars, cells, draw
+from ..report import percent
 from .count import LayerUsage, Usage
 
 USAGE_FILE = "usage.png"
@@ -25,10 +26,11 @@ def usage_text(usage: Usage, layer: str | None = None) -> str:
     The experts are those of the named layer, or of the last.
     """
     lines = [f"experts used by {usage.inputs:,} inputs", "", _layers(usage)]
-    lines += ["", *_sentences(usage)] if any(_sentences(usage)) else []
-    by_group = [one for one in usage.layers if one.groups and layer in (None, one.layer)]
-    if by_group:
-        lines += ["", _by_group(usage, by_group[-1])]
+    notes = [*_notes(usage)]
+    lines += ["", *notes] if notes else []
+    grouped = [each for each in usage.layers if each.groups and layer in (None, each.layer)]
+    if grouped:
+        lines += ["", _by_group(usage, grouped[-1])]
     return "\n".join(lines)
 
 
@@ -45,9 +47,12 @@ def _layers(usage: Usage) -> str:
         "largest mean gate": [
             f"{int(np.argmax(layer.gates))} ({max(layer.gates):.1%})" for layer in usage.layers
         ],
-        "balance loss": [_number(layer.balance_loss) for layer in usage.layers],
-        "dropped": [_share(layer.dropped) for layer in usage.layers],
-        "uncomputed": [_share(layer.uncomputed) for layer in usage.layers],
+        "balance loss": [
+            "–" if layer.balance_loss is None else f"{layer.balance_loss:.3f}"
+            for layer in usage.layers
+        ],
+        "dropped": [percent(layer.dropped) for layer in usage.layers],
+        "uncomputed": [percent(layer.uncomputed) for layer in usage.layers],
     }
     shown = {name: cells for name, cells in columns.items() if any(cell != "–" for cell in cells)}
     return table(tuple(shown), list(zip(*shown.values(), strict=True)))
@@ -66,42 +71,23 @@ def _extreme(layer: LayerUsage, *, most: bool) -> str:
     return f"{expert} ({layer.chosen[expert]:.1%})"
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
-
-
-def _sentences(usage: Usage) -> list[str]:
+def _notes(usage: Usage) -> Iterator[str]:
     """Notes on the numbers."""
-    return [*_of_all(usage), *_of_unused(usage), *_of_balance(usage)]
-
-
-def _of_all(usage: Usage) -> Iterator[str]:
     every = [_name(usage, layer) for layer in usage.layers if layer.chosen is None]
     if every:
         yield (
             f"all experts are kept in {_listed(every)}: nothing is chosen there, and only mean "
             "gates show which experts matter; --k K counts choices"
         )
-
-
-def _of_unused(usage: Usage) -> Iterator[str]:
     for layer in usage.layers:
         unused = [str(expert) for expert in layer.unused]
         if unused:
-            one = len(unused) == 1
+            plural = len(unused) > 1
             yield (
-                f"expert{'' if one else 's'} {_listed(unused)} of {_name(usage, layer)} "
-                f"{'is' if one else 'are'} chosen by none of the {layer.of:,} {layer.chosen_by}"
+                f"expert{'s' if plural else ''} {_listed(unused)} of {_name(usage, layer)} "
+                f"{'are' if plural else 'is'} chosen by none of the {layer.of:,} {layer.chosen_by}"
             )
-
-
-def _of_balance(usage: Usage) -> Iterator[str]:
-    known = [layer for layer in usage.layers if layer.balance_loss is not None]
-    if known:
+    if any(layer.balance_loss is not None for layer in usage.layers):
         yield (
             "balance loss: E·Σf·P, with f the share of the tokens that choose an expert and P its "
             "mean probability; k if all are used equally"

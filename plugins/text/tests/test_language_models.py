@@ -215,7 +215,7 @@ def test_text_and_ids_become_windows(model: Model, tmp_path: Path) -> None:
     archived = token_windows(tmp_path / "ids.npz", model, PROMPT)
     assert np.array_equal(archived.labels, targets_of(ids, mask))  # type: ignore[arg-type]
     assert targets_of(ids, mask).tolist() == [[1, 2, 3, 4, -1], [-1, -1, 8, 9, -1]]
-    assert np.array_equal(archived.beside["attention_mask"], mask)
+    assert np.array_equal(archived.others["attention_mask"], mask)
 
 
 def test_without_a_tokenizer_ids_are_random_and_tell_no_perplexity(tmp_path: Path) -> None:

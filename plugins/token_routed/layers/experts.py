@@ -11,30 +11,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from ....graphs.layers.base import (
     Kind,
     Matrices,
-    MoELayer,
     RoutingDecision,
     StoredPart,
     frozen_if_any,
-    frozen_matrices,
     to_bfloat16,
 )
 from ....graphs.layers.expert import (
-    NORM_WEIGHTS,
     Activation,
+    ExpertMaps,
     ExpertNorm,
+    MapsSpec,
     NormWeights,
     activated,
-    normalised,
 )
-from ....graphs.names import SELECTED
 
 Gate = Literal["none", "concatenated", "interleaved"]
 """`none`: act(x·w1 + b1); otherwise act(gate)·up, with the columns of x·w1 + b1 as [gate, up], or
@@ -45,7 +40,7 @@ WeightsOn = Literal["output", "input"]
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsSpec:
+class ExpertsSpec(MapsSpec):
     """Sizes and behaviour of the experts of one layer, without their weights.
 
     `experts` is n, and `k` the number of experts of a token in training. Experts of one map have no
@@ -66,9 +61,7 @@ class ExpertsSpec:
     routes_tokens: ClassVar[bool] = True
     dynamic_int8: ClassVar[bool] = True
     typical_tokens: ClassVar[tuple[int, ...]] = (1, 512)  # a step of decoding, a prompt
-    rewritable: ClassVar[bool] = False
     flat: ClassVar[bool] = True
-    quantized_parts: ClassVar[frozenset[str]] = frozenset({"experts"})
     slots: ClassVar[int] = 1
 
     name: str
@@ -99,18 +92,11 @@ class ExpertsSpec:
 
     @property
     def drops(self) -> bool:
-        """Whether experts have a capacity."""
         return bool(self.capacities)
 
     @property
     def trained_k(self) -> int:
-        """The k of the training."""
         return self.k
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """One level of n experts."""
-        return (self.experts,)
 
     @property
     def inner(self) -> int:
@@ -119,29 +105,12 @@ class ExpertsSpec:
             return self.out
         return self.hidden if self.gate == "none" else 2 * self.hidden
 
-    @property
-    def parameters_per_expert(self) -> int:
-        """Weights of one expert, without biases."""
-        return self.dim * self.inner + self.hidden * self.out
-
     def macs(self, tokens: int, k: int) -> dict[str, int]:
-        """Multiply-adds for `tokens` tokens with k experts each, by part."""
+        """Returns the multiply-adds for `tokens` tokens with k experts each, by part."""
         return {
             "experts": tokens * k * self.parameters_per_expert,
             "combine": tokens * k * self.out,
         }
-
-    def bytes_read(self, k: int) -> int:
-        """FP32 bytes of the weights of k experts, which one token reads."""
-        return 4 * k * self.parameters_per_expert
-
-    def quantized_bytes(self, k: int) -> int:
-        """FP32 bytes of the same weights: INT8 quantises both matrices of an expert."""
-        return self.bytes_read(k)
-
-    def choices(self) -> dict[str, str]:
-        """The chosen experts, int64 [t, k]: a value of the surrounding graph."""
-        return {"": SELECTED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,28 +131,18 @@ class ExpertsWeights:
     norms: NormWeights = NormWeights()
 
 
-class Experts(MoELayer):
+class Experts(ExpertMaps):
     """The experts of one layer: x [t, d], index [t, k] and weights [t, k] to [t, o].
 
     A smaller k is a narrower index from the router; `keep` has no effect here.
     """
 
     spec: ExpertsSpec
-    g1: nn.Parameter | None
-    s1: nn.Parameter | None
-    g2: nn.Parameter | None
-    s2: nn.Parameter | None
 
     def __init__(self, spec: ExpertsSpec, weights: ExpertsWeights) -> None:
-        super().__init__()
+        super().__init__(weights)
         self.spec = spec
-        self.w1 = frozen_matrices(weights.w1)
-        self.w2 = None if weights.w2 is None else frozen_matrices(weights.w2)
-        self.b1 = frozen_if_any(weights.b1)
-        self.b2 = frozen_if_any(weights.b2)
         self.scale = frozen_if_any(weights.scale)
-        for name in NORM_WEIGHTS:
-            setattr(self, name, frozen_if_any(getattr(weights.norms, name)))
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Maps tokens x [t, d] to [t, o]."""
@@ -205,31 +164,17 @@ class Experts(MoELayer):
         return y
 
     def expert(self, index: int, rows: Tensor) -> Tensor:
-        """Expert `index` on rows [r, d]; returns [r, o]."""
-
-        def of(stacked: nn.Parameter | nn.ParameterList | None) -> Tensor | None:
-            return None if stacked is None else stacked[index].to(rows.dtype)
-
-        w1, w2 = of(self.w1), of(self.w2)
-        assert w1 is not None
-        spec = self.spec
-        outputs = F.linear(rows, w1.T, of(self.b1))
-        if w2 is not None:
-            if spec.hidden_norm is not None:
-                outputs = normalised(outputs, spec.hidden_norm, of(self.g1), of(self.s1))
-            outputs = F.linear(self.activate(outputs), w2.T, of(self.b2))
-        if spec.out_norm is not None:
-            outputs = normalised(outputs, spec.out_norm, of(self.g2), of(self.s2))
-        outputs = activated(outputs, spec.out_activation)
-        if not spec.post_norm:
+        """Computes expert `index` on rows [r, d]; returns [r, o]."""
+        outputs = super().expert(index, rows)
+        if not self.spec.post_norm:
             return outputs
         if self.scale is not None:
             outputs = outputs * self.scale.to(rows.dtype)
         square = outputs.square().mean(dim=-1, keepdim=True)
-        return outputs * torch.rsqrt(square + spec.post_norm_eps)
+        return outputs * torch.rsqrt(square + self.spec.post_norm_eps)
 
-    def activate(self, hidden: Tensor) -> Tensor:
-        """The operation between an expert's matrices: [r, inner] to [r, h]."""
+    def gated(self, hidden: Tensor) -> Tensor:
+        """Computes the activation, with a gate if there is one: [r, inner] to [r, h]."""
         spec = self.spec
         if spec.gate == "none":
             return activated(hidden, spec.activation, spec.alpha)
@@ -251,36 +196,16 @@ class Experts(MoELayer):
         return {"": RoutingDecision(index.sort(dim=-1).values, margin)}
 
     def stored(self) -> Iterator[StoredPart]:
-        """Yields the experts' weights, one expert at a time; gate and up are concatenated.
+        """Yields the experts' weights; gate and up are concatenated.
 
         The scale before a post-norm is part of the second matrix and its bias.
         """
-        n, spec = self.spec.experts, self.spec
-        inner, outer = ("w1", "b1", "g1", "s1"), ("w2", "b2", "g2", "s2")
-        for key in ("w1", "b1", "w2", "b2", *NORM_WEIGHTS):
-            weight: nn.Parameter | nn.ParameterList | None = getattr(self, key)
-            if weight is not None:
-                sizes = {"w1": (spec.dim, spec.inner), "w2": (spec.hidden, spec.out)}
-                size = sizes.get(key, (spec.inner if key in inner else spec.out,))
-                # If the first map is also zero, no number overflows before the last one.
-                unnormed = spec.linear or spec.hidden_norm is None
-                last = key in outer or (unnormed and key in ("w1", "b1"))
-                yield StoredPart(
-                    f"experts.{key}",
-                    (n, *size),
-                    self._arrays(weight, first=key in inner, last=last, scaled=key in ("w2", "b2")),
-                )
+        return self.stored_experts()
 
-    def _arrays(
-        self, weight: nn.Parameter | nn.ParameterList, *, first: bool, last: bool, scaled: bool
-    ) -> Iterator[np.ndarray]:
-        for expert in range(self.spec.experts):
-            matrix = weight[expert].float()  # numpy has no bfloat16
-            if first and self.spec.gate == "interleaved":
-                matrix = torch.cat([matrix[..., ::2], matrix[..., 1::2]], dim=-1)
-            if scaled and self.scale is not None:
-                matrix = matrix * self.scale.float()
-            # An expert whose last map is zero contributes nothing, at the same cost.
-            if last and expert in self.edits.ablated_in(0):
-                matrix = torch.zeros_like(matrix)
-            yield matrix.numpy()
+    def as_stored(self, key: str, weight: Tensor) -> Tensor:
+        """Returns one expert's weight in the form that the lowerings expect."""
+        if key in ("w1", "b1", "g1", "s1") and self.spec.gate == "interleaved":
+            return torch.cat([weight[..., ::2], weight[..., 1::2]], dim=-1)
+        if key in ("w2", "b2") and self.scale is not None:
+            return weight * self.scale.float()
+        return weight

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from ....graphs.lowerings.experts import (
     activation,
     constants_of,
     followed,
+    rms_normalised,
     stacked_linear,
     stacked_rows,
 )
@@ -41,7 +42,7 @@ class ScaledRows:
 
 
 def routed(b: Builder, layer: ExpertsLayer) -> tuple[ir.Value, ir.Value]:
-    """The chosen experts [t, k], int64, and their weights [t, k] as FP32.
+    """Adds the chosen experts [t, k], int64, and their weights [t, k] as FP32.
 
     A dropped choice has its expert's number and weight 0.
     """
@@ -60,7 +61,7 @@ def routed(b: Builder, layer: ExpertsLayer) -> tuple[ir.Value, ir.Value]:
 
 
 def pair_weights(b: Builder, layer: ExpertsLayer) -> ir.Value:
-    """The weights [t, k] of the choices as FP32."""
+    """Adds the weights [t, k] of the choices as FP32."""
     weights, single = layer.routed[1], ir.DataType.FLOAT
     return b.cast(weights, weights.dtype or single, single, "combine/weights_wide")
 
@@ -71,7 +72,7 @@ def chosen(b: Builder, layer: ExpertsLayer) -> ir.Value:
 
 
 def outputs_type(layer: ExpertsLayer) -> ir.DataType:
-    """The float type of the experts' outputs and of their weighted sum.
+    """Returns the float type of the experts' outputs and of their weighted sum.
 
     It is FP32, except for a runtime whose 16-bit products accumulate in FP32, and in which a cast
     launches another kernel.
@@ -81,7 +82,7 @@ def outputs_type(layer: ExpertsLayer) -> ir.DataType:
 
 
 def token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
-    """The tokens in the float type that the experts compute in."""
+    """Adds the tokens in the float type that the experts compute in."""
     tokens = b.cast(x, layer.x_type, layer.compute.inner, "dispatch/tokens")
     if layer.spec.rounded:
         tokens = b.rounded(tokens, layer.compute.inner, "dispatch/tokens")
@@ -89,15 +90,9 @@ def token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
 
 
 def first_rows(b: Builder, layer: ExpertsLayer, rows: ir.Value) -> ScaledRows:
-    """The input of the first product for rows [..., d]."""
+    """Adds the input of the first product for rows [..., d]."""
     b.tap(EXPERT_INPUT, rows)
     return _prepared(b, layer, "experts.w1", rows, "experts/rows")
-
-
-def second_rows(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> ScaledRows:
-    """The input of the second product for rows [..., h]."""
-    b.tap(EXPERT_HIDDEN, hidden)
-    return _prepared(b, layer, "experts.w2", hidden, f"{name}/hidden")
 
 
 def _prepared(b: Builder, layer: ExpertsLayer, key: str, rows: ir.Value, name: str) -> ScaledRows:
@@ -111,7 +106,7 @@ def _prepared(b: Builder, layer: ExpertsLayer, key: str, rows: ir.Value, name: s
 def products(
     b: Builder, layer: ExpertsLayer, expert: int, which: str, rows: ir.Value, name: str
 ) -> ir.Value:
-    """Adds one expert's product with `w1` or `w2`, with its bias if `finished` adds none."""
+    """Adds one expert's product with `w1` or `w2`, with its bias if `_finished` adds none."""
     constant, w = constants_of(b, layer, expert), f"w{which}"
     bias = None if _apart(layer) else constant(f"b{which}")
     linear = Linear(
@@ -128,7 +123,7 @@ def stacked_products(
     return product(b, layer.compute, rows, linear, name)
 
 
-def finished(
+def _finished(
     b: Builder,
     layer: ExpertsLayer,
     which: str,
@@ -141,17 +136,6 @@ def finished(
 
     The bias is one expert's, each row's own [r], or for None all experts', [n, 1, ·].
     """
-    y = raw if scale is None else b.op("Mul", raw, scale, name=f"{name}_unscaled")
-    key = f"experts.b{which}"
-    if _apart(layer) and layer.tensors.has(key):
-        if isinstance(experts, int):
-            bias = layer.expert(b, key, experts)
-        elif experts is None:
-            bias = b.op("Unsqueeze", layer.stacked(b, key), b.ints(1), name=f"{name}_bias")
-        else:
-            bias = b.op("Gather", layer.stacked(b, key), experts, axis=0, name=f"{name}_bias")
-        y = b.op("Add", y, bias, name=f"{name}_biased")
-    b.tap(EXPERT_PRODUCTS if which == "1" else EXPERT_OUTPUTS, y)
 
     def affine(weight: str) -> ir.Value | None:
         key = f"experts.{weight}"
@@ -163,11 +147,16 @@ def finished(
             return stacked_rows(b, layer, weight)
         return b.op("Gather", layer.stacked(b, key), experts, axis=0, name=f"{name}_{weight}")
 
+    y = raw if scale is None else b.op("Mul", raw, scale, name=f"{name}_unscaled")
+    bias = affine(f"b{which}") if _apart(layer) else None
+    if bias is not None:
+        y = b.op("Add", y, bias, name=f"{name}_biased")
+    b.tap(EXPERT_PRODUCTS if which == "1" else EXPERT_OUTPUTS, y)
     return followed(b, layer, y, affine, name, last=which == "2" or layer.spec.linear)
 
 
 def _apart(layer: ExpertsLayer) -> bool:
-    """Whether a bias can be added only after the scales of the rows."""
+    """Returns whether a bias can be added only after the scales of the rows."""
     quantized = layer.compute.quantized
     return quantized is not None and quantized.dynamic
 
@@ -183,30 +172,32 @@ def both_products(
     multiply: Multiply,
     experts: int | ir.Value | None,
 ) -> ir.Value:
-    """Adds the outputs [..., o] for rows of `first_rows`; `experts` is as in `finished`."""
+    """Adds the outputs [..., o] for rows of `first_rows`; `experts` is as in `_finished`."""
     raw = multiply("1", rows.values, "experts/products")
-    first = finished(b, layer, "1", raw, rows.scale, experts, "experts/products")
+    first = _finished(b, layer, "1", raw, rows.scale, experts, "experts/products")
     if layer.spec.linear:
         return first
-    between = second_rows(b, layer, activate(b, layer, first, "experts"), "experts")
+    hidden = _activate(b, layer, first)
+    b.tap(EXPERT_HIDDEN, hidden)
+    between = _prepared(b, layer, "experts.w2", hidden, "experts/hidden")
     raw = multiply("2", between.values, "experts/outputs")
-    return finished(b, layer, "2", raw, between.scale, experts, "experts/outputs")
+    return _finished(b, layer, "2", raw, between.scale, experts, "experts/outputs")
 
 
-def activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> ir.Value:
+def _activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value) -> ir.Value:
     """Adds the operation between an expert's matrices: [..., inner] to [..., h]."""
     spec, inner = layer.spec, layer.compute.inner
     if spec.gate == "none":
-        return activation(b, layer, hidden, spec.activation, f"{name}/hidden", spec.alpha)
-    gate, up = b.ops("Split", hidden, names=(f"{name}/gate", f"{name}/up"), axis=-1, num_outputs=2)
+        return activation(b, layer, hidden, spec.activation, "experts/hidden", spec.alpha)
+    gate, up = b.ops("Split", hidden, names=("experts/gate", "experts/up"), axis=-1, num_outputs=2)
     if spec.limit is not None:
         limit, least = b.number(spec.limit, inner), b.number(-spec.limit, inner)
-        gate = b.op("Min", gate, limit, name=f"{name}/gate_limited")
-        up = b.op("Clip", up, least, limit, name=f"{name}/up_limited")
+        gate = b.op("Min", gate, limit, name="experts/gate_limited")
+        up = b.op("Clip", up, least, limit, name="experts/up_limited")
     if spec.up_offset:
-        up = b.op("Add", up, b.number(spec.up_offset, inner), name=f"{name}/up_offset")
-    activated = activation(b, layer, gate, spec.activation, f"{name}/gate_activated", spec.alpha)
-    return b.op("Mul", activated, up, name=f"{name}/hidden")
+        up = b.op("Add", up, b.number(spec.up_offset, inner), name="experts/up_offset")
+    activated = activation(b, layer, gate, spec.activation, "experts/gate_activated", spec.alpha)
+    return b.op("Mul", activated, up, name="experts/hidden")
 
 
 def all_experts(b: Builder, layer: ExpertsLayer, tokens: ir.Value) -> ir.Value:
@@ -222,11 +213,7 @@ def normalised(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
         wide = b.rounded(wide, ir.DataType.FLOAT, "experts/outputs")
     if not layer.spec.post_norm:
         return wide
-    square = b.op("Mul", wide, wide, name="experts/squares")
-    mean = b.op("ReduceMean", square, b.ints(-1), keepdims=1, name="experts/mean_square")
-    shifted = b.op("Add", mean, b.number(layer.spec.post_norm_eps), name="experts/mean_square_eps")
-    root = b.op("Sqrt", shifted, name="experts/root_mean_square")
-    return b.op("Div", wide, root, name="experts/normalised")
+    return rms_normalised(b, wide, layer.spec.post_norm_eps, "experts/")
 
 
 def pair_rows(
@@ -240,13 +227,10 @@ def pair_rows(
         columns = b.op("Unsqueeze", narrow, b.ints(2), name="dispatch/weights")
         pairs = b.op("Mul", tokens, columns, name="dispatch/weighted")
     else:
-        shape = b.op("Concat", _sizes(b, index), b.ints(spec.dim), axis=0, name="dispatch/shape")
+        sizes = b.op("Shape", index, name="combine/sizes")
+        shape = b.op("Concat", sizes, b.ints(spec.dim), axis=0, name="dispatch/shape")
         pairs = b.op("Expand", tokens, shape, name="dispatch/pairs")  # [t, k, d]
     return b.op("Reshape", pairs, b.ints(-1, spec.dim), name="dispatch/rows")
-
-
-def _sizes(b: Builder, index: ir.Value) -> ir.Value:
-    return b.op("Shape", index, name="combine/sizes")
 
 
 def by_token(
@@ -263,7 +247,8 @@ def by_token(
     `zeroed`: those of dropped choices are zeros.
     """
     outputs = normalised(b, layer, outputs)
-    shape = b.op("Concat", _sizes(b, index), b.ints(layer.spec.out), axis=0, name="combine/shape")
+    sizes = b.op("Shape", index, name="combine/sizes")
+    shape = b.op("Concat", sizes, b.ints(layer.spec.out), axis=0, name="combine/shape")
     shaped = b.op("Reshape", outputs, shape, name="combine/outputs")
     if not zeroed:
         shaped = kept_alone(b, layer, shaped)
@@ -339,8 +324,3 @@ def _where(b: Builder, layer: ExpertsLayer, outputs: ir.Value, kept: ir.Value) -
     column = b.op("Unsqueeze", kept, b.ints(2), name="combine/kept")
     zero = b.number(0.0, outputs_type(layer))
     return b.op("Where", column, outputs, zero, name="combine/kept_outputs")
-
-
-def joined(b: Builder, parts: Sequence[ir.Value], name: str, axis: int = 0) -> ir.Value:
-    """Concatenates the parts."""
-    return b.op("Concat", *parts, axis=axis, name=name)

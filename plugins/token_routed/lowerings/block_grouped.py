@@ -15,11 +15,11 @@ from ....graphs.builder import Builder
 from ....graphs.lowerings.base import LoweringOf
 from ....graphs.lowerings.block_grouped import (
     SORTING_NODES,
-    TILES,
+    best_tile,
     costed_precision,
     from_tiles,
     into_tiles,
-    tiles_at_most,
+    planned_tiles,
     tiles_us,
 )
 from ....graphs.lowerings.cost import expert_bytes, machine_for, rates_of
@@ -67,24 +67,14 @@ def _products(
 
 
 def _tile_for(layer: ExpertsLayer) -> int:
-    """The tile that is predicted to be fastest for a prompt: a single token fills no tile."""
+    """Returns the tile that is fastest for a prompt by prediction: one token fills no tile."""
     spec, precision = layer.spec, costed_precision(layer.compute)
     plan = ExpertsPlan(spec, spec.k, 1, spec.typical_tokens[-1], precision)
-    return best_tile(plan, machine_for(layer.target, precision))
-
-
-def best_tile(plan: ExpertsPlan, machine: Machine) -> int:
-    """Returns the tile with the lowest predicted time, the smaller of equals."""
-    return min(TILES, key=lambda tile: (_experts_us(plan, machine, tile), tile))
-
-
-def _experts_us(plan: ExpertsPlan, machine: Machine, tile: int) -> float:
-    tiles = tiles_at_most(plan.selections, 1, plan.spec.experts, tile)
-    return tiles_us(plan, machine, tile, tiles) + between_us(plan, tiles * tile, machine)
+    return best_tile(plan, machine_for(layer.target, precision), between_us)
 
 
 def _prompt(plan: ExpertsPlan) -> ExpertsPlan:
-    """The sizes for which the tile is chosen."""
+    """Returns the sizes for which the tile is chosen."""
     return replace(plan, batch=1, tokens=plan.spec.typical_tokens[-1])
 
 
@@ -94,15 +84,16 @@ def _unable(spec: ExpertsSpec) -> str | None:
 
 
 def copied_bytes(plan: ExpertsPlan) -> float:
-    """The bytes of copied weights: every tile copies its expert."""
-    tile = best_tile(_prompt(plan), rates_of(SERVER_GPU)["fp32"])
-    return expert_bytes(plan, tiles_at_most(plan.selections, 1, plan.spec.experts, tile))
+    """Returns the bytes of copied weights: every tile copies its expert."""
+    tile = best_tile(_prompt(plan), rates_of(SERVER_GPU)["fp32"], between_us)
+    return expert_bytes(plan, planned_tiles(plan, tile))
 
 
 def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
-    """The copies of the tiles' weights, the tiles' rows, and the counting of places."""
+    """Returns the time of the copies, of the tiles' rows, and of counting places."""
+    tile = best_tile(_prompt(plan), machine, between_us)
     return (
-        _experts_us(plan, machine, best_tile(_prompt(plan), machine))
+        tiles_us(plan, machine, tile, between_us)
         + plan.selections * plan.spec.experts * machine.sort_us
         + combine_us(plan, plan.selections, machine)
         + SORTING_NODES * machine.node_us

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import onnx_ir as ir
 
 from ....graphs.builder import Builder
 from ....graphs.lowerings.base import LoweringOf
-from ....graphs.lowerings.conditional import chosen_at_all, split, zero_rows
+from ....graphs.lowerings.conditional import chosen_at_all, if_chosen, split
 from ....graphs.lowerings.cost import packing_us, waiting_us
 from ....graphs.targets import Machine
 from ..layers.experts import ExpertsSpec
 from .arithmetic import (
     ExpertsLayer,
     ScaledRows,
-    activate,
+    both_products,
     by_expert,
     chosen,
     chosen_alone,
-    finished,
     first_rows,
-    joined,
     normalised,
     outputs_type,
     pair_weights,
     products,
-    second_rows,
     token_rows,
     weighted_sum,
 )
@@ -53,36 +52,18 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
         rows = first_rows(b, layer, tokens)
     outputs = []
     for e, wanted in enumerate(chosen_at_all(b, mask, n)):
-        run, skip = b.nested(f"experts/{e}/run"), b.nested(f"experts/{e}/skip")
-        nothing = zero_rows(skip, tokens, layer.spec.out, outputs_type(layer))
+        run = b.nested(f"experts/{e}/run")
         expert_rows = rows
         if own is not None:
             expert_rows = first_rows(run, layer, run.op("Mul", tokens, own[e], name="weighted"))
-        outputs.append(
-            b.op(
-                "If",
-                wanted,
-                then_branch=b.branch(run, _expert(run, layer, e, expert_rows), f"experts/{e}/run"),
-                else_branch=b.branch(skip, nothing, f"experts/{e}/skip"),
-                name=f"experts/{e}/outputs",
-            )
-        )
+        multiply = partial(products, run, layer, e)
+        y = normalised(run, layer, both_products(run, layer, expert_rows, multiply, e))
+        outputs.append(if_chosen(b, e, wanted, run, y, tokens, layer.spec.out, outputs_type(layer)))
     by_token = [
         b.op("Unsqueeze", y, b.ints(1), name=f"combine/expert_{e}") for e, y in enumerate(outputs)
     ]
-    outputs_by_token = joined(b, by_token, "combine/outputs", axis=1)
+    outputs_by_token = b.op("Concat", *by_token, axis=1, name="combine/outputs")
     return weighted_sum(b, layer, chosen_alone(b, layer, outputs_by_token, one_hot), shares)
-
-
-def _expert(b: Builder, layer: ExpertsLayer, e: int, rows: ScaledRows) -> ir.Value:
-    """All tokens through one expert: [t, o]."""
-    raw = products(b, layer, e, "1", rows.values, "products")
-    first = finished(b, layer, "1", raw, rows.scale, e, "products")
-    if layer.spec.linear:
-        return normalised(b, layer, first)
-    between = second_rows(b, layer, activate(b, layer, first, "hidden"), "hidden")
-    raw = products(b, layer, e, "2", between.values, "outputs")
-    return normalised(b, layer, finished(b, layer, "2", raw, between.scale, e, "outputs"))
 
 
 NODES = 8
@@ -90,7 +71,7 @@ NODES = 8
 
 
 def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
-    """The predicted time: chosen experts are read once and compute every token.
+    """Returns the predicted time: chosen experts are read once and compute every token.
 
     Each expert has a branch.
     """

@@ -11,7 +11,7 @@ ExpertsPlan = LayerPlan[ExpertsSpec]
 
 
 def between_us(plan: ExpertsPlan, pairs: float, machine: Machine) -> float:
-    """The time between and after the products of `pairs` (token, expert) pairs."""
+    """Returns the time between and after the products of `pairs` (token, expert) pairs."""
     spec = plan.spec
     passes = passes_around(spec) + spec.out
     if spec.gate != "none":
@@ -22,15 +22,12 @@ def between_us(plan: ExpertsPlan, pairs: float, machine: Machine) -> float:
 
 
 def one_by_one_us(plan: ExpertsPlan, active: float, pairs: float, machine: Machine) -> float:
-    """The time of `active` experts, one by one, for `pairs` pairs in total, without nodes."""
-    products = active * (1 if plan.spec.linear else 2)
-    return lone_products_us(plan, active, products, pairs, machine) + between_us(
-        plan, pairs, machine
-    )
+    """Returns the time of `active` experts, one by one, on `pairs` in total, without nodes."""
+    return lone_products_us(plan, active, pairs, machine) + between_us(plan, pairs, machine)
 
 
 def all_experts_us(plan: ExpertsPlan, rows: int, machine: Machine) -> float:
-    """The time of all experts at once, for `rows` rows each."""
+    """Returns the time of all experts at once, for `rows` rows each."""
     n = plan.spec.experts
     return (
         stacked_us(plan, n, rows, machine)
@@ -40,5 +37,5 @@ def all_experts_us(plan: ExpertsPlan, rows: int, machine: Machine) -> float:
 
 
 def combine_us(plan: ExpertsPlan, outputs: float, machine: Machine) -> float:
-    """The time of the weighted sum of `outputs` outputs [o]."""
+    """Returns the time of the weighted sum of `outputs` outputs [o]."""
     return outputs * plan.spec.out / machine.batched_macs_per_us

@@ -29,7 +29,11 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     one_hot: ir.Value | None = None
     if layer.spec.weights_on == "input":
         one_hot = chosen(b, layer)
-        tokens = weighted_tokens(b, layer, tokens, by_expert(b, one_hot, weights))
+        own = by_expert(b, one_hot, weights)
+        own = b.cast(own, ir.DataType.FLOAT, layer.compute.inner, "dispatch/weights_narrow")
+        columns = b.op("Transpose", own, perm=[1, 0], name="dispatch/weights")
+        columns = b.op("Unsqueeze", columns, b.ints(2), name="dispatch/weight_columns")
+        tokens = b.op("Mul", tokens, columns, name="dispatch/weighted")  # [n, t, d]
         shares = by_expert(b, one_hot, None)
     else:
         shares = shares_by_expert(b, layer, weights)
@@ -45,18 +49,8 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     return weighted_sum(b, layer, kept, shares)
 
 
-def weighted_tokens(
-    b: Builder, layer: ExpertsLayer, tokens: ir.Value, shares: ir.Value
-) -> ir.Value:
-    """Adds each expert's tokens [n, t, d], multiplied by their weights [t, n]."""
-    narrow = b.cast(shares, ir.DataType.FLOAT, layer.compute.inner, "dispatch/weights_narrow")
-    columns = b.op("Transpose", narrow, perm=[1, 0], name="dispatch/weights")
-    columns = b.op("Unsqueeze", columns, b.ints(2), name="dispatch/weight_columns")
-    return b.op("Mul", tokens, columns, name="dispatch/weighted")
-
-
 def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
-    """The predicted time: every expert is read and computes every token, for any k."""
+    """Returns the predicted time: every expert is read and computes every token, for any k."""
     return (
         all_experts_us(plan, plan.choosers, machine)
         + combine_us(plan, plan.choosers * plan.spec.experts, machine)

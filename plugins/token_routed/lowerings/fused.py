@@ -15,11 +15,11 @@ scale for a column: the scale of all its blocks.
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from ....common.libraries import ROUTED_WEIGHTS, older
 from ....graphs.builder import Builder
+from ....graphs.fusion.patterns import integers_in, made
 from ....graphs.lowerings.base import LoweringOf
 from ....graphs.lowerings.cost import PACKED_ROWS, expert_bytes, expert_macs, stacked_us, stream_us
 from ....graphs.lowerings.moe_op import (
@@ -29,15 +29,13 @@ from ....graphs.lowerings.moe_op import (
     around_maps,
     block_of_columns,
     grouped_read_us,
-    has_op,
     inexact_gelu,
     kernels_after_first,
     moe_node,
     never,
-    other_gelu_on_cuda,
-    other_size_on_cuda,
+    one_hot_logits,
     other_width,
-    takes_integers,
+    unfit_on_gpu,
 )
 from ....graphs.targets import TARGETS, Machine, Precision, Target
 from ..layers.experts import ExpertsSpec
@@ -59,7 +57,9 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     experts = _experts(layer.spec)
     if not _weights_itself(layer):
         rows = pair_rows(b, layer, x, index, weights)
-        outputs = moe_node(b, layer, experts, rows, _logits(b, layer, index))
+        outputs = moe_node(
+            b, layer, experts, rows, one_hot_logits(b, layer, index, layer.compute.inner)
+        )
         return by_token(b, layer, outputs, index, weights)
     assert isinstance(layer.k, int)
     rows = token_rows(b, layer, x)
@@ -86,21 +86,26 @@ def _experts(spec: ExpertsSpec) -> OpExperts:
 
 
 def _weights_itself(layer: ExpertsLayer) -> bool:
-    """Whether the op may weight the experts' outputs and sum them."""
+    """Returns whether the op may weight the experts' outputs and sum them."""
     spec, on_cpu = layer.spec, TARGETS[layer.target].on_cpu
     summed = spec.weights_on == "output" and not (spec.post_norm or spec.rounded)
     dropped = bool(spec.capacities) and not on_cpu  # outputs may be infinite
     known = isinstance(layer.k, int) and layer.k <= spec.experts
-    here = takes_integers(layer) or not on_cpu
+    here = layer.compute.precision in ("int8", "int4") or not on_cpu
     return here and summed and not dropped and known and _positive(layer.routed[1])
 
 
-MOVING = ("Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Expand", "ReduceSum")
-CHOOSING = ("Gather", "GatherElements", "GatherND", "TopK")
+KEEPS_SIGNS = frozenset(
+    {
+        *("Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Expand", "ReduceSum"),
+        *("Gather", "GatherElements", "GatherND", "TopK"),
+    }
+)
+"""Ops whose first output has no negative number if the first input has none."""
 
 
 def _positive(value: ir.Value | None) -> bool:
-    """Whether a value is never negative, judged by the nodes that made it."""
+    """Returns whether a value is never negative, judged by the nodes that compute it."""
     node = None if value is None else value.producer()
     if node is None:
         tensor = None if value is None else value.const_value
@@ -112,29 +117,29 @@ def _positive(value: ir.Value | None) -> bool:
             return True
         case "Add" | "Mul" | "Div":
             return all(_positive(port) for port in node.inputs)
-        case moved if moved in MOVING or moved in CHOOSING:
+        case op_type if op_type in KEEPS_SIGNS:
             return value is node.outputs[0] and _positive(node.inputs[0])
         case _:
             return False
 
 
 def _sums_to_one(value: ir.Value | None) -> bool:
-    """Whether each token's weights are divided by their sum, judged by the nodes that made them."""
-    node = None if value is None else value.producer()
-    if node is None or node.domain:
+    """Returns whether a token's weights are divided by their sum, judged by their nodes."""
+    node = made(value, "Cast", "Softmax", "Div")
+    if node is None:
         return False
-    if node.op_type in ("Cast", "Softmax"):
-        last = node.attributes.get_int("axis", -1) in (-1, 1)
-        return last if node.op_type == "Softmax" else _sums_to_one(node.inputs[0])
-    total = node.inputs[1].producer() if node.op_type == "Div" and node.inputs[1] else None
-    if total is None or total.op_type != "ReduceSum" or total.inputs[0] is not node.inputs[0]:
+    if node.op_type == "Cast":
+        return _sums_to_one(node.inputs[0])
+    if node.op_type == "Softmax":
+        return node.attributes.get_int("axis", -1) in (-1, 1)
+    total = made(node.inputs[1], "ReduceSum")
+    if total is None or total.inputs[0] is not node.inputs[0] or len(total.inputs) < 2:
         return False
-    axes = None if len(total.inputs) < 2 or total.inputs[1] is None else total.inputs[1].const_value
-    return axes is not None and axes.numpy().tolist() in ([-1], [1])
+    return integers_in(total.inputs[1]) in ([-1], [1])
 
 
 def _spread(b: Builder, layer: ExpertsLayer, index: ir.Value, weights: ir.Value) -> ir.Value:
-    """Each token's weight of each expert [t, n], in as few nodes as possible.
+    """Adds each token's weight of each expert [t, n], in as few nodes as possible.
 
     In decoding, every node adds to the latency. An expert that was chosen twice has the sum of both
     weights.
@@ -154,7 +159,7 @@ def _spread(b: Builder, layer: ExpertsLayer, index: ir.Value, weights: ir.Value)
 
 
 def _log_weights(b: Builder, layer: ExpertsLayer, spread: ir.Value) -> ir.Value:
-    """Logits [t, n] whose softmax is each expert's share of the token's total weight.
+    """Adds logits [t, n] whose softmax is each expert's share of the token's total weight.
 
     They are divided by the largest weight, whose logarithm is then 0: in 16 bits a logarithm near 0
     has the smallest rounding error, and errors of small weights matter little.
@@ -168,25 +173,14 @@ def _log_weights(b: Builder, layer: ExpertsLayer, spread: ir.Value) -> ir.Value:
     return b.cast(logits, ir.DataType.FLOAT, layer.compute.inner, "router/logits_narrow")
 
 
-def _logits(b: Builder, layer: ExpertsLayer, index: ir.Value) -> ir.Value:
-    """Logits [t·k, n] that send each row to its expert."""
-    inner, other = layer.compute.inner, never(layer.target)
-    column = b.op("Reshape", index, b.ints(-1, 1), name="experts/expert_of_row")
-    experts = b.constant(np.arange(layer.spec.experts, dtype=np.int64))
-    own = b.op("Equal", column, experts, name="experts/one_hot")
-    return b.op("Where", own, b.number(0.0, inner), b.number(other, inner), name="experts/logits")
-
-
 def _unable(spec: ExpertsSpec) -> str | None:
     if spec.linear:
         return "com.microsoft.MoE supports no experts with only one linear layer"
-    if around_maps(spec):
-        return around_maps(spec)
     if spec.gate != "none" and spec.activation != "silu":
         return f"com.microsoft.MoE has no gate with {spec.activation}"
     if spec.gate == "none" and (spec.activation not in OP_ACTIVATIONS or spec.alpha != 1.0):
         return f"com.microsoft.MoE has no {spec.activation} of this form"
-    return other_width(spec)
+    return around_maps(spec) or other_width(spec)
 
 
 def _no_kernel(precision: Precision, target: Target) -> str | None:
@@ -200,19 +194,13 @@ def _no_kernel(precision: Precision, target: Target) -> str | None:
     return None
 
 
-def _unfit(spec: ExpertsSpec, precision: Precision, target: Target) -> str | None:
-    return other_gelu_on_cuda(spec, precision, target) or other_size_on_cuda(
-        spec, precision, target
-    )
-
-
 INTEGER_READ, INTEGER_MACS = 0.75, 2.3
 """The time that `QMoE` in INT8 takes to read an expert and to compute a row, relative to the
 products of `grouped`: measured from 1 to 256 tokens, in one thread of one machine."""
 
 
 def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
-    """The predicted time: chosen experts are read once and compute their rows, in one node.
+    """Returns the predicted time: chosen experts are read once and compute their rows, in one node.
 
     The CPU's kernel sends every row to its expert by a softmax over all of them, in one thread,
     packs FP32 weights again in every run, and loops over the rows and the activation's inputs one
@@ -244,11 +232,11 @@ def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="fused",
     summary="ONNX Runtime's com.microsoft.MoE or QMoE, each (token, expert) pair a row of its own",
-    needs=has_op,
+    needs=lambda target: bool(target.moe),
     build=build,
     predict_us=predict_us,
     unable=_unable,
     no_kernel=_no_kernel,
     inexact=inexact_gelu,
-    unfit=_unfit,
+    unfit=unfit_on_gpu,
 )

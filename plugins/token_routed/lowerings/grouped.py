@@ -7,7 +7,6 @@ once for all rows, so an expert costs two nodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import onnx_ir as ir
@@ -24,7 +23,6 @@ from .arithmetic import (
     both_products,
     by_token,
     first_rows,
-    joined,
     products,
     routed,
     token_rows,
@@ -32,29 +30,21 @@ from .arithmetic import (
 from .cost import ExpertsPlan, combine_us, one_by_one_us
 
 
-@dataclass(frozen=True, slots=True)
-class _Pairs:
-    """The (token, expert) pairs, sorted by expert, without the dropped ones.
-
-    `order` [r] is the number of a row's pair among the t·k; `token` [r] and `expert` [r] are its
-    token and expert; `counts` [n] is each expert's number of rows.
-    """
-
-    order: ir.Value
-    token: ir.Value
-    expert: ir.Value
-    counts: ir.Value
-
-
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     """Adds the layer with one small product chain per expert."""
     index, weights = routed(b, layer)
-    pairs = _sorted_pairs(b, layer, layer.routed[0])
+    flat = b.op("Reshape", layer.routed[0], b.ints(-1), name="group/expert_of_pair")
+    # Without the dropped pairs: [r] of the t·k, and the token and the expert of each, [r].
+    pairs = sorted_by_expert(b, flat, layer.spec.experts, "group/rows_per_expert")
+    k = _k_of(b, layer.routed[0])
+    token = b.op("Div", pairs.order, k, name="group/token_of_row")
+    expert = b.op("Gather", pairs.coordinates, b.integer(0), axis=0, name="group/expert_of_row")
     if layer.spec.weights_on == "input":
-        rows = _weighted_rows(b, layer, x, pairs, weights)
+        rows = _weighted_rows(b, layer, x, token, pairs.order, weights)
     else:
-        rows = _token_rows(b, layer, x, pairs)
-    outputs = _through_experts(b, layer, rows, pairs)
+        rows = _token_rows(b, layer, x, token)
+    multiply = partial(_by_expert, b, layer, pairs.counts)
+    outputs = both_products(b, layer, rows, multiply, expert)  # sorted by expert, like the rows
     if layer.spec.capacities:
         outputs = _with_dropped(b, layer, outputs, pairs.order, index)
     else:
@@ -62,22 +52,10 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     return by_token(b, layer, outputs, index, weights, zeroed=True)
 
 
-def _sorted_pairs(b: Builder, layer: ExpertsLayer, index: ir.Value) -> _Pairs:
-    """The pairs of an index [t, k]."""
-    flat = b.op("Reshape", index, b.ints(-1), name="group/expert_of_pair")
-    pairs = sorted_by_expert(b, flat, layer.spec.experts, "group/rows_per_expert")
-    return _Pairs(
-        order=pairs.order,
-        token=b.op("Div", pairs.order, _chosen(b, index), name="group/token_of_row"),
-        expert=b.op("Gather", pairs.coordinates, b.integer(0), axis=0, name="group/expert_of_row"),
-        counts=pairs.counts,
-    )
-
-
 def _with_dropped(
     b: Builder, layer: ExpertsLayer, outputs: ir.Value, order: ir.Value, index: ir.Value
 ) -> ir.Value:
-    """The outputs [r, o] at the places of their pairs [t·k, o], and zeros for dropped ones."""
+    """Adds the outputs [r, o] at their pairs' places [t·k, o], and zeros for dropped ones."""
     pairs = b.op("Size", index, name="group/all_pairs")
     count = b.op("Unsqueeze", pairs, b.ints(0), name="group/all_pair_count")
     shape = b.op("Concat", count, b.ints(layer.spec.out), axis=0, name="group/all_pairs_shape")
@@ -87,31 +65,30 @@ def _with_dropped(
     return b.op("ScatterND", nothing, places, outputs, name="group/unsorted")
 
 
-def _token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value, pairs: _Pairs) -> ScaledRows:
-    """The tokens of the pairs; they are quantised, if at all, before they are copied."""
+def _token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value, token: ir.Value) -> ScaledRows:
+    """Adds the tokens of the pairs; they are quantised, if at all, before they are copied."""
     rows = first_rows(b, layer, token_rows(b, layer, x))
-    values = b.op("Gather", rows.values, pairs.token, axis=0, name="dispatch/rows")
+    values = b.op("Gather", rows.values, token, axis=0, name="dispatch/rows")
     if rows.scale is None:
         return ScaledRows(values=values)
-    scale = b.op("Gather", rows.scale, pairs.token, axis=0, name="dispatch/scales")
+    scale = b.op("Gather", rows.scale, token, axis=0, name="dispatch/scales")
     return ScaledRows(values=values, scale=scale)
 
 
 def _weighted_rows(
-    b: Builder, layer: ExpertsLayer, x: ir.Value, pairs: _Pairs, weights: ir.Value
+    b: Builder,
+    layer: ExpertsLayer,
+    x: ir.Value,
+    token: ir.Value,
+    order: ir.Value,
+    weights: ir.Value,
 ) -> ScaledRows:
-    """The tokens of the pairs, multiplied by their weights."""
-    tokens = b.op("Gather", token_rows(b, layer, x), pairs.token, axis=0, name="dispatch/pairs")
+    """Adds the tokens of the pairs, multiplied by their weights."""
+    tokens = b.op("Gather", token_rows(b, layer, x), token, axis=0, name="dispatch/pairs")
     flat = b.op("Reshape", weights, b.ints(-1, 1), name="dispatch/weights")
-    own = b.op("Gather", flat, pairs.order, axis=0, name="dispatch/weight_of_row")
+    own = b.op("Gather", flat, order, axis=0, name="dispatch/weight_of_row")
     own = b.cast(own, ir.DataType.FLOAT, layer.compute.inner, "dispatch/weight_narrow")
     return first_rows(b, layer, b.op("Mul", tokens, own, name="dispatch/weighted"))
-
-
-def _through_experts(b: Builder, layer: ExpertsLayer, rows: ScaledRows, pairs: _Pairs) -> ir.Value:
-    """Each expert on its rows: [r, d] to [r, o], both sorted by expert."""
-    multiply = partial(_by_expert, b, layer, pairs.counts)
-    return both_products(b, layer, rows, multiply, pairs.expert)
 
 
 def _by_expert(
@@ -123,11 +100,11 @@ def _by_expert(
     outputs = [
         products(b, layer, e, which, part, f"{first}/{e}/{last}") for e, part in enumerate(parts)
     ]
-    return joined(b, outputs, name)
+    return b.op("Concat", *outputs, axis=0, name=name)
 
 
-def _chosen(b: Builder, index: ir.Value) -> ir.Value:
-    """The graph's k: a constant if the index has a fixed width."""
+def _k_of(b: Builder, index: ir.Value) -> ir.Value:
+    """Adds the graph's k: a constant if the index has a fixed width."""
     k = None if index.shape is None else index.shape[1]
     if isinstance(k, int):
         return b.integer(k)
@@ -140,7 +117,7 @@ NODES = 20
 
 
 def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
-    """The predicted time: chosen experts are read once and compute their rows.
+    """Returns the predicted time: chosen experts are read once and compute their rows.
 
     There are n chains of nodes.
     """

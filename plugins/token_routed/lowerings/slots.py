@@ -57,7 +57,7 @@ def _sizes(spec: ExpertsSpec, k: object) -> tuple[int, int, int]:
 
 
 def _slot_of_pair(b: Builder, chosen: ir.Value, n: int, capacity: int) -> ir.Value:
-    """The slot of each (token, expert) pair, [G, S·k]; n·C for a dropped one.
+    """Adds the slot of each (token, expert) pair, [G, S·k]; n·C for a dropped one.
 
     The order of an expert's slots makes no difference; they are in the pairs' order.
     """
@@ -75,7 +75,7 @@ def _slot_of_pair(b: Builder, chosen: ir.Value, n: int, capacity: int) -> ir.Val
 
 
 def _token_of_slot(b: Builder, slot: ir.Value, group: int, k: int, slots: int) -> ir.Value:
-    """The token of its group in each slot, [G, n·C, 1]; the first for an empty slot."""
+    """Adds the token of its group in each slot, [G, n·C, 1]; the first for an empty slot."""
     groups = b.op("Shape", slot, start=0, end=1, name="slots/group_count")
     shape = b.op("Concat", groups, b.ints(slots + 1), axis=0, name="slots/table_shape")
     table = b.op("Expand", b.integer(0), shape, name="slots/empty")
@@ -91,14 +91,14 @@ def _token_of_slot(b: Builder, slot: ir.Value, group: int, k: int, slots: int) -
 def _by_expert(
     b: Builder, rows: ir.Value, n: int, capacity: int, width: int, name: str
 ) -> ir.Value:
-    """Rows [G, n·C, ·] as [n, G·C, ·]."""
+    """Adds rows [G, n·C, ·] as [n, G·C, ·]."""
     apart = b.op("Reshape", rows, b.ints(-1, n, capacity, width), name=f"{name}/slots")
     turned = b.op("Transpose", apart, perm=[1, 0, 2, 3], name=f"{name}/slots_by_expert")
     return b.op("Reshape", turned, b.ints(n, -1, width), name=f"{name}/rows")
 
 
 def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
-    """The predicted time: every expert is read and computes all of its slots."""
+    """Returns the predicted time: every expert is read and computes all of its slots."""
     spec, n = plan.spec, plan.spec.experts
     _, group, capacity = _sizes(spec, plan.typical_k)
     rows = max(1, plan.choosers // group) * capacity

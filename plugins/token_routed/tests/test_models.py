@@ -27,7 +27,7 @@ from moexport.exporter.bundle.parity import TIE
 from moexport.exporter.checkpoints import floats
 from moexport.exporter.inputs import completed
 from moexport.exporter.model import Model
-from moexport.exporter.trace import HELD, Held, trace
+from moexport.exporter.trace import VALID_SIZES, ValidSizes, trace
 from moexport.graphs.layers.margins import routed_margins
 from moexport.plugins.token_routed.experts import canonical, check_layer, experts_modules
 from moexport.plugins.token_routed.tests.architectures import (
@@ -161,9 +161,9 @@ def test_a_cache_with_fixed_tokens_is_within_the_models_positions() -> None:
 
 
 def test_a_trace_tells_for_what_sizes_it_holds(mixtral: Path) -> None:
-    held: Held = trace(moexport.load(mixtral)).meta[HELD]
-    assert held.bounds == dict.fromkeys(("batch", "tokens", "past"), (1, None))
-    assert held.guards
+    valid: ValidSizes = trace(moexport.load(mixtral)).meta[VALID_SIZES]
+    assert valid.bounds == dict.fromkeys(("batch", "tokens", "past"), (1, None))
+    assert valid.guards
 
 
 @pytest.mark.path

@@ -17,8 +17,7 @@ from ....bench.runners.pytorch import untouched
 from ....common.console import Progress
 from ....common.latency import Latency
 from ....common.timing import Protocol
-from ....errors import CheckError, FeedError, MoexportError
-from ....exporter.model import Model
+from ....errors import CheckError, FeedError
 from ...service.findings import ServiceFindings
 from ..budget import protocol_for
 from ..graphs import Graphs, median_ratio
@@ -233,11 +232,6 @@ def front_of(trials: Sequence[Trial]) -> list[Trial]:
     return front[::-1]
 
 
-def with_ms(trial: Trial, ms: float) -> Trial:
-    """Returns a trial with the time of a longer measurement."""
-    return replace(trial, ms=ms)
-
-
 @dataclass(frozen=True)
 class SearchResult:
     """The outcome of a search: every trial, the front, the longer timings and the model as trained.
@@ -263,26 +257,24 @@ def shortlist(
 ) -> SearchResult:
     """Returns the outcome of a search, with longer timings of the points to confirm."""
     candidates = [*graphs.trials.values()]
-    room = _points(job, base, timed=False)
     within = [trial for trial in candidates if job.within(trial)] or candidates
-    sequences = _sequences(job, worth_confirming(within), base, room)
+    sequences = _sequences(job, worth_confirming(within), base, timed=False)
     again = [base, *(graphs.lowered(trial) for trial in sequences.trials[1:])]
     careful = protocol_for(base.ms, careful=True)
     latencies = graphs.timed(again, careful)
     first = latencies[base.point.key]
-    timed = {
-        trial.point.key: with_ms(
-            trial, first.median * median_ratio(latencies[trial.point.key], first)
-        )
-        for trial in again
-    }
+    timed = {}
+    for trial in again:
+        key = trial.point.key
+        timed[key] = replace(trial, ms=first.median * median_ratio(latencies[key], first))
     faster = timed[base.point.key].ms / base.ms  # other times are relative to the base
-    trials = [timed.get(trial.point.key, with_ms(trial, faster * trial.ms)) for trial in candidates]
+    trials = [
+        timed.get(trial.point.key, replace(trial, ms=faster * trial.ms)) for trial in candidates
+    ]
     within = [trial for trial in trials if job.within(trial)] or trials
-    front = front_of(within)
     return SearchResult(
         trials=tuple(trials),
-        front=tuple(front),
+        front=tuple(front_of(within)),
         timed=tuple(timed.values()),
         base=timed[base.point.key],
         graphs=graphs,
@@ -296,7 +288,7 @@ def shortlist(
 class ContractResult:
     """All confirmed points, and those that meet the bounds, the best first.
 
-    `services` are the request rates of the fastest ones, if `--scenario` asks for them.
+    With `--scenario`, `services` are the request rates of the fastest ones.
     """
 
     confirmed: list[Confirmed]
@@ -307,8 +299,7 @@ class ContractResult:
 def contract(job: SearchJob, result: SearchResult, progress: Progress) -> ContractResult:
     """Confirms the front on the other half; raises `ContractError` if no point meets the bounds."""
     keep = job.request.kept
-    most = _points(job, result.base, timed=True)
-    sequences = _sequences(job, result.timed, result.base, most)
+    sequences = _sequences(job, result.timed, result.base, timed=True)
     done = job.journal.pieces("confirmed")
     if done:
         checked = [msgspec.convert(point, Confirmed) for point in done[-1]["points"]]
@@ -322,42 +313,34 @@ def contract(job: SearchJob, result: SearchResult, progress: Progress) -> Contra
         raise shortfall(checked[0], keep)
     within = [point for point in passed if job.within(point.trial)]
     if not within:
-        raise _nearest(job, passed)
+        raise _no_point(job, passed)
     if keep is None:
         return ContractResult(checked, sorted(within, key=lambda point: -point.trial.quality.kept))
     within.sort(key=lambda point: (point.trial.ms, point.trial.bytes))
     if job.request.scenario is None:
         return ContractResult(checked, within)
-    served = result.graphs.served(
+    rates, services = result.graphs.served(
         [point.trial for point in within[:MOST_SERVED]], job.folder, job.request
     )
-    rates = served.rates
     serving = [point for point in within if rates.get(point.trial.point.key)]
     if not serving:
+        reasons = dict.fromkeys(row.reason for row in services.services if row.reason)
         raise ContractError(
             f"--scenario {job.request.scenario} --max-latency {job.request.latency_ms:g}ms: "
-            + "; ".join(
-                dict.fromkeys(one.reason for one in served.findings.services if one.reason)
-            ),
+            f"{'; '.join(reasons)}",
             hint="ask for a longer --max-latency",
         )
     serving.sort(key=lambda point: -rates[point.trial.point.key])
-    return ContractResult(checked, serving, served.findings)
+    return ContractResult(checked, serving, services)
 
 
-def _points(job: SearchJob, base: Trial, *, timed: bool) -> int:
-    """The number of points that the time allows to confirm, including the model as trained."""
-    clock = job.clock
-    if not math.isfinite(clock.left):
-        return MOST
-    fitting = job.end(base).points_within(clock.left - clock.writing_s, timed=timed)
-    return min(MOST, max(2, math.floor(fitting)))
-
-
-def _sequences(job: SearchJob, trials: Sequence[Trial], base: Trial, most: int) -> Sequences:
-    """The points to confirm, in order."""
-    keep, meets = job.request.kept, job.within(base)
-    return sequences_of(trials, base, keep, most, base_meets=meets)
+def _sequences(job: SearchJob, trials: Sequence[Trial], base: Trial, *, timed: bool) -> Sequences:
+    """The points to confirm, as many as the time allows; those that are not `timed` are timed."""
+    clock, most = job.clock, MOST
+    if math.isfinite(clock.left):
+        fitting = job.end(base).points_within(clock.left - clock.writing_s, timed=timed)
+        most = min(MOST, max(2, math.floor(fitting)))
+    return sequences_of(trials, base, job.request.kept, most, base_meets=job.within(base))
 
 
 def check_same(job: SearchJob, trial: Trial, result: SearchResult) -> None:
@@ -370,7 +353,7 @@ def check_same(job: SearchJob, trial: Trial, result: SearchResult) -> None:
         )
 
 
-def _nearest(job: SearchJob, passed: Sequence[Confirmed]) -> MoexportError:
+def _no_point(job: SearchJob, passed: Sequence[Confirmed]) -> ContractError:
     """The error if no point meets the bounds; it names the nearest one."""
     request = job.request
 
@@ -394,7 +377,14 @@ def _nearest(job: SearchJob, passed: Sequence[Confirmed]) -> MoexportError:
 
 def contract_record(job: SearchJob, chosen: Confirmed) -> dict[str, Any]:
     """Returns the bounds and the confirmed result, for recipe and manifest."""
-    request, quality = job.request, chosen.quality
+    request, quality, accuracy = job.request, chosen.quality, dict[str, Any]()
+    if job.metric.name == "accuracy" and not job.metric.each_output:
+        interval = wilson(quality.score * quality.inputs, quality.inputs)
+        accuracy = {
+            "accuracy": quality.score,
+            "accuracy_interval": [interval.low, interval.high],
+            "untouched_accuracy": quality.untouched,
+        }
     return {
         "metric": job.metric.title or job.metric.name,
         "asked": {
@@ -406,32 +396,8 @@ def contract_record(job: SearchJob, chosen: Confirmed) -> dict[str, Any]:
         "kept": quality.kept,
         "interval": [quality.low, quality.high],
         "inputs": quality.inputs,
-        **_shares(job, quality),
+        **accuracy,
         "batch": request.batches.opt,
         "latency_ms": chosen.trial.ms,
         "bytes": chosen.trial.bytes,
-    }
-
-
-def _shares(job: SearchJob, quality: Quality) -> dict[str, Any]:
-    """The accuracy with its 95% interval, and PyTorch's on the same inputs.
-
-    Empty for other metrics.
-    """
-    if job.metric.name != "accuracy" or job.metric.each_output:
-        return {}
-    interval = wilson(quality.score * quality.inputs, quality.inputs)
-    return {
-        "accuracy": quality.score,
-        "accuracy_interval": [interval.low, interval.high],
-        "untouched_accuracy": quality.untouched,
-    }
-
-
-def reasons(model: Model, trial: Trial) -> dict[str, str]:
-    """Describes the choice for each layer."""
-    specs = {name: layer.spec for name, layer in model.layers.items()}
-    return {
-        name: f"tuned: {choice.text(specs[name].experts)}, {trial.lowerings[name]}"
-        for name, choice in trial.point.layers
     }

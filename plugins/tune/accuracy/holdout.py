@@ -40,8 +40,8 @@ MANY, MANY_S = 4096, 20.0
 """Beyond `MANY` inputs the search adds more only while the untouched model has run less than
 `MANY_S`."""
 
-MOST_HELD = 8192
-MOST_HELD_BYTES = 1 << 30
+MOST_SEARCHED = 8192
+MOST_SEARCHED_BYTES = 1 << 30
 """The largest number of inputs, and of bytes, that the search keeps in memory."""
 
 
@@ -63,7 +63,7 @@ def searched(first: int, count: int) -> Array:
 class Holdout:
     """Labelled data in two halves: `search` is in memory, `confirming` yields the other.
 
-    If the search's half has more than `MOST_HELD` inputs, only the first of them are kept.
+    If the search's half has more than `MOST_SEARCHED` inputs, only the first of them are kept.
     """
 
     data: Labelled
@@ -74,17 +74,17 @@ class Holdout:
         """Reads the search's half; raises `FeedError` for data of fewer than two inputs."""
         inputs: list[Mapping[str, Array]] = []
         labels: list[Labels] = []
-        held, held_bytes = 0, 0
-        for x, y in _of_side(data, searching=True):
+        count, nbytes = 0, 0
+        for x, y in _half(data, searching=True):
             arrays = {data.input_name: x} if isinstance(x, np.ndarray) else x
             inputs.append(arrays)
-            held += len(first_of(x))
-            held_bytes += sum(array.nbytes for array in arrays.values())
+            count += len(first_of(x))
+            nbytes += sum(array.nbytes for array in arrays.values())
             if y is not None:
                 labels.append(y)
-            if held >= MOST_HELD or held_bytes >= MOST_HELD_BYTES:
+            if count >= MOST_SEARCHED or nbytes >= MOST_SEARCHED_BYTES:
                 break
-        if held < 1:
+        if count < 1:
             raise FeedError("--data: one half has no inputs", hint="give a few hundred inputs")
         searched_labels = np.concatenate(labels) if data.labelled else None
         whole = {
@@ -92,7 +92,7 @@ class Holdout:
             for name in inputs[0]
         }
         main = whole.pop(data.input_name)
-        searching = LabelledData(main, searched_labels, data.input_name, beside=whole)
+        searching = LabelledData(main, searched_labels, data.input_name, others=whole)
         return Holdout(data=data, search=searching)
 
     def fewer(self, count: int) -> Holdout:
@@ -107,10 +107,10 @@ class Holdout:
 
     def confirming(self) -> Iterator[InputsAndLabels]:
         """Yields the confirming half in batches."""
-        yield from _of_side(self.data, searching=False)
+        yield from _half(self.data, searching=False)
 
 
-def _of_side(data: Labelled, *, searching: bool) -> Iterator[InputsAndLabels]:
+def _half(data: Labelled, *, searching: bool) -> Iterator[InputsAndLabels]:
     first = 0
     for x, y in data.stream(2 * BATCH):
         mine = searched(first, len(first_of(x))) == searching
@@ -132,7 +132,6 @@ def in_batches(data: LabelledData, size: int) -> Iterator[tuple[slice, Inputs, L
 
 
 def batch_size(outputs: Array) -> int:
-    """Returns a batch size for outputs of this size."""
     return max(1, min(BATCH, BATCH_BYTES // max(1, outputs[:1].nbytes)))
 
 
@@ -150,15 +149,15 @@ def untouched_outputs(
     parts.append(outputs_of(base, data.batch(0, together), model.source.path))
     size, began = batch_size(parts[0]), time.monotonic()
     size = job.fixed_batch or max(together, size - size % together)
-    held = 0
+    nbytes = 0
     for rows, x, _ in in_batches(data.head(len(data) - len(data) % together), size):
         if rows.start:
             short = clock.over(UNTOUCHED_SHARE) and rows.start >= LEAST
             slow = rows.start >= MANY and time.monotonic() - began > MANY_S
-            if short or slow or held > OUTPUT_BYTES:
+            if short or slow or nbytes > OUTPUT_BYTES:
                 break
         parts.append(outputs_of(base, x, model.source.path))
-        held += parts[-1].nbytes
+        nbytes += parts[-1].nbytes
         progress.advance(len(first_of(x)))
     outputs: Array = np.concatenate(parts[1:])
     return outputs

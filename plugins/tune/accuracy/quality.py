@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,9 +21,7 @@ from ....bench.measure.answers import (
 from ....bench.metrics import (
     NegativeLogLikelihood,
     SequenceLosses,
-    Sums,
     Z,
-    one_per_sample,
     score_interval,
     wilson,
 )
@@ -33,6 +31,7 @@ from ....data.feeds import check_classes
 from ....data.user_code import callable_named
 from ....errors import FeedError, UsageError
 from ....exporter.bundle.parity import cosines
+from ....exporter.checks.accuracy import one_per_sample
 from ....exporter.inputs import Inputs
 from .holdout import Holdout, batch_size, in_batches
 
@@ -68,19 +67,13 @@ class Quality:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally(Sums):
-    """Sums over some inputs of scores, of the untouched model's scores, and of their products.
+class Tally(PairedScores):
+    """Sums over some inputs of scores, and of how far the outputs moved.
 
     `tokens` are losses of token models, whose metric is perplexity; `base` is then the summed loss
     of the untouched model. `answers` are the sums for labels with one number for each output.
     """
 
-    inputs: int = 0
-    own: float = 0.0
-    base: float = 0.0
-    own_squares: float = 0.0
-    base_squares: float = 0.0
-    both: float = 0.0
     shift: float = 0.0
     tokens: NegativeLogLikelihood = field(default_factory=NegativeLogLikelihood)
     answers: AnswerCounts = field(default_factory=AnswerCounts)
@@ -107,7 +100,7 @@ class Metric:
         Raises `FeedError` for invalid labels or scores.
         """
         y, base = one_per_sample(y), one_per_sample(base)
-        moved = self._shift(y, base)
+        moved = self.shift(y, base)
         if self.name == "perplexity":
             ids = first_of(x)
             own_losses, base_losses = (
@@ -119,29 +112,20 @@ class Metric:
         if self.each_output:
             pair = None if labels is None else per_output(y, labels, where="--data")
             assert pair is not None  # `metric_for` checked the labels
-            own_numbers, wanted = pair
+            own_numbers, targets = pair
             base_numbers = base.reshape(own_numbers.shape)
-            counts = (
+            answers, base_answers = (
                 # All labels decide which metric applies (`metric_for`), not those of one batch.
                 replace(
-                    AnswerCounts.of(each, wanted, base_numbers),
-                    binary=self.name == "accuracy" and are_attributes(wanted),
+                    AnswerCounts.of(numbers, targets, base_numbers),
+                    numeric=self.name != "accuracy" or not are_attributes(targets),
                     one_hot=0,
                 )
-                for each in (own_numbers, base_numbers)
+                for numbers in (own_numbers, base_numbers)
             )
-            answers, of_base = counts
-            return Tally(inputs=len(y), shift=moved, answers=answers, base_answers=of_base)
+            return Tally(inputs=len(y), shift=moved, answers=answers, base_answers=base_answers)
         own, theirs = self._scores(y, base, labels), self._scores(base, base, labels)
-        return Tally(
-            inputs=len(y),
-            own=float(own.sum()),
-            base=float(theirs.sum()),
-            own_squares=float(own @ own),
-            base_squares=float(theirs @ theirs),
-            both=float(own @ theirs),
-            shift=moved,
-        )
+        return Tally(**asdict(PairedScores.of(own, theirs)), shift=moved)
 
     def quality(self, tally: Tally) -> Quality:
         """Returns the kept share; raises `FeedError` if the untouched model's score is 0."""
@@ -162,24 +146,19 @@ class Metric:
                 tokens=perplexity.tokens,
             )
         if self.each_output:
-            return self._of_each_output(tally)
+            return self._quality_per_output(tally)
         self._check_base(tally.base, n)
-        kept = tally.own / tally.base
+        interval = tally.kept_interval
         if self.name == "agreement" and not self.tokens:
-            share = wilson(round(tally.own), n)
-            low, high = share.low, share.high
+            interval = wilson(round(tally.own), n)
         elif self.name == "accuracy" and not self.tokens:
             both = round(tally.both)
-            pair = score_interval(both, round(tally.base) - both, round(tally.own) - both)
-            low, high = pair.low, pair.high
-        else:
-            pair = _paired(tally).kept_interval
-            assert pair is not None  # the untouched model has a score
-            low, high = pair.low, pair.high
+            interval = score_interval(both, round(tally.base) - both, round(tally.own) - both)
+        assert interval is not None  # the untouched model has a score
         return Quality(
-            kept=kept,
-            low=low,
-            high=high,
+            kept=tally.own / tally.base,
+            low=interval.low,
+            high=interval.high,
             shift=moved,
             inputs=n,
             score=tally.own / n,
@@ -195,7 +174,7 @@ class Metric:
                 "the numbers that it predicts",
             )
 
-    def _of_each_output(self, tally: Tally) -> Quality:
+    def _quality_per_output(self, tally: Tally) -> Quality:
         """The kept share of the mean accuracy over attributes, or of R²."""
         own = tally.answers.answers(tally.base_answers)
         base = tally.base_answers.answers(tally.base_answers)
@@ -204,8 +183,7 @@ class Metric:
                 "--data: some labels are 0 or 1, like attributes, but others are not",
                 hint="save attributes as 0 and 1; use --metric r2 for other numbers",
             )
-        score = _score(own)
-        untouched = _score(base)
+        score, untouched = _score(own), _score(base)
         self._check_base(untouched, tally.inputs)
         judged = own.accuracy or own.regression
         interval = None if judged is None else judged.retention_interval
@@ -227,28 +205,27 @@ class Metric:
 
         `share` is the untouched model's accuracy; None if the number is not known in advance.
         """
-        if self.tokens:  # the information in an input depends on its tokens
+        # The information in an input of tokens depends on these.
+        if self.tokens or self.each_output or self.name == "function":
             return None
-        if self.name == "function" or self.each_output:
-            return None
-        right = share if self.name == "accuracy" else 1.0
-        return math.ceil(Z**2 * keep / (1 - keep) / max(right, 1e-9)) + 1
+        correct = share if self.name == "accuracy" else 1.0
+        return math.ceil(Z**2 * keep / (1 - keep) / max(correct, 1e-9)) + 1
 
     def _scores(self, y: Array, base: Array, labels: Labels | None) -> Array:
         if self.function is not None:
             return _own_scores(self.title, self.function, y, labels)
         wanted = base.argmax(axis=-1) if self.name == "agreement" else labels
         assert wanted is not None, "accuracy has labels (`metric_for`)"
-        right = (y.argmax(axis=-1) == wanted) & np.isfinite(y).all(axis=-1)
-        scores: Array = right.astype(np.float64)
+        correct = (y.argmax(axis=-1) == wanted) & np.isfinite(y).all(axis=-1)
+        scores: Array = correct.astype(np.float64)
         if scores.ndim == 1:
             return scores
         counted = (wanted != IGNORED).reshape(len(scores), -1)
         shares: Array = scores.reshape(counted.shape).sum(axis=1) / counted.sum(axis=1).clip(min=1)
         return shares
 
-    def _shift(self, y: Array, base: Array) -> float:
-        """How far outputs moved, summed over inputs: the divergence of class scores, or 1 − cos."""
+    def shift(self, y: Array, base: Array) -> float:
+        """Returns how far outputs moved, summed: the divergence of class scores, or 1 − cos."""
         if self.name == "function":
             return float((1 - cosines(y, base)).sum())
         if self.name == "r2":
@@ -298,7 +275,7 @@ def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | Non
     if labels is not None and not (name is not None and ":" in name):
         numbers = per_output(outputs, labels[: len(outputs)], ids=of_ids, where="--data")
     if numbers is not None and name in (None, "accuracy", R2):
-        return _each_output(name, numbers[1])
+        return _metric_per_output(name, numbers[1])
     if name is None:
         name = "perplexity" if tokens else "agreement" if labels is None else "accuracy"
         if classes.ndim != 2 and not tokens:
@@ -309,13 +286,10 @@ def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | Non
             )
     if ":" in name:
         return Metric("function", callable_named(name, "a metric"), name)
-    if name not in ("accuracy", "perplexity", "agreement"):
-        known = "accuracy, r2, perplexity, agreement, or package.module:function"
+    if name == R2:
         raise UsageError(
-            f"--metric {name}: the data have no number for each output"
-            if name == R2
-            else f"--metric {name}: there is no such metric",
-            hint=f"--data with labels (batch, {classes.shape[-1]})" if name == R2 else known,
+            f"--metric {name}: the data have no number for each output",
+            hint=f"--data with labels (batch, {classes.shape[-1]})",
         )
     if name == "perplexity" and not tokens:
         raise UsageError(
@@ -342,7 +316,7 @@ def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | Non
     return Metric(of_metric, title=name, tokens=tokens)
 
 
-def _each_output(name: str | None, labels: Labels) -> Metric:
+def _metric_per_output(name: str | None, labels: Labels) -> Metric:
     """The metric of labels [b, o]: accuracy of attributes, R² of other numbers."""
     if name == "accuracy" or (name is None and are_attributes(labels)):
         check_attributes(labels, "--data")
@@ -357,18 +331,15 @@ def _each_output(name: str | None, labels: Labels) -> Metric:
 
 
 def _own_scores(title: str, function: Function, y: Array, labels: Labels | None) -> Array:
+    signature = "it takes outputs [b, …] and labels, and returns a score of each input [b]"
     try:
         scores = np.asarray(function(y, labels), dtype=np.float64)
     except Exception as error:  # user code may raise anything
-        raise UsageError(
-            f"--metric {title}: the function failed: {type(error).__name__}: {error}",
-            hint="it takes outputs [b, …] and labels, and returns a score of each input [b]",
-        ) from error
+        reason = f"the function failed: {type(error).__name__}: {error}"
+        raise UsageError(f"--metric {title}: {reason}", hint=signature) from error
     if scores.shape != (len(y),):
-        raise UsageError(
-            f"--metric {title}: the function returned {scores.shape} for {len(y)} inputs",
-            hint="it takes outputs [b, …] and labels, and returns a score of each input [b]",
-        )
+        reason = f"the function returned {scores.shape} for {len(y)} inputs"
+        raise UsageError(f"--metric {title}: {reason}", hint=signature)
     if not np.isfinite(scores).all():
         at = int(np.flatnonzero(~np.isfinite(scores))[0])
         raise UsageError(
@@ -382,17 +353,6 @@ def _score(answers: AnswerScores) -> float:
     if answers.accuracy is not None:
         return answers.accuracy.top1
     return 0.0 if answers.regression is None else answers.regression.r2
-
-
-def _paired(tally: Tally) -> PairedScores:
-    return PairedScores(
-        inputs=tally.inputs,
-        own=tally.own,
-        base=tally.base,
-        own_squares=tally.own_squares,
-        base_squares=tally.base_squares,
-        both=tally.both,
-    )
 
 
 def _yes_or_no_divergence(base: Array, y: Array) -> float:

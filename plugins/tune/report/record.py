@@ -79,16 +79,11 @@ class TuningRecord:
         if len({point.runtime for point in self.points}) < 2:
             return ""
         reasons = (
-            f"{point.ms:.3g} ms in {title_of(name)}"
+            f"{point.ms:.3g} ms in {RUNTIMES[name].title if name in RUNTIMES else name}"
             f"{'' if self._enough(point.confirmed) else ' (not confirmed)'}"
             for name, point in self.fastest.items()
         )
         return f"The fastest that keeps enough takes {' and '.join(reasons)}."
-
-
-def title_of(runtime: Runtime) -> str:
-    """Returns the runtime's title, or its name if it is not installed."""
-    return RUNTIMES[runtime].title if runtime in RUNTIMES else runtime
 
 
 def tuning_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> TuningRecord | None:

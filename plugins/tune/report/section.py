@@ -18,7 +18,8 @@ from ....bench.report.content import (
 from ....bench.report.summary import caveat, kept_text, milliseconds, percent, sections, summary
 from ....bench.results import Interval, Results
 from ....common.text import size
-from .record import TUNING, FrontPoint, TuningRecord, tuning_in
+from ..recipe import bounds_text
+from .record import TUNING, FrontPoint, tuning_in
 
 API = 1
 
@@ -32,24 +33,12 @@ def _decision(results: Results) -> RowDecision | None:
         for point in search.points
         if point.chosen and point.confirmed is not None and point.confirmed_kept is not None
     )
-    return RowDecision(
-        keep=search.keep, asked=_bounds_text(search), keeps=next(keeps, ""), recipe=search.recipe
+    bounds = bounds_text(search.keep, search.metric, search.max_latency_ms, search.max_bytes)
+    asked = (
+        f"The bundle had {bounds}; the result is confirmed on {search.confirming:,} inputs that "
+        "the search did not use."
     )
-
-
-def _bounds_text(search: TuningRecord) -> str:
-    """The bounds of a search, as a sentence."""
-    bounds = []
-    if search.keep is not None:
-        bounds.append(f"to keep {percent(search.keep)} of the {search.metric}")
-    if search.max_latency_ms is not None:
-        bounds.append(f"to take at most {search.max_latency_ms:g} ms")
-    if search.max_bytes is not None:
-        bounds.append(f"to take at most {size(search.max_bytes)}")
-    return (
-        f"The bundle had {' and '.join(bounds)}; the result is confirmed on "
-        f"{search.confirming:,} inputs that the search did not use."
-    )
+    return RowDecision(keep=search.keep, asked=asked, keeps=next(keeps, ""), recipe=search.recipe)
 
 
 def _search(results: Results) -> SectionContent | None:
@@ -114,9 +103,14 @@ def _point(index: int, point: FrontPoint) -> dict[str, Any]:
     """A point of the chart; those on the front have their interval."""
     bars = {"kept_low": point.searched.low, "kept_high": point.searched.high}
     return {
-        **{"index": index, "ms": point.ms, "kept": point.kept, "front": point.front},
-        **{"ink": ink_of(_precision(point)), "symbol": SYMBOLS[0]},
-        **{"hover": "\n".join(_hover_lines(point)), **(bars if point.front else {})},
+        "index": index,
+        "ms": point.ms,
+        "kept": point.kept,
+        "front": point.front,
+        "ink": ink_of(_precision(point)),
+        "symbol": SYMBOLS[0],
+        "hover": "\n".join(_hover_lines(point)),
+        **(bars if point.front else {}),
     }
 
 

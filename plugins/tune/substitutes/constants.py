@@ -25,7 +25,7 @@ MOST_SLOTS = 4096
 """Up to this many slots the constants are fitted together; beyond it, each alone."""
 
 RIDGE = 1e-3
-"""The ridge penalty towards the constants of each slot alone."""
+"""The ridge penalty of least squares, relative to the mean of the diagonal."""
 
 
 class ConstantExperts:
@@ -42,7 +42,7 @@ class ConstantExperts:
     def kept(self, size: int) -> tuple[int, ...]:
         """Returns the experts that stay in a subset of `size`, ascending."""
         if not self._order:
-            self._order = removal_order(self._products(self._of_slots()))[::-1]
+            self._order = removal_order(self._products(self._slot_constants()))[::-1]
         return tuple(sorted(self._order[:size]))
 
     @torch.inference_mode()
@@ -50,7 +50,7 @@ class ConstantExperts:
         """Returns the outputs of the removed experts' slots, [n − e, p, o]."""
         spec = self._layer.spec
         dropped = [e for e in range(spec.experts) if e not in {*experts}]
-        alone = self._of_slots()
+        alone = self._slot_constants()
         constants = alone[dropped].flatten(0, 1)
         if len(constants) <= MOST_SLOTS:
             square = torch.zeros(len(constants), len(constants), dtype=torch.float64)
@@ -61,13 +61,11 @@ class ConstantExperts:
                 added = combine[:, :, dropped].flatten(2) @ apart  # [b, m, o]
                 square += shares.T @ shares
                 missing += shares.T @ added.flatten(0, 1).double()
-            ridge = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
-            square.diagonal().add_(ridge)
-            constants = constants + torch.linalg.solve(square, missing)
+            constants = constants + ridge_solution(square, missing)
         return constants.view(len(dropped), spec.slots, spec.out).float().numpy()
 
     @torch.inference_mode()
-    def _of_slots(self) -> Tensor:
+    def _slot_constants(self) -> Tensor:
         """The best constant of each slot if only that slot had one, [n, p, o] float64.
 
         It is the mean of the slot's outputs, each input weighted by the squares of its column of C.
@@ -92,8 +90,8 @@ class ConstantExperts:
         n = self._layer.spec.experts
         products, left = torch.zeros(n, n, dtype=torch.float64), RANKED
         for outputs, combine in self._batches():
-            for one, shares in zip(outputs[:left], combine[:left], strict=True):
-                apart = one - alone.to(one.dtype)
+            for own, shares in zip(outputs[:left], combine[:left], strict=True):
+                apart = own - alone.to(own.dtype)
                 added = torch.einsum("npo,mnp->nmo", apart, shares).flatten(1)  # [n, m·o]
                 products += (added @ added.T).double()
             left = max(0, left - len(outputs))
@@ -108,6 +106,15 @@ class ConstantExperts:
             inputs, rows = inputs + x.shape[0], rows + x.shape[0] * x.shape[1]
             if inputs >= RANKED and rows >= ROWS * spec.experts * spec.slots:
                 return
+
+
+def ridge_solution(square: Tensor, product: Tensor) -> Tensor:
+    """Returns X of square · X = product, for zᵀz and zᵀy, with a ridge penalty."""
+    square = square.clone()
+    ridge = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+    square.diagonal().add_(ridge)
+    solution: Tensor = torch.linalg.solve(square, product)
+    return solution
 
 
 def removal_order(products: Tensor) -> tuple[int, ...]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import time
+import timeit
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -69,7 +71,8 @@ def distil(
     held = samples[::HELD_OUT]
     fitted = [sample for index, sample in enumerate(samples) if index % HELD_OUT]
     best = _copied(parameters)
-    batch_s = min(_seconds(model, held[0], scores=scores) for _ in range(2))
+    first = partial(_mean_loss, model, held[:1], scores=scores)
+    batch_s = min(timeit.repeat(first, number=1, repeat=2))
     affordable = int(EVALUATIONS_SHARE * seconds / ((1 + EVALUATIONS) * batch_s))
     held = held[: max(1, min(MOST_HELD, affordable))]
     least = _mean_loss(model, held, scores=scores)
@@ -127,12 +130,6 @@ def longest_s(batch_s: float) -> float:
 
 def _optimiser(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam([{"params": [parameter]} for parameter in parameters.values()])
-
-
-def _seconds(model: PyTorch, sample: tuple[Inputs, Array], *, scores: bool) -> float:
-    began = time.monotonic()
-    _mean_loss(model, [sample], scores=scores)
-    return time.monotonic() - began
 
 
 def _copied(parameters: Mapping[str, nn.Parameter]) -> dict[str, np.ndarray]:

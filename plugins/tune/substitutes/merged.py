@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from ....graphs.layers.mumoe import FactorisedSpec, MuMoE, contract
+from .constants import ridge_solution
 
 WIDEST = 4096
 """For wider inputs the mean is taken without least squares."""
 
 ROWS = 16
 """Tokens that a matrix is fitted to, for each of its rows."""
-
-RIDGE = 1e-3
-"""The ridge penalty towards the mean of the experts."""
 
 
 @torch.inference_mode()
@@ -34,14 +32,22 @@ def merged_matrices(layer: MuMoE, tokens: Iterable[Tensor]) -> tuple[np.ndarray,
     """
     specs = layer.spec.tensors
     totals = [torch.zeros(n, dtype=torch.float64) for n in layer.spec.levels]
-    sums = {index: _LeastSquares(spec) for index, spec in enumerate(specs) if spec.dim <= WIDEST}
+    # For inputs z [r, d + 1], the last of them 1, and outputs y [r, o]: zᵀz and zᵀy.
+    sums = {
+        index: [torch.zeros(spec.dim + 1, n, dtype=torch.float64) for n in (spec.dim + 1, spec.out)]
+        for index, spec in enumerate(specs)
+        if spec.dim <= WIDEST
+    }
     rows, wanted = 0, ROWS * (1 + max((specs[index].dim for index in sums), default=0))
     for x in tokens:
         coefficients, products = layer.products(x)
         added = (a.flatten(0, 1).double().sum(dim=0) for a in coefficients)
         totals = [total + more for total, more in zip(totals, added, strict=True)]
-        for index, own in sums.items():
-            own.add(*(part.flatten(0, 1).double() for part in products[index]))
+        for index, (square, product) in sums.items():
+            z, y = (part.flatten(0, 1).double() for part in products[index])
+            z = torch.cat((z, torch.ones_like(z[:, :1])), dim=1)
+            square.add_(z.T @ z)
+            product.add_(z.T @ y)
         rows += x.shape[0] * x.shape[1]
         if rows >= wanted:
             break
@@ -49,7 +55,8 @@ def merged_matrices(layer: MuMoE, tokens: Iterable[Tensor]) -> tuple[np.ndarray,
     for index, spec in enumerate(specs):
         matrix = _mean(spec, layer.factors(index), [total / rows for total in totals])
         if index in sums:
-            matrix = matrix + sums[index].fitted(matrix)
+            square, product = sums[index]
+            matrix = matrix + ridge_solution(square, product - square @ matrix)
         matrices.append(matrix.float().numpy())
     return tuple(matrices)
 
@@ -65,26 +72,3 @@ def _mean(spec: FactorisedSpec, factors: Sequence[Tensor], means: list[Tensor]) 
         inputs,
     )[0]
     return torch.cat((outputs[:-1] - outputs[-1], outputs[-1:]))
-
-
-class _LeastSquares:
-    """The sums for least squares of inputs z [r, d] and outputs y [r, o]: zᵀz and zᵀy."""
-
-    def __init__(self, spec: FactorisedSpec) -> None:
-        size = spec.dim + 1
-        self.square = torch.zeros(size, size, dtype=torch.float64)
-        self.product = torch.zeros(size, spec.out, dtype=torch.float64)
-
-    def add(self, z: Tensor, y: Tensor) -> None:
-        z = torch.cat((z, torch.ones_like(z[:, :1])), dim=1)
-        self.square += z.T @ z
-        self.product += z.T @ y
-
-    def fitted(self, matrix: Tensor) -> Tensor:
-        """The correction to a matrix [d + 1, o] that brings its outputs nearer to y."""
-        missing = self.product - self.square @ matrix
-        square = self.square.clone()
-        ridge = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
-        square.diagonal().add_(ridge)
-        added: Tensor = torch.linalg.solve(square, missing)
-        return added

@@ -26,8 +26,8 @@ from ....graphs.edits import Edits, MergedExperts
 from ....graphs.layers.base import algorithm_1
 from ....graphs.layers.mumoe import MuMoE
 from ....graphs.layers.soft_moe import SoftMoE
-from ..recipe import LayerRecipe
-from ..space import Point, edits_of
+from ..recipe import LayerRecipe, edits_of
+from ..space import Point
 from .constants import ConstantExperts
 from .distill import Samples, distil
 from .merged import merged_matrices
@@ -72,7 +72,7 @@ class Substitutes:
 
     def kept(self, name: str, size: int) -> tuple[int, ...]:
         """Returns the experts of a Soft MoE layer that stay in a subset of `size`, ascending."""
-        return self._of_soft_moe(name).kept(size)
+        return self._constant_experts(name).kept(size)
 
     def fitted(self, name: str, choice: LayerRecipe) -> NamedArrays:
         """Returns the arrays for a layer by least squares; empty if all experts stay."""
@@ -123,13 +123,13 @@ class Substitutes:
 
     def _fit(self, name: str, choice: LayerRecipe) -> NamedArrays:
         if not choice.merged:
-            return {name: self._of_soft_moe(name).fitted(choice.experts)}
+            return {name: self._constant_experts(name).fitted(choice.experts)}
         layer = self._model.layers[name]
         assert isinstance(layer, MuMoE), "only muMoE experts can be merged"
         matrices = merged_matrices(layer, self._recording.tokens[name])
         return Edits((MergedExperts(name, matrices),)).substitutes
 
-    def _of_soft_moe(self, name: str) -> ConstantExperts:
+    def _constant_experts(self, name: str) -> ConstantExperts:
         if name not in self._constants:
             layer = self._model.layers[name]
             assert isinstance(layer, SoftMoE), "only Soft MoE experts can be removed"
@@ -140,7 +140,7 @@ class Substitutes:
         """Trains from the fit, or from the arrays trained `before` if those are better."""
         # Copies: training is in place and must not move the start of the next one.
         start = {name: array.copy() for name, array in self.fitted_to(point).items()}
-        edits = edits_of(point).with_substitutes(start)
+        edits = edits_of(point.choices).with_substitutes(start)
         changed = edited(self._model, edits)
         model = PyTorch(changed.module, changed.inputs)
         recording = self._recording

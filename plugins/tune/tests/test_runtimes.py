@@ -61,7 +61,7 @@ def test_the_report_says_why_that_runtime(tuned: Tuned) -> None:
     why = search.why_runtime
     assert "ms in ONNX Runtime" in why
     assert "ms in OpenVINO" in why
-    assert why in text(tuned, report)
+    assert why in text(tuned)
     page = (report / "report.html").read_text(encoding="utf-8")
     assert why in page
     # It is listed even if another point beats it on the search's half.

@@ -39,7 +39,7 @@ def test_the_bundle_is_the_point_that_serves_most_within_the_bound(
     assert most.rate is not None
     assert most.bound_ms == 60
     assert most.k == max(tuned.chosen.trial.point.k.values())
-    assert most.reached in text(tuned, tmp_path / "report")
+    assert most.reached in text(tuned)
     (untouched,) = (one for one in tuned.services.services if not one.exported)
     assert untouched.k == 8
 

@@ -499,7 +499,7 @@ def test_floats_of_16_bits_are_tried_where_the_target_computes_them() -> None:
     assert TuneRequest().tried("ort-cuda") == ("fp32", "fp16", "bf16", "int8", "int4")
     assert TuneRequest().tried("ort-cpu") == ("fp32", "int8", "int4")
     assert TuneRequest().tried("openvino") == ("fp32", "bf16", "int8", "int4")
-    point = Point((("a", LayerRecipe(2)), ("b", LayerRecipe(1))), "ort-cpu").in_floats("fp16")
+    point = Point((("a", LayerRecipe(2)), ("b", LayerRecipe(1))), "ort-cpu").in_precision("fp16")
     assert point.precision == "fp16"
     assert point.quantize == "experts"
     assert {choice.precision for _, choice in point.layers} == {"fp16"}
@@ -529,7 +529,7 @@ def test_weights_of_integers_are_candidates_on_a_gpu(
 def test_a_search_in_floats_of_16_bits_writes_graphs_of_them(model: Model, digits: Digits) -> None:
     base = export_job(model, ExportOptions(target="ort-cuda", verify=False))
     layers = tuple((name, LayerRecipe(2)) for name in model.layers)
-    point = Point(layers, "ort-cuda").in_floats("fp16")
+    point = Point(layers, "ort-cuda").in_precision("fp16")
     job = job_of(base, point, dict.fromkeys(model.layers, "gather"))
     assert job.options.precision == "fp16"
     planned = plan_traced(job, trace(base.model), None)
@@ -573,7 +573,8 @@ def test_a_search_has_the_threads_of_the_fastest_untouched_model(
     loaded, progress = moexport.load(checkpoint), Steps()
     slow = SlowOnManyThreads(loaded.module)
     with with_threads(3):
-        plan_search(replace(loaded, module=slow), digits.test, TuneRequest(threads=asked), progress)
+        request = TuneRequest(threads=asked, progress=progress)
+        plan_search(replace(loaded, module=slow), digits.test, request)
     assert {*slow.had[-10:]} == {had}
     told = [each for each in progress.told if each.startswith("1 thread, with which")]
     assert bool(told) == (asked is None)

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from moexport.bench.measure.latency import TASKS, Scheduled
+from moexport.bench.measure.latency import TASKS, scheduled_ns, waited_share
 from moexport.bench.report.compare import compare
 from moexport.bench.report.page import html
 from moexport.bench.report.text import to_markdown
@@ -28,9 +28,9 @@ def test_threads_wait_while_other_programs_take_the_cores() -> None:
     others = [subprocess.Popen(spin) for _ in range(2 * usable_cores())]
     try:
         time.sleep(0.2)
-        before = Scheduled.now()
+        before = scheduled_ns()
         busy(1.0)
-        share = Scheduled.now().waited_share(before)
+        share = waited_share(before, scheduled_ns())
     finally:
         for each in others:
             each.kill()
@@ -40,9 +40,9 @@ def test_threads_wait_while_other_programs_take_the_cores() -> None:
 
 
 def test_a_count_of_nothing_is_no_share() -> None:
-    assert Scheduled({}).waited_share(Scheduled({})) is None
-    later = Scheduled({"1": (400, 300), "2": (50, 50)})  # the second thread began meanwhile
-    assert later.waited_share(Scheduled({"1": (200, 0)})) == 350 / 600
+    assert waited_share({}, {}) is None
+    later = {"1": (400, 300), "2": (50, 50)}  # the second thread began meanwhile
+    assert waited_share({"1": (200, 0)}, later) == 350 / 600
 
 
 def test_disturbed_times_are_called_so_wherever_they_are_shown(results: Results) -> None:

@@ -18,8 +18,8 @@ from moexport.bench.measure.roofline import (
     Products,
     Rates,
     integer_linears,
-    not_held,
     products_of,
+    why_below_limit,
     work_of,
 )
 from moexport.bench.plan import Candidate, Case, GraphSource, IntegerLinear
@@ -174,14 +174,14 @@ def test_what_stays_in_a_cache_has_the_rate_of_as_many_bytes(limits: Limits) -> 
 def test_a_row_that_beats_its_limit_says_that_it_does_not_hold_and_why(limits: Limits) -> None:
     limit = limits.of(ROW, GRAPH, 1, RATES)
     assert limit.limit_ms is not None
-    assert not_held(limit, 1.1 * limit.limit_ms, RATES) is None
-    by_memory = not_held(limit, 0.9 * limit.limit_ms, RATES)
+    assert why_below_limit(limit, 1.1 * limit.limit_ms, RATES) is None
+    by_memory = why_below_limit(limit, 0.9 * limit.limit_ms, RATES)
     assert by_memory is not None
     assert by_memory.startswith("limit does not hold: the ")
     assert "stay in a cache between calls, which is faster than the 10 GB/s" in by_memory
     slow = replace(RATES, matmul_gflop_s=0.01)
     limit = limits.of(ROW, GRAPH, 1, slow)
-    assert "its products are faster" in str(not_held(limit, 1e-6, slow))
+    assert "its products are faster" in str(why_below_limit(limit, 1e-6, slow))
 
 
 def test_an_int8_backbones_linear_layers_move_bytes_and_compute_integers(

@@ -12,11 +12,10 @@ from moexport.bench.runners.base import Refused
 from moexport.bench.runners.expert_forms import (
     GroupedSoftMoE,
     StackedForm,
-    in_half,
     in_stacked_form,
 )
 from moexport.bench.runners.models import TorchLoader
-from moexport.bench.runners.pytorch import PyTorch, PyTorchInHalf, runner_on
+from moexport.bench.runners.pytorch import PyTorch, PyTorchInHalf, in_precision, runner_on
 from moexport.errors import UsageError
 from moexport.graphs.layers.base import moe_layers
 from moexport.tests.recorded import MUMOE, SOFT_MOE, read_case
@@ -58,7 +57,9 @@ def test_layers_of_another_kind_have_no_such_form() -> None:
 def test_half_is_all_of_a_network_and_numpy_around_it_is_fp32() -> None:
     case = read_case("soft_moe_vit")
     model = moexport.load(case.weights, config=case.config)
-    runner = runner_on("cpu", "fp16")(in_half(model.untouched), model.inputs, model.host)
+    runner = runner_on("cpu", "fp16")(
+        in_precision(model.untouched, "fp16"), model.inputs, model.host
+    )
     assert isinstance(runner, PyTorchInHalf)
     assert {p.dtype for p in runner.module.parameters()} == {torch.float16}
     assert {p.dtype for p in model.module.parameters()} == {torch.float32}

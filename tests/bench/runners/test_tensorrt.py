@@ -25,7 +25,7 @@ from moexport.bench.runners.tensorrt import EngineLoader, EngineRunner
 from moexport.errors import BundleError, EngineError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import Manifest
-from moexport.exporter.inputs import random_inputs
+from moexport.exporter.inputs import random_arrays
 from moexport.exporter.model import Model
 from moexport.exporter.tensorrt.backends import first_gpu
 from moexport.exporter.tensorrt.profiles import Profile
@@ -62,7 +62,8 @@ def built(loader: EngineLoader) -> EngineRecord:
 
 @needs_rtx
 def test_a_sweep_compiles_an_engine_for_its_batches_when_it_is_opened(model: Model) -> None:
-    with exported(model, ASKED, inputs=random_inputs(model, 1)) as candidate:
+    x = random_arrays(model, 1)[model.input.name]
+    with exported(model, ASKED, inputs=x) as candidate:
         (source,) = candidate.graphs
         assert (source.engine, source.provider, source.k) == (BACKEND, BACKEND, 2)
         assert pickle.loads(pickle.dumps(source.loader)) == source.loader
@@ -158,10 +159,10 @@ def test_batches_that_an_engine_does_not_take_are_filled_up() -> None:
         seen.append(len(part))
         return 2 * part
 
-    y = in_batches(run, x, most=4, takes=lambda size: size in (1, 4))
+    y = in_batches(run, x, most=4, accepts=lambda size: size in (1, 4))
     np.testing.assert_array_equal(y, 2 * x)
     assert seen == [4, 4, 4]
-    np.testing.assert_array_equal(in_batches(run, x[:1], most=4, takes=lambda size: size == 1), 0)
+    np.testing.assert_array_equal(in_batches(run, x[:1], most=4, accepts=lambda size: size == 1), 0)
     assert seen[3:] == [1]
 
 

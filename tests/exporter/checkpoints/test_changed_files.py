@@ -97,7 +97,7 @@ def test_an_error_that_comes_of_a_changed_checkpoint_says_so(
     replaced(path)
     with (
         pytest.raises(CheckpointError, match=r"w\.pt was changed while it was read"),
-        model.source.changes_told(),
+        model.source.reporting_changes(),
     ):
         raise error
 

@@ -16,7 +16,6 @@ from moexport.common import registry
 from moexport.common.option import PANELS
 from moexport.errors import FamilyError, PluginError, UsageError
 from moexport.exporter.checkpoints.loaders import LOADERS, loader_of
-from moexport.exporter.inspect import token_counts
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Host, Model
 from moexport.exporter.options import ExportOptions
@@ -181,4 +180,4 @@ def test_the_host_is_asked_for_k_for_an_axis_and_for_a_trace() -> None:
     graph = trace(model, opset=21)
     assert host.asked == [(type(model.module), 21)]
     assert graph.graph.inputs[0].name == model.input.name
-    assert token_counts(model, 9) == {name: 9}
+    assert [layer.tokens for layer in moexport.inspect(model, tokens=9).layers] == [9]

@@ -67,7 +67,7 @@ def test_every_target_has_an_exact_choice_for_every_k_and_says_why(
             choice = choose(work(spec, kept, batch), target)
             assert target in choice.lowering.targets
             assert choice.lowering.problem(spec, "fp32", target) is None
-            assert choice.lowering.differs(spec, "fp32", target) is None
+            assert choice.lowering.inexact(spec, "fp32", target) is None
             assert choice.predicted_us > 0
             assert f"k = {kept} of {spec.experts} at batch {batch}" in choice.reason
             named = re.findall(r"[a-z]+(?:-[a-z]+)*", choice.reason)
@@ -82,7 +82,7 @@ def test_the_choice_is_the_fastest_by_prediction() -> None:
         predictions = {
             record.name: record.predict_us(work(spec, kept, batch), CPU)
             for record in LOWERINGS.values()
-            if "onnx" in record.targets and not record.differs(spec, "fp32", "onnx")
+            if "onnx" in record.targets and not record.inexact(spec, "fp32", "onnx")
         }
         assert choice.predicted_us == min(predictions.values())
         assert predictions[choice.lowering.name] == choice.predicted_us
@@ -374,8 +374,8 @@ def test_a_lowering_that_names_no_limits_serves_all_exactly_and_copies_nothing()
     plain = Lowering("plain", "", build=dense.build, predict_us=dense.predict_us)
     assert plain.targets == frozenset(TARGETS.names)
     assert plain.problem(SMALL, "int4", "ort-web") is None
-    assert plain.differs(SMALL, "fp32", "onnx") is None
-    assert plain.copies(work(SMALL, 2)) == 0.0
+    assert plain.inexact(SMALL, "fp32", "onnx") is None
+    assert plain.copied_bytes(work(SMALL, 2)) == 0.0
     limited = replace(plain, needs=lambda _: False, unable=lambda _: "never")
     assert limited.problem(SMALL, "fp32", "onnx") == "the target onnx does not run it"
     limited = replace(plain, unable=lambda _: "never", no_kernel=lambda *_: "nowhere")

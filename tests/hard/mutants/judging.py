@@ -285,7 +285,7 @@ def by_bench(base: Base, bundle: Bundle) -> str | None:
         return error.message
     if base.model.input.dtype == "int64":  # text: what is refused is refused when it is opened
         return None
-    data = LabelledData(base.expected.x, None, beside=base.expected.inputs)
+    data = LabelledData(base.expected.x, None, others=base.expected.inputs)
     with opened as runner:
         state = evaluate({case: runner}, candidate, data, len(base.expected.x))
     if case.label in state.failures:

@@ -22,7 +22,8 @@ from moexport.graphs.layers.mumoe import Form, GateActivation, MuMoESpec
 from moexport.plugins.demo import digits
 from moexport.plugins.demo.mumoe import fit, save, trainable_mixer
 from moexport.plugins.tune.recipe import read_recipe
-from moexport.plugins.tune.substitutes.merged import RIDGE, merged_matrices
+from moexport.plugins.tune.substitutes.constants import RIDGE
+from moexport.plugins.tune.substitutes.merged import merged_matrices
 from moexport.plugins.tune.tune import Tuned
 from moexport.tests.command import run
 from moexport.tests.graphs.mumoe_layers import FORMS, random_layer, tensor

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...errors import UsageError
 
-_SIZES = ("shape", "ndim", "size", "dim", "numel", "nelement", "stride")
-_READ = frozenset((*_SIZES, "dtype", "layout", "requires_grad", "is_cuda", "is_floating_point"))
+_READ = frozenset(("shape", "ndim", "size", "dim", "numel", "nelement", "stride"))
+_READ |= {"dtype", "layout", "requires_grad", "is_cuda", "is_floating_point"}
 """Attributes and methods that do not depend on a weight's values."""
 
-_MADE = frozenset(("new_zeros", "new_ones", "new_empty", "new_full"))
+_NEW = frozenset(("new_zeros", "new_ones", "new_empty", "new_full"))
 """Methods that make another tensor of the same type and device."""
 
-_TURNED = frozenset(("T", "mT", "data", "detach"))
+_VIEWS = frozenset(("T", "mT", "data", "detach"))
 
 
 class MovedWeight:
@@ -34,13 +34,13 @@ class MovedWeight:
             return self._device
         if name in _READ:
             return getattr(self._like, name)
-        if name in _MADE:
+        if name in _NEW:
             return getattr(torch.empty(0, dtype=self._like.dtype, device=self._device), name)
-        if name in _TURNED:
-            turned = getattr(self._like, name)
-            made = MovedWeight(self._name, turned() if callable(turned) else turned)
-            made._device = self._device
-            return (lambda: made) if callable(turned) else made
+        if name in _VIEWS:
+            view = getattr(self._like, name)
+            other = MovedWeight(self._name, view() if callable(view) else view)
+            other._device = self._device
+            return (lambda: other) if callable(view) else other
         return self._refuse()
 
     def __len__(self) -> int:
@@ -71,10 +71,3 @@ class MovedWeight:
     __getitem__ = __iter__ = __bool__ = __float__ = __neg__ = __abs__ = __pow__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = _refuse
-
-
-def move_out(module: nn.Module, name: str, whole: str) -> None:
-    """Replaces a parameter of a module by a placeholder of its shape; `whole` is its path."""
-    weight = getattr(module, name)
-    delattr(module, name)
-    setattr(module, name, MovedWeight(whole, weight))

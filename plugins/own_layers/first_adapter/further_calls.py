@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ....errors import UsageError
 from ..calls import LayerCall
+from .coverage import WatchedForward
 from .forms import Guess
-from .readings import TriedSizes, call_of, resized
-from .seen import WatchedForward
+from .readings import call_of, resized
+from .request import TriedSizes
 
 SCALES = ((0.1, 1.0), (10.0, 1.0), (100.0, 1.0), (1.0, 10.0), (1.0, 100.0))
 """Factors of the inputs, and of the parameters outside the experts."""
@@ -32,7 +33,7 @@ UNSTABLE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Try:
+class FurtherCall:
     """A call that a text must match: its description, the factor of the weights, the tolerance."""
 
     words: str
@@ -41,26 +42,31 @@ class Try:
     allowed: Tensor
 
 
-class Tries:
+Planned = tuple[str, float, tuple[Tensor, ...], bool]
+"""A call in words, the factor of the weights, the arguments, and whether it must not fail."""
+
+
+class FurtherCalls:
     """The further calls of a guess that its layer accepts."""
 
     def __init__(self, guess: Guess, sizes: TriedSizes, watched: WatchedForward) -> None:
         self._guess, self._watched = guess, watched
-        self._tries = [*self._scaled(), *self._resized(sizes)]
+        calls = (*self._scaled(), *self._resized(sizes))
+        self._calls = [further for call in calls if (further := self._call(*call)) is not None]
 
     def fails(self, text: str) -> tuple[str, float] | None:
         """Returns the first call that a text does not match, in words, and how far off it is."""
-        for one in self._tries:
-            self._guess.count.say(f"comparing an adapter for {one.words}")
-            with self._weights_times(one.weights):
-                ours = self._guess.result(self._guess.described(text), one.call)
-            y = one.call.y
+        for further in self._calls:
+            self._guess.count.say(f"comparing an adapter for {further.words}")
+            with self._weights_times(further.weights):
+                ours = self._guess.result(self._guess.described(text), further.call)
+            y = further.call.y
             if ours is None or ours.shape != y.shape:
-                return f"{one.words}, for which it fails", float("inf")
+                return f"{further.words}, for which it fails", float("inf")
             off = _apart(y, ours)
-            beyond = off - one.allowed
+            beyond = off - further.allowed
             if bool((beyond > APART).any()) or not bool(ours.isfinite().all()):
-                return one.words, float(off[beyond.argmax()])
+                return further.words, float(off[beyond.argmax()])
         return None
 
     @contextmanager
@@ -78,40 +84,34 @@ class Tries:
                 for p, values in old:
                     p.copy_(values)
 
-    def _scaled(self) -> Iterator[Try]:
+    def _scaled(self) -> Iterator[Planned]:
         base = self._guess.call
         for inputs, weights in SCALES:
-            x = base.x * inputs
             words = f"inputs {inputs:g} times as large"
             if weights != 1.0:
                 words = f"weights around the experts {weights:g} times as large"
-            one = self._try(words, weights, (x, *base.further))
-            if one is not None:
-                yield one
+            yield words, weights, (base.x * inputs, *base.further), False
 
-    def _resized(self, sizes: TriedSizes) -> Iterator[Try]:
+    def _resized(self, sizes: TriedSizes) -> Iterator[Planned]:
         base, compared = self._guess.call, [size + 1 for size in self._watched.sizes()]
         pairs: list[tuple[int, int | None]] = [(b, None) for b in (*sizes.batches[1:], *compared)]
         if base.x.ndim == 3:
             pairs += [(len(base.x), m) for m in (*sizes.tokens[1:], *compared)]
         for batch, tokens in dict.fromkeys(pairs):
-            words = f"a batch of {batch}" if tokens is None else f"{tokens} tokens"
-            one = self._try(words, 1.0, resized(base, batch, tokens))
-            asked = (
-                sizes.asked_batches and batch in sizes.batches
-                if tokens is None
-                else sizes.asked_tokens and tokens in sizes.tokens
-            )
-            if one is None and asked:
-                raise UsageError(
-                    f"{self._guess.source}: its forward fails, or returns NaN, for {words}",
-                    hint="give --batch and --tokens sizes that the layer accepts",
-                )
-            if one is not None:
-                yield one
+            words = f"a batch of {batch}"
+            required = sizes.required_batches and batch in sizes.batches
+            if tokens is not None:
+                words = f"{tokens} tokens"
+                required = sizes.required_tokens and tokens in sizes.tokens
+            yield words, 1.0, resized(base, batch, tokens), required
 
-    def _try(self, words: str, weights: float, args: tuple[Tensor, ...]) -> Try | None:
-        """A call of the layer, with the effect of rounding; None if it fails."""
+    def _call(
+        self, words: str, weights: float, args: tuple[Tensor, ...], required: bool
+    ) -> FurtherCall | None:
+        """A call of the layer, with the effect of rounding; None if it fails.
+
+        Raises UsageError if a `required` call fails.
+        """
         self._guess.count.say(f"calling it with {words}")
         generator = torch.Generator().manual_seed(3)
         layer, x = self._guess.layer, args[0]
@@ -124,10 +124,15 @@ class Tries:
                     factors = 1 + ROUNDED * torch.randn(x.shape, generator=generator)
                     near = call_of(layer, (x * factors, *args[1:]))
                     noise = torch.maximum(noise, _apart(call.y, near.y))
-            except Exception:  # noqa: BLE001  the user's code may fail in any way
-                return None
+            except Exception as error:  # the user's code may fail in any way
+                if not required:
+                    return None
+                raise UsageError(
+                    f"{self._guess.source}: its forward fails, or returns NaN, for {words}",
+                    hint="give --batch and --tokens sizes that the layer accepts",
+                ) from error
         allowed = torch.where(noise > UNSTABLE, torch.inf, ROUNDING * noise)
-        return Try(words, weights, call, allowed)
+        return FurtherCall(words, weights, call, allowed)
 
 
 def _apart(expected: Tensor, actual: Tensor) -> Tensor:

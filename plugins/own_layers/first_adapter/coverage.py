@@ -34,6 +34,13 @@ COMPARED |= {"__gt__", "__ge__"}
 """Comparisons that make a mask."""
 
 
+BOUNDS = {"clamp": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",)}
+BOUNDS |= {"clip": ("min", "max"), "hardtanh": ("min_val", "max_val")}
+"""The parameters of clamps after the tensor."""
+
+Bounds = tuple[float | None, float | None]
+"""The bounds of a clamp."""
+
 CodePlace = tuple[int, int]
 """A line of a file and a column in it, in bytes."""
 
@@ -50,7 +57,7 @@ class Place:
     text: str
     name: str
     outcomes: set[bool] = field(default_factory=set)
-    constants: tuple[float | None, float | None] | None = None
+    bounds: Bounds | None = None
 
     @property
     def description(self) -> str:
@@ -59,6 +66,22 @@ class Place:
             which = "True" if self.outcomes == {False} else "False"
             return f"{self.text} (its mask was never {which})"
         return f"{self.text} (no value reached it)"
+
+    def record(
+        self, before: Tensor | None, returned: Any, args: Sequence[Any], named: Mapping[str, Any]
+    ) -> None:
+        """Records the outcome of a call; `before` is a copy of its first argument."""
+        try:
+            if self.name in LIMITS:
+                self.outcomes.add(before is None or not torch.equal(before, returned))
+                self.bounds = self.bounds or _bounds(self.name, args, named)
+                return
+            values = (returned, *args, *named.values())
+            masks = [v for v in values if isinstance(v, Tensor) and v.dtype == torch.bool]
+            for mask in masks[:1]:
+                self.outcomes |= {bool(mask.any()), bool(mask.all())}
+        except RuntimeError:  # values within vmap cannot be inspected
+            return
 
 
 class WatchedForward(TorchFunctionMode):
@@ -85,7 +108,7 @@ class WatchedForward(TorchFunctionMode):
         returned = func(*args, **named)
         place = self._place(name)
         if place is not None:
-            _note(place, before, returned, args, named)
+            place.record(before, returned, args, named)
         return returned
 
     def _place(self, name: str) -> Place | None:
@@ -130,34 +153,50 @@ class WatchedForward(TorchFunctionMode):
             for place in self.places.values()
             if (True not in place.outcomes if place.name in LIMITS else len(place.outcomes) == 1)
         ]
-        for file, reached, functions in self._run_places():
-            lines += _branches(file, reached, functions)
+        for file, node, reached in self._decisions():
+            for body, what in ((node.body, "was not taken"), (node.orelse, "was always taken")):
+                part = body if isinstance(body, list) else [body]
+                if part and not _run(part[0], part[-1], reached) and not _only_raises(part):
+                    lines.append(f"{_line(file, node.lineno)} (it {what})")
         return list(dict.fromkeys(lines))
 
-    def _run_places(self) -> Iterator[tuple[str, set[CodePlace], set[int]]]:
-        """Yields each file with what ran in it, and the lines on which its functions begin."""
+    def _decisions(self) -> Iterator[tuple[str, Decision, set[CodePlace]]]:
+        """Yields the conditions that were tested and that other inputs may change.
+
+        Each comes with its file and with what ran there.
+        """
         points: dict[str, set[CodePlace]] = defaultdict(set)
-        functions: dict[str, set[int]] = defaultdict(set)
         for code, ran in self._ran.items():
             for index, (line, _, column, _) in enumerate(code.co_positions()):
                 if 2 * index in ran and line is not None and column is not None:
                     points[code.co_filename].add((line, column))
-            functions[code.co_filename].add(code.co_firstlineno)
-        yield from ((file, reached, functions[file]) for file, reached in points.items())
+        for file, reached in points.items():
+            try:
+                tree = ast.parse("".join(linecache.getlines(file)))
+            except SyntaxError:
+                continue
+            for node in ast.walk(tree):
+                if (
+                    isinstance(node, Decision)
+                    and _run(node.test, node.test, reached)
+                    and _matters(node)
+                    and (
+                        node.orelse or isinstance(node.body, ast.AST) or not _only_raises(node.body)
+                    )
+                ):
+                    yield file, node, reached
 
     def all_places(self) -> list[str]:
         """Returns the lines with limits, masks and branches, with any outcomes."""
         lines = [place.text for place in self.places.values()]
-        for file, reached, functions in self._run_places():
-            lines += [_line(file, node.lineno) for node in _decisions(file, reached, functions)]
+        lines += [_line(file, node.lineno) for file, node, _ in self._decisions()]
         return list(dict.fromkeys(lines))
 
     def sizes(self) -> list[int]:
         """Returns the numbers that branches compare sizes with, if they can be sizes."""
         found = [
             value
-            for file, reached, functions in self._run_places()
-            for node in _decisions(file, reached, functions)
+            for _, node, _ in self._decisions()
             for part in ast.walk(node.test)
             for value in self._values(part)
         ]
@@ -176,54 +215,22 @@ class WatchedForward(TorchFunctionMode):
                 yield vars(sys.modules[type(module).__module__]).get(part.id)
 
     @property
-    def limits(self) -> list[tuple[float | None, float | None]]:
+    def limits(self) -> list[Bounds]:
         """The numerical bounds of clamps, in the order of their first calls."""
-        found = (place.constants for place in self.places.values() if place.name in LIMITS)
-        return list(dict.fromkeys(bounds for bounds in found if bounds is not None))
+        found = [place.bounds for place in self.places.values() if place.bounds is not None]
+        return list(dict.fromkeys(found))
 
 
-def _note(
-    place: Place,
-    before: Tensor | None,
-    returned: Any,
-    args: Sequence[Any],
-    named: Mapping[str, Any],
-) -> None:
-    """Records the outcome of a call at a place."""
-    try:
-        if place.name in LIMITS:
-            same = before is not None and torch.equal(before, returned)
-            place.outcomes.add(not same)
-            place.constants = place.constants or _bounds(place.name, args, named)
-        else:
-            values = (returned, *args, *named.values())
-            masks = [v for v in values if isinstance(v, Tensor) and v.dtype == torch.bool]
-            for mask in masks[:1]:
-                place.outcomes |= {bool(mask.any()), bool(mask.all())}
-    except RuntimeError:  # values within vmap cannot be inspected
-        return
-
-
-def _bounds(
-    name: str, args: Sequence[Any], named: Mapping[str, Any]
-) -> tuple[float | None, float | None] | None:
+def _bounds(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Bounds | None:
     """The numerical bounds of a clamp; None for tensors and other functions."""
-    given = [*args[1:], None, None]
-    low, high = named.get("min", given[0]), named.get("max", given[1])
-    if name.startswith("clamp_min"):
-        high = None
-    elif name.startswith("clamp_max"):
-        low, high = None, named.get("max", given[0])
-    elif not name.startswith(("clamp", "clip", "hardtanh")):
+    names = BOUNDS.get(name.removesuffix("_"))
+    if names is None:
         return None
-    if name.startswith("hardtanh"):
-        low, high = named.get("min_val", given[0]), named.get("max_val", given[1])
-    numbers = [None if value is None else float(value) for value in (low, high) if _number(value)]
-    return (numbers[0], numbers[1]) if len(numbers) == 2 else None
-
-
-def _number(value: object) -> bool:
-    return value is None or isinstance(value, int | float)
+    given = {**dict(zip(names, args[1:], strict=False)), **named}
+    low, high = (given.get(end, given.get(f"{end}_val")) for end in ("min", "max"))
+    if not isinstance(low, int | float | None) or not isinstance(high, int | float | None):
+        return None
+    return None if low is None else float(low), None if high is None else float(high)
 
 
 def own_files(layer: nn.Module) -> frozenset[str]:
@@ -243,36 +250,6 @@ def own_files(layer: nn.Module) -> frozenset[str]:
 
 def _line(file: str, line: int) -> str:
     return f"{Path(file).name} line {line}: `{linecache.getline(file, line).strip()}`"
-
-
-def _branches(file: str, reached: set[CodePlace], functions: set[int]) -> Iterator[str]:
-    """Yields the branches of a file's functions that were called without taking them."""
-    for node in _decisions(file, reached, functions):
-        for body, what in ((node.body, "was not taken"), (node.orelse, "was always taken")):
-            part = body if isinstance(body, list) else [body]
-            if part and not _run(part[0], part[-1], reached) and not _only_raises(part):
-                yield f"{_line(file, node.lineno)} (it {what})"
-
-
-def _decisions(file: str, reached: set[CodePlace], functions: set[int]) -> Iterator[Decision]:
-    """Yields the conditions in called functions whose results may differ for other inputs."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return
-    for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
-        if first in functions:
-            yield from (
-                node
-                for node in ast.walk(function)
-                if isinstance(node, Decision)
-                and _run(node.test, node.test, reached)
-                and _matters(node)
-                and (node.orelse or isinstance(node.body, ast.AST) or not _only_raises(node.body))
-            )
 
 
 def _run(first: ast.stmt | ast.expr, last: ast.stmt | ast.expr, reached: set[CodePlace]) -> bool:

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -17,8 +18,8 @@ from ....common.documents import object_in
 from ....common.files import cache_folder, sha256, why_not_private
 from ....common.writing import write_text
 from ....errors import OutputError
-from .readings import TriedSizes
-from .seen import own_files
+from .coverage import own_files
+from .request import TriedSizes
 
 
 def key_of(layer: nn.Module, source: str, config: Mapping[str, Any], sizes: TriedSizes) -> str:
@@ -41,36 +42,49 @@ def key_of(layer: nn.Module, source: str, config: Mapping[str, Any], sizes: Trie
     return digest.hexdigest()
 
 
-MOST_KEPT = 200
+MOST_ENTRIES = 200
 """The number of layers whose adapters stay in the cache, the latest."""
 
 
-def kept_adapter(key: str) -> dict[str, Any] | None:
+@dataclass(frozen=True, slots=True)
+class FirstAdapter:
+    """An adapter as Python code.
+
+    `missing` is the part that was not recognised, empty if it matches. `notes` list the parts of
+    the layer's forward that no input reached, which the adapter may lack.
+    """
+
+    code: str
+    missing: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def cached_adapter(key: str) -> FirstAdapter | None:
     """Returns the entry of a key; None if it is missing, damaged, or writable by others."""
     file = _file(key)
     if file is None or not file.is_file() or why_not_private(file.parents[1]) is not None:
         return None
     content = object_in(file)
-    lists = {name: content.get(name) for name in ("missing", "notes")}
-    if not isinstance(content.get("code"), str) or not all(map(_are_texts, lists.values())):
+    code, missing, notes = (content.get(name) for name in ("code", "missing", "notes"))
+    if not isinstance(code, str) or not _are_texts(missing) or not _are_texts(notes):
         return None
-    return {"code": content["code"], **{name: tuple(content[name]) for name in lists}}
+    return FirstAdapter(code, tuple(missing), tuple(notes))
 
 
 def _are_texts(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
-def keep_adapter(key: str, **found: Any) -> None:
-    """Stores results under a key if the cache folder can be written."""
+def store_adapter(key: str, found: FirstAdapter) -> None:
+    """Stores a result under a key if the cache folder can be written."""
     file = _file(key)
     if file is None:
         return
     with suppress(OSError, OutputError):  # the cache is optional
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_text(json.dumps(found, indent=1) + "\n", file)
-        kept = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
-        for old in kept[:-MOST_KEPT]:
+        write_text(json.dumps(asdict(found), indent=1) + "\n", file)
+        entries = sorted(file.parent.glob("*.json"), key=lambda entry: entry.stat().st_mtime)
+        for old in entries[:-MOST_ENTRIES]:
             old.unlink(missing_ok=True)
 
 
