@@ -1,7 +1,7 @@
 """Reads a checkpoint as named float32 tensors: unwrapped, cleaned and checked.
 
 The entry point is `read_checkpoint`. Weights of other types are converted to float32 in a temporary
-file, which is mapped like the checkpoint, so loading holds no second copy of them.
+file, which is mapped like the checkpoint, so loading makes no second copy of them.
 """
 
 from __future__ import annotations

@@ -41,20 +41,14 @@ def by_input(
     """
     if not rows or len(chosen) % rows:
         return None
-    if has_coefficients(chosen):
-        by_token = chosen.reshape(rows, -1, chosen.shape[-1])
-        mask = real_tokens(inputs, rows, by_token.shape[1])
-        counted = by_token if mask is None else by_token * mask[..., None]
-        return counted.sum(axis=1, dtype=np.float64), np.zeros(rows)
     by_token = chosen.reshape(rows, -1, chosen.shape[-1])
+    mask = real_tokens(inputs, rows, by_token.shape[1])
+    real = np.ones((*by_token.shape[:2], 1), bool) if mask is None else mask[..., None]
+    if has_coefficients(chosen):
+        return (by_token * real).sum(axis=1, dtype=np.float64), np.zeros(rows)
     if by_token.shape[2] >= experts:
         return None
-    mask = real_tokens(inputs, rows, by_token.shape[1])
-    counted = (
-        np.ones(by_token.shape, bool)
-        if mask is None
-        else np.broadcast_to(mask[..., None], by_token.shape)
-    )
+    counted = np.broadcast_to(real, by_token.shape)
     counts = np.zeros((rows, experts))
     row = np.broadcast_to(np.arange(rows)[:, None, None], by_token.shape)
     np.add.at(counts, (row[counted], by_token[counted] % experts), 1)

@@ -179,7 +179,7 @@ def block_numbers(family: str, tensors: Tensors, prefix: str) -> range:
 
     Raises CheckpointError if one is missing.
     """
-    # No file holds 10^9 blocks; a forged number must not cost time or memory.
+    # No file has 10^9 blocks; a forged number must not cost time or memory.
     pattern = re.compile(rf"{re.escape(prefix)}(\d{{1,9}})\.")
     numbers = sorted({int(match[1]) for match in map(pattern.match, tensors) if match})
     if numbers != list(range(len(numbers))) or not numbers:

@@ -184,7 +184,7 @@ def read_tensor(
     if modes[-2] not in (dim, dim + 1):
         source = WHOLE if form == "full" else f"{FACTORS}.{len(levels)}"
         raise CheckpointError(
-            f"{where}: {key}.{source} takes inputs of width {modes[-2]}, expected {dim}, or "
+            f"{where}: {key}.{source} accepts inputs of width {modes[-2]}, expected {dim}, or "
             f"{dim + 1} with a bias row"
         )
     return FactorisedSpec(

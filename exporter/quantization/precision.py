@@ -6,7 +6,7 @@ weights that are too large or too small, and observed values close to the limit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -89,9 +89,10 @@ class Retention:
     def notes(self) -> tuple[str, ...]:
         """Returns notes for users: the retention, its measure and its price."""
         names = ", ".join(part.name for part in self.kept) or "nothing"
+        measure = _MEASURES[self.measure].format(n=self.samples)
         notes = [
             f"--min-retention {self.asked:g}: {self.reached:.4f} reached "
-            f"({self.how}); kept in {self.floats}: {names}"
+            f"({measure}); kept in {self.floats}: {names}"
         ]
         if self.whole:
             notes.append(f"nothing is left in INT8: --precision {self.floats} writes the same")
@@ -101,14 +102,6 @@ class Retention:
                 "inputs in --data make it more precise"
             )
         return tuple(notes)
-
-    @property
-    def how(self) -> str:
-        return _MEASURES[self.measure].format(n=self.samples)
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(part.name for part in self.kept)
 
 
 @dataclass(frozen=True)
@@ -145,7 +138,7 @@ def apply_precision(
     options = job.options
     quantised = {*quantised_parts(job)} - {*floats}
     if retention is not None:
-        quantised -= retention.names
+        quantised -= {part.name for part in retention.kept}
     layers = {}
     for name, layer in job.model.layers.items():
         kept = None if retention is None else retention.reason(name)
@@ -289,8 +282,13 @@ def _overflow(
         return None
     from ...graphs.precision.fp16 import beyond, misfit
 
-    for key, peak in _peaks(name, layer, table):
-        if beyond(peak, inner):
+    operands = [o for part in layer.stored() if (o := operand_of(part.name)) is not None]
+    for tensor in (*operands[:1], EXPERT_PRODUCTS, *operands[1:], EXPERT_OUTPUTS):
+        key = range_key(name, tensor)
+        peak = None
+        if table is not None:
+            peak = table.ranges[key].peak if key in table.ranges else table.peaks.get(key)
+        if peak is not None and beyond(peak, inner):
             return f"{key} reached {peak:.3g} in calibration"
     for part in layer.stored():
         if part.name.startswith(CONVERTED):
@@ -299,21 +297,6 @@ def _overflow(
                 if problem is not None:
                     return f"{part.name}: {problem}"
     return None
-
-
-def _peaks(
-    name: str, layer: MoELayer, table: CalibrationTable | None
-) -> Iterator[tuple[str, float]]:
-    """The observations within a layer: name and largest absolute value."""
-    if table is None:
-        return
-    operands = [o for part in layer.stored() if (o := operand_of(part.name)) is not None]
-    for tensor in (*operands[:1], EXPERT_PRODUCTS, *operands[1:], EXPERT_OUTPUTS):
-        key = range_key(name, tensor)
-        if key in table.ranges:
-            yield key, table.ranges[key].peak
-        elif key in table.peaks:
-            yield key, table.peaks[key]
 
 
 def _activations(plan: PrecisionPlan, form: QuantFormat) -> str:

@@ -25,7 +25,7 @@ NVIDIA's pages: cuda-bindings 13, Installation ("Driver: Linux (580.65.06 or lat
 
 NEEDED = (
     f"CUDA 13 needs a driver of {DRIVERS[13]} or newer; with an older one, pip install "
-    "'cuda-bindings>=12,<13' and tensorrt-cu12 or tensorrt-rtx-cu12, in an environment of their own"
+    "'cuda-bindings>=12,<13' and tensorrt-cu12 or tensorrt-rtx-cu12, in a separate environment"
 )
 """How NVIDIA drivers relate to pip packages."""
 
@@ -74,7 +74,7 @@ def driver_problem() -> str | None:
     return (
         f"cuda-bindings {installed} needs a driver of {needed} or newer, but this one is{number}"
         f"{serves}: update the driver, or install cuda-compat-{installed}-0 (data-centre cards), "
-        f"or, in an environment of their own, pip install '{bindings_for(driver or 0)}' "
+        f"or, in a separate environment, pip install '{bindings_for(driver or 0)}' "
         "and tensorrt-cu12 or tensorrt-rtx-cu12"
     )
 

@@ -54,7 +54,7 @@ def load_libraries(runtime: Path | None = None) -> None:
             other = f"; TensorRT {next(iter(installed.values()))} is installed" if installed else ""
             raise MissingExtraError(
                 f"ONNX Runtime's TensorRT provider needs {name}, which cannot be loaded{other}",
-                hint="in an environment of its own: "
+                hint="in a separate environment: "
                 + TENSORRT.install_version(f">={version},<{version + 1}"),
             ) from error
 

@@ -44,8 +44,8 @@ def check_runs_here(plan: PlanFile) -> None:
         raise ForeignEngineError(
             f"{plan.path} was built by {plan.backend.title} {record.version}, but {installed} is "
             "installed; an engine only runs in the version that built it",
-            hint=f"build it again here with `moexport build {plan.path.parent}`, or in an "
-            f"environment of its own: {plan.backend.install_version(f'=={record.version}')}",
+            hint=f"build it again here with `moexport build {plan.path.parent}`, or in a "
+            f"separate environment: {plan.backend.install_version(f'=={record.version}')}",
         )
     if gpu is None or record.options.get("hardware_compatible"):
         return

@@ -205,13 +205,37 @@ def engine_page(manifest: Manifest) -> Iterator[str]:
     records = engines_of(manifest)
     if not records:
         return
+    rows = []
+    for record in records:
+        counts = sorted(record.precision.items())
+        rows.append(
+            (
+                f"`{record.file}`",
+                f"`{record.graph}`",
+                gpus(record),
+                f"{BACKENDS[record.flavour].title} {record.version}",
+                "; ".join(map(str, record.ranges)),
+                ", ".join(f"{count} in {name}" for name, count in counts) or "–",
+            )
+        )
     heads = ("engine", "of", "for", "built with", "sizes, least : best : most", "products")
+    first, port = records[0], manifest.inputs[0]
+    k = f" --k {_k(manifest, first)}" if manifest.k == "input" else ""
     yield "## Run its engine"
-    yield markdown(heads, [_row(record, BACKENDS[record.flavour]) for record in records])
+    yield markdown(heads, rows)
     yield NEVER_RUN
-    yield f"```sh\n{_shell(manifest, records[0])}\n```"
-    yield f"```python\n{_python(manifest, records[0])}\n```"
-    yield from _alone(manifest, records[0])
+    yield (
+        "```sh\nmoexport verify . --trust-engine\n"
+        f"moexport run . -i INPUTS.npz -o OUTPUTS.npz{k} --engine {first.flavour} --trust-engine\n"
+        "```"
+    )
+    k = f", {_k(manifest, first)}" if manifest.k == "input" else ""
+    yield (
+        "```python\nimport moexport\nimport numpy as np\n\n"
+        f'with moexport.Bundle.open(".").engine("{first.flavour}", trust=True) as session:\n'
+        f'    y = session(np.zeros({first.ranges[0].opt}, "{port.dtype}"){k})\n```'
+    )
+    yield _without_moexport(manifest, first)
 
 
 def engine_files(manifest: Manifest) -> dict[str, str]:
@@ -234,47 +258,16 @@ def gpus(record: EngineRecord) -> str:
     return ", ".join(names) if cards else f"compute capability {', '.join(names)}"
 
 
-def _row(record: EngineRecord, backend: Backend) -> tuple[str, ...]:
-    products = ", ".join(f"{count} in {name}" for name, count in sorted(record.precision.items()))
-    sizes = "; ".join(map(str, record.ranges))
-    return (
-        f"`{record.file}`",
-        f"`{record.graph}`",
-        gpus(record),
-        f"{backend.title} {record.version}",
-        sizes,
-        products or "–",
-    )
-
-
-def _shell(manifest: Manifest, record: EngineRecord) -> str:
-    k = f" --k {_k(manifest, record)}" if manifest.k == "input" else ""
-    run = f"moexport run . -i INPUTS.npz -o OUTPUTS.npz{k} --engine {record.flavour}"
-    return f"moexport verify . --trust-engine\n{run} --trust-engine"
-
-
-def _python(manifest: Manifest, record: EngineRecord) -> str:
-    """Python code that runs it through moexport."""
-    port = manifest.inputs[0]
-    k = f", {_k(manifest, record)}" if manifest.k == "input" else ""
-    return (
-        "import moexport\nimport numpy as np\n\n"
-        f'with moexport.Bundle.open(".").engine("{record.flavour}", trust=True) as session:\n'
-        f'    y = session(np.zeros({record.ranges[0].opt}, "{port.dtype}"){k})'
-    )
-
-
-def _alone(manifest: Manifest, record: EngineRecord) -> Iterator[str]:
+def _without_moexport(manifest: Manifest, record: EngineRecord) -> str:
     """Python code that runs it without moexport, if the plan contains its weights."""
     title = BACKENDS[record.flavour].title
     outside = ("strip_plan", "weight_streaming")
     if record.bound or any(record.options.get(name) for name in outside):
-        yield (
+        return (
             "Its weights are not in the plan, or stay in the machine's memory: moexport puts them "
             f"where {title} expects them."
         )
-        return
-    yield (
+    return (
         f"With {title} {record.version} and PyTorch, without moexport (also never run):\n\n"
         f"```python\n{_program(manifest, record)}\n```"
     )

@@ -155,9 +155,7 @@ class EngineSession:
         a k outside the profiles.
         """
         wanted = list(outputs) if outputs is not None else self.output_names
-        source = self._typed_input(x)
-        self._prepare((tuple(source.array.shape), k))
-        self._send(source)
+        source = self._send(x, k)
         self._execute()
         results = {name: self._receive(name, source.array) for name in wanted}
         self._stream.synchronize()
@@ -165,9 +163,7 @@ class EngineSession:
 
     def gpu_ms(self, x: Any, k: int | None = None) -> float:
         """Returns the GPU's time for one run, without copies to and from it."""
-        source = self._typed_input(x)
-        self._prepare((tuple(source.array.shape), k))
-        self._send(source)
+        self._send(x, k)
         self._record()
         return cuda.elapsed_ms(self._stream, self._execute)
 
@@ -213,10 +209,13 @@ class EngineSession:
         self._stream.synchronize()  # setting a profile may copy on this stream
         self._ready = key
 
-    def _send(self, source: AddressedArray) -> None:
-        """Copies the input into its buffer, after pending work on it."""
+    def _send(self, x: Any, k: int | None) -> AddressedArray:
+        """Prepares a run, and copies the input into its buffer, after pending work on it."""
+        source = self._typed_input(x)
+        self._prepare((tuple(source.array.shape), k))
         source.settle()
         self._stream.copy(self._buffers[self.input_name], source.address, source.nbytes)
+        return source
 
     def _receive(self, name: str, like: Any) -> Any:
         """Starts copying an output to memory of the input's kind."""

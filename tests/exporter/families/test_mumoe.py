@@ -72,7 +72,7 @@ TR = "MuMoE.factors.1"
 BROKEN: list[tuple[str, State, str]] = [
     ("mumoe_tr", {TR: torch.ones(5, 25, 6)}, "do not chain"),
     ("mumoe_cp", {TR: torch.ones(25, 15)}, "do not share one rank"),
-    ("mumoe_cp", {TR: torch.ones(27, 16)}, "takes inputs of width 27, expected 24, or 25"),
+    ("mumoe_cp", {TR: torch.ones(27, 16)}, "accepts inputs of width 27, expected 24, or 25"),
     ("mumoe_tr", {"MuMoE.factors.2": torch.ones(6, 10, 3)}, "do not chain"),
     ("mumoe_cp", {"projs.1": torch.ones(24, 4)}, "2 levels of experts .* need 4"),
     ("mumoe_cp", {"projs.0": torch.ones(24, 31)}, r"for \[32\] experts by level, but .* \[31\]"),

@@ -49,7 +49,7 @@ def test_beside_another_tensorrt_the_one_that_is_needed_is_named(tmp_path: Path)
     ) as caught:
         load_libraries(runtime(tmp_path))
     assert caught.value.hint is not None
-    assert "environment of its own" in caught.value.hint
+    assert "in a separate environment" in caught.value.hint
     assert "'tensorrt>=10,<11'" in caught.value.hint
 
 
