@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.console import Console, show
+from ..common.console import show
 from ..common.option import changed, declared, refuse_changed
 from ..common.text import lines, size
 from ..exporter.requests import SIZES, BuildRequest
@@ -19,7 +19,7 @@ from ..exporter.tensorrt.options import (
     parsed_profile,
     parsed_workspace,
 )
-from .options import AsJson, BundleArgument, Quiet, Verbose, json_text, option_for, options_of
+from .options import BundleArgument, Printing, json_text, option_for, options_of
 
 if TYPE_CHECKING:
     from ..exporter.tensorrt.records import EnginePlan
@@ -84,9 +84,7 @@ def build(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be built, but build nothing.")
     ] = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    printing: Printing,
     engines: Engines,
 ) -> None:
     """Compile TensorRT engines from a bundle's graphs and add them to it."""
@@ -98,11 +96,11 @@ def build(
     plans = build_plan(bundle, request)
     if dry_run:
         shown = [engine_plan_json(plan) for plan in plans]
-        show(json_text(shown) if as_json else engine_plans_text(plans))
+        show(json_text(shown) if printing.as_json else engine_plans_text(plans))
         return
-    with Console(verbose=verbose, quiet=quiet) as console:
+    with printing.console() as console:
         made = build_engines(bundle, plans, rebuild=request.rebuild, progress=console)
-    if as_json:
+    if printing.as_json:
         show(json_text([asdict(engine.built) for engine in made]))
         return
     for plan in plans:

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common.console import Console, show
+from ..common.console import show
 from ..common.libraries import check_pytorch
 from ..common.text import count, table
 from ..exporter.executors import executor_of
 from ..exporter.requests import FEED, CalibrateRequest
 from .options import (
-    AsJson,
     ModelArgument,
-    Quiet,
-    Verbose,
+    Printing,
     json_text,
     options_of,
     output_option,
@@ -48,12 +46,10 @@ def calibrate(
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Rank the layers by their sensitivity to INT8.")
     ] = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    printing: Printing,
 ) -> None:
     """Measure tensor ranges on real inputs, for INT8 and FP16."""
-    with Console(verbose=verbose, quiet=quiet) as console:
+    with printing.console() as console:
         request = replace(request, loading=reading, out=output, progress=console)
         here = executor_of(request) is None
         check_pytorch("calibration")
@@ -69,9 +65,9 @@ def calibrate(
             ranked = rank(load(), ranges, data, request)
             console.finish()
             records = [asdict(layer) for layer in ranked]
-            show(json_text({"layers": records}) if as_json else sensitivity_text(ranked))
+            show(json_text({"layers": records}) if printing.as_json else sensitivity_text(ranked))
             return
-    show(ranges.to_json() if as_json else table_text(ranges), end="\n" if not as_json else "")
+    show(ranges.to_json().rstrip() if printing.as_json else table_text(ranges))
 
 
 def sensitivity_text(ranked: Sequence[LayerSensitivity]) -> str:

@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 from ..common.option import PANELS
 from ..common.registry import Registry
 from .command import Command, summaries
-from .options import OPTIONAL, Quiet, Verbose, with_values
+from .options import OPTIONAL, Messages, with_values
 from .panels import PanelOptions, expanded
 
 LAST = ("Engines", "Weights of engines", "Cluster", "Options")
@@ -92,14 +92,14 @@ def _print_outside() -> None:
 
 
 def _before_command(
+    *,
     version: Annotated[
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    messages: Messages,
 ) -> None:
     """Declares the options before the command; `program` uses them."""
 
@@ -137,7 +137,7 @@ def program(name: str, about: str, commands: Registry[Command]) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
-    app.callback()(_before_command)
+    app.callback()(expanded(_before_command))
     return app
 
 
