@@ -19,7 +19,6 @@ from ..exporter.executors import Executor, executor_of
 from ..exporter.requests import LoadRequest
 from .options import (
     READING,
-    Printing,
     json_text,
     options_of,
     output_option,
@@ -30,6 +29,7 @@ from .options import (
     typed_source,
     typed_table,
 )
+from .printing import Printing
 from .reading import OF_MODEL
 
 OPTIONS = options_of(

@@ -15,14 +15,8 @@ from ..common.libraries import check_pytorch
 from ..common.text import count, table
 from ..exporter.executors import executor_of
 from ..exporter.requests import FEED, CalibrateRequest
-from .options import (
-    ModelArgument,
-    Printing,
-    json_text,
-    options_of,
-    output_option,
-    typed_feed,
-)
+from .options import ModelArgument, json_text, options_of, output_option, typed_feed
+from .printing import Printing
 from .reading import ReadingOptions, loader
 
 if TYPE_CHECKING:
@@ -94,8 +88,8 @@ def table_text(calibration: CalibrationTable) -> str:
         for key, r in calibration.ranges.items()
     ]
     how = origin.method if origin.percentile is None else f"{origin.method} {origin.percentile:g}"
-    kept = ", ".join(f"{layer} {k}" for layer, k in origin.k.items())
+    ks = ", ".join(f"{layer} {k}" for layer, k in origin.k.items())
     return (
         table(("tensor", "low", "high", "minimum", "maximum", "values"), rows)
-        + f"\n\n{how} over {origin.samples:,} inputs; k: {kept}"
+        + f"\n\n{how} over {origin.samples:,} inputs; k: {ks}"
     )

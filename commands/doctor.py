@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from ..common.console import show
 from ..common.text import table
-from .options import Printing, json_text
+from .options import json_text
+from .printing import Printing
 
 if TYPE_CHECKING:
     from ..bench.doctor import Diagnosis

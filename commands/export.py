@@ -20,7 +20,6 @@ from .build import Engines, engines_requested
 from .inspect import backbone_departures, precisions_text, tuning_text
 from .options import (
     ModelArgument,
-    Printing,
     json_text,
     options_of,
     output_option,
@@ -28,6 +27,7 @@ from .options import (
     typed_switch,
     typed_table,
 )
+from .printing import Printing
 from .reading import ReadingOptions, loader
 
 if TYPE_CHECKING:

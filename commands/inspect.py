@@ -17,13 +17,13 @@ from ..graphs.targets import CUDA_PROVIDER, TARGETS
 from .options import (
     READING,
     ModelArgument,
-    Printing,
     json_text,
     option_for,
     options_of,
     refuse_idle,
     typed_feed,
 )
+from .printing import Printing
 from .reading import OF_MODEL
 
 if TYPE_CHECKING:
@@ -323,12 +323,12 @@ def tuning_text(tuning: Tuning | None) -> tuple[str, ...]:
     rows = []
     for group in tuning.measured:
         layers = and_alike(group.layers)
-        kept = f"{group.k}/{group.experts}"
+        share = f"{group.k}/{group.experts}"
         for candidate in group.candidates:
             ms = candidate.latency_ms
             figures = (f"{ms.median:.3g}", f"{ms.spread:.0%}", str(ms.n))
-            rows.append((layers, kept, candidate.lowering, *figures))
-        rows += [(layers, kept, name, why, "", "") for name, why in group.left_out.items()]
+            rows.append((layers, share, candidate.lowering, *figures))
+        rows += [(layers, share, name, why, "", "") for name, why in group.left_out.items()]
     batches = sorted({group.batch for group in tuning.measured})
     return (
         lines(

@@ -6,17 +6,15 @@ import inspect
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 import typer
 
-from ..common.console import Console
 from ..common.libraries import check_pytorch
 from ..common.messages.types import type_of, union_parts
-from ..common.option import changed, declared, flags, option, refuse_changed, shell_options
+from ..common.option import changed, declared, flags, refuse_changed, shell_options
 from ..errors import FeedError, UsageError
 
 T = TypeVar("T")
@@ -283,30 +281,6 @@ def _typed_as(kind: Any, *, is_path: bool) -> Any:
 
 READING = "Reading MODEL"
 """The help section of the options of `LoadRequest`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageOptions:
-    """How much a command prints besides its result."""
-
-    verbose: bool = option(False, "Print more, and tracebacks of errors.", flag="--verbose/-v")
-    quiet: bool = option(False, "Print only results and errors.", flag="--quiet/-q")
-
-    def console(self) -> Console:
-        """Returns the console for a command's progress and messages."""
-        return Console(verbose=self.verbose, quiet=self.quiet)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrintOptions(MessageOptions):
-    """How a command prints its result, and how much else."""
-
-    as_json: bool = option(False, "Print the result as JSON.", flag="--json")
-
-
-Messages = Annotated[MessageOptions, options_of(MessageOptions)]
-
-Printing = Annotated[PrintOptions, options_of(PrintOptions, {"Options": ["as_json"]})]
 
 
 def refuse_idle(*records: Any, why: str, but: Sequence[str] = ()) -> None:

@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 from ..common.option import PANELS
 from ..common.registry import Registry
 from .command import Command, summaries
-from .options import OPTIONAL, Messages, with_values
+from .options import OPTIONAL, with_values
 from .panels import PanelOptions, expanded
 
 LAST = ("Engines", "Weights of engines", "Cluster", "Options")
@@ -99,7 +99,12 @@ def _before_command(
             "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
-    messages: Messages,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print more, and tracebacks of errors.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only results and errors.")
+    ] = False,
 ) -> None:
     """Declares the options before the command; `program` uses them."""
 
@@ -137,7 +142,7 @@ def program(name: str, about: str, commands: Registry[Command]) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
-    app.callback()(expanded(_before_command))
+    app.callback()(_before_command)
     return app
 
 

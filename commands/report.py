@@ -11,7 +11,8 @@ import typer
 from ..bench.calls import report as write
 from ..bench.request import ReportRequest
 from ..common.console import show
-from .options import Printing, json_text, options_of, output_option, typed_path
+from .options import json_text, options_of, output_option, typed_path
+from .printing import Printing
 
 
 def report(

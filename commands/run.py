@@ -11,7 +11,8 @@ import typer
 from ..common.console import show
 from ..exporter.requests import RunRequest
 from ..graphs.targets import compiled_names, runtime_names
-from .options import BundleArgument, Printing, json_text, options_of, output_option
+from .options import BundleArgument, json_text, options_of, output_option
+from .printing import Printing
 
 if TYPE_CHECKING:
     Runtime = str

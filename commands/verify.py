@@ -9,7 +9,8 @@ from ..common.console import show
 from ..common.text import lines
 from ..errors import CheckError
 from ..exporter.requests import VerifyRequest
-from .options import BundleArgument, Printing, json_text, options_of
+from .options import BundleArgument, json_text, options_of
+from .printing import Printing
 
 if TYPE_CHECKING:
     from ..exporter.bundle.manifest import Check

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from ...commands.options import Printing, json_text, options_of, output_option
+from ...commands.options import json_text, options_of, output_option
+from ...commands.printing import Printing
 from ...common.console import show
 from .calls import demo as run_demo
 from .request import DemoRequest

@@ -8,13 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ...commands.options import (
-    Printing,
-    options_of,
-    output_option,
-    typed_data,
-    typed_source,
-)
+from ...commands.options import options_of, output_option, typed_data, typed_source
+from ...commands.printing import Printing
 from ...commands.reading import ReadingOptions, loader
 from ...common.console import show
 from ...common.libraries import check_pytorch

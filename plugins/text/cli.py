@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...commands.options import BundleArgument, Messages, Printing, json_text, options_of
+from ...commands.options import BundleArgument, json_text, options_of
+from ...commands.printing import Messages, Printing
 from ...common.console import Console, show
 from ...common.interrupts import in_own_process
 from ...common.text import printable
@@ -65,7 +66,7 @@ def generate(
 
 def _converse(model: TextModel, request: GenerateRequest, console: Console) -> None:
     """Runs a chat in which every prompt contains all earlier messages."""
-    said: list[dict[str, str]] = []
+    messages: list[dict[str, str]] = []
     while True:
         try:
             line = input(PROMPT)
@@ -74,9 +75,9 @@ def _converse(model: TextModel, request: GenerateRequest, console: Console) -> N
             return
         if not line.strip():
             continue
-        said.append({"role": "user", "content": line})
-        text = model.generate(said, request)
-        said.append({"role": "assistant", "content": _print(text, console)})
+        messages.append({"role": "user", "content": line})
+        text = model.generate(messages, request)
+        messages.append({"role": "assistant", "content": _print(text, console)})
 
 
 def _print(text: GeneratedText, console: Console) -> str:

@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...commands.options import (
-    Printing,
-    json_text,
-    options_of,
-    output_option,
-    typed_path,
-)
+from ...commands.options import json_text, options_of, output_option, typed_path
+from ...commands.printing import Printing
 from ...common.console import show
 from ...common.text import lines
 from .calls import triton as write

@@ -10,7 +10,6 @@ import typer
 
 from ...commands.options import (
     ModelArgument,
-    Printing,
     json_text,
     options_of,
     output_option,
@@ -19,6 +18,7 @@ from ...commands.options import (
     typed_data,
     typed_path,
 )
+from ...commands.printing import Printing
 from ...commands.reading import ReadingOptions, loader
 from ...common.console import show
 from ...common.locations import is_missing

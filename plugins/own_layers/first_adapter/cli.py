@@ -8,13 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ....commands.options import (
-    Messages,
-    options_of,
-    output_option,
-    typed_setting,
-    typed_source,
-)
+from ....commands.options import options_of, output_option, typed_setting, typed_source
+from ....commands.printing import Messages
 from ....common.console import show
 from ....errors import CheckError, OutputError
 from ....exporter.requests import SIZES
