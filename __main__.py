@@ -61,7 +61,10 @@ def _print_interrupted(console: Console) -> None:
 
     remove_scratch()
     left = ", ".join(map(str, left_behind()))
-    again = "run the same command again to continue where it stopped" if _can_continue() else None
+    again = None
+    journal = sys.modules.get(f"{__package__}.bench.journal")
+    if journal is not None and journal.Journal.started:
+        again = "run the same command again to continue where it stopped"
     if left:
         again = f"{again}; " if again else ""
         hint = f"{again}any run that starts at least a day later removes these files"
@@ -84,12 +87,6 @@ def _force_exit(console: Console) -> None:
         _print_interrupted(console)
     finally:
         os._exit(INTERRUPTED)
-
-
-def _can_continue() -> bool:
-    """Returns whether the interrupted command has saved its results in a journal."""
-    running = sys.modules.get(f"{__package__}.bench.journal")
-    return running is not None and running.Journal.started
 
 
 def _run(console: Console, signals: list[str]) -> None:

@@ -20,7 +20,7 @@ from ..common.console import Silent
 from ..common.environment import environment
 from ..common.files import sha256
 from ..common.threads import Threads, with_threads
-from ..common.writing import held
+from ..common.writing import exclusive_folder
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.inputs import by_name, check_array
 from ..exporter.model import Model
@@ -72,7 +72,7 @@ def bench(
     on_gpu = any(case.provider == CUDA for group in groups for case in group.cases)
     tf32 = without_tf32() if on_gpu else nullcontext()
     # Only one benchmark at a time may use the folder.
-    with held(out), with_threads(request.threads), tf32:
+    with exclusive_folder(out), with_threads(request.threads), tf32:
         facts = environment() | {"threads": torch.get_num_threads()}
         duration = expected_time(candidates, groups, head, data.samples, request)
         progress.step(describe(groups, duration))

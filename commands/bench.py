@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -19,9 +19,6 @@ from ..exporter.executors import Executor, executor_of
 from ..exporter.requests import LoadRequest
 from .options import (
     READING,
-    AsJson,
-    Quiet,
-    Verbose,
     json_text,
     options_of,
     output_option,
@@ -32,11 +29,8 @@ from .options import (
     typed_source,
     typed_table,
 )
+from .printing import Printing
 from .reading import OF_MODEL
-
-if TYPE_CHECKING:
-    from ..bench.results import Results
-
 
 OPTIONS = options_of(
     BenchRequest,
@@ -88,15 +82,13 @@ def bench(
             help="Exit with 3 if a row is slower than before by more than this.",
         ),
     ] = None,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    printing: Printing,
 ) -> None:
     """Measure accuracy and latency for every k; write a report.
 
     After an interruption, run the same command again to continue where it stopped.
     """
-    console = Console(verbose=verbose, quiet=quiet)
+    console = printing.console()
     request = replace(request, out=output, command=typed_command(), progress=console)
     if not models:
         raise UsageError("bench: no model to measure", hint="moexport bench vit.pt -o report")
@@ -114,16 +106,24 @@ def bench(
     check_studies(request)
     from ..bench.report.compare import check_regression, earlier, parse_slower
     from ..bench.report.text import rows_table
+    from ..bench.results import to_json
 
     share = None if fail_if_slower is None else parse_slower(fail_if_slower)
     executor = executor_of(request)
     if executor is not None:
-        _bench_on_nodes(executor, models, compare, request, share, output, console, as_json=as_json)
+        _bench_on_nodes(
+            executor, models, compare, request, share, output, console, as_json=printing.as_json
+        )
         return
     before = earlier(output, compare, wanted=share is not None)
     results = measure(models, replace(request, before=before))
     console.finish()
-    _print_results(results, rows_table(results), output, as_json=as_json)
+    if printing.as_json:
+        show(to_json(results))
+    else:
+        page, file = output / "report.html", output / "results.json"
+        where = f"report: {page}" if results.rows else f"results: {file}"
+        show(f"{rows_table(results)}\n\n{where}")
     if before is not None:
         for line in check_regression(before, results, share):
             console.note(line)
@@ -159,11 +159,3 @@ def _bench_on_nodes(
             raise failure
     elif share is not None:
         console.note(f"--fail-if-slower: {output} has no earlier results to compare with")
-
-
-def _print_results(results: Results, text: str, output: Path, *, as_json: bool) -> None:
-    from ..bench.results import to_json
-
-    page = output / "report.html"
-    where = f"report: {page}" if results.rows else f"results: {output / 'results.json'}"
-    show(to_json(results) if as_json else f"{text}\n\n{where}")

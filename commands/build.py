@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.console import Console, show
+from ..common.console import show
 from ..common.option import changed, declared, refuse_changed
 from ..common.text import lines, size
 from ..exporter.requests import SIZES, BuildRequest
@@ -19,7 +19,8 @@ from ..exporter.tensorrt.options import (
     parsed_profile,
     parsed_workspace,
 )
-from .options import AsJson, BundleArgument, Quiet, Verbose, json_text, option_for, options_of
+from .options import BundleArgument, json_text, option_for, options_of
+from .printing import Printing
 
 if TYPE_CHECKING:
     from ..exporter.tensorrt.records import EnginePlan
@@ -84,9 +85,7 @@ def build(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be built, but build nothing.")
     ] = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    printing: Printing,
     engines: Engines,
 ) -> None:
     """Compile TensorRT engines from a bundle's graphs and add them to it."""
@@ -97,19 +96,19 @@ def build(
     request = replace(request, options=options)
     plans = build_plan(bundle, request)
     if dry_run:
-        shown = [engine_plan_json(plan) for plan in plans]
-        show(json_text(shown) if as_json else engine_plans_text(plans))
+        records = [engine_plan_json(plan) for plan in plans]
+        show(json_text(records) if printing.as_json else engine_plans_text(plans))
         return
-    with Console(verbose=verbose, quiet=quiet) as console:
-        made = build_engines(bundle, plans, rebuild=request.rebuild, progress=console)
-    if as_json:
-        show(json_text([asdict(engine.built) for engine in made]))
+    with printing.console() as console:
+        built = build_engines(bundle, plans, rebuild=request.rebuild, progress=console)
+    if printing.as_json:
+        show(json_text([asdict(engine.built) for engine in built]))
         return
     for plan in plans:
         for note in plan.notes:
             console.note(note)
-    for engine in made:
-        show(made_text(bundle, engine))
+    for engine in built:
+        show(built_text(bundle, engine))
         for note in precision_notes(engine.built.file, engine.built.kernels):
             console.note(note)
 
@@ -141,14 +140,14 @@ def engine_plan_json(plan: EnginePlan) -> dict[str, Any]:
     }
 
 
-def made_text(bundle: Path, made: EnginePlan) -> str:
+def built_text(bundle: Path, engine: EnginePlan) -> str:
     """Returns a line about an engine that `build` added to a bundle, or found in it."""
-    record = made.built
+    record = engine.built
     counts = ", ".join(f"{number} in {name}" for name, number in record.precision.items())
     how = {
         "bundle": "already there",
         "cache": "taken from the cache",
         None: f"built in {record.seconds:.1f} s, {size(record.peak_memory_bytes)} at most",
-    }[made.reused]
+    }[engine.reused]
     place = bundle / record.file
     return f"{place}: {size(place.stat().st_size)}, {counts} products, {how}"

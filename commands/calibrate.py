@@ -10,21 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common.console import Console, show
+from ..common.console import show
 from ..common.libraries import check_pytorch
 from ..common.text import count, table
 from ..exporter.executors import executor_of
 from ..exporter.requests import FEED, CalibrateRequest
-from .options import (
-    AsJson,
-    ModelArgument,
-    Quiet,
-    Verbose,
-    json_text,
-    options_of,
-    output_option,
-    typed_feed,
-)
+from .options import ModelArgument, json_text, options_of, output_option, typed_feed
+from .printing import Printing
 from .reading import ReadingOptions, loader
 
 if TYPE_CHECKING:
@@ -48,12 +40,10 @@ def calibrate(
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Rank the layers by their sensitivity to INT8.")
     ] = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    printing: Printing,
 ) -> None:
     """Measure tensor ranges on real inputs, for INT8 and FP16."""
-    with Console(verbose=verbose, quiet=quiet) as console:
+    with printing.console() as console:
         request = replace(request, loading=reading, out=output, progress=console)
         here = executor_of(request) is None
         check_pytorch("calibration")
@@ -69,9 +59,9 @@ def calibrate(
             ranked = rank(load(), ranges, data, request)
             console.finish()
             records = [asdict(layer) for layer in ranked]
-            show(json_text({"layers": records}) if as_json else sensitivity_text(ranked))
+            show(json_text({"layers": records}) if printing.as_json else sensitivity_text(ranked))
             return
-    show(ranges.to_json() if as_json else table_text(ranges), end="\n" if not as_json else "")
+    show(ranges.to_json().rstrip() if printing.as_json else table_text(ranges))
 
 
 def sensitivity_text(ranked: Sequence[LayerSensitivity]) -> str:
@@ -98,8 +88,8 @@ def table_text(calibration: CalibrationTable) -> str:
         for key, r in calibration.ranges.items()
     ]
     how = origin.method if origin.percentile is None else f"{origin.method} {origin.percentile:g}"
-    kept = ", ".join(f"{layer} {k}" for layer, k in origin.k.items())
+    ks = ", ".join(f"{layer} {k}" for layer, k in origin.k.items())
     return (
         table(("tensor", "low", "high", "minimum", "maximum", "values"), rows)
-        + f"\n\n{how} over {origin.samples:,} inputs; k: {kept}"
+        + f"\n\n{how} over {origin.samples:,} inputs; k: {ks}"
     )

@@ -6,18 +6,19 @@ from typing import TYPE_CHECKING
 
 from ..common.console import show
 from ..common.text import table
-from .options import AsJson, Quiet, Verbose, json_text
+from .options import json_text
+from .printing import Printing
 
 if TYPE_CHECKING:
     from ..bench.doctor import Diagnosis
 
 
-def doctor(*, as_json: AsJson = False, verbose: Verbose = False, quiet: Quiet = False) -> None:
+def doctor(printing: Printing) -> None:
     """Show what this machine can build and run, and what is missing."""
     from ..bench.engines import doctor as diagnose
 
     diagnosis = diagnose()
-    show(json_text(diagnosis.as_json()) if as_json else diagnosis_text(diagnosis))
+    show(json_text(diagnosis.as_json()) if printing.as_json else diagnosis_text(diagnosis))
 
 
 def diagnosis_text(diagnosis: Diagnosis) -> str:

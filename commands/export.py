@@ -19,10 +19,7 @@ from ..graphs.targets import TARGETS
 from .build import Engines, engines_requested
 from .inspect import backbone_departures, precisions_text, tuning_text
 from .options import (
-    AsJson,
     ModelArgument,
-    Quiet,
-    Verbose,
     json_text,
     options_of,
     output_option,
@@ -30,6 +27,7 @@ from .options import (
     typed_switch,
     typed_table,
 )
+from .printing import Printing
 from .reading import ReadingOptions, loader
 
 if TYPE_CHECKING:
@@ -79,15 +77,13 @@ def export(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan, but write nothing.")
     ] = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    printing: Printing,
     engines: Engines,
 ) -> None:
     """Export a checkpoint to a verified bundle of ONNX graphs."""
     from ..exporter.bundle.steps import read_as
 
-    console = Console(verbose=verbose, quiet=quiet)
+    console = printing.console()
     shown: list[str] = []  # printed before the work, and not again after it
 
     def load() -> Model:
@@ -113,14 +109,14 @@ def export(
         planned = plan(load, output, request)
         for note in (*_edited(planned.job.model.edits.texts()), *planned.notes):
             console.note(note)
-        show(json_text(plan_json(planned)) if as_json else plan_text(planned))
+        show(json_text(plan_json(planned)) if printing.as_json else plan_text(planned))
         return
     from ..exporter.bundle.runtimes import RUNTIMES
 
     runtimes = [*RUNTIMES]  # raises for clashing plugins before anything is written
     bundle = write(load, output, request)
     console.finish()
-    if as_json:
+    if printing.as_json:
         show(bundle.manifest.to_json(), end="")
         return
     _print_exported(output, bundle.manifest, console, shown, runtimes)

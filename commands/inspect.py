@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..common.console import Console, show
+from ..common.console import show
 from ..common.libraries import check_pytorch
 from ..common.text import and_alike, by_level, count, lines, size, table
 from ..errors import UsageError
@@ -16,16 +16,14 @@ from ..exporter.requests import InspectRequest, RunRequest
 from ..graphs.targets import CUDA_PROVIDER, TARGETS
 from .options import (
     READING,
-    AsJson,
     ModelArgument,
-    Quiet,
-    Verbose,
     json_text,
     option_for,
     options_of,
     refuse_idle,
     typed_feed,
 )
+from .printing import Printing
 from .reading import OF_MODEL
 
 if TYPE_CHECKING:
@@ -46,9 +44,7 @@ def inspect(
     model: ModelArgument,
     request: Annotated[InspectRequest, OPTIONS],
     trust_engine: Annotated[bool, option_for(RunRequest, "trust_engine")] = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    printing: Printing,
 ) -> None:
     """Show a model's family and MoE layers, and what each k costs.
 
@@ -75,13 +71,13 @@ def inspect(
         from ..exporter.tensorrt.plan_file import engine_facts
 
         facts = engine_facts(Path(model), trust=trust_engine)
-        show(json_text(facts) if as_json else engine_text(facts))
+        show(json_text(facts) if printing.as_json else engine_text(facts))
         return
     if bundle:
         from ..exporter.bundle.manifest import Manifest, local_bundle
 
         manifest = Manifest.read(local_bundle(model))
-        if as_json:
+        if printing.as_json:
             show(manifest.to_json(), end="")
         else:
             show(bundle_text(url_of(model) or model, manifest))
@@ -89,9 +85,9 @@ def inspect(
     check_pytorch("inspecting a model")
     from ..exporter.inspect import inspect as look_at
 
-    with Console(verbose=verbose, quiet=quiet) as console:
+    with printing.console() as console:
         contents = look_at(model, replace(request, progress=console))
-    show(json_text(contents.as_json()) if as_json else model_text(contents))
+    show(json_text(contents.as_json()) if printing.as_json else model_text(contents))
 
 
 FORMS = {"cp": "CP", "tr": "TR", "tucker": "Tucker", "full": "unfactorised", "matrix": "merged"}
@@ -327,12 +323,12 @@ def tuning_text(tuning: Tuning | None) -> tuple[str, ...]:
     rows = []
     for group in tuning.measured:
         layers = and_alike(group.layers)
-        kept = f"{group.k}/{group.experts}"
+        share = f"{group.k}/{group.experts}"
         for candidate in group.candidates:
             ms = candidate.latency_ms
             figures = (f"{ms.median:.3g}", f"{ms.spread:.0%}", str(ms.n))
-            rows.append((layers, kept, candidate.lowering, *figures))
-        rows += [(layers, kept, name, why, "", "") for name, why in group.left_out.items()]
+            rows.append((layers, share, candidate.lowering, *figures))
+        rows += [(layers, share, name, why, "", "") for name, why in group.left_out.items()]
     batches = sorted({group.batch for group in tuning.measured})
     return (
         lines(

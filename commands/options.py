@@ -190,8 +190,6 @@ BundleArgument = Annotated[
     Path, typer.Argument(metavar="BUNDLE", parser=typed_path, help="A folder that export wrote.")
 ]
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-
 
 def typed_command() -> str:
     """Returns the command line, quoted for a shell."""
@@ -283,12 +281,6 @@ def _typed_as(kind: Any, *, is_path: bool) -> Any:
 
 READING = "Reading MODEL"
 """The help section of the options of `LoadRequest`."""
-
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Print more, and tracebacks of errors.")
-]
-
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results and errors.")]
 
 
 def refuse_idle(*records: Any, why: str, but: Sequence[str] = ()) -> None:

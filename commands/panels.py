@@ -69,24 +69,24 @@ def further(context: typer.Context, request: type[Request]) -> tuple[Any, ...]:
 def expanded(function: Callable[..., T]) -> Callable[..., T]:
     """Returns a function for Typer, with a record's options in place of each record.
 
-    A parameter for a record is annotated with its class and its `options_of`. Requests get the
-    records of plugins, too.
+    A parameter for a record is annotated with its class and its `options_of`. Requests also
+    get the records of plugins.
     """
     hints = get_type_hints(function, include_extras=True)
     records = {
-        name: made
+        name: make
         for name, hint in hints.items()
-        for made in getattr(hint, "__metadata__", ())
-        if inspect.isfunction(made)
+        for make in getattr(hint, "__metadata__", ())
+        if inspect.isfunction(make)
     }
     if not records:
         return function
 
     @wraps(function)
     def call(typer_context: typer.Context, **typed: Any) -> T:
-        for name, made in records.items():
-            options = inspect.signature(made).parameters
-            record = made(**{option: typed.pop(option) for option in options})
+        for name, make in records.items():
+            options = inspect.signature(make).parameters
+            record = make(**{option: typed.pop(option) for option in options})
             if isinstance(record, Request):
                 record = replace(record, further=further(typer_context, type(record)))
             typed[name] = record

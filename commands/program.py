@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 from ..common.option import PANELS
 from ..common.registry import Registry
 from .command import Command, summaries
-from .options import OPTIONAL, Quiet, Verbose, with_values
+from .options import OPTIONAL, with_values
 from .panels import PanelOptions, expanded
 
 LAST = ("Engines", "Weights of engines", "Cluster", "Options")
@@ -92,14 +92,19 @@ def _print_outside() -> None:
 
 
 def _before_command(
+    *,
     version: Annotated[
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print more, and tracebacks of errors.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only results and errors.")
+    ] = False,
 ) -> None:
     """Declares the options before the command; `program` uses them."""
 

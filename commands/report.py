@@ -10,8 +10,9 @@ import typer
 
 from ..bench.calls import report as write
 from ..bench.request import ReportRequest
-from ..common.console import Console, show
-from .options import AsJson, Quiet, Verbose, json_text, options_of, output_option, typed_path
+from ..common.console import show
+from .options import json_text, options_of, output_option, typed_path
+from .printing import Printing
 
 
 def report(
@@ -28,14 +29,12 @@ def report(
         Path, output_option("REPORT.HTML", "The page; Markdown, CSV and figures go next to it.")
     ],
     request: Annotated[ReportRequest, options_of(ReportRequest, compare={"metavar": "OLD.JSON"})],
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    printing: Printing,
 ) -> None:
     """Rebuild the report of a results file, compare two files, or show several."""
     from ..bench.report.page import can_draw
 
-    console = Console(verbose=verbose, quiet=quiet)
+    console = printing.console()
     first, *others = results
     paths, comparison = write(first, output, replace(request, beside=others))
     result = {"files": [str(path) for path in paths]}
@@ -44,8 +43,8 @@ def report(
     if comparison is not None:
         changes = [change.label for change in comparison.notable]
         result |= {"changed": [comparison.sentence, *changes, *comparison.notes]}
-        if not as_json:
+        if not printing.as_json:
             show("\n  ".join(result["changed"]))
-    if as_json:
+    if printing.as_json:
         show(json_text(result))
     console.note(f"wrote {', '.join(str(path) for path in paths)}")

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..common.console import Console, show
+from ..common.console import show
 from ..exporter.requests import RunRequest
 from ..graphs.targets import compiled_names, runtime_names
-from .options import AsJson, BundleArgument, Quiet, Verbose, json_text, options_of, output_option
+from .options import BundleArgument, json_text, options_of, output_option
+from .printing import Printing
 
 if TYPE_CHECKING:
     Runtime = str
@@ -41,16 +42,14 @@ def run(
     ],
     output: Annotated[Path, output_option("Y.NPZ", "The .npz to write.")],
     request: Annotated[RunRequest, OPTIONS],
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    printing: Printing,
 ) -> None:
     """Run a bundle on the inputs in an .npz file."""
     from ..exporter.bundle.run import run as run_bundle
 
-    with Console(verbose=verbose, quiet=quiet) as console:
+    with printing.console() as console:
         written = run_bundle(bundle, input_file, output, replace(request, progress=console))
-    if as_json:
+    if printing.as_json:
         facts = {name: fact for name, fact in asdict(written).items() if fact != {}}
         show(json_text({"output": str(output), **facts}))
     else:

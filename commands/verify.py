@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..common.console import Console, show
+from ..common.console import show
 from ..common.text import lines
 from ..errors import CheckError
 from ..exporter.requests import VerifyRequest
-from .options import AsJson, BundleArgument, Quiet, Verbose, json_text, options_of
+from .options import BundleArgument, json_text, options_of
+from .printing import Printing
 
 if TYPE_CHECKING:
     from ..exporter.bundle.manifest import Check
@@ -24,9 +25,7 @@ def verify(
     *,
     bundle: BundleArgument,
     request: Annotated[VerifyRequest, OPTIONS],
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    printing: Printing,
 ) -> None:
     """Check a bundle: hashes, graphs, parity with PyTorch.
 
@@ -40,16 +39,16 @@ def verify(
     checks = []
     for check in verified(bundle, request):
         checks.append(check)
-        if not as_json and not quiet:
+        if not printing.as_json and not printing.quiet:
             show(check_text(check))
     folder = Bundle.folder(bundle)
     others = others_in(folder, Manifest.read(folder).files)
     if others:
-        Console(verbose=verbose, quiet=quiet).note(
+        printing.console().note(
             f"not checked, because they are not part of the bundle: {', '.join(others[:6])}"
         )
     passed = all(check.passed for check in checks)
-    if as_json:
+    if printing.as_json:
         show(json_text({"passed": passed, "checks": [check_json(check) for check in checks]}))
     if not passed:
         from ..common.locations import url_of

@@ -110,6 +110,16 @@ def cpu_features() -> str:
     return f"{platform.machine()} with {names}" if names else platform.machine()
 
 
+def of_python(**more: str) -> dict[str, str]:
+    """Returns the environment variables of a Python process with this one's import path.
+
+    The package's own folder is left out, since its modules are not top-level ones.
+    """
+    package = Path(__file__).resolve().parents[1]
+    places = (place for place in sys.path if place and Path(place).resolve() != package)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places), **more}
+
+
 def usable_cores() -> int:
     """Returns the number of logical cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

@@ -182,9 +182,9 @@ def known_sha256(path: Path) -> str:
     status = path.stat()
     times = (status.st_mtime_ns, status.st_ctime_ns)
     key = ":".join(map(str, (status.st_dev, status.st_ino, status.st_size, *times)))
-    kept = _HASHES.get(key) or _remembered().get(key)
-    if kept is not None:
-        return kept
+    digest = _HASHES.get(key) or _remembered().get(key)
+    if digest is not None:
+        return digest
     digest = sha256(path)
     if time.time_ns() - max(times) > SETTLED_NS:
         _HASHES[key] = digest

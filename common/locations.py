@@ -205,7 +205,7 @@ def copy_siblings(where: AnyPlace, names: Iterable[str]) -> None:
         _copy_existing(system, path, names, copy.parent, url)
 
 
-def holds(where: AnyPlace, name: str) -> bool:
+def has_file(where: AnyPlace, name: str) -> bool:
     """Whether a folder, or a URL as a folder, has a file of that name."""
     url = url_of(where)
     if url is None:

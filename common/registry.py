@@ -133,7 +133,8 @@ def _found() -> tuple[Entry, ...]:
     for distribution in distributions():
         try:
             if "[moexport." in (distribution.read_text("entry_points.txt") or ""):
-                found.setdefault(distribution.metadata["Name"], _entries_of(distribution))
+                name, entries = _entries_of(distribution)
+                found.setdefault(name, entries)
         except (TypeError, ValueError) as error:  # importlib raises them for damaged files
             name = distribution.metadata["Name"]
             _UNREADABLE.append(f"plugin {name}: its entry_points.txt cannot be read: {error}")
@@ -154,13 +155,14 @@ def _by_door(entries: tuple[Entry, ...]) -> dict[str, dict[str, list[Entry]]]:
     return doors
 
 
-def _entries_of(distribution: Distribution) -> list[Entry]:
-    """The entry points of a package in moexport's groups."""
+def _entries_of(distribution: Distribution) -> tuple[str, list[Entry]]:
+    """The name of a package, and its entry points in moexport's groups."""
     metadata = distribution.metadata
     name = metadata["Name"]
     about = f"{name} {metadata['Version']}", metadata["Summary"] or "", name == OWN
     points = distribution.entry_points
-    return [Entry(point, *about) for point in points if point.group.startswith("moexport.")]
+    ours = [Entry(point, *about) for point in points if point.group.startswith("moexport.")]
+    return name, ours
 
 
 def left_out() -> str:

@@ -331,7 +331,7 @@ def _locked(handle: int, wait: bool) -> Iterator[bool]:
 
 
 @contextmanager
-def held(folder: Path | None) -> Iterator[None]:
+def exclusive_folder(folder: Path | None) -> Iterator[None]:
     """Locks a folder of results, made if necessary, for one command; does nothing for None.
 
     Raises OutputError at once if another command has locked it. The lock is on a file in the folder
@@ -342,23 +342,23 @@ def held(folder: Path | None) -> Iterator[None]:
         yield
         return
     check_folder(folder)
-    with made_folder(folder), _holding(folder / f".running{PARTIAL}", folder):
+    with made_folder(folder), _exclusive(folder / f".running{PARTIAL}", folder):
         yield
 
 
 @contextmanager
-def held_place(place: Path) -> Iterator[None]:
-    """Locks a file or folder to be written, as `held` does, by a file next to it."""
+def exclusive_place(place: Path) -> Iterator[None]:
+    """Locks a file or folder to be written, as `exclusive_folder` does, by a file next to it."""
     target = place.resolve()
     with (
         made_folder(target.parent),
-        _holding(target.with_name(f".{target.name}.running{PARTIAL}"), place),
+        _exclusive(target.with_name(f".{target.name}.running{PARTIAL}"), place),
     ):
         yield
 
 
 @contextmanager
-def _holding(lock: Path, place: Path) -> Iterator[None]:
+def _exclusive(lock: Path, place: Path) -> Iterator[None]:
     with output_errors(place):
         handle = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
     with _locked(handle, wait=False) as free:
@@ -373,7 +373,7 @@ def _holding(lock: Path, place: Path) -> Iterator[None]:
             lock.unlink(missing_ok=True)
 
 
-_MADE: set[Path] = set()
+_TEMPORARY: set[Path] = set()
 
 
 @contextmanager
@@ -385,12 +385,12 @@ def _temporary(target: Path, suffix: str, make: Callable[[Path], None]) -> Itera
     remove_leftovers(target, suffix)
     path = _hidden_sibling(target, PARTIAL + suffix, suffix)
     make(path)
-    _MADE.add(path)
+    _TEMPORARY.add(path)
     try:
         yield path
     finally:
         _remove(path)
-        _MADE.discard(path)
+        _TEMPORARY.discard(path)
 
 
 def _hidden_sibling(target: Path, ending: str, suffix: str = "") -> Path:
@@ -406,7 +406,7 @@ def remove_partial() -> None:
 
 def left_behind() -> list[Path]:
     """Returns the partial output that this process could not remove."""
-    return sorted(path for path in _MADE if path.exists())
+    return sorted(path for path in _TEMPORARY if path.exists())
 
 
 def remove_leftovers(target: Path, suffix: str = "") -> None:

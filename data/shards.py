@@ -16,7 +16,7 @@ import numpy as np
 
 from ..common.documents import read_document
 from ..common.files import allowed_bytes
-from ..common.locations import AnyPlace, holds, local, path_of, url_of
+from ..common.locations import AnyPlace, has_file, local, path_of, url_of
 from ..errors import FeedError, MissingExtraError, install
 from .arrays import npy_array
 from .batches import IMAGE, INPUT, LABEL, Array, Fields
@@ -111,7 +111,7 @@ def _indexes(folder: str) -> Iterator[dict[str, int]]:
     Files with the name of an index but another format are ignored.
     """
     for name in INDEXES:
-        if not holds(folder, name):
+        if not has_file(folder, name):
             continue
         content = read_document(local(f"{folder}/{name}"), "json", FeedError)
         with suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):

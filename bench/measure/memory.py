@@ -8,17 +8,15 @@ user has to do it.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...common.console import Progress
-from ...common.environment import memory_bytes, peak_memory_bytes, usable_cores
+from ...common.environment import memory_bytes, of_python, peak_memory_bytes, usable_cores
 from ...errors import one_line
 from ...exporter.inputs import Inputs
 from ..runners.base import Loader
@@ -93,10 +91,6 @@ def measure_memory(
     Sizes run in ascending order, so that each has its own peak. Raises RuntimeError with the last
     line of the process's output if it fails.
     """
-    # The process needs this process's import path, except for the package's own folder, whose
-    # modules are not top-level ones.
-    here = Path(__file__).resolve().parents[1]
-    places = [place for place in sys.path if place and Path(place).resolve() != here]
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__],
@@ -104,7 +98,7 @@ def measure_memory(
             capture_output=True,
             timeout=TIMEOUT_S,
             check=False,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
+            env=of_python(),
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"it did not end within {TIMEOUT_S:.0f} s") from None

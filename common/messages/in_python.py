@@ -60,7 +60,7 @@ SET = "set"
 
 CONFIG = Keyword("config", pairs=True)
 
-ELSEWHERE = {
+OF_OTHER_CALLS = {
     SET: CONFIG,
     "profile": Keyword("profiles", several=True),
     "compute-capability": Keyword("compute_capabilities", several=True),
@@ -77,7 +77,7 @@ SIZES = re.compile(r"(?<![\w:.=])(\d+|MIN):(\d+|OPT):(\d+|MAX)(?![\w:.])")
 PER_LAYER = re.compile(r"\((\d+(?:,\d+){2,})\)")
 """Numbers per layer as typed in a shell; in Python they are a list."""
 
-OTHERWISE = {"verbose": "the traceback", "dry-run": "moexport.plan(…)"}
+WITHOUT_KEYWORD = {"verbose": "the traceback", "dry-run": "moexport.plan(…)"}
 """Shell-only options and their counterparts in Python."""
 
 END = ",.;:"
@@ -121,16 +121,16 @@ class Words:
             return self.keywords[flag], True
         if positive in self.keywords:
             return self.keywords[positive], False
-        if flag in ELSEWHERE:
-            return ELSEWHERE[flag], True
+        if flag in OF_OTHER_CALLS:
+            return OF_OTHER_CALLS[flag], True
         switch = flag != positive or flag == "force"  # an option of another call
         return Keyword(positive.replace("-", "_"), switch=switch), flag == positive
 
     def _option(self, match: re.Match[str]) -> str:
         flag, gap, word = match.groups()
         rest = f"{gap}{word}" if word else ""
-        if flag in OTHERWISE:
-            return f"{OTHERWISE[flag]}{rest}"
+        if flag in WITHOUT_KEYWORD:
+            return f"{WITHOUT_KEYWORD[flag]}{rest}"
         keyword, on = self._keyword(flag)
         if keyword.switch and gap != "=":
             return f"{keyword.name}={on}{rest}"
@@ -150,10 +150,10 @@ class Words:
             return match[0]
         function = getattr(package, called)
         of_call = Words(called, function.keywords() if hasattr(function, "keywords") else {})
-        given, named, left = of_call._arguments(words, whole=bool(before and after))
-        if len(given) > _places(function):
-            given = [f"[{', '.join(given)}]"]
-        call = f"{before or '`'}moexport.{called}({', '.join([*given, *named])})`"
+        values, named, left = of_call._arguments(words, whole=bool(before and after))
+        if len(values) > _positional_count(function):
+            values = [f"[{', '.join(values)}]"]
+        call = f"{before or '`'}moexport.{called}({', '.join([*values, *named])})`"
         return " ".join([call, *left])
 
     def _arguments(
@@ -188,7 +188,7 @@ class Words:
         return arguments, options, left
 
 
-def _places(function: Callable[..., Any]) -> int:
+def _positional_count(function: Callable[..., Any]) -> int:
     """The number of positional arguments of a call."""
     parameters = inspect.signature(function).parameters.values()
     return sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)

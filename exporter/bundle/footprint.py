@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ...common.environment import peak_memory_bytes
+from ...common.environment import of_python, peak_memory_bytes
 from ...graphs.targets import for_cpus, runtime_of
 from ..session import SessionOptions
 from .manifest import Manifest
@@ -27,11 +26,9 @@ def with_peak_memory(directory: Path, manifest: Manifest) -> Manifest:
         return manifest
     batch = manifest.batches.opt if manifest.batches.fixed else manifest.together
     graph, runtime = manifest.graph_for(batch).file, runtime_of(manifest.target)
-    package = Path(__file__).resolve().parents[2]
-    places = [place for place in sys.path if place and Path(place).resolve() != package]
     done = subprocess.run(
         [sys.executable, "-m", __name__, directory, graph, runtime, str(batch), manifest.k],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
+        env=of_python(),
         capture_output=True,
         text=True,
         check=False,

@@ -15,7 +15,7 @@ from msgspec import Meta
 from ...common.documents import from_data, read_document, read_json
 from ...common.files import sha256
 from ...common.latency import Latency
-from ...common.locations import AnyPlace, holds, local_files
+from ...common.locations import AnyPlace, has_file, local_files
 from ...common.registry import left_out
 from ...common.text import by_level
 from ...errors import BundleError
@@ -414,7 +414,7 @@ def local_bundle(where: AnyPlace) -> Path:
 
 def is_bundle(where: AnyPlace) -> bool:
     """Whether a path or URL is that of a folder with a manifest."""
-    return holds(where, MANIFEST_FILE)
+    return has_file(where, MANIFEST_FILE)
 
 
 def _content(directory: Path) -> Any:

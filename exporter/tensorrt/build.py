@@ -9,7 +9,6 @@ scratch memory as the workspace allows.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any
 
 from ...common.console import Progress
 from ...common.documents import from_data
-from ...common.environment import memory_bytes
+from ...common.environment import memory_bytes, of_python
 from ...common.text import size
 from ...errors import EngineError
 from . import cuda
@@ -82,7 +81,6 @@ def build_engine(
 
 def _run(request: Mapping[str, Any], progress: Progress) -> tuple[dict[str, Any], int, str]:
     """Runs the worker; returns its last event, its exit status and its output."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     last: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
         process = subprocess.Popen(
@@ -91,7 +89,7 @@ def _run(request: Mapping[str, Any], progress: Progress) -> tuple[dict[str, Any]
             stdout=subprocess.PIPE,
             stderr=printed,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env=of_python(),
             start_new_session=True,  # Ctrl-C reaches this process only, which stops the worker
         )
         assert process.stdin is not None and process.stdout is not None

@@ -36,7 +36,7 @@ from ...common.console import Silent
 from ...common.environment import PACKAGES, versions
 from ...common.locations import state_of
 from ...common.threads import with_threads
-from ...common.writing import held
+from ...common.writing import exclusive_folder
 from ...data.shards import shards_of
 from ...data.user_code import names_code
 from ...errors import UsageError, one_line
@@ -79,7 +79,7 @@ def sweep_on_ray(
     cells = [Cells(group, request) for group in _by_model(models)]
     _check(cells)
     measured = {}
-    with held(out), connected(address, watcher) as cluster:
+    with exclusive_folder(out), connected(address, watcher) as cluster:
         kinds = kinds_of(cluster.ray.nodes(), on)
         watcher.step(_described(kinds, cells))
         journal = Journal(None if out is None else out / FILE, _what(cells))

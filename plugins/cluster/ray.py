@@ -106,13 +106,13 @@ class Cluster:
                 )
                 waiting_since = None if present else waiting_since or time.monotonic()
                 if waiting_since is not None and time.monotonic() - waiting_since > GRACE_S:
-                    names = (tasks[started[one]].name for one in pending)
+                    names = (tasks[started[reference]].name for reference in pending)
                     self.lost += [f"{name}: no node with {kind.name} is left" for name in names]
                     return
-                for place, one in enumerate(ended):
-                    number = started[one]
+                for place, reference in enumerate(ended):
+                    number = started[reference]
                     try:
-                        result = self._result(one, tasks[number].name)
+                        result = self._result(reference, tasks[number].name)
                     except ray.exceptions.RayError as error:
                         self.lost.append(f"{tasks[number].name}: {one_line(error)}")
                         continue
@@ -120,13 +120,13 @@ class Cluster:
                     left = len(pending) + len(ended) - place - 1
                     self.watcher.step(f"{kind.name}: {tasks[number].name}: done, {left} left")
         finally:
-            for one in pending:
-                ray.cancel(one, force=True)
+            for reference in pending:
+                ray.cancel(reference, force=True)
 
-    def _result(self, one: Any, name: str) -> Any:
+    def _result(self, reference: Any, name: str) -> Any:
         """Returns a task's result; raises its error, or Ray's error if its node is lost."""
         try:
-            return self.ray.get(one)
+            return self.ray.get(reference)
         except self.ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, MoexportError):
                 raise error.cause from error

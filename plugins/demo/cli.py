@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from ...commands.options import AsJson, Quiet, Verbose, json_text, options_of, output_option
-from ...common.console import Console, show
+from ...commands.options import json_text, options_of, output_option
+from ...commands.printing import Printing
+from ...common.console import show
 from .calls import demo as run_demo
 from .request import DemoRequest
 
@@ -16,12 +17,10 @@ def demo(
     *,
     output: Annotated[Path, output_option("DIR", "The folder for all files.")] = Path("demo"),
     request: Annotated[DemoRequest, options_of(DemoRequest)],
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    printing: Printing,
 ) -> None:
     """Train small networks, export, verify and measure them."""
-    with Console(verbose=verbose, quiet=quiet) as console:
+    with printing.console() as console:
         outcome = run_demo(output, replace(request, progress=console))
     content = {"output": str(outcome.directory), "report": str(outcome.report)}
-    show(json_text(content) if as_json else outcome.text)
+    show(json_text(content) if printing.as_json else outcome.text)

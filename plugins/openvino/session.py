@@ -147,9 +147,9 @@ Runtime: its calls take about 0.07 ms longer, but products of that size gain mor
 
 def advice(target: str, precision: str, weights_bytes: int) -> str | None:
     """Returns advice to use OpenVINO if it is installed and likely faster than a target."""
-    bf16 = next((title for flag, title in _FOR_BF16.items() if flag in cpu_instructions()), None)
-    beside = target in ("onnx", "ort-cpu") and precision == "fp32" and bf16 is not None
-    if not beside or weights_bytes < WORTH_BYTES or importlib.util.find_spec("openvino") is None:
+    bf16 = _instruction(_FOR_BF16)
+    likely = target in ("onnx", "ort-cpu") and precision == "fp32" and bf16 is not None
+    if not likely or weights_bytes < WORTH_BYTES or importlib.util.find_spec("openvino") is None:
         return None
     return (
         f"OpenVINO is installed and this CPU has {bf16}: --target openvino --precision bf16 is "
@@ -170,9 +170,9 @@ def check_graphs(manifest: Manifest, where: Path) -> None:
 def check_device(device: str) -> None:
     """Raises `MissingExtraError` or `UsageError` if OpenVINO or its device is missing."""
     runtime = openvino_package()
-    there = runtime.Core().available_devices
-    if not any(name.partition(".")[0] == DEVICES.get(device, device) for name in there):
-        listed = ", ".join(sorted({name.partition(".")[0].lower() for name in there}))
+    available = {name.partition(".")[0] for name in runtime.Core().available_devices}
+    if DEVICES.get(device, device) not in available:
+        listed = ", ".join(sorted(name.lower() for name in available))
         raise UsageError(
             f"--device {device}: OpenVINO finds no such device on this machine",
             hint=f"it finds {listed}; an Intel GPU or NPU needs its driver",
@@ -218,14 +218,18 @@ def check_package() -> None:
 
 def instructions() -> str:
     """Describes what this CPU's instructions mean for the choice of a precision."""
-    flags = cpu_instructions()
-    bf16 = next((title for flag, title in _FOR_BF16.items() if flag in flags), None)
-    int8 = next((title for flag, title in _FOR_INT8.items() if flag in flags), None)
+    bf16, int8 = _instruction(_FOR_BF16), _instruction(_FOR_INT8)
     words = [
         f"{bf16}: bf16 is faster than fp32" if bf16 else "no BF16 instructions: bf16 is no faster",
         f"{int8}: int8 is fastest" if int8 else "no VNNI: int8 gains little",
     ]
     return "; ".join(words)
+
+
+def _instruction(titles: Mapping[str, str]) -> str | None:
+    """Returns the title of the first of some instructions that this CPU has."""
+    flags = cpu_instructions()
+    return next((title for flag, title in titles.items() if flag in flags), None)
 
 
 _FOR_BF16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "BF16"}

@@ -23,8 +23,8 @@ from ...bench.report.charts import (
 )
 from ...bench.report.summary import UNTOUCHED, milliseconds
 from ...bench.results import Results
-from .findings import Service, requests, services_in
-from .report import answers, service_name
+from .findings import Service, requests
+from .report import answers, searched_services, service_name
 
 RATE = drawn_lines(axis("x", "k", "of", "k"), axis("y", "rate", "requests per second"))
 LATENCY = drawn_lines(
@@ -40,15 +40,10 @@ def _line_name(service: Service) -> str:
     return f"{service_name(service).partition(',')[0]}{precision}"
 
 
-def _server(results: Results) -> list[Service]:
-    findings = services_in(results.analyses)
-    return [] if findings is None else [s for s in findings.of("server") if s.fixed_rate is None]
-
-
 def _lines(results: Results) -> Iterator[tuple[str, str, list[Service]]]:
     """Yields the model, the name and the services by k of each line of the chart."""
     lines: dict[tuple[str, str], list[Service]] = {}
-    for row in _server(results):
+    for row in searched_services(results):
         if row.exported and row.rate:
             lines.setdefault((row.model, _line_name(row)), []).append(row)
     for (model, name), services in lines.items():
@@ -77,7 +72,7 @@ def _rates(results: Results) -> Iterator[dict[str, Any]]:
                 **{"ink": ink_of(each.precision), "symbol": symbols[name], "dash": SOLID},
                 **{"open": not each.valid, "hover": hover},
             }
-    for each in _server(results):
+    for each in searched_services(results):
         if each.rate and each.engine == PYTORCH_EAGER and each.provider == "cpu":
             hover = f"{each.model}: {UNTOUCHED}\n{requests(each.rate)}"
             level = {"level": True, "ink": REFERENCE, "dash": DASHED, "hover": hover}
@@ -87,7 +82,7 @@ def _rates(results: Results) -> Iterator[dict[str, Any]]:
 def _latencies(results: Results) -> Iterator[dict[str, Any]]:
     """Yields the p99 of each service over the offered rate, and its p50, which is dotted."""
     symbols = _symbols(results)
-    for index, row in enumerate(_server(results)):
+    for index, row in enumerate(searched_services(results)):
         ink = ink_of(row.precision) if row.exported else REFERENCE
         for what, dash in (("p99", SOLID), ("p50", DOTTED)):
             for run in row.offered:
@@ -113,7 +108,7 @@ def _latencies(results: Results) -> Iterator[dict[str, Any]]:
 
 def service_points(results: Results) -> dict[str, Any] | None:
     """Returns the charts' data: rates over k, and percentiles over the offered rate."""
-    server = _server(results)
+    server = searched_services(results)
     if not any(row.rate for row in server):
         return None
     lines = list(_lines(results))
@@ -142,7 +137,7 @@ def service_figure(results: Results, directory: Path) -> tuple[Path, ...]:
     rates, latencies = list(_rates(results)), list(_latencies(results))
     panels = []
     for model in dict.fromkeys(model for model, _, _ in lines):
-        bound = next(row.bound_ms for row in _server(results) if row.model == model)
+        bound = next(row.bound_ms for row in searched_services(results) if row.model == model)
         for title, spec, rows in (
             (f"p99 ≤ {bound:g} ms", RATE, rates),
             ("p99 under load, p50 dotted", LATENCY, latencies),

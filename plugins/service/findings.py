@@ -128,16 +128,14 @@ def as_analyses(findings: ServiceFindings) -> dict[str, Any]:
     return {SERVICE: msgspec.to_builtins(findings)}
 
 
-def services_in(
-    analyses: Mapping[str, Any], *, name: str = "results.json"
-) -> ServiceFindings | None:
+def services_in(analyses: Mapping[str, Any]) -> ServiceFindings | None:
     """Returns the services in a results file, or None if nothing was served.
 
-    Raises ResultsError, which names the file and the field that cannot be read.
+    Raises ResultsError, which names the field that cannot be read.
     """
     if SERVICE not in analyses:
         return None
-    return from_data(ServiceFindings, analyses[SERVICE], name, at=f"analyses.{SERVICE}")
+    return from_data(ServiceFindings, analyses[SERVICE], "results.json", at=f"analyses.{SERVICE}")
 
 
 def best(services: Sequence[Service]) -> Service | None:

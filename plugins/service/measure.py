@@ -447,12 +447,8 @@ class _Runs:
 
 
 def _of_run(run: Judgement) -> dict[str, Any]:
-    return {
-        "valid": run.valid,
-        "reason": run.reason,
-        "rate": run.rate,
-        **{"p50_ms": run.p50_ms, "p90_ms": run.p90_ms, "p99_ms": run.p99_ms},
-    }
+    names = ("valid", "reason", "rate", "p50_ms", "p90_ms", "p99_ms")
+    return {name: getattr(run, name) for name in names}
 
 
 def _not_kept(nearest_ms: float, load: Traffic) -> dict[str, Any]:
@@ -464,12 +460,8 @@ def _not_kept(nearest_ms: float, load: Traffic) -> dict[str, Any]:
 
 
 def _offered(rate: float, run: Judgement) -> OfferedRun:
-    return OfferedRun(
-        offered=rate,
-        rate=run.rate,
-        **{"p50_ms": run.p50_ms, "p90_ms": run.p90_ms, "p99_ms": run.p99_ms},
-        refused=run.refused,
-    )
+    names = ("rate", "p50_ms", "p90_ms", "p99_ms", "refused")
+    return OfferedRun(offered=rate, **{name: getattr(run, name) for name in names})
 
 
 def _file_name(text: str) -> str:

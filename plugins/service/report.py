@@ -39,6 +39,13 @@ def service_name(service: Service) -> str:
     )
 
 
+def searched_services(results: Results) -> list[Service]:
+    """Returns the services whose rate within the bound was searched for."""
+    findings = services_in(results.analyses)
+    services = () if findings is None else findings.of("server")
+    return [service for service in services if service.fixed_rate is None]
+
+
 def answers(results: Results) -> Iterator[str]:
     """Yields a sentence for each model: the highest rate within the bound, compared with others.
 
@@ -46,10 +53,7 @@ def answers(results: Results) -> Iterator[str]:
     LoadGen calls invalid is named only if there is no other, and without a ratio. There are no
     ratios if other work disturbed the benchmark.
     """
-    findings = services_in(results.analyses)
-    searched = (
-        [] if findings is None else [row for row in findings.of("server") if row.fixed_rate is None]
-    )
+    searched = searched_services(results)
     for model in dict.fromkeys(row.model for row in searched):
         here = [row for row in searched if row.model == model]
         bound = f"p99 ≤ {here[0].bound_ms:g} ms"
@@ -81,11 +85,11 @@ def answers(results: Results) -> Iterator[str]:
             for what, other in others.items()
             if other is not None and other is not most
         ]
-        beside = f": {', '.join(against)}" if against else ""
+        compared = f": {', '.join(against)}" if against else ""
         doubt = "" if most.valid else f" LoadGen does not call the run valid: {most.reason}"
         yield (
             f"{model}: k = {most.k} in {most.precision.upper()} on {service_name(most)}{accuracy} "
-            f"serves {requests(most.rate or 0.0)} at {bound}{beside}.{doubt}"
+            f"serves {requests(most.rate or 0.0)} at {bound}{compared}.{doubt}"
         )
 
 
@@ -200,9 +204,9 @@ def service_notes(findings: ServiceFindings) -> tuple[str, ...]:
     delay = (
         f"waited up to {findings.max_delay_ms:g} ms" if findings.max_delay_ms else "did not wait"
     )
-    given = {row.fixed_rate is not None for row in findings.of("server")}
-    found = "The server's rate was found by LoadGen's own search. " if given else ""
-    if True in given:
+    rates = {row.fixed_rate for row in findings.of("server")}
+    found = "The server's rate was found by LoadGen's own search. " if rates else ""
+    if rates - {None}:
         found = "The server's rate was given. "
     return (
         "MLPerf's LoadGen issued the queries and judged the runs; its logs are in the folder "

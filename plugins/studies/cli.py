@@ -8,17 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ...commands.options import (
-    AsJson,
-    Quiet,
-    Verbose,
-    options_of,
-    output_option,
-    typed_data,
-    typed_source,
-)
+from ...commands.options import options_of, output_option, typed_data, typed_source
+from ...commands.printing import Printing
 from ...commands.reading import ReadingOptions, loader
-from ...common.console import Console, show
+from ...common.console import show
 from ...common.libraries import check_pytorch
 from ...common.writing import check_folder
 from .calls import specialise as find
@@ -61,9 +54,7 @@ def specialise(
     output: Annotated[Path | None, output_option("DIR", "The folder for JSON and figure.")] = None,
     reading: ReadingOptions,
     request: Annotated[SpecialiseRequest, OPTIONS],
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    printing: Printing,
 ) -> None:
     """Show which classes each expert serves, and how often it is chosen.
 
@@ -72,7 +63,7 @@ def specialise(
     """
     if output is not None:
         check_folder(output)
-    console = Console(verbose=verbose, quiet=quiet)
+    console = printing.console()
     request = replace(request, progress=console)
     check_pytorch("specialise")
     from . import specialisation_report as report
@@ -85,7 +76,7 @@ def specialise(
     (first, *others) = findings
     if output is not None:
         written = report.write_several(findings, output) if others else report.write(first, output)
-    if as_json:
+    if printing.as_json:
         show(report.several_json(findings) if others else report.to_json(first), end="")
         return
     show(report.several_text(findings) if others else report.text(first))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...commands.options import AsJson, BundleArgument, Quiet, Verbose, json_text, options_of
+from ...commands.options import BundleArgument, json_text, options_of
+from ...commands.printing import Messages, Printing
 from ...common.console import Console, show
 from ...common.interrupts import in_own_process
 from ...common.text import printable
@@ -44,21 +45,19 @@ def generate(
         typer.Argument(metavar="[PROMPT]", help="The text to continue [default: standard input]."),
     ] = None,
     request: Annotated[GenerateRequest, OPTIONS],
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    printing: Printing,
 ) -> None:
     """Continue a text with a bundle's language model, or chat with it.
 
     --chat without a prompt starts a conversation, one line per message, until Ctrl-D.
     """
     in_own_process()
-    console = Console(verbose=verbose, quiet=quiet)
-    if prompt is None and request.chat and sys.stdin.isatty() and not as_json:
+    console = printing.console()
+    if prompt is None and request.chat and sys.stdin.isatty() and not printing.as_json:
         _converse(text_model(bundle, request), request, console)
         return
     text = continued(bundle, sys.stdin.read() if prompt is None else prompt, request)
-    if as_json:
+    if printing.as_json:
         whole = "".join(text)
         show(json_text({"text": whole, **_taken(text)}))
         return
@@ -67,7 +66,7 @@ def generate(
 
 def _converse(model: TextModel, request: GenerateRequest, console: Console) -> None:
     """Runs a chat in which every prompt contains all earlier messages."""
-    said: list[dict[str, str]] = []
+    messages: list[dict[str, str]] = []
     while True:
         try:
             line = input(PROMPT)
@@ -76,9 +75,9 @@ def _converse(model: TextModel, request: GenerateRequest, console: Console) -> N
             return
         if not line.strip():
             continue
-        said.append({"role": "user", "content": line})
-        text = model.generate(said, request)
-        said.append({"role": "assistant", "content": _print(text, console)})
+        messages.append({"role": "user", "content": line})
+        text = model.generate(messages, request)
+        messages.append({"role": "assistant", "content": _print(text, console)})
 
 
 def _print(text: GeneratedText, console: Console) -> str:
@@ -122,8 +121,7 @@ def serve(
             threads={"min": 1},
         ),
     ],
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    messages: Messages,
 ) -> None:
     """Serve a bundle's language model to clients of OpenAI's protocol.
 
@@ -134,14 +132,14 @@ def serve(
 
     in_own_process()
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
-    logging.getLogger("moexport.serve").setLevel("ERROR" if quiet else "INFO")
+    logging.getLogger("moexport.serve").setLevel("ERROR" if messages.quiet else "INFO")
     where = f"http://{request.host}:{request.port}/v1"
     from ...exporter.bundle.bundle import Bundle
     from .generate import check_generates
 
     opened = Bundle.open(bundle)
     check_generates(opened)
-    Console(verbose=verbose, quiet=quiet).step(f"serving {bundle} at {where}; Ctrl-C ends it")
+    messages.console().step(f"serving {bundle} at {where}; Ctrl-C ends it")
     answer(opened, request)
 
 

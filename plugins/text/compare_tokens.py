@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.documents import object_in
+from ...common.environment import of_python
 from .files import GENAI_FILE, TOKENIZER_FILE, TOKENIZER_FILES, write_object
 
 TEXTS = (
@@ -45,13 +45,12 @@ def different_tokens(folder: Path) -> str | None:
     """
     if any(importlib.util.find_spec(name) is None for name in ("onnxruntime_genai", "tokenizers")):
         return None
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__, str(folder.absolute())],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
+            env=of_python(),
             start_new_session=True,
             timeout=LIMIT_S,
             check=True,

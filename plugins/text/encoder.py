@@ -23,7 +23,7 @@ from ...common.documents import object_in
 from ...common.text import printable
 from ...errors import UsageError
 from .files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, template_in
-from .server.protocol import NoSuchModelError, asked
+from .server.protocol import NoSuchModelError, parse_request
 
 if TYPE_CHECKING:
     import jinja2
@@ -61,14 +61,14 @@ class Encoder:
 
     def completion(self, body: bytes, name: str, most: int, *, chat: bool) -> dict[str, Any]:
         """Returns a client's request without its prompt, and the prompt's tokens."""
-        completion = asked(body)
+        completion = parse_request(body)
         if completion.model not in ("", name):
             named = printable(completion.model[:64])
             raise NoSuchModelError(f"model: {named} is not served here, only {name} is")
         completion.request(most)
         content = completion.content(chat=chat, most=self._context, reads=self._reads)
         left = replace(completion, prompt=None, messages=None)
-        return {"asked": asdict(left), "ids": self.tokens(content)}
+        return {"request": asdict(left), "ids": self.tokens(content)}
 
     def tokens(self, prompt: str | Chat) -> list[int]:
         """Returns the tokens of a text, or of a chat as formatted by the model's template.
@@ -167,15 +167,15 @@ def _compiled(source: str, folder: Path) -> tuple[jinja2.Template, frozenset[str
 
 def _message(error: BaseException) -> str:
     """Returns an error's message in one line."""
-    told = " ".join(str(error).split()) or type(error).__name__
-    return told[:MOST_WORDS]
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:MOST_WORDS]
 
 
-def _answer(encoder: Encoder, asked_for: Mapping[str, Any], body: bytes) -> bytes:
+def _answer(encoder: Encoder, header: Mapping[str, Any], body: bytes) -> bytes:
     try:
-        if "name" in asked_for:
-            name, most = asked_for["name"], asked_for["most"]
-            found = encoder.completion(body, name, most, chat=asked_for["chat"])
+        if "name" in header:
+            name, most = header["name"], header["most"]
+            found = encoder.completion(body, name, most, chat=header["chat"])
         else:
             found = {"ids": encoder.tokens(json.loads(body))}
     except UsageError as error:
@@ -186,26 +186,26 @@ def _answer(encoder: Encoder, asked_for: Mapping[str, Any], body: bytes) -> byte
     return json.dumps(found).encode() + b"\n"
 
 
-def _say(answer: bytes) -> None:
+def _write(answer: bytes) -> None:
     sys.stdout.buffer.write(answer)
     sys.stdout.buffer.flush()
 
 
-def _copied(encoder: Encoder, asked_for: Mapping[str, Any], body: bytes) -> None:
+def _answer_in_copy(encoder: Encoder, header: Mapping[str, Any], body: bytes) -> None:
     """Answers in a copy of this process; kills it after a time limit, and reports that."""
     if sys.platform == "win32":  # Windows cannot fork
-        _say(_answer(encoder, asked_for, body))
+        _write(_answer(encoder, header, body))
         return
     copy = os.fork()
     if copy == 0:
-        signal.alarm(asked_for["seconds"])
-        answer = _answer(encoder, asked_for, body)
+        signal.alarm(header["seconds"])
+        answer = _answer(encoder, header, body)
         signal.alarm(0)
-        _say(answer)
+        _write(answer)
         os._exit(0)
     _, status = os.waitpid(copy, 0)
     if status != 0:
-        _say(b"{}\n")
+        _write(b"{}\n")
 
 
 NICE = 5
@@ -225,11 +225,11 @@ def main() -> None:
         with contextlib.suppress(ValueError, OSError):  # a lower limit is already set
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     encoder = Encoder(Path(sys.argv[1]), int(sys.argv[2]))
-    _say(b"{}\n")
+    _write(b"{}\n")
     for line in sys.stdin.buffer:
-        asked_for = json.loads(line)
-        body = sys.stdin.buffer.read(asked_for["bytes"])
-        _copied(encoder, asked_for, body)
+        header = json.loads(line)
+        body = sys.stdin.buffer.read(header["bytes"])
+        _answer_in_copy(encoder, header, body)
 
 
 if __name__ == "__main__":

@@ -87,10 +87,10 @@ class TextModel:
         """Returns the tokens of a prompt; at least one more must fit into the context."""
         if not request.chat and isinstance(prompt, str):
             return self.prompts.tokens(prompt)
-        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
         if request.system is not None:
-            said.insert(0, {"role": "system", "content": request.system})
-        return self.prompts.tokens(said)
+            messages.insert(0, {"role": "system", "content": request.system})
+        return self.prompts.tokens(messages)
 
     def start(self, tokens: list[int], request: GenerateRequest) -> GeneratedText:
         """Starts the text that follows some tokens, with its own cache.
@@ -144,17 +144,17 @@ class Decoder:
 
     def __init__(self, words: Tokenizer) -> None:
         self._words = words
-        self._stream = self._begun()
+        self._stream = self._new_stream()
 
     def text(self, token: int) -> str:
         """Returns the text of the next token, which is empty until a character is complete."""
         try:
             return self._stream.step(self._words, token) or ""
         except Exception:  # noqa: BLE001 - its own, for bytes that are no text: it takes no others
-            self._stream = self._begun()
+            self._stream = self._new_stream()
             return self._stream.step(self._words, token) or ""
 
-    def _begun(self) -> DecodeStream:
+    def _new_stream(self) -> DecodeStream:
         from tokenizers.decoders import DecodeStream
 
         return DecodeStream(skip_special_tokens=True)
@@ -179,7 +179,7 @@ class GeneratedText(Iterator[str]):
         self.finish: Finish | None = None
         self.first_token_s = self.decode_s = 0.0
         self._generator, self._decoder, self._prompt = generator, decoder, prompt
-        self._stop, self._ends, self._held = stop, ends, ""
+        self._stop, self._ends, self._pending = stop, ends, ""
         self._no_memory = no_memory
 
     def __next__(self) -> str:
@@ -234,8 +234,8 @@ class GeneratedText(Iterator[str]):
         """Returns the text of a token, up to the first part that may begin a stop text."""
         if token in self._ends:
             self.finish = "stop"
-            return self._held
-        text = self._held + self._decoder.text(token)
+            return self._pending
+        text = self._pending + self._decoder.text(token)
         at = min((place for stop in self._stop if (place := text.find(stop)) >= 0), default=None)
         if at is not None:
             self.finish = "stop"
@@ -243,12 +243,12 @@ class GeneratedText(Iterator[str]):
         if self._generator.is_done():
             self.finish = "length"
             return text
-        kept = max((_begun(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
+        size = max((_begun_size(text, stop) for stop in self._stop), default=0)
+        self._pending = text[len(text) - size :]
+        return text[: len(text) - size]
 
 
-def _begun(text: str, stop: str) -> int:
+def _begun_size(text: str, stop: str) -> int:
     """Returns how many characters at the end of a text may begin a stop text."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)

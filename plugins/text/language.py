@@ -159,12 +159,16 @@ def _windows(ids: Array, model: Model, length: int, where: str) -> LabelledData:
                 hint="give a longer text, or a smaller --tokens",
             )
         ids = ids[: len(ids) // length * length].reshape(-1, length)
-    ids = fitted(ids, model.input)
+    return LabelledData(_sequences_in(fitted(ids, model.input), where), None, model.input.name)
+
+
+def _sequences_in(ids: Array, where: str) -> Array:
+    """Returns ids [s, m]; raises `FeedError` for sequences of single tokens."""
     if ids.shape[1] < 2:
         raise FeedError(
             f"{where}: single tokens have no next token to predict", hint="give longer sequences"
         )
-    return LabelledData(ids, None, model.input.name)
+    return ids
 
 
 def _archived(path: Path, model: Model) -> LabelledData:
@@ -174,11 +178,7 @@ def _archived(path: Path, model: Model) -> LabelledData:
     labels = data.labels
     if labels is None and mask is not None:
         labels = targets_of(data.inputs, mask)
-    if data.inputs.shape[1] < 2:
-        raise FeedError(
-            f"{path}: single tokens have no next token to predict", hint="give longer sequences"
-        )
-    return replace(data, labels=labels)
+    return replace(data, inputs=_sequences_in(data.inputs, str(path)), labels=labels)
 
 
 def targets_of(ids: Array, mask: Array) -> Labels:

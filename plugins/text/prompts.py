@@ -6,7 +6,6 @@ The time that Hugging Face's `tokenizers` needs grows with the length of a text.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import weakref
@@ -16,9 +15,10 @@ from threading import Lock, Timer
 from typing import Any
 
 from ...common.documents import from_data
+from ...common.environment import of_python
 from ...common.libraries import library
 from ...errors import BundleError, EngineError, UsageError, install
-from .server.protocol import Asked, NoSuchModelError
+from .server.protocol import CompletionRequest, NoSuchModelError
 
 ENCODER = "moexport.plugins.text.encoder"
 
@@ -52,20 +52,20 @@ class Prompts:
         Raises `UsageError` for a prompt that the model does not accept, and `EngineError` if it
         takes too long.
         """
-        ids: list[int] = self._asked({}, json.dumps(prompt).encode())["ids"]
+        ids: list[int] = self._request({}, json.dumps(prompt).encode())["ids"]
         return ids
 
     def completion(
         self, body: bytes, name: str, most: int, *, chat: bool
-    ) -> tuple[Asked, list[int]]:
+    ) -> tuple[CompletionRequest, list[int]]:
         """Returns a client's request and the tokens of its prompt.
 
         A text has at most `most` tokens. Raises as `tokens` does, and `NoSuchModelError`.
         """
-        found = self._asked({"name": name, "most": most, "chat": chat}, body)
-        return from_data(Asked, found["asked"], "the request"), found["ids"]
+        found = self._request({"name": name, "most": most, "chat": chat}, body)
+        return from_data(CompletionRequest, found["request"], "the request"), found["ids"]
 
-    def _asked(self, what: Mapping[str, Any], body: bytes) -> Any:
+    def _request(self, what: Mapping[str, Any], body: bytes) -> Any:
         seconds = LIMIT_S + (len(body) >> 20)
         with self._lock:
             if self._process.poll() is not None:
@@ -84,13 +84,12 @@ class Prompts:
 
     def _start(self) -> None:
         """Starts the process, and waits until it has loaded the tokenizer."""
-        path = os.pathsep.join(entry for entry in sys.path if entry)
         self._process = subprocess.Popen(
             [sys.executable, "-m", ENCODER, str(self._folder.absolute()), str(self._context)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+            env=of_python(TOKENIZERS_PARALLELISM="false"),
             start_new_session=True,  # so that Ctrl-C reaches only this process
         )
         self._end = weakref.finalize(self, _end, self._process)
@@ -100,7 +99,7 @@ class Prompts:
                 hint="save the tokenizer with a current transformers, and export again",
             )
 
-    def _answer(self, asked: bytes, seconds: int) -> Any:
+    def _answer(self, request: bytes, seconds: int) -> Any:
         """Returns the process's answer, or None if it ends or is killed after a time limit."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
@@ -108,7 +107,7 @@ class Prompts:
         timer.daemon = True
         timer.start()
         try:
-            process.stdin.write(asked)
+            process.stdin.write(request)
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:

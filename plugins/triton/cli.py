@@ -7,16 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...commands.options import (
-    AsJson,
-    Quiet,
-    Verbose,
-    json_text,
-    options_of,
-    output_option,
-    typed_path,
-)
-from ...common.console import Console, show
+from ...commands.options import json_text, options_of, output_option, typed_path
+from ...commands.printing import Printing
+from ...common.console import show
 from ...common.text import lines
 from .calls import triton as write
 from .request import TritonRequest
@@ -42,17 +35,15 @@ def triton(
     ],
     output: Annotated[Path, output_option("REPOSITORY", "The model repository to write.")],
     request: Annotated[TritonRequest, OPTIONS],
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    printing: Printing,
 ) -> None:
     """Write a model repository for Triton Inference Server.
 
     Several bundles of one network with different k are also combined into an ensemble.
     """
-    with Console(verbose=verbose, quiet=quiet) as console:
+    with printing.console() as console:
         models = write(bundles, output, request)
-    if as_json:
+    if printing.as_json:
         show(json_text([model.as_json() for model in models]))
         return
     for model in models:

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...commands.options import (
-    AsJson,
     ModelArgument,
-    Quiet,
-    Verbose,
     json_text,
     options_of,
     output_option,
@@ -21,8 +18,9 @@ from ...commands.options import (
     typed_data,
     typed_path,
 )
+from ...commands.printing import Printing
 from ...commands.reading import ReadingOptions, loader
-from ...common.console import Console, show
+from ...common.console import show
 from ...common.locations import is_missing
 from ...common.text import count
 from ...exporter.requests import SIZES
@@ -71,9 +69,7 @@ def tune(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the size of the search without searching.")
     ] = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    printing: Printing,
 ) -> None:
     """Find the fastest bundle that keeps an accuracy.
 
@@ -81,18 +77,18 @@ def tune(
     repeat the command: it continues where it stopped.
     """
     place = Path(request.report or output.with_name(f"{output.name}-report"))
-    with Console(verbose=verbose, quiet=quiet) as console:
+    with printing.console() as console:
         images = Path(data).is_dir() or request.pixels is not None
         load = loader(reading, model, console, None if images else data)
         request = replace(request, report=place, command=typed_command(), progress=console)
         if dry_run:
             planned = tune_plan(load, data, request)
-            show(json_text(asdict(planned)) if as_json else plan_text(planned))
+            show(json_text(asdict(planned)) if printing.as_json else plan_text(planned))
             return
         tuned = search(load, data, output, request)
     from .findings import text
 
-    if not as_json:
+    if not printing.as_json:
         show(text(tuned))
         return
     manifest = tuned.bundle.manifest

@@ -24,7 +24,7 @@ from ...common.environment import environment
 from ...common.files import STEP_BYTES
 from ...common.threads import Threads, with_threads
 from ...common.timing import LOOK_S, WAIT_S
-from ...common.writing import held, make_folder, scratch_folder
+from ...common.writing import exclusive_folder, make_folder, scratch_folder
 from ...data.batches import Array
 from ...errors import UsageError
 from ...exporter.job import ExportJob, calibration_job, export_job
@@ -277,5 +277,5 @@ def prepared(
     sizes = (request.batches.opt,)
     threads = threads_for([model], data, sizes, count=request.threads, work=work, progress=progress)
     place = scratch_folder("tune") if work is None else nullcontext(work)
-    with with_threads(threads.count), held(work), place as folder:
+    with with_threads(threads.count), exclusive_folder(work), place as folder:
         yield prepare(model, data, request, folder, progress, clock), threads

@@ -22,7 +22,7 @@ from ...common.threads import Threads
 from ...common.timing import Protocol
 from ...common.writing import (
     check_folder,
-    held_place,
+    exclusive_place,
     make_folder,
     output_errors,
 )
@@ -129,7 +129,7 @@ def search_and_export(
     check_folder(destination.absolute().parent)
     clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
     preparation = prepared(model, data, request, work, progress, clock)
-    with held_place(destination), preparation as (job, threads):
+    with exclusive_place(destination), preparation as (job, threads):
         if not job.journal.pieces("threads"):
             job.journal.add("threads", of=model.source.path, **asdict(threads))
         result = search(job, progress, evaluate)

@@ -18,7 +18,7 @@ from moexport.bench.runners.base import Runner, first_of
 from moexport.bench.runners.pytorch import with_algorithm_1
 from moexport.common.console import Silent
 from moexport.common.timing import Protocol, Round, measure
-from moexport.common.writing import held
+from moexport.common.writing import exclusive_folder
 from moexport.data.batches import Array
 from moexport.errors import OutputError
 from moexport.exporter.inputs import Inputs
@@ -117,7 +117,8 @@ def test_a_second_benchmark_in_the_same_folder_is_refused_at_once(
     model: Model, digits: Digits, tmp_path: Path
 ) -> None:
     graph = CountingGraph(model)
-    with held(tmp_path), pytest.raises(OutputError, match="another moexport process is writing"):
+    another = pytest.raises(OutputError, match="another moexport process is writing")
+    with exclusive_folder(tmp_path), another:
         bench([candidate(model, graph)], digits.test, replace(SETTINGS, out=tmp_path))
     assert not graph.inputs
 

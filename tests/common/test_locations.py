@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from moexport.common import locations
 from moexport.common.files import hash_files
-from moexport.common.locations import holds, local, state_of, url_of
+from moexport.common.locations import has_file, local, state_of, url_of
 from moexport.data.feeds import batches, count
 from moexport.errors import BundleError, CheckpointError, LocationError, MissingExtraError
 from moexport.exporter.bundle.bundle import Bundle
@@ -167,7 +167,7 @@ def test_a_path_may_be_written_as_a_url(tmp_path: Path, monkeypatch: pytest.Monk
         assert url_of(each) is None
         assert local(each).samefile("w.pt")
         assert state_of(each)
-    assert holds(folder.as_uri(), "w.pt") and not holds(folder.as_uri(), "v.pt")
+    assert has_file(folder.as_uri(), "w.pt") and not has_file(folder.as_uri(), "v.pt")
     for wrong in ("file://w.pt", "file://server/w.pt", "file://", "file:"):
         with pytest.raises(LocationError, match=f"{wrong}: this URL does not name") as refused:
             local(wrong)

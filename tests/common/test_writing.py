@@ -14,7 +14,7 @@ import pytest
 from moexport.common import writing
 from moexport.common.writing import (
     STALE_S,
-    held,
+    exclusive_folder,
     left_behind,
     locked,
     remove_leftovers,
@@ -259,24 +259,27 @@ def test_who_holds_a_folder_lets_others_wait(tmp_path: Path) -> None:
 
 def test_a_second_command_with_the_same_folder_is_refused_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "results"
-    code = HOLD.format(how="held")
+    code = HOLD.format(how="exclusive_folder")
     with subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline()
-        with pytest.raises(OutputError, match="results: another moexport process"), held(folder):
+        with (
+            pytest.raises(OutputError, match="results: another moexport process"),
+            exclusive_folder(folder),
+        ):
             pass
         assert process.poll() is None  # it was not waited for
         process.kill()
-    with held(folder):  # the lock went with the process
+    with exclusive_folder(folder):  # the lock went with the process
         assert folder.is_dir()
     assert names(folder) == []
 
 
 def test_a_folder_to_which_nothing_was_written_is_removed(tmp_path: Path) -> None:
-    with held(tmp_path / "a" / "b"):
+    with exclusive_folder(tmp_path / "a" / "b"):
         pass
     assert names(tmp_path) == []  # what was made above it, too
-    with held(tmp_path / "c"):
+    with exclusive_folder(tmp_path / "c"):
         (tmp_path / "c" / "results.json").write_text("{}")
     assert names(tmp_path / "c") == ["results.json"]
 

@@ -8,15 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ....commands.options import (
-    Quiet,
-    Verbose,
-    options_of,
-    output_option,
-    typed_setting,
-    typed_source,
-)
-from ....common.console import Console, show
+from ....commands.options import options_of, output_option, typed_setting, typed_source
+from ....commands.printing import Messages
+from ....common.console import show
 from ....errors import CheckError, OutputError
 from ....exporter.requests import SIZES
 from .calls import adapt as first_adapter
@@ -42,8 +36,7 @@ def adapt(
     request: Annotated[AdaptRequest, OPTIONS],
     output: Annotated[Path | None, output_option("FILE.py", "The file of the adapter.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    messages: Messages,
 ) -> None:
     """Write a first adapter for a layer of your own, checked against the layer's outputs."""
     from ....common.writing import check_file, write_text
@@ -52,7 +45,7 @@ def adapt(
         check_file(output)
         if output.exists() and not force:
             raise OutputError(f"{output} already exists", hint="--force replaces it")
-    with Console(verbose=verbose, quiet=quiet) as console:
+    with messages.console() as console:
         adapter = first_adapter(layer, replace(request, progress=console))
     if output is None:
         show(adapter.code)

@@ -28,7 +28,15 @@ from starlette.types import Receive, Scope, Send
 from ....errors import CacheMemoryError, MoexportError, UsageError
 from ..generate import GeneratedText, TextModel
 from ..request import GenerateRequest
-from .protocol import FAILED, Asked, NoSuchModelError, ReplyForm, error, events, in_protocol
+from .protocol import (
+    FAILED,
+    CompletionRequest,
+    NoSuchModelError,
+    ReplyForm,
+    error,
+    events,
+    in_protocol,
+)
 from .turns import Turns
 from .watched import LEFT, TEXT, WatchedRequests
 
@@ -136,11 +144,11 @@ class _Service:
 
     async def read(
         self, request: Request, *, chat: bool
-    ) -> tuple[Asked, list[int], GenerateRequest]:
+    ) -> tuple[CompletionRequest, list[int], GenerateRequest]:
         """Returns a request and the tokens of its prompt."""
         body = await request.body()
 
-        def tokens() -> tuple[Asked, list[int]] | MoexportError:
+        def tokens() -> tuple[CompletionRequest, list[int]] | MoexportError:
             try:
                 return self.model.prompts.completion(body, self.name, self._most, chat=chat)
             except MoexportError as cause:
@@ -218,7 +226,7 @@ class _Completions:
                 text.close()
 
     async def _response(
-        self, request: Request, completion: Asked, text: GeneratedText, most: int
+        self, request: Request, completion: CompletionRequest, text: GeneratedText, most: int
     ) -> Response:
         form = ReplyForm(chat=self._chat, stream=bool(completion.stream), model=self._service.name)
         pieces = self._service.pieces(text, most)

@@ -21,7 +21,7 @@ MOST_STOPS = 8
 STOP_CHARACTERS = 256
 """The longest stop text: every token is compared with all stop texts."""
 
-PASSED_OVER = frozenset(
+WITHOUT_EFFECT = frozenset(
     ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 )
 """Fields that are ignored, because they do not change the text."""
@@ -70,7 +70,7 @@ class WrittenText(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CompletionRequest:
     """A client's request; field names are the protocol's, except `top_k`."""
 
     model: str = ""
@@ -126,7 +126,10 @@ class Asked:
         if self.messages is not None:
             if len(self.messages) > most:
                 raise UsageError(f"messages: {len(self.messages):,}, but {most:,} tokens fit here")
-            return [_message(said, f"messages[{i}]", reads) for i, said in enumerate(self.messages)]
+            return [
+                _message(message, f"messages[{i}]", reads)
+                for i, message in enumerate(self.messages)
+            ]
         prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
         if len(prompts) != 1:
             raise UsageError(f"prompt: {len(prompts)} prompts, but one text is expected")
@@ -137,21 +140,19 @@ class NoSuchModelError(UsageError):
     """A request for a model that is not served."""
 
 
-SERVED = PASSED_OVER | {field.name for field in fields(Asked)}
+SERVED = WITHOUT_EFFECT | {field.name for field in fields(CompletionRequest)}
 
 
-def asked(body: bytes) -> Asked:
+def parse_request(body: bytes) -> CompletionRequest:
     """Parses a body; raises `UsageError` for an invalid or unsupported request."""
     try:
-        data = msgspec.json.decode(
-            body
-        )  # checks no types yet, so it does not slow down with many values
+        data = msgspec.json.decode(body)  # without types, which are slow for many values
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as cause:
         raise UsageError(f"the request is not valid JSON: {str(cause)[:200]}") from cause
     if not isinstance(data, dict):
         raise UsageError("the request is not an object")
     _check_served({name: data[name] for name in data if name not in SERVED}, "")
-    return from_data(Asked, data, "the request", error=UsageError)
+    return from_data(CompletionRequest, data, "the request", error=UsageError)
 
 
 def in_protocol(error: MoexportError) -> str:
@@ -173,19 +174,19 @@ def _check_served(data: Mapping[str, Any], at: str) -> None:
             )
 
 
-def _message(said: Mapping[str, Any], at: str, reads: frozenset[str]) -> dict[str, str]:
+def _message(message: Mapping[str, Any], at: str, reads: frozenset[str]) -> dict[str, str]:
     """Returns a message for a template: its role, content and other text fields that it reads."""
-    role = said.get("role")
+    role = message.get("role")
     if not (isinstance(role, str) and role):
         raise UsageError(f"{at}.role: it is not text")
     texts = {
         name: value
-        for name, value in said.items()
+        for name, value in message.items()
         if name not in ("role", "content") and name in reads and isinstance(value, str)
     }
-    others = {name for name in said if name not in texts} - {"role", "content"}
-    _check_served({name: said[name] for name in others}, f"{at}.")
-    return {"role": role, "content": _content(said.get("content"), at), **texts}
+    others = {name for name in message if name not in texts} - {"role", "content"}
+    _check_served({name: message[name] for name in others}, f"{at}.")
+    return {"role": role, "content": _content(message.get("content"), at), **texts}
 
 
 def _content(content: Any, at: str) -> str:
@@ -218,8 +219,8 @@ class ReplyForm:
         }
 
     def whole(self, content: str, text: WrittenText) -> dict[str, Any]:
-        said = {"message": {"role": "assistant", "content": content}}
-        return self._with(said if self.chat else {"text": content}, text.finish, **_usage(text))
+        answer = {"message": {"role": "assistant", "content": content}}
+        return self._with(answer if self.chat else {"text": content}, text.finish, **_usage(text))
 
     def part(self, piece: str, finish: str | None = None, **more: Any) -> dict[str, Any]:
         delta = {"delta": {"role": "assistant", "content": piece}}
@@ -228,8 +229,8 @@ class ReplyForm:
     def usage(self, text: WrittenText) -> dict[str, Any]:
         return {**self._head, "choices": [], **_usage(text)}
 
-    def _with(self, said: Mapping[str, Any], finish: str | None, **more: Any) -> dict[str, Any]:
-        choice = {"index": 0, **said, "finish_reason": finish, "logprobs": None}
+    def _with(self, answer: Mapping[str, Any], finish: str | None, **more: Any) -> dict[str, Any]:
+        choice = {"index": 0, **answer, "finish_reason": finish, "logprobs": None}
         return {**self._head, "choices": [choice], **more}
 
 

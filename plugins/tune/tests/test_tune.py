@@ -18,7 +18,7 @@ from moexport.common import timing
 from moexport.common.console import Progress, Silent
 from moexport.common.files import sha256
 from moexport.common.threads import with_threads
-from moexport.common.writing import held, held_place
+from moexport.common.writing import exclusive_folder, exclusive_place
 from moexport.errors import MoexportError, ParityError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
@@ -391,7 +391,7 @@ def test_a_second_search_in_the_same_folder_is_refused_at_once(
     model: Model, digits: Digits, tmp_path: Path
 ) -> None:
     report = tmp_path / "report"
-    with held(report):
+    with exclusive_folder(report):
         error = refused(model, few(digits, 60), tmp_path, report=report, keep="97%")
     assert str(error).startswith(f"{report}: another moexport process is writing")
 
@@ -400,7 +400,7 @@ def test_a_second_search_for_the_same_bundle_is_refused_at_once(
     model: Model, digits: Digits, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    with held_place(out):
+    with exclusive_place(out):
         error = refused(model, few(digits, 60), tmp_path, keep="97%")
     assert str(error).startswith(f"{out}: another moexport process is writing")
     assert [*tmp_path.iterdir()] == []
