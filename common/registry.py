@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.metadata import Distribution, EntryPoint, PackageMetadata, distributions
+from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import PluginError
