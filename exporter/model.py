@@ -36,7 +36,6 @@ from ..graphs.layers.base import (
     moe_layers,
     sharing_weights,
 )
-from ..graphs.layers.mumoe import MuMoE
 from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.names import STEER_INPUT
 from .bundle.manifest import TensorSpec as TensorSpec  # noqa: PLC0414
@@ -389,6 +388,8 @@ def _without(kept: KeptExperts, layer: MoELayer) -> MoELayer:
 
 
 def _merged(edit: MergedExperts, layer: MoELayer) -> MoELayer:
+    from ..graphs.layers.mumoe import MuMoE  # needed for this edit only
+
     if not isinstance(layer, MuMoE):
         raise UsageError(
             f"{edit.text}: the experts of {a_layer(layer.spec.kind)} cannot be merged",

@@ -16,9 +16,11 @@ import onnx_ir as ir
 
 from . import names
 from .builder import Builder
-from .layers.mumoe import NORM_EPS, logit_scale
-from .layers.stored import MuMoELayer
+from .layers.mumoe import NORM_EPS, MuMoESpec, logit_scale
+from .layers.stored import Layer
 from .precision.products import one_token
+
+MuMoELayer = Layer[MuMoESpec]
 
 ENTMAX_STEPS = ((64, 5), (256, 6), (2048, 7))
 """Newton steps by the largest number of experts: one more than any tested distribution, adversarial

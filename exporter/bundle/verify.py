@@ -18,7 +18,6 @@ from ...errors import MissingExtraError, MoexportError, PluginError
 from ...graphs.sizes import PARITY_BATCHES
 from ...graphs.targets import Target, for_cpus, runtime_of
 from ..session import CPU, Session, SessionOptions
-from .fp16_emulation import nodes_in
 from .manifest import (
     MANIFEST_FILE,
     Check,
@@ -270,6 +269,8 @@ def _bounds(
 
 def _rounds(path: Path) -> bool:
     """Whether a graph rounds values to BF16 on the way, as some published code does."""
+    from .fp16_emulation import nodes_in  # needed in `verify` only
+
     return any(
         attribute.name == "to" and attribute.i == onnx.TensorProto.BFLOAT16
         for node in nodes_in(onnx.load(path, load_external_data=False).graph)

@@ -12,7 +12,6 @@ from ..builder import Builder
 from ..precision.types import FP32, ComputeTypes
 from ..targets import Target
 from .base import MoESpec
-from .mumoe import MuMoESpec
 from .soft_moe import SoftMoESpec
 
 S = TypeVar("S", bound=MoESpec)
@@ -113,4 +112,3 @@ class Layer(Generic[S]):
 
 
 SoftMoELayer = Layer[SoftMoESpec]
-MuMoELayer = Layer[MuMoESpec]

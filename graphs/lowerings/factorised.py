@@ -16,9 +16,8 @@ import onnx_ir as ir
 
 from .. import names
 from ..builder import Builder
-from ..gating import coefficients
+from ..gating import MuMoELayer, coefficients
 from ..layers.mumoe import MuMoESpec
-from ..layers.stored import MuMoELayer
 from .base import LoweringOf
 from .multilinear import (
     Gates,

@@ -9,9 +9,8 @@ import onnx_ir as ir
 
 from .. import names
 from ..builder import Builder
-from ..gating import KeptLevel, kept_levels
+from ..gating import KeptLevel, MuMoELayer, kept_levels
 from ..layers.mumoe import MuMoESpec
-from ..layers.stored import MuMoELayer
 from ..targets import Machine
 from . import unfactorised
 from .base import LayerPlan, LoweringOf

@@ -9,8 +9,8 @@ from functools import reduce
 import onnx_ir as ir
 
 from ..builder import Builder
+from ..gating import MuMoELayer
 from ..layers.mumoe import NORM_EPS, FactorisedSpec
-from ..layers.stored import MuMoELayer
 from ..names import operand_of
 from ..precision.products import Linear, Rows, operand, product
 from ..targets import Machine

@@ -7,9 +7,8 @@ from functools import partial
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..gating import coefficients
+from ..gating import MuMoELayer, coefficients
 from ..layers.mumoe import MuMoESpec
-from ..layers.stored import MuMoELayer
 from .base import LoweringOf
 from .multilinear import Tensor, all_coefficients_us, combined, left_out, mixed, through_tensors
 

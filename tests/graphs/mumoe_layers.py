@@ -15,8 +15,8 @@ import torch
 from moexport.exporter.families.mumoe import tensor_names
 from moexport.graphs.builder import Builder
 from moexport.graphs.edits import Rewrite
+from moexport.graphs.gating import MuMoELayer
 from moexport.graphs.layers.mumoe import FactorisedSpec, Form, MuMoE, MuMoESpec, MuMoEWeights
-from moexport.graphs.layers.stored import MuMoELayer
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.precision.types import FP32, ComputeTypes
 from moexport.graphs.precision.weights import converted
