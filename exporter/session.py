@@ -28,7 +28,7 @@ from ..errors import (
 )
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, Runtime, runtime_names
-from .bundle.manifest import METADATA, GraphFacts, TensorSpec
+from .bundle.manifest import METADATA, GraphFacts, TensorSpec, nodes_in
 from .inputs import WHOLE, Inputs, by_name, check_array, check_given, completed, tensor_of
 
 if TYPE_CHECKING:
@@ -614,8 +614,6 @@ def _check_nodes(graph: GraphProto, name: str) -> None:
 
     ONNX Runtime 1.32 does not check for a negative `batch_dims` of GatherND, which is invalid.
     """
-    from .bundle.fp16_emulation import nodes_in
-
     for node in nodes_in(graph):
         for attribute in node.attribute:
             if attribute.name == "batch_dims" and attribute.i < 0:

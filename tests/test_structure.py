@@ -207,7 +207,7 @@ FILES_OF_K = ("cli.py", "commands/export.py", "exporter/options.py", "exporter/e
               "graphs/routing.py", "exporter/write.py")  # fmt: skip
 """The files of `export --k 4`, from the command line to TopK and the written graph."""
 
-LINES_OF_K = 3_787
+LINES_OF_K = 3_587
 """The lines of these files, without parity: a budget that only falls."""
 
 
@@ -227,7 +227,7 @@ def test_the_files_from_the_option_k_to_its_node_only_become_shorter() -> None:
     assert {module_name(Path(file)) for file in FILES_OF_K} <= seen
 
 
-LINES = {"core": 52_941, "plugins": 31_577}
+LINES = {"core": 51_311, "plugins": 30_094}
 """The lines of the product's modules: a budget that only falls."""
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, shape_inference
+
+from .manifest import graphs_in, nodes_in
 
 HALF_TYPES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
@@ -72,16 +72,3 @@ def _round(graph: GraphProto, halves: dict[str, int], weights: set[str]) -> None
 
 def _cast(source: str, target: str, kind: int) -> NodeProto:
     return helper.make_node("Cast", [source], [target], name=f"rounding/{target}", to=kind)
-
-
-def nodes_in(graph: GraphProto) -> Iterator[NodeProto]:
-    """Yields the nodes of a graph and of its branches."""
-    return (node for part in graphs_in(graph) for node in part.node)
-
-
-def graphs_in(graph: GraphProto) -> Iterator[GraphProto]:
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from graphs_in(attribute.g)

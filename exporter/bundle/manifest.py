@@ -24,7 +24,7 @@ from ...graphs.targets import TARGETS
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
-    from onnx import ModelProto, TensorProto
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 MANIFEST_FILE = "manifest.json"
 SCHEMA = 1
@@ -495,6 +495,20 @@ def external_files(model: ModelProto) -> set[str]:
         for entry in tensor.external_data
         if entry.key == "location"
     }
+
+
+def nodes_in(graph: GraphProto) -> Iterator[NodeProto]:
+    """Yields the nodes of a graph and of its branches."""
+    return (node for part in graphs_in(graph) for node in part.node)
+
+
+def graphs_in(graph: GraphProto) -> Iterator[GraphProto]:
+    """Yields a graph, then its branches."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from graphs_in(attribute.g)
 
 
 def tensors_in(message: Message) -> Iterator[TensorProto]:

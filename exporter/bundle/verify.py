@@ -27,6 +27,7 @@ from .manifest import (
     Manifest,
     external_files,
     is_as_written,
+    nodes_in,
 )
 from .parity import (
     PARITY_FILE,
@@ -269,8 +270,6 @@ def _bounds(
 
 def _rounds(path: Path) -> bool:
     """Whether a graph rounds values to BF16 on the way, as some published code does."""
-    from .fp16_emulation import nodes_in  # needed in `verify` only
-
     return any(
         attribute.name == "to" and attribute.i == onnx.TensorProto.BFLOAT16
         for node in nodes_in(onnx.load(path, load_external_data=False).graph)

@@ -22,6 +22,8 @@ from ...errors import CheckpointError, FamilyError, MissingSettingsError
 from ...graphs.layers.base import Matrices, MoELayer
 from ...graphs.layers.expert import Activation
 from ...graphs.layers.soft_moe import SoftMoE
+from ...graphs.names import PAST, PRESENT
+from ..inputs import PAST_AXIS
 from ..model import OURS, Host, TensorSpec
 
 Tensors = Mapping[str, Tensor]
@@ -503,3 +505,19 @@ def unit_phi(phi: Tensor, scale: Tensor | None, *, eps: float, kind: str = "l2")
             length = (length + eps).sqrt()
     phi = phi / length
     return (phi if scale is None else phi * scale.double()).float()
+
+
+def cache_specs(
+    shapes: Mapping[str, tuple[int, int]],
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Returns the inputs and outputs of a cache, from each part's heads and width.
+
+    `shapes` has a part for each of the keys and values of a layer: `0.key`, `0.value`, `1.key` …
+    """
+    inputs, outputs = [], []
+    for part, (heads, width) in shapes.items():
+        past = ("batch", heads, PAST_AXIS, width)
+        inputs.append(TensorSpec(f"{PAST}.{part}", "float32", past, default="empty"))
+        both = ("batch", heads, f"{PAST_AXIS} + tokens", width)
+        outputs.append(TensorSpec(f"{PRESENT}.{part}", "float32", both))
+    return tuple(inputs), tuple(outputs)

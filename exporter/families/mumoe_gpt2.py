@@ -27,10 +27,10 @@ from .base import (
     Question,
     Tensors,
     block_numbers,
+    cache_specs,
     check_heads,
     shape_of,
 )
-from .cache import cache_specs
 from .mumoe import ACTIVATION, CLASS_NAMES, activate, backbone_family, read_layer, with_layers
 
 NAME = "mumoe-gpt2"

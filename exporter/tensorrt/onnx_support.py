@@ -18,7 +18,7 @@ from onnx import numpy_helper
 
 from ...errors import EngineError
 from ...graphs.targets import TARGETS
-from ..bundle.manifest import LayerRecord
+from ..bundle.manifest import LayerRecord, graphs_in
 from .backends import Backend
 from .profiles import MAX_K
 
@@ -98,26 +98,15 @@ def _instead(backend: Backend, layer: LayerRecord | None) -> str:
 def refusals(model: onnx.ModelProto, backend: Backend) -> Iterator[Refusal]:
     """Yields the nodes of a graph that the backend's importer would refuse."""
     constants: dict[str, onnx.TensorProto] = {}
-    for node, initializers in _nodes(model.graph):
-        constants.update(initializers)
-        if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
-            constants[node.output[0]] = node.attribute[0].t
-        reason = _reason(node, constants, backend)
-        if reason is not None:
-            op = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-            yield Refusal(node=node.name or node.output[0], op=op, reason=reason)
-
-
-def _nodes(
-    graph: onnx.GraphProto,
-) -> Iterator[tuple[onnx.NodeProto, dict[str, onnx.TensorProto]]]:
-    """Every node, including those of branches, with the initializers of its own graph."""
-    initializers = {tensor.name: tensor for tensor in graph.initializer}
-    for node in graph.node:
-        yield node, initializers
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _nodes(attribute.g)
+    for graph in graphs_in(model.graph):
+        constants |= {tensor.name: tensor for tensor in graph.initializer}
+        for node in graph.node:
+            if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
+                constants[node.output[0]] = node.attribute[0].t
+            reason = _reason(node, constants, backend)
+            if reason is not None:
+                op = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+                yield Refusal(node=node.name or node.output[0], op=op, reason=reason)
 
 
 def _reason(

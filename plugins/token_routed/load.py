@@ -24,7 +24,7 @@ from ...errors import (
     one_line,
 )
 from ...exporter.checkpoints.weight_files import INDEX
-from ...exporter.families.cache import cache_specs
+from ...exporter.families.base import cache_specs
 from ...exporter.model import Model, Source, TensorSpec
 from ...graphs.layers.base import sharing_weights
 from ...graphs.names import PAST
