@@ -455,6 +455,6 @@ def _check_base(base: Trial, keep: float | None) -> None:
     quality = base.quality
     raise ContractError(
         f"--keep {keep:.4g}: the model as trained, in FP32, keeps between {quality.low:.2%} and "
-        f"{quality.high:.2%} on the {quality.inputs} inputs of the search's half",
+        f"{quality.high:.2%} on the {quality.inputs} inputs of the search",
         hint=inputs_hint(quality, keep),
     )

@@ -208,7 +208,7 @@ def shortfall(point: Confirmed, keep: float) -> ContractError:
     quality = point.quality
     message = (
         f"--keep {keep:.4g} not confirmed: {quality.kept:.2%} is kept on {quality.inputs} inputs "
-        f"of the other half, between {quality.low:.2%} and {quality.high:.2%} with 95% confidence"
+        f"held out to confirm it, between {quality.low:.2%} and {quality.high:.2%} with 95% confidence"
     )
     return ContractError(message, hint=inputs_hint(quality, keep))
 
@@ -219,7 +219,7 @@ def inputs_hint(quality: Quality, keep: float) -> str:
         return f"more inputs would not help: lower --keep to {quality.low:.3g}"
     needed = inputs_needed(quality.inputs, quality.kept, quality.low, keep)
     return (
-        f"about {2 * math.ceil(needed)} inputs in --data, half of them to confirm, would decide; "
+        f"about {2 * math.ceil(needed)} inputs in --data would suffice, half of them to confirm; "
         f"--keep {quality.low:.3g} is confirmed now"
     )
 

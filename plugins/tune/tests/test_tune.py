@@ -470,7 +470,7 @@ def test_a_share_that_the_model_as_trained_cannot_be_shown_to_keep_is_told_befor
     )
     assert isinstance(error, ContractError)
     assert "the model as trained, in FP32, keeps between" in error.message
-    assert "would decide" in str(error.hint)
+    assert "would suffice" in str(error.hint)
     assert not [told for told in steps.told if told.startswith(("trying", "searching"))]
 
 
