@@ -207,8 +207,8 @@ def shortfall(point: Confirmed, keep: float) -> ContractError:
     """Returns the error of a point that is not confirmed, with the number of inputs needed."""
     quality = point.quality
     message = (
-        f"--keep {keep:.4g} not confirmed: {quality.kept:.2%} is kept on {quality.inputs} inputs "
-        f"held out to confirm it, between {quality.low:.2%} and {quality.high:.2%} with 95% confidence"
+        f"--keep {keep:.4g} not confirmed: {quality.kept:.2%} is kept on {quality.inputs} "
+        f"held-out inputs, between {quality.low:.2%} and {quality.high:.2%} with 95% confidence"
     )
     return ContractError(message, hint=inputs_hint(quality, keep))
 
