@@ -530,6 +530,8 @@ class Reference:
         at_other_k = {}
         for prefix in dict.fromkeys(found[1] for name in arrays if (found := _AT_K.match(name))):
             own = {"y": arrays["dense"], **_group(arrays, prefix)}
+            if any(map(_AT_K.match, own)):
+                raise ValueError(f"results with another k within {prefix}")
             count = min(len(array) for array in own.values() if array.ndim)
             at_other_k[int(prefix[2:-1])] = Reference._of(_first({**own, **shared}, count))
         rounded = None
