@@ -127,7 +127,6 @@ def _run(console: Console, signals: list[str]) -> None:
 def _unexpected(error: Exception) -> tuple[str, str]:
     """Returns the message and the hint for an unexpected exception."""
     errors = _chain(error)
-    plugin = _running_plugin(error)
     for cause in errors:
         traceback.clear_frames(cause.__traceback__)
     from .common.writing import FULL  # imported late to keep --help fast
@@ -151,7 +150,7 @@ def _unexpected(error: Exception) -> tuple[str, str]:
             "raise the limit (ulimit -u, or a container's limit of pids), or use fewer threads: "
             "OMP_NUM_THREADS=1, or --threads 1 if the command has it",
         )
-    if plugin:
+    if plugin := _running_plugin(error):
         return (
             f"{_named(error)} (while the plugin {plugin} was running)",
             "this is a bug in the plugin or in moexport: --verbose shows where; "

@@ -260,8 +260,9 @@ def _whole(data: Path | Mapping[str, Array], model: Model) -> LabelledData:
         label = npz_archive(data, names[0], names[1:], outputs).label
     else:
         label = next((name for name in label_names(names, outputs) if name in data), None)
-    inputs = joined([*named_batches(data, names, labelled=True, outputs=outputs)])
-    labels = inputs.pop(LABEL, None)
+    labelled = LABEL not in names  # otherwise that array is an input
+    inputs = joined([*named_batches(data, names, labelled=labelled, outputs=outputs)])
+    labels = inputs.pop(LABEL, None) if labelled else None
     if len(names) > 1:
         inputs = fitted_arrays(inputs, model)
     main = inputs.pop(names[0])

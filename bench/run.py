@@ -219,7 +219,8 @@ def model_info(candidate: Candidate) -> ModelInfo:
     """Returns the description of a model, with the SHA-256 of its files, or of its weights."""
     model, source = candidate.model, candidate.model.source
     parameters = sum(p.numel() for p in model.module.parameters())
-    weights = (tensor.detach().cpu().numpy() for tensor in model.module.state_dict().values())
+    state = sorted(model.module.state_dict().items())
+    weights = (tensor.detach().cpu().numpy() for _, tensor in state)
     digest = source.sha256() if source.files else fingerprint(*weights)
     kind = next(layer.spec.kind for layer in model.layers.values())
     return ModelInfo(

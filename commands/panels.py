@@ -99,7 +99,8 @@ def expanded(function: Callable[..., T]) -> Callable[..., T]:
         if name in records:
             parameters += inspect.signature(records[name]).parameters.values()
         else:
-            parameters.append(parameter.replace(annotation=hints[name]))
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(parameter.replace(annotation=hints[name], kind=kind))
     shown: Any = call
     shown.__signature__ = inspect.Signature(parameters)
     return call

@@ -75,7 +75,9 @@ def foreign_plugins() -> dict[str, list[str]]:
 def foreign_packages() -> dict[str, str]:
     """Returns the distributions of other authors' plugins by the package that they import."""
     entries = (entry for entry in _found() if not entry.own)
-    return {entry.point.module.partition(".")[0]: entry.distribution for entry in entries}
+    # A damaged entry point has no `module`.
+    modules = ((entry.point.value.partition(":")[0], entry.distribution) for entry in entries)
+    return {module.partition(".")[0]: distribution for module, distribution in modules}
 
 
 def troubles() -> tuple[str, ...]:

@@ -159,7 +159,7 @@ def fields_of(
                 hint="the first axis of every array is the batch",
             )
     label = next((name for name in known if name in arrays), None)
-    if label is not None:
+    if label is not None and LABEL not in names:
         classes, inputs = np.asarray(arrays[label]), found[first]
         label_place = f"{where}: '{label}'"
         found[LABEL] = checked_labels(classes, inputs.dtype, inputs.shape, label_place, f"'{main}'")
@@ -236,7 +236,7 @@ def _of_dict(arrays: Mapping[str, Any], request: _FieldRequest) -> Fields:
     others = {name: value for name, value in arrays.items() if name not in own}
     fields = fields_of(others, request.names, request.outputs)
     count = len(fields[request.names[0]])
-    if not request.labelled:
+    if not request.labelled and LABEL not in request.names:
         fields.pop(LABEL, None)
     return fields | request.own_outputs(arrays, count, "the data:", arrays.__getitem__)
 
@@ -343,7 +343,8 @@ def _imported_items(where: str) -> Iterator[object]:
     # The user's code may fail in any way; its message becomes an error of the feed.
     try:
         items = iter(target() if callable(target) else target)
-        yield from items
+        for item in items:  # noqa: UP028  `yield from` would close the user's iterator
+            yield item
     except Exception as error:
         if items is None and isinstance(error, TypeError):
             raise FeedError(

@@ -424,4 +424,6 @@ def reproduce(results: Results) -> str:
     if ranges:
         lines.append(f"# INT8 ranges from {ranges['text']}")
         lines += [f"#   saved in {path}" for path in ranges.get("found", {}).values()]
+    elif results.protocol.get("calibration"):  # results of an earlier version
+        lines.append(f"# INT8 ranges from {results.protocol['calibration']}")
     return text_lines(*lines, *([results.command] if results.command else []))

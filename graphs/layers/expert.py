@@ -169,23 +169,23 @@ class ExpertMaps(MoELayer):
     def activate(self, hidden: Tensor, index: int | None = None) -> Tensor:
         """Computes the part between the maps: [..., inner] to [..., h]; all experts if None."""
         if self.spec.hidden_norm is not None:
-            gain, shift = (self._own(weight, index) for weight in (self.g1, self.s1))
+            gain, shift = (self._own(weight, index, hidden) for weight in (self.g1, self.s1))
             hidden = normalised(hidden, self.spec.hidden_norm, gain, shift)
         return self.gated(hidden)
 
     def _outputs(self, outputs: Tensor, index: int | None) -> Tensor:
         """Computes the parts after the last map: [..., o] to [..., o]."""
         if self.spec.out_norm is not None:
-            gain, shift = (self._own(weight, index) for weight in (self.g2, self.s2))
+            gain, shift = (self._own(weight, index, outputs) for weight in (self.g2, self.s2))
             outputs = normalised(outputs, self.spec.out_norm, gain, shift)
         return activated(outputs, self.spec.out_activation)
 
     @staticmethod
-    def _own(weight: Tensor | None, index: int | None) -> Tensor | None:
+    def _own(weight: Tensor | None, index: int | None, rows: Tensor) -> Tensor | None:
         """Returns an expert's gain or shift; [n, 1, ·] of all experts if the index is None."""
         if weight is None:
             return None
-        return weight[:, None] if index is None else weight[index]
+        return (weight[:, None] if index is None else weight[index]).to(rows.dtype)
 
     def stored_experts(self) -> Iterator[StoredPart]:
         """Yields the experts' weights, one expert at a time.

@@ -434,9 +434,3 @@ def shares_of(layer: str, column_sums: Tensor) -> Shares:
     return Shares(
         layer, tuple(shares.mean(axis=0).tolist()), tuple(low.tolist()), tuple(high.tolist())
     )
-
-
-def _untouched_accuracy(of: Model, data: LabelledData, labels: Tensor, batch: int) -> float:
-    base = untouched(of)
-    scores = [torch.from_numpy(base.infer(data.inputs[rows])) for rows in data.batches(batch)]
-    return accuracy(torch.cat(scores), labels)

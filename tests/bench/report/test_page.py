@@ -505,6 +505,8 @@ def test_reproduce_tells_versions_hashes_and_data(results: Results) -> None:
     assert "cd34" in to_markdown(full)
     random = full.protocol | {"data": {"source": None, "sha256": "cd34"}, "labelled": False}
     assert "# data random inputs: sha256 cd34" in reproduce(replace(full, protocol=random))
+    earlier = full.protocol | {"calibration": "train.npz"}
+    assert "# INT8 ranges from train.npz" in reproduce(replace(full, protocol=earlier))
 
 
 NAME = (
