@@ -89,7 +89,7 @@ def if_chosen(
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """Returns the time to read the chosen experts once for the whole batch, and of n branches."""
+    """Returns the time to read the chosen experts once for the whole batch, plus n branches."""
     n, active = plan.spec.experts, plan.expected_active
     branches = 0.0
     if plan.typical_k < n:

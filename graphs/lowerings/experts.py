@@ -72,12 +72,12 @@ def _normalised(
     b: Builder, layer: Layer[Any], z: ir.Value, norm: ExpertNorm, name: str
 ) -> ir.Value:
     """Adds z [..., width] divided by its standard deviation or root mean square, in FP32."""
-    inner, single = layer.compute.inner, ir.DataType.FLOAT
-    z = b.cast(z, inner, single, f"{name}_wide")
+    inner, fp32 = layer.compute.inner, ir.DataType.FLOAT
+    z = b.cast(z, inner, fp32, f"{name}_wide")
     if norm.kind == "layernorm":
         mean = b.op("ReduceMean", z, b.ints(-1), keepdims=1, name=f"{name}_mean")
         z = b.op("Sub", z, mean, name=f"{name}_centred")
-    return b.cast(rms_normalised(b, z, norm.eps, f"{name}_"), single, inner, f"{name}_narrow")
+    return b.cast(rms_normalised(b, z, norm.eps, f"{name}_"), fp32, inner, f"{name}_narrow")
 
 
 def rms_normalised(b: Builder, z: ir.Value, eps: float, prefix: str) -> ir.Value:
