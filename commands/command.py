@@ -17,8 +17,8 @@ class Command:
     """A command of the program.
 
     `summary` is its line in the list of commands, and `example` ends its help. `function` is
-    `package.module:function`; Typer reads its parameters as arguments and options. `panels` adds
-    the options of plugins for `calls`. The list of commands is sorted by `order`.
+    `package.module:function`; Typer reads its parameters as arguments and options. The command
+    also has plugins' options for `calls`. The list of commands is sorted by `order`.
     """
 
     name: str
