@@ -186,8 +186,8 @@ def _equivalents_text(report: ModelReport) -> tuple[str, ...]:
     """Returns the costs of muMoE layers in other forms; equal layers share a row."""
     by_forms: dict[tuple[tuple[str, int, int], ...], list[str]] = {}
     for layer in dict.fromkeys(entry.layer for entry in report.equivalents):
-        own = [entry for entry in report.equivalents if entry.layer == layer]
-        by_forms.setdefault(tuple((e.form, e.parameters, e.macs) for e in own), []).append(layer)
+        group = [entry for entry in report.equivalents if entry.layer == layer]
+        by_forms.setdefault(tuple((e.form, e.parameters, e.macs) for e in group), []).append(layer)
     if not by_forms:
         return ()
     rows = []

@@ -289,5 +289,5 @@ def refuse_idle(*records: Any, why: str, but: Sequence[str] = ()) -> None:
     The options in `but` have an effect.
     """
     for record in records:
-        for each in (record, *record.further):
-            refuse_changed(each, {*changed(each)} - {*but}, f": {why}")
+        for options in (record, *record.further):
+            refuse_changed(options, {*changed(options)} - {*but}, f": {why}")

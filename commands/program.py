@@ -44,7 +44,7 @@ class SectionedCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Handles --help-all, and options with optional values."""
         self.show_all = "--help-all" in args
-        metavars = {opt: each.metavar or "" for each in self.params for opt in each.opts}
+        metavars = {opt: param.metavar or "" for param in self.params for opt in param.opts}
         optional = {opt: text for opt, text in metavars.items() if text.startswith(OPTIONAL)}
         return super().parse_args(ctx, ["--help"] if self.show_all else with_values(args, optional))
 

@@ -171,9 +171,9 @@ class _Rate:
         self._print(f"{self._done:,}{total} {self._unit}, {_per_second(rate, self._unit)}{left}")
 
     def end(self) -> None:
-        took = max(time.monotonic() - self._started, 1e-9)
-        rate = _per_second(self._done / took, self._unit)
-        self._print(f"{self._done:,} {self._unit} in {took:.1f} s, {rate}")
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        rate = _per_second(self._done / seconds, self._unit)
+        self._print(f"{self._done:,} {self._unit} in {seconds:.1f} s, {rate}")
 
     def _print(self, text: str) -> None:
         print(f"{_NAME}{self._text}: {text}", file=sys.stderr, flush=True)

@@ -227,8 +227,8 @@ def _reword(message: str, at: str) -> str:
     subject = f"field {where}" if where else "the file"
     if types := re.fullmatch(r"Expected `(.*)`, got `(.*)`", what):
         # Users need not know that null is also allowed.
-        wanted = [WORDS.get(name, name) for name in types[1].split(" | ") if name != "null"]
-        return f"{subject} should be {' or '.join(wanted)}, not {WORDS.get(types[2], types[2])}"
+        expected = [WORDS.get(name, name) for name in types[1].split(" | ") if name != "null"]
+        return f"{subject} should be {' or '.join(expected)}, not {WORDS.get(types[2], types[2])}"
     if unknown := re.fullmatch(r"Invalid enum value (.*)", what):
         return f"{subject} is {unknown[1]}, which is unknown"
     return f"{subject}: {what[:1].lower()}{what[1:]}"

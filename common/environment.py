@@ -193,10 +193,10 @@ def nvidia_smi(*fields: str) -> list[list[str]]:
         return []
     query = [command, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):  # installed, but without a driver
         return []
-    rows = ([part.strip() for part in line.split(",")] for line in done.stdout.splitlines())
+    rows = ([part.strip() for part in line.split(",")] for line in result.stdout.splitlines())
     return [row for row in rows if len(row) == len(fields)]

@@ -38,12 +38,12 @@ def release(files: Iterable[Path]) -> None:
     """
     import psutil
 
-    wanted = {str(file.resolve()) for file in files}
-    if not wanted or not sys.platform.startswith("linux"):
+    paths = {str(file.resolve()) for file in files}
+    if not paths or not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None)
     for mapping in psutil.Process().memory_maps(grouped=False):
-        if mapping.path in wanted and not mapping.anonymous:  # anonymous: pages were modified
+        if mapping.path in paths and not mapping.anonymous:  # anonymous: pages were modified
             start, end = (int(edge, 16) for edge in mapping.addr.split("-"))
             size = ctypes.c_size_t(end - start)
             libc.madvise(ctypes.c_void_p(start), size, ctypes.c_int(mmap.MADV_DONTNEED))

@@ -119,13 +119,13 @@ def _watched(caught: list[int], raised_at: list[float], end: Callable[[], None])
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     with suppress(RuntimeError):  # without a thread, signals wait for Python
         Thread(target=_watch, args=(reader, caught, raised_at, end), daemon=True).start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(previous)
         os.close(writer)
 
 

@@ -88,7 +88,7 @@ def option(
 class Request:
     """The options that every call accepts.
 
-    `offered` are the calls whose plugin options apply (`Panel.calls`); `further` holds the records
+    `offered` are the calls whose plugin options apply (`Panel.calls`); `further` has the records
     of plugins whose options were given.
     """
 
@@ -106,13 +106,13 @@ class Request:
 
     def asking(self, record: Any) -> Self:
         """Returns a copy of the request with a plugin's record replaced."""
-        others = (each for each in self.further if type(each) is not type(record))
+        others = (other for other in self.further if type(other) is not type(record))
         return replace(self, further=(*others, record))
 
 
 def record_in(further: Iterable[Any], kind: type[T]) -> T | None:
     """Returns the plugin record of a kind, or None."""
-    return next((each for each in further if isinstance(each, kind)), None)
+    return next((record for record in further if isinstance(record, kind)), None)
 
 
 def declared(request: type[Any]) -> dict[str, tuple[Field[Any], Declared]]:

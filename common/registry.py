@@ -169,7 +169,7 @@ def left_out() -> str:
     """Returns an addition to a hint if a missing plugin may provide what was requested."""
     if _off():
         return f"; {PLUGINS}=off disables all plugins"
-    failed = ", ".join(sorted({each.distribution for each in unloadable()}))
+    failed = ", ".join(sorted({entry.distribution for entry in unloadable()}))
     return f"; `moexport doctor` shows why {failed} cannot be loaded" if failed else ""
 
 
@@ -213,7 +213,7 @@ Records = Mapping[str, R] | Sequence[R]
 
 def by_name(records: Records[R]) -> Mapping[str, R]:
     """Returns records by name; those of `OnUse` are not imported."""
-    return records if isinstance(records, Mapping) else {each.name: each for each in records}
+    return records if isinstance(records, Mapping) else {record.name: record for record in records}
 
 
 class Registry(Generic[R]):

@@ -14,13 +14,13 @@ def with_threads(count: int | None) -> Iterator[None]:
     """Sets PyTorch's number of threads within the context."""
     import torch
 
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 PROBE_S, LONG_S = 0.04, 1.0
@@ -103,10 +103,10 @@ def _time_calls(call: Callable[[], object], times_ms: list[float]) -> None:
     end = math.inf
     # One call is timed even if the process did not run for that long.
     while (time.perf_counter() < end or not times_ms) and max(times_ms, default=0.0) < 1e3 * LONG_S:
-        began = time.perf_counter()
+        start = time.perf_counter()
         call()
         now = time.perf_counter()
-        if end < math.inf or now - began > LONG_S:
-            times_ms.append(1e3 * (now - began))
+        if end < math.inf or now - start > LONG_S:
+            times_ms.append(1e3 * (now - start))
         else:
             end = now + PROBE_S

@@ -180,9 +180,9 @@ def _wait_until_idle() -> None:
     """
     end = time.monotonic() + LONGEST_S
     while time.monotonic() < end:
-        began, used = time.monotonic(), time.process_time()
+        start, used = time.monotonic(), time.process_time()
         time.sleep(LOOK_S)
-        if time.process_time() - used <= IDLE_SHARE * (time.monotonic() - began):
+        if time.process_time() - used <= IDLE_SHARE * (time.monotonic() - start):
             return
 
 

@@ -230,7 +230,7 @@ atexit.register(remove_scratch)
 
 
 def replace_folder(new: Path, target: Path) -> None:
-    """Replaces a folder by another on the same file system.
+    """Replaces a folder with another on the same file system.
 
     Both are synced first. The old folder is moved aside and restored on failure: between the two
     renames there is no folder. Concurrent replacements wait.

@@ -1,4 +1,4 @@
-"""Replaces each MoE node of a traced graph by the nodes of its lowering."""
+"""Replaces each MoE node of a traced graph with the nodes of its lowering."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def lower(
     fp16_weights: bool = False,
     coefficients: bool = False,
 ) -> Lowered:
-    """Returns a copy of a traced model in which each MoE node is replaced by its lowering.
+    """Returns a copy of a traced model in which each MoE node is replaced with its lowering.
 
     The traced model stays unchanged; its tensors are shared, not copied. The values that an
     `observer` returns for a layer become outputs of the graph. With `fp16_weights`, FP16 applies to
@@ -189,7 +189,7 @@ def _lower_node(
     steer: ir.Value | None,
     observer: Observer | None,
 ) -> LayerValues:
-    """Replaces a MoE node by the nodes of its lowering, in place; returns the names around them."""
+    """Replaces a MoE node with its lowering, in place; returns the names of values around it."""
     (x, *others), old = node.inputs, node.outputs[0]
     routed = tuple(value for value in others if value is not None)
     assert x is not None and x.name is not None

@@ -61,8 +61,8 @@ class AxisRange:
         leaves blocked kernels a remainder. Sizes in `more` are added if they are in the range.
         """
         above = (1 << (self.max - 1).bit_length() - 1) + 1 if self.max > 2 else self.max
-        wanted = {self.min, self.opt, above // of * of + (of if above % of else 0), self.max, *more}
-        return tuple(sorted(n for n in wanted if self.min <= n <= self.max and n % of == 0))
+        sizes = {self.min, self.opt, above // of * of + (of if above % of else 0), self.max, *more}
+        return tuple(sorted(n for n in sizes if self.min <= n <= self.max and n % of == 0))
 
     def __str__(self) -> str:
         return str(self.opt) if self.fixed else f"{self.min}:{self.opt}:{self.max}"
@@ -107,6 +107,6 @@ def parse_range(text: Sizes, option: str) -> AxisRange:
 def fits(sizes: Sequence[int], shape: Sequence[object]) -> bool:
     """Returns whether an array's sizes fit a shape; entries that are not integers are dynamic."""
     return len(sizes) == len(shape) and all(
-        not isinstance(wanted, int) or wanted == size
-        for size, wanted in zip(sizes, shape, strict=True)
+        not isinstance(expected, int) or expected == size
+        for size, expected in zip(sizes, shape, strict=True)
     )

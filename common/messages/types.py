@@ -172,6 +172,6 @@ def _is_instance(value: Any, kind: Any) -> bool:
     if base is bool and isinstance(value, int):
         return value in (0, 1)
     if base is Sequence and get_args(kind) and isinstance(value, list | tuple):
-        return all(fits(each, get_args(kind)[0]) for each in value)
+        return all(fits(item, get_args(kind)[0]) for item in value)
     others: Any = {int: bool, float: bool, Sequence: str | bytes}.get(base, ())
     return isinstance(value, _TYPES[base][0]) and not isinstance(value, others)

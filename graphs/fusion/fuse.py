@@ -70,7 +70,7 @@ FOR_LAUNCHES: Mapping[str, Callable[[ir.Graph, ir.Node], bool]] = {
 
 
 def fuse(model: ir.Model, ops: FusedOps, *, newest: bool) -> None:
-    """Replaces the patterns in a traced model, in place, by ops in `ops`.
+    """Replaces the patterns in a traced model, in place, with ops in `ops`.
 
     Raises the model's opset if an op needs a newer one and `newest` allows it.
     """
@@ -392,12 +392,12 @@ class _Fusion:
         """Adds a value [b, heads, m, w] as [b, m, heads·w], if it was derived from that shape."""
         rotary = made(value, "RotaryEmbedding")
         source = rotary.inputs[0] if rotary is not None else value
-        before = flat_before(source)
-        if before is None and self._ops.residuals:
-            before = _flattened(b, source)
-        if rotary is None or before is None:
-            return before
-        x, cos, sin = before, *rotary.inputs[1:3]
+        flat = flat_before(source)
+        if flat is None and self._ops.residuals:
+            flat = _flattened(b, source)
+        if rotary is None or flat is None:
+            return flat
+        x, cos, sin = flat, *rotary.inputs[1:3]
         assert value is not None
         return b.op("RotaryEmbedding", x, cos, sin, num_heads=heads_of(value), name="embedded")
 
@@ -497,10 +497,10 @@ def _by_position(value: ir.Value | None, x: ir.Value) -> ir.Value | None:
 
 def _flattened(b: Builder, value: ir.Value | None) -> ir.Value | None:
     """Adds a value [b, heads, m, w] as [b, m, heads·w], if it was derived from tokens first."""
-    apart = _tokens_first(b, value)
-    if apart is None or value is None or value.shape is None or not isinstance(value.shape[3], int):
+    split = _tokens_first(b, value)
+    if split is None or value is None or value.shape is None or not isinstance(value.shape[3], int):
         return None
-    flat = b.op("Reshape", apart, b.ints(0, 0, -1), name="flat")
+    flat = b.op("Reshape", split, b.ints(0, 0, -1), name="flat")
     flat.shape = ir.Shape([value.shape[0], value.shape[2], heads_of(value) * value.shape[3]])
     return flat
 
@@ -513,11 +513,11 @@ def _tokens_first(b: Builder, value: ir.Value | None) -> ir.Value | None:
     norm = made(value, "LayerNormalization", "RMSNormalization")
     if norm is None or norm.attributes.get_int("axis", -1) not in (-1, 3):
         return None
-    before = _tokens_first(b, norm.inputs[0])
-    if before is None:
+    by_token = _tokens_first(b, norm.inputs[0])
+    if by_token is None:
         return None
     options = {name: attribute.value for name, attribute in norm.attributes.items()}
-    inputs = (before, *norm.inputs[1:])
+    inputs = (by_token, *norm.inputs[1:])
     return b.op(norm.op_type, *inputs, name="normalised", **options)
 
 

@@ -17,7 +17,7 @@ MASKED_BELOW = -2.0
 
 
 def fuse_mask(graph: ir.Graph, product: ir.Node) -> bool:
-    """Replaces a bool times a number by a Where; returns whether it matched."""
+    """Replaces a bool times a number with a Where; returns whether it matched."""
     for value, factor in orders(product.inputs):
         cast, number = made(value, "Cast"), number_in(factor)
         if cast is None or number is None or not math.isfinite(number) or factor is None:
@@ -66,7 +66,7 @@ def fuse_none_seen(graph: ir.Graph, less: ir.Node) -> bool:
 
 
 def fuse_zero(graph: ir.Graph, negation: ir.Node) -> bool:
-    """Replaces the negation of a number as a bool by a comparison; returns whether it matched."""
+    """Replaces the negation of a number as a bool with a comparison; returns whether it matched."""
     cast = made(negation.inputs[0], "Cast")
     x = None if cast is None else cast.inputs[0]
     if x is None or x.dtype != ir.DataType.FLOAT:
@@ -79,10 +79,10 @@ def fuse_zero(graph: ir.Graph, negation: ir.Node) -> bool:
 
 def fuse_cast(graph: ir.Graph, cast: ir.Node) -> bool:
     """Removes an index's casts back and forth, or a constant's cast; returns whether it matched."""
-    y, wanted = cast.outputs[0], cast.attributes.get_int("to", 0)
+    y, target = cast.outputs[0], cast.attributes.get_int("to", 0)
     inner = made(cast.inputs[0], "Cast")
     x = None if inner is None else inner.inputs[0]
-    if x is not None and wanted == ir.DataType.INT64 and made(x, "TopK") is not None:
+    if x is not None and target == ir.DataType.INT64 and made(x, "TopK") is not None:
         if x.dtype != ir.DataType.INT64 or y.is_graph_output():
             return False
         ir.convenience.replace_all_uses_with(y, x)
@@ -90,7 +90,7 @@ def fuse_cast(graph: ir.Graph, cast: ir.Node) -> bool:
     expand = made(cast.inputs[0], "Expand")
     constant = None if expand is None else expand.inputs[0]
     tensor = None if constant is None else constant.const_value
-    if expand is None or tensor is None or tensor.size != 1 or wanted != ir.DataType.BOOL:
+    if expand is None or tensor is None or tensor.size != 1 or target != ir.DataType.BOOL:
         return False
     b = Builder(f"{name_of(cast)}/constant")
     value = b.constant(tensor.numpy() != 0)

@@ -1,4 +1,4 @@
-"""Helpers that recognise subgraphs, and replace them by other nodes."""
+"""Helpers that recognise subgraphs, and replace them with other nodes."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def put(
 
 
 def rename(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
-    """Replaces a value by another for all its users; the graph's outputs keep their names."""
+    """Replaces a value with another for all its users; the graph's outputs keep their names."""
     producer = old.producer()
     new.meta[SEEN_AS] = old.meta.get(SEEN_AS, None if producer is None else producer.name)
     if old in graph.outputs:

@@ -98,7 +98,7 @@ class FactorisedSpec:
 
     @property
     def one_level(self) -> FactorisedSpec:
-        """The tensor with the same number of experts in one level, and the ranks around it."""
+        """The tensor with the same number of experts in one level."""
         ranks, count = self.ranks, len(self.levels)
         if self.form == "tr":
             ranks = (ranks[0], *ranks[count:])

@@ -121,10 +121,10 @@ class _Predictions:
         """Returns a lowering's worst ratio to the fastest at some of the sizes."""
         return round(max(self.times[record][c] / self.fastest[c] for c in columns), 2)
 
-    def ranked(self, columns: Collection[int], own: int) -> list[AnyLowering]:
-        """Returns the lowerings by their worst ratio; ties are sorted by the time at size `own`."""
+    def ranked(self, columns: Collection[int], index: int) -> list[AnyLowering]:
+        """Returns the lowerings by their worst ratio; the time at size `index` decides ties."""
         return sorted(
-            self.times, key=lambda record: (self.worst(record, columns), self.times[record][own])
+            self.times, key=lambda record: (self.worst(record, columns), self.times[record][index])
         )
 
 

@@ -48,7 +48,7 @@ def activation(
 
 
 Affine = Callable[[str], ir.Value | None]
-"""Returns an expert's weight by its name (`g1`), for rows of one or several experts, if any."""
+"""Returns an expert's weight by name (`g1`), for rows of one or several experts, or None."""
 
 
 def followed(
@@ -134,7 +134,7 @@ so that every float type represents the weights exactly, as numbers between −1
 def _stacked_weight(b: Builder, layer: Layer[Any], key: str) -> ir.Value:
     """Adds the weights [n, in, out] of all experts.
 
-    In Q/DQ form they are multiples of `UNIT`: DequantizeLinear supports one axis, and their scales
+    In Q/DQ form they are multiples of `UNIT`: DequantizeLinear supports one axis, but their scales
     have two. The constant may only feed that node, so a Gather comes after it.
     """
     weight = layer.stacked(b, f"experts.{key}")

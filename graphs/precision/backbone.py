@@ -131,7 +131,7 @@ def quantize_backbone(
     *,
     by_token: bool,
 ) -> list[QuantizedLinear]:
-    """Replaces the linear layers of a traced model by INT8 ones, in place; returns their records.
+    """Replaces a traced model's linear layers with INT8 ones, in place; returns their records.
 
     `float_type` is the type that the model will compute in, which must represent the scales.
     Without ranges each row gets its own scale at run time. `by_token`: the model mostly computes
@@ -164,7 +164,7 @@ def block_backbone(
     *,
     on_gpu: bool = False,
 ) -> list[QuantizedLinear]:
-    """Replaces the weights of a traced model's linear layers by blocked ones, in place."""
+    """Replaces the weights of a traced model's linear layers with blocked ones, in place."""
     for group in _by_input(linears):
         block = block_of(form, [group[0].width], bits, on_gpu=on_gpu)
         if block is not None:
@@ -218,7 +218,7 @@ def _replace(
     compute: ComputeTypes,
     float_type: ir.DataType,
 ) -> None:
-    """Replaces linear layers with one input by one product."""
+    """Replaces linear layers that share an input with one product."""
     first = group[0]
     node, key = first.node, first.key
     assert node.name is not None

@@ -233,13 +233,13 @@ class _Conversion:
         """Casts the graph's float outputs to their types; they keep their names."""
         for index, value in enumerate(list(self.graph.outputs)):
             type_ = self.types.get(value)
-            wanted = self.dtype if value in cache else io
-            if type_ is None or type_ == wanted:
+            target = self.dtype if value in cache else io
+            if type_ is None or type_ == target:
                 continue
             name, producer = value.name, value.producer()
             assert name is not None and producer is not None
             value.name = f"{name}/narrow" if type_ == self.dtype else f"{name}/wide"
-            self.graph.outputs[index] = add_cast(self.graph, None, value, wanted, name)
+            self.graph.outputs[index] = add_cast(self.graph, None, value, target, name)
 
     def _reason(
         self, node: ir.Node, floats: list[ir.Value], results: list[ir.Value]
@@ -288,7 +288,7 @@ class _Conversion:
         return self._misfits[value]
 
     def _limited(self, array: np.ndarray) -> np.ndarray:
-        """Returns a constant with FP32's extreme value replaced by that of the 16-bit type.
+        """Returns a constant with FP32's extreme value replaced with that of the 16-bit type.
 
         Such a constant is a mask: values that are added to it or chosen instead are never larger.
         """
