@@ -218,7 +218,7 @@ def _replace(
     compute: ComputeTypes,
     float_type: ir.DataType,
 ) -> None:
-    """Replaces linear layers that share an input with one product."""
+    """Puts one product in place of linear layers that have the same input."""
     first = group[0]
     node, key = first.node, first.key
     assert node.name is not None
