@@ -703,7 +703,8 @@ class OneGatedMap(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         a, b = self.fc(x).chunk(2, -1)
-        return nn.functional.silu(a) * b
+        y: torch.Tensor = nn.functional.silu(a) * b
+        return y
 
 
 def test_a_gated_expert_of_one_map_is_refused() -> None:
