@@ -50,8 +50,8 @@ class Runner(ABC):
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the call that is timed for inputs [b, …].
 
-        With `wraps` it is the runtime's own call, without the checks and names around it in
-        `infer`; the time to prepare it is the time of these.
+        With `wraps` it is the runtime's own call, without the checks and names that `infer` adds;
+        preparing the call takes as long as they do.
         """
         return partial(self.infer, x)
 
@@ -81,17 +81,17 @@ R = TypeVar("R", bound=Runner)
 
 
 class Loader(ABC):
-    """Opens a runner, which may export, compile or load, and may fail.
+    """Opens a runner; this may export, compile or load, and may fail.
 
     If it can be pickled, another process also opens it, to measure its memory.
     """
 
     @abstractmethod
     def __call__(self) -> Runner:
-        """Opens the runner with outputs for the layers' choices."""
+        """Opens the runner with further outputs for the layers' choices."""
 
     def deployed(self) -> Runner:
-        """Opens the runner as in deployment, without further outputs."""
+        """Opens the runner as in deployment, without those outputs."""
         return self()
 
     @property
@@ -105,7 +105,7 @@ class Loader(ABC):
 
     @property
     def file(self) -> Path | None:
-        """The graph's file, if it is one."""
+        """The graph's file, if it opens one."""
         return None
 
 
@@ -130,8 +130,8 @@ class GraphFile:
 class ModelRun:
     """A model to run in PyTorch, for an engine's loader.
 
-    Algorithm 2 keeps `k` experts in each layer; routers choose `k_by_layer`. It is compiled for the
-    sizes in `batches`. The whole model computes in `precision`, FP32 or FP16.
+    Algorithm 2 keeps `k` experts in each layer; routers choose `k_by_layer`. `torch.compile` uses
+    the sizes in `batches`. The whole model computes in `precision`, FP32 or FP16.
     """
 
     model: Model

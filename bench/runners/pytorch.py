@@ -42,14 +42,14 @@ class Expected(NamedTuple):
 class PyTorch(Runner):
     """A PyTorch module with numpy inputs and outputs, without gradients.
 
-    `ports` are the inputs of a module with several inputs, whose defaults are filled in. `host` is
-    the model's.
+    `specs` describe the inputs of a module with several inputs, whose defaults are filled in.
+    `host` is the model's.
     """
 
     def __init__(
-        self, module: nn.Module, ports: Sequence[TensorSpec] = (), host: Host = OURS
+        self, module: nn.Module, specs: Sequence[TensorSpec] = (), host: Host = OURS
     ) -> None:
-        self.module, self.ports, self.host = module, ports, host
+        self.module, self.specs, self.host = module, specs, host
 
     @torch.inference_mode()
     def infer(self, x: Inputs, output: int = 0) -> Array:
@@ -61,7 +61,7 @@ class PyTorch(Runner):
         return [y.numpy() for y in all_outputs(self.module(*self.tensors(x)))]
 
     def tensors(self, x: Inputs) -> list[Tensor]:
-        arrays = completed(x, self.ports).values() if self.ports else [first_of(x)]
+        arrays = completed(x, self.specs).values() if self.specs else [first_of(x)]
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
 
     def bound(self, x: Inputs) -> Callable[[], object]:
@@ -105,9 +105,9 @@ class PyTorchOnGpu(PyTorch):
     """
 
     def __init__(
-        self, module: nn.Module, ports: Sequence[TensorSpec] = (), host: Host = OURS
+        self, module: nn.Module, specs: Sequence[TensorSpec] = (), host: Host = OURS
     ) -> None:
-        super().__init__(module, ports, host)
+        super().__init__(module, specs, host)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def tensors(self, x: Inputs) -> list[Tensor]:
@@ -199,7 +199,7 @@ def on_device(model: Model, device: str) -> Model:
     Weights that its module and its original share are also shared in the copies.
     """
     modules = [model.module] if model.original is None else [model.module, model.original]
-    # The memo maps each tensor to its copy on the device, so the deep copy makes none.
+    # The memo maps each tensor to its copy on the device, so the deep copy copies no weights.
     memo: dict[int, Any] = {}
     for module in modules:
         for parameter in module.parameters():
@@ -237,7 +237,7 @@ def untouched(model: Model) -> PyTorch:
 def with_algorithm_1(
     model: Model, k: int | Mapping[str, int], algorithm: Algorithm, *, renormalize: bool = False
 ) -> PyTorch:
-    """Returns the model with k experts in every layer, or a number per layer's name.
+    """Returns the model with k experts in every layer, or with one k per layer, by name.
 
     It shares the model's weights.
     """
@@ -250,7 +250,7 @@ def with_algorithm_1(
 
 
 def has_stacked_form(model: Model) -> bool:
-    """Returns whether the unmodified model does not compute its experts in one product.
+    """Returns whether the unmodified model could compute its experts in one product but does not.
 
     A loop over many modules is slow, which makes it a poor baseline.
     """
