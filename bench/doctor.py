@@ -70,8 +70,7 @@ def diagnose(required: Iterable[Requirement]) -> Diagnosis:
     gpu = first_gpu()
     lines = (EXPORT, *dict.fromkeys(required), DEMO)
     abilities = tuple(line.ability(gpu) for line in lines)
-    foreign = foreign_plugins().items()
-    plugins = tuple(f"plugin {name}: {'; '.join(entries)}" for name, entries in foreign)
+    plugins = tuple(f"plugin {n}: {'; '.join(items)}" for n, items in foreign_plugins().items())
     outside = tuple(outside_of_what_was_run())
     return Diagnosis(abilities, environment(), outside, (*plugins, *troubles()))
 

@@ -92,7 +92,7 @@ def wrong(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None
 
 @dataclass(frozen=True, slots=True)
 class EvaluationState:
-    """The state of an evaluation: sample count, sums of the unmodified model and of all cases."""
+    """The state of an evaluation: a sample count, sums of the unmodified model and of cases."""
 
     samples: int = 0
     untouched: QualitySums = field(default_factory=QualitySums)
@@ -212,8 +212,8 @@ def _batches(
     first = data.head(1)
     if not len(first):
         raise FeedError("the data contain no samples", hint="give at least one input")
-    only, largest = candidate.only_batch, sys.maxsize if limit is None else limit
-    if only is not None and (found := min(largest, len(data.head(only)))) < only:
+    only, available = candidate.only_batch, sys.maxsize if limit is None else limit
+    if only is not None and (found := min(available, len(data.head(only)))) < only:
         raise FeedError(
             f"{name} only runs batches of {only} inputs, but the data have {found}",
             hint=f"give {only} inputs or more",
@@ -359,12 +359,12 @@ def _same_choices(
     """
     if not expected.chosen:
         return None
-    none = np.zeros(output[:1], dtype=bool)
+    no_match = np.zeros(output[:1], dtype=bool)
     if chosen is None or chosen.keys() != expected.chosen.keys():
-        return none
+        return no_match
     same = [(np.sort(chosen[n]) == np.sort(s)).all(axis=-1) for n, s in expected.chosen.items()]
     if len({len(layer) for layer in same}) > 1 or len(same[0]) % output[0]:
-        return none
+        return no_match
     equal: Array = np.logical_and.reduce(same).reshape(output[0], -1)
     if equal.shape == output[:2] and len(output) > equal.ndim:
         return equal

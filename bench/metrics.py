@@ -288,10 +288,10 @@ class ParityStatistics(Sums):
     same_reference_squares: float = 0.0
 
     @classmethod
-    def of(cls, outputs: Array, reference: Array, same_experts: Array | None = None) -> Self:
+    def of(cls, outputs: Array, reference: Array, mask: Array | None = None) -> Self:
         """Compares outputs of one batch. Raises ParityError for other shapes, NaN or Inf.
 
-        `same_experts` marks the inputs [b], or tokens [b, m], with the same experts; None for all.
+        `mask` marks the inputs [b], or tokens [b, m], with the same experts; None for all.
         """
         if outputs.shape != reference.shape:
             raise ParityError(
@@ -301,10 +301,8 @@ class ParityStatistics(Sums):
         if not np.isfinite(a).all():
             raise ParityError(f"{int((~np.isfinite(a)).sum())} of {a.size} outputs are not finite")
         error, expected = a - b, b
-        if same_experts is not None:
-            error, expected = (
-                part.reshape(outputs.shape)[same_experts].ravel() for part in (error, expected)
-            )
+        if mask is not None:
+            error, expected = (x.reshape(outputs.shape)[mask].ravel() for x in (error, expected))
         return cls(
             max_abs=float(np.abs(a - b).max()),
             dot=float(a @ b),

@@ -420,8 +420,7 @@ def checked_labels(
 ) -> Labels:
     """Returns valid labels (`Labels`) of inputs with this type and shape, or tokens for ids [b, m].
 
-    With `whole`, the array has all labels, not those of one batch. Raises `FeedError` for invalid
-    labels.
+    With `whole`, it has all labels, not those of one batch. Raises `FeedError` if any is invalid.
     """
     tokens = dtype.kind in "iu" and array.shape == shape and array.ndim > 1
     if array.ndim not in (1, 2) and not tokens:

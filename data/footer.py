@@ -71,7 +71,7 @@ class _Pages:
     """The pages of a file, which must end before `end` and must not overlap between columns."""
 
     def __init__(self, file: BinaryIO, end: int) -> None:
-        self._file, self.end, self._unclaimed = file, end, end
+        self._file, self.end, self._left = file, end, end
 
     def check(self, column: dict[int, Any]) -> None:
         """Raises ValueError for pages with more bytes or values than the footer declares."""
@@ -82,10 +82,9 @@ class _Pages:
             header = _Thrift(self._file.read(HEADER_BYTES))
             page = header.struct()
             span = header.position + page[3]
-            offset, unpacked = offset + span, unpacked - page[2]
-            self._unclaimed -= span
+            self._left, offset, unpacked = self._left - span, offset + span, unpacked - page[2]
             values -= (page.get(5) or page.get(8) or {1: 0})[1]
-            if min(page[2], page[3], self._unclaimed, unpacked, values, self.end - offset) < 0:
+            if min(page[2], page[3], self._left, unpacked, values, self.end - offset) < 0:
                 raise ValueError("a page declares more than the footer")
 
 

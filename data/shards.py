@@ -98,8 +98,8 @@ def shard_batches(shards: Sequence[AnyPlace]) -> Iterator[tuple[str, Fields]]:
 
 
 INDEXES = ("sizes.json", "shardindex.json", "index.json", "_info.json")
-"""Indexes with the number of samples per shard: those of OpenCLIP, WebDataset (wids), and timm's data
-sets on Hugging Face."""
+"""Indexes with the number of samples per shard: those of OpenCLIP, WebDataset (wids), and timm's
+data sets on Hugging Face."""
 
 NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)(\D*)")
 """Names of shards that include the number of shards, as `datasets` writes them."""

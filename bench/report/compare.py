@@ -104,8 +104,7 @@ def compare(before: Results, now: Results) -> ResultsComparison:
     notes = []
     for name in ("cpu", "gpu", "threads", "memory_bytes"):
         prior, current = (run.environment.get(name) for run in (before, now))
-        if isinstance(prior, dict) and isinstance(current, dict):
-            # Earlier files have fewer facts.
+        if isinstance(prior, dict) and isinstance(current, dict):  # earlier files have fewer facts
             current = {key: current[key] for key in current if key in prior}
         if prior != current:
             notes.append(f"Another machine or setting: {name} was {prior} and is now {current}.")
