@@ -441,14 +441,14 @@ def _image_shards(
     scale = _image_scale(f"{where} contains images", spec, pixels)
 
     def pairs() -> Iterator[LabelledBatch]:
-        for place, fields in shard_batches(shards):
+        for shard, fields in shard_batches(shards):
             if IMAGE not in fields:
-                raise FeedError(f"{place} has a sample without an image", hint="leave --pixels out")
-            files = ((io.BytesIO(data), f"{place}: an image") for data in fields[IMAGE])
+                raise FeedError(f"{shard} has a sample without an image", hint="leave --pixels out")
+            files = ((io.BytesIO(data), f"{shard}: an image") for data in fields[IMAGE])
             images = np.stack([read_image(file, spec, scale, name) for file, name in files])
             labels = next((fields[name] for name in LABEL_NAMES if name in fields), None)
             if labels is not None:
-                labels = checked_labels(labels, images.dtype, images.shape, place, "the shard")
+                labels = checked_labels(labels, images.dtype, images.shape, shard, "the shard")
             yield images, labels
 
     empty = FeedError(f"{where} contains no samples")

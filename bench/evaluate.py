@@ -206,9 +206,9 @@ def _batches(
     keys = {case: _reference_key(case, candidate) for case in runners}
     references: dict[ReferenceKey, PyTorch] = {}
     for case, key in keys.items():
-        own = candidate.of(case)
-        if key is not None and key not in references and _has_own_reference(case, own):
-            references[key] = reference_of(own, case.k)
+        source = candidate.of(case)
+        if key is not None and key not in references and _has_own_reference(case, source):
+            references[key] = reference_of(source, case.k)
     first = data.head(1)
     if not len(first):
         raise FeedError("the data contain no samples", hint="give at least one input")
@@ -246,8 +246,8 @@ def _reference_key(case: Case, candidate: Candidate) -> ReferenceKey | None:
     kind = engine_of(case.engine, case.provider)
     if isinstance(kind, ModelEngine) and kind.untouched:
         return None
-    own = candidate.of(case)
-    return "" if own is candidate else own.name, case.k
+    source = candidate.of(case)
+    return "" if source is candidate else source.name, case.k
 
 
 def _has_own_reference(case: Case, candidate: Candidate) -> bool:

@@ -81,12 +81,12 @@ def prepared(sources: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterato
     check_exported(sources, request)
     request.check_ranges()
     models = with_sources(sources)
-    first, bundles = models[0][0], [bundle for _, own in models for bundle in own]
+    first, bundles = models[0][0], [bundle for _, group in models for bundle in group]
     data = data_of(first, request, fixed_sizes(first, bundles))
     of_arrays = request.pixels is None and benchmark_of(first) is None
     if len(models) == 1 and of_arrays and isinstance(request.data, str | Path | Mapping):
         check_own_outputs(first, request.data)
-    exports = not all(own for _, own in models)
+    exports = not all(group for _, group in models)
     ranges = ranges_of(request, first, data, exports=exports, bundles=bundles)
     data = ranges.measured
     if ranges.text:

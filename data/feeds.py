@@ -79,11 +79,11 @@ def named_batches(
         with named_by_url():
             shards = shards_of(feed)
             if shards is not None:
-                for place, fields in shard_batches(shards):
-                    inputs = _shard_inputs(fields, first, place)
-                    check_inputs(inputs.dtype, inputs.shape, place)
+                for shard, fields in shard_batches(shards):
+                    inputs = _shard_inputs(fields, first, shard)
+                    check_inputs(inputs.dtype, inputs.shape, shard)
                     extra = {n: fields[n] for n in others if n in fields}
-                    yield {first: inputs} | extra | request.targets({**fields}, inputs, place)
+                    yield {first: inputs} | extra | request.targets({**fields}, inputs, shard)
                 return
             path = local(feed)
             if path.exists():
@@ -232,8 +232,8 @@ class _FieldRequest:
 
 def _dict_batch(arrays: Mapping[str, Any], request: _FieldRequest) -> Fields:
     """The inputs of a dict as one batch, with the requested labels and outputs."""
-    own = request.own_names(arrays).values()
-    others = {name: value for name, value in arrays.items() if name not in own}
+    outputs = request.own_names(arrays).values()
+    others = {name: value for name, value in arrays.items() if name not in outputs}
     fields = fields_of(others, request.names, request.outputs)
     count = len(fields[request.names[0]])
     if not request.labelled:

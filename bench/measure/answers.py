@@ -41,9 +41,9 @@ def per_output(
         return None
     numbers = labels[:, None] if labels.ndim == 1 else labels
     if numbers.shape != y.shape:
-        own = "batch, " + ", ".join(map(str, y.shape[1:]))
+        expected = "batch, " + ", ".join(map(str, y.shape[1:]))
         raise FeedError(
-            f"{where} has labels (batch, {numbers.shape[1]}) for outputs ({own})",
+            f"{where} has labels (batch, {numbers.shape[1]}) for outputs ({expected})",
             hint="save a class for each input, (batch,), or a number for each output, "
             "(batch, outputs)",
         )

@@ -153,8 +153,8 @@ def earlier(out: Path, named: Path | None, *, wanted: bool) -> Results | None:
     """Returns the results to compare with: the named file, or else the results in `out`."""
     if named is not None:
         return read(named)
-    own = out / "results.json"
-    return read(own) if wanted and own.is_file() else None
+    file = out / "results.json"
+    return read(file) if wanted and file.is_file() else None
 
 
 def check_regression(before: Results, now: Results, share: float | None) -> tuple[str, ...]:

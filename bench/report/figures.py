@@ -171,14 +171,14 @@ def _rows(
     dash = DASHES[model % len(DASHES)]
     named = [(line, row) for line in lines for row in line.rows]
     for index, (line, row) in enumerate(named):
-        own = {"index": index, "k": row.k, "precision": row.precision, "model": model}
+        fields = {"index": index, "k": row.k, "precision": row.precision, "model": model}
         drawn = marks(section, row, SYMBOLS[line.style % len(SYMBOLS)]) | {
             "untouched": False,
             "limit": None,
         }
         if not row.engine.startswith("pytorch"):
             drawn["dash"] = dash
-        yield drawn | own | {"line": f"{model} {line.name}", "ink": ink_of(row.precision)}
+        yield drawn | fields | {"line": f"{model} {line.name}", "ink": ink_of(row.precision)}
     if section.reference is not None:
         drawn = marks(section, section.reference, STAR) | {
             "limit": None,

@@ -26,14 +26,14 @@ class NamedRun:
     results: Results
 
 
-def named_runs(places: Sequence[Path | None], listed: Sequence[Results]) -> tuple[NamedRun, ...]:
+def named_runs(paths: Sequence[Path | None], listed: Sequence[Results]) -> tuple[NamedRun, ...]:
     """Returns runs, named after the folders of their files or, without files, their dates."""
     named: list[NamedRun] = []
-    for place, results in zip(places, listed, strict=True):
+    for path, results in zip(paths, listed, strict=True):
         dated = f"run of {results.created[:16].replace('T', ' ')}"
-        name = dated if place is None else place.absolute().parent.name or place.stem
-        taken = [run.name for run in named]
-        number = sum(other.partition(" (")[0] == name for other in taken) + 1
+        name = dated if path is None else path.absolute().parent.name or path.stem
+        names = [run.name for run in named]
+        number = sum(other.partition(" (")[0] == name for other in names) + 1
         named.append(NamedRun(name if number == 1 else f"{name} ({number})", results))
     return tuple(named)
 

@@ -135,8 +135,8 @@ def to_markdown(
         lines += [f"## {title}, {section.sizes}", "", markdown_text(summary(section)), ""]
         if caveat(section):
             lines += [markdown_text(caveat(section)), ""]
-        here = [row for row in results.rows if section.includes(row)]
-        rows = [_markdown_cells(row, section.speedup(row), len(device)) for row in here]
+        members = [row for row in results.rows if section.includes(row)]
+        rows = [_markdown_cells(row, section.speedup(row), len(device)) for row in members]
         rows = [(*map(markdown_text, row), *[""] * (len(header) - len(row))) for row in rows]
         lines += [markdown(header, rows, words=1), ""]
     for shown, content in contents(results, comparison, runs):

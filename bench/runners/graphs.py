@@ -74,19 +74,19 @@ class GraphRunner(SessionRunner):
         return None if self.session.recorded is None else self.session.no_cuda_graphs
 
     def bound(self, x: Inputs) -> Callable[[], list[Any]]:
-        """Returns the runtime's own call for inputs [b, …], with its first output.
+        """Returns the runtime's own call for inputs [b, …] and the graph's first output.
 
         A graph with a cache leaves every output on the runtime's device, where the next token
         needs it.
         """
         routing = {*self.selected_values.values()}
-        own = [
+        outputs = [
             name
             for name in self.session.output_names
             if name not in routing and not is_score(name, self.experts)
         ]
-        if len(own) > 1:
-            return self.session.bound_values(x, self.k, own)
+        if len(outputs) > 1:
+            return self.session.bound_values(x, self.k, outputs)
         return self.session.bound(x, self.k)
 
 

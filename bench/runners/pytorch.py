@@ -67,8 +67,8 @@ class PyTorch(Runner):
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the module's own call for inputs [b, …], tensor to tensor."""
         tensors = self.tensors(x)
-        own = self.host.repeated(self.module, tensors)
-        return torch.inference_mode()(own or (lambda: self.module(*tensors)))
+        repeated = self.host.repeated(self.module, tensors)
+        return torch.inference_mode()(repeated or (lambda: self.module(*tensors)))
 
     @torch.inference_mode()
     def with_routing(self, x: Inputs, output: int = 0) -> Expected:
@@ -119,19 +119,19 @@ class PyTorchOnGpu(PyTorch):
             return super().infer(x, output)
 
     def bound(self, x: Inputs) -> Callable[[], object]:
-        """Returns `infer` of inputs [b, …]; a cache is already on the GPU, and stays there.
+        """Returns a call of `infer` for inputs [b, …]; a cache is on the GPU and stays there.
 
         The logits of a language model are copied to the host.
         """
         with torch.cuda.stream(self._stream), torch.inference_mode():
-            own = self.host.repeated(self.module, self.tensors(x))
-        if own is None:
+            repeated = self.host.repeated(self.module, self.tensors(x))
+        if repeated is None:
             return partial(self.infer, x)
 
         @torch.inference_mode()
         def call() -> object:
             with torch.cuda.stream(self._stream):
-                return own().cpu()
+                return repeated().cpu()
 
         return call
 
@@ -181,9 +181,9 @@ class CompiledPyTorch(Runner):
         self._sizes = frozenset(sizes)
 
     def infer(self, x: Inputs, output: int = 0) -> Array:
-        most, accepts = max(self._sizes), self._sizes.__contains__
+        largest, accepts = max(self._sizes), self._sizes.__contains__
         infer = partial(self._runner.infer, output=output)
-        return in_batches(infer, first_of(x), most=most, accepts=accepts)
+        return in_batches(infer, first_of(x), largest=largest, accepts=accepts)
 
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the module's own call if it was compiled for these inputs [b, …]."""
