@@ -195,24 +195,22 @@ def chosen_experts(
 
 
 def in_batches(
-    run: Callable[[Array], Array], x: Array, *, largest: int, accepts: Callable[[int], bool]
+    run: Callable[[Array], Array], x: Array, *, limit: int, accepts: Callable[[int], bool]
 ) -> Array:
     """Maps inputs [b, …] to outputs [b, …] if only some batch sizes can run (`fitting`)."""
-    parts = [run(part)[:rows] for part, rows in fitting(x, largest=largest, accepts=accepts)]
+    parts = [run(part)[:rows] for part, rows in fitting(x, limit=limit, accepts=accepts)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def fitting(
-    x: Array, *, largest: int, accepts: Callable[[int], bool]
-) -> Iterator[tuple[Array, int]]:
+def fitting(x: Array, *, limit: int, accepts: Callable[[int], bool]) -> Iterator[tuple[Array, int]]:
     """Yields inputs [b, …] in batches of sizes that can run, and the number of valid rows in each.
 
-    More than `largest` inputs run in several batches; a batch of a size that cannot run is padded to
-    `largest` with its last input.
+    More than `limit` inputs run in several batches; a batch of a size that cannot run is padded to
+    `limit` with its last input.
     """
-    for start in range(0, len(x), largest):
-        part = x[start : start + largest]
+    for start in range(0, len(x), limit):
+        part = x[start : start + limit]
         full = part
         if not accepts(len(part)):
-            full = np.ascontiguousarray(part[np.arange(largest).clip(max=len(part) - 1)])
+            full = np.ascontiguousarray(part[np.arange(limit).clip(max=len(part) - 1)])
         yield full, len(part)

@@ -181,9 +181,9 @@ class CompiledPyTorch(Runner):
         self._sizes = frozenset(sizes)
 
     def infer(self, x: Inputs, output: int = 0) -> Array:
-        largest, accepts = max(self._sizes), self._sizes.__contains__
+        limit, accepts = max(self._sizes), self._sizes.__contains__
         infer = partial(self._runner.infer, output=output)
-        return in_batches(infer, first_of(x), largest=largest, accepts=accepts)
+        return in_batches(infer, first_of(x), limit=limit, accepts=accepts)
 
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the module's own call if it was compiled for these inputs [b, …]."""

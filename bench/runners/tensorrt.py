@@ -42,7 +42,7 @@ class EngineRunner(SessionRunner):
         sizes = [(profile.min[0], profile.max[0]) for profile in self.session.profiles]
         return fitting(
             first_of(x),
-            largest=max(high for _, high in sizes),
+            limit=max(high for _, high in sizes),
             accepts=lambda size: any(low <= size <= high for low, high in sizes),
         )
 
