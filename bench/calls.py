@@ -83,7 +83,7 @@ def report(
     """Rewrites the report of results; returns the files and the changes since `compare`.
 
     `results` is the result of `bench`, or its results.json. `output` is the page, an .html file;
-    Markdown, CSV and figures go next to it. The page also shows the further results in `beside`.
+    Markdown, CSV and figures go next to it. The page also shows the results in `beside`.
     """
     from .report.compare import compare as compared
     from .report.page import write_views

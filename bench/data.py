@@ -105,7 +105,7 @@ class LabelledData:
 
     @property
     def feed(self) -> Feed:
-        """The inputs as a feed; several inputs by name."""
+        """The inputs as a feed: an array, or several arrays by name."""
         return [{self.input_name: self.inputs, **self.others}] if self.others else self.inputs
 
     def check_classes(self, classes: int) -> None:
@@ -125,7 +125,7 @@ def fingerprint(*arrays: Array | None) -> str:
 
 
 def load_groups(data: Path | Mapping[str, Any], name: str, samples: int) -> Array:
-    """Returns the array `name` of an `.npz` or a dict, with the subgroup [samples] of each input.
+    """Returns the array `name` of an `.npz` or a dict: the subgroup of each input [samples].
 
     Raises FeedError if it is missing or invalid.
     """
@@ -177,7 +177,7 @@ class Streamed:
     skipped: int = 0
 
     def after(self, count: int) -> Streamed:
-        """Returns all but the first `count` samples, which a pass still reads."""
+        """Returns all but the first `count` samples, which every pass still reads."""
 
         def pairs() -> Iterator[LabelledBatch]:
             remaining = count
@@ -304,7 +304,7 @@ def output_names(model: Model) -> list[str]:
 
 
 def _labelled_output(label: str | None, outputs: Sequence[str]) -> int:
-    """Returns the index of the output that labels belong to: the first unless `label` names it."""
+    """Returns the index of the output with the labels: the first, unless `label` names another."""
     return outputs.index(label) if label in outputs else 0
 
 
@@ -375,7 +375,7 @@ def open_labelled(
 def _from_first_batch(
     pairs: Callable[[], Iterator[LabelledBatch]], source: str, spec: TensorSpec, empty: FeedError
 ) -> Streamed:
-    """Returns data that are known only by their first batch; raises `empty` without one."""
+    """Returns data of which only the first batch is known; raises `empty` if there is none."""
     first = next(pairs(), None)
     if first is None:
         raise empty

@@ -85,9 +85,9 @@ class EngineKind:
 class ModelEngine(EngineKind):
     """An engine that runs PyTorch modules.
 
-    It runs the unmodified model, except for the loop of `algorithm_2` and for `experts_form`, which
-    `transformers` names. A `stacked` engine computes all experts of Soft MoE together and runs no
-    other models; on a CPU, it skips models that already compute them together.
+    It runs the unmodified model, unless `algorithm_2` selects the loop over experts or
+    `experts_form` an implementation in `transformers`. A `stacked` engine computes all experts of
+    Soft MoE together and runs no other models; on a CPU it skips those that already do so.
     """
 
     loader: Callable[[ModelRun], Runner]
@@ -105,7 +105,7 @@ class ModelEngine(EngineKind):
 class GraphEngine(EngineKind):
     """An engine that runs graphs for `target`, or those of another exporter if it is None.
 
-    On a CPU, it multiplies floats of the types in `short_products` as such, and others in FP32.
+    On a CPU, it computes products of the types in `short_products` in them, and others in FP32.
     """
 
     loader: Callable[[GraphFile], Loader]
@@ -458,7 +458,7 @@ def engine_of(engine: str, provider: str | None) -> EngineKind | None:
 def requirements() -> tuple[Requirement, ...]:
     """Returns the engines' requirements: lines of `moexport doctor`.
 
-    If two plugins claim one target's name, only those of built-in engines: other lines report it.
+    If two plugins claim a target's name, only built-in engines count; other lines report that.
     """
     try:
         kinds = tuple(KINDS.values())

@@ -63,7 +63,7 @@ class QualitySums(Sums):
 
 
 def wrong(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None:
-    """Returns how a case's outputs differ from PyTorch's beyond its precision; None if they do not.
+    """Returns how outputs differ from PyTorch's by more than a case's precision allows, or None.
 
     For graphs of moexport, `bounds` are those of `verify`.
     """
@@ -92,7 +92,7 @@ def wrong(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None
 
 @dataclass(frozen=True, slots=True)
 class EvaluationState:
-    """The state of an evaluation: a sample count, sums of the unmodified model and of cases."""
+    """The state of an evaluation: sample count, and sums of the unmodified model and cases."""
 
     samples: int = 0
     untouched: QualitySums = field(default_factory=QualitySums)
@@ -353,7 +353,7 @@ def _score(
 def _same_choices(
     chosen: Mapping[str, Array] | None, expected: Expected, output: tuple[int, ...]
 ) -> Array | None:
-    """Marks an output's inputs [b], or tokens [b, m], that choose as PyTorch does in every layer.
+    """Marks an output's inputs [b], or tokens [b, m], with PyTorch's experts in every layer.
 
     Returns None if no layer chooses. If the choices are unknown, no input counts as equal.
     """

@@ -33,7 +33,7 @@ Z = 1.959963984540054  # the normal quantile of 97.5%
 
 
 def wilson(right: float, count: float) -> Interval:
-    """Returns Wilson's score interval (1927) of right / count; even at 0 and 1 it has a width."""
+    """Returns Wilson's score interval (1927) of right / count; it has a width even at 0 and 1."""
     share = right / count
     scale = 1 + Z**2 / count
     middle = (share + Z**2 / (2 * count)) / scale
@@ -94,7 +94,7 @@ def _score(both: int, lost: int, won: int, ratio: float) -> float:
 
 
 class Sums:
-    """Sums over samples; `a + b` adds them field by field, for the samples of both.
+    """Sums over samples; `a + b` adds them field by field.
 
     A field that is None in either is None in the result; fields in `LARGEST` take the maximum. A
     tuple has a sum per output and is empty without samples; a dict has counts.

@@ -46,7 +46,7 @@ class IntegerLinear:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A call of a language model: `tokens` new tokens of each input, after `past` in its cache."""
+    """A call of a language model: `tokens` new tokens of each input, after `past` cached ones."""
 
     name: PhaseName
     tokens: int
@@ -57,9 +57,9 @@ class Phase:
 class GraphSource:
     """An exported graph that is not opened yet.
 
-    `scope` is what a call's time includes (`results.Row`). `k_by_layer` is set if layers differ.
+    `scope` is what a call's time includes (`results.Row`). `k_by_layer` is set if k differs.
     In an INT8 graph the layers in `floating` still compute in floats, and `integers` are the linear
-    layers of the backbone with integers. `batches` are the sizes at which it is timed: None for
+    layers of the backbone in integers. `batches` are the sizes at which it is timed: None for
     all, or its own if other graphs serve other sizes. Another exporter's graph has an empty
     `lowering`. `bounds` limit the error of moexport's graphs; other graphs have none. `bundle`,
     `apart` and `deploy` are fields of its rows (`results.Row`), and `table` has the ranges that it
@@ -164,7 +164,7 @@ class Candidate:
 
     @property
     def _as_trained(self) -> list[MoESpec]:
-        """The specs of the unmodified model's layers, with experts that were dropped later."""
+        """The specs of the unmodified model's layers, including experts that were dropped later."""
         layers = moe_layers(self.model.original) if self.model.original is not None else {}
         return [layer.spec for layer in (layers or self.model.layers).values()]
 

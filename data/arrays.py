@@ -281,7 +281,7 @@ def rows_in(path: Path, name: str, others: Sequence[str] = ()) -> Iterator[np.nd
     with inputs_in(path, name, others) as (file, header):
         remaining = header.shape[0]
         if header.fortran:
-            # In Fortran order no row is complete before the last byte, so the array is read whole.
+            # In Fortran order no row is complete before the last byte, so all of it is read.
             transposed = replace(header, shape=header.shape[::-1], fortran=False)
             array = _read(file, transposed, transposed.shape[0]).T
             file.read(1)

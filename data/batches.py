@@ -108,7 +108,7 @@ def row_shapes(batch: Fields) -> dict[str, tuple[int, ...]]:
 
 
 def joined(parts: list[Fields]) -> Fields:
-    """Returns batches whose rows have the same shapes as one batch."""
+    """Joins batches, whose rows must have the same shapes, into one."""
     if len(parts) == 1:
         return parts[0]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

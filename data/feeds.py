@@ -242,7 +242,7 @@ def _dict_batch(arrays: Mapping[str, Any], request: _FieldRequest) -> Fields:
 
 
 def _file_batches(path: Path, request: _FieldRequest) -> Iterator[Fields]:
-    """The batches of a file or folder; an `.npz` has its labels and outputs read at once."""
+    """The batches of a file or folder; labels and outputs in an `.npz` are read all at once."""
     first, *others = request.names
     arrays: Fields = {}
     if path.suffix == ".npz" and path.is_file() and (others or request.labelled or request.own):
@@ -295,7 +295,7 @@ def named_samples(feed: Feed, names: Sequence[str], limit: int) -> Fields:
     if not parts:
         hint = f"give at least one array for '{names[0]}'"
         raise FeedError("the feed contains no inputs", hint=hint)
-    # If sizes differ (images of any height), keep the inputs that have the first one.
+    # If sizes differ (images of any height), keep the inputs with the first shape.
     return joined([batch for batch in parts if row_shapes(batch) == row_shapes(parts[0])])
 
 
@@ -420,7 +420,7 @@ def checked_labels(
 ) -> Labels:
     """Returns valid labels (`Labels`) of inputs with this type and shape, or tokens for ids [b, m].
 
-    With `whole`, it has all labels, not those of one batch. Raises `FeedError` if any is invalid.
+    With `whole`, `array` has all labels, not one batch's. Raises `FeedError` if any is invalid.
     """
     tokens = dtype.kind in "iu" and array.shape == shape and array.ndim > 1
     if array.ndim not in (1, 2) and not tokens:

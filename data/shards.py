@@ -158,7 +158,7 @@ def _no_such_shard(name: str, shards: Sequence[AnyPlace]) -> FeedError:
 
 
 def _tar(path: Path, name: str) -> Iterator[Fields]:
-    """The samples of a WebDataset: files whose names are equal up to the first dot are one."""
+    """The samples of a WebDataset: files with the same name up to the first dot are one sample."""
     batch: list[dict[str, Any]] = []
     for sample in _samples(path, name):
         if batch and (len(batch) == SHARD_BATCH or not _same_shapes(batch[0], sample)):

@@ -1,4 +1,4 @@
-"""Looks for code that a command line names without importing it, which may take seconds."""
+"""Looks for the code named on a command line, without importing it, which may take seconds."""
 
 from __future__ import annotations
 

@@ -136,9 +136,9 @@ class Moments:
 class AnswerCounts(Sums):
     """Sums over labels [b, o] for the accuracy per attribute, or R².
 
-    The choice is made when all labels are counted: `numeric` is true if one is neither 0 nor 1.
+    The choice is made when all labels are counted: `numeric` is true if any is not 0 or 1.
     `one_hot` counts the inputs with exactly one 1. For each output, `positives` and `right` are
-    counts, and `squared` and `absolute` sums of such errors. `shares` has sums over the correct
+    counts; `squared` and `absolute` are sums of such errors. `shares` has sums over the correct
     share of an input's attributes, `errors` over its squared error.
     """
 
@@ -199,7 +199,7 @@ class AnswerCounts(Sums):
         )
 
     def answers(self, untouched: AnswerCounts) -> AnswerScores:
-        """Returns the accuracy or the regression, whichever the labels allow, or raises."""
+        """Returns the accuracy or regression, whichever the labels allow; may raise FeedError."""
         return AnswerScores(self.accuracy(untouched), self.regression())
 
     def regression(self) -> Regression | None:

@@ -302,7 +302,7 @@ def integer_linears(graph: Path, linears: Mapping[str, str | None]) -> tuple[Int
 
 
 def products_of(linears: Iterable[IntegerLinear], sizes: Mapping[str, int]) -> Products:
-    """Returns the work of linear layers for an input with named `sizes`; TraceError if unknown."""
+    """Returns the work of linear layers for an input of these `sizes`; TraceError without one."""
     macs = numbers = 0
     for linear in linears:
         rows = [
@@ -319,11 +319,11 @@ def products_of(linears: Iterable[IntegerLinear], sizes: Mapping[str, int]) -> P
 class Rates:
     """A machine's rates with the threads of a benchmark.
 
-    `stream_gb_s` is a plain sum in PyTorch. `matmul_gflop_s` is the product of two square matrices
+    `stream_gb_s` is that of a plain sum in PyTorch. `matmul_gflop_s` is that of two square matrices
     in PyTorch or ONNX Runtime, whichever is faster; `int8_gop_s` is the same for unsigned by signed
     bytes in ONNX Runtime, and `bf16_gflop_s` for BF16 in PyTorch, None if not needed. A
     multiply-add is two operations. With `gpu` the rates are the GPU's, with `fp16_gflop_s`.
-    `cached_gb_s` has the rates of sums over fewer bytes, by their number.
+    `cached_gb_s` has the rates of sums over fewer bytes, by the number of bytes.
     """
 
     stream_gb_s: float

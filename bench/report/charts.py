@@ -174,10 +174,10 @@ def lines(field: str) -> list[Spec]:
 
 
 def over_k(field: str, title: str, kind: str, *, apart: bool = False) -> Spec:
-    """Returns values over k with their bars, and the untouched model across the chart.
+    """Returns a chart of values over k with their bars, and the untouched model across it.
 
     On an axis of latencies from zero, an outlying bar ends in an arrow. With `apart`, lines of
-    equal values are drawn next to each other, except lines that one of their precision covers.
+    equal values are drawn next to each other, except a line that one of its precision covers.
     """
     ends: Spec = {"y": f"{field}_low", "y2": f"{field}_high"}
     layers = [layer("bars", "rule", f"isValid(datum['{field}_low']) && !datum.level", **ends)]

@@ -38,7 +38,7 @@ class RowDecision:
     """The search that chose the last row, and the request it fulfils.
 
     `keep` is the requested share, None if there was no request. `asked` is a sentence on the
-    request, and `keeps` is what the chosen row keeps, if confirmed. `recipe` exports it again.
+    request, and `keeps` what the chosen row keeps, if confirmed. `recipe` is the file to export it.
     """
 
     keep: float | None

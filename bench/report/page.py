@@ -107,7 +107,7 @@ def write_views(
 
 
 def can_draw() -> bool:
-    """Returns whether figures can be drawn; the page draws its own without vl-convert."""
+    """Returns whether figures can be drawn; the page's own charts do not need vl-convert."""
     return importlib.util.find_spec("vl_convert") is not None
 
 

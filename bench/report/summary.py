@@ -14,7 +14,7 @@ from ..results import DISTURBED, Accuracy, Perplexity, Regression, Results, Row
 from .content import RowDecision, decision_of
 
 KEPT = 0.99
-"""The share of the untouched model's accuracy that a row must keep, unless another is requested."""
+"""The share of the untouched model's accuracy that a row must keep, unless a share is requested."""
 
 DISAGREE = 0.5
 """Nothing is concluded from times whose rounds differ by more than this share of their median."""
@@ -172,7 +172,7 @@ class Section:
 def proven_retention(row: Row, full_k: int) -> float | None:
     """Returns the retention that a row is proven to reach: the lower end of its interval.
 
-    With all experts in FP32 a row is the trained model: parity proves this without statistics.
+    With all experts in FP32, a row is the trained model, which parity proves without statistics.
     """
     exact = row.k == full_k and row.precision == "fp32" and row.point is None
     return row.kept if exact or row.kept_interval is None else row.kept_interval.low
@@ -297,7 +297,7 @@ def headline(section: Section) -> Row | None:
 
 
 def _contenders(section: Section) -> list[Row]:
-    """Returns the rows of which the fastest is the answer."""
+    """Returns the rows among which `headline` chooses."""
     if section.chosen is not None:
         return [section.chosen]
     timed = [row for row in section.rows if row.latency_ms and row is not section.gpu_reference]
@@ -382,7 +382,7 @@ def _other_rows(section: Section, row: Row) -> str:
 
 
 def _by_accuracy(section: Section, rows: Sequence[Row]) -> str:
-    """Returns the verdict on a smaller k without times."""
+    """Returns the verdict on a smaller k by accuracy alone."""
     fewer, keep = [row for row in rows if row.k < section.full_k], section.keep
     enough = [row for row in fewer if (section.proven(row) or 0.0) >= keep]
     if enough:

@@ -45,7 +45,7 @@ class Runner(ABC):
 
     @abstractmethod
     def infer(self, x: Inputs, output: int = 0) -> Array:
-        """Maps inputs [b, …] to outputs [b, …], from the model's output of this index."""
+        """Maps inputs [b, …] to values [b, …] of the model's output with this index."""
 
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the call that is timed for inputs [b, …].

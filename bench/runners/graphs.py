@@ -40,7 +40,7 @@ class SessionRunner(Runner):
     def selected(self, x: Inputs) -> dict[str, Array] | None:
         """Returns the chosen experts [b, k], ascending, by layer: all n if a layer does not choose.
 
-        It is None for a graph whose layers are unknown.
+        Returns None for a graph whose layers are unknown.
         """
         if not self.experts:
             return None
