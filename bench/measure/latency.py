@@ -189,8 +189,7 @@ def parts_of_profile(
         sums[part_of_node(event.name, layers)][run] += own_us
         inside[run] += own_us
     sums[None, "runtime"] = [
-        max(0.0, end - start - nodes_us)
-        for (start, end), nodes_us in zip(runs, inside, strict=True)
+        max(0.0, end - start - busy) for (start, end), busy in zip(runs, inside, strict=True)
     ]
     of_layers = ((layer, part) for layer in layers for part in PARTS)
     order = (*of_layers, (None, "host"), (None, "runtime"))

@@ -42,14 +42,14 @@ class Expected(NamedTuple):
 class PyTorch(Runner):
     """A PyTorch module with numpy inputs and outputs, without gradients.
 
-    `specs` describe the inputs of a module with several inputs, whose defaults are filled in.
+    `ports` describe the inputs of a module with several inputs, whose defaults are filled in.
     `host` is the model's.
     """
 
     def __init__(
-        self, module: nn.Module, specs: Sequence[TensorSpec] = (), host: Host = OURS
+        self, module: nn.Module, ports: Sequence[TensorSpec] = (), host: Host = OURS
     ) -> None:
-        self.module, self.specs, self.host = module, specs, host
+        self.module, self.ports, self.host = module, ports, host
 
     @torch.inference_mode()
     def infer(self, x: Inputs, output: int = 0) -> Array:
@@ -61,7 +61,7 @@ class PyTorch(Runner):
         return [y.numpy() for y in all_outputs(self.module(*self.tensors(x)))]
 
     def tensors(self, x: Inputs) -> list[Tensor]:
-        arrays = completed(x, self.specs).values() if self.specs else [first_of(x)]
+        arrays = completed(x, self.ports).values() if self.ports else [first_of(x)]
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
 
     def bound(self, x: Inputs) -> Callable[[], object]:
@@ -105,9 +105,9 @@ class PyTorchOnGpu(PyTorch):
     """
 
     def __init__(
-        self, module: nn.Module, specs: Sequence[TensorSpec] = (), host: Host = OURS
+        self, module: nn.Module, ports: Sequence[TensorSpec] = (), host: Host = OURS
     ) -> None:
-        super().__init__(module, specs, host)
+        super().__init__(module, ports, host)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def tensors(self, x: Inputs) -> list[Tensor]:
