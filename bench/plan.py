@@ -243,7 +243,7 @@ class Candidate:
 
 NOT_SERVED: dict[Serves, str] = {
     "one-input": "it runs models with one input, but these models have several",
-    "transformers": "it runs models of transformers",
+    "transformers": "it only runs models of transformers",
 }
 
 

@@ -204,7 +204,7 @@ class BenchRequest(LoadRequest):
         for name in _entries(self.engine):
             if name not in KINDS and name in runtime_names():
                 hint = f"`moexport run BUNDLE --engine {name}` runs it; bench needs a TargetRecord"
-                raise UsageError(f"--engine {name}: a runtime that no target names", hint=hint)
+                raise UsageError(f"--engine {name}: a runtime that no target uses", hint=hint)
         names = _known_entries(self.engine, (*KINDS, ALL), "--engine", "engine")
         every = [engine for name in names for engine in (KINDS if name == ALL else (name,))]
         return tuple(dict.fromkeys(every))

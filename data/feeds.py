@@ -487,7 +487,7 @@ def check_not_one_hot(shape: tuple[int, ...], with_one: int, where: str) -> None
     """
     if shape[0] > 1 and shape[1] > 1 and with_one == shape[0]:
         raise FeedError(
-            f"{where} has shape {shape} and one 1 in every row, like one-hot classes",
+            f"{where} has shape {shape} and exactly one 1 in every row, like one-hot classes",
             hint="save labels.argmax(axis=1): the largest score decides between classes, the sign "
             "of each about attributes",
         )

@@ -247,7 +247,7 @@ def _parquet(path: Path, name: str) -> Iterator[Fields]:
                 arrays = ((n, _column(column, f"{name}: column '{n}'")) for n, column in columns)
                 yield {n: x for n, x in arrays if x is not None}
             if remaining:
-                raise ValueError(f"its footer declares {remaining} rows too many")
+                raise ValueError(f"its footer declares {remaining} more rows than it contains")
     except (pa.ArrowException, OSError, *UNREADABLE) as error:
         reason = str(error).partition("\n")[0]
         raise FeedError(f"{name}: truncated, or not Parquet ({reason})", hint=DAMAGED) from error

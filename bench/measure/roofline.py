@@ -481,11 +481,11 @@ def why_below_limit(limit: Limit, median_ms: float, rates: Rates | str) -> str |
     moved = limit.work.bytes
     if 1e-6 * moved / rates.of(moved).stream_gb_s > limit.limit_ms / 2:
         return (
-            f"limit does not hold: the {size(moved)} stay in a cache between calls, which is "
+            f"limit does not apply: the {size(moved)} stay in a cache between calls, which is "
             f"faster than the {rates.of(moved).stream_gb_s:.0f} GB/s of a sum over as many bytes"
         )
     return (
-        f"limit does not hold: its products are faster than the timed product of two {SQUARE} × "
+        f"limit does not apply: its products are faster than the timed product of two {SQUARE} × "
         f"{SQUARE} matrices, which may have been disturbed"
     )
 

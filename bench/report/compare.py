@@ -107,7 +107,7 @@ def compare(before: Results, now: Results) -> ResultsComparison:
         if isinstance(prior, dict) and isinstance(current, dict):  # earlier files have fewer facts
             current = {key: current[key] for key in current if key in prior}
         if prior != current:
-            notes.append(f"Another machine or setting: {name} was {prior} and is now {current}.")
+            notes.append(f"Different machine or setting: {name} was {prior} and is now {current}.")
     old_packages, new_packages = (run.environment.get("packages") or {} for run in (before, now))
     updates = [
         f"{name} {old_packages.get(name, 'none')} → {new_packages.get(name, 'none')}"

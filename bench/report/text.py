@@ -307,8 +307,8 @@ GPU_CLOCK = (
     "On a GPU, wall-clock times include the copies to and from the GPU and the wait; the host "
     "waits as CUDA does by default, on most machines by spinning. TensorRT engines, graphs in ONNX "
     "Runtime's CUDA provider and compiled PyTorch are replayed as CUDA graphs if possible; other "
-    "rows of PyTorch launch kernel by kernel, and with FP16 compute the whole network in it. FP32 "
-    "products do not use TF32, unless an engine was built with it."
+    "rows of PyTorch launch kernel by kernel, and those in FP16 compute the whole network in it. "
+    "FP32 products do not use TF32, unless an engine was built with it."
 )
 
 GPU_EVENTS = (

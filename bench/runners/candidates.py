@@ -180,7 +180,7 @@ def batch_sizes(sources: Sequence[Model | Bundle], request: BenchRequest) -> tup
         if request.batch is not None and {*request.batches} != {model.batch_of}:
             raise UsageError(
                 f"--batch {','.join(map(str, request.batches))}: {model.source.path} routes the "
-                f"tokens of {model.batch_of} inputs together, and must be measured with that batch",
+                f"tokens of {model.batch_of} inputs together, and needs a batch of that size",
                 hint=f"use --batch {model.batch_of}, or a group_size of one input",
             )
     if request.batch is None:
@@ -400,7 +400,7 @@ def _source_of(bundle: Bundle) -> Model:
     path = Path(source.path)
     if source.path.endswith(IN_MEMORY):
         raise UsageError(
-            f"{bundle.path} was made from {source.path}: that network is in no file, but the "
+            f"{bundle.path} was made from {source.path}: that network is not in a file, but the "
             "untouched PyTorch model is part of every benchmark",
             hint="give the network before the bundle, in Python: moexport.bench([model, bundle]); "
             "`moexport verify` compares a bundle alone with its recorded outputs",
