@@ -442,63 +442,63 @@ def check_given(k: object, *, takes_k: bool, what: str) -> None:
         )
 
 
-def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool = False) -> None:
+def check_array(x: np.ndarray, spec: TensorSpec, where: str = "", *, feed: bool = False) -> None:
     """Raises `FeedError` for an array that does not fit an input of a graph or model.
 
-    Axes of `port` that are not integers are dynamic. Whole numbers are cast to whole numbers and
+    Axes of `spec` that are not integers are dynamic. Whole numbers are cast to whole numbers and
     floats to floats, so their widths may differ if the values fit. In a `feed`, whole numbers may
     also be used as floats, and NaN or Inf is refused. `where` names the array's source.
     """
-    what, is_integer = f"{where}input '{port.name}'", port.dtype in WHOLE
-    kinds = "iu" if is_integer else "b" if port.dtype == "bool" else "fbiu" if feed else "f"
-    if not fits(x.shape, port.shape) or x.dtype.kind not in kinds:
+    what, is_integer = f"{where}input '{spec.name}'", spec.dtype in WHOLE
+    kinds = "iu" if is_integer else "b" if spec.dtype == "bool" else "fbiu" if feed else "f"
+    if not fits(x.shape, spec.shape) or x.dtype.kind not in kinds:
         from .checks.shapes import shape_hint  # needed for errors only
 
         raise FeedError(
-            f"{what} needs {port.dtype} {shape_text(port.shape)}, not {x.dtype.name} "
+            f"{what} needs {spec.dtype} {shape_text(spec.shape)}, not {x.dtype.name} "
             f"{shape_text(x.shape)}",
-            hint=f"cast the array: x = x.astype('{port.dtype}')"
-            if fits(x.shape, port.shape)
-            else shape_hint(x.shape, port.shape),
+            hint=f"cast the array: x = x.astype('{spec.dtype}')"
+            if fits(x.shape, spec.shape)
+            else shape_hint(x.shape, spec.shape),
         )
     if isinstance(x, np.ma.MaskedArray):  # graphs have no masks: hidden values would be used
         raise FeedError(f"{what} is a masked array", hint="replace its hidden values: x.filled(0)")
     # Some kernels of ONNX Runtime divide by the size of an axis: a size of 0 ends the process. The
     # kernels for a cache allow an empty one.
-    sizes = [1 if axis == PAST_AXIS else n for n, axis in zip(x.shape, port.shape, strict=True)]
+    sizes = [1 if axis == PAST_AXIS else n for n, axis in zip(x.shape, spec.shape, strict=True)]
     if 0 in (sizes[1:] if feed else sizes):
         index = sizes.index(0)
-        hint = f"its axis {port.shape[index]} is at least 1" if index else "give at least one input"
+        hint = f"its axis {spec.shape[index]} is at least 1" if index else "give at least one input"
         hint = f"leave such inputs out of the feed: {hint}" if feed and index else hint
         raise FeedError(f"{what} is empty: {shape_text(x.shape)}", hint=hint)
-    for axis, limit in port.limits.items():
-        size = x.shape[port.shape.index(axis)] if axis in port.shape else 0
+    for axis, limit in spec.limits.items():
+        size = x.shape[spec.shape.index(axis)] if axis in spec.shape else 0
         if size > limit:
             raise FeedError(
                 f"{what} has {size} {axis}, but the model accepts at most {limit}",
                 hint=f"cut the inputs to {limit} {axis}",
             )
-    if port.groups_of is not None and not feed and len(x) % port.groups_of:
+    if spec.groups_of is not None and not feed and len(x) % spec.groups_of:
         raise FeedError(
-            f"{what} has {len(x)} inputs, but the model computes {port.groups_of} together",
-            hint=f"give a multiple of {port.groups_of} inputs",
+            f"{what} has {len(x)} inputs, but the model computes {spec.groups_of} together",
+            hint=f"give a multiple of {spec.groups_of} inputs",
         )
-    if port.below is not None and is_integer and x.size:
+    if spec.below is not None and is_integer and x.size:
         low, high = int(x.min()), int(x.max())
-        if low < 0 or high >= port.below:
+        if low < 0 or high >= spec.below:
             raise FeedError(
                 f"{what} contains {low if low < 0 else high}, but the model accepts only 0 to "
-                f"{port.below - 1}",
+                f"{spec.below - 1}",
                 hint="use the tokenizer that the model was trained with",
             )
-    if is_integer and x.size and not np.can_cast(x.dtype, port.dtype):
-        limits = np.iinfo(port.dtype)
+    if is_integer and x.size and not np.can_cast(x.dtype, spec.dtype):
+        limits = np.iinfo(spec.dtype)
         wrong = next(
             (v for v in (int(x.min()), int(x.max())) if not limits.min <= v <= limits.max), None
         )
         if wrong is not None:
             raise FeedError(
-                f"{what} contains {wrong}, but {port.dtype} has {limits.min} to {limits.max}",
+                f"{what} contains {wrong}, but {spec.dtype} has {limits.min} to {limits.max}",
                 hint="cast the array to the type of the network's example",
             )
     if feed and x.dtype.kind == "f" and not np.isfinite(x).all():

@@ -178,7 +178,7 @@ class Session:
             for name, (dtype, shape) in inputs.items()
             if dtype in _NUMPY_TYPES
         ]
-        required = [port for port in self._inputs if port.default is None]
+        required = [spec for spec in self._inputs if spec.default is None]
         # Without our metadata, it is unknown which of several inputs is the first.
         ambiguous = not required or (not has_facts and len(required) > 1)
         if len(self._inputs) != len(inputs) or ambiguous:
@@ -190,7 +190,7 @@ class Session:
             )
         self._sizes = facts.sizes
         self.input_name = required[0].name
-        self._inputs.sort(key=lambda port: port is not required[0])
+        self._inputs.sort(key=lambda spec: spec is not required[0])
         self.output_names = list(outputs)
 
     _runs: GpuRuns | None = None
@@ -350,7 +350,7 @@ class Session:
                 f"input '{name}' is on {device}, but the session is on {own}",
                 hint=f"move it: x.to('{own}')",
             )
-        steers = any(port.name == name and port.default == "zeros" for port in self._inputs)
+        steers = any(spec.name == name and spec.default == "zeros" for spec in self._inputs)
         if tensor.is_cuda and tensor.is_floating_point() and not steers:
             return np.broadcast_to(np.zeros((), np.float32), tuple(tensor.shape))
         array: np.ndarray = (tensor.float() if str(tensor.dtype) == BF16 else tensor).cpu().numpy()
@@ -370,22 +370,22 @@ class Session:
         checked = {n: self._for_checks(n, tensor) for n, tensor in tensors.items()}
         arrays = completed({**given, **checked}, self._inputs)
         feeds: dict[str, Any] = {}
-        for port in self._inputs:
-            array = arrays[port.name]
-            check_array(array, port)
-            self._check_sizes(array, port)
-            tensor = tensors.get(port.name)
+        for spec in self._inputs:
+            array = arrays[spec.name]
+            check_array(array, spec)
+            self._check_sizes(array, spec)
+            tensor = tensors.get(spec.name)
             if tensor is not None and tensor.is_cuda and tensor.shape == array.shape:
-                feeds[port.name] = _cast(tensor, port.dtype)
+                feeds[spec.name] = _cast(tensor, spec.dtype)
             else:
-                feeds[port.name] = np.asarray(array, dtype=port.dtype, order="C")
+                feeds[spec.name] = np.asarray(array, dtype=spec.dtype, order="C")
         if k is not None:
             feeds[K_INPUT] = np.array([k], dtype=np.int64)
         return feeds
 
-    def _check_sizes(self, x: np.ndarray, port: TensorSpec) -> None:
+    def _check_sizes(self, x: np.ndarray, spec: TensorSpec) -> None:
         """Raises `FeedError` for sizes at which the network computes something else."""
-        for axis, size in zip(port.shape, x.shape, strict=True):
+        for axis, size in zip(spec.shape, x.shape, strict=True):
             if axis not in self._sizes:
                 continue
             low, high = self._sizes[axis]
@@ -393,7 +393,7 @@ class Session:
                 valid = f"from {low} on" if high is None else f"from {low} to {high}"
                 given = f"{size} tokens" if axis == "tokens" else f"a {axis} of {size}"
                 raise FeedError(
-                    f"input '{port.name}' has {given}, but the graph is valid {valid}; beyond, the "
+                    f"input '{spec.name}' has {given}, but the graph is valid {valid}; beyond, the "
                     "network computes something else",
                     hint=f"export another graph with --{axis}",
                 )
