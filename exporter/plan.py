@@ -143,7 +143,7 @@ def with_trace(
 ) -> tuple[ExportJob, ir.Model]:
     """Returns a job, limited to the sizes for which its trace is valid, and that trace.
 
-    If it is missing, it is made with this number of `tokens`, by default a few. Raises `UsageError`
+    A missing trace is made with this number of `tokens`, by default a few. Raises `UsageError`
     for requested sizes at which the network computes something else.
     """
     if traced is None:

@@ -459,15 +459,15 @@ class Budget:
     _last: tuple[int, int, float] = (1, 1, 0.0)
     """The number of inputs, their tokens, and the seconds for them."""
     _row_bytes: int = 0
-    _grown: int = 0
-    _beyond: dict[str, list[int]] = field(default_factory=dict)
+    _memory_growth: int = 0
+    _skipped: dict[str, list[int]] = field(default_factory=dict)
 
     def timed(self, x: Inputs, *, every_k: bool = True) -> Reference:
         """Returns PyTorch's results for inputs (`torch_reference`)."""
         began = time.thread_time()  # other processes do not count
         with grown_memory() as memory:
             expected = torch_reference(self.job, x, every_k=every_k)
-        self._grown = memory.nbytes
+        self._memory_growth = memory.nbytes
         seconds = time.thread_time() - began
         spec = self.job.model.input
         at = spec.shape.index("tokens") if "tokens" in spec.shape else None
@@ -499,11 +499,11 @@ class Budget:
         widest = max(spec.experts * max(spec.hidden, spec.dim) for spec in specs)
         floats = rows * max(tokens * widest, self._row_bytes // 4 * longer, HEADS * tokens**2)
         quick = needed or seconds * rows / last_rows * longer <= MAX_SECONDS
-        grows = self._grown * rows / last_rows * longer <= MEMORY_SHARE * available_bytes()
+        grows = self._memory_growth * rows / last_rows * longer <= MEMORY_SHARE * available_bytes()
         copied = self.copied_bytes(rows, tokens) <= MAX_COPIED_BYTES
         fits = 4 * floats <= MAX_BYTES and copied and grows and quick
         if not fits:
-            self._beyond.setdefault(axis, []).append(rows if axis == "batch" else tokens)
+            self._skipped.setdefault(axis, []).append(rows if axis == "batch" else tokens)
         return fits
 
     def notes(self) -> tuple[str, ...]:
@@ -513,7 +513,7 @@ class Budget:
             f"{'' if axis == 'batch' else ' tokens'} were not compared: that takes more than "
             f"{MAX_BYTES >> 20} MiB for one tensor, {MAX_COPIED_BYTES >> 20} MiB for copies of "
             f"weights, {MEMORY_SHARE:.0%} of the free memory or {MAX_SECONDS:.0f} s"
-            for axis, sizes in self._beyond.items()
+            for axis, sizes in self._skipped.items()
         )
 
 

@@ -442,8 +442,8 @@ def lowerings(job: Resolved) -> None:
     options = job.options
     for name in job.model.layers:
         plan = job.layer(name, options.token_counts.opt)
-        own = options.layer_lowerings.get(name)
-        for lowering in options.lowerings if own is None else (own[0],):
+        chosen = options.layer_lowerings.get(name)
+        for lowering in options.lowerings if chosen is None else (chosen[0],):
             if lowering not in CHOOSERS:
                 check_lowering(lowering, plan, options.target)
 

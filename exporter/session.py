@@ -156,10 +156,10 @@ class Session:
         )
 
     def describe(
-        self, ports: Sequence[Described], outputs: Sequence[str], facts: GraphFacts | None
+        self, graph_inputs: Sequence[Described], outputs: Sequence[str], facts: GraphFacts | None
     ) -> None:
         """Reads a graph's inputs and outputs; `BundleError` if moexport cannot run it."""
-        inputs = {name: (dtype, shape) for name, dtype, shape in ports}
+        inputs = {name: (dtype, shape) for name, dtype, shape in graph_inputs}
         self.takes_k = inputs.pop(K_INPUT, None) is not None
         has_facts = facts is not None
         facts = GraphFacts({}) if facts is None else facts

@@ -43,7 +43,7 @@ GRAPH_ID = "gpu_graph_id"
 PLAIN = "-1"
 """The `gpu_graph_id` of a run that is neither captured nor replayed."""
 
-BRANCHES = ("If", "Loop", "Scan")
+CONTROL_FLOW = ("If", "Loop", "Scan")
 DATA_SIZES = ("NonZero", "Unique", "Compress", "NonMaxSuppression")
 """Ops with a data-dependent output size, for which the CPU waits."""
 
@@ -444,7 +444,7 @@ def capture_refused(path: Path) -> str | None:
     except (DecodeError, OSError):  # opening it reports the fault
         return None
     ops = {node.op_type for node in nodes}
-    for op in sorted(ops.intersection(BRANCHES)):
+    for op in sorted(ops.intersection(CONTROL_FLOW)):
         return f"the graph has control flow ({op}), which waits for the CPU"
     for op in sorted(ops.intersection(DATA_SIZES)):
         return f"the size of an output of {op} depends on values, and the CPU waits for it"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PARITY_FILE = "parity.npz"
 MOST_KEPT = 32  # inputs in this file, if fewer do not reach every expert
-MOST_BYTES_AT_A_K = 16 << 20  # of outputs in it for each other k; one input is always stored
+MAX_BYTES_PER_K = 16 << 20  # of outputs in it for each other k; one input is always stored
 FEW = 8  # the most experts or layers that a message names
 
 # Relative to the k-th score, or to max|y|.
@@ -333,7 +333,7 @@ def by_expert(chosen: np.ndarray) -> np.ndarray:
 
 
 def counted_choices(chosen: np.ndarray, *others: np.ndarray) -> np.ndarray:
-    """Returns a mask [s, 1] or [s, m] of choices that count: if experts choose, those in any array."""
+    """Returns a mask [s, 1] or [s, m] of choices that count: if experts choose, those they made."""
     shape = (len(chosen), -1)
     if chosen.ndim < len("smn1"):
         return np.ones(chosen.shape[:-1], dtype=bool).reshape(shape)
@@ -481,7 +481,7 @@ class Reference:
             if np.array_equal(other.y, self.dense):  # the outputs with all experts
                 del arrays_of_k["y"]
             bytes_of_one = sum(array[:1].nbytes for array in arrays_of_k.values() if array.ndim)
-            count = max(1, MOST_BYTES_AT_A_K // max(1, bytes_of_one))
+            count = max(1, MAX_BYTES_PER_K // max(1, bytes_of_one))
             arrays |= {f"k={k}/{name}": array for name, array in _first(arrays_of_k, count).items()}
         # np.savez takes names as keywords; its own first parameter is positional.
         np.savez(path, **arrays)  # type: ignore[arg-type]
