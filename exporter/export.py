@@ -115,7 +115,7 @@ def write_bundle(
             job = replace(job, options=replace(options, data=data))
         if options.verify:
             first = next(compared_inputs(job))
-            job, traced = with_trace(job, progress, traced)  # before a run: errors are clearer
+            job, traced = with_trace(job, progress, traced)  # first: its errors are clearer
         threads = options.threads
         if threads is None and options.verify:
             threads = _fastest_threads(job, first, progress)

@@ -229,7 +229,7 @@ TINY = 2.0**-20
 
 
 def _with_tiny(arrays: Fields, model: Model) -> Fields:
-    """The inputs for Soft MoE, with tiny tokens (or rows of an image) at the end of the last one.
+    """The inputs; for Soft MoE, the last one ends in tiny tokens, or tiny rows of an image.
 
     Only with such tokens does the epsilon of a router or norm make a difference. Other inputs are
     unchanged: a router that reads each token by itself would give all experts the same score.

@@ -235,12 +235,12 @@ def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | 
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter, _SkippedProducts() as products:
-        counts = _counted(model, tokens)
+        counts = _tokens_by_layer(model, tokens)
     total = products.macs + counter.get_total_flops() // 2
     return counts, total // model.batch_of
 
 
-def _counted(model: Model, count: int) -> dict[str, int]:
+def _tokens_by_layer(model: Model, count: int) -> dict[str, int]:
     """The tokens of each layer for inputs of `count` tokens or pixels.
 
     The backbone runs on zeros instead of its inputs and weights, which are not read; its MoE layers
@@ -336,7 +336,7 @@ def _with_share(spec: MoESpec, share: Fraction) -> MoESpec:
 def _choices_of_k(specs: Mapping[str, MoESpec]) -> Iterator[tuple[str, Fraction, dict[str, int]]]:
     """Yields labels, shares and the k of each layer: all experts, and shares of the trained k.
 
-    Each k is the one that an export has with `--k` and that share.
+    An export with that share as its `--k` has the same k.
     """
     trained = {name: spec.trained_k for name, spec in specs.items()}
     all_experts = {name: spec.experts for name, spec in specs.items()}

@@ -68,7 +68,7 @@ class Host:
         return model
 
     def with_token_axis(self, model: Model, option: str) -> Model:
-        """Returns the model with any input length if it has a fixed one, otherwise unchanged.
+        """Returns the model for any input length if its length is fixed, otherwise unchanged.
 
         Raises `UsageError`, naming `option`, if the network supports no other length.
         """

@@ -275,7 +275,7 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
     if len(spans) < 2:
         graph = plan_graph(job, traced, AUTO, MAIN_GRAPH)
         by_k = all(layer.k is None and layer.spec.chooses_sets for layer in graph.layers)
-        copies = any(layer.copied_bytes for layer in graph.layers)  # copies all experts at k = n
+        copies = any(layer.copied_bytes for layer in graph.layers)  # at k = n, of all experts
         if TARGETS[job.options.target].compiled and by_k and copies:
             dense = plan_graph(job, traced, DENSE, f"model-{DENSE}.onnx")
             reason = "copies no weights, so it is for a k near n"

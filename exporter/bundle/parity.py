@@ -402,7 +402,7 @@ class Reference:
     def rows(self, chosen: np.ndarray) -> Reference:
         """Returns the reference of some of the inputs, by index or mask."""
         if any(len(other.x) < len(self.x) for other in self.at_other_k.values()):
-            return replace(self, at_other_k={}).rows(chosen)  # bundles store fewer for these
+            return replace(self, at_other_k={}).rows(chosen)  # a bundle may store fewer of them
         arrays = self._arrays()
         return Reference._of({name: a[chosen] if a.ndim else a for name, a in arrays.items()})
 
@@ -707,7 +707,7 @@ class Comparison:
             self._at_other_k[k].add(other)
 
     def add_sized(self, expected: Reference, tokens: int) -> bool:
-        """Runs the graph on inputs with another token count; returns whether they match."""
+        """Runs the graph on inputs with another token count; returns whether the outputs match."""
         result = self._at_sizes["tokens", tokens] = self._compared(expected, len(expected.x))
         return not self._missed("tokens", tokens, result)
 

@@ -172,7 +172,7 @@ def _least_shape(spec: TensorSpec) -> str:
 
 
 def _listed(specs: Sequence[TensorSpec]) -> str:
-    """The first spec and the network's other ones, without cache and routing."""
+    """The first input or output and the network's others, without cache and routing."""
     others = (p for p in specs[1:] if p.default is None and p.name != K_INPUT)
     shown = (p for p in others if "/" not in p.name and not p.name.startswith(f"{PRESENT}."))
     return ", ".join(map(_spec_text, (specs[0], *shown)))
