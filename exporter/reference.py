@@ -3,7 +3,7 @@
 `compare_graphs` is the check of an export: it makes a `Reference` of each batch of inputs
 (`torch_reference`), checks that PyTorch's results are consistent (`check_network`), runs every
 graph (`bundle.parity`), and raises a `ParityError` with the place of the first difference and
-with advice.
+advice.
 """
 
 from __future__ import annotations
@@ -638,8 +638,8 @@ class Computed:
 def _by_input(parts: Sequence[Computed]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """The choices and margins of each input, over all parts.
 
-    Tokens that a layer processes in turn are grouped by their inputs. If inputs
-    have different numbers of choices, these are left out, and only values are compared.
+    Tokens that a layer processes in turn are grouped by their inputs. If inputs have different
+    numbers of choices, these are left out, and only values are compared.
     """
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for name in parts[0].choices:
@@ -773,8 +773,8 @@ def check_network(job: ExportJob, expected: Reference, batches: Sequence[int]) -
 
     On the inputs of the reference, our layers with their trained k must return the same as the
     untouched network. If the batch is not constant in the graph, PyTorch's result for an input must
-    not depend on the others in its batch, except those that are computed together: the
-    network is run in `batches` of these sizes.
+    not depend on the others in its batch, except those that are computed together: the network is
+    run in `batches` of these sizes.
     """
     model, options, bounds = job.model, job.options, pytorch_bounds(job.options)
     with releasing_pages(model):
@@ -886,11 +886,11 @@ def first_different_layer(
             hooks.enter_context(layer.register_forward_hook(partial(record, name=name)))
         model.module(*(torch.from_numpy(np.ascontiguousarray(array)) for array in x.values()))
 
-    def differs(actual: np.ndarray, torch_values: np.ndarray) -> bool:
+    def differs(actual: np.ndarray, correct: np.ndarray) -> bool:
         """Whether the error of any row exceeds the bound, which is relative to its maximum."""
         largest, error = (
-            np.abs(array).reshape(len(torch_values), -1).max(axis=1, initial=0.0)
-            for array in (torch_values, actual - torch_values)
+            np.abs(array).reshape(len(correct), -1).max(axis=1, initial=0.0)
+            for array in (correct, actual - correct)
         )
         return not (error <= rtol * largest).all()
 

@@ -72,7 +72,7 @@ class SessionOptions:
     with the square of the number of nodes and dominates the opening of large graphs, so it is off
     for graphs that are only checked. `observe` names inner values to return in addition to the
     outputs, with their ONNX element type. `profile` is the prefix of the file to which the runtime
-    writes the time of every node. `spin_ms` is the time that the runtime's threads spin after a call
+    writes the time of each node. `spin_ms` is how long the runtime's threads spin after a call
     (None: the default, about 35 ms): the next call finds them awake, but other threads in between
     wait for a core. `rounded` runs 16-bit graphs in FP32 with their own rounding, for checks only
     (`fp16_emulation`). With `cuda_graphs` the CUDA provider replays repeated work as CUDA graphs if
