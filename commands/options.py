@@ -97,8 +97,8 @@ def typed_data(text: str) -> str:
     if _are_missing(text):
         raise FeedError(
             f"{text}: no such file",
-            hint="give an .npz file with inputs and labels; for a language model a file of text, "
-            "an .npz with 'input_ids' or a .npy of token ids",
+            hint="give an .npz file with inputs and labels; for a language model, a text file, "
+            "an .npz with 'input_ids', or an .npy of token ids",
         )
     return text
 

@@ -1,7 +1,7 @@
 """The job of an export: its options, resolved for one model before any work begins.
 
 `export_job` makes it once, and refuses all that can be refused without calibrating, tracing or
-writing. Later steps get the whole job, which only its trace may narrow (`plan`).
+writing. Later steps get the whole job; only `plan` may restrict it, after the trace.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .quantization.calibrate import CalibrationJob
 
 PEAK_SAMPLES = 64
-"""Inputs whose largest values show whether FP16 overflows, with `fp16.HEADROOM` to spare."""
+"""The number of inputs that show whether FP16 overflows, with `fp16.HEADROOM` to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +76,29 @@ class ExportJob:
     @property
     def axis_ranges(self) -> dict[str, AxisRange]:
         """The sizes of dynamic axes that the options set."""
-        most = self.model.limits
-        most |= {axis.split(" + ")[-1]: n for axis, n in most.items() if " + " in axis}
+        limits = self.model.limits
+        limits |= {axis.split(" + ")[-1]: n for axis, n in limits.items() if " + " in axis}
         return {
-            axis: AxisRange(*(min(n, most.get(axis, n)) for n in (sizes.min, sizes.opt, sizes.max)))
+            axis: AxisRange(
+                *(min(n, limits.get(axis, n)) for n in (sizes.min, sizes.opt, sizes.max))
+            )
             for axis, sizes in self.options.ranges.items()
             if axis in self.model.input.dynamic_axes and axis not in self.fixed
         }
 
     @property
     def groups_of(self) -> int | None:
-        """The number of inputs of which a batch of variable size is a multiple."""
+        """A batch of variable size must be a multiple of this."""
         return self.model.input.groups_of if self.fixed_batch is None else None
 
     @property
     def fewest_experts(self) -> int:
-        """The smallest number of experts in a layer: one k serves all layers at run time."""
+        """The smallest number of experts in a layer, which bounds a k chosen at run time."""
         return min(layer.spec.experts for layer in self.model.layers.values())
 
     @property
     def whole_batch(self) -> int | None:
-        """The fixed size of the graph's batches, or their multiple; None if any size is valid."""
+        """The fixed size of batches, or a number that divides it; None if any size is valid."""
         return self.fixed_batch or self.groups_of
 
     @property
@@ -106,20 +108,22 @@ class ExportJob:
 
     @property
     def checked_batch(self) -> int:
-        """The batch size for comparing inputs, which is not the traced one."""
+        """The batch size of the comparison with PyTorch; it differs from the traced one."""
         return self.fixed_batch or self.options.batches.compared(self.model.batch_of)
 
     @property
     def largest_batch(self) -> int:
-        """The size of the largest batch in which inputs are computed."""
+        """The size of the largest batch in which inputs are run."""
         return self.fixed_batch or self.options.batches.largest(self.model.batch_of)
 
     def probed_batches(self, more: Iterable[int] = ()) -> tuple[int, ...]:
         """Returns the batch sizes at which a graph is compared; empty if the size is fixed."""
         if self.fixed_batch is not None:
             return ()
-        of = self.model.batch_of
-        return self.options.batches.probed(of, [*(size * of for size in PARITY_BATCHES), *more])
+        multiple = self.model.batch_of
+        return self.options.batches.probed(
+            multiple, [*(size * multiple for size in PARITY_BATCHES), *more]
+        )
 
     @property
     def traced_sizes(self) -> dict[str, int]:
@@ -152,7 +156,7 @@ class ExportJob:
 
     @property
     def writes_text(self) -> bool:
-        """Whether it needs no other inputs for that: a decoder also reads an encoder's output."""
+        """Whether its graphs generate text from token ids alone, without an encoder's output."""
         return writes_text(self.model, self.options)
 
     def layer(self, name: str, tokens: int, *, fixed: bool = False) -> AnyPlan:
@@ -163,13 +167,13 @@ class ExportJob:
         batch = self.options.batches.opt
         return replace(self.layers[name], batch=batch, tokens=tokens, tokens_fixed=fixed)
 
-    def computed_in(self, numbers: Mapping[str, ComputeTypes]) -> ExportJob:
+    def computed_in(self, types: Mapping[str, ComputeTypes]) -> ExportJob:
         """Returns the job with its layers planned in the number types in which they compute."""
         layers = {
             name: replace(
                 layer,
-                precision=numbers[name].precision,
-                precision_reason=numbers[name].reason,
+                precision=types[name].precision,
+                precision_reason=types[name].reason,
             )
             for name, layer in self.layers.items()
         }
@@ -209,7 +213,7 @@ def layers_to_plan(
 
 
 def _tokens_of_an_input(size: int | ir.SymbolicDim | None, batch: int) -> int | None:
-    """The rows of one input, of `size` (a number, or `196*batch`) in a batch; None if it varies."""
+    """The rows of one input if a batch has `size` (a number, or `196*batch`); None if it varies."""
     if isinstance(size, int):
         return max(1, size // batch)
     of_batch = re.fullmatch(r"(?:(\d+)\*)?batch", str(getattr(size, "value", size)))
@@ -224,7 +228,7 @@ def decodes(model: Model, options: ExportOptions) -> bool:
 
 
 def writes_text(model: Model, options: ExportOptions) -> bool:
-    """Whether they need no other inputs for that: a decoder also reads an encoder's output."""
+    """Whether a model's graphs generate text from token ids alone, without an encoder's output."""
     return decodes(model, options) and model.input.name == "input_ids"
 
 
@@ -272,7 +276,7 @@ def export_job(
 
 
 def _for_model(model: Model, options: ExportOptions) -> ExportOptions:
-    """The options with the model's defaults: a batch in its groups, and its own bounds."""
+    """The options with the model's defaults: a batch of whole groups, bounds of a rounded model."""
     images, batch = model.batch_of, options.batches
     if images > 1 and batch == DEFAULT_BATCH:
         options = replace(
@@ -298,7 +302,7 @@ def _given_table(options: ExportOptions) -> tuple[CalibrationTable | None, str]:
 def _with_shares(model: Model, share: Fraction) -> Model:
     """Returns the model whose hierarchies keep a share of each level, weights shared.
 
-    Returns the model itself if k experts of each level, up to all, already are those shares.
+    Returns the model itself if one k, at most all experts of a level, already gives these shares.
     """
     kept: dict[str, tuple[int, ...]] = {}
     for name, layer in model.layers.items():

@@ -123,7 +123,7 @@ class SensitivityRequest(Request):
     def __post_init__(self) -> None:
         if parse_k(self.k) == "input":
             raise UsageError(
-                "--k input: ranges depend on the experts that are kept, which this does not fix",
+                "--k input: ranges depend on the number of kept experts, which `input` leaves open",
                 hint="--k n observes all experts; its table is valid for an export with --k input",
             )
         at_least(self, "samples", 1)

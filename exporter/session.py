@@ -239,8 +239,8 @@ class Session:
         names = list(outputs) if outputs is not None else self.output_names
         first = x.get(self.input_name) if isinstance(x, Mapping) else x
         tensor = None if first is None else tensor_of(first)
-        feeds = self.feeds(x, k)
         try:
+            feeds = self.feeds(x, k)  # on a GPU, this copies
             if tensor is not None and tensor.is_cuda and self._runs is not None:
                 values = self._runs.run(names, feeds, stays=True)
             else:
@@ -248,7 +248,7 @@ class Session:
         except MoexportError:
             raise
         except self.errors() as error:
-            raise self._failed(error, len(feeds[self.input_name])) from error
+            raise self._failed(error, 1 if first is None else len(first)) from error
         if tensor is not None and not tensor.is_cuda:
             import torch
 

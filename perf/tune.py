@@ -325,8 +325,8 @@ def row_of(
     began = time.monotonic()
     job = prepare(*(network.model, network.data, request, place / "work", progress, Clock(tune_s)))
     found = search(job, progress)
-    holding = contract(job, found, progress).holding
-    chosen, tuned = export_best(job, holding, found, place / "tuned", place / "recipe", progress)
+    passing = contract(job, found, progress).within_bounds
+    chosen, tuned = export_best(job, passing, found, place / "tuned", place / "recipe", progress)
     seconds = time.monotonic() - began
     uniform = _uniform(network, job, found, place, progress)
     first = {name: bundle for name, (bundle, _) in uniform.items()}

@@ -20,7 +20,7 @@ from .pytorch import CUDA, PyTorch, on_device, with_algorithm_1
 
 
 def reference_of(candidate: Candidate, k: int) -> PyTorch:
-    """Returns the model with k experts: chosen by its router, or ks by Algorithm 1."""
+    """Returns the model with k experts, chosen by its router or else by Algorithm 1."""
     if k in candidate.routed:
         model = candidate.routed[k].model
         if token_routed(model):
@@ -33,16 +33,16 @@ def reference_of(candidate: Candidate, k: int) -> PyTorch:
 
 @dataclass(frozen=True)
 class TorchLoader(Loader):
-    """Opens a model as a case runs it; `place` returns the model on its device.
+    """Opens a model as a case runs it; `model_on_device` returns it on its device.
 
-    Another process loads it from the source of `model` when it opens it. `k` has the routers' k by
-    layer, if the layers differ.
+    A loader that is sent to another process loads it there, from the source of `model`. `k` has the
+    routers' k by layer, if the layers differ.
     """
 
     case: Case
     batches: tuple[int, ...]
     renormalize: bool
-    place: Callable[[], Model]
+    model_on_device: Callable[[], Model]
     model: Model | None = None
     k: Mapping[str, int] = field(default_factory=dict)
 
@@ -51,7 +51,7 @@ class TorchLoader(Loader):
         if not isinstance(kind, ModelEngine):
             raise UsageError(f"{self.case.engine} does not run PyTorch models")
         run = ModelRun(
-            model=self.place(),
+            model=self.model_on_device(),
             provider=self.case.provider,
             k=self.case.k,
             k_by_layer=self.k,
@@ -71,8 +71,8 @@ class TorchLoader(Loader):
             example=self.model.example if by_code else None,
             further=source.further,
         )
-        again = functools.partial(_loaded_on, source.path, self.case.provider, request)
-        return TorchLoader, (self.case, self.batches, self.renormalize, again, None, self.k)
+        reload = functools.partial(_loaded_on, source.path, self.case.provider, request)
+        return TorchLoader, (self.case, self.batches, self.renormalize, reload, None, self.k)
 
 
 def _loaded_on(source: str, provider: str, request: LoadRequest) -> Model:
@@ -83,7 +83,7 @@ def _loaded_on(source: str, provider: str, request: LoadRequest) -> Model:
 def loaded_again(source: str, request: LoadRequest) -> Model:
     """Returns the model of a source with a known family and configuration."""
     found = None if request.family is None else loader_of(Path(source))
-    if found is not None and found[1] == request.family:  # its files contain the rest
+    if found is not None and found[1] == request.family:  # the files have other settings
         config = request.config if isinstance(request.config, Mapping) else {}
         settings = {key: config[key] for key in found[0].settings if key in config}
         request = replace(request, family=None, config=settings)
@@ -92,7 +92,7 @@ def loaded_again(source: str, request: LoadRequest) -> Model:
 
 def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, Loader]:
     """Returns the cases of a candidate with their loaders."""
-    places = {id(own): _places(own.model) for own in (candidate, *candidate.distinct_bundles)}
+    models = {id(own): _by_provider(own.model) for own in (candidate, *candidate.distinct_bundles)}
     opening: dict[Case, Loader] = {}
     for case, graph in candidate.cases.items():
         own = candidate.of(case)
@@ -103,7 +103,7 @@ def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, L
                 case=case,
                 batches=tuple(batches),
                 renormalize=own.renormalize,
-                place=places[id(own)][case.provider],
+                model_on_device=models[id(own)][case.provider],
                 model=own.model,
                 k=own.k_by_layer(case.k),
             )
@@ -111,7 +111,7 @@ def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, L
     return opening
 
 
-def _places(model: Model) -> dict[str, Callable[[], Model]]:
+def _by_provider(model: Model) -> dict[str, Callable[[], Model]]:
     """Returns a function for each provider that returns the model there."""
     return {
         "cpu": lambda: model,

@@ -27,8 +27,8 @@ from .manifest import MANIFEST_FILE
 def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) -> None:
     """Raises `BundleError`, before any work is done, if a bundle cannot be written there.
 
-    An empty folder may be replaced, and with `force` also a bundle without files of the user's own.
-    Anything else is never replaced.
+    An empty folder may be replaced and, with `force`, a bundle that contains no files of the
+    user's. Anything else is never replaced.
     """
     try:
         destination.lstat()
@@ -50,7 +50,8 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
             )
         if listed is not None and not force:
             raise BundleError(
-                f"{destination}: a bundle exists there", hint="--force replaces it when complete"
+                f"{destination}: a bundle exists there",
+                hint="--force replaces it in the end",
             )
         others = others_in(destination, listed or ())
         if others:
@@ -66,8 +67,7 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
             hint="choose another -o",
         )
     find_temporary_folder(parent)
-    free = shutil.disk_usage(parent).free
-    if free < needed_bytes:
+    if needed_bytes and (free := shutil.disk_usage(parent).free) < needed_bytes:
         raise BundleError(
             f"{parent}: no space: the bundle needs {needed_bytes / 1e6:.0f} MB, but only "
             f"{free / 1e6:.0f} MB are free",
@@ -93,11 +93,11 @@ def others_in(folder: Path, files: Collection[str]) -> list[str]:
 
 @contextmanager
 def atomic_directory(destination: Path, *, force: bool) -> Iterator[Path]:
-    """Yields a temporary folder next to `destination`, and renames it to that on success.
+    """Yields a temporary folder next to `destination`, and renames it to `destination` on success.
 
     On failure or interrupt the temporary folder is removed and the destination stays unchanged.
-    Links are followed: their target is replaced. Raises `BundleError` for missing space or
-    permission, `OutputError` if a parent folder cannot be made.
+    Links are followed: their target is replaced. Raises `BundleError` if space or permission
+    is lacking, `OutputError` if a parent folder cannot be made.
     """
     check_destination(destination, force=force)
     place = destination.resolve()

@@ -530,6 +530,8 @@ class Reference:
         at_other_k = {}
         for prefix in dict.fromkeys(match[1] for name in arrays if (match := _AT_K.match(name))):
             arrays_of_k = {"y": arrays["dense"], **_group(arrays, prefix)}
+            if any(map(_AT_K.match, arrays_of_k)):
+                raise ValueError(f"results with another k within {prefix}")
             count = min(len(array) for array in arrays_of_k.values() if array.ndim)
             at_other_k[int(prefix[2:-1])] = Reference._of(_first({**arrays_of_k, **shared}, count))
         rounded = None

@@ -131,7 +131,7 @@ def _edits_text(edits: Edits) -> Iterator[str]:
     """The differences between the model and its weights."""
     if edits:
         lines = "\n".join(f"- {markdown_text(text)}" for text in edits.texts())
-        yield f"These edits of the MoE layers were made to it:\n\n{lines}"
+        yield f"The MoE layers were edited:\n\n{lines}"
 
 
 ROUTING = "Outputs whose names begin with the name of a layer show which experts it chose."

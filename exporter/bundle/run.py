@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -260,7 +260,9 @@ class _Rows:
                 self._file.close()
             for name, parts in self._parts.items():
                 with self._open(name) as file:
-                    np.lib.format.write_array(file, np.concatenate(parts), allow_pickle=False)
+                    _write_header(file, parts[0].dtype, self.shapes[name])
+                    for part in parts:
+                        file.write(np.ascontiguousarray(part).tobytes())
 
     def add(self, values: Mapping[str, np.ndarray]) -> None:
         """Adds the rows of a batch."""
@@ -276,13 +278,14 @@ class _Rows:
     def _write(self, rows: np.ndarray, total: int) -> None:
         if self._file is None:
             self._file = self._open(self._name)
-            header = {
-                "descr": np.lib.format.dtype_to_descr(rows.dtype),
-                "fortran_order": False,
-                "shape": (total, *rows.shape[1:]),
-            }
-            np.lib.format.write_array_header_2_0(self._file, header)
+            _write_header(self._file, rows.dtype, (total, *rows.shape[1:]))
         self._file.write(np.ascontiguousarray(rows).tobytes())
 
     def _open(self, name: str) -> IO[bytes]:
         return self._archive.open(f"{name}.npy", "w", force_zip64=True)
+
+
+def _write_header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    descr = np.lib.format.dtype_to_descr(dtype)
+    header = {"descr": descr, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_2_0(file, header)

@@ -20,7 +20,7 @@ ALIGNMENT = 16
 """Tensors in the file are aligned to this many numbers, a cache line."""
 
 
-def unset(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], Path | None]:
+def uninitialised(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], Path | None]:
     """Returns uninitialised float32 tensors of these shapes, and the file they are mapped from.
 
     It is an unlinked temporary file, which disappears with the last tensor or the process. It is
@@ -52,7 +52,7 @@ def upcast(
     `files` are the mapped sources, whose pages are released while they are read; a `watched` one
     must not be truncated meanwhile.
     """
-    floats, place = unset({key: tuple(tensor.shape) for key, tensor in tensors.items()})
+    floats, place = uninitialised({key: tuple(tensor.shape) for key, tensor in tensors.items()})
     if place is None:
         return {key: tensor.float() for key, tensor in tensors.items()}, None
     reading = Reading((*files, place), watched)

@@ -289,6 +289,7 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
     shape, ids = job.model.output.shape, job.model.input
     of_ids = np.dtype(ids.dtype).kind in "iu" and len(ids.shape) == 2
     classes = len(shape) == 2 or (len(shape) == 3 and (of_ids or shape[1] == 1))
+    classes &= shape[-1] != 1  # one number has no largest: cosines compare it
     unlabelled = attributes = False
     batches = samples = right = 0
     by_batch: list[Labels] = []

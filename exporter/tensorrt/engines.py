@@ -38,7 +38,7 @@ from .trust import check_private, is_own, own_signature
 from .worker import Compiled
 
 DEFAULT_CARDS = ("8.6", "8.9", "12.0")
-"""TensorRT-RTX's default in its support matrix, named explicitly for the record."""
+"""TensorRT-RTX's default in its support matrix, explicit so that the engine's record has it."""
 
 FP8_CARDS = ("8.9", "12.0")
 """The default cards that multiply 8-bit floats: Ada and newer."""
@@ -54,8 +54,9 @@ def plan_engines(
 ) -> list[EnginePlan]:
     """Returns the engines of a bundle for a backend: one per graph, or only that of `graph`.
 
-    Of graphs for several batch sizes the main one is used: an engine has profiles instead. `ranges`
-    are the sizes of axes that no profile names; the default is those of the export. Raises
+    If a bundle has graphs for several batch sizes, only the main one is used, because an engine has
+    profiles instead. `ranges` are the sizes of axes that no profile names; the default is those of
+    the export. Raises
     `UsageError` and `MissingExtraError` before anything is read or built.
     """
     chosen = backend_named(name)
@@ -71,11 +72,11 @@ def plan_engines(
         known = ", ".join(record.file for record in manifest.graphs)
         raise UsageError(f"the bundle has no graph '{graph}'", hint=f"it has {known}")
     defaults = exported_ranges(manifest) | dict(ranges or {})
-    port = manifest.inputs[0]
+    tensor = manifest.inputs[0]
     experts = min(layer.experts for layer in manifest.layers) if manifest.k == "input" else None
     requested = options.profiles or ({},)
-    _check_axes(port, requested, ranges or {})
-    profiles = tuple(profile(port, axes, defaults, experts) for axes in requested)
+    _check_axes(tensor, requested, ranges or {})
+    profiles = tuple(profile(tensor, axes, defaults, experts) for axes in requested)
     if len(set(profiles)) < len(profiles):
         again = next(profile for profile in profiles if profiles.count(profile) > 1)
         raise UsageError(
@@ -87,7 +88,7 @@ def plan_engines(
     weights = sum(r.bytes for name, r in manifest.files.items() if name.endswith(".bin"))
     plans = []
     for record in records:
-        capped_profiles, notes = within_copies(manifest, record, chosen, profiles, requested)
+        capped_profiles, notes = cap_gather_copies(manifest, record, chosen, profiles, requested)
         plans.append(
             EnginePlan(
                 graph=record.file,
@@ -104,14 +105,14 @@ def plan_engines(
     return plans
 
 
-def within_copies(
+def cap_gather_copies(
     manifest: Manifest,
     graph: GraphRecord,
     chosen: Backend,
     profiles: Sequence[Profile],
     requested: Sequence[AxisRanges],
 ) -> tuple[tuple[Profile, ...], tuple[str, ...]]:
-    """Returns a graph's profiles without a k at which `gather` copies too much, with notes.
+    """Returns a graph's profiles, k capped so that `gather` copies not too much, and notes on it.
 
     Raises `UsageError` if a requested k, or the graph's own, is too large.
     """
@@ -124,10 +125,10 @@ def within_copies(
         matrix = layer.dim * (layer.hidden or layer.dim)
         copies = most_copies(matrix)
         fitting = min(copies, most_copies(matrix, 2 * matrix * width, memory))
-        for index, (wanted, ranges_of_it) in enumerate(zip(new_profiles, requested, strict=True)):
+        for index, (wanted, requested_axes) in enumerate(zip(new_profiles, requested, strict=True)):
             k = layer.k if wanted.k is None else wanted.k.max
             assert k is not None, "k belongs to the layer, or is an input of the graph"
-            named = wanted.k is None or K_INPUT in ranges_of_it
+            named = wanted.k is None or K_INPUT in requested_axes
             if named and wanted.max[0] * k > copies:
                 raise UsageError(
                     f"{graph.file}: at --batch {wanted.max[0]} and --k {k} `gather` copies "
@@ -147,13 +148,13 @@ def within_copies(
     return tuple(new_profiles), tuple(notes)
 
 
-def _check_axes(port: TensorSpec, profiles: Sequence[AxisRanges], ranges: AxisRanges) -> None:
+def _check_axes(tensor: TensorSpec, profiles: Sequence[AxisRanges], ranges: AxisRanges) -> None:
     """Raises `UsageError` for a range that no profile uses."""
     for axis, wanted in ranges.items():
-        if axis not in port.shape and not (axis == "tokens" and "height" in port.shape):
-            dynamic = ", ".join(size for size in port.shape if isinstance(size, str))
+        if axis not in tensor.shape and not (axis == "tokens" and "height" in tensor.shape):
+            dynamic = ", ".join(size for size in tensor.shape if isinstance(size, str))
             raise UsageError(
-                f"--{axis} {wanted}: the graph's input '{port.name}' has no axis {axis}",
+                f"--{axis} {wanted}: the graph's input '{tensor.name}' has no axis {axis}",
                 hint=f"its dynamic axes are {dynamic or 'none'}; export again for others",
             )
         if all(axis in profile for profile in profiles):
@@ -184,7 +185,7 @@ def add_engines(
     rebuild: bool = False,
     describe: Describe | None = None,
 ) -> list[EnginePlan]:
-    """Builds engines, adds them to a bundle and its page (by `describe`), and returns them.
+    """Builds engines, adds them to a bundle and its README (by `describe`), and returns them.
 
     Raises what `make_engines` raises, and `BundleError` for a folder that is not writable.
     """
@@ -211,15 +212,15 @@ def check_for_export(target: str, engine: EngineOptions | bool) -> None:
 def build_for_export(
     directory: Path,
     manifest: Manifest,
-    e: EngineOptions | bool | None,
+    engine: EngineOptions | bool | None,
     progress: Progress,
 ) -> Manifest:
     """Returns a new bundle's manifest with its engines, which are built into its folder.
 
-    Without a request (`engine` None), a note explains why a backend cannot be built here.
+    Without a request (`engine` None), a note explains why no engine can be built here.
     """
-    options = e if isinstance(e, EngineOptions) else EngineOptions(cache=default_cache())
-    if e is None:
+    options = engine if isinstance(engine, EngineOptions) else EngineOptions(cache=default_cache())
+    if engine is None:
         try:
             _check_can_build(backend_named(manifest.target))
         except (MissingExtraError, EngineError) as error:
@@ -228,12 +229,14 @@ def build_for_export(
     plans = plan_engines(manifest, manifest.target, options)
     built = list(make_engines(directory, manifest, plans, directory, progress))
     notes = [note for plan in plans for note in plan.notes]
-    notes += [n for e in built for n in precision_notes(e.built.file, e.built.kernels)]
+    notes += [
+        note for made in built for note in precision_notes(made.built.file, made.built.kernels)
+    ]
     return with_engines(replace(manifest, notes=[*manifest.notes, *notes]), built)
 
 
 def _check_can_build(chosen: Backend) -> None:
-    """Raises `MissingExtraError` or `EngineError` if the backend cannot be built here."""
+    """Raises `MissingExtraError` or `EngineError` if the backend cannot build here."""
     chosen.check_installed()
     if chosen.builds_without_gpu:
         return
@@ -303,7 +306,7 @@ def _in_bundle(
         own = listed is not None and is_own(record.signature, listed.sha256)
         if own and record.key == key and record.file == plan.file:
             names = (record.layers, record.file)
-            if all(is_as_listed(directory / name, manifest) for name in names):
+            if all(is_as_listed(directory, name, manifest) for name in names):
                 return record
     return None
 
@@ -405,14 +408,14 @@ def check_precision(manifest: Manifest, graph: str, compiled: Compiled) -> dict[
 
     The router stays in FP32 at every precision, so only the experts' products are checked: in the
     network that was built, and then in the engine, if it could be inspected. Returns the types that
-    the engine's own layers of the experts read and write, by MoE layer: empty if the inspector does
+    the engine's layers for the experts read and write, by MoE layer: empty if the inspector does
     not name them, or if other nodes were fused into them; then only the strongly typed network
     proves the precision.
     """
     kernels: dict[str, list[str]] = {}
     for layer in manifest.layers:
-        # If no product is named after the experts, float products that mix their results are
-        # ignored.
+        # Without products named after the experts, all those of their part count; products of
+        # floats that mix the experts' results are ignored.
         own = [p for p in compiled.layers if f"{layer.name}/{EXPERTS}/" in p.name]
         products = own or [p for p in compiled.layers if part_of(p.name, layer.name) == EXPERTS]
         precisions = {product.precision for product in products}
@@ -427,7 +430,7 @@ def check_precision(manifest: Manifest, graph: str, compiled: Compiled) -> dict[
             named = [product.name for product in products]
             types = kernel_types(compiled.inspector, named)
             if types and layer.precision not in (*types, *QUANTISED):
-                # A layer with a fused Cast reads and writes other types than it multiplies in.
+                # A layer with a fused Cast reads and writes other types than its product has.
                 alone = kernel_types(compiled.inspector, named, alone=True)
                 if not alone:
                     kernels[layer.name] = []
@@ -480,16 +483,17 @@ def kernel_types(
     """Returns the types of tensors around an engine's layers that compute these ONNX nodes.
 
     The metadata of an engine's layer name the nodes that were fused into it ("Engine Inspector",
-    TensorRT 10.16.1). Empty if none of them has one of these nodes, or, with `alone`, only these.
+    TensorRT 10.16.1). With `alone`,
+    a layer that also contains other nodes does not count.
     """
     layers = [layer for layer in inspector.get("Layers", ()) if isinstance(layer, dict)]
     if alone:
         layers = [layer for layer in layers if {*_nodes_of(layer)} <= {*products}]
     words = [
-        _type_words(port)
+        _type_words(tensor)
         for layer in layers
         if not {*_nodes_of(layer)}.isdisjoint(products)
-        for port in (*layer.get("Inputs", ()), *layer.get("Outputs", ()))
+        for tensor in (*layer.get("Inputs", ()), *layer.get("Outputs", ()))
     ]
     return {
         name
@@ -502,6 +506,6 @@ def _nodes_of(layer: Mapping[str, Any]) -> list[str]:
     return re.findall(r"\[ONNX Layer: ([^\]]*)\]", str(layer.get("Metadata")))
 
 
-def _type_words(port: Mapping[str, Any]) -> str:
-    words = {key.lower(): str(value) for key, value in port.items()}
+def _type_words(tensor: Mapping[str, Any]) -> str:
+    words = {key.lower(): str(value) for key, value in tensor.items()}
     return next((words[key] for key in TYPE_KEYS if words.get(key)), "")

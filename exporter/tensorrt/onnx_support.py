@@ -114,10 +114,9 @@ def _reason(
 ) -> str | None:
     if node.domain not in STANDARD_DOMAINS:
         return f"it does not support the domain {node.domain}"
-    refused = dict.fromkeys(NO_IMPORTER, "its ONNX importer does not support the op")
-    refused |= REFUSED_BY[backend.name]
-    if node.op_type in refused:
-        return refused[node.op_type]
+    unsupported = {node.op_type} & NO_IMPORTER and "its ONNX importer does not support the op"
+    if refused := unsupported or REFUSED_BY[backend.name].get(node.op_type):
+        return refused
     if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
         return _quantization(node, constants)
     if node.op_type == "TopK":

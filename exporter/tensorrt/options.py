@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -200,8 +201,10 @@ class EngineOptions:
 
     def as_json(self) -> dict[str, Any]:
         """The options as plain data: all that affect the engine."""
-        content = asdict(self)
-        return {name: content[name] for name in self.changed() if name != "timing_cache"}
+        plain = asdict(replace(self, profiles=tuple(map(dict, self.profiles))))
+        content = {name: plain[name] for name in self.changed() if name != "timing_cache"}
+        as_read: dict[str, Any] = json.loads(json.dumps(content))
+        return as_read
 
 
 _NUMBERS = r"[0-9]{1,4}\.[0-9]{1,4}"

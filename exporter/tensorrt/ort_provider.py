@@ -17,7 +17,7 @@ from ...errors import MissingExtraError
 from ..bundle.manifest import MANIFEST_FILE, GraphFacts, Manifest
 from .backends import TENSORRT, first_gpu
 from .cache import engine_key, private_cache
-from .engines import exported_ranges, within_copies
+from .engines import cap_gather_copies, exported_ranges
 from .profiles import Profile, profile
 
 NO_TF32 = ("NVIDIA_TF32_OVERRIDE", "0")
@@ -88,7 +88,7 @@ def provider_options(graph: Path) -> dict[str, str]:
         experts = min(layer.experts for layer in manifest.layers)
         whole = profile(manifest.inputs[0], {}, exported_ranges(manifest), experts)
         record = next(entry for entry in manifest.graphs if entry.file == graph.name)
-        (ranges,), _ = within_copies(manifest, record, TENSORRT, [whole], [{}])
+        (ranges,), _ = cap_gather_copies(manifest, record, TENSORRT, [whole], [{}])
         options |= profile_options(ranges)
     return options
 

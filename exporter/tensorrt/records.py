@@ -154,7 +154,7 @@ def add_to_bundle(
         for name in names:
             to_disk(staged / name)
         before = Manifest.read(directory)
-        if not is_as_listed(directory / PAGE, before):
+        if not is_as_listed(directory, PAGE, before):
             describe = None  # a page that a user wrote stays unchanged
         removed = {*names, PAGE} if describe else {*names}
         write_text(without_files(before, removed).to_json(), directory / MANIFEST_FILE)
@@ -166,9 +166,9 @@ def add_to_bundle(
         write_text(manifest.to_json(), directory / MANIFEST_FILE)
 
 
-def is_as_listed(path: Path, manifest: Manifest) -> bool:
+def is_as_listed(directory: Path, name: str, manifest: Manifest) -> bool:
     """Returns whether a bundle's file is the one in the manifest."""
-    known = manifest.files.get(path.name)
+    known, path = manifest.files.get(name), directory / name
     return known is not None and path.is_file() and sha256(path) == known.sha256
 
 

@@ -225,10 +225,10 @@ class EngineSession:
         else:
             import torch
 
-            array = AddressedArray.of(
+            output = AddressedArray.of(
                 torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
             )
-            array.settle()  # the caller's earlier work may still use its memory
+            output.settle()  # the caller's earlier work may still use its memory
         self._stream.copy(output.address, self._buffers[name], output.nbytes)
         return output.array
 

@@ -1,7 +1,8 @@
 """Trust in engines: one is loaded only if its user built it here, or explicitly trusts it.
 
-A plan is code that TensorRT runs. It must be byte for byte the file in the bundle's manifest, with
-a signature that only this user can make, and a cache folder that others may write to is not used.
+A plan is code that TensorRT runs. It must be byte for byte the file that the bundle's manifest
+lists, with a signature that only this user can make. A cache folder that others can write to is
+not used.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MAGIC = {b"vtrt": TENSORRT_RTX}
 """First bytes of a plan by TensorRT-RTX 1.7.1; others are recognised by their record."""
 
 SIZE_AT, VERSION_AT, HEADER_BYTES = 16, 24, 64
-"""The places in that header of the file's size (8 bytes, little-endian) and version (4 bytes)."""
+"""Offsets in such a plan's header: its size (8 bytes, little-endian) and version (4 bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,13 @@ def find_plan(path: Path, *, trust: bool = False) -> PlanFile:
             f"{path}: there is no such engine", hint="`moexport build BUNDLE` builds one"
         )
     record, known = _listed(path)
-    header_backend, version, whole = _header(path) or (None, None, None)
+    header_backend, version, expected_bytes = _header(path) or (None, None, None)
     size = path.stat().st_size
-    if whole is None:
-        whole = size if known is None else known.bytes
-    if size < whole:
+    if expected_bytes is None:
+        expected_bytes = size if known is None else known.bytes
+    if size < expected_bytes:
         raise EngineError(
-            f"{path} is truncated: {size} of {whole} bytes",
+            f"{path} is truncated: {size} of {expected_bytes} bytes",
             hint="copy it again from an intact copy, or build it again with `moexport build`",
         )
     if record is None and not trust:
@@ -86,13 +87,13 @@ def find_plan(path: Path, *, trust: bool = False) -> PlanFile:
             hint=f"build it again with `moexport build`; {TRUST}",
         )
     own = record is not None and known is not None and is_own(record.signature, known.sha256)
-    must_be = known.sha256 if known is not None and not trust else None
+    expected_sha256 = known.sha256 if known is not None and not trust else None
     return PlanFile(
         path=path,
         record=record,
         backend=_backend(path, record, header_backend),
         trusted=trust or own,
-        sha256=must_be,
+        sha256=expected_sha256,
         version=version,
     )
 
@@ -155,14 +156,14 @@ def own_signature(text: str) -> str:
     """Returns a keyed hash that only this user can make; empty if no key can be kept.
 
     It identifies files that this user's runs of moexport wrote on this machine. The key is in the
-    user's cache folder, readable to nobody else.
+    user's cache folder, readable by nobody else.
     """
     key = _own_key()
     return "" if key is None else hmac.new(key, text.encode(), "sha256").hexdigest()
 
 
 def is_own(signature: str, text: str) -> bool:
-    """Whether `own_signature` made a signature of this text."""
+    """Whether `own_signature` made this signature from the text."""
     return bool(signature) and hmac.compare_digest(signature, own_signature(text))
 
 

@@ -41,7 +41,8 @@ def checks(
 ) -> Iterator[Check]:
     """Yields the parity of a bundle's engines, or why they were not run.
 
-    See `bundle.runtimes.engine_checks`.
+    `bounds` returns the bounds of an engine with or without TF32. Engines that were built elsewhere
+    only run with `trust`.
     """
     for record in engines_of(manifest):
         tolerance = bounds(bool(record.options.get("tf32")))

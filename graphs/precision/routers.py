@@ -1,8 +1,8 @@
 """Finds the nodes outside MoE layers that always stay in FP32: routers and angles.
 
-If the choice is made outside a layer, it is an input of the layer's node. The nodes that lead to
-that input, but not to the layer's tokens, are the router. If a Soft MoE layer has C and its slots
-as inputs, the router is the part of the surrounding module that computes them.
+If experts are chosen outside their layer, the choice is an input of the layer's node. The nodes
+that lead to that input, but not to the layer's tokens, are the router. If a Soft MoE layer has C
+and its slots as inputs, the router is the part of the surrounding module that computes them.
 """
 
 from __future__ import annotations

@@ -84,12 +84,12 @@ def _on_digits(directory: Path, progress: Progress) -> Iterator[Group]:
     for form, rank in forms:
         progress.step(f"training a {form.upper()} classifier on {len(images)} digits")
         head = trainable_head(form, EXPERTS, flat.shape[1], digits.CLASSES, rank)
-        batches = _drawn(images.flatten(1), labels, 128)
+        batches = _random_batches(images.flatten(1), labels, 128)
         save(fit(head, batches, 250, 3e-3), directory / f"digits-{form}.pt")
     progress.step(f"training an MLP-Mixer on {len(images)} digits")
     spec = MixerSpec(grid=(4, 4), patch=7, channels=1, dim=64, depth=2, classes=digits.CLASSES)
     mixer = trainable_mixer(spec, EXPERTS, hidden=(32, 128), rank=48)
-    save(fit(mixer, _drawn(images, labels, 64), 250, 3e-3), directory / "mixer.pt")
+    save(fit(mixer, _random_batches(images, labels, 64), 250, 3e-3), directory / "mixer.pt")
     vectors = replace(data.test, inputs=flat)
     heads = {f"digits-{form}": {"input_rank": 2} for form, _ in forms}
     yield _group("digits", vectors, directory, heads)
@@ -109,15 +109,15 @@ def _on_text(directory: Path, progress: Progress) -> Group:
     return _group("gpt2", data, directory, {"gpt2": {}})
 
 
-def _drawn(inputs: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields random batches of labelled inputs without end."""
+def _random_batches(inputs: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields endless random batches of labelled inputs."""
     while True:
         rows = torch.randint(len(inputs), (size,))
         yield inputs[rows], labels[rows]
 
 
 def random_windows(ids: np.ndarray, size: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields random batches of sequences and of their next tokens without end."""
+    """Yields endless random batches: sequences, and the next token at each position."""
     tokens = torch.from_numpy(ids)
     within = torch.arange(length + 1)
     while True:
@@ -200,15 +200,16 @@ class _FactorWeights(nn.Module):
     def __init__(self, spec: FactorisedSpec) -> None:
         super().__init__()
         *experts, inner, outer = spec.shapes
-        alike = [1.0 + torch.randn(shape) for shape in experts]
+        expert_factors = [1.0 + torch.randn(shape) for shape in experts]
         if spec.form == "tr":  # each expert's r × r' slice is near the identity
-            alike = [
-                torch.eye(s[0], s[2]).unsqueeze(1) * a for s, a in zip(experts, alike, strict=True)
+            expert_factors = [
+                torch.eye(s[0], s[2]).unsqueeze(1) * a
+                for s, a in zip(experts, expert_factors, strict=True)
             ]
         fan_out = spec.ranks[0] * (spec.ranks[-1] if spec.form == "tr" else 1)
         self.factors = nn.ParameterList(
             [
-                *alike,
+                *expert_factors,
                 torch.empty(inner).uniform_(-1, 1) * spec.dim**-0.5,
                 torch.empty(outer).uniform_(-1, 1) * fan_out**-0.5,
             ]
@@ -216,7 +217,7 @@ class _FactorWeights(nn.Module):
 
 
 def entmax15(logits: Tensor) -> Tensor:
-    """Returns p = [z/2 − τ]₊² with Σp = 1, with its gradient.
+    """Returns p = [z − τ]₊² for z = logits/2, where τ is the root of f = Σp − 1; differentiable.
 
     τ is found by sorting, without a gradient; one Newton step from there does not change its value
     and adds the gradient of the root, −∂f/∂z / ∂f/∂τ.
@@ -230,15 +231,15 @@ def entmax15(logits: Tensor) -> Tensor:
     return (z - (tau + excess / slope)).clamp_min(0).square()
 
 
-def tensor(form: Form, experts: int, dim: int, out: int, rank: int) -> FactorisedSpec:
-    """Returns a tensor with a bias, whose CP rank or last TR rank is `rank`."""
+def tensor_spec(form: Form, experts: int, dim: int, out: int, rank: int) -> FactorisedSpec:
+    """Returns the spec of a tensor with a bias, whose CP rank or last TR rank is `rank`."""
     ranks = (rank,) if form == "cp" else (*TR_RANKS, rank)
     return FactorisedSpec(form=form, levels=(experts,), dim=dim, out=out, ranks=ranks, bias=True)
 
 
 def trainable_head(form: Form, experts: int, dim: int, classes: int, rank: int) -> TrainableMuMoE:
     """Returns a classifier of vectors (b, d) with a single muMoE layer."""
-    return TrainableMuMoE(MuMoESpec("layer", (tensor(form, experts, dim, classes, rank),)))
+    return TrainableMuMoE(MuMoESpec("layer", (tensor_spec(form, experts, dim, classes, rank),)))
 
 
 def trainable_mixer(spec: MixerSpec, experts: int, hidden: tuple[int, int], rank: int) -> MlpMixer:
@@ -255,7 +256,7 @@ def trainable_mixer(spec: MixerSpec, experts: int, hidden: tuple[int, int], rank
 
 
 def trainable_gpt2(spec: GPT2Spec, experts: int, hidden: int, rank: int) -> GPT2:
-    """Returns a GPT-2 with CP blocks in place of MLPs, and embeddings as small as nanoGPT's."""
+    """Returns a GPT-2 with CP blocks in place of MLPs, and embeddings initialised as in nanoGPT."""
     model = GPT2(spec)
     for name, parameter in model.named_parameters():
         if name.endswith(("wte.weight", "wpe.weight")):
@@ -271,7 +272,10 @@ def trainable_gpt2(spec: GPT2Spec, experts: int, hidden: int, rank: int) -> GPT2
 def _block(
     experts: int, dim: int, hidden: int, rank: int, *, input_norm: bool = False
 ) -> TrainableMuMoE:
-    tensors = (tensor("cp", experts, dim, hidden, rank), tensor("cp", experts, hidden, dim, rank))
+    tensors = (
+        tensor_spec("cp", experts, dim, hidden, rank),
+        tensor_spec("cp", experts, hidden, dim, rank),
+    )
     return TrainableMuMoE(MuMoESpec("block", tensors, input_norm=input_norm))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...common.files import Reading, Watched, allowed_bytes
 from ...common.libraries import library
 from ...errors import CheckpointError, install
-from ...exporter.checkpoints.floats import unset
+from ...exporter.checkpoints.floats import uninitialised
 
 PARAMS = "params."
 MANIFEST, ZARRAY, METADATA = "manifest.ocdbt", ".zarray", "_METADATA"
@@ -45,7 +45,9 @@ class OrbaxState:
 
         Raises CheckpointError for an array that cannot be read.
         """
-        tensors, place = unset({key: tuple(tensor.shape) for key, tensor in self.opened.items()})
+        tensors, place = uninitialised(
+            {key: tuple(tensor.shape) for key, tensor in self.opened.items()}
+        )
         reading = Reading(() if place is None else (place,), watched)
         for key, array in self.opened.items():
             try:

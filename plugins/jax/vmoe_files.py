@@ -29,7 +29,7 @@ from torch import Tensor
 from ...common.documents import MOST_LEVELS
 from ...common.files import Reading, Watched
 from ...errors import CheckpointError
-from ...exporter.checkpoints.floats import unset
+from ...exporter.checkpoints.floats import uninitialised
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ class VmoeIndex:
                 hint=f"put them into {self.file.parent}",
             )
         _check_sizes(self)
-        tensors, place = unset({array.key: array.shape for array in self.arrays})
+        tensors, place = uninitialised({array.key: array.shape for array in self.arrays})
         reading = Reading(self.shards if place is None else (*self.shards, place), watched)
         for number, shard in enumerate(self.shards):
             _read_shard(self, number, shard, tensors, reading)

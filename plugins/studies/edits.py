@@ -106,7 +106,7 @@ def _strength(part: str, text: str) -> float:
     if not abs(value) <= LARGEST:  # also false for NaN
         raise UsageError(
             f"--steer {part}: a strength of {value} is not finite",
-            hint="a strength of 1 moves tokens by the length of the expert's cluster centre",
+            hint="give a number such as 0.5 or -1; 1 adds the expert's cluster centre once",
         )
     return value
 

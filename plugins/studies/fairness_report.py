@@ -54,7 +54,7 @@ def rewriting_text(rewriting: Rewriting) -> str:
     output, budget = rewriting.output, rewriting.budget
     how = ""
     if budget is not None:
-        how = f" (the best of {rewriting.tried} for {budget:.1%} of the accuracy at most)"
+        how = f" (the best of {rewriting.tried} that cost at most {budget:.1%} of the accuracy)"
     rows = [fair_row("as trained", rewriting.before), fair_row("rewritten", rewriting.after)]
     before, after = rewriting.accuracy_before, rewriting.accuracy_after
     what = "attribute" if rewriting.attributes else "class"

@@ -197,6 +197,6 @@ class SpecialiseRequest(Request):
             )
         if self.budget is not None and not 0 <= self.budget < 1:
             raise UsageError(
-                f"--budget {self.budget}: it must be a share of the accuracy, from 0 to below 1",
+                f"--budget {self.budget}: a share of the accuracy is at least 0 and below 1",
                 hint="with --budget 0.01 a search may cost one in a hundred correct answers",
             )

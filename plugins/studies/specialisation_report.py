@@ -143,7 +143,7 @@ def _effects_text(result: Specialisation) -> str:
         *(_load_line(level, result) for level in result.load),
     ]
     if mean is not None:
-        lines.append(f"polysemanticity {mean:.3f} on average over these (0: one {what}, all of it)")
+        lines.append(f"polysemanticity {mean:.3f} on average over these (0: one {what} only)")
         heads = ("expert", "inputs", figure, f"{what} changed most", "before", "after")
         rows = []
         for effect in changing[:SHOWN]:

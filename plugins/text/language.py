@@ -99,7 +99,7 @@ def token_windows(data: str | Path | Array | None, model: Model, prompt: int) ->
     if not path.is_file():
         raise FeedError(
             f"{path}: no such file",
-            hint="a language model is measured on a file of text, an .npz with 'input_ids' or a "
+            hint="a language model is measured on a text file, an .npz with 'input_ids', or an "
             ".npy of token ids",
         )
     if path.suffix == ".npz":

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...exporter.checkpoints.floats import unset
+from ...exporter.checkpoints.floats import uninitialised
 from ...exporter.checkpoints.state_dict import FLOAT8, PREFIXES
 from ...exporter.checkpoints.weight_files import WeightFiles, read_file, read_files
 from . import fp8, lora
@@ -89,7 +89,7 @@ def plain_tensors(
             f"(r {settings['r']}, alpha {settings['lora_alpha']})"
         )
     shapes = {key: tuple(rest[key].shape) for key in computed}
-    floats, file = unset(shapes)
+    floats, file = uninitialised(shapes)
     for key, compute in computed.items():
         floats[key].copy_(compute())
     kept = {key: tensor for key, tensor in rest.items() if key not in read}

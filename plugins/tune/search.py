@@ -19,7 +19,7 @@ import numpy as np
 from ...common.console import Progress
 from ...errors import MoexportError
 from ...graphs.targets import Precision, Target
-from .accuracy.confirm import ContractError, SearchResult, shortlist, would_decide
+from .accuracy.confirm import ContractError, SearchResult, inputs_hint, shortlist
 from .budget import (
     EACH_SIDE,
     EFFECT,
@@ -455,6 +455,6 @@ def _check_base(base: Trial, keep: float | None) -> None:
     quality = base.quality
     raise ContractError(
         f"--keep {keep:.4g}: the model as trained, in FP32, keeps between {quality.low:.2%} and "
-        f"{quality.high:.2%} on the {quality.inputs} inputs of the search's half",
-        hint=would_decide(quality, keep),
+        f"{quality.high:.2%} on the {quality.inputs} inputs of the search",
+        hint=inputs_hint(quality, keep),
     )

@@ -137,7 +137,7 @@ def search_and_export(
         bundle_place = destination.absolute()
         recipe_folder = free_place(bundle_place, "recipe") if work is None else work / "recipe"
         chosen, bundle = export_best(
-            job, contracted.holding, result, destination, recipe_folder, progress
+            job, contracted.within_bounds, result, destination, recipe_folder, progress
         )
     return Tuned(
         bundle=bundle,

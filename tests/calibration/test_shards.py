@@ -223,7 +223,7 @@ INDEXES = {
 
 
 @pytest.mark.parametrize("name", list(INDEXES))
-def test_shards_are_held_against_an_index_beside_them(name: str, tmp_path: Path) -> None:
+def test_shards_are_checked_against_an_index_next_to_them(name: str, tmp_path: Path) -> None:
     feed = in_shards(tmp_path)
     (tmp_path / name).write_text(json.dumps(INDEXES[name]))
     assert sum(map(len, batches(feed, "input"))) == 70
@@ -256,7 +256,7 @@ def test_a_file_that_is_called_as_an_index_and_is_none_is_passed_over(
     assert sum(map(len, batches(feed, "input"))) == 70
 
 
-def test_shards_whose_names_tell_how_many_there_are_are_all_there(tmp_path: Path) -> None:
+def test_shards_whose_names_imply_their_number_are_all_required(tmp_path: Path) -> None:
     column = pa.FixedShapeTensorArray.from_numpy_ndarray(X)
     for i in range(3):
         path = tmp_path / f"train-0000{i}-of-00003.parquet"
@@ -314,7 +314,7 @@ def test_every_common_form_of_tar_is_read_as_python_reads_it(form: int, tmp_path
     assert len(found) == len(names) + 1
 
 
-def test_a_flipped_bit_in_any_header_is_an_error_and_no_end(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_any_header_is_an_error_and_not_the_end(tmp_path: Path) -> None:
     feed = write_tar(tmp_path / "x.tar", arrays(slice(0, 40)))
     whole = feed.read_bytes()
     with tarfile.open(feed) as archive:
@@ -327,7 +327,7 @@ def test_a_flipped_bit_in_any_header_is_an_error_and_no_end(tmp_path: Path) -> N
             refused(feed, "not a complete tar file: a damaged header at byte")
 
 
-def test_what_lies_behind_the_end_of_an_archive_is_an_error(tmp_path: Path) -> None:
+def test_data_after_the_end_of_an_archive_is_an_error(tmp_path: Path) -> None:
     feed = write_tar(tmp_path / "x.tar", arrays(slice(0, 4)))
     whole = feed.read_bytes()
     feed.write_bytes(whole + whole)
@@ -370,7 +370,7 @@ def pax(records: bytes) -> bytes:
         (header("a.npy", b"Z", b"0"), "unsupported type"),
     ],
 )
-def test_an_ill_meant_header_is_refused_at_once(data: bytes, said: str, tmp_path: Path) -> None:
+def test_a_malicious_header_is_refused_at_once(data: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(data + bytes(10240))
     refused(tmp_path / "x.tar", said)
 
@@ -396,7 +396,7 @@ def varint(number: int) -> bytes:
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("what", ["bytes", "values", "place"])
-def test_a_page_that_says_more_than_the_footer_does_is_refused(
+def test_a_page_that_declares_more_than_the_footer_is_refused(
     what: str, version: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.parquet"

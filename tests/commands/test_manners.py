@@ -395,7 +395,7 @@ def test_an_interrupt_while_the_parser_loads_is_no_traceback() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals as Unix does")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_an_interrupt_while_a_model_is_traced_is_told_as_one(name: str, tmp_path: Path) -> None:
+def test_an_interrupt_while_a_model_is_traced_is_reported_as_one(name: str, tmp_path: Path) -> None:
     """PyTorch's tracer swallows what interrupts its imports, and fails on what it lacks then."""
     code = (
         "import os, signal, sys\n"

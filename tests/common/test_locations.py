@@ -407,7 +407,7 @@ def test_a_file_that_does_not_fit_is_not_begun(
         local(f"{url}/large.pt")
 
 
-def test_a_file_that_changes_while_it_is_copied_is_told(served: tuple[str, Path]) -> None:
+def test_a_file_that_changes_while_it_is_copied_is_reported(served: tuple[str, Path]) -> None:
     with pytest.raises(LocationError, match="it was changed while it was copied"):
         local(f"{served[0]}/changing.pt")
 

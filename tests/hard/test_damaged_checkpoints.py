@@ -149,12 +149,12 @@ JAX = Subject(
 )
 
 
-def test_damaged_checkpoints_of_jax_are_taken_or_refused(tmp_path: Path) -> None:
+def test_damaged_checkpoints_of_jax_are_read_or_refused(tmp_path: Path) -> None:
     findings = [each for each in fuzz(JAX, tmp_path, 1, range(200)) if each is not None]
     assert findings == []
 
 
-def test_damaged_checkpoints_are_taken_or_refused(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_read_or_refused(tmp_path: Path) -> None:
     findings = [each for each in fuzz(SUBJECT, tmp_path, 1, range(600)) if each is not None]
     assert findings == []
 
@@ -294,7 +294,7 @@ ILL_MEANT: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("case", ILL_MEANT)
-def test_an_ill_meant_checkpoint_is_refused_at_once(tmp_path: Path, case: str) -> None:
+def test_a_malicious_checkpoint_is_refused_at_once(tmp_path: Path, case: str) -> None:
     name, write = ILL_MEANT[case]
     path = tmp_path / name
     write(path)

@@ -42,7 +42,7 @@ def failing(calls: str, error: str, cwd: Path, *arguments: str | Path) -> Outcom
 
 @pytest.mark.slow
 @injects
-def test_a_disk_that_fails_is_told_with_its_file(tmp_path: Path) -> None:
+def test_a_disk_that_fails_is_reported_with_its_file(tmp_path: Path) -> None:
     outcome = failing("fsync", "EIO:when=2", tmp_path, *EXPORT, "-o", "out")
     assert outcome.code == 1
     name, _, rest = outcome.error.partition(": ")

@@ -456,7 +456,7 @@ TRANSFORMERS = Subject(transformers_folders, transformers_read, ("config.json",)
         pytest.param(TRANSFORMERS, 40, id="transformers"),
     ],
 )
-def test_damaged_files_are_taken_or_refused(subject: Subject, files: int, tmp_path: Path) -> None:
+def test_damaged_files_are_read_or_refused(subject: Subject, files: int, tmp_path: Path) -> None:
     findings = [each for each in fuzz(subject, tmp_path, 1, range(files)) if each is not None]
     assert findings == []
 

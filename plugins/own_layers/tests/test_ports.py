@@ -131,7 +131,7 @@ ADAPTER = ("--adapter", "ports_net:adapt")
         ("own_net:odd what=complex", "'t' of example_input is complex64", "uint8"),
     ],
 )
-def test_what_is_not_served_is_refused_by_its_name(factory: str, error: str, hint: str) -> None:
+def test_an_unsupported_field_is_refused_by_its_name(factory: str, error: str, hint: str) -> None:
     source, given = factory.split(" ", 1)
     outcome = run("export", source, *ADAPTER, "--set", given, "-o", "out")
     assert outcome.code in (1, 2) and "tracing" not in outcome.err

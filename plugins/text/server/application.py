@@ -251,7 +251,9 @@ def _check_sender(request: Request, *, local: bool) -> None:
         except ValueError:
             sender = None
         if not is_local(sender):
-            raise HTTPException(403, "Origin: only pages of this machine may use this server")
+            raise HTTPException(
+                403, "Origin: only pages served from this machine may use this server"
+            )
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HTTPException(415, "Content-Type: application/json is expected")

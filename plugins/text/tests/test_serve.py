@@ -74,7 +74,7 @@ def server(out: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
     ],
     ids=lambda given: json.dumps(given)[:40],
 )
-def test_what_is_not_served_is_refused_by_its_name(server: Server, given: dict[str, Any]) -> None:
+def test_an_unsupported_field_is_refused_by_its_name(server: Server, given: dict[str, Any]) -> None:
     answer = post(server.port, {"prompt": PROMPT, "max_tokens": 1, **given})
     assert answer.status == 400
     (name,) = given
@@ -134,7 +134,7 @@ def test_a_message_may_be_in_parts_and_have_empty_fields(server: Server) -> None
 
 
 @pytest.mark.slow
-def test_a_template_reads_of_messages_what_it_names(out: Path, tmp_path: Path) -> None:
+def test_a_template_gets_only_the_fields_that_it_names(out: Path, tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}{{ m.name }}{{ m['mood'] }}{% endfor %}"
     with Server(with_template(out, tmp_path / "bundle", template), tmp_path) as server:
         said = {"role": "user", "content": "The ", "name": "gra", "mood": "ph"}
@@ -204,7 +204,7 @@ def test_a_prompt_may_fill_the_context_but_for_one_token(server: Server) -> None
     assert post(server.port, {"prompt": "0" * CONTEXT}).status == 400
 
 
-def test_only_a_page_of_this_machine_may_ask_and_by_its_name(server: Server) -> None:
+def test_only_a_page_of_this_machine_may_send_requests(server: Server) -> None:
     asked = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
     names = {"Host": "evil.example"}, {"Host": "localhost.evil.example:80"}
     assert [post(server.port, asked, **each).status for each in names] == [400, 400]
@@ -226,7 +226,7 @@ def test_only_a_page_of_this_machine_may_ask_and_by_its_name(server: Server) -> 
 
 
 @pytest.mark.slow
-def test_an_error_tells_nothing_of_the_server(out: Path, tmp_path: Path, server: Server) -> None:
+def test_an_error_reveals_nothing_of_the_server(out: Path, tmp_path: Path, server: Server) -> None:
     bundle = with_template(out, tmp_path / "bundle", "{{ raise_exception('roles ' ~ 1) }}")
     said = {"messages": [{"role": "user", "content": "x"}]}
     with Server(bundle, tmp_path) as other:
@@ -289,7 +289,7 @@ def test_clients_that_leave_free_their_caches_at_once(server: Server) -> None:
         wait_until(lambda: server.memory() < before * 1.1)
 
 
-def test_more_than_64_texts_at_once_are_told_to_come_again(server: Server) -> None:
+def test_more_than_64_texts_at_once_get_a_503(server: Server) -> None:
     asked = request({"prompt": PROMPT, "max_tokens": CONTEXT - 8, "stream": True})
     clients = [opened(server.port, asked) for _ in range(64)]
     wait_until(lambda: texts(server) == 64)
@@ -301,7 +301,7 @@ def test_more_than_64_texts_at_once_are_told_to_come_again(server: Server) -> No
     wait_until(lambda: texts(server) == 0)
 
 
-def test_a_text_that_is_held_back_leaves_turns_to_others(server: Server) -> None:
+def test_a_text_that_is_held_back_delays_no_other(server: Server) -> None:
     text = post(server.port, {"prompt": PROMPT, "max_tokens": 200}).said
     asked = {"prompt": PROMPT, "max_tokens": CONTEXT - 8, "stop": [text[:200] + "never said"]}
     clients = [opened(server.port, request(asked)) for _ in range(4)]
@@ -313,7 +313,7 @@ def test_a_text_that_is_held_back_leaves_turns_to_others(server: Server) -> None
         client.close()
 
 
-def test_half_sent_requests_shut_nobody_out(server: Server) -> None:
+def test_half_sent_requests_block_nobody(server: Server) -> None:
     lines = server.log.read_text().count("\n")
     halves = [opened(server.port, head(100)[:40]) for _ in range(300)]
     halves += [opened(server.port, head(100) + b"{") for _ in range(300)]
@@ -336,7 +336,7 @@ def test_a_request_that_is_never_whole_is_ended(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_a_cache_that_does_not_fit_is_told_with_its_size(out: Path, tmp_path: Path) -> None:
+def test_a_cache_that_does_not_fit_is_reported_with_its_size(out: Path, tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(out, bundle)
     config = json.loads((bundle / "genai_config.json").read_text())
@@ -358,7 +358,7 @@ def test_a_cache_that_does_not_fit_is_told_with_its_size(out: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_line_a_request_and_counts_are_kept(out: Path, tmp_path: Path) -> None:
+def test_each_request_is_logged_in_one_line_and_counted(out: Path, tmp_path: Path) -> None:
     with Server(out, tmp_path) as server:
         assert json.loads(get(server.port, "/health").text) == {"status": "ok", "model": "mixtral"}
         post(server.port, {"prompt": PROMPT, "max_tokens": 3})

@@ -41,7 +41,7 @@ def changed(folder: Path, tmp_path: Path, **values: Any) -> Path:
         ({"hidden_size": 2**62}, "cannot make a model"),
     ],
 )
-def test_counts_are_held_against_the_headers_of_the_weights(
+def test_counts_are_checked_against_the_headers_of_the_weights(
     values: dict[str, Any], said: str, folder: Path, tmp_path: Path
 ) -> None:
     started = time.process_time()

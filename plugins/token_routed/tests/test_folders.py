@@ -467,7 +467,9 @@ def sharded(folder: Path, weights: Weights, listed: list[str] | None = None) -> 
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_a_file_beside_an_index_of_other_shards_is_ambiguous(mixtral: Path, tmp_path: Path) -> None:
+def test_a_file_next_to_an_index_of_other_shards_is_ambiguous(
+    mixtral: Path, tmp_path: Path
+) -> None:
     folder = changed(mixtral, tmp_path / "both", lambda w: {k: t + 1 for k, t in w.items()})
     sharded(folder, load_file(mixtral / "model.safetensors"))
     refused(folder, "model.safetensors and model.safetensors.index.json could both be the weights")

@@ -29,10 +29,10 @@ from ..substitutes.substitutes import FOLDER
 from .holdout import Holdout
 from .quality import Quality
 
-MOST_SERVED = 4
+MAX_SERVED = 4
 """The largest number of points whose request rate is measured: the fastest confirmed ones."""
 
-MOST = 8
+MAX_CONFIRMED = 8
 """The largest number of points that are confirmed. Each keeps a graph open."""
 
 
@@ -44,7 +44,7 @@ class ContractError(CheckError):
 class Confirmed:
     """A point and the quality that it keeps on the confirming half.
 
-    `promising`: the point is in the second of the two `Sequences`.
+    `promising`: the point is in the second of the two `ConfirmationOrders`.
     """
 
     trial: Trial
@@ -53,11 +53,12 @@ class Confirmed:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequences:
+class ConfirmationOrders:
     """The points to confirm, in two orders that depend on the search's half only.
 
-    `conservative` goes from the model as trained over the safest point to the riskiest. `promising`
-    starts with the point of the largest expected gain and goes on to faster ones.
+    `conservative` starts with the model as trained, then goes from the safest point to the
+    riskiest. `promising` starts with the point of the largest expected gain, then goes to faster
+    ones.
     """
 
     conservative: tuple[Trial, ...]
@@ -73,8 +74,8 @@ def worth_confirming(trials: Sequence[Trial]) -> list[Trial]:
     """Returns the points that no faster point dominates, the fastest first.
 
     A point is dominated if a faster one is better in three things: kept quality, the lower end of
-    its interval, and how little the outputs moved. Ties stay: of points that keep the same on the
-    search's half, those that compute more are safer.
+    its interval, and how little the outputs moved. Ties stay: of points that keep the same share
+    on the search's half, those that compute more are safer.
     """
     worth: list[Trial] = []
     best = [-math.inf] * 3
@@ -86,48 +87,48 @@ def worth_confirming(trials: Sequence[Trial]) -> list[Trial]:
     return worth
 
 
-def sequences_of(
+def orders_of(
     front: Sequence[Trial],
     base: Trial,
     keep: float | None,
-    most: int = MOST,
+    limit: int = MAX_CONFIRMED,
     *,
     base_meets: bool = True,
-) -> Sequences:
+) -> ConfirmationOrders:
     """Returns the points to confirm, which keep enough on the search's half.
 
-    `base_meets`: the model as trained meets the bounds of time and size, so only faster points are
+    `base_meets`: the model as trained meets the bounds on time and size, so only faster points are
     worth confirming. The expected gain of a point is the logarithm of its speedup times the
     probability that the confirming half shows what the search's half did. Some slower points,
-    spread evenly over the logarithm of time, are the fallback if that point fails.
+    spread evenly over the logarithm of time, are the fallback if the most promising one fails.
     """
     others = [trial for trial in front if trial.point != base.point]
     if keep is None:
-        best = sorted(others, key=lambda trial: -trial.quality.kept)[: most - 1]
-        return Sequences(conservative=(base, *best))
+        best = sorted(others, key=lambda trial: -trial.quality.kept)[: limit - 1]
+        return ConfirmationOrders(conservative=(base, *best))
     others = [trial for trial in others if trial.quality.kept >= keep]
     if base_meets:
         others = [trial for trial in others if trial.ms < base.ms]
     if not others:
-        return Sequences(conservative=(base,))
+        return ConfirmationOrders(conservative=(base,))
     slowest = max(other.ms for other in (base, *others))
 
     def promise(trial: Trial) -> float:
-        return math.log(slowest / trial.ms) * _likely(trial.quality, keep)
+        return math.log(slowest / trial.ms) * _chance_of_confirming(trial.quality, keep)
 
     others.sort(key=promise, reverse=True)
     first = others[0]
-    promising = [trial for trial in others if trial.ms <= first.ms][: max(1, (most - 1) // 2)]
+    promising = [trial for trial in others if trial.ms <= first.ms][: max(1, (limit - 1) // 2)]
     slower = [trial for trial in others if trial.ms > first.ms]
-    conservative = _apart(slower, first.ms, slowest, most - 1 - len(promising))
-    conservative.sort(key=lambda trial: (-_likely(trial.quality, keep), -trial.ms))
-    return Sequences(
+    conservative = _evenly_spaced(slower, first.ms, slowest, limit - 1 - len(promising))
+    conservative.sort(key=lambda trial: (-_chance_of_confirming(trial.quality, keep), -trial.ms))
+    return ConfirmationOrders(
         conservative=(base, *conservative),
         promising=tuple(sorted(promising, key=lambda trial: -trial.ms)),
     )
 
 
-def _apart(trials: Sequence[Trial], fast: float, slow: float, count: int) -> list[Trial]:
+def _evenly_spaced(trials: Sequence[Trial], fast: float, slow: float, count: int) -> list[Trial]:
     """`count` points whose times are spread evenly, on a logarithmic scale, between two points."""
     left = list(trials)
     spread = []
@@ -139,8 +140,8 @@ def _apart(trials: Sequence[Trial], fast: float, slow: float, count: int) -> lis
     return spread
 
 
-def _likely(quality: Quality, keep: float) -> float:
-    """The probability that equally many other inputs confirm `keep`, given these."""
+def _chance_of_confirming(quality: Quality, keep: float) -> float:
+    """The probability that as many other inputs would confirm `keep`, given these."""
     kept, low = _without_luck(quality)
     return NormalDist().cdf(Z * (low - keep) / (math.sqrt(2) * max(1e-9, kept - low)))
 
@@ -156,11 +157,11 @@ def _without_luck(quality: Quality) -> tuple[float, float]:
 
 
 def confirmed(
-    graphs: Graphs, sequences: Sequences, holdout: Holdout, progress: Progress
+    graphs: Graphs, orders: ConfirmationOrders, holdout: Holdout, progress: Progress
 ) -> list[Confirmed]:
     """Returns what each point keeps on the confirming half, which is read once for all points."""
     base, metric = untouched(graphs.base.model), graphs.metric
-    listed = sequences.trials
+    listed = orders.trials
     progress.step("confirming", total=holdout.confirming_count, unit="inputs")
 
     def batches() -> Iterator[Batch]:
@@ -177,13 +178,13 @@ def confirmed(
         Confirmed(
             trial=trial,
             quality=metric.quality(tally),
-            promising=index >= len(sequences.conservative),
+            promising=index >= len(orders.conservative),
         )
         for index, (trial, tally) in enumerate(zip(listed, tallies, strict=True))
     ]
 
 
-def holding(points: Sequence[Confirmed], keep: float | None) -> list[Confirmed]:
+def passing(points: Sequence[Confirmed], keep: float | None) -> list[Confirmed]:
     """Returns the points that pass: in each sequence those before the first failure.
 
     The lower end of a 95% interval is wrong in 2.5% of cases. In a sequence with a fixed order that
@@ -206,19 +207,19 @@ def shortfall(point: Confirmed, keep: float) -> ContractError:
     """Returns the error of a point that is not confirmed, with the number of inputs needed."""
     quality = point.quality
     message = (
-        f"--keep {keep:.4g} not confirmed: {quality.kept:.2%} is kept on {quality.inputs} inputs "
-        f"of the other half, between {quality.low:.2%} and {quality.high:.2%} with 95% confidence"
+        f"--keep {keep:.4g} not confirmed: {quality.kept:.2%} is kept on {quality.inputs} "
+        f"held-out inputs, between {quality.low:.2%} and {quality.high:.2%} with 95% confidence"
     )
-    return ContractError(message, hint=would_decide(quality, keep))
+    return ContractError(message, hint=inputs_hint(quality, keep))
 
 
-def would_decide(quality: Quality, keep: float) -> str:
+def inputs_hint(quality: Quality, keep: float) -> str:
     """Describes how many inputs would show that a share is kept."""
     if quality.kept <= keep:
         return f"more inputs would not help: lower --keep to {quality.low:.3g}"
     needed = inputs_needed(quality.inputs, quality.kept, quality.low, keep)
     return (
-        f"about {2 * math.ceil(needed)} inputs in --data, half of them to confirm, would decide; "
+        f"about {2 * math.ceil(needed)} inputs in --data would suffice, half of them to confirm; "
         f"--keep {quality.low:.3g} is confirmed now"
     )
 
@@ -258,8 +259,8 @@ def shortlist(
     """Returns the outcome of a search, with longer timings of the points to confirm."""
     candidates = [*graphs.trials.values()]
     within = [trial for trial in candidates if job.within(trial)] or candidates
-    sequences = _sequences(job, worth_confirming(within), base, timed=False)
-    again = [base, *(graphs.lowered(trial) for trial in sequences.trials[1:])]
+    orders = _orders(job, worth_confirming(within), base, timed=False)
+    again = [base, *(graphs.lowered(trial) for trial in orders.trials[1:])]
     careful = protocol_for(base.ms, careful=True)
     latencies = graphs.timed(again, careful)
     first = latencies[base.point.key]
@@ -292,23 +293,23 @@ class ContractResult:
     """
 
     confirmed: list[Confirmed]
-    holding: list[Confirmed]
+    within_bounds: list[Confirmed]
     services: ServiceFindings | None = None
 
 
 def contract(job: SearchJob, result: SearchResult, progress: Progress) -> ContractResult:
     """Confirms the front on the other half; raises `ContractError` if no point meets the bounds."""
     keep = job.request.kept
-    sequences = _sequences(job, result.timed, result.base, timed=True)
+    orders = _orders(job, result.timed, result.base, timed=True)
     done = job.journal.pieces("confirmed")
     if done:
         checked = [msgspec.convert(point, Confirmed) for point in done[-1]["points"]]
         for point in checked:
             check_same(job, point.trial, result)
     else:
-        checked = confirmed(result.graphs, sequences, job.holdout, progress)
+        checked = confirmed(result.graphs, orders, job.holdout, progress)
         job.journal.add("confirmed", points=[msgspec.to_builtins(point) for point in checked])
-    passed = holding(checked, keep)
+    passed = passing(checked, keep)
     if keep is not None and not passed:
         raise shortfall(checked[0], keep)
     within = [point for point in passed if job.within(point.trial)]
@@ -320,7 +321,7 @@ def contract(job: SearchJob, result: SearchResult, progress: Progress) -> Contra
     if job.request.scenario is None:
         return ContractResult(checked, within)
     rates, services = result.graphs.served(
-        [point.trial for point in within[:MOST_SERVED]], job.folder, job.request
+        [point.trial for point in within[:MAX_SERVED]], job.folder, job.request
     )
     serving = [point for point in within if rates.get(point.trial.point.key)]
     if not serving:
@@ -334,13 +335,18 @@ def contract(job: SearchJob, result: SearchResult, progress: Progress) -> Contra
     return ContractResult(checked, serving, services)
 
 
-def _sequences(job: SearchJob, trials: Sequence[Trial], base: Trial, *, timed: bool) -> Sequences:
-    """The points to confirm, as many as the time allows; those that are not `timed` are timed."""
-    clock, most = job.clock, MOST
+def _orders(
+    job: SearchJob, trials: Sequence[Trial], base: Trial, *, timed: bool
+) -> ConfirmationOrders:
+    """The points to confirm, as many as time allows.
+
+    `timed`: their longer timings are done; otherwise time for these is reserved.
+    """
+    clock, limit = job.clock, MAX_CONFIRMED
     if math.isfinite(clock.left):
         fitting = job.end(base).points_within(clock.left - clock.writing_s, timed=timed)
-        most = min(MOST, max(2, math.floor(fitting)))
-    return sequences_of(trials, base, job.request.kept, most, base_meets=job.within(base))
+        limit = min(MAX_CONFIRMED, max(2, math.floor(fitting)))
+    return orders_of(trials, base, job.request.kept, limit, base_meets=job.within(base))
 
 
 def check_same(job: SearchJob, trial: Trial, result: SearchResult) -> None:
@@ -376,7 +382,7 @@ def _no_point(job: SearchJob, passed: Sequence[Confirmed]) -> ContractError:
 
 
 def contract_record(job: SearchJob, chosen: Confirmed) -> dict[str, Any]:
-    """Returns the bounds and the confirmed result, for recipe and manifest."""
+    """Returns the bounds and the confirmed result, for the recipe and the manifest."""
     request, quality, accuracy = job.request, chosen.quality, dict[str, Any]()
     if job.metric.name == "accuracy" and not job.metric.each_output:
         interval = wilson(quality.score * quality.inputs, quality.inputs)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from moexport.bench.metrics import score_interval
 from moexport.plugins.tune.accuracy.confirm import (
+    ConfirmationOrders,
     Confirmed,
-    Sequences,
-    holding,
-    sequences_of,
+    orders_of,
+    passing,
     worth_confirming,
 )
 from moexport.plugins.tune.accuracy.quality import Quality
@@ -71,34 +71,36 @@ def test_the_first_that_fails_ends_its_sequence_and_not_the_other() -> None:
         confirmed(0.9, promising=True),
         confirmed(0.995, promising=True),
     ]
-    assert holding([*conservative, *promising], 0.99) == [conservative[0], promising[0]]
+    assert passing([*conservative, *promising], 0.99) == [conservative[0], promising[0]]
     failed = [confirmed(0.98, promising=True), confirmed(0.995, promising=True)]
-    assert holding([*conservative[::2], *failed], 0.99) == conservative[::2]
-    assert holding([*conservative, *promising], None) == [*conservative, *promising]
+    assert passing([*conservative[::2], *failed], 0.99) == conservative[::2]
+    assert passing([*conservative, *promising], None) == [*conservative, *promising]
 
 
 def test_one_noisy_point_before_it_does_not_cost_the_one_that_promises_most() -> None:
     base = trial(10.0)
     safest, noisy, fast, risky = trial(9.0), trial(8.0), trial(2.0), trial(1.9, 0.991, 0.95)
-    found = sequences_of([noisy, risky, fast, safest], base, KEEP)
+    found = orders_of([noisy, risky, fast, safest], base, KEEP)
     assert found.conservative == (base, safest, noisy)
     assert found.promising == (fast, risky)
     assert found.trials == (base, safest, noisy, fast, risky)
-    few = sequences_of([noisy, risky, fast, safest], base, KEEP, most=2)
-    assert few == Sequences((base,), (fast,))
+    few = orders_of([noisy, risky, fast, safest], base, KEEP, limit=2)
+    assert few == ConfirmationOrders((base,), (fast,))
 
 
 def test_what_the_search_saw_to_lose_too_much_or_to_be_no_faster_is_not_confirmed() -> None:
     base = trial(1.0)
-    assert sequences_of([trial(0.5, 0.98, 0.97), trial(1.1)], base, KEEP) == Sequences((base,))
+    assert orders_of([trial(0.5, 0.98, 0.97), trial(1.1)], base, KEEP) == ConfirmationOrders(
+        (base,)
+    )
 
 
 def test_where_the_model_as_trained_meets_no_bound_slower_points_that_do_are_confirmed() -> None:
     base, smaller, faster = trial(1.0), trial(1.5), trial(1.2)
-    assert sequences_of([smaller, faster], base, KEEP) == Sequences((base,))
-    found = sequences_of([smaller, faster], base, KEEP, base_meets=False)
-    assert found == Sequences((base, smaller), (faster,))
-    assert sequences_of([smaller], base, KEEP, base_meets=False).promising == (smaller,)
+    assert orders_of([smaller, faster], base, KEEP) == ConfirmationOrders((base,))
+    found = orders_of([smaller, faster], base, KEEP, base_meets=False)
+    assert found == ConfirmationOrders((base, smaller), (faster,))
+    assert orders_of([smaller], base, KEEP, base_meets=False).promising == (smaller,)
 
 
 def test_of_points_that_keep_as_much_the_slower_ones_are_confirmed_too() -> None:
@@ -112,14 +114,14 @@ def test_of_points_that_keep_as_much_the_slower_ones_are_confirmed_too() -> None
 def test_more_right_answers_than_the_untouched_model_has_do_not_make_a_point_surer() -> None:
     base, lucky, same = trial(16.0), trial(1.0, 1.01, 1.003), trial(8.0, 1.0, 0.993)
     assert worth_confirming([same, lucky]) == [lucky, same]
-    found = sequences_of([lucky, trial(2.0, 1.02, 1.01), same], base, KEEP)
+    found = orders_of([lucky, trial(2.0, 1.02, 1.01), same], base, KEEP)
     assert [each.ms for each in found.conservative] == [16.0, 8.0, 2.0]
 
 
 def test_where_the_fastest_fails_slower_ones_are_left_at_every_factor_of_time() -> None:
     base = trial(16.0)
     tied = [trial(ms) for ms in (1.0, 1.1, 1.2, 1.3, 2.0, 2.1, 4.0, 4.2, 8.0, 8.1, 15.0)]
-    found = sequences_of(tied, base, KEEP, most=5)
+    found = orders_of(tied, base, KEEP, limit=5)
     assert [each.ms for each in found.promising] == [1.0]
     assert [each.ms for each in found.conservative] == [16.0, 8.0, 4.0, 2.0]
 
@@ -145,13 +147,13 @@ def test_together_they_pass_a_point_that_keeps_too_little_in_5_percent_at_the_mo
             lows[half, name] = known[b, c]
             kept[half, name] = (RIGHT - b) / (RIGHT - c)
         trials = [trial(9.0 - name, kept[0, name], lows[0, name]) for name in range(names)]
-        asked = sequences_of(trials, base, KEEP)
+        asked = orders_of(trials, base, KEEP)
         at = {each.point.key: name for name, each in enumerate(trials)}
         found = [Confirmed(base, Quality(1.0, 1.0, 1.0, 0.0, RIGHT))]
         for index, each in enumerate(asked.trials[1:], 1):
             name = at[each.point.key]
             quality = Quality(kept[1, name], lows[1, name], 1.0, 0.0, RIGHT)
             found.append(Confirmed(each, quality, index >= len(asked.conservative)))
-        wrong += len(holding(found, KEEP)) > 1
+        wrong += len(passing(found, KEEP)) > 1
     assert wrong / runs <= 0.05
     assert wrong  # the test covers wrong confirmations

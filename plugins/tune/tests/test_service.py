@@ -30,7 +30,7 @@ def search(folder: Path, bound: str) -> Tuned:
 def test_the_bundle_is_the_point_that_serves_most_within_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(confirm, "MOST_SERVED", 2)
+    monkeypatch.setattr(confirm, "MAX_SERVED", 2)
     tuned = search(tmp_path, "60ms")
     assert tuned.services is not None
     exported = [one for one in tuned.services.services if one.exported]

@@ -31,7 +31,7 @@ from moexport.exporter.trace import trace
 from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.graphs.targets import CUDA_PROVIDER, Precision
 from moexport.plugins.demo.digits import Digits, Training, load_digits, save, train
-from moexport.plugins.tune.accuracy.confirm import ContractError, holding
+from moexport.plugins.tune.accuracy.confirm import ContractError, passing
 from moexport.plugins.tune.recipe import LayerRecipe, read_recipe
 from moexport.plugins.tune.request import TuneRequest
 from moexport.plugins.tune.space import BACKBONE, Point, job_of, space_of
@@ -302,7 +302,7 @@ def test_a_graph_that_is_too_far_from_pytorch_gives_way_to_the_next_that_was_con
     found = search(checkpoint, digits.test, tmp_path, steps)
     assert len(asked) == 2
     assert "skipped: model.onnx differs from PyTorch" in steps.told
-    held = [each for each in holding(found.sequence, 0.97) if each.trial.bytes <= MAX_BYTES]
+    held = [each for each in passing(found.sequence, 0.97) if each.trial.bytes <= MAX_BYTES]
     assert found.chosen in held
     assert sum(each.trial.ms < found.chosen.trial.ms for each in held) == 1
     contract = found.bundle.manifest.contract
@@ -470,7 +470,7 @@ def test_a_share_that_the_model_as_trained_cannot_be_shown_to_keep_is_told_befor
     )
     assert isinstance(error, ContractError)
     assert "the model as trained, in FP32, keeps between" in error.message
-    assert "would decide" in str(error.hint)
+    assert "would suffice" in str(error.hint)
     assert not [told for told in steps.told if told.startswith(("trying", "searching"))]
 
 

@@ -43,7 +43,7 @@ def saved(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_is_cut_short_during_an_export_is_told(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_cut_short_during_an_export_is_reported(tmp_path: Path) -> None:
     path, out = saved(tmp_path), tmp_path / "out"
     command = [sys.executable, "-c", PROGRAM, str(path), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
