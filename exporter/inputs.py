@@ -66,7 +66,6 @@ SIZES = {
 }
 """The sizes of dynamic axes in random inputs; none is a size that was traced."""
 
-
 WHOLE = ("uint8", "int8", "int16", "int32", "int64")
 """The types of whole numbers that an input may have, besides float32 and bool."""
 

@@ -49,9 +49,7 @@ VERIFY_SAMPLES = 256
 """Inputs of a feed that are compared with PyTorch, unless `--verify-samples` sets the number."""
 
 AUTO = "auto"
-
 TUNE = "tune"
-
 CHOOSERS = (AUTO, TUNE)
 """How a lowering is chosen: by prediction, or by measurement here (`tune`)."""
 

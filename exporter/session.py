@@ -39,9 +39,7 @@ if TYPE_CHECKING:
     from .tensorrt.cuda import Stream
 
 CPU, CUDA = CPU_PROVIDER, CUDA_PROVIDER
-
 TENSORRT = "TensorrtExecutionProvider"
-
 PROVIDERS = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT}
 """Execution providers by the names that the command line and results use."""
 

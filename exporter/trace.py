@@ -191,7 +191,6 @@ def name_nodes(graph: ir.Graph) -> None:
 
 
 NOISY_LOGGERS = ("torch.onnx", "torch.fx.experimental.symbolic_shapes")
-
 LINE = re.compile(r'call raised this error:\n  File "([^"]+)", line (\d+), in .*\n +(.+)')
 """The line of the user's code at which PyTorch failed, in its message."""
 
@@ -514,7 +513,6 @@ def _nearly_neutral(number: ir.TensorProtocol) -> bool:
 
 
 GROUPS = "groups"
-
 PYTORCH = str(Path(torch.__file__).parent)
 
 

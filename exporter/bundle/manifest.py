@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 MANIFEST_FILE = "manifest.json"
 SCHEMA = 1
-
 MAIN_GRAPH = "model.onnx"
 
 METADATA = "moexport"
@@ -42,7 +41,6 @@ OPTIONAL = (
     *("implied", "below", "default", "batches", "groups_of"),
 )
 """Optional keys of layers, graphs and tensor specs."""
-
 
 Count = Annotated[int, Meta(ge=1)]
 

@@ -47,9 +47,7 @@ from .parity import (
 from .runtimes import RUNTIMES, opened
 
 AS_RECORDED = "SHA-256 as recorded"
-
 CHANGED = "the content has changed"
-
 NEVER_COMPARED = "the bundle was exported with --no-verify: no reference"
 
 REFERENCE_MISSING = (
