@@ -231,7 +231,6 @@ def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | 
     tokens = min(tokens, limits.get("tokens", tokens))
     if model.host.of_tokens:
         return dict.fromkeys(model.layers, tokens), None
-    # Imported here: no other code counts operations.
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter, _SkippedProducts() as products:

@@ -197,8 +197,6 @@ class GpuRuns:
         stream = self._stream
         return self._in_turn(lambda thread: self._timed(thread, wanted, feeds, stream))
 
-    # --- the runs ------------------------------------------------------------------------------
-
     def _in_turn(self, call: Callable[[object], T]) -> T:
         """Makes a call in a thread that may run graphs, or in this one if the session has none."""
         if self.refused is not None:
@@ -216,8 +214,6 @@ class GpuRuns:
                 return call(OTHERS)
 
         return others.submit(locked).result()
-
-    # --- one run ---------------------------------------------------------------------------------
 
     def _run(
         self, thread: object, wanted: Sequence[str], feeds: Feeds, *, stays: bool
@@ -355,8 +351,6 @@ class GpuRuns:
         options = ort.RunOptions()
         options.add_run_config_entry(GRAPH_ID, graph)
         return options
-
-    # --- the session -----------------------------------------------------------------------------
 
     def _open(self) -> ort.InferenceSession:
         if self.refused is not None:
