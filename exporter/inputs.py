@@ -302,7 +302,7 @@ def _feed_batches(
         first = _repeated(first, batch)
     if row_count(first) < batch:
         raise FeedError(
-            f"--data: the model computes {batch} inputs together, the feed has {row_count(first)}"
+            f"--data: the model computes {batch} inputs together, but the feed has {row_count(first)}"
         )
 
     def batches() -> Iterator[Fields]:
@@ -359,7 +359,7 @@ def fitted(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int] | None = No
     check_array(x, replace(spec, shape=("batch", *shape)), "--data: ", feed=True)
     if len(x) < sizes.get("batch", 0):
         raise FeedError(
-            f"--data: --batch {sizes['batch']} needs that many inputs, the feed has {len(x)}"
+            f"--data: --batch {sizes['batch']} needs that many inputs, but the feed has {len(x)}"
         )
     return x.astype(spec.dtype, copy=False)
 

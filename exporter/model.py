@@ -509,7 +509,7 @@ def _check_rewrite(entry: Rewrite, spec: MoESpec) -> None:
     if not spec.rewritable:
         raise UsageError(
             f"{what}: {a_layer(spec.kind)} has no coefficients to re-write an output by",
-            hint="only muMoE layers can be re-written; --ablate works for both kinds",
+            hint="only muMoE layers can be re-written; --ablate works for all kinds",
         )
     _check_index(f"{what}: the layer", entry.output, spec.out, "outputs")
     lengths = tuple(len(vector) for vector in entry.coefficients)

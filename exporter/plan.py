@@ -241,7 +241,7 @@ def plan_traced(
         raise UsageError(
             f"--target {job.options.target}: the weights have {plan.weights_bytes / 1e9:.2f} GB, "
             f"but it loads at most {limit / 1e9:.2f} GB",
-            hint="use a smaller --precision (fp16, int8, int4), or serve the model from a machine",
+            hint="use a smaller --precision (fp16, int8, int4), or run the model on a server",
         )
     return plan
 

@@ -114,7 +114,7 @@ class SensitivityRequest(Request):
 
     k: K = option("n", "Experts to compute, as in export, but not input.")
     samples: int | None = option(
-        None, "How many inputs to use.", unset="all; 64, the most, to compare layers"
+        None, "How many inputs to use.", unset="all, or 64 (the maximum) to compare layers"
     )
     renormalize: bool = option(
         False, "Divide the selected combine weights by their sum; use it if the export does."

@@ -246,7 +246,7 @@ def test_parity_is_checked_on_the_inputs_that_were_given(tmp_path: Path) -> None
         (X[0], (), "needs float32 (batch, tokens, 32), not float32 (5, 32)"),
         (X, ("--tokens", "7"), "needs float32 (batch, 7, 32), not float32 (6, 5, 32)"),
         (X[:, :0], (), "--data: input 'input' is empty: (6, 0, 32)"),
-        (X, ("--batch", "8"), "--batch 8 needs that many inputs, the feed has 6"),
+        (X, ("--batch", "8"), "--batch 8 needs that many inputs, but the feed has 6"),
         (np.full_like(X, np.nan), (), "input 'input' contains NaN or Inf"),
         (np.full_like(X, -np.inf), (), "input 'input' contains NaN or Inf"),
         (X.astype(np.complex64), (), "contains complex64 (6, 5, 32), not an array of inputs"),
