@@ -2,7 +2,7 @@
 
 A graph is checked before a build, so that a refusal names the node, the layer and a remedy; the
 importer itself would fail minutes later. The lists were read from the importer of TensorRT-RTX
-1.7.1 (`OnnxParser.supports_operator`), and a test repeats that; TensorRT's importer has the same code.
+1.7.1 (`OnnxParser.supports_operator`), as a test checks; TensorRT's importer has the same code.
 """
 
 from __future__ import annotations

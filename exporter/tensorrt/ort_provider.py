@@ -105,9 +105,9 @@ creates every network without flags.
 def type_options(graph: Path, manifest: Manifest) -> dict[str, str]:
     """Returns the types, besides FP32, in which the provider may compute a graph.
 
-    In a weakly typed network, TensorRT uses FP32 in place of types that are not enabled, and refuses
-    QuantizeLinear unless INT8 is enabled. Enabled types are allowed everywhere, even in the router,
-    whose FP32 is then only a preference.
+    In a weakly typed network, TensorRT uses FP32 in place of types that are not enabled, and
+    refuses QuantizeLinear unless INT8 is enabled. Enabled types are allowed everywhere, even in the
+    router, whose FP32 is then only a preference.
     """
     import onnx
 

@@ -140,7 +140,7 @@ Describe = Callable[[Path, Manifest], Manifest]
 def add_to_bundle(
     directory: Path, built: Sequence[EnginePlan], staged: Path, describe: Describe | None = None
 ) -> None:
-    """Moves built engines into a bundle, and lists them in its manifest and by `describe`.
+    """Adds built engines to a bundle, its manifest and, with `describe`, its page.
 
     The bundle is complete at every moment: a replaced engine is first removed from the manifest,
     and the new one is listed only when its files are in place. Concurrent builds take turns, and

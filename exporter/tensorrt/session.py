@@ -83,8 +83,8 @@ class EngineSession:
     `capture` records repeated work as CUDA graphs. `eager` compiles kernels for a shape before its
     first result (TensorRT-RTX), which takes seconds and makes all runs equally fast. If experts'
     weights are inputs, `host_weights` leaves them in host memory, and `experts` is another bundle
-    whose experts replace the engine's own. Raises what `find_plan` and `load_engine` raise. Only one
-    thread at a time may call it. The GPU's memory is freed by `close`, or with the last reference.
+    whose experts replace its own. Raises what `find_plan` and `load_engine` raise. Only one thread
+    at a time may call it. The GPU's memory is freed by `close`, or with the last reference.
     """
 
     def __init__(
