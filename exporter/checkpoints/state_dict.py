@@ -49,7 +49,7 @@ class Checkpoint:
 
     Floating-point `tensors` are float32, and memory-mapped if the file has float32; without
     `values` they are as in the file, except for 8-bit floats. `prefixes` were removed from all
-    keys, outermost first. `config` is the path of a `config.json` next to the weights. `arguments` are
+    keys, outermost first. `config` is a `config.json` next to the weights. `arguments` are
     the constructor's arguments in the file, and `options` those of the training script, each by its
     key. `mapped` are the files that `tensors` are mapped from: `files`, and a temporary file of
     converted weights. `by_jax`: the files come from a training code in JAX. `watched` are the
