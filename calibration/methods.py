@@ -78,7 +78,7 @@ _CANDIDATES = 256
 """The number of clipping thresholds that `mse` and `entropy` try."""
 
 _POINTS = 4
-"""How many points in a bin `mse` evaluates the rounding error at: for thresholds far below the
+"""The points per bin at which `mse` evaluates the rounding error: for thresholds far below the
 peak, steps are narrower than bins."""
 
 _TINY = 1e-10

@@ -169,7 +169,7 @@ def _load_checkpoint(path: Path, settings: Settings, request: LoadRequest) -> Mo
 
 
 def _detected(checkpoint: Checkpoint) -> Family:
-    """The family of a checkpoint; an error also says so if no plugin loads other models."""
+    """The family of a checkpoint; the error tells users if no plugin loads other models."""
     try:
         return detect(checkpoint.tensors)
     except FamilyError as error:

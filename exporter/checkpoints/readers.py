@@ -39,7 +39,7 @@ class Reader:
 
     `formats` is its name in messages. `finds` returns the checkpoint at a path, a file or folder,
     or None if it has another format; `reads` opens the result. `beside` returns the names of the
-    files that belong to a file, for downloads.
+    other files that belong to a file, for downloads.
     """
 
     name: str

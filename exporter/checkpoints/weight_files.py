@@ -67,7 +67,7 @@ class WeightFiles:
 
 
 def local_checkpoint(source: str | os.PathLike[str]) -> Path:
-    """Returns the path of a checkpoint; for a URL, that of its copy, made with related files."""
+    """Returns a checkpoint's path, after copying a URL and the files that belong to it."""
     location = os.fspath(source)
     path = local(location)
     if url_of(location) is not None and path.is_file():

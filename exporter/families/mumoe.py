@@ -101,10 +101,7 @@ CONSTRUCTOR = Constructor(
 
 
 def activate(family: str, layers: Iterable[MuMoE], config: dict[str, Any]) -> None:
-    """Sets the gate's activation of layers from a settled configuration.
-
-    Raises FamilyError for an unknown activation.
-    """
+    """Sets the layers' gate activation from settled `config`; FamilyError for an unknown one."""
     value = "entmax15" if config[ACTIVATION] == "entmax" else config[ACTIVATION]
     known = next((name for name in get_args(GateActivation) if name == value), None)
     if known is None:

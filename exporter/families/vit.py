@@ -7,8 +7,7 @@ constructor's arguments.
 
 `soft-moe-conv` is only the layer of the Astroformer variant, whose experts are 1x1 convolutions
 (`experts.{i}.fc1.weight` [h, d, 1, 1]); its tokens are the pixels of (b, d, H, W). No key
-determines its activation: ReLU is the default of timm's ConvMlp, but Astroformer's configuration
-sets GELU.
+determines its activation: ReLU is the default of timm's ConvMlp, but Astroformer sets GELU.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def floats_for_retention(
         return None
     trials = Trials(job=job, traced=traced, table=table, progress=progress)
     floats = job.options.float_name
-    left, ranked = quantised_parts(job), False
+    remaining, ranked = quantised_parts(job), False
     kept: list[KeptPart] = []
     with scratch_folder("retention") as folder:
         outputs = reference_outputs(job, folder, progress)
@@ -115,7 +115,7 @@ def floats_for_retention(
                 reached = outputs.retention(session, progress)
             if reached >= share:
                 break
-            if not left:
+            if not remaining:
                 fp32 = floats == "fp32"
                 rounding = "the rounding of another runtime" if fp32 else f"{floats} itself"
                 raise ParityError(
@@ -123,9 +123,9 @@ def floats_for_retention(
                     f"the loss is caused by {rounding}, not by INT8",
                     hint="request less" + ("" if fp32 else ", or --rest fp32"),
                 )
-            if len(left) > 1 and not ranked:
-                left, ranked = trials.worst_first(outputs), True
-            kept.append(KeptPart(name=left.pop(0), before=reached))
+            if len(remaining) > 1 and not ranked:
+                remaining, ranked = trials.worst_first(outputs), True
+            kept.append(KeptPart(name=remaining.pop(0), before=reached))
     return Retention(
         asked=share,
         reached=reached,
@@ -133,7 +133,7 @@ def floats_for_retention(
         samples=outputs.samples,
         floats=floats,
         kept=tuple(kept),
-        whole=not left,
+        whole=not remaining,
     )
 
 

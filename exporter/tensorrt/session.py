@@ -376,7 +376,7 @@ class LoadedEngine:
             )
 
     def bind_weights(self, experts: Path | None, *, host: bool) -> None:
-        """Binds the weights that are inputs: those of its own bundle, or of another, `experts`."""
+        """Binds the weights that are inputs, from the engine's bundle or the bundle `experts`."""
         folder, bound = self.path.parent, self._bound
         if (experts is not None or host) and not bound:
             raise EngineError(
