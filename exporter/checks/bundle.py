@@ -71,7 +71,7 @@ def data_checks(
     expected: Reference | None,
     bounds: Tolerance,
 ) -> Iterator[Check]:
-    """Yields the accuracy of each graph on labelled data, and its distance to a user's outputs.
+    """Yields the accuracy of each graph on labelled data, and its distance from a user's outputs.
 
     The last check compares the chosen experts with those of the export. `sessions` open the
     graphs, by their files.
@@ -169,7 +169,7 @@ def _inputs(ports: _Ports, data: Feed, size: int, fixed: Mapping[str, int]) -> I
 
 
 def _within(apart: np.ndarray, bounds: Tolerance) -> bool:
-    """Whether outputs are within the bounds, except for as many as the precision allows."""
+    """Whether outputs are within the bounds, except for outliers that the precision allows."""
     if bounds.atol:  # absolute: these distances, which are relative, are not judged
         return True
     allowed = 1.0 - bounds.routing + (OUTLIERS if bounds.outlier > 1 else 0.0)

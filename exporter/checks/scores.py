@@ -50,7 +50,7 @@ def with_scores(
 ) -> Manifest:
     """Returns a manifest with the accuracies of a folder's graphs, and notes on them.
 
-    It also records how often the main graph chooses each expert for the compared inputs.
+    The manifest also records how often the main graph chooses each expert for the compared inputs.
     """
     unread = unread_arrays(job.model, job.options.data)
     manifest = replace(manifest, notes=[*manifest.notes, *unread])

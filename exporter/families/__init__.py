@@ -41,7 +41,7 @@ OTHER_BACKBONES = (
 
 
 def all_names() -> list[str]:
-    """Returns the names of all families; a plugin's follows the family that it is `after`."""
+    """Returns the names of all families; a plugin's follows the one that its `after` names."""
     names = [family.name for family in FAMILIES.own]
     for family in FAMILIES:
         if family.name not in names:

@@ -1,4 +1,4 @@
-"""The few CUDA calls that running engines needs, with errors that users can act on.
+"""The few CUDA calls needed to run engines, with errors that users can act on.
 
 They use NVIDIA's own binding (`cuda.bindings`): no compiler and no PyTorch with CUDA is needed.
 """

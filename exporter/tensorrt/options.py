@@ -43,7 +43,7 @@ def parsed_profile(text: str) -> Mapping[str, AxisRange]:
 class EngineOptions:
     """The options of an engine build; defaults are those of the backend.
 
-    Each of `profiles` maps axes to ranges; without profiles, they are the ranges of the export.
+    Each of `profiles` maps axes to ranges; without any, the ranges of the export apply.
     `workspace` is the scratch memory in bytes that a kernel may use on the GPU. `timing_cache` is a
     file shared by builds. With `weight_streaming` the weights are in host memory, except for this
     many bytes on the GPU: a size such as `2GiB`, or `auto` for as much as fits (NVIDIA's page
