@@ -302,7 +302,8 @@ def _feed_batches(
         first = _repeated(first, batch)
     if row_count(first) < batch:
         raise FeedError(
-            f"--data: the model computes {batch} inputs together, but the feed has {row_count(first)}"
+            f"--data: the model computes {batch} inputs together, but the feed has "
+            f"{row_count(first)}"
         )
 
     def batches() -> Iterator[Fields]:

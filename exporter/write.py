@@ -200,8 +200,8 @@ def _notes(plan: Plan, parities: Mapping[str, Parity]) -> list[str]:
     elif options.data is None:
         notes.append("parity was checked on random inputs: give real ones with --data")
     notes += [
-        f"{file}: most results were not compared: {parity.tied:,} of {parity.choices:,} choices are ties "
-        "between scores that differ by less than rounding; give real inputs with --data"
+        f"{file}: most results were not compared: {parity.tied:,} of {parity.choices:,} choices "
+        "are ties between scores that differ by less than rounding; give real inputs with --data"
         for file, parity in parities.items()
         if parity.mostly_ties
     ]

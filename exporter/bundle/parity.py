@@ -277,8 +277,8 @@ def describe(parity: Parity) -> str:
     text += f" ({p.ties} tied, not compared)" if p.ties else ""
     if p.mostly_ties:
         text += (
-            f"; MOST RESULTS WERE NOT COMPARED: {p.tied:,} of {p.choices:,} {p.what_chooses} are ties "
-            f"(scores within {p.bounds.tie:g} of the k-th)"
+            f"; MOST RESULTS WERE NOT COMPARED: {p.tied:,} of {p.choices:,} {p.what_chooses} are "
+            f"ties (scores within {p.bounds.tie:g} of the k-th)"
         )
     if p.whole_differing:
         text += f"; {p.whole_differing:.2%} of its whole numbers differ"

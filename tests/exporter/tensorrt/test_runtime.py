@@ -228,7 +228,7 @@ def test_compiled_kernels_are_kept_for_the_next_start(
     cache.keep_kernels("one", b"compiled")
     assert cache.read_kernels("one") == b"compiled"
     assert cache.read_kernels("other") == b""
-    monkeypatch.setattr(cache, "MOST_BYTES", 10)
+    monkeypatch.setattr(cache, "MAX_BYTES", 10)
     cache.keep_kernels("other", b"compiled too")
     assert cache.read_kernels("one") == b""
     if sys.platform != "win32":
