@@ -49,7 +49,7 @@ def assert_right(name: str, code: str) -> None:
         description = describe(adapter, layer, "the layer")
         call = LayerCall(args=(x,), named={}, y=y)
         if isinstance(description, ExpertsDescription):
-            ours = result_of_code(description, call, "the layer")[1]
+            ours = result_of_code(description, call, "the layer")[0]
         else:
             ours = result_of(surroundings(description, call)(description.build(""))(x))  # type: ignore[assignment]
         off = (ours - y).abs().flatten(1).amax(1) / y.abs().flatten(1).amax(1)
