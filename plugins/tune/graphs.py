@@ -171,8 +171,7 @@ class Graphs:
         variants = self.times[trial.point.target].ways(trial.point, trial.lowerings)
         if len(variants) == 1:
             return trial
-        graphs = [(trial.point, lowerings) for lowerings in variants]
-        opened = self.opened(graphs, spin_ms=self._spin_ms(trial))
+        opened = self.opened([(trial.point, v) for v in variants], spin_ms=self._spin_ms(trial))
         with self.clock.step(WAYS), opened as sessions:
             times = self._ms(sessions)
         fastest = int(np.argmin(times))

@@ -261,7 +261,7 @@ def free_place(bundle: Path, suffix: str = "again") -> Path:
 
 
 def _reading(reading: LoadRequest, request: ExportOptions, source: str) -> LoadRequest:
-    """Adds the recipe's settings for reading the model, unless the command names a settings file."""
+    """Adds the recipe's settings for reading a model, unless the command names a settings file."""
     path = request.asked(RecipeOptions).recipe
     if path is None or reading.config is not None:
         return reading
@@ -314,10 +314,10 @@ def _page(manifest: Manifest) -> Iterator[str]:
         return  # a recipe written by hand or by an older version
     yield "## What it keeps"
     low, high = contract["interval"]
+    kept = f"{contract['kept']:.1%} of the {contract['metric']}"
     text = (
         f"On {contract['inputs']:,} inputs that the search of `moexport tune` did not use, it "
-        f"keeps {contract['kept']:.1%} of the {contract['metric']} (95% interval {low:.1%} to "
-        f"{high:.1%})"
+        f"keeps {kept} (95% interval {low:.1%} to {high:.1%})"
     )
     if "accuracy" in contract:
         low, high = contract["accuracy_interval"]

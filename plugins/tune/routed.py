@@ -165,14 +165,12 @@ def _same(first: np.ndarray | None, second: np.ndarray | None) -> bool:
     return first.shape == second.shape and bool((first == second).all())
 
 
-def _k_elements(
-    first: np.ndarray | None, second: np.ndarray | None, k: int
-) -> tuple[int, ...] | None:
-    """The elements that are k in the first array and 1 in the second; None if others differ."""
-    if first is None or second is None or first.shape != second.shape:
+def _k_elements(a: np.ndarray | None, b: np.ndarray | None, k: int) -> tuple[int, ...] | None:
+    """The elements that are k in array a and 1 in array b; None if others differ."""
+    if a is None or b is None or a.shape != b.shape:
         return None
-    differing = np.flatnonzero(first.ravel() != second.ravel())
-    if not ((first.ravel()[differing] == k).all() and (second.ravel()[differing] == 1).all()):
+    differing = np.flatnonzero(a.ravel() != b.ravel())
+    if not ((a.ravel()[differing] == k).all() and (b.ravel()[differing] == 1).all()):
         return None
     return tuple(map(int, differing))
 

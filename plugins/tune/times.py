@@ -129,9 +129,7 @@ class LayerTimes:
         if the graph's layers differ in this, nothing is corrected. For several graphs it is the
         mean. The layers are assumed to take at least half of the first graph's time.
         """
-        kinds = {
-            (layer.precision, self._computes_all(name, layer.form)) for name, layer in point.layers
-        }
+        kinds = {(c.precision, self._computes_all(name, c.form)) for name, c in point.layers}
         if len(kinds) > 1:
             return
         (kind,) = kinds

@@ -79,8 +79,8 @@ def distil(
     if other is not None:
         _set(parameters, other)
         value = _mean_loss(model, held, scores=scores)
-        given = (value, _copied(parameters))
-        least_loss, best = min((least_loss, best), given, key=lambda pair: pair[0])
+        if value < least_loss:
+            least_loss, best = value, _copied(parameters)
         _set(parameters, best)
     if seconds < FEWEST * STEP * batch_s or not fitted:
         return best
