@@ -385,7 +385,7 @@ def _effects(
 
 
 def _counts(a: Array) -> tuple[Array, Array]:
-    """Counts tokens with a heavy coefficient, by expert [n], and all by their largest coefficient."""
+    """Counts tokens with a heavy coefficient, by expert [n], and tokens by largest coefficient."""
     tokens = a.reshape(-1, a.shape[-1])
     # Rounding may make a coefficient a little more than 1.
     largest = np.histogram(tokens.max(axis=1).clip(0, 1), BINS, (0, 1))[0]

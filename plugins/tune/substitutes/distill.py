@@ -75,12 +75,11 @@ def distil(
     batch_s = min(timeit.repeat(first, number=1, repeat=2))
     affordable = int(EVALUATIONS_SHARE * seconds / ((1 + EVALUATIONS) * batch_s))
     held = held[: max(1, min(MOST_HELD, affordable))]
-    least_loss = _mean_loss(model, held, scores=scores)
+    lowest = _mean_loss(model, held, scores=scores)
     if other is not None:
         _set(parameters, other)
         value = _mean_loss(model, held, scores=scores)
-        if value < least_loss:
-            least_loss, best = value, _copied(parameters)
+        lowest, best = min((lowest, best), (value, _copied(parameters)), key=lambda pair: pair[0])
         _set(parameters, best)
     if seconds < FEWEST * STEP * batch_s or not fitted:
         return best
@@ -116,8 +115,8 @@ def distil(
         if not math.isfinite(value):  # the step was too large
             _set(parameters, best)
             optimiser, rate = _optimiser(parameters), rate / SMALLER
-        elif evaluating and value < least_loss:
-            least_loss, best = value, _copied(parameters)
+        elif evaluating and value < lowest:
+            lowest, best = value, _copied(parameters)
         elif not evaluating:
             optimiser.step()
         step += not evaluating
