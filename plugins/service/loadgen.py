@@ -58,9 +58,8 @@ _PEAK = re.compile(r"Found peak performance field: ([\d.]+)")
 class Traffic:
     """The load of a run: a scenario and the least duration.
 
-    `rate`, in samples per second, is offered in `server` and expected in `offline`; in the two
-    stream scenarios it is the rate of consecutive queries. In `server`, 99% of the queries may take
-    at most `bound_s`.
+    `rate`, in samples per second, is offered in `server` and expected in `offline`; in the stream
+    scenarios it is that of consecutive queries. In `server`, 99% of queries may take `bound_s`.
     """
 
     scenario: Scenario

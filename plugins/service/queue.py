@@ -13,8 +13,6 @@ from ...errors import MoexportError, QueueFullError
 
 X = TypeVar("X")
 Y = TypeVar("Y")
-
-
 Request_contra = TypeVar("Request_contra", contravariant=True)
 
 

@@ -24,8 +24,7 @@ Subgroup = int | bool | str
 """The name of a subgroup: a value of the array with each input's subgroup."""
 
 DRAWS = 4000
-"""The number of draws of each subgroup's shares, for intervals of figures that depend on several.
-"""
+"""The number of draws of each subgroup's shares, for the intervals of figures of several."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,6 @@ PANEL = Panel(
     "studies", "Experts", ("bench",), StudyOptions, "moexport.plugins.studies.cli:study_options"
 )
 
-
 NAMES = ("retention", "random", "subsets", "shares")
 
 SUBSETS_BY_SUMS, SUBSETS_BY_PASSES = 50_000, 200

@@ -17,7 +17,6 @@ it; timing it with other lowerings."""
 TRACE, EFFECT = "trace", "effect"
 """Steps: tracing a model, and trying one choice of one layer."""
 
-
 UNTOUCHED_SHARE, RANGES_SHARE, TIMES_SHARE, EFFECTS_SHARE, TRIALS_SHARE = 0.1, 0.3, 0.5, 0.6, 0.85
 """The share of the time limit that has passed when each phase ends: the untouched model's outputs,
 the ranges, timing single layers, changing single layers, whole graphs. The rest is for training the
@@ -32,7 +31,6 @@ the time left; time for two points is always reserved."""
 
 VERIFIED = 64
 """The number of the search's inputs on which the bundle is compared with PyTorch, by layer."""
-
 
 EACH_SIDE = 4
 """The number of points tried on each side of the point where a path ends."""

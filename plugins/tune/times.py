@@ -21,8 +21,7 @@ from .space import Point, covering_models, unlowered
 from .substitutes.substitutes import Substitutes
 
 BRIEF = Protocol(rounds=5, warmup=2, round_s=0.01, inputs=4)
-"""The protocol for one lowering of one layer: only its rank counts; whole graphs are timed longer.
-"""
+"""The protocol for one lowering of a layer: only its rank counts; whole graphs are timed longer."""
 
 MOST_PREDICTED_RATIO = 2.5
 """A lowering is not measured if its predicted time is more than this many times the fastest."""

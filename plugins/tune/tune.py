@@ -70,7 +70,6 @@ INPUTS_FILE = "inputs.npz"
 FINISH_S, REPORT_S = 1.5, 3.0
 """Estimated seconds to finish a bundle, without its graph and check, and to write a report."""
 
-
 FORM_S, GRAPH_S = 0.6, 0.5
 """Estimated seconds for a layer's form, and for a whole graph without running it."""
 

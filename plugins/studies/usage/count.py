@@ -301,7 +301,6 @@ def _with_k(model: Model, k: K | None) -> tuple[Model, dict[str, int]]:
 def _recorded_choices(module: nn.Module) -> Iterator[dict[str, Sequence[_Choices]]]:
     """Records, within the context, the choices of every layer in each forward pass, by level."""
     found: dict[str, Sequence[_Choices]] = {}
-
     layers = moe_layers(module)
     widths = frozenset(layer.spec.experts for layer in layers.values() if layer.spec.flat)
     with RouterProbabilities(widths) as probabilities, ExitStack() as hooks:

@@ -27,8 +27,7 @@ data's length."""
 BATCH = 64
 
 BATCH_BYTES = 1 << 27
-"""The largest size of one batch of outputs: language models return scores of the whole vocabulary.
-"""
+"""The largest size of one batch of outputs: those of language models have the whole vocabulary."""
 
 OUTPUT_BYTES = 1 << 30
 """The largest size of the untouched model's outputs: those of language models are large."""

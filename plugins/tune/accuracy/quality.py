@@ -40,8 +40,7 @@ MetricName = Literal["accuracy", "r2", "perplexity", "agreement", "function"]
 R2 = "r2"
 
 Function = Callable[[Array, Labels | None], Array]
-"""A user's metric: maps outputs [b, …] and labels to a score of each input [b]; higher is better.
-"""
+"""A user's metric: maps outputs [b, …] and labels to scores of inputs [b]; higher is better."""
 
 
 @dataclass(frozen=True, slots=True)
