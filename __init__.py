@@ -157,7 +157,7 @@ _IN_PYTORCH = {
     "plan": "export",
     "sensitivity": "calibration",
 }
-"""The names that need PyTorch, and how the error calls what they do."""
+"""The names that need PyTorch, and the action that the error mentions."""
 
 
 def __getattr__(name: str) -> Any:
@@ -169,5 +169,5 @@ def __getattr__(name: str) -> Any:
         from .common.libraries import check_pytorch
 
         check_pytorch(_IN_PYTORCH[name])
-    module, _, other = _MODULES[name].partition(":")
-    return getattr(import_module(module, __name__), other or name)
+    module, _, original = _MODULES[name].partition(":")
+    return getattr(import_module(module, __name__), original or name)

@@ -40,10 +40,10 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # Windows code pages lack ≤ and ×
         sys.stdout.reconfigure(errors="replace")
     console = Console(verbose=any(re.fullmatch(r"--verbose|-q*v[qv]*", arg) for arg in sys.argv))
-    # The process ends anyway: a search for reference cycles would take 0.3 s.
+    # A search for reference cycles at the end of the process would take 0.3 s.
     atexit.register(gc.freeze)
     try:
-        # SIGTERM cleans up as an interrupt does.
+        # SIGTERM cleans up like an interrupt.
         with interrupts(partial(_force_exit, console)) as signals:
             _run(console, signals)
     except KeyboardInterrupt:
@@ -60,17 +60,17 @@ def _print_interrupted(console: Console) -> None:
     from .common.writing import left_behind, remove_scratch
 
     remove_scratch()
-    left = ", ".join(map(str, left_behind()))
-    again = None
+    remaining = ", ".join(map(str, left_behind()))
+    advice = None
     journal = sys.modules.get(f"{__package__}.bench.journal")
     if journal is not None and journal.Journal.started:
-        again = "run the same command again to continue where it stopped"
-    if left:
-        again = f"{again}; " if again else ""
-        hint = f"{again}any run that starts at least a day later removes these files"
-        console.error(f"interrupted; partial files remain: {left}", hint)
+        advice = "run the same command again to continue where it stopped"
+    if remaining:
+        advice = f"{advice}; " if advice else ""
+        hint = f"{advice}any run that starts at least a day later removes these files"
+        console.error(f"interrupted; partial files remain: {remaining}", hint)
     else:
-        console.error("interrupted; no partial files remain", again)
+        console.error("interrupted; no partial files remain", advice)
 
 
 def _force_exit(console: Console) -> None:
@@ -127,7 +127,6 @@ def _run(console: Console, signals: list[str]) -> None:
 def _unexpected(error: Exception) -> tuple[str, str]:
     """Returns the message and the hint for an unexpected exception."""
     errors = _chain(error)
-    plugin = _running_plugin(error)
     for cause in errors:
         traceback.clear_frames(cause.__traceback__)
     from .common.writing import FULL  # imported late to keep --help fast
@@ -151,7 +150,7 @@ def _unexpected(error: Exception) -> tuple[str, str]:
             "raise the limit (ulimit -u, or a container's limit of pids), or use fewer threads: "
             "OMP_NUM_THREADS=1, or --threads 1 if the command has it",
         )
-    if plugin:
+    if plugin := _running_plugin(error):
         return (
             f"{_named(error)} (while the plugin {plugin} was running)",
             "this is a bug in the plugin or in moexport: --verbose shows where; "
@@ -199,7 +198,7 @@ def _named(error: BaseException) -> str:
 
 
 def _print_usage(console: Console, error: TyperException) -> None:
-    """Prints an error of the parser in the form of every other error."""
+    """Prints an error of the parser in the same form as other errors."""
     context = getattr(error, "ctx", None)
     if len(sys.argv) == 1:  # the message is the help text
         print(error.format_message(), file=sys.stderr)
@@ -208,11 +207,11 @@ def _print_usage(console: Console, error: TyperException) -> None:
     message = error.format_message().replace("Value error, ", "")
     message = message.partition(" (Possible options:")[0].partition(" Did you mean")[0]
     command = context.command_path if context is not None else "moexport"
-    near = "" if context is None else _suggestion(error, context)
+    suggestion = "" if context is None else _suggestion(error, context)
     from .common.registry import left_out
 
-    shows = f"{command} --help shows the options and an example{left_out()}"
-    console.error(message, f"{near}{shows}")
+    help_hint = f"{command} --help shows the options and an example{left_out()}"
+    console.error(message, f"{suggestion}{help_hint}")
 
 
 def _suggestion(error: TyperException, context: Any) -> str:

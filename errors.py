@@ -161,8 +161,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
-    words = ImportError | RuntimeError | SystemError
-    return isinstance(error, words) and re.search(NO_MEMORY, str(error)) is not None
+    types = ImportError | RuntimeError | SystemError
+    return isinstance(error, types) and re.search(NO_MEMORY, str(error)) is not None
 
 
 NO_THREAD = r"can't start new thread|pthread_create failed|Resource temporarily unavailable"

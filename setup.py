@@ -1,4 +1,4 @@
-"""The README as a package index shows it, and a build that leaves nothing in the sources."""
+"""Adapts the README to a package index, and builds without leaving files in the sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]*)[^)]*\)")
 
 
 def named(link: re.Match[str]) -> str:
-    """Returns what stands for a link to a file of the sources: its text, and the file's name."""
+    """Returns the replacement for a link to a source file: its text, and the file's name."""
     text, file = link.groups()
     return text if file in text else f"{text} ({file})"
 

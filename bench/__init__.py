@@ -1,7 +1,7 @@
 """Benchmarks: accuracy, routing and latency compared with the PyTorch original.
 
-`moexport.bench` is both this package and the call: importing anything from a subpackage binds the
-subpackage to that name, so the module itself must be callable.
+`moexport.bench` is both this package and a function: importing any module of the package binds the
+package to that name, so the package itself must be callable.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class CallablePackage(ModuleType):
-    """A subpackage that can be called as the function of the same name in its `calls`."""
+    """A subpackage that can be called as the function of the same name in its `calls` module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = self.__name__.rpartition(".")[2]

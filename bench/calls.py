@@ -50,8 +50,8 @@ def bench(models: AnyMeasured | Sequence[AnyMeasured], request: BenchRequest) ->
 
     # Checked before anything is loaded.
     request = replace(request, batch=None if request.batch is None else request.batches)
-    several = isinstance(models, Iterable) and not isinstance(models, str | nn.Module)
-    sources: Sequence[AnyMeasured] = models if several else [models]  # type: ignore[list-item,assignment]
+    is_list = isinstance(models, Iterable) and not isinstance(models, str | nn.Module)
+    sources: Sequence[AnyMeasured] = models if is_list else [models]  # type: ignore[list-item,assignment]
     return sweep(opened(sources, request), request)
 
 
@@ -83,21 +83,21 @@ def report(
     """Rewrites the report of results; returns the files and the changes since `compare`.
 
     `results` is the result of `bench`, or its results.json. `output` is the page, an .html file;
-    Markdown, CSV and figures go next to it. The page also shows the further results in `beside`.
+    Markdown, CSV and figures go next to it. The page also shows the results in `beside`.
     """
     from .report.compare import compare as compared
     from .report.page import write_views
     from .report.runs import named_runs
     from .results import Results, read
 
-    def known(run: Results | AnyPath) -> Results:
+    def loaded(run: Results | AnyPath) -> Results:
         return run if isinstance(run, Results) else read(Path(run))
 
-    now = known(results)
-    before = None if request.compare is None else known(request.compare)
+    now = loaded(results)
+    before = None if request.compare is None else loaded(request.compare)
     comparison = None if before is None else compared(before, now)
     if request.progress is not None:
         request.progress.step(f"writing {output}")
-    places = [None if isinstance(run, Results) else Path(run) for run in request.beside]
-    runs = named_runs(places, [known(run) for run in request.beside])
+    paths = [None if isinstance(run, Results) else Path(run) for run in request.beside]
+    runs = named_runs(paths, [loaded(run) for run in request.beside])
     return write_views(now, Path(output), comparison, runs), comparison

@@ -105,7 +105,7 @@ class LabelledData:
 
     @property
     def feed(self) -> Feed:
-        """The inputs as a feed; several inputs by name."""
+        """The inputs as a feed: an array, or several arrays by name."""
         return [{self.input_name: self.inputs, **self.others}] if self.others else self.inputs
 
     def check_classes(self, classes: int) -> None:
@@ -125,7 +125,7 @@ def fingerprint(*arrays: Array | None) -> str:
 
 
 def load_groups(data: Path | Mapping[str, Any], name: str, samples: int) -> Array:
-    """Returns the array `name` of an `.npz` or a dict, with the subgroup [samples] of each input.
+    """Returns the array `name` of an `.npz` or a dict: the subgroup of each input [samples].
 
     Raises FeedError if it is missing or invalid.
     """
@@ -147,7 +147,7 @@ def load_groups(data: Path | Mapping[str, Any], name: str, samples: int) -> Arra
     return groups
 
 
-MEANS: dict[Pixels, tuple[Sequence[float], Sequence[float]]] = {
+NORMALIZATION: dict[Pixels, tuple[Sequence[float], Sequence[float]]] = {
     "unit": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
     "symmetric": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -158,10 +158,10 @@ BATCH = 32
 CHANNELS = (1, 3)
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM")
-"""The formats to read: for some others Pillow would start programs, whatever the file name."""
+"""The only formats to read: for some others Pillow starts programs, whatever the file name."""
 
 PIXELS = 1 << 26
-"""The largest image, before and after resizing to the model's size: 200 MB."""
+"""The most pixels in an image, before and after resizing to the model's size: 200 MB."""
 
 
 @dataclass(frozen=True)
@@ -177,12 +177,12 @@ class Streamed:
     skipped: int = 0
 
     def after(self, count: int) -> Streamed:
-        """Returns all but the first `count` samples, which a pass still reads."""
+        """Returns all but the first `count` samples, which every pass still reads."""
 
         def pairs() -> Iterator[LabelledBatch]:
-            left = count
+            remaining = count
             for inputs, labels in self.pairs():
-                skip, left = min(left, len(inputs)), max(0, left - len(inputs))
+                skip, remaining = min(remaining, len(inputs)), max(0, remaining - len(inputs))
                 if skip < len(inputs):
                     yield inputs[skip:], None if labels is None else labels[skip:]
 
@@ -216,7 +216,7 @@ def labelled(
 ) -> Labelled:
     """Returns the data of a benchmark; raises the errors of `open_labelled`.
 
-    If the data are None, they are random, with these `sizes` of dynamic axes.
+    If `data` is None, the inputs are random, with `sizes` along dynamic axes.
     """
     name = model.input.name
     if not isinstance(data, LabelledData | Streamed):
@@ -227,7 +227,7 @@ def labelled(
         arrays = random_arrays(model, max(batch, RANDOM_INPUTS), {**SIZES, **sizes})
         data = LabelledData(arrays.pop(name), None, name, others=arrays)
     elif isinstance(data, Mapping):
-        data = _whole(data, model)
+        data = _from_arrays(data, model)
     elif isinstance(data, str | Path | np.ndarray) and len(model.inputs) > 1:
         data = several_inputs(data, model)
     elif isinstance(data, str | Path):
@@ -245,23 +245,24 @@ def labelled(
 def ids_of(
     data: str | Path | Array | Mapping[str, Any] | None, model: Model
 ) -> str | Path | Array | None:
-    """Returns the path of a model's sequences, or the main input in a dict."""
+    """Returns the path or array of a model's sequences; in a dict, the main input."""
     given = in_memory(data)
     if isinstance(given, Mapping):
         return fields_of(given, [model.input.name])[model.input.name]
-    place: str | Path | Array | None = given
-    return place
+    sequences: str | Path | Array | None = given
+    return sequences
 
 
-def _whole(data: Path | Mapping[str, Array], model: Model) -> LabelledData:
-    """Returns the arrays of an `.npz` or a dict by input name, with labels, as data."""
+def _from_arrays(data: Path | Mapping[str, Array], model: Model) -> LabelledData:
+    """Returns the data of an `.npz` or a dict: arrays by input name, and labels."""
     names, outputs = [spec.name for spec in model.inputs], output_names(model)
     if isinstance(data, Path):
         label = npz_archive(data, names[0], names[1:], outputs).label
     else:
         label = next((name for name in label_names(names, outputs) if name in data), None)
-    inputs = joined([*named_batches(data, names, labelled=True, outputs=outputs)])
-    labels = inputs.pop(LABEL, None)
+    labelled = LABEL not in names  # otherwise that array is an input
+    inputs = joined([*named_batches(data, names, labelled=labelled, outputs=outputs)])
+    labels = inputs.pop(LABEL, None) if labelled else None
     if len(names) > 1:
         inputs = fitted_arrays(inputs, model)
     main = inputs.pop(names[0])
@@ -299,24 +300,24 @@ def _with_omitted_axis(data: Labelled, spec: TensorSpec) -> Labelled:
 
 
 def output_names(model: Model) -> list[str]:
-    """Returns the output names that labels may have in an `.npz`, for several outputs."""
+    """Returns the output names that labels may have in an `.npz`; empty for one output."""
     return [spec.name for spec in model.outputs] if len(model.outputs) > 1 else []
 
 
 def _labelled_output(label: str | None, outputs: Sequence[str]) -> int:
-    """Returns the index of the output that labels belong to: the first, unless they name one."""
+    """Returns the index of the output with the labels: the first, unless `label` names another."""
     return outputs.index(label) if label in outputs else 0
 
 
 def several_inputs(data: str | Path | Array, model: Model) -> LabelledData:
     """Returns data for a model with several inputs.
 
-    An `.npz` has arrays with the inputs' names, and `label`; missing inputs have defaults. Raises
+    An `.npz` has arrays with the inputs' names, and `label`; omitted inputs have defaults. Raises
     FeedError for a file that is invalid or does not fit.
     """
     name = model.input.name
     if isinstance(data, np.ndarray):
-        return _whole({name: data}, model)
+        return _from_arrays({name: data}, model)
     path = local(data)
     if path.suffix != ".npz" or not path.is_file():
         raise FeedError(
@@ -324,7 +325,7 @@ def several_inputs(data: str | Path | Array, model: Model) -> LabelledData:
             hint=f"a model with several inputs is measured on an .npz with '{name}', and "
             "optionally 'label'",
         )
-    return _whole(path, model)
+    return _from_arrays(path, model)
 
 
 def open_labelled(
@@ -368,17 +369,17 @@ def open_labelled(
             output=_labelled_output(archive.label, outputs),
         )
     # For a folder of arrays, or code, only the first batch shows what the data are.
-    nothing = FeedError(f"{where} yields no batches", hint="yield (inputs, labels) batches")
-    return _from_first_batch(partial(_pairs, where, spec.name), where, spec, nothing)
+    empty = FeedError(f"{where} yields no batches", hint="yield (inputs, labels) batches")
+    return _from_first_batch(partial(_pairs, where, spec.name), where, spec, empty)
 
 
 def _from_first_batch(
-    pairs: Callable[[], Iterator[LabelledBatch]], source: str, spec: TensorSpec, nothing: FeedError
+    pairs: Callable[[], Iterator[LabelledBatch]], source: str, spec: TensorSpec, empty: FeedError
 ) -> Streamed:
-    """Returns data that only their first batch describes; raises `nothing` if there is none."""
+    """Returns data of which only the first batch is known; raises `empty` if there is none."""
     first = next(pairs(), None)
     if first is None:
-        raise nothing
+        raise empty
     return Streamed(
         pairs=pairs,
         samples=None,
@@ -412,8 +413,8 @@ def _image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streame
 
     digest = hashlib.sha256(f"{pixels} {spec.shape}".encode())
     for file, label in files:
-        facts = file.stat()
-        digest.update(f"{file} {label} {facts.st_size} {facts.st_mtime_ns}".encode())
+        status = file.stat()
+        digest.update(f"{file} {label} {status.st_size} {status.st_mtime_ns}".encode())
     return Streamed(pairs, len(files), labelled=True, fingerprint=digest.hexdigest())
 
 
@@ -441,18 +442,18 @@ def _image_shards(
     scale = _image_scale(f"{where} contains images", spec, pixels)
 
     def pairs() -> Iterator[LabelledBatch]:
-        for place, fields in shard_batches(shards):
+        for shard, fields in shard_batches(shards):
             if IMAGE not in fields:
-                raise FeedError(f"{place} has a sample without an image", hint="leave --pixels out")
-            files = ((io.BytesIO(data), f"{place}: an image") for data in fields[IMAGE])
+                raise FeedError(f"{shard} has a sample without an image", hint="leave --pixels out")
+            files = ((io.BytesIO(data), f"{shard}: an image") for data in fields[IMAGE])
             images = np.stack([read_image(file, spec, scale, name) for file, name in files])
             labels = next((fields[name] for name in LABEL_NAMES if name in fields), None)
             if labels is not None:
-                labels = checked_labels(labels, images.dtype, images.shape, place, "the shard")
+                labels = checked_labels(labels, images.dtype, images.shape, shard, "the shard")
             yield images, labels
 
-    nothing = FeedError(f"{where} contains no samples")
-    return _from_first_batch(pairs, f"{where} {pixels}", spec, nothing)
+    empty = FeedError(f"{where} contains no samples")
+    return _from_first_batch(pairs, f"{where} {pixels}", spec, empty)
 
 
 def _image_files(folder: Path) -> list[tuple[Path, int]]:
@@ -461,7 +462,7 @@ def _image_files(folder: Path) -> list[tuple[Path, int]]:
     files: list[tuple[int, int, Path]] = []
     for label, class_folder in enumerate(classes):
         images = sorted(f for f in class_folder.rglob("*") if f.suffix.lower() in IMAGES)
-        files += [(place, label, file) for place, file in enumerate(images)]
+        files += [(index, label, file) for index, file in enumerate(images)]
     if not files:
         raise FeedError(
             f"{folder} contains neither a folder of images per class nor .npy files",
@@ -478,8 +479,8 @@ def read_image(file: Path | io.BytesIO, spec: TensorSpec, pixels: Pixels, name: 
     from PIL import Image
 
     _, channels, height, width = spec.shape
-    last = width in CHANNELS and channels not in CHANNELS
-    if last:
+    channels_last = width in CHANNELS and channels not in CHANNELS
+    if channels_last:
         channels, height, width = width, channels, height
     assert isinstance(channels, int) and isinstance(height, int) and isinstance(width, int)
     try:
@@ -490,7 +491,7 @@ def read_image(file: Path | io.BytesIO, spec: TensorSpec, pixels: Pixels, name: 
                 max(width, round(opened.width * ratio)),
                 max(height, round(opened.height * ratio)),
             )
-            _check_pixels(opened.size, size, name or str(file))
+            _check_size(opened.size, size, name or str(file))
             image = opened.convert("L" if channels == 1 else "RGB")
     except FeedError:
         raise
@@ -501,12 +502,12 @@ def read_image(file: Path | io.BytesIO, spec: TensorSpec, pixels: Pixels, name: 
         left, top = (image.width - width) // 2, (image.height - height) // 2
         image = image.crop((left, top, left + width, top + height))
     values = np.asarray(image, np.float32).reshape(height, width, channels) / 255
-    mean, deviation = (np.asarray(scale[:channels], np.float32) for scale in MEANS[pixels])
+    mean, deviation = (np.asarray(scale[:channels], np.float32) for scale in NORMALIZATION[pixels])
     scaled: Array = ((values - mean) / deviation).astype(np.float32)
-    return scaled if last else np.ascontiguousarray(scaled.transpose(2, 0, 1))
+    return scaled if channels_last else np.ascontiguousarray(scaled.transpose(2, 0, 1))
 
 
-def _check_pixels(size: tuple[int, int], resized: tuple[int, int], where: str) -> None:
+def _check_size(size: tuple[int, int], resized: tuple[int, int], where: str) -> None:
     if max(math.prod(size), math.prod(resized)) > PIXELS:
         raise FeedError(
             f"{where}: the image is {size[0]} x {size[1]}, and {resized[0]} x {resized[1]} after "

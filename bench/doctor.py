@@ -1,4 +1,4 @@
-"""Reports what this machine can build and run, with reasons for the rest. Imports no package."""
+"""Reports what this machine can build and run, with reasons for the rest."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Requirement:
 class Diagnosis:
     """The result of `moexport doctor`.
 
-    `outside` lists packages outside the tested versions, `plugins` the additions, failures and
+    `outside` lists packages whose versions are untested, `plugins` the additions, failures and
     clashes of other distributions.
     """
 
@@ -70,7 +70,7 @@ def diagnose(required: Iterable[Requirement]) -> Diagnosis:
     gpu = first_gpu()
     lines = (EXPORT, *dict.fromkeys(required), DEMO)
     abilities = tuple(line.ability(gpu) for line in lines)
-    plugins = tuple(f"plugin {name}: {'; '.join(of)}" for name, of in foreign_plugins().items())
+    plugins = tuple(f"plugin {n}: {'; '.join(items)}" for n, items in foreign_plugins().items())
     outside = tuple(outside_of_what_was_run())
     return Diagnosis(abilities, environment(), outside, (*plugins, *troubles()))
 
@@ -95,9 +95,9 @@ def _exports(gpu: Gpu | None) -> str:
 
     del ort  # importing it reports what is missing
     check_pytorch("export")
-    both = versions(("onnxruntime", "onnxruntime-gpu"))
-    if len(both) == 2:
-        return f"but {' and '.join(both)} overwrite each other: keep one of them"
+    runtimes = versions(("onnxruntime", "onnxruntime-gpu"))
+    if len(runtimes) == 2:
+        return f"but {' and '.join(runtimes)} overwrite each other: keep one of them"
     return "PyTorch traces, ONNX Runtime checks parity"
 
 
@@ -109,8 +109,8 @@ def has_provider(provider: str, gpu: Gpu | None) -> str:
     provider = PROVIDERS[provider]
     cpu = provider == CPU
     if provider not in ort.get_available_providers():
-        without = f"this ONNX Runtime was built without {provider}"
-        raise MissingExtraError(without, hint=None if cpu else GPU_PACKAGE)
+        message = f"this ONNX Runtime was built without {provider}"
+        raise MissingExtraError(message, hint=None if cpu else GPU_PACKAGE)
     if not cpu and not gpu:
         raise MissingExtraError(f"{provider} is installed, but there is no NVIDIA GPU")
     if provider == TENSORRT:
@@ -142,7 +142,7 @@ def builds_engines(name: str, gpu: Gpu | None) -> str:
         return f"{backend.title} {version}, for {backend.served}"
     if not gpu:
         raise MissingExtraError("it compiles for this machine's GPU, but there is none")
-    return _on(backend, gpu)
+    return _backend_on(backend, gpu)
 
 
 def runs_engines(name: str, gpu: Gpu | None) -> str:
@@ -159,10 +159,10 @@ def runs_engines(name: str, gpu: Gpu | None) -> str:
     problem = driver_problem()
     if problem is not None:
         raise MissingExtraError(problem)
-    return _on(backend, gpu)
+    return _backend_on(backend, gpu)
 
 
-def _on(backend: Backend, gpu: Gpu) -> str:
+def _backend_on(backend: Backend, gpu: Gpu) -> str:
     backend.check_serves(gpu)
     return f"{backend.title} {backend.version()}, on {gpu.name} ({gpu.compute_capability})"
 

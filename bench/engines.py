@@ -59,8 +59,8 @@ class EngineKind:
     """An engine, as `--engine` names it.
 
     `engine` and `provider` identify its rows, and `title` is its name in reports. It can be
-    measured if everything in `requires` is met (these are lines of `moexport doctor`). If PyTorch
-    and ONNX Runtime are not enough, the `extra` in pyproject.toml installs it.
+    measured if every requirement in `requires` is met; each is a line of `moexport doctor`. If it
+    needs more than PyTorch and ONNX Runtime, the `extra` in pyproject.toml installs the rest.
     """
 
     name: str
@@ -85,9 +85,9 @@ class EngineKind:
 class ModelEngine(EngineKind):
     """An engine that runs PyTorch modules.
 
-    It computes the unmodified model, unless it is the loop of `algorithm_2`, or `transformers` with
-    a form of its experts (`experts_form`, the library's name). A `stacked` engine computes all
-    experts of Soft MoE together and runs no other models; on a CPU it skips models that do so.
+    It runs the unmodified model, unless `algorithm_2` selects the loop over experts or
+    `experts_form` an implementation in `transformers`. A `stacked` engine computes all experts of
+    Soft MoE together and runs no other models; on a CPU it skips those that already do so.
     """
 
     loader: Callable[[ModelRun], Runner]
@@ -103,9 +103,9 @@ class ModelEngine(EngineKind):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphEngine(EngineKind):
-    """An engine that runs graphs: those of `target`, or of another exporter if that is None.
+    """An engine that runs graphs for `target`, or those of another exporter if it is None.
 
-    On a CPU it computes products of the floats in `short_products` in that type, others in FP32.
+    On a CPU, it computes products of the types in `short_products` in them, and others in FP32.
     """
 
     loader: Callable[[GraphFile], Loader]
@@ -262,7 +262,7 @@ _STACKED = ModelEngine(
     stacked=True,
 )
 
-_LOOP = ModelEngine(
+_ALGORITHM_2 = ModelEngine(
     name=PYTORCH_ALGORITHM_2,
     title="PyTorch, Algorithm 1 in a loop",
     requires=(IN_TORCH,),
@@ -282,7 +282,7 @@ def _on_cuda(engine: ModelEngine, **changes: Any) -> ModelEngine:
     return replace(engine, **(on_gpu | changes))
 
 
-_EXPERTS_FORM = ModelEngine(
+_GROUPED_MM = ModelEngine(
     name=PYTORCH_GROUPED_MM,
     title="PyTorch, grouped_mm",
     requires=(IN_TORCH, IN_TRANSFORMERS),
@@ -313,10 +313,10 @@ _KINDS: tuple[EngineKind, ...] = (
     _EAGER,
     _COMPILED,
     _STACKED,
-    _LOOP,
-    _EXPERTS_FORM,
+    _ALGORITHM_2,
+    _GROUPED_MM,
     replace(
-        _EXPERTS_FORM,
+        _GROUPED_MM,
         name=PYTORCH_EXPERTS_EAGER,
         title="PyTorch, eager experts",
         loader=partial(_experts, "eager"),
@@ -324,7 +324,7 @@ _KINDS: tuple[EngineKind, ...] = (
     ),
     _on_cuda(_EAGER),
     _on_cuda(_COMPILED, requires=(Requirement("run in torch.compile on CUDA", _has_triton),)),
-    _on_cuda(_LOOP),
+    _on_cuda(_ALGORITHM_2),
     _on_cuda(_STACKED),
     _on_cuda(
         _STACKED,
@@ -381,30 +381,30 @@ _ENGINES: tuple[EngineKind, ...] = (
 
 
 class _Kinds(Mapping[str, EngineKind]):
-    """The core's engines, and the runtimes of plugins that targets name.
+    """The built-in engines, and the plugins' runtimes that targets name.
 
     The names come from the targets' records; a runtime's record is loaded when it is requested.
     """
 
     def __init__(self) -> None:
-        self._own = {kind.name: kind for kind in (*_KINDS, *_ENGINES)}
+        self._built_in = {kind.name: kind for kind in (*_KINDS, *_ENGINES)}
 
     def __iter__(self) -> Iterator[str]:
-        named = (record.runtime for record in TARGETS)
-        further = dict.fromkeys(name for name in named if name not in self._own)
+        runtimes = (record.runtime for record in TARGETS)
+        from_plugins = dict.fromkeys(name for name in runtimes if name not in self._built_in)
         yield from (kind.name for kind in _KINDS)
-        yield from further
+        yield from from_plugins
         yield from (kind.name for kind in _ENGINES)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __getitem__(self, name: str) -> EngineKind:
-        return self._own[name] if name in self._own else _of_runtime(name)
+        return self._built_in[name] if name in self._built_in else _runtime_engine(name)
 
 
 @functools.cache
-def _of_runtime(name: str) -> GraphEngine:
+def _runtime_engine(name: str) -> GraphEngine:
     """Returns the engine for a plugin's runtime, from the first target that names it.
 
     Raises `KeyError` if none does. If the plugin cannot be loaded, `missing` returns the reason.
@@ -414,10 +414,10 @@ def _of_runtime(name: str) -> GraphEngine:
     target = next((each.name for each in TARGETS if each.runtime == name), None)
     if target is None:
         raise KeyError(name)
-    title, extra, short = name, None, tuple[Precision, ...]()
+    title, extra, short_products = name, None, tuple[Precision, ...]()
     with suppress(PluginError):
         record = RUNTIMES[name]
-        title, extra, short = record.title, record.extra, record.short_products
+        title, extra, short_products = record.title, record.extra, record.short_products
     return GraphEngine(
         name=name,
         title=title,
@@ -425,7 +425,7 @@ def _of_runtime(name: str) -> GraphEngine:
         extra=extra,
         loader=partial(_in_runtime, name),
         target=target,
-        short_products=short,
+        short_products=short_products,
     )
 
 
@@ -437,7 +437,7 @@ The unmodified model is always measured on the CPU (`pytorch-eager`), and also o
 """
 
 TRITON = "triton"
-"""A server that runs a bundle: an engine of services, which `--engine` cannot select."""
+"""A server that runs bundles: an engine that `--engine` cannot select."""
 
 
 @functools.cache
@@ -458,7 +458,7 @@ def engine_of(engine: str, provider: str | None) -> EngineKind | None:
 def requirements() -> tuple[Requirement, ...]:
     """Returns the engines' requirements: lines of `moexport doctor`.
 
-    If two plugins claim a target's name, they are only the core's: other lines report the clash.
+    If two plugins claim a target's name, only built-in engines count; other lines report that.
     """
     try:
         kinds = tuple(KINDS.values())

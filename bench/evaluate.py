@@ -37,17 +37,17 @@ from .runners.pytorch import Expected, PyTorch, outputs_of, untouched
 SAVE_S = 10.0  # seconds between saves of the sums, for resuming after a kill
 
 OUTPUT_BYTES = 256 << 20
-"""The largest outputs of one batch; token models return a vocabulary per token."""
+"""The largest outputs of one batch; language models return a vocabulary per token."""
 
 
 LEAST_COSINE = {"int8": 0.8, "fp8": 0.8, "int4": 0.8}
 FLOAT_COSINE = 0.99
-"""A smaller cosine with PyTorch's outputs means a wrong function: neither rounding in the case's
+"""A smaller cosine with PyTorch's outputs indicates an error: neither rounding in the case's
 precision nor a different choice of experts changes outputs by that much."""
 
 LEAST_ROUTING = 0.9
-"""The least share of an FP32 graph's inputs, or tokens, that must choose the same experts as in
-PyTorch, without ties."""
+"""The share of an FP32 graph's inputs, or tokens, that must choose the same experts as in PyTorch,
+apart from ties."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class QualitySums(Sums):
 
 
 def wrong(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None:
-    """Returns how a case's outputs differ from PyTorch's beyond its precision; None if they do not.
+    """Returns how outputs differ from PyTorch's by more than a case's precision allows, or None.
 
     For graphs of moexport, `bounds` are those of `verify`.
     """
@@ -77,22 +77,22 @@ def wrong(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None
     if bounds is None:
         return None
     routing, fp32 = sums.routing, bounds.routing == 1.0
-    other = routing.exact < LEAST_ROUTING * routing.samples or not sums.parity.same
-    if fp32 and routing.samples and other:
+    disagrees = routing.exact < LEAST_ROUTING * routing.samples or not sums.parity.same
+    if fp32 and routing.samples and disagrees:
         share = min(routing.exact / routing.samples, sums.parity.same / sums.parity.outputs)
         return f"wrong experts: only {share:.0%} are PyTorch's, but ties are rare in FP32"
-    off = sums.parity.off(bounds)
-    if off is None:
+    error = sums.parity.off(bounds)
+    if error is None:
         return None
     return (
-        f"wrong outputs: with the same experts they differ from PyTorch's by {off:.2g}, but "
+        f"wrong outputs: with the same experts they differ from PyTorch's by {error:.2g}, but "
         f"{case.precision} allows at most {bounds.rtol:g}"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationState:
-    """The state of an evaluation: its samples, sums of the unmodified model and of all cases."""
+    """The state of an evaluation: sample count, and sums of the unmodified model and cases."""
 
     samples: int = 0
     untouched: QualitySums = field(default_factory=QualitySums)
@@ -139,10 +139,10 @@ def evaluate(
     state: EvaluationState | None = None,
     keep: Callable[[EvaluationState], None] = lambda state: None,
 ) -> EvaluationState:
-    """Returns the sums of each case of a candidate, and the failures of others.
+    """Returns the sums of a candidate's successful cases, and the failures of the others.
 
     One pass covers the first `limit` samples, in batches of at most `batch`. If a candidate's
-    graphs have one size, all batches are whole, and the last samples may be left out. The reference
+    graphs have one size, all batches are full, and the last samples may be left out. The reference
     of a case is PyTorch with the same k: the unmodified model for k = n, Algorithm 1 by masking for
     fewer, the model whose routers choose k, or the edited model if graphs are edited. An
     interrupted pass continues from `state`, which `keep` receives regularly. Raises FeedError if
@@ -153,19 +153,19 @@ def evaluate(
     known = data.samples
     total = known if known is None or limit is None else min(known, limit)
     batches = _batches(runners, candidate, data, batch, limit)
-    only, what = candidate.only_batch, f"{candidate.name}: accuracy, routing and parity"
+    only, title = candidate.only_batch, f"{candidate.name}: accuracy, routing and parity"
     if only is not None and total is not None and total % only:
-        what += (
+        title += (
             f" of {total - total % only} inputs: {total % only} more do not fill a batch of {only}"
         )
-    progress.step(what, total=total or limit)
+    progress.step(title, total=total or limit)
     progress.advance(state.samples)
     done, saved = 0, time.monotonic()
-    for size, after in batches:
+    for size, add in batches:
         done += size
         if done <= state.samples:
             continue
-        state = after(state)
+        state = add(state)
         progress.advance(size)
         if time.monotonic() - saved > SAVE_S:
             keep(state)
@@ -183,14 +183,14 @@ def evaluate_share(
     limit: int | None,
     share: tuple[int, int],
 ) -> dict[int, EvaluationState]:
-    """Returns the sums of single batches by index: of every s-th, starting with the i-th.
+    """Returns the states of single batches by index: every s-th, starting with the i-th.
 
-    `share` is (i, s). The sum of all batches' states, in order, equals the result of `evaluate`.
+    `share` is (i, s). The sum of all states, in order, equals the result of `evaluate`.
     """
     first, step = share
     batches = enumerate(_batches(runners, candidate, data, batch, limit))
     return {
-        number: after(EvaluationState()) for number, (_, after) in batches if number % step == first
+        number: add(EvaluationState()) for number, (_, add) in batches if number % step == first
     }
 
 
@@ -206,14 +206,14 @@ def _batches(
     keys = {case: _reference_key(case, candidate) for case in runners}
     references: dict[ReferenceKey, PyTorch] = {}
     for case, key in keys.items():
-        own = candidate.of(case)
-        if key is not None and key not in references and _has_own_reference(case, own):
-            references[key] = reference_of(own, case.k)
+        source = candidate.of(case)
+        if key is not None and key not in references and _has_own_reference(case, source):
+            references[key] = reference_of(source, case.k)
     first = data.head(1)
     if not len(first):
         raise FeedError("the data contain no samples", hint="give at least one input")
-    only, most = candidate.only_batch, sys.maxsize if limit is None else limit
-    if only is not None and (found := min(most, len(data.head(only)))) < only:
+    only, available = candidate.only_batch, sys.maxsize if limit is None else limit
+    if only is not None and (found := min(available, len(data.head(only)))) < only:
         raise FeedError(
             f"{name} only runs batches of {only} inputs, but the data have {found}",
             hint=f"give {only} inputs or more",
@@ -232,9 +232,9 @@ def _batches(
     nbytes = evaluator.untouched_outputs(first.batch(0, rows)).nbytes // rows
     fitting = max(1, OUTPUT_BYTES // max(1, nbytes))
     for inputs, labels in data.stream(only or min(batch, fitting), limit):
-        # Results that depend on the batch are only comparable for whole batches.
+        # Results that depend on the batch are only comparable in full batches.
         if only in (None, len(first_of(inputs))):
-            yield len(first_of(inputs)), partial(evaluator.after, inputs=inputs, labels=labels)
+            yield len(first_of(inputs)), partial(evaluator.add, inputs=inputs, labels=labels)
 
 
 ReferenceKey = tuple[str, int]
@@ -246,8 +246,8 @@ def _reference_key(case: Case, candidate: Candidate) -> ReferenceKey | None:
     kind = engine_of(case.engine, case.provider)
     if isinstance(kind, ModelEngine) and kind.untouched:
         return None
-    own = candidate.of(case)
-    return "" if own is candidate else own.name, case.k
+    source = candidate.of(case)
+    return "" if source is candidate else source.name, case.k
 
 
 def _has_own_reference(case: Case, candidate: Candidate) -> bool:
@@ -280,15 +280,13 @@ class _Evaluator:
         """Returns the unmodified model's outputs; FeedError if it cannot run the inputs."""
         return outputs_of(self.base, x, self.name, self.output)
 
-    def after(
-        self, state: EvaluationState, inputs: Inputs, labels: Labels | None
-    ) -> EvaluationState:
+    def add(self, state: EvaluationState, inputs: Inputs, labels: Labels | None) -> EvaluationState:
         x = np.ascontiguousarray(inputs) if isinstance(inputs, np.ndarray) else inputs
-        main, dense = first_of(x), self.untouched_outputs(x)
+        main, base_outputs = first_of(x), self.untouched_outputs(x)
         ids = main if main.dtype.kind in "iu" and main.ndim == 2 else None
-        if labels is not None and labels.ndim == 1 and per_output(dense, labels) is None:
-            check_classes(labels, dense.shape[-1], "the data", first=state.samples)
-        base_scores = self._scores(dense, ids, labels)
+        if labels is not None and labels.ndim == 1 and per_output(base_outputs, labels) is None:
+            check_classes(labels, base_outputs.shape[-1], "the data", first=state.samples)
+        base_scores = self._scores(base_outputs, ids, labels)
         expected: dict[ReferenceKey | None, Expected] = {
             key: each.with_routing(x, self.output) for key, each in self.references.items()
         }
@@ -296,18 +294,18 @@ class _Evaluator:
         for case, runner in self.runners.items():
             if case.label in failures:
                 continue
-            reference = expected.get(self.keys[case]) or Expected(dense, {}, {})
+            reference = expected.get(self.keys[case]) or Expected(base_outputs, {}, {})
             try:
                 actual = runner.infer(x, self.output)
                 chosen = runner.selected(x) if reference.chosen else None
                 routing = RoutingOverlap()
                 if chosen is not None:  # compared in the layers that choose in PyTorch
-                    chosen = {n: s for n, s in chosen.items() if n in reference.chosen}
+                    chosen = {n: sets for n, sets in chosen.items() if n in reference.chosen}
                     # Ties are those of FP32: other differences count against the precision.
                     routing = RoutingOverlap.of(chosen, reference.chosen, reference.margins, TIE)
                 same_choices = _same_choices(chosen, reference, actual.shape)
                 scores = self._scores(actual, ids, labels)
-                own = replace(
+                quality = replace(
                     _score(scores, labels, base_scores, ids),
                     routing=routing,
                     parity=ParityStatistics.of(actual, reference.outputs, same_choices),
@@ -315,7 +313,7 @@ class _Evaluator:
             except Exception as error:  # noqa: BLE001  recorded in the row; the other cases continue
                 failures[case.label] = one_line(error)
             else:
-                sums[case.label] = sums.get(case.label, QualitySums()) + own
+                sums[case.label] = sums.get(case.label, QualitySums()) + quality
         base = state.untouched + _score(base_scores, labels, base_scores, ids)
         return EvaluationState(state.samples + len(main), base, sums, failures)
 
@@ -343,8 +341,8 @@ def _score(
         return QualitySums()
     numbers = per_output(scores, labels, ids=ids is not None)
     if numbers is not None:
-        own, wanted = numbers
-        return QualitySums(answers=AnswerCounts.of(own, wanted, base.reshape(own.shape)))
+        answers, targets = numbers
+        return QualitySums(answers=AnswerCounts.of(answers, targets, base.reshape(answers.shape)))
     if labels.ndim == 1:
         top_k = TopKCounts.of(scores, labels, base)
         return QualitySums(top_k=top_k, classes=ClassCounts.of(scores, labels))
@@ -355,18 +353,18 @@ def _score(
 def _same_choices(
     chosen: Mapping[str, Array] | None, expected: Expected, output: tuple[int, ...]
 ) -> Array | None:
-    """Marks an output's inputs [b], or tokens [b, m], that choose as PyTorch does in every layer.
+    """Marks an output's inputs [b], or tokens [b, m], with PyTorch's experts in every layer.
 
-    None if nothing is chosen. If the choices are unknown, no input counts as equal.
+    Returns None if no layer chooses. If the choices are unknown, no input counts as equal.
     """
     if not expected.chosen:
         return None
-    alike = np.zeros(output[:1], dtype=bool)
+    no_match = np.zeros(output[:1], dtype=bool)
     if chosen is None or chosen.keys() != expected.chosen.keys():
-        return alike
+        return no_match
     same = [(np.sort(chosen[n]) == np.sort(s)).all(axis=-1) for n, s in expected.chosen.items()]
     if len({len(layer) for layer in same}) > 1 or len(same[0]) % output[0]:
-        return alike
+        return no_match
     equal: Array = np.logical_and.reduce(same).reshape(output[0], -1)
     if equal.shape == output[:2] and len(output) > equal.ndim:
         return equal

@@ -24,13 +24,13 @@ def graph_hash(file: Path, known: dict[tuple[str, int, int], str] | None = None)
     model.graph.name = model.producer_version = model.doc_string = ""
     for tensor in tensors_in(model):
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            where = {entry.key: entry.value for entry in tensor.external_data}
-            weights = str(file.parent / where["location"])
-            place = weights, int(where.get("offset", 0)), int(where.get("length", -1))
-            if place not in known:
-                known[place] = _bytes_hash(Path(weights), *place[1:])
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            path = str(file.parent / entries["location"])
+            key = path, int(entries.get("offset", 0)), int(entries.get("length", -1))
+            if key not in known:
+                known[key] = _bytes_hash(Path(path), *key[1:])
             tensor.data_location = onnx.TensorProto.DEFAULT
-            tensor.raw_data = known[place].encode()
+            tensor.raw_data = known[key].encode()
         del tensor.external_data[:]
     return hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
 
@@ -38,9 +38,9 @@ def graph_hash(file: Path, known: dict[tuple[str, int, int], str] | None = None)
 def _bytes_hash(file: Path, offset: int, length: int) -> str:
     length = file.stat().st_size - offset if length < 0 else length
     digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        opened.seek(offset)
-        while length and (part := opened.read(min(CHUNK, length))):
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        while length and (part := stream.read(min(CHUNK, length))):
             digest.update(part)
             length -= len(part)
     return digest.hexdigest()

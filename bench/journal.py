@@ -17,13 +17,13 @@ from ..common.writing import output_errors, write_text
 FILE = "unfinished.jsonl"
 
 FORMAT = 4
-"""The version of the pieces; other versions are ignored: their keys may mean something else."""
+"""The version of the pieces; others are ignored, because their keys may mean something else."""
 
 
 class Journal:
     """The finished pieces of a sweep; without a path they are not saved.
 
-    `what` is everything that the numbers depend on: an existing file with another `what` is
+    `what` is everything that the numbers depend on: an existing file with a different `what` is
     discarded. `resumed` is the number of pieces found, and `discarded` lists the parts of `what`
     that differed in a discarded file.
     """
@@ -45,7 +45,7 @@ class Journal:
             old = lines[0].get("what", {})
             names = dict.fromkeys((*digests, *old))
             self.discarded = tuple(n for n in names if digests.get(n) != old.get(n))
-        # Written again, because a kill may have left half a line at the end.
+        # Rewritten, because a killed run may have left half a line at the end.
         text = "".join(_line(entry) for entry in ({"what": digests}, *self._entries))
         write_text(text, path)
         Journal.started = True

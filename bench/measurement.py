@@ -71,19 +71,19 @@ class Measurement:
 
     def rows(self) -> list[Row]:
         """Measures everything; returns the rows, group by group."""
-        opening = loaders(self.candidate, self.request.batches)
+        case_loaders = loaders(self.candidate, self.request.batches)
         limits: dict[str, Limits] = {}
         if self.request.limits and not self.candidate.phases:
-            least = self.candidate.only_batch or self.candidate.model.batch_of
-            limits = self._all_limits(self.head.batch(0, least), opening)
-        runners = self._evaluated(opening)
+            size = self.candidate.only_batch or self.candidate.model.batch_of
+            limits = self._all_limits(self.head.batch(0, size), case_loaders)
+        runners = self._evaluated(case_loaders)
         weights: dict[tuple[str, int, int], str] = {}
         hashes: dict[Path | None, str] = {
             file: graph_hash(file, weights)
-            for file in {opening[case].file for case in runners}
+            for file in {case_loaders[case].file for case in runners}
             if file is not None and file.is_file()
         }
-        memories = self._memories({c: opening[c] for c in runners})
+        memories = self._memories({c: case_loaders[c] for c in runners})
         rows: list[Row] = []
         for group in self.groups:
             if group.model != self.candidate.name:
@@ -91,9 +91,9 @@ class Measurement:
             if self.request.limits and group.phase is not None:
                 first = self.head.batch(0, 1)
                 x = phase_inputs(self.candidate.model, group.phase, first)
-                limits = self._all_limits(x, opening)
+                limits = self._all_limits(x, case_loaders)
             measured = self._measured(group, runners, limits)
-            of_cases = self._limits(group, limits, measured)
+            case_limits = self._limits(group, limits, measured)
             for case in group.cases:
                 levels, k_levels = self.candidate.of(case).by_levels(case.k)
                 identity: dict[str, Any] = asdict(case) | {
@@ -109,13 +109,13 @@ class Measurement:
                     }
                 failure = self.failures.get(case) or measured.failures.get(case.label)
                 if failure is not None:
-                    place = group.title.removeprefix(group.model)
-                    self.progress.step(f"failed: {case.label}{place}: {failure}")
+                    sizes = group.title.removeprefix(group.model)
+                    self.progress.step(f"failed: {case.label}{sizes}: {failure}")
                     parity = self.qualities.get(case, {}).get("parity")
                     rows.append(Row(**identity, error=failure, parity=parity))
                     continue
                 graph = self.candidate.cases[case]
-                latency, limit = measured.latencies[case.label], of_cases.get(case, Limit())
+                latency, limit = measured.latencies[case.label], case_limits.get(case, Limit())
                 memory = memories.get(case.label)
                 if memory is not None and group.batch not in memory.peak_mb:
                     memory = None
@@ -131,35 +131,35 @@ class Measurement:
                         else _per_second(group.batch * group.phase.tokens, latency),
                         peak_memory_mb=None if memory is None else memory.peak_mb[group.batch],
                         runtime_memory_mb=None if memory is None else memory.runtime_mb,
-                        disk_bytes=_disk_bytes(opening[case], self.candidate.of(case).model),
+                        disk_bytes=_disk_bytes(case_loaders[case], self.candidate.of(case).model),
                         work=limit.work,
                         limit_ms=limit.limit_ms,
                         no_limit=limit.reason,
-                        parts=self._parts(case, group, opening[case]),
+                        parts=self._parts(case, group, case_loaders[case]),
                         computed_in=self.computed_in[case],
                         no_cuda_graph=self.no_cuda_graph[case],
-                        graph_sha256=hashes.get(opening[case].file),
+                        graph_sha256=hashes.get(case_loaders[case].file),
                         deploy=() if graph is None else graph.deploy,
                     )
                 )
         return rows
 
     def _all_limits(self, x: Inputs, cases: Collection[Case]) -> dict[str, Limits]:
-        """Returns the `Limits` of rows: those of the model, and of edited bundles by name."""
-        bundles = {own.name: own for own in self.candidate.distinct_bundles}
+        """Returns the `Limits` of the model (under "") and of distinct bundles, by name."""
+        bundles = {bundle.name: bundle for bundle in self.candidate.distinct_bundles}
         every = {"": self.candidate} | bundles
-        return {name: Limits(own, x, cases) for name, own in every.items()}
+        return {name: Limits(each, x, cases) for name, each in every.items()}
 
-    def _evaluated(self, opening: Mapping[Case, Loader]) -> dict[Case, Runner | Loader]:
+    def _evaluated(self, case_loaders: Mapping[Case, Loader]) -> dict[Case, Runner | Loader]:
         """Opens and evaluates every case; returns the runners or loaders of successful ones.
 
         If all engines together exceed half of the memory, each is only open during its turn: a
-        graph's weights are mapped, and copied if the runtime re-orders them.
+        graph's weights are mapped, and copied if the runtime reorders them.
         """
         needed = self.candidate.weights_bytes * (1 + 2 * len(self.candidate.graphs))
         together = needed < memory_bytes() / 2
         runners: dict[Case, Runner] = {}
-        for case, loader in opening.items():
+        for case, loader in case_loaders.items():
             try:
                 runner = loader()
             except Exception as error:  # noqa: BLE001  recorded in the row
@@ -174,7 +174,7 @@ class Measurement:
                     self._evaluate(case.label, {case: runner})
         if together:
             self._evaluate("all", runners)
-        timed = runners if together else opening
+        timed = runners if together else case_loaders
         return {case: source for case, source in timed.items() if case not in self.failures}
 
     def _evaluate(self, group: str, runners: Mapping[Case, Runner]) -> None:
@@ -247,25 +247,25 @@ class Measurement:
         on_cpu, on_gpu = limit_of.rates(measured), limit_of.gpu_rates(measured)
         for rates in (on_cpu, on_gpu):
             if isinstance(rates, Rates):
-                facts = asdict(rates)
+                entry = asdict(rates)
                 if not rates.gpu:
-                    del facts["gpu"], facts["fp16_gflop_s"]
-                self._add("rates", group.keys | facts)
+                    del entry["gpu"], entry["fp16_gflop_s"]
+                self._add("rates", group.keys | entry)
         by_case = {}
         for case, graph in self.candidate.cases.items():
             if case in group.cases:
                 rates = on_cpu if case.provider == "cpu" else on_gpu
                 limit = limits.get(case.bundle or "", limit_of).of(case, graph, group.batch, rates)
                 label = case.label
-                took = measured.device.get(label) or measured.latencies.get(label)
-                reason = None if took is None else why_below_limit(limit, took.median, rates)
+                latency = measured.device.get(label) or measured.latencies.get(label)
+                reason = None if latency is None else why_below_limit(limit, latency.median, rates)
                 by_case[case] = limit if reason is None else replace(limit, reason=reason)
         return by_case
 
     def _add(self, name: str, entry: dict[str, Any]) -> None:
         self.entries.setdefault(name, []).append(entry)
 
-    def _memories(self, opening: Mapping[Case, Loader]) -> dict[str, PeakMemory]:
+    def _memories(self, case_loaders: Mapping[Case, Loader]) -> dict[str, PeakMemory]:
         """Returns the memory of each case by its label; failed cases are skipped."""
         if not self.request.memory:
             return {}
@@ -276,7 +276,7 @@ class Measurement:
             for piece in self.journal.pieces("memory", **keys)
         }
         for label, memory in measure_memories(
-            {c.label: loader for c, loader in opening.items() if c.label not in done},
+            {c.label: loader for c, loader in case_loaders.items() if c.label not in done},
             {
                 size: self.head.batch(0, size)
                 for size in self.request.batches
@@ -316,7 +316,7 @@ def timed_inputs(group: TimingGroup, candidate: Candidate, head: LabelledData) -
     batches = group_batches(group, head)
     if group.phase is None:
         return batches
-    # Each has its own cache, which takes memory.
+    # Each batch has its own cache, which takes memory.
     return [phase_inputs(candidate.model, group.phase, x) for x in batches[:PHASE_INPUTS]]
 
 
@@ -331,7 +331,7 @@ def expected_time(
     samples: int | None,
     request: BenchRequest,
 ) -> str:
-    """Returns the expected duration if all engines are as fast as PyTorch in a few calls."""
+    """Returns the expected duration if all engines are as fast as PyTorch in trial calls."""
     known = UNKNOWN_SAMPLES if samples is None else samples
     batches = math.ceil(min(known, request.samples or known) / request.evaluation_batch)
     workers = worker_count(max(candidate.weights_bytes for candidate in candidates))

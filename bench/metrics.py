@@ -1,7 +1,7 @@
 """The quality of a case: accuracy, routing agreement and parity, as sums over batches.
 
-Sums are frozen values that can be added, so evaluations stream over data, and parts may be computed
-separately. Nothing here depends on an engine.
+Sums are immutable and can be added, so an evaluation can stream over the data or be split into
+parts. Nothing in this module depends on an engine.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def score_interval(both: int, lost: int, won: int) -> Interval:
 
 
 def inputs_needed(count: int, kept: float, low: float, keep: float) -> float:
-    """Returns the approximate number of inputs that would show that `keep` is kept.
+    """Returns the approximate number of inputs that would show that at least `keep` is kept.
 
-    On `count` inputs the share is `kept`, and `low` is the lower end of its interval, which
-    approaches the share with the square root of the number of inputs.
+    On `count` inputs, the share is `kept` and the lower end of its interval is `low`; their
+    difference is inversely proportional to the square root of the number of inputs.
     """
     return count * ((kept - low) / (kept - keep)) ** 2
 
@@ -83,28 +83,28 @@ def _score(both: int, lost: int, won: int, ratio: float) -> float:
     Under that hypothesis, a share x of the inputs that either model answers correctly is lost, and
     (x + ratio − 1) / ratio is won: x is the most likely value, the larger root of a quadratic.
     """
-    count, short, twice = both + lost + won, 1 - ratio, 1 + ratio
-    linear = won + lost + short * twice * (both + lost)
-    root = math.sqrt(max(0.0, linear**2 - 4 * count * twice * lost * short))
-    x = max(0.0, short, (linear + root) / (2 * count * twice))
-    gained = (x - short) / ratio
-    variance = count * (gained + ratio**2 * x + short**2 * max(0.0, 1 - x - gained))
-    above = won - ratio * lost + short * both
-    return above / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, above)
+    count, minus, plus = both + lost + won, 1 - ratio, 1 + ratio
+    linear = won + lost + minus * plus * (both + lost)
+    root = math.sqrt(max(0.0, linear**2 - 4 * count * plus * lost * minus))
+    x = max(0.0, minus, (linear + root) / (2 * count * plus))
+    gained = (x - minus) / ratio
+    variance = count * (gained + ratio**2 * x + minus**2 * max(0.0, 1 - x - gained))
+    excess = won - ratio * lost + minus * both
+    return excess / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, excess)
 
 
 class Sums:
-    """Sums over samples; `a + b` are the sums over the samples of both, field by field.
+    """Sums over samples; `a + b` adds them field by field.
 
-    A field that is unknown in either is unknown in the sum; fields in `LARGEST` take the maximum. A
-    tuple has a sum per output, and is empty without samples; a dict has counts.
+    A field that is None in either is None in the result; fields in `LARGEST` take the maximum. A
+    tuple has a sum per output and is empty without samples; a dict has counts.
     """
 
     __slots__ = ()
     LARGEST: ClassVar[frozenset[str]] = frozenset()
 
     def __add__(self, other: Self) -> Self:
-        def both(name: str) -> Any:
+        def added(name: str) -> Any:
             a, b = getattr(self, name), getattr(other, name)
             if a is None or b is None:
                 return None
@@ -114,7 +114,7 @@ class Sums:
                 return dict(Counter(a) + Counter(b))
             return max(a, b) if name in self.LARGEST else a + b
 
-        return type(self)(*(both(part.name) for part in fields(self)))  # type: ignore[arg-type]
+        return type(self)(*(added(part.name) for part in fields(self)))  # type: ignore[arg-type]
 
 
 TOP = 5
@@ -135,7 +135,7 @@ class TopKCounts(Sums):
 
     @classmethod
     def of(cls, outputs: Array, labels: Labels, untouched: Array | None = None) -> Self:
-        """Returns counts for class scores [b, classes] and labels [b]; FeedError for others."""
+        """Returns counts for class scores [b, classes] and labels [b]; else raises FeedError."""
         outputs = one_per_sample(outputs)
         if outputs.ndim != 2:
             raise FeedError(
@@ -198,7 +198,7 @@ class ClassCounts(Sums):
 
 @dataclass(frozen=True, slots=True)
 class RoutingOverlap(Sums):
-    """Sums on chosen sets: the Jaccard index over samples and layers, and samples equal in all.
+    """Sums over chosen sets: their Jaccard index, and samples with equal sets in every layer.
 
     If tokens choose, the samples are tokens; of their `choices` in all layers, `same` are equal and
     `ties` are excluded.
@@ -220,7 +220,7 @@ class RoutingOverlap(Sums):
         margins: Mapping[str, Array] | None = None,
         tie: float = 0.0,
     ) -> Self:
-        """Compares the experts [b, k] chosen by layer; ParityError for other layers or sizes.
+        """Compares the experts [b, k] chosen in each layer; ParityError if layers or sizes differ.
 
         With `margins` [b], by layer, rows are tokens: a choice with a margin up to `tie` is a tie,
         and either choice is correct.
@@ -270,8 +270,8 @@ class RoutingOverlap(Sums):
 class ParityStatistics(Sums):
     """Sums for the largest difference and the cosine of all outputs.
 
-    The fields `same_…` are for the inputs, or tokens, with the same experts as the reference: the
-    number of outputs, the largest difference and output, and the squares of both.
+    `same` and the fields `same_…` cover the inputs, or tokens, with the same experts as the
+    reference: the number of outputs, the largest difference and output, and the sums of squares.
     """
 
     LARGEST = frozenset({"max_abs", "same_max_abs", "same_largest"})
@@ -288,10 +288,10 @@ class ParityStatistics(Sums):
     same_reference_squares: float = 0.0
 
     @classmethod
-    def of(cls, outputs: Array, reference: Array, alike: Array | None = None) -> Self:
+    def of(cls, outputs: Array, reference: Array, mask: Array | None = None) -> Self:
         """Compares outputs of one batch. Raises ParityError for other shapes, NaN or Inf.
 
-        `alike` marks the inputs [b], or tokens [b, m], with the same experts; None for all.
+        `mask` marks the inputs [b], or tokens [b, m], with the same experts; None for all.
         """
         if outputs.shape != reference.shape:
             raise ParityError(
@@ -300,34 +300,34 @@ class ParityStatistics(Sums):
         a, b = outputs.astype(np.float64).ravel(), reference.astype(np.float64).ravel()
         if not np.isfinite(a).all():
             raise ParityError(f"{int((~np.isfinite(a)).sum())} of {a.size} outputs are not finite")
-        off, wanted = a - b, b
-        if alike is not None:
-            off, wanted = (part.reshape(outputs.shape)[alike].ravel() for part in (off, wanted))
+        error, expected = a - b, b
+        if mask is not None:
+            error, expected = (x.reshape(outputs.shape)[mask].ravel() for x in (error, expected))
         return cls(
             max_abs=float(np.abs(a - b).max()),
             dot=float(a @ b),
             squares=float(a @ a),
             reference_squares=float(b @ b),
             outputs=a.size,
-            same=off.size,
-            same_max_abs=float(np.abs(off).max(initial=0.0)),
-            same_largest=float(np.abs(wanted).max(initial=0.0)),
-            same_squares=float(off @ off),
-            same_reference_squares=float(wanted @ wanted),
+            same=error.size,
+            same_max_abs=float(np.abs(error).max(initial=0.0)),
+            same_largest=float(np.abs(expected).max(initial=0.0)),
+            same_squares=float(error @ error),
+            same_reference_squares=float(expected @ expected),
         )
 
     def off(self, bounds: Tolerance) -> float | None:
         """Returns the error of outputs with the same experts, if it is beyond the bounds.
 
-        In FP32 it is the largest difference over max|y|; at lower precision, where the largest
-        grows with the data, the norm of all differences over that of all outputs. None if less than
-        half of the outputs have the same experts.
+        In FP32 it is the largest difference divided by max|y|. At lower precision that would grow
+        with the data; it is the norm of the differences divided by that of the outputs. None if
+        fewer than half of the outputs have the same experts.
         """
         if 2 * self.same < self.outputs or not self.same_largest:
             return None
         largest = self.same_max_abs / self.same_largest
-        length = math.sqrt(self.same_squares / self.same_reference_squares)
-        distance = largest if bounds.routing == 1.0 else length
+        norms = math.sqrt(self.same_squares / self.same_reference_squares)
+        distance = largest if bounds.routing == 1.0 else norms
         return None if distance <= bounds.rtol + bounds.atol / self.same_largest else distance
 
     def parity(self) -> OutputParity:
@@ -363,15 +363,15 @@ class SequenceLosses:
         if targets is None:
             targets = np.full_like(ids, IGNORED)
             targets[:, :-1] = ids[:, 1:]
-        # One at a time: logits in double precision take twice the memory.
+        # One sequence at a time: logits in double precision take twice the memory.
         nll = [
             F.cross_entropy(
                 torch.from_numpy(sequence).double(),
-                torch.from_numpy(wanted.astype(np.int64)),
+                torch.from_numpy(target.astype(np.int64)),
                 ignore_index=IGNORED,
                 reduction="sum",
             )
-            for sequence, wanted in zip(logits, targets, strict=True)
+            for sequence, target in zip(logits, targets, strict=True)
         ]
         return SequenceLosses(np.array(nll), (targets != IGNORED).sum(axis=1))
 
@@ -382,7 +382,7 @@ class NegativeLogLikelihood(Sums):
 
     `squares`, `cross` and `lengths` are Σ nll², Σ nll · tokens and Σ tokens² over the sequences,
     for the spread between sequences. `apart_squares` and `apart_cross` are Σ d² and Σ d · tokens,
-    where d is a sequence's excess in the unmodified model.
+    where d is the unmodified model's nll minus this model's, of the same sequence.
     """
 
     nll: float = 0.0
@@ -398,7 +398,7 @@ class NegativeLogLikelihood(Sums):
     def of(losses: SequenceLosses, untouched: SequenceLosses) -> NegativeLogLikelihood:
         """Returns sums over sequences, and over the same sequences in the unmodified model."""
         nll, tokens = losses.nll, losses.tokens
-        apart = untouched.nll - nll
+        difference = untouched.nll - nll
         return NegativeLogLikelihood(
             nll=float(nll.sum()),
             tokens=int(tokens.sum()),
@@ -406,8 +406,8 @@ class NegativeLogLikelihood(Sums):
             squares=float(nll @ nll),
             cross=float(nll @ tokens),
             lengths=int(tokens @ tokens),
-            apart_squares=float(apart @ apart),
-            apart_cross=float(apart @ tokens),
+            apart_squares=float(difference @ difference),
+            apart_cross=float(difference @ tokens),
         )
 
     @property
@@ -420,13 +420,13 @@ class NegativeLogLikelihood(Sums):
         The kept share is exp(mean d). Its interval is that of the mean of the differences, so
         sequences that are hard for both models do not widen it.
         """
-        apart = untouched.mean - self.mean
+        difference = untouched.mean - self.mean
         return Perplexity(
             value=math.exp(self.mean),
-            retention=math.exp(apart),
+            retention=math.exp(difference),
             tokens=self.tokens,
             interval=self._interval(self.mean, self.squares, self.cross),
-            retention_interval=self._interval(apart, self.apart_squares, self.apart_cross),
+            retention_interval=self._interval(difference, self.apart_squares, self.apart_cross),
         )
 
     def _interval(self, mean: float, squares: float, cross: float) -> Interval | None:

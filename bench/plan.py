@@ -46,7 +46,7 @@ class IntegerLinear:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A call of a language model: `tokens` new tokens of each input, after `past` in its cache."""
+    """A call of a language model: `tokens` new tokens of each input, after `past` cached ones."""
 
     name: PhaseName
     tokens: int
@@ -57,13 +57,13 @@ class Phase:
 class GraphSource:
     """An exported graph that is not opened yet.
 
-    `scope` is what a call's time includes, as in `results.Row`. `k_by_layer` is k if layers differ.
+    `scope` is what a call's time includes (`results.Row`). `k_by_layer` is set if k differs.
     In an INT8 graph the layers in `floating` still compute in floats, and `integers` are the linear
-    layers of the backbone with integers. `batches` are the sizes at which it is timed: None for
+    layers of the backbone in integers. `batches` are the sizes at which it is timed: None for
     all, or its own if other graphs serve other sizes. Another exporter's graph has an empty
-    `lowering`. `bounds` limit the error of moexport's graphs; other graphs have none. `bundle` is
-    the name of the graph's bundle, and with `apart` its rows are named after that. `deploy` is the
-    field of its rows, and `table` has the ranges that it was made with.
+    `lowering`. `bounds` limit the error of moexport's graphs; other graphs have none. `bundle`,
+    `apart` and `deploy` are fields of its rows (`results.Row`), and `table` has the ranges that it
+    was made with.
     """
 
     k: int
@@ -96,11 +96,11 @@ class Candidate:
     `ks` are those of its Algorithm 2 rows in PyTorch; each graph has its own k. `engines` are the
     PyTorch engines to measure, by their names in `engines.KINDS`, besides the unmodified model,
     which is always measured. `routed` has, for each k of a router that is part of the model, the
-    job of its export, whose model chooses k. A language model is timed in `phases`. If graphs have
-    one batch size, everything is measured in batches of `only_batch`.
+    job of its export, whose model chooses k. A language model is timed in `phases`. If the graphs
+    run only one batch size, `only_batch`, everything is measured in batches of that size.
 
-    A candidate is one `bundle`, or several `bundles` of one model that are measured together, each
-    in the same way as alone; `graphs` then has the graphs of all.
+    A candidate may be one `bundle`, or several `bundles` of one model, measured together but each
+    as it would be alone; `graphs` then has the graphs of all bundles.
     """
 
     name: str
@@ -116,31 +116,31 @@ class Candidate:
     bundles: tuple[Candidate, ...] = ()
 
     def of(self, case: Case) -> Candidate:
-        """Returns the candidate with a case's model and k: a bundle of an edited model, or all."""
-        return next((own for own in self.distinct_bundles if own.name == case.bundle), self)
+        """Returns the candidate with a case's model and k: a distinct bundle, or this candidate."""
+        return next((each for each in self.distinct_bundles if each.name == case.bundle), self)
 
     @property
     def distinct_bundles(self) -> tuple[Candidate, ...]:
-        """The bundles of edited models, or with different k by layer."""
-        return tuple(own for own in self.bundles if own._is_distinct(self))
+        """The bundles of edited models, or in which k differs between layers."""
+        return tuple(each for each in self.bundles if each._differs_from(self))
 
     @property
     def each(self) -> tuple[Candidate, ...]:
-        """The bundles one by one, or the candidate itself if it is one."""
+        """The bundles one by one, or the candidate itself if it has none."""
         return self.bundles or (self,)
 
-    def _is_distinct(self, whole: Candidate) -> bool:
+    def _differs_from(self, joint: Candidate) -> bool:
         ks = self.k_by_layer(max(self.ks, default=self.experts))
         layers = self.model.layers
-        # A layer of fewer experts keeps all of them.
+        # A layer with fewer experts than k keeps all of them.
         chosen = {k for name, k in ks.items() if k < layers[name].spec.experts}
         uneven = bool(chosen) and chosen != {max(ks.values())}
-        return bool(self.model.edits) or uneven or self.renormalize != whole.renormalize
+        return bool(self.model.edits) or uneven or self.renormalize != joint.renormalize
 
     def by_levels(self, k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the experts of each level of a hierarchy, and how many of them a k keeps.
+        """Returns the experts of each level of a hierarchy, and how many of them k keeps.
 
-        Both are empty without a hierarchy, and if layers differ.
+        Both are empty without a hierarchy or if layers differ.
         """
         model = self.routed[k].model if k in self.routed else self.model
         ks = self.k_by_layer(k)
@@ -164,7 +164,7 @@ class Candidate:
 
     @property
     def _as_trained(self) -> list[MoESpec]:
-        """The layers of the unmodified model, with the experts that were dropped later."""
+        """The specs of the unmodified model's layers, including experts that were dropped later."""
         layers = moe_layers(self.model.original) if self.model.original is not None else {}
         return [layer.spec for layer in (layers or self.model.layers).values()]
 
@@ -177,16 +177,16 @@ class Candidate:
         """Returns the cases to measure, with their graphs: the unmodified PyTorch model first.
 
         Algorithm 2 is a loop over a layer's experts. It has no row for k = n, which is the model
-        itself, or for layers that choose no sets. Raises UsageError for two graphs with identical
+        itself, nor for layers that choose no sets. Raises UsageError for two graphs with identical
         rows.
         """
-        distinct = {own.name: own for own in self.distinct_bundles}
+        distinct = {bundle.name: bundle for bundle in self.distinct_bundles}
         cases: dict[Case, GraphSource | None] = {}
         for kind in KINDS.values():
             if isinstance(kind, ModelEngine) and kind.name in (PYTORCH_EAGER, *self.engines):
-                cases |= dict.fromkeys(self._run_by(kind))
-                for name, own in distinct.items() if not kind.untouched else ():
-                    for case in own._run_by(kind):
+                cases |= dict.fromkeys(self._cases_of(kind))
+                for name, bundle in distinct.items() if not kind.untouched else ():
+                    for case in bundle._cases_of(kind):
                         cases[replace(case, model=self.name, bundle=name, apart=True)] = None
         for graph in self.graphs:
             case = Case(
@@ -210,40 +210,40 @@ class Candidate:
         return cases
 
     def k_by_layer(self, k: int) -> dict[str, int]:
-        """Returns each layer's k, of which `k` is the largest; empty if all layers have it."""
+        """Returns each layer's k if the largest is `k`; empty if it is the same in all layers."""
         if k in self.routed:
             return whole_k(self.routed[k])
-        distinct = {own.name for own in self.distinct_bundles}
+        distinct = {bundle.name for bundle in self.distinct_bundles}
         graphs = (graph for graph in self.graphs if graph.bundle not in distinct)
         return next((dict(graph.k_by_layer) for graph in graphs if graph.k == k), {})
 
-    def _run_by(self, kind: ModelEngine) -> list[Case]:
+    def _cases_of(self, kind: ModelEngine) -> list[Case]:
         n, ks = self.experts, self.ks
         if kind.algorithm_2:
             loops = any(layer.spec.chooses_sets for layer in self.model.layers.values())
             ks = tuple(k for k in ks if loops and k < n)
         elif kind.experts_form is not None:
             form = self.model.host.experts_form(self.model)
-            own = form == kind.experts_form
-            ks = tuple(k for k in self.routed if form and not (own and k == self.trained_k))
+            unmodified = form == kind.experts_form
+            ks = tuple(k for k in self.routed if form and not (unmodified and k == self.trained_k))
         elif kind.stacked:
-            soft = all(layer.spec.kind == "soft-moe" for layer in self.model.layers.values())
+            all_soft = all(layer.spec.kind == "soft-moe" for layer in self.model.layers.values())
             informative = kind.provider != "cpu" or has_stacked_form(self.model)
             n = max(spec.experts for spec in self._as_trained)
-            ks = (self.trained_k,) if soft and informative else ()
+            ks = (self.trained_k,) if all_soft and informative else ()
         else:
             n, ks = max(spec.experts for spec in self._as_trained), (self.trained_k,)
         case = Case(self.name, kind.engine, k=n, experts=n, provider=kind.provider)
-        wide = kind.provider == "cpu" or not (kind.untouched or kind.stacked)
+        only_fp32 = kind.provider == "cpu" or not (kind.untouched or kind.stacked)
         # On a GPU, PyTorch also computes in FP16 if graphs there do.
         on_gpu = {graph.precision for graph in self.graphs if graph.provider != "cpu"}
-        floats = ("fp32",) if wide else ("fp32", *({"fp16"} & on_gpu))
-        return [replace(case, k=k, precision=precision) for k in ks for precision in floats]
+        precisions = ("fp32",) if only_fp32 else ("fp32", *({"fp16"} & on_gpu))
+        return [replace(case, k=k, precision=precision) for k in ks for precision in precisions]
 
 
 NOT_SERVED: dict[Serves, str] = {
     "one-input": "it runs models with one input, but these models have several",
-    "transformers": "it runs models of transformers",
+    "transformers": "it only runs models of transformers",
 }
 
 
@@ -295,7 +295,7 @@ def token_routed(model: Model) -> bool:
 
 
 def whole_k(job: ExportJob) -> dict[str, int]:
-    """Returns each layer's k of a job that has one."""
+    """Returns a job's k by layer, for the layers that have one."""
     return {layer: k for layer, k in job.k.items() if k is not None}
 
 
@@ -361,12 +361,12 @@ class TimingGroup:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The key among the groups of a benchmark."""
+        """The fields that identify the group in a benchmark."""
         phase = {} if self.phase is None else {"phase": self.phase.name}
         return {"model": self.model, "batch": self.batch, **phase}
 
     def seconds(self, call_ms: float) -> float:
-        """Returns the duration for a time per call in ms: more than `round_s` if necessary."""
+        """Returns the expected duration; a round of slow calls is longer than `round_s`."""
         round_s = max(self.protocol.round_s, self.protocol.inputs * call_ms / 1e3)
         return len(self.cases) * self.protocol.rounds * (round_s + timing.WAIT_S)
 
@@ -374,7 +374,7 @@ class TimingGroup:
 def plan(candidates: Sequence[Candidate], request: BenchRequest) -> tuple[TimingGroup, ...]:
     """Returns the groups of a benchmark: one per model and batch size.
 
-    Raises UsageError for a k that a model does not have, for no models, or for equal names.
+    Raises UsageError for a k that a model does not have, equal names, or no models.
     """
     if not candidates:
         raise UsageError("no model to measure")

@@ -41,18 +41,18 @@ def opened(
     """Opens the named models and bundles."""
     data, pixels = request.data, request.pixels
     # A folder of images can only be read once the model's input size is known.
-    place = Path(data) if isinstance(data, str | Path) else None
+    path = Path(data) if isinstance(data, str | Path) else None
     images = pixels is not None or (
-        place is not None and place.is_dir() and not any(place.glob("*.npy"))
+        path is not None and path.is_dir() and not any(path.glob("*.npy"))
     )
-    example = None if images else place
+    example = None if images else path
 
     def open_one(source: Model | Bundle | nn.Module | str | Path) -> Model | Bundle:
         if isinstance(source, Model | Bundle):
             return source
         if isinstance(source, nn.Module):
-            given = head_of(data) if isinstance(data, Mapping | np.ndarray) else example
-            return load(source, replace(request, example=given))
+            first = head_of(data) if isinstance(data, Mapping | np.ndarray) else example
+            return load(source, replace(request, example=first))
         if is_bundle(source):
             return Bundle.open(source)
         return load(source, replace(request, example=example))
@@ -75,22 +75,22 @@ class Prepared:
 @contextmanager
 def prepared(sources: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterator[Prepared]:
     """Yields a benchmark's exported candidates and settings; raises the errors of `sweep`."""
-    watcher = wanted.progress or Silent()
-    selection = select(wanted.engines, [_served(item) for item in sources])
+    progress = wanted.progress or Silent()
+    selection = select(wanted.engines, [_narrowest_class(item) for item in sources])
     request = replace(wanted, engine=selection.names, batch=batch_sizes(sources, wanted))
     check_exported(sources, request)
     request.check_ranges()
     models = with_sources(sources)
-    first, bundles = models[0][0], [bundle for _, own in models for bundle in own]
+    first, bundles = models[0][0], [bundle for _, group in models for bundle in group]
     data = data_of(first, request, fixed_sizes(first, bundles))
     of_arrays = request.pixels is None and benchmark_of(first) is None
     if len(models) == 1 and of_arrays and isinstance(request.data, str | Path | Mapping):
         check_own_outputs(first, request.data)
-    exports = not all(own for _, own in models)
+    exports = not all(group for _, group in models)
     ranges = ranges_of(request, first, data, exports=exports, bundles=bundles)
     data = ranges.measured
     if ranges.text:
-        watcher.step(f"INT8 ranges: {ranges.text}")
+        progress.step(f"INT8 ranges: {ranges.text}")
     absent = [engine for engine in selection.absent if engine.engine in wanted.engines]
     if len(absent) == len(set(wanted.engines)):
         reasons = "; ".join(f"{engine.engine}: {engine.reason}" for engine in absent)
@@ -100,16 +100,16 @@ def prepared(sources: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterato
         )
     if absent and wanted.engine == ALL:
         names = ", ".join(engine.engine for engine in absent)
-        watcher.step(f"not measured (the report has the reasons): {names}")
+        progress.step(f"not measured (the report has the reasons): {names}")
     else:
         for engine in absent:
-            watcher.step(f"not measured: {engine.engine}: {engine.reason}")
+            progress.step(f"not measured: {engine.engine}: {engine.reason}")
     threads = threads_for(
-        [first], data, request.batches, count=wanted.threads, work=wanted.folder, progress=watcher
+        [first], data, request.batches, count=wanted.threads, work=wanted.folder, progress=progress
     )
     # All engines use the same number of threads.
     request = replace(request, threads=threads.count)
-    with candidates_of(models, request, watcher, ranges) as candidates:
+    with candidates_of(models, request, progress, ranges) as candidates:
         phased = [in_phases(candidate, data, wanted.tokens) for candidate in candidates]
         yield Prepared(
             candidates=phased,
@@ -133,7 +133,7 @@ def threads_for(
     """Returns the number of threads for every engine.
 
     It is the requested number, the number of an unfinished run in the folder `work`, or the number
-    with which the unmodified models are fastest. Raises FeedError if any rejects the data.
+    with which the unmodified models are fastest. Raises FeedError if a model rejects the data.
     """
     if count is not None:
         return Threads(count)
@@ -155,19 +155,19 @@ def threads_for(
     return fastest
 
 
-def _served(item: Model | Bundle) -> Serves:
-    """Returns the kind of model (`engines.KINDS`) that engines not for all models must serve."""
-    ports = item.inputs if isinstance(item, Model) else item.manifest.inputs
-    further = [port for port in ports if port.name != K_INPUT][1:]
-    if not further:
+def _narrowest_class(item: Model | Bundle) -> Serves:
+    """Returns the narrowest class of models (`engines.Serves`) that includes an item."""
+    specs = item.inputs if isinstance(item, Model) else item.manifest.inputs
+    others = [spec for spec in specs if spec.name != K_INPUT][1:]
+    if not others:
         return "one-input"
     # The inputs of a user's own network are all required.
-    return "transformers" if any(port.default is not None for port in further) else "all"
+    return "transformers" if any(spec.default is not None for spec in others) else "all"
 
 
 def fixed_sizes(model: Model, bundles: Sequence[Bundle]) -> dict[str, int]:
     """Returns the sizes of a model's axes that are constants in its bundles, without the batch."""
-    shapes = {port.name: port.shape for bundle in bundles for port in bundle.manifest.inputs}
+    shapes = {spec.name: spec.shape for bundle in bundles for spec in bundle.manifest.inputs}
     return {
         axis: size
         for spec in model.inputs
@@ -177,7 +177,7 @@ def fixed_sizes(model: Model, bundles: Sequence[Bundle]) -> dict[str, int]:
 
 
 def data_of(model: Model, request: BenchRequest, sizes: Mapping[str, int]) -> Labelled:
-    """Returns the inputs for measuring a model; sequence models have their own kind.
+    """Returns the inputs for measuring a model; those of sequence models come from their plugin.
 
     Random inputs have `sizes` along the model's dynamic axes.
     """

@@ -1,7 +1,7 @@
 """The source of INT8 ranges in a benchmark: never the inputs that are scored.
 
 The user gives a table or separate inputs; otherwise a part of the data is excluded from all
-measurements. Given inputs that are also measured are found by their content, not by their file.
+measurements. Given inputs that are also measured are recognised by content, not by file.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .plan import token_routed
 from .request import RANGED, BenchRequest
 
 CALIBRATION_INPUTS = 256
-"""The largest number of inputs of the data for INT8 ranges; labels do not matter."""
+"""The largest number of inputs taken from the data for INT8 ranges."""
 
 SHARE = 4
-"""The divisor of the number of samples: at most that part of the data is held out."""
+"""At most one in this many samples of the data is held out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Ranges:
     text: str = ""
 
     def record(self) -> dict[str, Any]:
-        """Returns the entry in the protocol of results."""
+        """Returns the entry for the protocol of the results."""
         kind = "table" if self.table is not None else "feed"
         given = {kind: self.source} if self.source else {}
         return {"text": self.text, "held_out": self.held_out, **given} if self.text else {}
@@ -60,23 +60,23 @@ def ranges_of(
     exports: bool,
     bundles: Sequence[Bundle] = (),
 ) -> Ranges:
-    """Returns the source of INT8 ranges; `exports`: a model is exported, not only `bundles`.
+    """Returns the source of INT8 ranges; with `exports`, a model is exported, not only `bundles`.
 
     Raises `CalibrationError` for an invalid table, `FeedError` for an invalid feed.
     """
-    few = data.head(1).feed
+    example = data.head(1).feed
     if not exports:
-        return Ranges(few, data, text=_of_bundles(bundles, model, data, request.samples))
+        return Ranges(example, data, text=_bundles_text(bundles, model, data, request.samples))
     # Experts of routed tokens have scales per row.
     if token_routed(model) or not {*RANGED} & {*request.precisions}:
-        return Ranges(few, data)
+        return Ranges(example, data)
     if request.calibration is not None:
         path = Path(request.calibration)
         table = CalibrationTable.read(path)
         sentence = f"the table {path}{_overlap_text(table, model, data, request.samples)}"
-        return Ranges(few, data, table, source=str(path), text=sentence)
+        return Ranges(example, data, table, source=str(path), text=sentence)
     if request.calibrate_data is not None:
-        return _given(request, model, data)
+        return _from_given(request, model, data)
     if request.data is None:
         head = data.head(CALIBRATION_INPUTS)
         sentence = f"{len(head)} random inputs, which are also measured"
@@ -95,23 +95,23 @@ def _held_out(data: Labelled) -> Ranges:
     return Ranges(head.head(count).feed, data.after(count), held_out=count, text=sentence)
 
 
-def _given(request: BenchRequest, model: Model, data: Labelled) -> Ranges:
-    place = request.calibrate_data
-    assert place is not None, "a place was given"
-    where = str(place) if isinstance(place, str | Path) else "the given inputs"
-    if of_images(place):
-        head = labelled(where, model, 1, request.pixels).head(CALIBRATION_INPUTS)
-        place, where = head.feed, f"the first {len(head)} images of {where}"
+def _from_given(request: BenchRequest, model: Model, data: Labelled) -> Ranges:
+    feed = request.calibrate_data
+    assert feed is not None, "inputs were given"
+    text = str(feed) if isinstance(feed, str | Path) else "the given inputs"
+    if of_images(feed):
+        head = labelled(text, model, 1, request.pixels).head(CALIBRATION_INPUTS)
+        feed, text = head.feed, f"the first {len(head)} images of {text}"
     given = request.calibrate_data
     source = str(given) if isinstance(given, str | Path) else ""
-    known = {*_rows(feed_batches(model, place))}
-    found = [row in known for row in _rows(_batches(model, data, request.samples))]
+    known = {*_row_hashes(feed_batches(model, feed))}
+    found = [row in known for row in _row_hashes(_batches(model, data, request.samples))]
     share = f", which has {sum(found)} of the {len(found)} inputs that are measured"
     same = ", the inputs that are measured" if all(found) else share if any(found) else ""
-    return Ranges(place, data, source=source, text=where + same)
+    return Ranges(feed, data, source=source, text=text + same)
 
 
-def _of_bundles(
+def _bundles_text(
     bundles: Sequence[Bundle], model: Model, data: Labelled, samples: int | None
 ) -> str:
     """Describes the tables that quantised bundles were made with; empty if there are none."""
@@ -152,7 +152,7 @@ def _batches(model: Model, data: Labelled, limit: int | None) -> Iterator[Fields
         yield fitted_arrays(inputs, model)
 
 
-def _rows(batches: Iterable[Fields]) -> Iterator[str]:
+def _row_hashes(batches: Iterable[Fields]) -> Iterator[str]:
     """Yields a hash of each input."""
     for batch in batches:
         for rows in zip(*batch.values(), strict=True):

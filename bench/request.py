@@ -36,7 +36,7 @@ KS = "n,0.5,0.25,0.125"
 ALL = "all"
 """Selects every engine, in a list of engines."""
 
-PLACES = ("command", "out")
+UNMEASURED = ("command", "out")
 """Options of a benchmark that do not affect the measured numbers."""
 
 
@@ -50,7 +50,7 @@ def _entries(entries: str | float | Sequence[Any]) -> Sequence[Any]:
 def _known_entries(
     entries: str | Sequence[str], known: Sequence[str], option: str, what: str
 ) -> list[str]:
-    """Returns a list's names without duplicates; `UsageError` if it is empty or a name unknown."""
+    """Returns a list's names without duplicates; `UsageError` for none or an unknown name."""
     names = list(dict.fromkeys(_entries(entries)))
     if not names:
         raise UsageError(f"{option} is empty", hint=near_miss("", known))
@@ -69,7 +69,7 @@ def _engines() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest(LoadRequest):
-    """What to measure of models and bundles, and how."""
+    """What a benchmark of models and bundles measures, and how."""
 
     offered: ClassVar[frozenset[str]] = frozenset({"load", "bench"})
 
@@ -204,7 +204,7 @@ class BenchRequest(LoadRequest):
         for name in _entries(self.engine):
             if name not in KINDS and name in runtime_names():
                 hint = f"`moexport run BUNDLE --engine {name}` runs it; bench needs a TargetRecord"
-                raise UsageError(f"--engine {name}: a runtime that no target names", hint=hint)
+                raise UsageError(f"--engine {name}: a runtime that no target uses", hint=hint)
         names = _known_entries(self.engine, (*KINDS, ALL), "--engine", "engine")
         every = [engine for name in names for engine in (KINDS if name == ALL else (name,))]
         return tuple(dict.fromkeys(every))
@@ -265,7 +265,7 @@ class BenchRequest(LoadRequest):
             name: getattr(record, name)
             for record in (self, *self.further)
             for name, (field, _) in declared(type(record)).items()
-            if field.compare and name not in PLACES
+            if field.compare and name not in UNMEASURED
         }
 
     @property

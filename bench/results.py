@@ -35,7 +35,7 @@ class Interval:
 class AttributeAccuracy:
     """The share of inputs whose attribute is predicted correctly, here and by the unmodified model.
 
-    `positives` are the inputs that have the attribute.
+    `positives` is the number of inputs that have the attribute.
     """
 
     positives: int
@@ -154,26 +154,26 @@ class Workload:
 class Row:
     """One engine with one k at one batch size, for a language model in one phase.
 
-    In the `phase` prefill or decode a call computes `tokens` new tokens of each input, after `past`
-    in its cache: `tokens_per_s` per second, of all inputs together.
+    In the `phase` prefill or decode, a call computes `tokens` new tokens of each input after `past`
+    tokens in its cache; `tokens_per_s` counts the new tokens of all inputs.
 
     `scope` is what the latency includes: `gpu` (device time) or `end-to-end` (array in memory to
     array); `device_ms` is the GPU's own time for a call by CUDA events around the computation, for
     engines that report it. `limit_ms` is the least time that the machine needs for its `work`
     (`measure.roofline`), and `no_limit` is why it is unknown. `throughput` is inputs per second.
     `peak_memory_mb` is the largest resident set of a process that opens the engine and runs batches
-    of this size, `runtime_memory_mb` that of the process before it opened anything. `disk_bytes`
-    are those of the graph and its weights, or of the checkpoint. `losing` are the classes that lose
-    most, at most `MOST_LOSING`. `computed_in` is the type of the matrix products, for engines that
+    of this size, `runtime_memory_mb` that of the process before it opened anything. `disk_bytes` is
+    the size of the graph with its weights, or of the checkpoint. `losing` has up to `MOST_LOSING`
+    classes that lose most. `computed_in` is the type of the matrix products, for engines that
     report it, and `no_cuda_graph` why a runtime with CUDA graphs did not replay one. A failed row
     has `error` and no numbers, except for the `parity` of wrong outputs.
 
-    `bundle` names the bundle of the measured graph; with `apart` the row is named after it, because
-    another bundle has an otherwise equal row, or because it computes an edited model.
+    `bundle` names the bundle of the measured graph; if `apart`, the row is named after it, because
+    another bundle's row is otherwise the same or because it computes an edited model.
     `graph_sha256` is the hash of the graph (`graph_hash`). `deploy` has the arguments of the
-    command that exports the graph again, or runs it if it is a bundle's, without the model and its
+    command that exports the graph again or, for a bundle, runs it, without the model and its
     settings. `node` names the machine of a cluster on which the row was timed; the protocol's
-    `nodes` have the environment of each. `point` describes the layers if k is not enough: a search
+    `nodes` have the environment of each. `point` describes the layers if k does not: a search
     may drop experts. In a hierarchy, `levels` are the experts of each level and `k_levels` how many
     of them are kept; both are empty if layers differ.
     """
@@ -224,11 +224,11 @@ class Row:
         """Whether this is the unmodified PyTorch model on the CPU, which every file has."""
         return self.engine == PYTORCH_EAGER and not self.on_gpu
 
-    def k_of_n(self, of: str = "/") -> str:
+    def k_of_n(self, separator: str = "/") -> str:
         """Returns k and the experts, in a hierarchy those of each level: `4/16`, `2·1 of 5·3`."""
         if self.levels and self.k_levels:
-            return f"{by_level(self.k_levels)}{of}{by_level(self.levels)}"
-        return f"{self.k}{of}{self.experts}"
+            return f"{by_level(self.k_levels)}{separator}{by_level(self.levels)}"
+        return f"{self.k}{separator}{self.experts}"
 
     @property
     def sizes(self) -> str:
@@ -237,7 +237,7 @@ class Row:
 
     @property
     def same_experts(self) -> float | None:
-        """The share of samples with PyTorch's experts, or of tokens' choices."""
+        """The share of samples, or of tokens' choices, with the same experts as in PyTorch."""
         if self.routing is None:
             return None
         return self.routing.exact if self.routing.choices is None else self.routing.choices
@@ -252,7 +252,7 @@ class Row:
 
     @property
     def over_limit(self) -> float | None:
-        """The median time, on a GPU the GPU's own, over the least time that the machine needs."""
+        """The median time divided by the least time; on a GPU, the GPU's own time, if known."""
         latency = self.device_ms or self.latency_ms
         return None if latency is None or not self.limit_ms else latency.median / self.limit_ms
 
@@ -300,7 +300,7 @@ class BundleInfo:
 class ModelInfo:
     """A measured model: its name, family, source, hash and size.
 
-    `kind` is the kind of its MoE layers: soft-moe, mumoe or experts. `bundles` were measured.
+    `kind` is the kind of its MoE layers: soft-moe, mumoe or experts. `bundles` are those measured.
     """
 
     name: str
@@ -343,12 +343,12 @@ class Results:
     @property
     def disturbance(self) -> str:
         """A sentence on disturbance by other processes; empty if there was none."""
-        most = max((wait["share"] for wait in self.protocol.get("waited", ())), default=0.0)
-        if most < DISTURBED:
+        largest = max((wait["share"] for wait in self.protocol.get("waited", ())), default=0.0)
+        if largest < DISTURBED:
             return ""
         return (
             "Other work on the machine disturbed these times: threads waited for a core up to "
-            f"{most:.0%} of the time that they needed one. Measure again on a quiet machine."
+            f"{largest:.0%} of the time that they needed one. Measure again on a quiet machine."
         )
 
 
@@ -375,7 +375,7 @@ def to_json(results: Results) -> str:
 
 
 def write(results: Results, path: Path) -> None:
-    """Writes `results.json` whole or not at all; raises OutputError on failure."""
+    """Writes `results.json` atomically; raises OutputError on failure."""
     write_text(to_json(results), path)
 
 
@@ -435,7 +435,7 @@ def read(path: Path) -> Results:
 
 
 def from_json(text: str, *, name: str = "results.json") -> Results:
-    """Returns the results in a text; ResultsError names the field that is missing or wrong."""
+    """Returns the results in JSON text; ResultsError names the field that is missing or wrong."""
     return _results(document(text, "json", name, ResultsError, LARGE_BITS), name)
 
 

@@ -73,13 +73,13 @@ def bench(
     tf32 = without_tf32() if on_gpu else nullcontext()
     # Only one benchmark at a time may use the folder.
     with exclusive_folder(out), with_threads(request.threads), tf32:
-        facts = environment() | {"threads": torch.get_num_threads()}
+        machine = environment() | {"threads": torch.get_num_threads()}
         duration = expected_time(candidates, groups, head, data.samples, request)
         progress.step(describe(groups, duration))
         models = tuple(map(model_info, candidates))
         source = str(request.data) if isinstance(request.data, str | Path) else None
         conditions = _conditions(candidates, groups, request) | {
-            "environment": facts,
+            "environment": machine,
             "models": [asdict(model) for model in models],
             "data": {"source": source, "sha256": data.fingerprint},
             "ranges": dict(ranges or {}),
@@ -120,7 +120,7 @@ def bench(
         results = Results(
             models=models,
             rows=tuple(rows),
-            environment=facts,
+            environment=machine,
             protocol=protocol,
             command=request.command,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -147,7 +147,7 @@ def _check_inputs(candidates: Sequence[Candidate], head: LabelledData) -> None:
 def _conditions(
     candidates: Sequence[Candidate], groups: Sequence[TimingGroup], request: BenchRequest
 ) -> dict[str, Any]:
-    """Returns what must be equal to reuse the pieces of an interrupted run."""
+    """Returns what must be unchanged to reuse the pieces of an interrupted run."""
     files = [graph.loader.file for candidate in candidates for graph in candidate.graphs]
     return {
         "edits": [str(candidate.model.edits) for candidate in candidates],
@@ -181,27 +181,27 @@ def sweep(
     measured, for contradictory options.
     """
     check_studies(request, sources)
-    with prepared(sources, request) as plans:
+    with prepared(sources, request) as setup:
         return bench(
-            plans.candidates,
-            plans.data,
-            plans.request,
-            absent=plans.absent,
+            setup.candidates,
+            setup.data,
+            setup.request,
+            absent=setup.absent,
             only=only,
             known=known,
-            threads=plans.threads,
-            ranges=_ranges(plans),
+            threads=setup.threads,
+            ranges=_ranges(setup),
         )
 
 
-def _ranges(plans: Prepared) -> dict[str, Any]:
+def _ranges(setup: Prepared) -> dict[str, Any]:
     """Returns the source of INT8 ranges, with the tables that were written."""
-    record, folder = plans.ranges.record(), plans.request.folder
+    record, folder = setup.ranges.record(), setup.request.folder
     if not record or folder is None or "table" in record:
         return record
     tables = {
         candidate.name: next((g.table for g in candidate.graphs if g.table is not None), None)
-        for candidate in plans.candidates
+        for candidate in setup.candidates
     }
     found = {name: str(folder / table_file(t)) for name, t in tables.items() if t is not None}
     return record | {"found": found}
@@ -210,8 +210,8 @@ def _ranges(plans: Prepared) -> dict[str, Any]:
 def analysed(sources: Sequence[Model | Bundle], request: BenchRequest) -> dict[str, Any]:
     """Returns the findings of studies that need no rows; measures nothing else."""
     check_studies(request, sources)
-    with prepared(sources, request) as plans:
-        runs = begun(plans.candidates, plans.data, request)
+    with prepared(sources, request) as setup:
+        runs = begun(setup.candidates, setup.data, request)
         return {name: run.findings() for name, run in runs.items() if run.follow is None}
 
 
@@ -219,7 +219,8 @@ def model_info(candidate: Candidate) -> ModelInfo:
     """Returns the description of a model, with the SHA-256 of its files, or of its weights."""
     model, source = candidate.model, candidate.model.source
     parameters = sum(p.numel() for p in model.module.parameters())
-    weights = (tensor.detach().cpu().numpy() for tensor in model.module.state_dict().values())
+    state = sorted(model.module.state_dict().items())
+    weights = (tensor.detach().cpu().numpy() for _, tensor in state)
     digest = source.sha256() if source.files else fingerprint(*weights)
     kind = next(layer.spec.kind for layer in model.layers.values())
     return ModelInfo(
@@ -229,5 +230,5 @@ def model_info(candidate: Candidate) -> ModelInfo:
         parameters=parameters,
         sha256=digest,
         kind=kind,
-        bundles=tuple(own.bundle for own in candidate.each if own.bundle is not None),
+        bundles=tuple(each.bundle for each in candidate.each if each.bundle is not None),
     )

@@ -1,4 +1,4 @@
-"""The registry of studies: further findings of a benchmark that options request."""
+"""The registry of studies: further analyses in a benchmark, requested by options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StudyRun:
     """A study of the candidates of one benchmark.
 
     `findings` returns the results as plain data for `results.json`. `follow` measures a candidate
-    after its rows, given the failed cases; it is None if everything is found before the rows.
+    after its rows, given the failed cases; it is None if the study needs no rows.
     """
 
     findings: Callable[[], Any]
@@ -33,10 +33,10 @@ class StudyRun:
 class Study:
     """One study: its name is the key of its findings among the analyses of `results.json`.
 
-    `asked` returns whether options of a plugin request it (`Request.asked`). `check` raises a
+    `asked` returns whether a plugin's options request it (`Request.asked`). `check` raises a
     `MoexportError` for options that do not fit these models and bundles, before anything is
     measured. `begin` measures what does not need the rows; it raises a `MoexportError` for data
-    that do not fit. `on_nodes`: a node of a cluster can run it alone.
+    that do not fit. `on_nodes` is whether a node of a cluster can run it.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Study:
 
 
 STUDIES = Registry("moexport.studies", Study)
-"""All come from plugins."""
+"""Every study comes from a plugin."""
 
 
 def requested_studies(request: BenchRequest) -> list[Study]:
@@ -67,9 +67,9 @@ def check_studies(request: BenchRequest, sources: Sequence[Model | Bundle] = ())
 def begun(
     candidates: Sequence[Candidate], data: Labelled, request: BenchRequest
 ) -> dict[str, StudyRun]:
-    """Begins the requested studies, and returns them by name.
+    """Begins the requested studies and returns them by name.
 
-    Studies that are already complete come first, so that `results.json` has them.
+    Studies that need no rows come first, also in `results.json`.
     """
     studies = {
         study.name: study.begin(candidates, data, request) for study in requested_studies(request)

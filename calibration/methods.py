@@ -53,7 +53,7 @@ class Histogram:
         )
 
     def coarsened(self, width: float) -> Histogram:
-        """The same values in bins of `width`, a power of two that is not smaller."""
+        """The same values in bins of `width`, a power of two that is at least the current one."""
         counts, factor = self.counts, round(width / self.width)
         if factor == 1:
             return self
@@ -71,17 +71,17 @@ class Histogram:
 DEFAULT_METHOD: Method = "percentile"
 
 DEFAULT_PERCENTILE = 99.99
-"""Half of the excluded values lies beyond each end. Chosen by measurement: see
+"""Half of the excluded values are beyond each end. Chosen by measurement: see
 docs/calibration.md."""
 
 _CANDIDATES = 256
 """The number of clipping thresholds that `mse` and `entropy` try."""
 
 _POINTS = 4
-"""The points in a bin at which `mse` evaluates the rounding error: for thresholds far below the
+"""The points per bin at which `mse` evaluates the rounding error: for thresholds far below the
 peak, steps are narrower than bins."""
 
-_NOTHING = 1e-10
+_TINY = 1e-10
 """Replaces a share of zero, so that the divergence does not divide by it."""
 
 _Loss = Callable[[Histogram, np.ndarray, float, float], float]
@@ -109,7 +109,7 @@ def choose(hist: Histogram, method: Method, percentile: float = DEFAULT_PERCENTI
 
 
 def _percentile(hist: Histogram, percentile: float) -> tuple[float, float]:
-    """The range without the tails, at edges of bins that keep at least the requested share."""
+    """The range without the tails, from bin edge to bin edge, with at least the requested share."""
     tail = (100.0 - percentile) / 200.0 * hist.count
     edges = hist.edges()
     first = int(np.argmax(np.cumsum(hist.counts) > tail))
@@ -118,10 +118,10 @@ def _percentile(hist: Histogram, percentile: float) -> tuple[float, float]:
 
 
 def _best(hist: Histogram, loss: _Loss) -> tuple[float, float]:
-    """The range clipped at the |x| with the smallest loss; the largest such |x| on a tie."""
-    # Below one bin per level, thresholds do not differ; values may all have one sign.
-    least = max(UINT8_LEVELS * hist.width, hist.minimum, -hist.maximum)
-    thresholds = np.geomspace(hist.peak, least, _CANDIDATES)
+    """The range clipped at the |x| with the smallest loss; in a tie, at the largest such |x|."""
+    # Below one bin per level, all thresholds are equivalent; values may all have one sign.
+    smallest = max(UINT8_LEVELS * hist.width, hist.minimum, -hist.maximum)
+    thresholds = np.geomspace(hist.peak, smallest, _CANDIDATES)
     ranges = [(max(hist.minimum, -t), min(hist.maximum, t)) for t in thresholds.tolist()]
     populated = np.flatnonzero(hist.counts)
     losses = [loss(hist, populated, low, high) for low, high in ranges]
@@ -161,5 +161,5 @@ def _divergence(hist: Histogram, populated: np.ndarray, low: float, high: float)
     share = total / np.maximum(np.bincount(levels, weights=filled), 1)
     q = np.where(filled, share[levels], 0.0)
     p, q = p / p.sum(), q / max(q.sum(), 1.0)
-    some = p > 0
-    return float((p[some] * np.log(p[some] / np.maximum(q[some], _NOTHING))).sum())
+    nonzero = p > 0
+    return float((p[nonzero] * np.log(p[nonzero] / np.maximum(q[nonzero], _TINY))).sum())

@@ -36,12 +36,12 @@ _MOVES = frozenset(
         *("Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
     }
 )
-"""Ops that only move values: their peaks are those of their inputs."""
+"""Ops that only move values: their outputs have the peaks of their inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorOutputs:
-    """Names of the graph's outputs that describe one tensor.
+    """The names of the graph's outputs that describe one tensor.
 
     `counts` int32 [BINS] as in `methods.Histogram`, `width` of a bin, `minimum`, `maximum`, and
     `magnitude`, Σ|x|, which is not finite if any value is not.
@@ -77,10 +77,10 @@ def observing_graph(traced: ir.Model, layers: Mapping[str, Layer[Any]]) -> Obser
         """Observes one tensor: its range if it may be quantised, or its peak."""
         if not is_ranged(name):
             peak = _peak(b, value, f"observed/{name}")
-            peaks[key] = _named(peak)
+            peaks[key] = _name_of(peak)
             return [peak]
         values = _histogram(b, value, f"observed/{name}")
-        ranged[key] = TensorOutputs(**{what: _named(v) for what, v in values.items()})
+        ranged[key] = TensorOutputs(**{what: _name_of(v) for what, v in values.items()})
         return list(values.values())
 
     def observe_layer(b: Builder) -> list[ir.Value]:
@@ -131,9 +131,9 @@ def _histogram(b: Builder, x: ir.Value, name: str) -> dict[str, ir.Value]:
     powers = b.constant(_POWERS.astype(np.float32))
     smaller = b.op("LessOrEqual", powers, peak, name=f"{name}/smaller")
     counted = b.op("Cast", smaller, to=ir.DataType.INT64.value, name=f"{name}/smaller_int")
-    place = b.op("ReduceSum", counted, keepdims=0, name=f"{name}/place")
-    place = b.op("Min", place, b.integer(len(_POWERS) - 1), name=f"{name}/place_within")
-    side = b.op("Gather", powers, place, axis=0, name=f"{name}/side")
+    power = b.op("ReduceSum", counted, keepdims=0, name=f"{name}/place")
+    power = b.op("Min", power, b.integer(len(_POWERS) - 1), name=f"{name}/place_within")
+    side = b.op("Gather", powers, power, axis=0, name=f"{name}/side")
     width = b.op("Mul", side, b.number(1.0 / HALF), name=f"{name}/width")
 
     flat = b.op("Reshape", x, b.ints(-1), name=f"{name}/flat")
@@ -142,8 +142,8 @@ def _histogram(b: Builder, x: ir.Value, name: str) -> dict[str, ir.Value]:
     index = b.op("Add", floored, b.number(HALF), name=f"{name}/bin")
     index = b.op("Cast", index, to=ir.DataType.INT32.value, name=f"{name}/bin_int")
     # Values that are not finite may fall into any bin (`magnitude` reports them), but not outside.
-    least, most = np.array(0, np.int32), np.array(BINS - 1, np.int32)
-    index = b.op("Clip", index, b.constant(least), b.constant(most), name=f"{name}/bin_within")
+    first, last = np.array(0, np.int32), np.array(BINS - 1, np.int32)
+    index = b.op("Clip", index, b.constant(first), b.constant(last), name=f"{name}/bin_within")
     shape = b.op("Shape", index, name=f"{name}/size")
     ones = b.op("Expand", b.constant(np.ones(1, np.int32)), shape, name=f"{name}/ones")
     counts = b.op(
@@ -169,22 +169,22 @@ def _histogram(b: Builder, x: ir.Value, name: str) -> dict[str, ir.Value]:
 
 def _peak(b: Builder, x: ir.Value, name: str) -> ir.Value:
     """Adds the largest absolute value that is not a mask."""
-    sizes = b.op("Abs", x, name=f"{name}/abs")
-    usual = b.op("Less", sizes, b.number(MASK), name=f"{name}/usual")
-    sizes = b.op("Where", usual, sizes, b.number(0.0), name=f"{name}/no_masks")
-    peak = b.op("ReduceMax", sizes, keepdims=0, name=f"{name}/peak")
+    magnitudes = b.op("Abs", x, name=f"{name}/abs")
+    usual = b.op("Less", magnitudes, b.number(MASK), name=f"{name}/usual")
+    magnitudes = b.op("Where", usual, magnitudes, b.number(0.0), name=f"{name}/no_masks")
+    peak = b.op("ReduceMax", magnitudes, keepdims=0, name=f"{name}/peak")
     peak.type, peak.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([])
     return peak
 
 
-def _named(value: ir.Value) -> str:
+def _name_of(value: ir.Value) -> str:
     assert value.name is not None
     return value.name
 
 
 @dataclass(frozen=True, slots=True)
 class Observations:
-    """The observations: a histogram of each ranged tensor, the largest |x| of each other one.
+    """A histogram of each ranged tensor, and the largest |x| of each other tensor.
 
     `unseen` are ranged tensors that no input has reached.
     """

@@ -29,7 +29,7 @@ class Origin:
 
     `model` is a hash of the weights and the configuration, `feed` of the inputs in their order,
     whatever their file or batch size. `k` is the number of kept experts of each layer; rows of
-    other experts were not observed. `percentile` is None for the other methods.
+    other experts were not observed. `percentile` is None for methods other than `percentile`.
     """
 
     model: str

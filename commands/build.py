@@ -35,7 +35,7 @@ def cached(options: EngineOptions) -> EngineOptions:
         return replace(options, cache=default_cache())
     if str(options.cache) == "off":
         return replace(options, cache=None)
-    check_folder(options.cache, "--engine-cache")  # the default cache may be unusable
+    check_folder(options.cache, "--engine-cache")  # only a default cache may be unusable
     return options
 
 
@@ -149,5 +149,5 @@ def built_text(bundle: Path, engine: EnginePlan) -> str:
         "cache": "taken from the cache",
         None: f"built in {record.seconds:.1f} s, {size(record.peak_memory_bytes)} at most",
     }[engine.reused]
-    place = bundle / record.file
-    return f"{place}: {size(place.stat().st_size)}, {counts} products, {how}"
+    path = bundle / record.file
+    return f"{path}: {size(path.stat().st_size)}, {counts} products, {how}"

@@ -45,7 +45,7 @@ def calibrate(
     """Measure tensor ranges on real inputs, for INT8 and FP16."""
     with printing.console() as console:
         request = replace(request, loading=reading, out=output, progress=console)
-        here = executor_of(request) is None
+        locally = executor_of(request) is None
         check_pytorch("calibration")
         from ..calibration.table import check_place
 
@@ -54,7 +54,7 @@ def calibrate(
         from ..exporter.quantization.calls import sensitivity as rank
 
         load = cache(loader(reading, model, console, data))
-        ranges = measure(load if here else model, data, request)
+        ranges = measure(load if locally else model, data, request)
         if sensitivity:
             ranked = rank(load(), ranges, data, request)
             console.finish()
@@ -67,8 +67,8 @@ def calibrate(
 def sensitivity_text(ranked: Sequence[LayerSensitivity]) -> str:
     """Returns a table of the layers, the most sensitive to INT8 first."""
     rows = [
-        (h.layer, f"{h.cosine:.7f}", f"{h.max_rel:.2g}", f"{h.routing:.1%}", f"{h.jaccard:.4f}")
-        for h in ranked
+        (s.layer, f"{s.cosine:.7f}", f"{s.max_rel:.2g}", f"{s.routing:.1%}", f"{s.jaccard:.4f}")
+        for s in ranked
     ]
     return table(("MoE layer", "cosine", "error of max|y|", "same experts", "Jaccard"), rows)
 

@@ -17,8 +17,8 @@ class Command:
     """A command of the program.
 
     `summary` is its line in the list of commands, and `example` ends its help. `function` is
-    `package.module:function`; Typer reads its parameters as arguments and options. `panels` adds
-    the options of plugins for `calls`. The list of commands is sorted by `order`.
+    `package.module:function`; Typer reads its parameters as arguments and options. The command
+    also has plugins' options for `calls`. The list of commands is sorted by `order`.
     """
 
     name: str
@@ -47,8 +47,8 @@ def summaries(commands: Registry[Command]) -> dict[str, str]:
             if entry is None:
                 lines[name] = commands[name].order, commands[name].summary
             else:
-                about = f"{entry.summary.rstrip('. ')} ({entry.distribution})"
-                lines[name] = math.inf, about.strip()
+                summary = f"{entry.summary.rstrip('. ')} ({entry.distribution})"
+                lines[name] = math.inf, summary.strip()
         except PluginError as error:  # the others are still listed
             lines[name] = math.inf, error.message
     return {name: text for name, (_, text) in sorted(lines.items(), key=lambda line: line[1][0])}

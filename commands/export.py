@@ -84,7 +84,7 @@ def export(
     from ..exporter.bundle.steps import read_as
 
     console = printing.console()
-    shown: list[str] = []  # printed before the work, and not again after it
+    shown: list[str] = []  # notes printed before the work, and not again after it
 
     def load() -> Model:
         loaded = read()
@@ -136,11 +136,11 @@ def _print_exported(
 
     for text in _edited(Edits.from_records(manifest.edits, "manifest.json").texts()):
         console.note(text)
-    alike: dict[str, list[str]] = {}
+    by_choice: dict[str, list[str]] = {}
     for layer in manifest.layers:
         k = "a graph input" if layer.k is None else f"{layer.kept} of {layer.of_experts}"
-        alike.setdefault(f"k = {k}, {layer.lowering}", []).append(layer.name)
-    for chosen, names in alike.items():
+        by_choice.setdefault(f"k = {k}, {layer.lowering}", []).append(layer.name)
+    for chosen, names in by_choice.items():
         console.note(f"{and_alike(names)}: {chosen}")
     for layer in manifest.layers if console.verbose else ():
         console.note(f"{layer.name}: {layer.lowering}: {layer.reason}")
@@ -155,10 +155,10 @@ def _print_exported(
         console.note(note)
     weights = manifest.files.get(WEIGHTS_FILE)
     large = 0 if weights is None else weights.bytes
-    others = (each.advice(manifest.target, manifest.precision, large) for each in runtimes)
-    faster = next(filter(None, others), None)
-    if faster is not None:
-        console.note(faster)
+    advice = (runtime.advice(manifest.target, manifest.precision, large) for runtime in runtimes)
+    first_advice = next(filter(None, advice), None)
+    if first_advice is not None:
+        console.note(first_advice)
     total = sum(record.bytes for record in manifest.files.values())
     show(f"{output}: {', '.join(manifest.files)} ({size(total)})")
 
@@ -174,7 +174,7 @@ def plan_text(plan: Plan) -> str:
     blocks = []
     if plan.job.options.precision != "fp32":
         blocks.append(
-            precisions_text((x.name, x.precision, x.precision_reason) for x in layers) + "\n"
+            precisions_text((p.name, p.precision, p.precision_reason) for p in layers) + "\n"
         )
     for graph in plan.graphs:
         rows = [
@@ -209,10 +209,10 @@ def _k_text(layer: AnyPlan) -> str:
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Returns the plan as plain data, with notes and any measurements of `--lowering tune`."""
-    more: dict[str, Any] = {} if plan.tuning is None else {"tuning": asdict(plan.tuning)}
-    more |= {"notes": plan.notes} if plan.notes else {}
+    optional: dict[str, Any] = {} if plan.tuning is None else {"tuning": asdict(plan.tuning)}
+    optional |= {"notes": plan.notes} if plan.notes else {}
     batches = {g.file: list(g.batches) for g in plan.graphs if g.batches is not None}
-    more |= {"batches": batches} if batches else {}
+    optional |= {"batches": batches} if batches else {}
     return {
         "output": str(plan.job.options.destination),
         "files": plan.files,
@@ -223,4 +223,4 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             ]
             for graph in plan.graphs
         },
-    } | more
+    } | optional

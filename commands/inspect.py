@@ -83,10 +83,10 @@ def inspect(
             show(bundle_text(url_of(model) or model, manifest))
         return
     check_pytorch("inspecting a model")
-    from ..exporter.inspect import inspect as look_at
+    from ..exporter.inspect import inspect as inspect_model
 
     with printing.console() as console:
-        contents = look_at(model, replace(request, progress=console))
+        contents = inspect_model(model, replace(request, progress=console))
     show(json_text(contents.as_json()) if printing.as_json else model_text(contents))
 
 
@@ -145,13 +145,13 @@ def model_text(report: ModelReport) -> str:
 
 def _layer_tables(report: ModelReport) -> Iterator[str]:
     """Yields a table of layers with full expert matrices, and one of factorised layers."""
-    whole = [
+    full = [
         (r.name, r.experts, r.slots, r.dim, r.hidden, r.tokens, count(r.parameters))
         for r in report.layers
         if r.form is None
     ]
-    if whole:
-        yield table(LAYER_HEADER, whole)
+    if full:
+        yield table(LAYER_HEADER, full)
     factored = [
         (
             r.name,
@@ -174,8 +174,8 @@ def _costs(report: ModelReport) -> list[tuple[str, ...]]:
     """Returns a row for each k; consecutive rows of equal work are merged."""
     rows: list[tuple[str, ...]] = []
     for (macs, nbytes), group in groupby(report.costs, lambda c: (c.macs, c.expert_bytes)):
-        alike = list(group)
-        first, last = alike[0], alike[-1]
+        equal = list(group)
+        first, last = equal[0], equal[-1]
         label = first.k if first is last else f"{first.k} to {last.k}"
         shares = f"{first.macs_share:.0%}", f"{first.bytes_share:.0%}"
         rows.append((label, count(macs), shares[0], size(nbytes), shares[1]))
@@ -184,14 +184,14 @@ def _costs(report: ModelReport) -> list[tuple[str, ...]]:
 
 def _equivalents_text(report: ModelReport) -> tuple[str, ...]:
     """Returns the costs of muMoE layers in other forms; equal layers share a row."""
-    alike: dict[tuple[tuple[str, int, int], ...], list[str]] = {}
-    for layer in dict.fromkeys(each.layer for each in report.equivalents):
-        own = [each for each in report.equivalents if each.layer == layer]
-        alike.setdefault(tuple((e.form, e.parameters, e.macs) for e in own), []).append(layer)
-    if not alike:
+    by_forms: dict[tuple[tuple[str, int, int], ...], list[str]] = {}
+    for layer in dict.fromkeys(entry.layer for entry in report.equivalents):
+        group = [entry for entry in report.equivalents if entry.layer == layer]
+        by_forms.setdefault(tuple((e.form, e.parameters, e.macs) for e in group), []).append(layer)
+    if not by_forms:
         return ()
     rows = []
-    for forms, names in alike.items():
+    for forms, names in by_forms.items():
         name = and_alike(names)
         rows += [(name, form, count(p), count(2 * macs)) for form, p, macs in forms]
     header = ("muMoE layer", "form", "parameters", "FLOPs of one token")
@@ -274,7 +274,7 @@ def engine_text(facts: Mapping[str, Any]) -> str:
         f"engine      {facts['file']} ({size(facts['bytes'])})",
         f"built by    {facts['flavour']} {facts['version'] or '(unknown version)'}",
     ]
-    listed = []
+    layer_table = []
     if "graph" in facts:
         from ..exporter.tensorrt.profiles import Profile
 
@@ -288,7 +288,7 @@ def engine_text(facts: Mapping[str, Any]) -> str:
             "products    " + ", ".join(f"{n} in {name}" for name, n in facts["precision"].items()),
         ]
         layers = [(layer["name"], layer["kind"], layer["precision"]) for layer in facts["layers"]]
-        listed = ["", table(("layer", "kind", "precision"), layers)]
+        layer_table = ["", table(("layer", "kind", "precision"), layers)]
     source = {
         "header": "Read from the file's header; the rest needs its manifest or an NVIDIA GPU.",
         "record": "Recorded by the build; reading the engine itself needs an NVIDIA GPU.",
@@ -297,7 +297,7 @@ def engine_text(facts: Mapping[str, Any]) -> str:
     if "not_loaded" in facts:
         why = f"Not loaded: {facts['not_loaded']}."
         source += f"\n{lines(why)}"
-    return "\n".join((lines(*head), *listed, "", source))
+    return "\n".join((lines(*head), *layer_table, "", source))
 
 
 def precisions_text(layers: Iterable[tuple[str, str, str]]) -> str:

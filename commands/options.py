@@ -56,7 +56,7 @@ def typed_source(text: str) -> str:
 
 
 OPTIONAL = "[="
-"""Begins the metavar of an option with an optional value: `[=scores]`, or `[=one|other]`."""
+"""The start of the metavar of an option with an optional value: `[=scores]`, `[=this|that]`."""
 
 
 def with_values(args: Sequence[str], optional: Mapping[str, str]) -> list[str]:
@@ -65,17 +65,17 @@ def with_values(args: Sequence[str], optional: Mapping[str, str]) -> list[str]:
     `optional` has the metavars of such options by spelling. The next argument is the value only if
     the metavar lists it.
     """
-    given: list[str] = []
+    result: list[str] = []
     words = iter(args)
     for word in words:
         if word == "--":
-            return [*given, word, *words]
-        name, _, value = (given[-1] if given else "").partition("=")
+            return [*result, word, *words]
+        name, _, value = (result[-1] if result else "").partition("=")
         if name in optional and not value and word in optional[name][2:-1].split("|"):
-            given[-1] = f"{name}={word}"
+            result[-1] = f"{name}={word}"
         else:
-            given.append(f"{word}=" if word in optional else word)
-    return given
+            result.append(f"{word}=" if word in optional else word)
+    return result
 
 
 def typed_switch(text: str | bool) -> str | bool:
@@ -211,7 +211,7 @@ def output_option(metavar: str, text: str) -> Any:
 def option_for(request: type[Any], name: str, section: str | None = None, **settings: Any) -> Any:
     """Declares the option of a request's field, with its spelling and help text.
 
-    `section` is the heading in the help; `settings` are further arguments of Typer
+    `section` is the heading in the help; `settings` are other arguments for Typer
     (`metavar`, `min`, `parser`).
     """
     names = flags(request, name)
@@ -229,7 +229,7 @@ def options_of(
     """Returns a function for Typer, whose parameters are a record's options; it returns the record.
 
     `sections` has the names of the options under each heading of the help; the others follow.
-    `settings` has further arguments of `option_for` by option, and its `kind` if that does not
+    `settings` has, by option, other arguments for `option_for`, and its `kind` if that does not
     follow from the field.
     """
     headings: dict[str, str | None] = {
@@ -240,9 +240,9 @@ def options_of(
     def record(**typed: Any) -> T:
         return request(**{name: value for name, value in typed.items() if value is not None})
 
-    made: Any = record
-    made.__name__ = request.__name__
-    made.__signature__ = inspect.Signature(
+    untyped: Any = record
+    untyped.__name__ = request.__name__
+    untyped.__signature__ = inspect.Signature(
         [
             _parameter(request, name, heading, **settings.get(name, {}))
             for name, heading in headings.items()
@@ -268,7 +268,7 @@ def _parameter(
 
 
 def _typed_as(kind: Any, *, is_path: bool) -> Any:
-    """Returns the type of an option in a shell: text, if the field accepts text or other types."""
+    """Returns the type of an option in a shell: text if the field accepts text and other types."""
     parts = union_parts(kind)
     if is_path or {str, Path} <= {*parts} <= {str, Path, NoneType}:
         return Path
@@ -289,5 +289,5 @@ def refuse_idle(*records: Any, why: str, but: Sequence[str] = ()) -> None:
     The options in `but` have an effect.
     """
     for record in records:
-        for each in (record, *record.further):
-            refuse_changed(each, {*changed(each)} - {*but}, f": {why}")
+        for options in (record, *record.further):
+            refuse_changed(options, {*changed(options)} - {*but}, f": {why}")

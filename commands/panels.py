@@ -33,8 +33,8 @@ class PanelOptions:
 
     def among(self, own: Sequence[Any]) -> list[Any]:
         """Returns the parameters of a command and of its plugins, in the order of the help."""
-        sections = [getattr(each, "rich_help_panel", None) for each in own]
-        last = max((at for at, title in enumerate(sections) if title == READING), default=-1)
+        sections = [getattr(parameter, "rich_help_panel", None) for parameter in own]
+        last = max((index for index, title in enumerate(sections) if title == READING), default=-1)
         reading, others = (
             [option for group in groups for option in group.params]
             for groups in (self._reading, self._others)
@@ -50,10 +50,10 @@ class PanelOptions:
 
 
 def _parsed(function: str, title: str) -> Any:
-    """Returns a panel parsed by Typer; `title` is the section of options that have none."""
-    alone = typer.Typer(add_completion=False)
-    alone.command()(expanded(imported(function)))
-    group: Any = typer.main.get_command(alone)
+    """Returns a panel parsed by Typer; `title` is the section of options without one."""
+    app = typer.Typer(add_completion=False)
+    app.command()(expanded(imported(function)))
+    group: Any = typer.main.get_command(app)
     for option in group.params:
         option.rich_help_panel = option.rich_help_panel or title
     return group
@@ -99,7 +99,8 @@ def expanded(function: Callable[..., T]) -> Callable[..., T]:
         if name in records:
             parameters += inspect.signature(records[name]).parameters.values()
         else:
-            parameters.append(parameter.replace(annotation=hints[name]))
-    shown: Any = call
-    shown.__signature__ = inspect.Signature(parameters)
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(parameter.replace(annotation=hints[name], kind=kind))
+    untyped: Any = call
+    untyped.__signature__ = inspect.Signature(parameters)
     return call

@@ -1,4 +1,4 @@
-"""The options of what a command prints: its result as JSON, more messages, or fewer."""
+"""The options for what a command prints: its result as JSON, more messages, or fewer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MessageOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrintOptions(MessageOptions):
-    """How a command prints its result, and how much else."""
+    """How a command prints its result, and how much else it prints."""
 
     as_json: bool = option(False, "Print the result as JSON.", flag="--json")
 

@@ -28,7 +28,7 @@ EXIT_CODES = "Exit codes: 0 success, 1 failure, 2 wrong usage, 3 a check failed,
 class SectionedCommand(TyperCommand):
     """A command whose help has sections, in plain text because Rich takes 0.1 s to load."""
 
-    whole = False
+    show_all = False
     panels: PanelOptions
 
     def add(self, panels: PanelOptions) -> None:
@@ -43,10 +43,10 @@ class SectionedCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Handles --help-all, and options with optional values."""
-        self.whole = "--help-all" in args
-        metavars = {opt: each.metavar or "" for each in self.params for opt in each.opts}
+        self.show_all = "--help-all" in args
+        metavars = {opt: param.metavar or "" for param in self.params for opt in param.opts}
         optional = {opt: text for opt, text in metavars.items() if text.startswith(OPTIONAL)}
-        return super().parse_args(ctx, ["--help"] if self.whole else with_values(args, optional))
+        return super().parse_args(ctx, ["--help"] if self.show_all else with_values(args, optional))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes the arguments and options under their headings."""
@@ -60,7 +60,7 @@ class SectionedCommand(TyperCommand):
                 sections.setdefault(heading, []).append(record)
         long = sum(map(len, sections.values())) > SCREENS / 2  # about two lines per option
         rare: set[str] = set()
-        if long and not self.whole:  # a short help shows everything
+        if long and not self.show_all:  # a short help shows everything
             rare = {*FURTHER, *(panel.title for panel in PANELS if panel.rare)}
         titles = [*(title for title in sections if title not in LAST), *LAST]
         left_out = [title for title in titles if title in rare and title in sections]
@@ -82,7 +82,7 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-def _print_outside() -> None:
+def _note_untested_versions() -> None:
     """Prints which packages are outside the tested versions; they may still work."""
     from ..common.console import Console
     from ..common.libraries import outside_of_what_was_run
@@ -112,8 +112,8 @@ def _before_command(
 def program(name: str, about: str, commands: Registry[Command]) -> typer.Typer:
     """Creates the program from its commands.
 
-    The help lists them without importing their functions: declaring their 150 options takes longer
-    than everything else.
+    The help lists commands without importing their functions: declaring their 150 options would
+    take longer than everything else.
     """
 
     class Commands(TyperGroup):
@@ -130,7 +130,7 @@ def program(name: str, about: str, commands: Registry[Command]) -> typer.Typer:
             if command != "doctor" and {"--help", "-h", "--quiet", "-q"}.isdisjoint(
                 (*flags, *rest)
             ):
-                _print_outside()
+                _note_untested_versions()
             return command, declared_command(commands[command]), [*flags, *rest]
 
     app = typer.Typer(
@@ -148,10 +148,10 @@ def program(name: str, about: str, commands: Registry[Command]) -> typer.Typer:
 
 def declared_command(command: Command) -> Any:
     """Returns a command with its options, for the parser; its help ends with the example."""
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    alone.command(command.name, cls=SectionedCommand, epilog=f"Example: {command.example}")(
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(command.name, cls=SectionedCommand, epilog=f"Example: {command.example}")(
         expanded(command.loaded)
     )
-    declared: Any = typer.main.get_command(alone)
+    declared: Any = typer.main.get_command(app)
     declared.add(PanelOptions(command.calls, declared.params))
     return declared

@@ -20,7 +20,7 @@ OF_MODEL = {
     "config": {"metavar": "FILE", "parser": typed_config},
     "sets": {"metavar": "KEY=VALUE", "parser": typed_setting},
 }
-"""The settings of the options of `LoadRequest`."""
+"""Typer's settings for the options of `LoadRequest`."""
 
 ReadingOptions = Annotated[LoadRequest, options_of(LoadRequest, {READING: [*OF_MODEL]}, **OF_MODEL)]
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..bench.calls import report as write
+from ..bench.calls import report as write_report
 from ..bench.request import ReportRequest
 from ..common.console import show
 from .options import json_text, options_of, output_option, typed_path
@@ -36,7 +36,7 @@ def report(
 
     console = printing.console()
     first, *others = results
-    paths, comparison = write(first, output, replace(request, beside=others))
+    paths, comparison = write_report(first, output, replace(request, beside=others))
     result = {"files": [str(path) for path in paths]}
     if not any(path.suffix == ".png" for path in paths) and not can_draw():
         console.note("no figures were written: vl-convert is not installed")

@@ -34,10 +34,10 @@ def verify(
     from ..exporter.bundle.bundle import Bundle
     from ..exporter.bundle.destination import others_in
     from ..exporter.bundle.manifest import Manifest
-    from ..exporter.calls import verify as verified
+    from ..exporter.calls import verify as run_checks
 
     checks = []
-    for check in verified(bundle, request):
+    for check in run_checks(bundle, request):
         checks.append(check)
         if not printing.as_json and not printing.quiet:
             show(check_text(check))

@@ -64,14 +64,12 @@ SEARCHING_S = 10.0
 class Console:
     """Prints progress and messages, at the chosen verbosity (a `Progress`).
 
-    On a terminal a step is one line with a bar, otherwise a plain line. Lines that differ only
-    after a colon (`searching: 3 graphs`) are thinned out there, unless `verbose`. Leaving the
+    On a terminal a step is one line with a bar, otherwise a plain line. Plain lines that differ
+    only after a colon (`searching: 3 graphs`) are thinned out, unless `verbose`. Leaving the
     context removes the bar.
     """
 
-    _live: ClassVar[rich.progress.Progress | None] = (
-        None  # one per terminal, shared by all consoles
-    )
+    _live: ClassVar[rich.progress.Progress | None] = None  # one per terminal, for all consoles
 
     def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
         self.verbose = verbose
@@ -110,8 +108,8 @@ class Console:
     def _plain_step(self, text: str, total: int | None, unit: str | None) -> None:
         self._end_rate()
         what, colon, _ = text.partition(": ")
-        again = bool(colon) and unit is None and what == self._last and not self.verbose
-        if not again or time.monotonic() - self._printed > SEARCHING_S:
+        repeats = bool(colon) and unit is None and what == self._last and not self.verbose
+        if not repeats or time.monotonic() - self._printed > SEARCHING_S:
             print(f"{_NAME}{text}", file=self._stream, flush=True)
             self._last, self._printed = what, time.monotonic()
         self._rate = None if unit is None else _Rate(text, total, unit)
@@ -166,16 +164,16 @@ class _Rate:
             return
         self._printed = now
         rate = self._done / (now - self._started)
-        of, left = "", ""
+        total, left = "", ""
         if self._total is not None:
-            of = f" of {self._total:,}"
+            total = f" of {self._total:,}"
             left = f", {(self._total - self._done) / rate:.0f} s left"
-        self._print(f"{self._done:,}{of} {self._unit}, {_per_second(rate, self._unit)}{left}")
+        self._print(f"{self._done:,}{total} {self._unit}, {_per_second(rate, self._unit)}{left}")
 
     def end(self) -> None:
-        took = max(time.monotonic() - self._started, 1e-9)
-        rate = _per_second(self._done / took, self._unit)
-        self._print(f"{self._done:,} {self._unit} in {took:.1f} s, {rate}")
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        rate = _per_second(self._done / seconds, self._unit)
+        self._print(f"{self._done:,} {self._unit} in {seconds:.1f} s, {rate}")
 
     def _print(self, text: str) -> None:
         print(f"{_NAME}{self._text}: {text}", file=sys.stderr, flush=True)

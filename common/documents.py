@@ -1,8 +1,8 @@
 """Reads JSON, YAML and TOML as plain data, within limits on size and nesting.
 
 A few hundred bytes can hang the usual parsers: YAML aliases and merges multiply, and dotted keys of
-TOML cost the square of their length. So the file's size is checked before it is read, and nesting
-and numbers before objects are built.
+TOML cost the square of their length. A file's size is therefore checked before it is read, and
+nesting and numbers before objects are built.
 
 JSON becomes frozen dataclasses; errors name the file, the field and the expected type. Unknown keys
 are ignored, because a later version may have written them.
@@ -32,14 +32,14 @@ MOST_DIGITS = 1000
 TUPLE = "tag:yaml.org,2002:python/tuple"
 """The tag that ml_collections writes for tuples; repeated tuples are aliases."""
 
-MOST_REPEATED = 1 << 12
+MAX_REPEATED = 1 << 12
 """Values that aliases in one YAML document may repeat."""
 
-MOST_KEY_PARTS = 16
+MAX_KEY_PARTS = 16
 """Parts of a dotted key in TOML."""
 
 _PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
-_LONG_KEY = re.compile(rf"(?<![\w-])(?:{_PART}){{{MOST_KEY_PARTS}}}")
+_LONG_KEY = re.compile(rf"(?<![\w-])(?:{_PART}){{{MAX_KEY_PARTS}}}")
 
 _FAILURES = (ValueError, ArithmeticError, LookupError, TypeError, RecursionError)
 """Errors that parsers raise; PyYAML fails on `!!int ""` with an IndexError, for example."""
@@ -83,7 +83,7 @@ def document(
                     json.dumps(content, ensure_ascii=False).encode()  # refuses lone surrogates
             case "toml":
                 if _LONG_KEY.search(text):
-                    raise ValueError(f"a key of more than {MOST_KEY_PARTS} parts")
+                    raise ValueError(f"a key of more than {MAX_KEY_PARTS} parts")
                 content = tomllib.loads(text)
             case _:
                 content = _yaml(text)
@@ -109,28 +109,28 @@ def _yaml(text: str) -> Any:
 
 def _check_events(yaml: Any, events: Iterator[Any]) -> None:
     """Raises ValueError for YAML beyond plain data, and for too much depth or size."""
-    values, repeated, begun = 0, 0, list[tuple[str | None, int]]()
+    values, repeated, open_collections = 0, 0, list[tuple[str | None, int]]()
     sizes = dict[str, int]()  # the number of values in each tuple with an anchor
     for event in events:
         line = f"line {event.start_mark.line + 1}"
         anchor: Any = getattr(event, "anchor", None)
         tag = getattr(event, "tag", None)
-        of_tuple = isinstance(event, yaml.SequenceStartEvent) and tag == TUPLE
-        if anchor is not None and not of_tuple and anchor not in sizes:
+        is_tuple = isinstance(event, yaml.SequenceStartEvent) and tag == TUPLE
+        if anchor is not None and not is_tuple and anchor not in sizes:
             raise ValueError(f"{line}: anchors and aliases (&, *) are not supported; repeat it")
-        if tag is not None and not of_tuple:
+        if tag is not None and not is_tuple:
             raise ValueError(f"{line}: tags ({tag}) are not supported")
         values += 1
         if isinstance(event, yaml.AliasEvent):
             repeated += sizes[anchor]
             values += sizes[anchor]
-            if repeated > MOST_REPEATED:
-                raise ValueError(f"{line}: aliases (*) repeat more than {MOST_REPEATED} values")
+            if repeated > MAX_REPEATED:
+                raise ValueError(f"{line}: aliases (*) repeat more than {MAX_REPEATED} values")
         elif isinstance(event, yaml.CollectionStartEvent):
-            begun.append((anchor, values))
-            _check_levels(len(begun))
+            open_collections.append((anchor, values))
+            _check_levels(len(open_collections))
         elif isinstance(event, yaml.CollectionEndEvent):
-            name, before = begun.pop()
+            name, before = open_collections.pop()
             if name is not None:
                 sizes[name] = values - before
         elif isinstance(event, yaml.ScalarEvent) and event.implicit[0]:
@@ -147,13 +147,13 @@ def _check_levels(levels: int) -> None:
 
 def _check(content: Any, bits: int) -> None:
     """Raises ValueError for data nested too deep, or a whole number that is too large."""
-    left = [(content, 0)]
-    while left:
-        value, levels = left.pop()
+    pending = [(content, 0)]
+    while pending:
+        value, levels = pending.pop()
         if isinstance(value, dict | list):
             _check_levels(levels + 1)
             inner = value.values() if isinstance(value, dict) else value
-            left += [(value, levels + 1) for value in inner]
+            pending += [(value, levels + 1) for value in inner]
         elif isinstance(value, int) and value.bit_length() >= bits:
             raise ValueError(f"a whole number of more than {bits} bits")
 
@@ -209,7 +209,7 @@ def from_data(
     at: str = "",
     error: Callable[[str], MoexportError] = ResultsError,
 ) -> T:
-    """Returns the dataclass for plain data; `at` is their path within the document."""
+    """Returns the dataclass for plain data; `at` is the path of the data within the document."""
     import msgspec
 
     try:
@@ -227,8 +227,8 @@ def _reword(message: str, at: str) -> str:
     subject = f"field {where}" if where else "the file"
     if types := re.fullmatch(r"Expected `(.*)`, got `(.*)`", what):
         # Users need not know that null is also allowed.
-        wanted = [WORDS.get(name, name) for name in types[1].split(" | ") if name != "null"]
-        return f"{subject} should be {' or '.join(wanted)}, not {WORDS.get(types[2], types[2])}"
+        expected = [WORDS.get(name, name) for name in types[1].split(" | ") if name != "null"]
+        return f"{subject} should be {' or '.join(expected)}, not {WORDS.get(types[2], types[2])}"
     if unknown := re.fullmatch(r"Invalid enum value (.*)", what):
         return f"{subject} is {unknown[1]}, which is unknown"
     return f"{subject}: {what[:1].lower()}{what[1:]}"

@@ -32,7 +32,7 @@ NVIDIA_SMI_TIMEOUT_S = 10.0
 
 
 def environment() -> dict[str, Any]:
-    """Returns versions, CPU, GPUs, memory and platform, which figures depend on.
+    """Returns versions, CPU, GPUs, memory and platform, on which measured figures depend.
 
     Keys: `python`, `platform`, `packages` (versions of installed packages by name), `cpu` (`model`,
     `cores` usable by this process, `architecture`, `instructions`), `memory_bytes` and `gpu` (a
@@ -116,8 +116,8 @@ def of_python(**more: str) -> dict[str, str]:
     The package's own folder is left out, since its modules are not top-level ones.
     """
     package = Path(__file__).resolve().parents[1]
-    places = (place for place in sys.path if place and Path(place).resolve() != package)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(places), **more}
+    paths = (path for path in sys.path if path and Path(path).resolve() != package)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
 def usable_cores() -> int:
@@ -181,7 +181,7 @@ def grown_memory() -> Iterator[Growth]:
 
 
 def gpus() -> list[dict[str, str]] | None:
-    """Returns name, memory and driver of each NVIDIA GPU by `nvidia-smi`; None without a GPU."""
+    """Returns name, memory and driver of each NVIDIA GPU from `nvidia-smi`; None without a GPU."""
     rows = nvidia_smi("name", "memory.total", "driver_version")
     return [{"name": row[0], "memory": row[1], "driver": row[2]} for row in rows] or None
 
@@ -193,10 +193,10 @@ def nvidia_smi(*fields: str) -> list[list[str]]:
         return []
     query = [command, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):  # installed, but without a driver
         return []
-    rows = ([part.strip() for part in line.split(",")] for line in done.stdout.splitlines())
+    rows = ([part.strip() for part in line.split(",")] for line in result.stdout.splitlines())
     return [row for row in rows if len(row) == len(fields)]

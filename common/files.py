@@ -26,24 +26,24 @@ STEP_BYTES = 256 << 20
 """Bytes read between two releases of pages; one release takes tens of milliseconds."""
 
 
-LITTLE_BYTES = 16 << 20
-"""Mapped files below this total stay resident: finding their pages takes longer."""
+MIN_RELEASED_BYTES = 16 << 20
+"""Mapped files below this total stay resident: finding their pages would take too long."""
 
 
 def release(files: Iterable[Path]) -> None:
     """Drops the resident pages of this process's mappings of `files`; a no-op outside Linux.
 
     The pages stay in the system's cache and are mapped again when touched. Private mappings with
-    modified pages are skipped, since the changes would be lost. Files may have been removed since.
+    modified pages are skipped, since the changes would be lost. Some `files` may have been removed.
     """
     import psutil
 
-    wanted = {str(file.resolve()) for file in files}
-    if not wanted or not sys.platform.startswith("linux"):
+    paths = {str(file.resolve()) for file in files}
+    if not paths or not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None)
     for mapping in psutil.Process().memory_maps(grouped=False):
-        if mapping.path in wanted and not mapping.anonymous:  # anonymous: pages were modified
+        if mapping.path in paths and not mapping.anonymous:  # anonymous: pages were modified
             start, end = (int(edge, 16) for edge in mapping.addr.split("-"))
             size = ctypes.c_size_t(end - start)
             libc.madvise(ctypes.c_void_p(start), size, ctypes.c_int(mmap.MADV_DONTNEED))
@@ -52,17 +52,17 @@ def release(files: Iterable[Path]) -> None:
 SMALL_BYTES = 128 << 20
 """Any file may unpack to this size."""
 
-TIMES = 64
+MAX_RATIO = 64
 """A larger file may unpack to this multiple of its size (shared weights, compression)."""
 
 
 def allowed_bytes(size: int) -> int:
     """Returns how many bytes of numbers a file of a given size may declare."""
-    return max(SMALL_BYTES, TIMES * size)
+    return max(SMALL_BYTES, MAX_RATIO * size)
 
 
 class Reading:
-    """A pass over mapped files that releases their pages on the way.
+    """A pass over mapped files that releases their pages as it goes.
 
     Callers report what they have read; after every `STEP_BYTES` all resident pages of `files` are
     dropped, which bounds the memory for files of any size. Raises CheckpointError if a `watched`
@@ -71,7 +71,7 @@ class Reading:
 
     def __init__(self, files: Iterable[Path] = (), watched: Watched | None = None) -> None:
         self._files, self._watched = tuple(files), watched
-        self._large = sum(map(_size, self._files)) >= LITTLE_BYTES
+        self._large = sum(map(_size, self._files)) >= MIN_RELEASED_BYTES
         self._resident_bytes = 0
         self.advance(0)
 
@@ -94,7 +94,7 @@ def _size(file: Path) -> int:
     try:
         return file.stat().st_size
     except OSError:  # removed meanwhile; its pages may still be mapped
-        return LITTLE_BYTES
+        return MIN_RELEASED_BYTES
 
 
 def sha256(path: Path) -> str:
@@ -195,7 +195,7 @@ def known_sha256(path: Path) -> str:
 SETTLED_NS = 3_000_000_000
 """File systems record times in steps of up to two seconds."""
 
-MOST_HASHES = 1000
+MAX_HASHES = 1000
 
 _HASHES: dict[str, str] = {}
 
@@ -215,7 +215,7 @@ def _remember(key: str, digest: str) -> None:
         return
     with suppress(OSError, OutputError):  # the cache is optional
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        entries = [*_remembered().items(), (key, digest)][-MOST_HASHES:]
+        entries = [*_remembered().items(), (key, digest)][-MAX_HASHES:]
         write_text(json.dumps(dict(entries), indent=0) + "\n", folder / "hashes.json")
 
 

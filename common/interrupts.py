@@ -22,7 +22,7 @@ INTERRUPTED = 130
 
 PR_SET_PDEATHSIG = 1
 
-ANOTHER_S = 0.2
+REPEAT_S = 0.2
 """Signals closer together than this count as one: `systemctl stop` sends two."""
 
 
@@ -31,8 +31,8 @@ def interrupts(end: Callable[[], None]) -> Iterator[list[str]]:
     """Within the block SIGINT, SIGTERM and SIGHUP raise `KeyboardInterrupt`; yields their names.
 
     Python raises only between two of its own instructions, which a library's long computation (a
-    graph, a compilation) does not reach. So a thread waits for `GRACE_S` or a second signal, and
-    then calls `end`, which must end the process. Ignored signals (`nohup`) stay ignored.
+    graph, a compilation) does not reach. A thread therefore waits for `GRACE_S` or a second signal,
+    and then calls `end`, which must end the process. Ignored signals (`nohup`) stay ignored.
     """
     received: list[str] = []
     raised_at = [0.0]
@@ -43,10 +43,10 @@ def interrupts(end: Callable[[], None]) -> Iterator[list[str]]:
         raise KeyboardInterrupt(received[-1])
 
     numbers = [getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")]
-    taken = [n for n in numbers if n is not None and signal.getsignal(n) is not signal.SIG_IGN]
-    for number in taken:
+    caught = [n for n in numbers if n is not None and signal.getsignal(n) is not signal.SIG_IGN]
+    for number in caught:
         signal.signal(number, interrupt)
-    with _watched(taken, raised_at, end):
+    with _watched(caught, raised_at, end):
         yield received
 
 
@@ -75,10 +75,10 @@ def supervise() -> None:
     if child == 0:
         _die_with(parent)
         return
-    sent: list[float] = []
+    received_at: list[float] = []
 
-    def hand_on(signum: int, _frame: object) -> None:
-        sent.append(time.monotonic())
+    def forward(signum: int, _frame: object) -> None:
+        received_at.append(time.monotonic())
         if signum == signal.SIGINT and any(map(os.isatty, range(3))):
             return  # the terminal sends it to both processes
         with suppress(ProcessLookupError):
@@ -86,18 +86,18 @@ def supervise() -> None:
 
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
-            signal.signal(getattr(signal, name), hand_on)
+            signal.signal(getattr(signal, name), forward)
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
-        again = len(sent) > 1 and sent[-1] - sent[0] > ANOTHER_S
-        if sent and (again or time.monotonic() - sent[0] > GRACE_S):
+        repeated = len(received_at) > 1 and received_at[-1] - received_at[0] > REPEAT_S
+        if received_at and (repeated or time.monotonic() - received_at[0] > GRACE_S):
             os.kill(child, signal.SIGKILL)
             print("error: interrupted while a library was computing", file=sys.stderr, flush=True)
             os._exit(INTERRUPTED)
-        time.sleep(ANOTHER_S / 10)
+        time.sleep(REPEAT_S / 10)
 
 
 def _die_with(parent: int) -> None:
@@ -112,42 +112,42 @@ def _die_with(parent: int) -> None:
 
 
 @contextmanager
-def _watched(taken: list[int], raised_at: list[float], end: Callable[[], None]) -> Iterator[None]:
+def _watched(caught: list[int], raised_at: list[float], end: Callable[[], None]) -> Iterator[None]:
     """Within the block a thread calls `end` for signals that Python does not handle in time."""
     if sys.platform == "win32":  # reports signals through sockets only
         yield
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     with suppress(RuntimeError):  # without a thread, signals wait for Python
-        Thread(target=_watch, args=(reader, taken, raised_at, end), daemon=True).start()
+        Thread(target=_watch, args=(reader, caught, raised_at, end), daemon=True).start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(previous)
         os.close(writer)
 
 
-def _watch(reader: int, taken: list[int], raised_at: list[float], end: Callable[[], None]) -> None:
+def _watch(reader: int, caught: list[int], raised_at: list[float], end: Callable[[], None]) -> None:
     waiting = time.monotonic()
     while content := os.read(reader, 1):
         # Python may raise the exception before this thread reads the signal.
-        since = min(waiting, time.monotonic() - ANOTHER_S)
-        if content[0] in taken and _stuck(reader, raised_at, since):
+        since = min(waiting, time.monotonic() - REPEAT_S)
+        if content[0] in caught and _stuck(reader, raised_at, since):
             end()
         waiting = time.monotonic()
     os.close(reader)
 
 
 def _stuck(reader: int, raised_at: list[float], since: float) -> bool:
-    """Whether Python raised nothing after `since`, in time or before another signal."""
+    """Whether Python has raised nothing since `since`, in time or before another signal."""
     sent = time.monotonic()
     while raised_at[0] < since:
         waited = time.monotonic() - sent
         if waited >= GRACE_S:
             return True
-        if waited >= ANOTHER_S and select.select([reader], [], [], 0)[0]:
+        if waited >= REPEAT_S and select.select([reader], [], [], 0)[0]:
             return raised_at[0] < since
-        time.sleep(ANOTHER_S / 10)
+        time.sleep(REPEAT_S / 10)
     return False

@@ -54,12 +54,12 @@ def without_telemetry(package: str) -> Iterator[None]:
 def keep_compiled_code_private() -> None:
     """Makes PyTorch keep compiled code in this user's own folder, unless the user names one.
 
-    By default it is a predictable name in the system's temporary folder: anybody can create it
-    first, and PyTorch loads its files. If the user's folder is open to others, compiled code lasts
-    only until the process ends.
+    By default the folder has a predictable name in the system's temporary folder: anybody can
+    create it first, and PyTorch loads its files. If the user's folder is open to others, compiled
+    code lasts only until the process ends.
     """
     named = os.environ.get(COMPILED)
-    # PyTorch also writes its default there, as soon as it has looked it up.
+    # PyTorch also sets the variable to its default, once it has used the default.
     if named is not None and not Path(named).name.startswith("torchinductor_"):
         return
     from .writing import scratch_until_exit
@@ -109,7 +109,7 @@ def check_pytorch(what: str) -> None:
 
 
 def library(package: str, what: str, hint: str) -> Any:
-    """Imports a package of an extra; raises `MissingExtraError` with `what` needs it."""
+    """Imports a package of an extra; the error for a missing package begins with `what`."""
     from importlib import import_module
 
     try:
@@ -172,7 +172,7 @@ def least_size(traced: int) -> int | None:
     """Returns the smallest size with which an axis traced at `traced` may be declared.
 
     PyTorch 2.9 rejects a matrix product that was traced with more than one row if one row is
-    allowed, although the graph works for one row as well. Remove with `TRACES`.
+    allowed, although the graph works for one row as well. Remove this together with `TRACES`.
     """
     return 2 if traced > 1 and older("torch", TRACES) else None
 

@@ -51,11 +51,11 @@ ONE_FILE = ("http", "https")
 """Schemes that cannot list folders."""
 
 CONNECT_S, STALLED_S = 30.0, 60.0
-"""Time limits of an HTTP server: to answer, and without sending anything."""
+"""Time limits for an HTTP server: until it connects, and between two pieces of data."""
 
 SLOWEST = 16 << 10
 """Bytes per second that an HTTP server must send on average after `STALLED_S`: one that sends a
-byte now and then would block a run for ever."""
+byte now and then would block a run forever."""
 
 ATTEMPTS = 3
 """Attempts to copy a file when the connection breaks."""
@@ -211,7 +211,7 @@ def has_file(where: AnyPlace, name: str) -> bool:
     if url is None:
         return (path_of(where) / name).is_file()
     with _reading(url) as (system, path):
-        return bool(system.exists(f"{path}/{name}", **_in_time(system)))
+        return bool(system.exists(f"{path}/{name}", **_time_limit(system)))
 
 
 def state_of(where: object) -> str:
@@ -225,11 +225,11 @@ def state_of(where: object) -> str:
             if _is_folder(url, system, path):
                 names = _listed(system, path)
             else:
-                bundle = system.exists(f"{path}/manifest.json", **_in_time(system))
+                bundle = system.exists(f"{path}/manifest.json", **_time_limit(system))
                 names = ["manifest.json"] if bundle else []
             places = [f"{path}/{name}" for name in names] or [path]
             system.invalidate_cache()
-            infos = [system.info(url, **_in_time(system)) for url in places]
+            infos = [system.info(url, **_time_limit(system)) for url in places]
             # For HTTP, fsspec's "key" of a file is only its URL, whatever the content.
             return " ".join(entry for info in infos for entry in (info["name"], *_version(info)))
     if not isinstance(where, str | Path) or not (place := path_of(where)).exists():
@@ -290,12 +290,12 @@ def _listed(system: Any, path: str) -> list[str]:
 def _copy_existing(system: Any, path: str, names: Iterable[str], folder: Path, url: str) -> None:
     for name in names:
         target = _inside(folder, name, url)
-        if not target.exists() and system.exists(f"{path}/{name}", **_in_time(system)):
+        if not target.exists() and system.exists(f"{path}/{name}", **_time_limit(system)):
             _copy(system, f"{path}/{name}", target)
 
 
 def _copy(system: Any, path: str, target: Path) -> None:
-    """Copies a file; retries if it breaks off or changes meanwhile, and leaves no partial copy."""
+    """Copies a file; retries if the transfer fails or the file changes; leaves no partial copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for left in reversed(range(ATTEMPTS)):
         try:
@@ -317,37 +317,37 @@ def _copy_once(system: Any, path: str, target: Path) -> None:
     from fsspec.callbacks import Callback
 
     url = system.unstrip_protocol(path)
-    before = system.info(path, **_in_time(system))
+    before = system.info(path, **_time_limit(system))
     length = before.get("size")
     free = max(0, shutil.disk_usage(target.parent).free - ROOM_BYTES)
     if length is not None and length > free:
         raise LocationError(
             f"{url} has {length} bytes, but only {free} are free in {target.parent}", hint=ROOM
         )
-    most = min(free, UNKNOWN_BYTES) if length is None else length
+    max_bytes = min(free, UNKNOWN_BYTES) if length is None else length
 
     started = time.monotonic()
 
-    def arrived(size: int | None, value: int, **_: object) -> None:
+    def check_progress(size: int | None, value: int, **_: object) -> None:
         took = time.monotonic() - started
         if "http" in system.protocol and value < SLOWEST * (took - STALLED_S):
             raise LocationError(
                 f"{url}: only {value} bytes arrived in {took:.0f} s, fewer than {SLOWEST} a second",
                 hint="download it with a program that can resume, and give its path",
             )
-        if value > most:
+        if value > max_bytes:
             limit = "it announced" if length is not None else "are allowed for an unknown size"
             raise LocationError(
-                f"{url}: the server sends more than the {most} bytes that {limit}", hint=ROOM
+                f"{url}: the server sends more than the {max_bytes} bytes that {limit}", hint=ROOM
             )
 
-    limit = _in_time(system, 2 * STALLED_S + most / SLOWEST)
-    system.get_file(path, str(target), callback=Callback(hooks={"limit": arrived}), **limit)
+    limit = _time_limit(system, 2 * STALLED_S + max_bytes / SLOWEST)
+    system.get_file(path, str(target), callback=Callback(hooks={"limit": check_progress}), **limit)
     copied = target.stat().st_size
     if length is not None and copied != length:
         raise EOFError(f"only {copied} of {length} bytes arrived")
     system.invalidate_cache(path)
-    if _version(system.info(path, **_in_time(system))) != _version(before):
+    if _version(system.info(path, **_time_limit(system))) != _version(before):
         raise EOFError("it was changed while it was copied")
 
 
@@ -366,16 +366,16 @@ def _options(scheme: str) -> dict[str, Any]:
     import aiohttp
     import fsspec
 
-    users = fsspec.config.conf.get(scheme, {})
+    settings = fsspec.config.conf.get(scheme, {})
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=STALLED_S)
-    client = {**users.get("client_kwargs", {}), "timeout": timeout, "auto_decompress": False}
+    client = {**settings.get("client_kwargs", {}), "timeout": timeout, "auto_decompress": False}
     return {
         "client_kwargs": client,
-        "headers": {**users.get("headers", {}), "Accept-Encoding": "identity"},
+        "headers": {**settings.get("headers", {}), "Accept-Encoding": "identity"},
     }
 
 
-def _in_time(system: Any, seconds: float | None = None) -> dict[str, Any]:
+def _time_limit(system: Any, seconds: float | None = None) -> dict[str, Any]:
     """The total time limit for an HTTP call; headers may arrive slowly as well."""
     if "http" not in system.protocol:
         return {}

@@ -1,6 +1,6 @@
 """Imports ONNX Runtime from either of its packages: for CPUs only, or with CUDA.
 
-`ort` is the imported package; importing this module without one raises `MissingExtraError`.
+`ort` is the imported package; importing this module without either raises `MissingExtraError`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ except ModuleNotFoundError:
 
 INSTALL = f"{install('cpu')}, or '.[gpu]' for NVIDIA GPUs; one of them, not both"
 
-# Both packages install the same folder: uninstalling one of two leaves an empty folder.
+# Both packages install the same folder: uninstalling one of them leaves an empty folder.
 if not hasattr(ort, "InferenceSession"):
     raise MissingExtraError("ONNX Runtime is not installed, or only a part of it", hint=INSTALL)
 

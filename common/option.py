@@ -43,7 +43,7 @@ class Declared:
 
     `words` are the help text, or a function that returns it if it lists records that load late.
     `unset` describes the behaviour for None or an empty value. `flag` is the spelling in a shell,
-    None for an option of Python alone. `is_path`: the value names a file or folder.
+    None for an option that exists in Python only. `is_path`: the value names a file or folder.
     """
 
     words: str | Callable[[], str]
@@ -79,8 +79,8 @@ def option(
     In a shell it is `--its-name`, or `flag`; `commands.options.options_of` offers it there.
     """
     declared = Declared(help, unset, (flag or "") if in_shell else None, is_path)
-    made: Any = field(default=default, compare=compare, metadata={DECLARED: declared})
-    declaration: T = made
+    untyped: Any = field(default=default, compare=compare, metadata={DECLARED: declared})
+    declaration: T = untyped
     return declaration
 
 
@@ -88,7 +88,7 @@ def option(
 class Request:
     """The options that every call accepts.
 
-    `offered` are the calls whose plugin options apply (`Panel.calls`); `further` holds the records
+    `offered` are the calls whose plugin options apply (`Panel.calls`); `further` has the records
     of plugins whose options were given.
     """
 
@@ -106,13 +106,13 @@ class Request:
 
     def asking(self, record: Any) -> Self:
         """Returns a copy of the request with a plugin's record replaced."""
-        others = (each for each in self.further if type(each) is not type(record))
+        others = (other for other in self.further if type(other) is not type(record))
         return replace(self, further=(*others, record))
 
 
 def record_in(further: Iterable[Any], kind: type[T]) -> T | None:
     """Returns the plugin record of a kind, or None."""
-    return next((each for each in further if isinstance(each, kind)), None)
+    return next((record for record in further if isinstance(record, kind)), None)
 
 
 def declared(request: type[Any]) -> dict[str, tuple[Field[Any], Declared]]:
@@ -222,7 +222,7 @@ def unknown_call(call: str) -> str:
 
 
 def _misplaced(panel: Panel) -> str:
-    """Why a panel would reach no call; empty if it reaches one."""
+    """Why a panel would apply to no call; empty if it applies to one."""
     for call in panel.calls:
         command = None if call in CALLS else record_of_plugin(COMMANDS_DOOR, call)
         if command is not None and call not in command.calls:
@@ -233,7 +233,7 @@ def _misplaced(panel: Panel) -> str:
 
 
 PANELS = Registry("moexport.options", Panel, problem=_misplaced)
-"""All come from plugins."""
+"""All panels come from plugins."""
 
 
 def panels_of(request: type[Request]) -> list[Panel]:
@@ -291,7 +291,7 @@ def speaks_python(function: Callable[P, A]) -> Callable[P, A]:
 
 
 class takes(Generic[P, Options]):  # noqa: N801  a decorator
-    """Lets a function of an options record also accept the options as keywords.
+    """Lets a function that takes an options record also accept the options as keywords.
 
     After `@takes(ExportOptions)`, `export(model, "out", k=4)` means `export(model, "out",
     ExportOptions(k=4))`. Type checkers derive the keywords from the record, and `help()` lists them
@@ -328,18 +328,18 @@ class takes(Generic[P, Options]):  # noqa: N801  a decorator
             from .messages.shell import for_callers, reworded  # needed for calls only
 
             arguments = {name: named.pop(name) for name in [*named] if name in names}
-            spoken = function.__name__.removesuffix("_as"), partial(keywords_of, request)
-            with for_callers(*spoken):
+            caller = function.__name__.removesuffix("_as"), partial(keywords_of, request)
+            with for_callers(*caller):
                 if values and isinstance(values[-1], request):
-                    *rest, asked = values
+                    *rest, options = values
                     values = (*rest,)
-                    refuse(misfits(request, {n: getattr(asked, n) for n in declared(request)}))
+                    refuse(misfits(request, {n: getattr(options, n) for n in declared(request)}))
                 else:
-                    asked = requested(request, named)
+                    options = requested(request, named)
                     named = {}
                 refuse(misplaced(function, arguments | dict(zip(names, values, strict=False))))
-                result = function(*values, **arguments, **named, **{record.name: asked})
-            return reworded(result, *spoken) if inspect.isgenerator(result) else result
+                result = function(*values, **arguments, **named, **{record.name: options})
+            return reworded(result, *caller) if inspect.isgenerator(result) else result
 
         keywords = [
             inspect.Parameter(
@@ -392,9 +392,9 @@ def misfits(record: type[Any], given: Mapping[str, Any]) -> Iterator[Mistake]:
 
 
 def misplaced(function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[Mistake]:
-    """Yields values of a function's own parameters that are of another type.
+    """Yields values of a function's own parameters that have the wrong type.
 
-    The readers of models and feeds check their values.
+    The readers of models and feeds check those values themselves.
     """
     from .messages.types import fits, read_by_others, type_of, words
 
@@ -428,10 +428,10 @@ def requested(request: type[Request], named: Mapping[str, Any]) -> Any:
     own = {name: value for name, value in named.items() if name in known}
     others = {name: value for name, value in named.items() if name not in known}
     refuse(misfits(request, own))
-    made: Any = request(**own)
+    result: Any = request(**own)
     for record in _records(request, others):
-        made = made.asking(record)
-    return made
+        result = result.asking(record)
+    return result
 
 
 def _records(request: type[Request], named: dict[str, Any]) -> Iterator[Any]:

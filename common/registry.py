@@ -75,7 +75,9 @@ def foreign_plugins() -> dict[str, list[str]]:
 def foreign_packages() -> dict[str, str]:
     """Returns the distributions of other authors' plugins by the package that they import."""
     entries = (entry for entry in _found() if not entry.own)
-    return {entry.point.module.partition(".")[0]: entry.distribution for entry in entries}
+    # A damaged entry point has no `module`.
+    modules = ((entry.point.value.partition(":")[0], entry.distribution) for entry in entries)
+    return {module.partition(".")[0]: distribution for module, distribution in modules}
 
 
 def troubles() -> tuple[str, ...]:
@@ -83,14 +85,14 @@ def troubles() -> tuple[str, ...]:
 
     Packages whose entry points cannot be read follow.
     """
-    claimed = ((group, name) for group, names in _doors().items() for name in names)
+    claimed = ((group, name) for group, names in _by_group().items() for name in names)
     return (*(clash for claim in claimed if (clash := _clash(*claim))), *_UNREADABLE)
 
 
 def _clash(group: str, name: str) -> str:
     """The sources of a name that more than one package claims; otherwise empty."""
     sources = ["moexport itself"] if name in _OWN_NAMES.get(group, ()) else []
-    sources += [entry.distribution for entry in _doors().get(group, {}).get(name, ())]
+    sources += [entry.distribution for entry in _by_group().get(group, {}).get(name, ())]
     return f"{group}: '{name}' comes from {' and from '.join(sources)}" if sources[1:] else ""
 
 
@@ -124,8 +126,8 @@ class Entry:
 def _found() -> tuple[Entry, ...]:
     """The entry points of all plugins, sorted by name, read once.
 
-    The first of two installed copies of a package counts, as in an import. Only the metadata of
-    packages with plugins are parsed: parsing all takes as long as the rest of `--help`.
+    The first of two installed copies of a package counts, as in an import. Only metadata of
+    packages with plugins is parsed: parsing all of it takes as long as the rest of `--help`.
     """
     if _off():
         return ()
@@ -138,21 +140,21 @@ def _found() -> tuple[Entry, ...]:
         except (TypeError, ValueError) as error:  # importlib raises them for damaged files
             name = distribution.metadata["Name"]
             _UNREADABLE.append(f"plugin {name}: its entry_points.txt cannot be read: {error}")
-    entries = [entry for several in found.values() for entry in several]
+    entries = [entry for listed in found.values() for entry in listed]
     return tuple(sorted(entries, key=lambda entry: (entry.name, entry.distribution)))
 
 
-def _doors() -> dict[str, dict[str, list[Entry]]]:
+def _by_group() -> dict[str, dict[str, list[Entry]]]:
     """The entry points by group and name; more than one if packages clash."""
-    return _by_door(_found())
+    return _grouped(_found())
 
 
 @cache
-def _by_door(entries: tuple[Entry, ...]) -> dict[str, dict[str, list[Entry]]]:
-    doors: dict[str, dict[str, list[Entry]]] = {}
+def _grouped(entries: tuple[Entry, ...]) -> dict[str, dict[str, list[Entry]]]:
+    groups: dict[str, dict[str, list[Entry]]] = {}
     for entry in entries:
-        doors.setdefault(entry.group, {}).setdefault(entry.name, []).append(entry)
-    return doors
+        groups.setdefault(entry.group, {}).setdefault(entry.name, []).append(entry)
+    return groups
 
 
 def _entries_of(distribution: Distribution) -> tuple[str, list[Entry]]:
@@ -169,26 +171,26 @@ def left_out() -> str:
     """Returns an addition to a hint if a missing plugin may provide what was requested."""
     if _off():
         return f"; {PLUGINS}=off disables all plugins"
-    failed = ", ".join(sorted({each.distribution for each in unloadable()}))
+    failed = ", ".join(sorted({entry.distribution for entry in unloadable()}))
     return f"; `moexport doctor` shows why {failed} cannot be loaded" if failed else ""
 
 
 def names_in(group: str) -> tuple[str, ...]:
     """Returns the names of plugins' records in a group; imports none."""
-    return tuple(_doors().get(group, ()))
+    return tuple(_by_group().get(group, ()))
 
 
 def record_of_plugin(group: str, name: str) -> Any:
     """Returns the record of a plugin; None if it does not exist or does not load.
 
-    For modules that may not import the registry, because it is in a higher layer.
+    For modules that may not import the registry, because the registry is in a higher layer.
     """
     entry = _entry(group, name)
     return None if entry is None else _loaded(entry, object)
 
 
 def _entry(group: str, name: str) -> Entry | None:
-    return next(iter(_doors().get(group, {}).get(name, ())), None)
+    return next(iter(_by_group().get(group, {}).get(name, ())), None)
 
 
 def imported(place: str) -> Any:
@@ -198,7 +200,7 @@ def imported(place: str) -> Any:
 
 
 class OnUse(UserDict[str, Any]):
-    """Records by name: `places` names a `module:attribute` in a package, imported on use."""
+    """Records by name: `places` has a `module:attribute` for each name, imported on use."""
 
     def __init__(self, package: str, places: Mapping[str, str]) -> None:
         super().__init__(places)
@@ -213,7 +215,7 @@ Records = Mapping[str, R] | Sequence[R]
 
 def by_name(records: Records[R]) -> Mapping[str, R]:
     """Returns records by name; those of `OnUse` are not imported."""
-    return records if isinstance(records, Mapping) else {each.name: each for each in records}
+    return records if isinstance(records, Mapping) else {record.name: record for record in records}
 
 
 class Registry(Generic[R]):
@@ -275,14 +277,14 @@ class Registry(Generic[R]):
         return record
 
     def __iter__(self) -> Iterator[R]:
-        """Yields all records, without plugins that cannot be loaded (`unloadable`).
+        """Yields all records, except those that cannot be loaded (`unloadable`).
 
         Raises `PluginError` if two have one name.
         """
         for name in self.names:
             self._refuse_two_of(name)
         yield from self._own.values()
-        for entries in _doors().get(self.group, {}).values():
+        for entries in _by_group().get(self.group, {}).values():
             record = _loaded(entries[0], self._kind)
             if record is not None:
                 yield record

@@ -67,13 +67,13 @@ def near_miss(value: object, known: Iterable[str]) -> str:
 def closest(value: object, names: Sequence[str]) -> str:
     """Returns `did you mean 'ort-cpu'? `, or an empty string if no name is close."""
     typed = str(value).lower().replace("_", "-")
-    whole = [name for name in names if typed.strip("-") and typed.strip("-") in name]
-    near = difflib.get_close_matches(typed, names, n=1, cutoff=0.55) or whole
+    containing = [name for name in names if typed.strip("-") and typed.strip("-") in name]
+    near = difflib.get_close_matches(typed, names, n=1, cutoff=0.55) or containing
     return f"did you mean {near[0]!r}? " if near else ""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Returns aligned columns under a header; numbers to the right, words to the left."""
+    """Returns aligned columns under a header: numbers right-aligned, words left-aligned."""
     cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     right = [
@@ -101,7 +101,7 @@ def markdown(
 
 
 def and_alike(names: Sequence[str]) -> str:
-    """Returns the first of several like names, and the number of the others."""
+    """Returns the first of several similar names, and the number of the others."""
     first, *others = names
     return f"{first} and {len(others)} like it" if others else first
 

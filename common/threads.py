@@ -14,23 +14,23 @@ def with_threads(count: int | None) -> Iterator[None]:
     """Sets PyTorch's number of threads within the context."""
     import torch
 
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 PROBE_S, LONG_S = 0.04, 1.0
-"""Seconds of calls per number of threads, measured twice; calls longer than the second run once."""
+"""Seconds of calls for each number of threads, measured twice; a call over `LONG_S` runs once."""
 
-FEWER = 0.95
-"""More threads are used only if the time falls below this share of the time with fewer."""
+TIME_SHARE = 0.95
+"""More threads are used only if the time falls below this share of the time with fewer threads."""
 
-FAR = 4.0
-"""Larger numbers are not tried once more threads take this many times longer."""
+MAX_SLOWDOWN = 4.0
+"""Larger numbers of threads are not tried once the time is this many times the shortest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class Threads:
 
     @property
     def sentence(self) -> str:
-        """The number and the reason: `1 thread; PyTorch: 0.75 ms a call with 1, 151 ms with 2`."""
+        """The number and the reason: `1 thread, with which … (0.75 ms a call with 1, …)`."""
         sentence = f"{self.count} thread{'' if self.count == 1 else 's'}"
         if not self.call_ms:
             return sentence
         listed = ", ".join(
-            f"{_digits(ms)} ms{'' if place else ' a call'} with {count}"
-            for place, (count, ms) in enumerate(self.call_ms.items())
+            f"{_digits(ms)} ms{'' if index else ' a call'} with {count}"
+            for index, (count, ms) in enumerate(self.call_ms.items())
         )
         return f"{sentence}, with which the untouched model is fastest ({listed})"
 
@@ -64,20 +64,20 @@ def _digits(ms: float) -> str:
 def fastest_threads(*calls: Callable[[], object]) -> Threads:
     """Returns the number of PyTorch threads (1, 2, 4 … all) with which calls are fastest.
 
-    For several calls, as of several batch sizes, the geometric mean of the times counts.
+    For several calls, such as several batch sizes, the geometric mean of their times counts.
     """
     from statistics import median
 
     import torch
 
-    most = torch.get_num_threads()
-    if most == 1:
+    available = torch.get_num_threads()
+    if available == 1:
         return Threads(1)
-    taken: dict[int, list[list[float]]] = {}
+    recorded: dict[int, list[list[float]]] = {}
 
     def time_calls(count: int) -> float:
         torch.set_num_threads(count)
-        times = taken.setdefault(count, [[] for _ in calls])
+        times = recorded.setdefault(count, [[] for _ in calls])
         for call, ms in zip(calls, times, strict=True):
             _time_calls(call, ms)
         return math.exp(sum(math.log(max(1e-6, median(ms))) for ms in times) / len(times))
@@ -85,17 +85,17 @@ def fastest_threads(*calls: Callable[[], object]) -> Threads:
     with with_threads(None):
         call_ms: dict[int, float] = {}
         for count in [
-            *(1 << power for power in range(most.bit_length()) if 1 << power < most),
-            most,
+            *(1 << power for power in range(available.bit_length()) if 1 << power < available),
+            available,
         ]:
             call_ms[count] = time_calls(count)
-            if call_ms[count] > FAR * min(call_ms.values()):
+            if call_ms[count] > MAX_SLOWDOWN * min(call_ms.values()):
                 break
         # Repeated in reverse order, so that a short disturbance does not decide.
         for count in reversed(call_ms):
             call_ms[count] = time_calls(count)
     fastest = min(call_ms.values())
-    return Threads(next(n for n, ms in call_ms.items() if FEWER * ms <= fastest), call_ms)
+    return Threads(next(n for n, ms in call_ms.items() if TIME_SHARE * ms <= fastest), call_ms)
 
 
 def _time_calls(call: Callable[[], object], times_ms: list[float]) -> None:
@@ -103,10 +103,10 @@ def _time_calls(call: Callable[[], object], times_ms: list[float]) -> None:
     end = math.inf
     # One call is timed even if the process did not run for that long.
     while (time.perf_counter() < end or not times_ms) and max(times_ms, default=0.0) < 1e3 * LONG_S:
-        began = time.perf_counter()
+        start = time.perf_counter()
         call()
         now = time.perf_counter()
-        if end < math.inf or now - began > LONG_S:
-            times_ms.append(1e3 * (now - began))
+        if end < math.inf or now - start > LONG_S:
+            times_ms.append(1e3 * (now - start))
         else:
             end = now + PROBE_S

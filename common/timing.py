@@ -19,7 +19,7 @@ from .latency import Latency, summarise
 NS_PER_MS = 1e6
 MIN_ROUNDS = 5
 
-LOOK_S, LONGEST_S, IDLE = 0.01, 0.25, 0.2
+LOOK_S, LONGEST_S, IDLE_SHARE = 0.01, 0.25, 0.2
 """The idle test: the sampling time, the longest wait, and the largest share of one core that an
 idle process may use. Systems account for running threads only every 4 ms or so."""
 
@@ -118,14 +118,14 @@ def measure(
 ) -> Measured:
     """Returns the latency of each case, measured in interleaved rounds.
 
-    A case that raises is dropped, and its message kept in `failures`. Rounds that an interrupted
+    A case that raises is dropped, and its message is kept in `failures`. Rounds that an interrupted
     run has `done` count; each new one is passed to `keep`. A `TimedCall` that reports the time of
-    its device is also called for that, as often as and in turn with the timed passes.
+    its device makes one more pass for that after each timed pass.
     """
     progress = progress or Silent()
     calls = {n: c if isinstance(c, TimedCall) else TimedCall(c) for n, c in cases.items()}
     rounds = list(done)
-    failures = {name: text for turn in done for name, text in turn.failures.items()}
+    failures = {name: text for round_ in done for name, text in round_.failures.items()}
     left = protocol.rounds - len(rounds)
     progress.step(f"{title}: {left} rounds, {len(cases)} in turn", total=left * len(cases))
     warm: set[str] = set()
@@ -150,12 +150,12 @@ def measure(
         rounds.append(current)
         keep(current)
     latencies = {
-        name: summarise([turn.ms[name] for turn in rounds])
+        name: summarise([round_.ms[name] for round_ in rounds])
         for name in cases
         if name not in failures
     }
     device = {
-        name: [turn.device_ms[name] for turn in rounds if name in turn.device_ms]
+        name: [round_.device_ms[name] for round_ in rounds if name in round_.device_ms]
         for name in latencies
     }
     return Measured(
@@ -166,7 +166,7 @@ def measure(
 
 
 def _order(cases: Mapping[str, IndexedCall], seed: int, number: int) -> list[str]:
-    """The order in a round: random, and independent of the rounds before."""
+    """The order in a round: random, and independent of earlier rounds."""
     names = list(cases)
     random.Random(f"{seed}, {number}").shuffle(names)
     return names
@@ -180,9 +180,9 @@ def _wait_until_idle() -> None:
     """
     end = time.monotonic() + LONGEST_S
     while time.monotonic() < end:
-        began, used = time.monotonic(), time.process_time()
+        start, used = time.monotonic(), time.process_time()
         time.sleep(LOOK_S)
-        if time.process_time() - used <= IDLE * (time.monotonic() - began):
+        if time.process_time() - used <= IDLE_SHARE * (time.monotonic() - start):
             return
 
 

@@ -84,7 +84,7 @@ def check_file(place: Path) -> None:
 def _check(folder: Path, place: Path, option: str = "-o") -> None:
     """Refuses a place if `folder`, which is the place or will contain it, cannot be used.
 
-    `option` named the place.
+    `option` is the option that named the place.
     """
     if not folder.is_dir():
         inside = "" if folder == place.absolute() else f", so {place.name} cannot be in it"
@@ -165,8 +165,8 @@ def whole_file(place: Path) -> Iterator[Path]:
     """Yields the path of a temporary file next to `place`, which replaces `place` on success.
 
     It has the suffix of `place`. Links are followed: their target is replaced. On failure the old
-    file stays; failures in writing raise OutputError. After a power cut one of the two is
-    there, complete.
+    file stays; failures in writing raise OutputError. After a power cut, either the old
+    or the new file is there, complete.
     """
     check_file(place)
     target = place.resolve()
@@ -230,7 +230,7 @@ atexit.register(remove_scratch)
 
 
 def replace_folder(new: Path, target: Path) -> None:
-    """Replaces a folder by another on the same file system.
+    """Replaces a folder with another on the same file system.
 
     Both are synced first. The old folder is moved aside and restored on failure: between the two
     renames there is no folder. Concurrent replacements wait.
@@ -321,11 +321,11 @@ def _locked(handle: int, wait: bool) -> Iterator[bool]:
     """Locks an opened file or folder, and closes it when the block ends."""
     from filelock import lock_descriptor
 
-    free = True
+    acquired = True
     try:
         with suppress(OSError):  # some network file systems have no locks
-            free = lock_descriptor(handle, blocking=wait, poll_interval=0.005)
-        yield free
+            acquired = lock_descriptor(handle, blocking=wait, poll_interval=0.005)
+        yield acquired
     finally:
         os.close(handle)
 
@@ -335,7 +335,7 @@ def exclusive_folder(folder: Path | None) -> Iterator[None]:
     """Locks a folder of results, made if necessary, for one command; does nothing for None.
 
     Raises OutputError at once if another command has locked it. The lock is on a file in the folder
-    and ends with the process; without locks nothing is refused. A folder that stays
+    and ends with the process; a file system without locks refuses nothing. A folder that stays
     empty is removed.
     """
     if folder is None:
@@ -398,7 +398,7 @@ def _hidden_sibling(target: Path, ending: str, suffix: str = "") -> Path:
 
 
 def remove_partial() -> None:
-    """Removes this process's partial output, from another thread than the writing one."""
+    """Removes this process's partial output, from a thread other than the one that writes it."""
     for path in left_behind():
         with suppress(OSError):  # `left_behind` reports what stays
             _remove(path)
@@ -418,12 +418,12 @@ def remove_leftovers(target: Path, suffix: str = "") -> None:
             if not name.fullmatch(path.name) or path.is_symlink():
                 continue
             if path.name.endswith(OLD) and not target.exists():
-                # otherwise the process that moved it is running
+                # while it is locked, the process that moved it is running
                 with locked(target.parent, wait=False) as free:
                     if free and not target.exists():
                         path.rename(target)
             elif _idle_s(path) > STALE_S:
-                # Renamed first: a process that resumes must not find a part of it.
+                # Renamed first: a process that resumes must not find only part of it.
                 _remove(path.rename(_hidden_sibling(target, PARTIAL + suffix, suffix)))
 
 

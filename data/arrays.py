@@ -1,6 +1,6 @@
 """Files of arrays, `.npy` and `.npz`: their names, headers and numbers, read in small parts.
 
-Pages of a mapping would count as memory in use, and an array inside an archive cannot be mapped.
+Mapped pages would count as memory in use, and an array inside an archive cannot be mapped.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..common.files import allowed_bytes
 from ..errors import FeedError
 from .batches import OUTPUT, Array
 
-WANTED = "a feed yields batches of numbers, [b, …]: arrays, or dicts of arrays by input name"
+FEED_HINT = "a feed yields batches of numbers, [b, …]: arrays, or dicts of arrays by input name"
 
 LABELS = ("label", "labels")
-"""Arrays in an archive that are labels and nothing else."""
+"""Names of arrays in an archive that can only be labels."""
 
 LABEL_NAMES = (*LABELS, "y")
 """The names of labels in an archive: they are never used as inputs."""
@@ -40,22 +40,22 @@ def check_inputs(
     """Raises `FeedError` unless an array can be a batch of inputs: numbers, with a batch axis."""
     if dtype.kind not in "biuf" or not shape:
         what = f"yields {yielded}" if yielded else f"contains {dtype.name} {shape}"
-        raise FeedError(f"{where} {what}, not an array of inputs", hint=WANTED)
+        raise FeedError(f"{where} {what}, not an array of inputs", hint=FEED_HINT)
 
 
 def label_names(inputs: Sequence[str], outputs: Sequence[str] = ()) -> list[str]:
-    """Returns the possible names of labels in an archive, the likeliest first; no input's name."""
+    """Returns the possible names of labels in an archive, the likeliest first; none is an input."""
     return [name for name in (*LABEL_NAMES, *outputs) if name not in inputs]
 
 
 def main_name(names: Collection[str], name: str, others: Collection[str]) -> str | None:
-    """Returns `name`, or the only one of the `names` that is neither in `others` nor `OUTPUT`."""
+    """Returns `name`, or else the only one of `names` that is neither in `others` nor `OUTPUT`."""
     if name in names:
         return name
-    left = [each for each in names if each not in others]
-    if len(left) > 1:
-        left = [each for each in left if each != OUTPUT]
-    return left[0] if len(left) == 1 else None
+    candidates = [each for each in names if each not in others]
+    if len(candidates) > 1:
+        candidates = [each for each in candidates if each != OUTPUT]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def npy_array(data: bytes, where: str) -> Array:
@@ -70,15 +70,15 @@ def npy_array(data: bytes, where: str) -> Array:
 
 
 CHUNK_BYTES = 4 << 20
-"""The number of bytes read at once, but at least one row."""
+"""The number of bytes to read at once, in complete rows: at least one."""
 
 UNREADABLE = (
     *(ValueError, TypeError, KeyError, EOFError, OSError, OverflowError, RecursionError),
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError),
     *(NotImplementedError, RuntimeError),
 )
-"""Exceptions for invalid or damaged files: Python detects broken zip archives in a dozen ways, and
-parses headers of arrays as Python."""
+"""Exceptions for invalid or damaged files: Python reports broken zip archives in a dozen ways, and
+the headers of arrays are parsed as Python code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def npz_archive(
 ) -> Archive:
     """Returns the contents of an `.npz` file for the input called `name`, next to `others`.
 
-    Labels may also have the name of one of `outputs`. Raises `FeedError` naming the file or listing
+    Labels may also be named after one of `outputs`. Raises `FeedError` naming the file or listing
     its arrays.
     """
     with _archive(path) as archive:
@@ -136,7 +136,7 @@ def npz_names(path: Path) -> tuple[str, ...]:
 
 
 def npz_array(path: Path, name: str) -> np.ndarray:
-    """Returns an array of an `.npz` file; raises `FeedError` if it is missing or holds objects."""
+    """Returns an array of an `.npz` file; raises `FeedError` if it is missing or invalid."""
     with _archive(path) as archive:
         return _array(archive, path, name)
 
@@ -166,7 +166,7 @@ def _readable(path: Path, kind: str) -> Iterator[None]:
         yield
     except UNREADABLE as error:
         other = ".npz" if kind == ".npy" else ".npy"
-        if _is(path, other):
+        if _has_signature(path, other):
             raise FeedError(
                 f"{path}: not a readable {kind} file (it is an {other})",
                 hint="rename it if it contains inputs",
@@ -177,8 +177,8 @@ def _readable(path: Path, kind: str) -> Iterator[None]:
         ) from error
 
 
-def _is(path: Path, kind: str) -> bool:
-    """Whether a file begins with the signature of a kind."""
+def _has_signature(path: Path, kind: str) -> bool:
+    """Returns whether a file has the signature of a kind."""
     if kind == ".npz":
         return zipfile.is_zipfile(path)
     try:
@@ -191,15 +191,15 @@ def _is(path: Path, kind: str) -> bool:
 @contextmanager
 def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
     with _readable(path, ".npz"), zipfile.ZipFile(path) as archive:
-        size, most = path.stat().st_size, 0
+        size, unpacked = path.stat().st_size, 0
         _check_ends(path, archive)
         for member in archive.infolist():
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise NotImplementedError(f"NumPy cannot compress like {member.filename}")
-            most += member.file_size
-        if most > allowed_bytes(size):
+            unpacked += member.file_size
+        if unpacked > allowed_bytes(size):
             raise FeedError(
-                f"{path}: its {size} bytes would unpack to {most}, "
+                f"{path}: its {size} bytes would unpack to {unpacked}, "
                 f"but {allowed_bytes(size)} are allowed",
                 hint="save it uncompressed: np.savez",
             )
@@ -226,7 +226,7 @@ END = b"PK\5\6" + bytes(18)
 
 @contextmanager
 def _member(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[BinaryIO, int]]:
-    """An opened array of an archive, and its size in bytes."""
+    """Yields an open array of an archive, and its size in bytes."""
     size = archive.getinfo(f"{name}.npy").file_size
     with archive.open(f"{name}.npy") as file:
         yield cast(BinaryIO, file), size
@@ -239,7 +239,7 @@ def _names(archive: zipfile.ZipFile) -> tuple[str, ...]:
 def _inputs_name(
     archive: zipfile.ZipFile, path: Path, name: str, others: Sequence[str] = ()
 ) -> str:
-    """The array with the inputs called `name` (see `Archive`); never one of `others`."""
+    """Returns the name of the array of inputs (see `Archive`), which is never one of `others`."""
     names = _names(archive)
     main = main_name(names, name, (*LABEL_NAMES, *others))
     if main is None:
@@ -252,7 +252,7 @@ def _inputs_name(
 
 
 def _may_label(archive: zipfile.ZipFile, name: str) -> bool:
-    """Whether an array can be labels: one with the name of an output may be that output."""
+    """Returns whether an array may be labels: one named after an output may be that output."""
     if name in LABEL_NAMES:
         return True
     with _member(archive, name) as (file, size):
@@ -264,7 +264,7 @@ def _may_label(archive: zipfile.ZipFile, name: str) -> bool:
 def inputs_in(
     path: Path, name: str, others: Sequence[str] = ()
 ) -> Iterator[tuple[BinaryIO, ArrayHeader]]:
-    """The inputs of a file, opened at the start of the numbers."""
+    """Yields the inputs of a file, open where their numbers start, and their header."""
     if path.suffix == ".npz":
         with (
             _archive(path) as archive,
@@ -279,22 +279,22 @@ def inputs_in(
 def rows_in(path: Path, name: str, others: Sequence[str] = ()) -> Iterator[np.ndarray]:
     """Yields the rows of a file's inputs in chunks [c, …]."""
     with inputs_in(path, name, others) as (file, header):
-        left = header.shape[0]
+        remaining = header.shape[0]
         if header.fortran:
-            # In Fortran order no row is complete before the last byte, so the array is read whole.
-            flipped = replace(header, shape=header.shape[::-1], fortran=False)
-            whole = _read(file, flipped, flipped.shape[0]).T
+            # In Fortran order no row is complete before the last byte, so all of it is read.
+            transposed = replace(header, shape=header.shape[::-1], fortran=False)
+            array = _read(file, transposed, transposed.shape[0]).T
             file.read(1)
-            yield whole
+            yield array
             return
-        if not left * header.row_bytes:
+        if not remaining * header.row_bytes:
             yield np.empty(header.shape, dtype=header.dtype)
             return
         step = max(1, CHUNK_BYTES // header.row_bytes)
-        while left > 0:
-            rows = _read(file, header, min(step, left))
-            left -= len(rows)
-            if not left:
+        while remaining > 0:
+            rows = _read(file, header, min(step, remaining))
+            remaining -= len(rows)
+            if not remaining:
                 file.read(1)  # as in `_array`
             yield rows
 
@@ -306,7 +306,7 @@ def _inputs_header(file: BinaryIO, path: Path, size: int) -> ArrayHeader:
 
 
 def _header(file: BinaryIO, where: str, size: int) -> ArrayHeader:
-    """The header of an array, read from its start; refuses arrays of Python objects.
+    """Returns the header of an array, read from its start; rejects arrays of Python objects.
 
     It must not declare more than a file of `size` bytes can contain.
     """
@@ -326,11 +326,11 @@ def _header(file: BinaryIO, where: str, size: int) -> ArrayHeader:
         raise ValueError(f"an array cannot have shape {header.shape}")
     if header.shape and header.shape[0] > size:  # rows without numbers
         raise ValueError(f"it has {size} bytes but an array of {header.shape[0]} rows")
-    more = size - file.tell() - header.dtype.itemsize * math.prod(header.shape)
-    if more < 0:
+    extra = size - file.tell() - header.dtype.itemsize * math.prod(header.shape)
+    if extra < 0:
         raise EOFError("the file ends in the middle of the array")
-    if more > 0:
-        raise ValueError(f"{more} bytes follow the array")
+    if extra > 0:
+        raise ValueError(f"{extra} bytes follow the array")
     return header
 
 

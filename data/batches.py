@@ -1,4 +1,4 @@
-"""Batches of inputs: their types, their rows, and other batch sizes. Reads no files."""
+"""Batches of inputs: their types, their rows, and changes of batch size. Reads no files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Inputs = np.ndarray | Mapping[str, np.ndarray]
 IMAGE, LABEL, INPUT = "image", "label", "input"
 
 OUTPUT = "output"
-"""The name in a feed of the outputs of a user's own model, unless they have the name of the model's
-first output: never used as inputs."""
+"""The name, in a feed, of the outputs of a user's own model, if they do not have the name of the
+model's first output. It is never used for inputs."""
 
 IGNORED = -1
 """A target token that does not count."""
@@ -35,7 +35,7 @@ LabelledBatch = tuple[Array, Labels | None]
 """Inputs [b, …] and their labels."""
 
 Feed = str | Path | np.ndarray | Mapping[str, Any] | Iterable[object]
-"""The inputs that a caller may pass: their place, or the inputs themselves.
+"""The inputs that a caller may pass: where to find them, or the inputs themselves.
 
 The latter are an array or a tensor [b, …], a dict of them by name, as in an `.npz`, or batches: see
 `_array_of` for the items of an iterable.
@@ -43,16 +43,16 @@ The latter are an array or a tensor [b, …], a dict of them by name, as in an `
 
 
 def limited(batches: Iterable[Fields], count: int | None) -> Iterator[Fields]:
-    """Yields batches until `count` rows have come; all of them for None."""
-    left = count
+    """Yields batches up to a total of `count` rows, or all batches for None."""
+    remaining = count
     for batch in batches:
-        part = batch if left is None else rows_between(batch, 0, left)
+        part = batch if remaining is None else rows_between(batch, 0, remaining)
         rows = row_count(part)
-        if left is not None:
-            left -= rows
+        if remaining is not None:
+            remaining -= rows
         if rows:
             yield part
-        if left == 0:
+        if remaining == 0:
             return
 
 
@@ -60,8 +60,8 @@ def rebatched(batches: Iterable[Fields], size: int) -> Iterator[Fields]:
     """Yields the same rows in the same order as batches of `size`.
 
     The last batch, and the last before rows of another shape, may be smaller. Results then do not
-    depend on the sizes of the original batches, to the last bit. At most one batch of either kind
-    is in memory.
+    depend on the sizes of the original batches, to the last bit. At most one original batch and one
+    new batch are in memory.
     """
     pending: list[Fields] = []
     for batch in batches:
@@ -108,7 +108,7 @@ def row_shapes(batch: Fields) -> dict[str, tuple[int, ...]]:
 
 
 def joined(parts: list[Fields]) -> Fields:
-    """Returns batches of one shape as one."""
+    """Joins batches, whose rows must have the same shapes, into one."""
     if len(parts) == 1:
         return parts[0]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -18,9 +18,9 @@ import numpy as np
 from ..common.locations import local, named_by_url, no_such_feed, path_of, url_of
 from ..errors import FeedError
 from .arrays import (
+    FEED_HINT,
     LABEL_NAMES,
     LABELS,
-    WANTED,
     check_inputs,
     inputs_in,
     label_names,
@@ -55,10 +55,10 @@ def named_batches(
     """Yields batches of the model's inputs that a feed contains; the first is required.
 
     An `.npz`, shards and dicts are searched for all these names; any other feed is the first input.
-    With `labelled` the field `LABEL` holds the labels, if there are any: the array `label`,
-    `labels` or `y` that is not an input, in an `.npz` also one named after an output in `outputs`;
-    or the second item of a tuple. `own` are the names of a model's outputs: these fields hold the
-    outputs of the user's own model, the first also under the name `OUTPUT`. Raises `FeedError` for
+    With `labelled`, the field `LABEL` has the labels, if there are any: an array `label`, `labels`
+    or `y` that is not an input; in an `.npz`, also one named after one of `outputs`; or the second
+    item of a tuple. `own` are the names of a model's outputs: fields with these names have the
+    outputs of the user's own model; a feed may also call the first `OUTPUT`. Raises `FeedError` for
     inputs that cannot be read and, if `strict`, for invalid labels.
     """
     request = _FieldRequest(
@@ -68,7 +68,7 @@ def named_batches(
     where = "the feed"
     feed = in_memory(feed)
     if isinstance(feed, Mapping):
-        yield _of_dict(feed, request)
+        yield _dict_batch(feed, request)
         return
     if isinstance(feed, np.ndarray):
         check_inputs(feed.dtype, feed.shape, where)
@@ -79,11 +79,11 @@ def named_batches(
         with named_by_url():
             shards = shards_of(feed)
             if shards is not None:
-                for place, fields in shard_batches(shards):
-                    inputs = _shard_inputs(fields, first, place)
-                    check_inputs(inputs.dtype, inputs.shape, place)
-                    further = {n: fields[n] for n in others if n in fields}
-                    yield {first: inputs} | further | request.targets({**fields}, inputs, place)
+                for shard, fields in shard_batches(shards):
+                    inputs = _shard_inputs(fields, first, shard)
+                    check_inputs(inputs.dtype, inputs.shape, shard)
+                    extra = {n: fields[n] for n in others if n in fields}
+                    yield {first: inputs} | extra | request.targets({**fields}, inputs, shard)
                 return
             path = local(feed)
             if path.exists():
@@ -93,7 +93,7 @@ def named_batches(
             raise no_such_feed(where)
         feed = _imported_items(where)
     if not isinstance(feed, Iterable):
-        raise FeedError(f"the feed is {type(feed).__name__}, not batches of inputs", hint=WANTED)
+        raise FeedError(f"the feed is {type(feed).__name__}, not batches of inputs", hint=FEED_HINT)
     for item in feed:
         inputs = _array_of(item, first, where)
         batch = {first: inputs} | request.targets(item, inputs, where)
@@ -105,8 +105,8 @@ def named_batches(
 def in_memory(feed: Feed | None) -> Any:
     """Returns a feed with its tensors, single or in a dict, as arrays; other feeds unchanged."""
     if isinstance(feed, Mapping):
-        return {name: _numbers(value) for name, value in feed.items()}
-    return _numbers(feed)
+        return {name: _as_array(value) for name, value in feed.items()}
+    return _as_array(feed)
 
 
 HEAD = 8
@@ -114,7 +114,7 @@ HEAD = 8
 
 
 def head_of(feed: Feed | None) -> Any:
-    """Returns the first inputs of a feed in memory, or the place of a file; None for others."""
+    """Returns the first inputs of a feed in memory, or a path unchanged; None for other feeds."""
     feed = in_memory(feed)
     if isinstance(feed, Mapping):
         return {name: value[:HEAD] for name, value in feed.items()}
@@ -123,8 +123,8 @@ def head_of(feed: Feed | None) -> Any:
     return feed if isinstance(feed, str | Path) else None
 
 
-def _numbers(value: Any) -> Any:
-    """A tensor as an array: on the CPU, without its gradient."""
+def _as_array(value: Any) -> Any:
+    """Returns a tensor as an array without its gradient; other values unchanged."""
     if not hasattr(value, "detach") or not hasattr(value, "numpy"):
         return value
     tensor = value.detach().cpu()
@@ -139,7 +139,7 @@ def fields_of(
 ) -> Fields:
     """Returns a dict's inputs by name, and its labels as `LABEL`, with the names as in an `.npz`.
 
-    Raises `FeedError` naming an array that is missing or has another number of inputs.
+    Raises `FeedError` naming an array that is missing or has a different number of inputs.
     """
     first, *others = names
     where = "the data"
@@ -159,16 +159,16 @@ def fields_of(
                 hint="the first axis of every array is the batch",
             )
     label = next((name for name in known if name in arrays), None)
-    if label is not None:
+    if label is not None and LABEL not in names:
         classes, inputs = np.asarray(arrays[label]), found[first]
-        label_place = f"{where}: '{label}'"
-        found[LABEL] = checked_labels(classes, inputs.dtype, inputs.shape, label_place, f"'{main}'")
+        label_text = f"{where}: '{label}'"
+        found[LABEL] = checked_labels(classes, inputs.dtype, inputs.shape, label_text, f"'{main}'")
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class _FieldRequest:
-    """The options for fields other than the first input (`named_batches`)."""
+    """The fields to read besides the first input (see `named_batches`)."""
 
     names: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -180,14 +180,14 @@ class _FieldRequest:
         """The labels and the user's own outputs in an item of an iterable."""
         found = self.labels(lambda: _labels_of(item, inputs, where, self.names))
         if isinstance(item, dict):
-            place = f"{where}: a batch's"
-            found |= self.own_outputs(item, len(inputs), place, item.__getitem__)
+            text = f"{where}: a batch's"
+            found |= self.own_outputs(item, len(inputs), text, item.__getitem__)
         return found
 
     def labels(self, read: Callable[[], Fields], *, named: bool = False) -> Fields:
         """The field of labels, if requested; empty if the array may be something else.
 
-        An array `named` as labels cannot: if it does not fit, `FeedError` is raised.
+        An array whose name can only mean labels (`named`) raises `FeedError` if it does not fit.
         """
         if not self.labelled:
             return {}
@@ -199,12 +199,12 @@ class _FieldRequest:
             return {}
 
     def own_names(self, known: Iterable[str]) -> dict[str, str]:
-        """The names in a feed of the requested outputs, by output."""
-        taken = {*self.names, *LABEL_NAMES}
+        """The names that the requested outputs have in a feed, by output."""
+        reserved = {*self.names, *LABEL_NAMES}
         found: dict[str, str] = {}
         for index, name in enumerate(self.own):
             keys = [name, OUTPUT] if index == 0 and OUTPUT not in self.own else [name]
-            key = next((each for each in keys if each in known and each not in taken), None)
+            key = next((each for each in keys if each in known and each not in reserved), None)
             found |= {} if key is None else {name: key}
         return found
 
@@ -230,43 +230,43 @@ class _FieldRequest:
         return found
 
 
-def _of_dict(arrays: Mapping[str, Any], request: _FieldRequest) -> Fields:
+def _dict_batch(arrays: Mapping[str, Any], request: _FieldRequest) -> Fields:
     """The inputs of a dict as one batch, with the requested labels and outputs."""
-    own = request.own_names(arrays).values()
-    others = {name: value for name, value in arrays.items() if name not in own}
+    outputs = request.own_names(arrays).values()
+    others = {name: value for name, value in arrays.items() if name not in outputs}
     fields = fields_of(others, request.names, request.outputs)
     count = len(fields[request.names[0]])
-    if not request.labelled:
+    if not request.labelled and LABEL not in request.names:
         fields.pop(LABEL, None)
     return fields | request.own_outputs(arrays, count, "the data:", arrays.__getitem__)
 
 
 def _file_batches(path: Path, request: _FieldRequest) -> Iterator[Fields]:
-    """The batches of a file or folder; labels and outputs in an `.npz` are read whole."""
+    """The batches of a file or folder; labels and outputs in an `.npz` are read all at once."""
     first, *others = request.names
-    whole: Fields = {}
+    arrays: Fields = {}
     if path.suffix == ".npz" and path.is_file() and (others or request.labelled or request.own):
-        whole = {n: npz_array(path, n) for n in npz_names(path) if n in others}
+        arrays = {n: npz_array(path, n) for n in npz_names(path) if n in others}
         archive = npz_archive(path, first, others, request.outputs)
         header, label = archive.header, archive.label
 
         def labels() -> Fields:
             if label is None:
                 return {}
-            where, of = f"{path}: array '{label}'", f"'{archive.inputs}'"
+            where, inputs = f"{path}: array '{label}'", f"'{archive.inputs}'"
             array = npz_array(path, label)
-            checked = checked_labels(array, header.dtype, header.shape, where, of, whole=True)
+            checked = checked_labels(array, header.dtype, header.shape, where, inputs, whole=True)
             return {LABEL: checked}
 
-        whole |= request.labels(labels, named=label in LABELS)
+        arrays |= request.labels(labels, named=label in LABELS)
         known = [name for name in npz_names(path) if name not in (archive.inputs, label)]
-        place, read = f"{path}: array", partial(npz_array, path)
-        whole |= request.own_outputs(known, header.shape[0], place, read)
+        text, read = f"{path}: array", partial(npz_array, path)
+        arrays |= request.own_outputs(known, header.shape[0], text, read)
     for file in _files(path):
         start = 0
         for rows in rows_in(file, first, others):
             end = start + len(rows)
-            yield {first: rows, **{name: x[start:end] for name, x in whole.items()}}
+            yield {first: rows, **{name: x[start:end] for name, x in arrays.items()}}
             start = end
 
 
@@ -289,18 +289,18 @@ def count(feed: Feed, name: str) -> int | None:
     return total
 
 
-def named_samples(feed: Feed, names: Sequence[str], most: int) -> Fields:
-    """Returns the first `most` inputs of a feed, an array per name that the feed contains."""
-    taken = [*limited(named_batches(feed, names), most)]
-    if not taken:
+def named_samples(feed: Feed, names: Sequence[str], limit: int) -> Fields:
+    """Returns the first `limit` inputs of a feed: an array for each name that it contains."""
+    parts = [*limited(named_batches(feed, names), limit)]
+    if not parts:
         hint = f"give at least one array for '{names[0]}'"
         raise FeedError("the feed contains no inputs", hint=hint)
-    # Of inputs of several sizes (images of any height), keep those that stack.
-    return joined([batch for batch in taken if row_shapes(batch) == row_shapes(taken[0])])
+    # If sizes differ (images of any height), keep the inputs with the first shape.
+    return joined([batch for batch in parts if row_shapes(batch) == row_shapes(parts[0])])
 
 
 def is_there(where: str) -> bool:
-    """Whether the inputs that a path names are there; raises `FeedError` for unreadable ones.
+    """Returns whether the inputs at a path exist; raises `FeedError` for unreadable ones.
 
     Reads no numbers: only the list of arrays in an archive, or an array's header.
     """
@@ -343,12 +343,13 @@ def _imported_items(where: str) -> Iterator[object]:
     # The user's code may fail in any way; its message becomes an error of the feed.
     try:
         items = iter(target() if callable(target) else target)
-        yield from items
+        for item in items:  # noqa: UP028  `yield from` would close the user's iterator
+            yield item
     except Exception as error:
         if items is None and isinstance(error, TypeError):
             raise FeedError(
                 f"{where} is of type {type(target).__name__}, not an iterable of batches ({error})",
-                hint=WANTED,
+                hint=FEED_HINT,
             ) from error
         raise FeedError(
             f"{where}: {type(error).__name__}: {error}",
@@ -357,18 +358,18 @@ def _imported_items(where: str) -> Iterator[object]:
 
 
 def _array_of(item: object, name: str, where: str) -> np.ndarray:
-    """The batch in an item of an iterable: an array or tensor, or a dict or tuple with it."""
+    """The batch in an item of an iterable: an array, a tensor, or a dict or tuple with one."""
     if isinstance(item, Mapping):
         if name not in item:
-            raise FeedError(f"{where} yields a dict without '{name}'", hint=WANTED)
+            raise FeedError(f"{where} yields a dict without '{name}'", hint=FEED_HINT)
         item = item[name]
     elif isinstance(item, tuple | list) and item:
         item = item[0]
     try:
-        array = np.asarray(_numbers(item))
+        array = np.asarray(_as_array(item))
     except (TypeError, ValueError, RuntimeError) as error:
         raise FeedError(
-            f"{where} yields {type(item).__name__}, not an array ({error})", hint=WANTED
+            f"{where} yields {type(item).__name__}, not an array ({error})", hint=FEED_HINT
         ) from error
     check_inputs(array.dtype, array.shape, where, type(item).__name__)
     return array
@@ -388,7 +389,7 @@ def _labels_of(item: object, inputs: Array, where: str, names: Sequence[str]) ->
 
 
 def _shard_inputs(fields: Fields, name: str, where: str) -> Array:
-    """The field with the inputs called `name`: by name, or the only one with numbers."""
+    """The inputs called `name`: the field of that name, or the only one with numbers."""
     main = main_name(fields, name, (*LABEL_NAMES, IMAGE))
     if main is not None:
         return fields[main]
@@ -420,7 +421,7 @@ def checked_labels(
 ) -> Labels:
     """Returns valid labels (`Labels`) of inputs with this type and shape, or tokens for ids [b, m].
 
-    `whole`: the array is not one batch of several. Raises `FeedError` for invalid labels.
+    With `whole`, `array` has all labels, not one batch's. Raises `FeedError` if any is invalid.
     """
     tokens = dtype.kind in "iu" and array.shape == shape and array.ndim > 1
     if array.ndim not in (1, 2) and not tokens:
@@ -456,16 +457,16 @@ def checked_labels(
     return labels
 
 
-SIGNS = 8
-"""From this many numbers on, labels of only −1 and 1 are read as attributes, not a regression."""
+LEAST_SIGNS = 8
+"""From this many on, labels of only −1 and 1 are taken for attributes, which must be 0 or 1."""
 
 
 def _checked_attributes(labels: Labels, where: str, *, whole: bool) -> Labels:
-    """Labels [b, o] unchanged; raises `FeedError` for implausible ones."""
+    """Returns labels [b, o] unchanged; raises `FeedError` for implausible ones."""
     other = np.argwhere((labels != 0) & (labels != 1))
-    signs = labels.size >= SIGNS and bool((np.abs(labels) == 1).all())
+    signs = labels.size >= LEAST_SIGNS and bool((np.abs(labels) == 1).all())
     if len(other) and (labels.dtype.kind != "f" or signs):
-        row, column = (int(place) for place in other[0])
+        row, column = (int(index) for index in other[0])
         raise FeedError(
             f"{where} has shape {labels.shape} and the value {labels[row, column]:g} at index "
             f"[{row}, {column}]; attributes are 0 or 1",
@@ -480,20 +481,20 @@ def _checked_attributes(labels: Labels, where: str, *, whole: bool) -> Labels:
 
 
 def check_not_one_hot(shape: tuple[int, ...], with_one: int, where: str) -> None:
-    """Raises FeedError for attributes of which every sample has one: those are one-hot classes.
+    """Raises FeedError for one-hot classes: attributes of which every sample has exactly one.
 
     `with_one` counts the rows of labels of that `shape` that contain a single 1.
     """
     if shape[0] > 1 and shape[1] > 1 and with_one == shape[0]:
         raise FeedError(
-            f"{where} has shape {shape} and one 1 in every row, like one-hot classes",
+            f"{where} has shape {shape} and exactly one 1 in every row, like one-hot classes",
             hint="save labels.argmax(axis=1): the largest score decides between classes, the sign "
             "of each about attributes",
         )
 
 
 def check_classes(labels: Labels, classes: int, where: str, *, first: int = 0) -> None:
-    """Raises FeedError unless every label is a class; `first` is the index of the first one."""
+    """Raises FeedError unless every label is a class; `first` is the index of the first label."""
     if labels.dtype.kind == "f":
         raise FeedError(
             f"{where} has labels that are not whole numbers, but the model has {classes} classes",
@@ -501,10 +502,10 @@ def check_classes(labels: Labels, classes: int, where: str, *, first: int = 0) -
         )
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if wrong.size:
-        at = int(wrong[0])
+        index = int(wrong[0])
         raise FeedError(
             f"{where} has {wrong.size} labels outside 0..{classes - 1}; "
-            f"the first is {int(labels[at])} at index {first + at}",
+            f"the first is {int(labels[index])} at index {first + index}",
             hint=f"the model has {classes} classes, counted from 0",
         )
 
@@ -519,7 +520,7 @@ class FeedHash:
         self.samples = 0
 
     def update(self, batch: np.ndarray, *others: np.ndarray) -> None:
-        """Adds the inputs of a batch [b, …], and those of further inputs of the model."""
+        """Adds a batch [b, …] of the model's first input, and those of its other inputs."""
         kind = (batch.dtype.str, batch.shape[1:])
         if kind != self._kind:  # shapes are part of the content, and rarely change
             self._hash.update(repr(kind).encode())
@@ -527,11 +528,11 @@ class FeedHash:
         self._hash.update(np.ascontiguousarray(batch).data)
         self.samples += len(batch)
         self._others = self._others or [FeedHash() for _ in others]
-        for own, array in zip(self._others, others, strict=True):
-            own.update(array)
+        for hashed, array in zip(self._others, others, strict=True):
+            hashed.update(array)
 
     def hexdigest(self) -> str:
-        whole = self._hash.copy()
-        for own in self._others:
-            whole.update(own.hexdigest().encode())
-        return whole.hexdigest()
+        total = self._hash.copy()
+        for hashed in self._others:
+            total.update(hashed.hexdigest().encode())
+        return total.hexdigest()

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MOST_LEVELS = 32
+MAX_LEVELS = 32
 
 HEADER_BYTES = 64 << 10
 """The largest header of a page, which includes the page's smallest and largest value."""
 
 _WIDTHS = {0: 1, 1: 4, 2: 8, 3: 12, 4: 4, 5: 8}
-"""Bytes of a value by Parquet's physical type; other types are texts."""
+"""Bytes of a value by Parquet's physical type; the other types are strings of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """The declared sizes of a row group: rows, bytes of values, and bytes of its longest texts."""
+    """The declared sizes of a row group: rows, bytes of values, and of the largest text column."""
 
     rows: int
     value_bytes: int
@@ -74,25 +74,25 @@ class _Pages:
         self._file, self.end, self._left = file, end, end
 
     def check(self, column: dict[int, Any]) -> None:
-        """Raises ValueError for pages with more bytes or other values than the footer declares."""
+        """Raises ValueError for pages with more bytes or values than the footer declares."""
         values, unpacked = column[5], column[6]
-        at = min(filter(None, (column[9], column.get(11))))
+        offset = min(filter(None, (column[9], column.get(11))))
         while values > 0:
-            self._file.seek(at)
+            self._file.seek(offset)
             header = _Thrift(self._file.read(HEADER_BYTES))
             page = header.struct()
-            span = header.at + page[3]
-            at, self._left, unpacked = at + span, self._left - span, unpacked - page[2]
+            span = header.position + page[3]
+            self._left, offset, unpacked = self._left - span, offset + span, unpacked - page[2]
             values -= (page.get(5) or page.get(8) or {1: 0})[1]
-            if min(page[2], page[3], self._left, unpacked, values, self.end - at) < 0:
+            if min(page[2], page[3], self._left, unpacked, values, self.end - offset) < 0:
                 raise ValueError("a page declares more than the footer")
 
 
 class _Thrift:
-    """A message of the compact protocol, read up to `at`: structs are dicts by field number."""
+    """A message of the protocol, read up to `position`; structs are dicts by field number."""
 
     def __init__(self, data: bytes) -> None:
-        self._data, self.at = data, 0
+        self._data, self.position = data, 0
 
     def struct(self, levels: int = 0) -> dict[int, Any]:
         fields: dict[int, Any] = {}
@@ -104,7 +104,7 @@ class _Thrift:
         return fields
 
     def _value(self, kind: int, levels: int) -> Any:
-        if levels > MOST_LEVELS:
+        if levels > MAX_LEVELS:
             raise ValueError("its footer is nested too deeply")
         match kind:
             case 1 | 2 | 3:
@@ -124,14 +124,14 @@ class _Thrift:
         raise ValueError(f"its footer has a field of type {kind}")
 
     def _byte(self) -> int:
-        self.at += 1
-        return self._data[self.at - 1]
+        self.position += 1
+        return self._data[self.position - 1]
 
     def _bytes(self, count: int) -> bytes:
-        self.at += count
-        if self.at > len(self._data):
+        self.position += count
+        if self.position > len(self._data):
             raise ValueError("its footer is cut short")
-        return self._data[self.at - count : self.at]
+        return self._data[self.position - count : self.position]
 
     def _number(self) -> int:
         number = shift = 0

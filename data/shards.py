@@ -23,8 +23,8 @@ from .batches import IMAGE, INPUT, LABEL, Array, Fields
 
 TAR, PARQUET = ".tar", ".parquet"
 SHARD_BATCH = 32
-MOST_SHARDS = 1_000_000
-MOST_DIGITS = 18
+MAX_SHARDS = 1_000_000
+MAX_DIGITS = 18
 
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
@@ -40,7 +40,7 @@ IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", "
 def shards_of(where: object) -> list[AnyPlace] | None:
     """Returns the shards that a feed names, in order; None if it names something else.
 
-    Raises `FeedError` for a reversed or an absurdly long range.
+    Raises `FeedError` for a reversed or absurdly long range.
     """
     if not isinstance(where, str | Path):
         return None
@@ -50,9 +50,9 @@ def shards_of(where: object) -> list[AnyPlace] | None:
         if span is None:
             return [text]
         first, last = span.groups()
-        if max(len(first), len(last)) > MOST_DIGITS:
-            raise FeedError(f"{text[:80]}…: shard numbers have at most {MOST_DIGITS} digits")
-        if not int(first) <= int(last) < int(first) + MOST_SHARDS:
+        if max(len(first), len(last)) > MAX_DIGITS:
+            raise FeedError(f"{text[:80]}…: shard numbers have at most {MAX_DIGITS} digits")
+        if not int(first) <= int(last) < int(first) + MAX_SHARDS:
             raise FeedError(f"{text}: a range of shards must begin with the lower number")
         numbers = range(int(first), int(last) + 1)
         before, after = text[: span.start()], text[span.end() :]
@@ -68,7 +68,7 @@ def shards_of(where: object) -> list[AnyPlace] | None:
 def shard_batches(shards: Sequence[AnyPlace]) -> Iterator[tuple[str, Fields]]:
     """Yields the batches of all shards in order, each with the name of its file.
 
-    Raises `FeedError` naming a shard that is missing, truncated or of another kind.
+    Raises `FeedError` naming a shard that is missing, truncated or of the wrong kind.
     """
     check_shards(shards)
     sizes: dict[str, dict[str, int]] = {}
@@ -76,9 +76,9 @@ def shard_batches(shards: Sequence[AnyPlace]) -> Iterator[tuple[str, Fields]]:
         path, name = local(shard), str(shard)
         if not path.is_file():
             raise _no_such_shard(name, shards)
-        read = _parquet(path, name) if path.suffix == PARQUET else _tar(path, name)
+        batches = _parquet(path, name) if path.suffix == PARQUET else _tar(path, name)
         samples = 0
-        for fields in read:
+        for fields in batches:
             samples += len(next(iter(fields.values()), ()))
             yield name, fields
         if not samples:
@@ -98,7 +98,7 @@ def shard_batches(shards: Sequence[AnyPlace]) -> Iterator[tuple[str, Fields]]:
 
 
 INDEXES = ("sizes.json", "shardindex.json", "index.json", "_info.json")
-"""Indexes with the number of samples per shard: OpenCLIP's, WebDataset's (wids), and that of timm's
+"""Indexes with the number of samples per shard: those of OpenCLIP, WebDataset (wids), and timm's
 data sets on Hugging Face."""
 
 NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)(\D*)")
@@ -129,16 +129,16 @@ def _indexes(folder: str) -> Iterator[dict[str, int]]:
 def _check_complete(folder: Path, names: set[str]) -> None:
     """Raises FeedError if a folder lacks a shard that an index or the other names imply."""
     parts = {match.groups() for match in map(NUMBERED.fullmatch, names) if match is not None}
-    series = {(start, len(number), of, last, end) for start, number, of, last, end in parts}
-    wanted: list[Collection[str]] = [
-        [f"{start}{i:0{width}d}{of}{last}{end}" for i in range(min(int(last), MOST_SHARDS))]
-        for start, width, of, last, end in series
+    series = {(start, len(number), of, total, end) for start, number, of, total, end in parts}
+    implied: list[Collection[str]] = [
+        [f"{start}{i:0{width}d}{of}{total}{end}" for i in range(min(int(total), MAX_SHARDS))]
+        for start, width, of, total, end in series
     ]
-    for together in (*wanted, *(_indexes(str(folder)) if names else ())):
-        missing = [name for name in together if name not in names]
-        if missing and len(missing) < len(together):
+    for group in (*implied, *(_indexes(str(folder)) if names else ())):
+        missing = [name for name in group if name not in names]
+        if missing and len(missing) < len(group):
             raise FeedError(
-                f"{folder}: {len(missing)} of {len(together)} shards are missing: "
+                f"{folder}: {len(missing)} of {len(group)} shards are missing: "
                 f"{', '.join(missing[:6])}",
                 hint="copy them there, or name the existing ones: x-{000..015}.tar",
             )
@@ -146,8 +146,8 @@ def _check_complete(folder: Path, names: set[str]) -> None:
 
 def check_shards(shards: Sequence[AnyPlace]) -> None:
     """Raises `FeedError` for a missing shard; URLs are not looked up."""
-    here = (shard for shard in shards if url_of(shard) is None)
-    missing = next((str(shard) for shard in here if not Path(shard).is_file()), None)
+    files = (shard for shard in shards if url_of(shard) is None)
+    missing = next((str(shard) for shard in files if not Path(shard).is_file()), None)
     if missing is not None:
         raise _no_such_shard(missing, shards)
 
@@ -158,10 +158,10 @@ def _no_such_shard(name: str, shards: Sequence[AnyPlace]) -> FeedError:
 
 
 def _tar(path: Path, name: str) -> Iterator[Fields]:
-    """The samples of a WebDataset: files with the same name up to its first dot are one sample."""
+    """The samples of a WebDataset: files with the same name up to the first dot are one sample."""
     batch: list[dict[str, Any]] = []
     for sample in _samples(path, name):
-        if batch and (len(batch) == SHARD_BATCH or not _alike(batch[0], sample)):
+        if batch and (len(batch) == SHARD_BATCH or not _same_shapes(batch[0], sample)):
             yield _stacked(batch)
             batch = []
         batch.append(sample)
@@ -178,8 +178,8 @@ def _samples(path: Path, name: str) -> Iterator[dict[str, Any]]:
     try:
         with path.open("rb") as file:
             for member, content in tar_files(file):
-                folder, _, last = member.rpartition("/")
-                stem, _, ending = last.partition(".")
+                folder, _, file_name = member.rpartition("/")
+                stem, _, ending = file_name.partition(".")
                 if f"{folder}/{stem}" != key and sample:
                     yield sample
                     sample = {}
@@ -206,7 +206,7 @@ def _field(ending: str, content: IO[bytes], where: str) -> dict[str, Any]:
     return {}
 
 
-def _alike(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def _same_shapes(a: dict[str, Any], b: dict[str, Any]) -> bool:
     shapes = [{n: np.shape(x) for n, x in sample.items() if n != IMAGE} for sample in (a, b)]
     return a.keys() == b.keys() and shapes[0] == shapes[1]
 
@@ -240,37 +240,37 @@ def _parquet(path: Path, name: str) -> Iterator[Fields]:
         limits = {"thrift_string_size_limit": size, "thrift_container_size_limit": size}
         rows = _parquet_batch(path, name)
         with parquet.ParquetFile(path, page_checksum_verification=True, **limits) as file:
-            left = file.metadata.num_rows
+            remaining = file.metadata.num_rows
             for batch in file.iter_batches(rows):
-                left -= batch.num_rows
+                remaining -= batch.num_rows
                 columns = zip(batch.schema.names, batch.columns, strict=True)
                 arrays = ((n, _column(column, f"{name}: column '{n}'")) for n, column in columns)
                 yield {n: x for n, x in arrays if x is not None}
-            if left:
-                raise ValueError(f"its footer declares {left} rows too many")
+            if remaining:
+                raise ValueError(f"its footer declares {remaining} more rows than it contains")
     except (pa.ArrowException, OSError, *UNREADABLE) as error:
         reason = str(error).partition("\n")[0]
         raise FeedError(f"{name}: truncated, or not Parquet ({reason})", hint=DAMAGED) from error
 
 
 def _parquet_batch(path: Path, name: str) -> int:
-    """The number of rows to read at once, from a file whose declared sizes fit its size.
+    """Returns the number of rows to read at once; FeedError for implausible declared sizes.
 
     A constant column takes no space in a file, but decoding copies a dictionary's text to each row.
     """
     from .footer import row_groups  # for Parquet only
 
     size = path.stat().st_size
-    most, copied = allowed_bytes(size), 1
+    allowed, longest = allowed_bytes(size), 1
     for index, group in enumerate(row_groups(path)):
-        if max(group.value_bytes, group.rows) > most:
+        if max(group.value_bytes, group.rows) > allowed:
             raise FeedError(
                 f"{name}: its {size} bytes would unpack to {max(group.value_bytes, group.rows)} "
-                f"in row group {index}, but {most} are allowed",
+                f"in row group {index}, but {allowed} are allowed",
                 hint="write it in smaller row groups",
             )
-        copied = max(copied, group.text_bytes)
-    return max(1, min(SHARD_BATCH, most // copied))
+        longest = max(longest, group.text_bytes)
+    return max(1, min(SHARD_BATCH, allowed // longest))
 
 
 def _column(column: Any, where: str) -> Array | None:

@@ -1,4 +1,4 @@
-"""Reads tar archives with `tarfile`, and refuses incomplete ones.
+"""Reads tar archives with `tarfile`, and rejects incomplete ones.
 
 `tarfile` takes a damaged header in the middle for the end of the archive. Its extended headers can
 also fill memory, or take quadratic time (before Python 3.11.10), so they are checked first.
@@ -11,8 +11,8 @@ import tarfile
 from collections.abc import Iterator
 from typing import IO, Any, BinaryIO, Self
 
-MOST_EXTENDED = 1 << 20
-"""The largest long name, or PAX records of a member, in bytes."""
+MAX_EXTENDED = 1 << 20
+"""The most bytes of a long name, or of a member's PAX records."""
 
 RECORDS = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 EXTENDED = (*RECORDS, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
@@ -58,7 +58,7 @@ def _check_header(header: tarfile.TarInfo, file: BinaryIO) -> None:
     known = {*tarfile.SUPPORTED_TYPES, *EXTENDED} - {tarfile.GNUTYPE_SPARSE}
     if header.type not in known:
         raise tarfile.ReadError(f"{header.name!r} is of the unsupported type {header.type!r}")
-    if header.size < 0 or (header.type in EXTENDED and header.size > MOST_EXTENDED):
+    if header.size < 0 or (header.type in EXTENDED and header.size > MAX_EXTENDED):
         raise tarfile.ReadError(f"a damaged header of {header.size} bytes")
     if header.type in RECORDS:
         start = file.tell()
@@ -68,30 +68,30 @@ def _check_header(header: tarfile.TarInfo, file: BinaryIO) -> None:
 
 def _check_records(data: bytes) -> None:
     """Raises ReadError unless the lengths of PAX records are consistent."""
-    place = 0
-    while place < len(data):
-        digits = data[place : place + 20].partition(b" ")[0]
+    position = 0
+    while position < len(data):
+        digits = data[position : position + 20].partition(b" ")[0]
         length = int(digits) if digits.isdigit() else 0
-        record = data[place + len(digits) + 1 : place + length]
+        record = data[position + len(digits) + 1 : position + length]
         key, equals, value = record.partition(b"=")
-        if not equals or not value.endswith(b"\n") or place + length > len(data):
+        if not equals or not value.endswith(b"\n") or position + length > len(data):
             raise tarfile.ReadError("a damaged header: its records do not follow each other")
         if key.startswith(b"GNU.sparse"):
             raise tarfile.ReadError("a sparse file, which is not supported")
-        place += length
+        position += length
     if LONG_NUMBER.search(data):
         raise tarfile.ReadError("a damaged header: a number in its records is too long")
 
 
-def _check_end(file: BinaryIO, at: int) -> None:
-    """Raises ReadError unless only empty blocks follow, and at least two."""
-    file.seek(at)
+def _check_end(file: BinaryIO, offset: int) -> None:
+    """Raises ReadError unless at least two empty blocks follow, and nothing else."""
+    file.seek(offset)
     size, step = 0, 1 << 16
     while data := file.read(step):
         if any(data):
             damaged = size == 0 and any(data[: tarfile.BLOCKSIZE])
             what = "a damaged header" if damaged else "data after the end"
-            raise tarfile.ReadError(f"{what} at byte {at}")
+            raise tarfile.ReadError(f"{what} at byte {offset}")
         size += len(data)
     if size < 2 * tarfile.BLOCKSIZE:
         raise tarfile.ReadError("truncated: the end of the archive is missing")

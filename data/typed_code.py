@@ -1,4 +1,4 @@
-"""Code that a command line names, looked for without importing it: that may take seconds."""
+"""Looks for the code named on a command line, without importing it, which may take seconds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_code(source: str) -> None:
         tree = ast.parse(Path(str(spec.origin)).read_bytes())
     except (OSError, SyntaxError, ValueError):  # importing it reports the error
         return
-    names = {*_bound(tree)}
+    names = {*_defined_names(tree)}
     wanted = attribute.partition(".")[0]
     if wanted in names or "*" in names or names & DYNAMIC:
         return
@@ -42,7 +42,7 @@ def check_code(source: str) -> None:
 
 
 def _spec_of(source: str, name: str) -> ModuleSpec | None:
-    """A module's place; None if only an import can find it, `UsageError` if there is none."""
+    """Returns a module's spec; None if only an import can find it. UsageError if it is missing."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     package, *parts = name.split(".")
@@ -52,18 +52,18 @@ def _spec_of(source: str, name: str) -> ModuleSpec | None:
         return None
     if spec is None:
         raise no_module(source, package)
-    for at, _ in enumerate(parts, 1):
+    for depth, _ in enumerate(parts, 1):
         if spec is None or spec.submodule_search_locations is None:
             return None
-        whole, origin = ".".join((package, *parts[:at])), str(spec.origin)
-        spec = PathFinder.find_spec(whole, [*spec.submodule_search_locations])
-        if spec is None and origin.endswith("__init__.py") and whole not in sys.modules:
-            raise no_module(source, whole)
+        full_name, origin = ".".join((package, *parts[:depth])), str(spec.origin)
+        spec = PathFinder.find_spec(full_name, [*spec.submodule_search_locations])
+        if spec is None and origin.endswith("__init__.py") and full_name not in sys.modules:
+            raise no_module(source, full_name)
     return spec
 
 
-def _bound(tree: ast.Module) -> Iterator[str]:
-    """Every name that a module's text may define, and the functions it calls that may add more."""
+def _defined_names(tree: ast.Module) -> Iterator[str]:
+    """Yields names that a module's text may define, and functions it calls that may define more."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):

@@ -33,7 +33,7 @@ def no_module(source: str, name: str) -> UsageError:
 
 
 def module_of(name: str) -> ModuleType:
-    """Imports a module by name, also from the current directory; passes its exceptions on."""
+    """Imports a module by name, also from the current directory; raises its exceptions."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     return importlib.import_module(name.partition(":")[0])
@@ -48,7 +48,7 @@ def attribute_of(module: ModuleType, name: str) -> Any:
 
 
 def callable_named(source: str, what: str) -> Callable[..., Any]:
-    """Returns the callable of a name; import errors of the user's code become UsageError.
+    """Returns the callable with a name; import errors of the user's code become UsageError.
 
     `what` describes it in messages: `a factory`.
     """

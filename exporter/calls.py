@@ -1,4 +1,4 @@
-"""Calls on a bundle: `build` compiles engines of its graphs, `verify` checks it."""
+"""Calls on a bundle: `build` compiles engines for its graphs, `verify` checks it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @takes(BuildRequest)
 def build(bundle: Bundle | AnyPath, options: BuildRequest) -> Bundle:
-    """Compiles the engines of a bundle's graphs into it; returns it with its new manifest.
+    """Compiles engines for a bundle's graphs, adds them to it, and returns the new bundle.
 
     Raises:
         UsageError: before anything is built, if an option is invalid.
         MissingExtraError: before anything is built, if a package is missing.
-        EngineError: a graph cannot be built, or its build fails.
+        EngineError: no engine can be built for a graph, or a build fails.
     """
     plans = build_plan(bundle, options)
     build_engines(bundle, plans, rebuild=options.rebuild, progress=options.progress)
@@ -58,9 +58,9 @@ def build_engines(
     rebuild: bool = False,
     progress: Progress | None = None,
 ) -> list[EnginePlan]:
-    """Compiles the engines of `build_plan` into a bundle; returns each, and whether it existed.
+    """Adds the planned engines to a bundle; returns each, with its record in the manifest.
 
-    Raises what `build` raises.
+    Raises the errors of `build`.
     """
     if not isinstance(bundle, Bundle) and url_of(bundle) is not None:
         raise UsageError(
@@ -78,7 +78,7 @@ def build_engines(
         plans,
         progress,
         rebuild=rebuild,
-        describe=lambda place, manifest: with_readme(place, manifest, tuple(STEPS)),
+        describe=lambda root, manifest: with_readme(root, manifest, tuple(STEPS)),
     )
 
 

@@ -1,4 +1,4 @@
-"""The door for plugins that distribute work to other machines if their options request it."""
+"""The registry of plugins that distribute work to other machines if their options request it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Executor:
-    """Nodes that calibrate, measure and evaluate.
+    """Runs calibrations, benchmarks and evaluations on other machines.
 
     `asked` returns whether a request's options select them (`Request.asked`); it raises
-    `UsageError` for contradictory ones. `calibrate` and `bench` do the same as the calls of those
-    names, with models and data given by path. `earlier` reads the results in a folder that `bench`
-    wrote, by kind of node; `shown` is their table; `compared` returns what changed since then, and
-    an error if a row is slower by more than a share. `evaluating` yields an evaluator of a search's
-    graphs. The request and the results of a benchmark are those of `bench`.
+    `UsageError` for contradictory ones. `calibrate` and `bench` do the same as the functions of
+    those names, with models and data given by path. `earlier` reads the results in a folder that
+    `bench` wrote, by kind of node; `shown` formats them as a table; `compared` returns what changed
+    since then, and an error if a row is slower by more than the given share. `evaluating` opens an
+    evaluator for a search's graphs. `bench` has the request and the results of the core's `bench`.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Executor:
 
 
 EXECUTORS = Registry("moexport.executors", Executor)
-"""All come from plugins."""
+"""All executors come from plugins."""
 
 
 def executor_of(request: Request) -> Executor | None:

@@ -1,4 +1,4 @@
-"""The main job, top to bottom: trace, ranges, plan, write, check against PyTorch, engines, steps.
+"""The export, from top to bottom: trace, ranges, plan, write, parity, engines, added steps.
 
 Invalid requests are refused first, in `exporter.job.export_job`; the bundle appears at its
 destination only when it is complete.
@@ -79,13 +79,13 @@ def plan(model: AnyModel, destination: AnyPath, options: ExportOptions) -> Plan:
     requested = with_plugins(replace(options, destination=Path(destination), force=True))
     job = export_job(_loading(model, options), requested)
     if job.options.data is not None and job.options.verify:
-        compared_inputs(job)  # reads the first
+        compared_inputs(job)  # reads the first batch
         _answers(job)
     return plan_job(job, options.progress)
 
 
 def _loading(model: AnyModel, options: ExportOptions) -> Callable[[], Model]:
-    """A function that loads the model, and only then readers and families."""
+    """A function that imports readers and families, and loads the model, when it is called."""
 
     def loaded() -> Model:
         from .checkpoints.load import model_of
@@ -98,11 +98,11 @@ def _loading(model: AnyModel, options: ExportOptions) -> Callable[[], Model]:
 def write_bundle(
     job: ExportJob, progress: Progress | None = None, traced: ir.Model | None = None
 ) -> Bundle:
-    """Does a job: writes a verified bundle to its destination and returns it.
+    """Runs a job: writes a verified bundle to its destination and returns it.
 
-    `traced` is its model's trace, if it was made before. A graph that is valid for too few token
-    counts is written again, traced with more tokens or limited to the valid counts. Raises what
-    `export` raises, and leaves nothing behind on failure.
+    `traced` is the trace of the job's model, if there is one. A graph that is valid for too few
+    token counts is written again, traced with more tokens or limited to the valid counts. Raises
+    the errors of `export`, and leaves nothing behind on failure.
     """
     progress, options = progress or Silent(), job.options
     with job.model.source.reporting_changes():
@@ -115,7 +115,7 @@ def write_bundle(
             job = replace(job, options=replace(options, data=data))
         if options.verify:
             first = next(compared_inputs(job))
-            job, traced = with_trace(job, progress, traced)  # before a run: its errors are clearer
+            job, traced = with_trace(job, progress, traced)  # first: its errors are clearer
         threads = options.threads
         if threads is None and options.verify:
             threads = _fastest_threads(job, first, progress)
@@ -124,15 +124,15 @@ def write_bundle(
             try:
                 return _write(job, progress, traced, answers)
             except TokensError as error:
-                missed = error
-            if missed.tokens > job.traced_sizes.get("tokens", missed.tokens):
-                # A network that works in blocks is traced with several: that may be valid for all.
+                caught = error
+            if caught.tokens > job.traced_sizes.get("tokens", caught.tokens):
+                # For a network that works in blocks, a trace of several may be valid for all.
                 with suppress(TraceError, ParityError, UsageError):
-                    more, other = with_trace(job, progress, tokens=missed.tokens)
-                    return _write(more, progress, other, answers)
-            if options.token_counts != DEFAULT_TOKENS or missed.valid is None:
-                raise missed
-            return _write(of_tokens(job, *missed.valid, missed.message), progress, traced, answers)
+                    retraced_job, retraced = with_trace(job, progress, tokens=caught.tokens)
+                    return _write(retraced_job, progress, retraced, answers)
+            if options.token_counts != DEFAULT_TOKENS or caught.valid is None:
+                raise caught
+            return _write(of_tokens(job, *caught.valid, caught.message), progress, traced, answers)
 
 
 def _fastest_threads(job: ExportJob, first: Fields, progress: Progress) -> int:
@@ -157,16 +157,16 @@ def _write(
 ) -> Bundle:
     """Plans, writes and checks the bundle of a job: one attempt of `write_bundle`.
 
-    `answers` are those of the untouched model on its data.
+    `answers` are those of the untouched model on the job's data.
     """
     planned = plan_job(job, progress, traced)
     job, options, weights_bytes = planned.job, planned.job.options, planned.weights_bytes
-    place, force = options.destination, options.force
-    assert place is not None, "an export has a destination"
+    destination, force = options.destination, options.force
+    assert destination is not None, "an export has a destination"
     steps = steps_of(job.model, options)
     copies = 1 + sum(step.copies for step in steps)
-    check_destination(place, force=force, needed_bytes=copies * weights_bytes)
-    with atomic_directory(place, force=force) as directory:
+    check_destination(destination, force=force, needed_bytes=copies * weights_bytes)
+    with atomic_directory(destination, force=force) as directory:
         progress.step("writing weights and graphs", total=weights_bytes)
         rounded = rounded_graph(planned)  # for comparison only
         written = replace(planned, graphs=(*planned.graphs, *rounded))
@@ -197,7 +197,7 @@ def _write(
 
         manifest = with_readme(directory, manifest, steps)
         (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-    return Bundle(place, manifest)
+    return Bundle(destination, manifest)
 
 
 def _write_ranges_and_substitutes(planned: Plan, directory: Path) -> None:
@@ -216,7 +216,7 @@ def _write_ranges_and_substitutes(planned: Plan, directory: Path) -> None:
 def plan_job(
     job: ExportJob, progress: Progress | None = None, traced: ir.Model | None = None
 ) -> Plan:
-    """Returns the plan of a job, for which its model is traced; writes nothing."""
+    """Traces the model of a job and returns the job's plan; writes nothing."""
     progress = progress or Silent()
     job, traced = with_trace(job, progress, traced)
     table = found_ranges(job, traced, progress)
@@ -233,7 +233,7 @@ def found_ranges(
 ) -> CalibrationTable | None:
     """Returns the ranges of a job: those given, those found now, or None if it needs none.
 
-    `traced` is the trace of its model, in which ranges are observed.
+    `traced` is the trace of the job's model; ranges are observed in it.
     """
     if job.calibration is None:
         return job.table

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .model import Model
 
 Example = Inputs | str | Path
-"""Inputs [b, …] of a user's own network, or their place: only the first few are used."""
+"""Inputs [b, …] of a user's own network, or their path: only the first few are used."""
 
 
 class Ports(Protocol):
@@ -36,20 +36,20 @@ class Ports(Protocol):
 
 
 def again(count: int, size: int, together: int = 1) -> np.ndarray:
-    """Returns the indices of `size` of `count` inputs: all in order, then again from another start.
+    """Returns `size` indices into `count` inputs: all in order, then again from other starts.
 
     The starts follow the Thue–Morse sequence: if inputs were repeated at a constant distance, a
-    graph that computes an earlier block instead of a later one would pass. Inputs that are computed
-    `together` stay together.
+    graph that computes an earlier block instead of a later one would pass. Groups of `together`
+    inputs, which are computed together, are not split.
     """
     groups = max(1, count // together)
-    rows = left = np.arange(-(-size // together))
-    while groups > 1 and left.any():
-        left = left // groups
-        rows = rows + left
-    first = rows % groups * together
-    inputs: np.ndarray = (first[:, None] + np.arange(together)).ravel()[:size]
-    return inputs
+    rows = quotient = np.arange(-(-size // together))
+    while groups > 1 and quotient.any():
+        quotient = quotient // groups
+        rows = rows + quotient
+    starts = rows % groups * together
+    indices: np.ndarray = (starts[:, None] + np.arange(together)).ravel()[:size]
+    return indices
 
 
 SAMPLES = 8
@@ -66,14 +66,13 @@ SIZES = {
 }
 """The sizes of dynamic axes in random inputs; none is a size that was traced."""
 
-
 WHOLE = ("uint8", "int8", "int16", "int32", "int64")
 """The types of whole numbers that an input may have, besides float32 and bool."""
 
 
-def by_name(inputs: Inputs, ports: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
-    """Returns inputs by name: a single array is the first of `ports`."""
-    return dict(inputs) if isinstance(inputs, Mapping) else {ports[0].name: inputs}
+def by_name(inputs: Inputs, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
+    """Returns inputs by name; a single array is the first of the model's inputs."""
+    return dict(inputs) if isinstance(inputs, Mapping) else {specs[0].name: inputs}
 
 
 def tensor_of(x: Any) -> Any | None:
@@ -93,98 +92,98 @@ def tensor_of(x: Any) -> Any | None:
 
 
 def completed(
-    inputs: Inputs, ports: Sequence[TensorSpec], where: str = ""
+    inputs: Inputs, specs: Sequence[TensorSpec], where: str = ""
 ) -> dict[str, np.ndarray]:
-    """Returns an array for every input of a model or graph, in their order.
+    """Returns an array for every input of a model or graph, in the order of those inputs.
 
-    An array is the first input, and missing inputs get their defaults. Raises `FeedError` for an
-    unknown name, and for a missing input that has no default.
+    A single array is the first input, and missing inputs get their defaults. Raises `FeedError` for
+    an unknown name, and for a missing input that has no default.
     """
-    arrays = by_name(inputs, ports)
-    known = {port.name for port in ports}
+    arrays = by_name(inputs, specs)
+    known = {spec.name for spec in specs}
     for name in arrays.keys() - known:
         raise FeedError(
             f"{where}the model has no input '{name}'", hint=f"it has {', '.join(sorted(known))}"
         )
-    sizes = _sizes(arrays, ports)
-    for port in ports:
-        if port.name not in arrays:
-            arrays[port.name] = _default(port, sizes, arrays, where)
-        elif port.default == "zeros":
-            arrays[port.name] = _strengths(arrays[port.name], port, sizes, where)
-    _check_sums(ports, sizes, where)
-    return {port.name: arrays[port.name] for port in ports}
+    sizes = _sizes(arrays, specs)
+    for spec in specs:
+        if spec.name not in arrays:
+            arrays[spec.name] = _default(spec, sizes, arrays, where)
+        elif spec.default == "zeros":
+            arrays[spec.name] = _strengths(arrays[spec.name], spec, sizes, where)
+    _check_sums(specs, sizes, where)
+    return {spec.name: arrays[spec.name] for spec in specs}
 
 
-def _check_sums(ports: Sequence[TensorSpec], sizes: Mapping[str, int], where: str) -> None:
+def _check_sums(specs: Sequence[TensorSpec], sizes: Mapping[str, int], where: str) -> None:
     """Raises `FeedError` if a sum of axes, such as `past + tokens`, exceeds its limit."""
-    for axis, most in (pair for port in ports for pair in port.limits.items()):
+    for axis, limit in (pair for spec in specs for pair in spec.limits.items()):
         past, plus, new = axis.partition(" + ")
         if not plus or past not in sizes or not (new in sizes or new.isdecimal()):
             continue
-        more = int(new) if new.isdecimal() else sizes[new]  # it may be a constant of the graph
-        if sizes[past] + more > most:
+        added = int(new) if new.isdecimal() else sizes[new]  # the size may be a constant
+        if sizes[past] + added > limit:
             raise FeedError(
-                f"{where}the cache has {sizes[past]} tokens and {more} more are given, but the "
-                f"model has only {most} positions",
+                f"{where}the cache has {sizes[past]} tokens and {added} more are given, but the "
+                f"model has only {limit} positions",
                 hint="start again without a cache, with the last tokens as a new prompt",
             )
 
 
 def _strengths(
-    strengths: np.ndarray, port: TensorSpec, sizes: Mapping[str, int], where: str
+    strengths: np.ndarray, spec: TensorSpec, sizes: Mapping[str, int], where: str
 ) -> np.ndarray:
-    """Strengths [b, s]; strengths [s] apply to every input."""
+    """The strengths as [b, s]: strengths [s] apply to every input."""
     array = np.asarray(strengths)
     if array.dtype.kind in "fiu" and not np.isfinite(array).all():
         raise FeedError(
-            f"{where}input '{port.name}' contains a strength that is not finite",
+            f"{where}input '{spec.name}' contains a strength that is not finite",
             hint="0 leaves an expert out of the steering",
         )
     if array.ndim != 1:
         return array
-    batch = port.shape[0]
+    batch = spec.shape[0]
     rows = sizes.get(batch, 1) if isinstance(batch, str) else batch
     return np.broadcast_to(array, (rows, len(array)))
 
 
-def _sizes(arrays: Mapping[str, np.ndarray], ports: Sequence[TensorSpec]) -> dict[str, int]:
+def _sizes(arrays: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) -> dict[str, int]:
     """The sizes of the named axes that arrays determine; a missing past has length 0."""
     sizes = {"past": 0}
-    for port in ports:
-        array = arrays.get(port.name)
-        if array is not None and array.ndim == len(port.shape):
+    for spec in specs:
+        array = arrays.get(spec.name)
+        if array is not None and array.ndim == len(spec.shape):
             sizes |= {
-                a: n for a, n in zip(port.shape, array.shape, strict=True) if isinstance(a, str)
+                a: n for a, n in zip(spec.shape, array.shape, strict=True) if isinstance(a, str)
             }
     return sizes
 
 
 def _default(
-    port: TensorSpec,
+    spec: TensorSpec,
     sizes: Mapping[str, int],
     arrays: Mapping[str, np.ndarray],
     where: str,
 ) -> np.ndarray:
     try:
-        shape = port.concrete(sizes)
+        shape = spec.concrete(sizes)
     except KeyError:
         shape = None
-    if port.default is None or shape is None:
+    if spec.default is None or shape is None:
         raise FeedError(
-            f"{where}the input '{port.name}' is missing",
+            f"{where}the input '{spec.name}' is missing",
             hint="give arrays by name, each as `moexport inspect` lists it",
         )
-    if port.default == "ones":
-        return np.ones(shape, dtype=port.dtype)
-    if port.default in ("empty", "zeros"):
-        return np.zeros(shape, dtype=port.dtype)
+    if spec.default == "ones":
+        return np.ones(shape, dtype=spec.dtype)
+    if spec.default in ("empty", "zeros"):
+        return np.zeros(shape, dtype=spec.dtype)
     mask = next((a for name, a in arrays.items() if name.endswith("mask")), None)
     if mask is None:
         first = sizes.get("past", 0)
-        return np.broadcast_to(np.arange(first, first + shape[-1]), shape).astype(port.dtype)
-    counted = np.maximum(np.cumsum(mask, axis=1) - 1, 0)[:, -shape[-1] :]
-    return np.asarray(counted, dtype=port.dtype)
+        return np.broadcast_to(np.arange(first, first + shape[-1]), shape).astype(spec.dtype)
+    positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)[:, -shape[-1] :]
+    return np.asarray(positions, dtype=spec.dtype)
 
 
 def parity_batches(
@@ -198,41 +197,41 @@ def parity_batches(
 ) -> Iterator[Fields]:
     """Returns inputs for the comparison, `SAMPLES` at a time, or in batches of a fixed size.
 
-    Batches are multiples of the smallest size, and random inputs have a token count within
-    `ranges`. With `tiny`, inputs of Soft MoE have tokens that are almost zero (`_with_tiny`).
-
-    They are up to `count` inputs of `data`, otherwise the model's own example or random inputs with
-    a constant seed; `fixed` is `ExportJob.fixed`. The first ones are read by the call, which raises
-    `FeedError` if they do not fit.
+    They are up to `count` inputs of `data` if given; otherwise the model's own example, or random
+    inputs with a constant seed and a token count within `ranges`. `fixed` is `ExportJob.fixed`.
+    Batch sizes are multiples of the smallest one. With `tiny`, inputs of Soft MoE have tokens that
+    are almost zero (`_with_tiny`). Raises `FeedError` at once if the first batch does not fit.
     """
-    least = fixed.get(BATCH) or max(model.batch_of, ranges[BATCH].min if BATCH in ranges else 1)
+    least = ranges[BATCH].min if BATCH in ranges else 1
+    smallest = fixed.get(BATCH) or max(model.batch_of, least)
     if data is not None:
-        return _feed_batches(model, data, count, fixed, least)
-    rows = fixed.get(BATCH, -(-SAMPLES // least) * least)
+        return _feed_batches(model, data, count, fixed, smallest)
+    rows = fixed.get(BATCH, -(-SAMPLES // smallest) * smallest)
     within = {axis: sizes.nearest(SIZES[axis]) for axis, sizes in ranges.items() if axis in SIZES}
     arrays = random_arrays(model, rows, {**SIZES, **within, **fixed})
     if model.example is not None and BATCH not in fixed:
         given = by_name(model.example, model.inputs)
-        own = {spec.name: given[spec.name].astype(spec.dtype) for spec in model.inputs}
+        example = {spec.name: given[spec.name].astype(spec.dtype) for spec in model.inputs}
         if "tokens" in ranges:
-            tokens = own[model.input.name].shape[model.input.shape.index("tokens")]
+            tokens = example[model.input.name].shape[model.input.shape.index("tokens")]
             nearest = ranges["tokens"].nearest(tokens)
             if nearest != tokens:
-                own = of_tokens(model, own, row_count(own), nearest, random=False)
+                example = of_tokens(model, example, row_count(example), nearest, random=False)
         varies = len(model.input.dynamic_axes) > 1  # then other lengths are compared as well
-        return iter([_repeated(own, least), arrays] if varies else [_repeated(own, least)])
+        example = _repeated(example, smallest)
+        return iter([example, arrays] if varies else [example])
     return iter([_with_tiny(arrays, model) if tiny else arrays])
 
 
 TINY = 2.0**-20
-"""Far below an epsilon of 1e-5, and far above one of 1e-12; a power of 2 rounds nothing."""
+"""Far below an epsilon of 1e-5, and far above one of 1e-12; a power of 2 scales exactly."""
 
 
 def _with_tiny(arrays: Fields, model: Model) -> Fields:
-    """The inputs, the last of which ends in tiny tokens, or rows of an image.
+    """The inputs; for Soft MoE, the last one ends in tiny tokens, or tiny rows of an image.
 
-    Only with such tokens does the epsilon of a router or norm make a difference. Only for Soft MoE:
-    a router that reads each token by itself would score all experts alike.
+    Only with such tokens does the epsilon of a router or norm make a difference. Other inputs are
+    unchanged: a router that reads each token by itself would give all experts the same score.
     """
     name = model.input.name
     x = arrays[name]
@@ -244,9 +243,9 @@ def _with_tiny(arrays: Fields, model: Model) -> Fields:
     return {**arrays, name: x}
 
 
-def _repeated(arrays: Fields, least: int) -> Fields:
-    """The inputs, repeated if there are fewer than the smallest batch."""
-    rows = np.arange(max(least, row_count(arrays))) % row_count(arrays)
+def _repeated(arrays: Fields, smallest: int) -> Fields:
+    """The inputs, repeated if there are fewer than the smallest batch needs."""
+    rows = np.arange(max(smallest, row_count(arrays))) % row_count(arrays)
     return {name: array[rows] for name, array in arrays.items()}
 
 
@@ -255,8 +254,8 @@ def of_tokens(
 ) -> dict[str, np.ndarray]:
     """Returns inputs with a given number of rows and tokens: `random` ones, or those of `inputs`.
 
-    Tokens of `inputs` are repeated as by `again`, and floats are scaled slightly, so that no two
-    are equal. Masks and positions follow from the tokens.
+    Tokens of `inputs` are repeated in the order of `again`, and floats are scaled slightly, so that
+    no two are equal. Masks and positions follow from the tokens.
     """
     limits = model.limits
     sizes = {**SIZES, "tokens": tokens}
@@ -264,22 +263,22 @@ def of_tokens(
         sizes[PAST_AXIS] = min(SIZES[PAST_AXIS], limits[f"{PAST_AXIS} + tokens"] - tokens)
     if random:
         return random_arrays(model, rows, sizes)
-    taken: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     generator = np.random.default_rng(SEED)
     for spec in model.inputs:
         if spec.default in ("ones", "positions") or spec.name not in inputs:
             continue
         array = inputs[spec.name]
         array = array[np.arange(rows) % len(array)]
-        for at, axis in enumerate(spec.shape):
+        for i, axis in enumerate(spec.shape):
             if axis == "tokens":
-                array = np.take(array, again(array.shape[at], tokens), axis=at)
+                array = np.take(array, again(array.shape[i], tokens), axis=i)
                 if array.dtype.kind == "f":
                     array = array * generator.uniform(0.9, 1.1, array.shape).astype(array.dtype)
             elif axis == PAST_AXIS:
-                array = np.take(array, np.arange(min(array.shape[at], sizes[PAST_AXIS])), axis=at)
-        taken[spec.name] = array
-    return completed(taken, model.inputs)
+                array = np.take(array, np.arange(min(array.shape[i], sizes[PAST_AXIS])), axis=i)
+        arrays[spec.name] = array
+    return completed(arrays, model.inputs)
 
 
 def _feed_batches(
@@ -303,17 +302,18 @@ def _feed_batches(
         first = _repeated(first, batch)
     if row_count(first) < batch:
         raise FeedError(
-            f"--data: the model computes {batch} inputs together, the feed has {row_count(first)}"
+            f"--data: the model computes {batch} inputs together, but the feed has "
+            f"{row_count(first)}"
         )
 
-    def rest() -> Iterator[Fields]:
+    def batches() -> Iterator[Fields]:
         yield rows_between(first, 0, row_count(first) // batch * batch)
         for x in parts:
-            whole = rows_between(x, 0, row_count(x) // batch * batch)
-            if row_count(whole):
-                yield fitted_arrays(whole, model, fixed)
+            filled = rows_between(x, 0, row_count(x) // batch * batch)
+            if row_count(filled):
+                yield fitted_arrays(filled, model, fixed)
 
-    return rest()
+    return batches()
 
 
 def fitted_arrays(
@@ -355,12 +355,12 @@ def feed_batches(model: Model, data: Feed) -> Iterator[Fields]:
 def fitted(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int] | None = None) -> np.ndarray:
     """Returns inputs with the model's axes and dtype; `FeedError` if that is impossible."""
     x, sizes = with_axes(x, spec), fixed or {}
-    # Any number of inputs: batches are made of them.
-    wanted = [sizes.get(str(size), size) for size in spec.shape[1:]]
-    check_array(x, replace(spec, shape=("batch", *wanted)), "--data: ", feed=True)
+    # Their number does not matter: they are batched later.
+    shape = [sizes.get(str(size), size) for size in spec.shape[1:]]
+    check_array(x, replace(spec, shape=("batch", *shape)), "--data: ", feed=True)
     if len(x) < sizes.get("batch", 0):
         raise FeedError(
-            f"--data: --batch {sizes['batch']} needs that many inputs, the feed has {len(x)}"
+            f"--data: --batch {sizes['batch']} needs that many inputs, but the feed has {len(x)}"
         )
     return x.astype(spec.dtype, copy=False)
 
@@ -370,24 +370,24 @@ def random_arrays(
 ) -> dict[str, np.ndarray]:
     """Returns standard normal inputs [count, …], fewer if `count` would take too much memory.
 
-    Integer inputs are drawn uniformly from the values that the model accepts, or, if these are
-    unknown, from its example, like further inputs (a time, a weight). A mask hides the end of every
-    second input, or with a cache its beginning.
+    Integer inputs are drawn uniformly from the values that the model accepts or, if these are
+    unknown, from its example; so are inputs other than the first (a time, a weight). A mask hides
+    the end of every second input or, with a cache, its beginning.
     """
     limits = model.limits
     within = {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
-    for (first, _, second), most in ((axis.partition(" + "), m) for axis, m in limits.items()):
+    for (first, _, second), limit in ((axis.partition(" + "), m) for axis, m in limits.items()):
         if second:  # the sum has its own limit
-            within[first] = min(within[first], most // 2)
-            within[second] = min(within[second], most - within[first])
+            within[first] = min(within[first], limit // 2)
+            within[second] = min(within[second], limit - within[first])
     shapes = {spec.name: spec.concrete({**within, "batch": count}) for spec in model.inputs}
     input_bytes = max(4 * int(np.prod(shape[1:], dtype=np.int64)) for shape in shapes.values())
-    fitting = count if "batch" in sizes else max(1, min(count, MAX_BYTES // input_bytes))
+    rows = count if "batch" in sizes else max(1, min(count, MAX_BYTES // input_bytes))
     random = np.random.default_rng(SEED)
     examples = {} if model.example is None else by_name(model.example, model.inputs)
     arrays: dict[str, np.ndarray] = {}
     for spec in model.inputs:
-        shape = (fitting, *shapes[spec.name][1:])
+        shape = (rows, *shapes[spec.name][1:])
         if spec.below is not None:
             arrays[spec.name] = random.integers(0, spec.below, shape)
         elif spec.name in examples and (
@@ -418,13 +418,13 @@ def with_axes(x: np.ndarray, spec: TensorSpec) -> np.ndarray:
 
 
 PAST_AXIS = "past"
-"""The axis of a cache: how many tokens came before."""
+"""The axis of a cache, whose size is the number of earlier tokens."""
 
 
 def check_given(k: object, *, takes_k: bool, what: str) -> None:
-    """Raises `UsageError` for a k that `what` (a graph, an engine) has no input for, or needs.
+    """Raises `UsageError` if k is not a number, is given without an input for it, or is missing.
 
-    Also if k is not a number.
+    `what` has the input: a graph or an engine.
     """
     if k is not None and (isinstance(k, bool) or not isinstance(k, Real) or not math.isfinite(k)):
         raise UsageError(f"k = {k!r}: one whole number is expected", hint="for example k=2")
@@ -442,63 +442,63 @@ def check_given(k: object, *, takes_k: bool, what: str) -> None:
         )
 
 
-def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool = False) -> None:
-    """Raises `FeedError` for an array that an input of a graph or model cannot take.
+def check_array(x: np.ndarray, spec: TensorSpec, where: str = "", *, feed: bool = False) -> None:
+    """Raises `FeedError` for an array that does not fit an input of a graph or model.
 
-    Axes of `port` that are not integers are dynamic. Whole numbers are cast to whole numbers and
-    floats to floats, so widths may differ if the values fit. In a `feed`, whole numbers may also
-    be used as floats, and NaN or Inf is refused. `where` names the array's source.
+    Axes of `spec` that are not integers are dynamic. Whole numbers are cast to whole numbers and
+    floats to floats, so their widths may differ if the values fit. In a `feed`, whole numbers may
+    also be used as floats, and NaN or Inf is refused. `where` names the array's source.
     """
-    what, whole = f"{where}input '{port.name}'", port.dtype in WHOLE
-    kinds = "iu" if whole else "b" if port.dtype == "bool" else "fbiu" if feed else "f"
-    if not fits(x.shape, port.shape) or x.dtype.kind not in kinds:
+    what, is_integer = f"{where}input '{spec.name}'", spec.dtype in WHOLE
+    kinds = "iu" if is_integer else "b" if spec.dtype == "bool" else "fbiu" if feed else "f"
+    if not fits(x.shape, spec.shape) or x.dtype.kind not in kinds:
         from .checks.shapes import shape_hint  # needed for errors only
 
         raise FeedError(
-            f"{what} needs {port.dtype} {shape_text(port.shape)}, not {x.dtype.name} "
+            f"{what} needs {spec.dtype} {shape_text(spec.shape)}, not {x.dtype.name} "
             f"{shape_text(x.shape)}",
-            hint=f"cast the array: x = x.astype('{port.dtype}')"
-            if fits(x.shape, port.shape)
-            else shape_hint(x.shape, port.shape),
+            hint=f"cast the array: x = x.astype('{spec.dtype}')"
+            if fits(x.shape, spec.shape)
+            else shape_hint(x.shape, spec.shape),
         )
     if isinstance(x, np.ma.MaskedArray):  # graphs have no masks: hidden values would be used
         raise FeedError(f"{what} is a masked array", hint="replace its hidden values: x.filled(0)")
-    # Some kernels of ONNX Runtime divide by the size of an axis, which ends the process. A cache is
-    # empty at first, which its kernels allow.
-    sizes = [1 if axis == PAST_AXIS else n for n, axis in zip(x.shape, port.shape, strict=True)]
+    # Some kernels of ONNX Runtime divide by the size of an axis: a size of 0 ends the process. The
+    # kernels for a cache allow an empty one.
+    sizes = [1 if axis == PAST_AXIS else n for n, axis in zip(x.shape, spec.shape, strict=True)]
     if 0 in (sizes[1:] if feed else sizes):
-        at = sizes.index(0)
-        hint = f"its axis {port.shape[at]} is at least 1" if at else "give at least one input"
-        hint = f"leave such inputs out of the feed: {hint}" if feed and at else hint
+        index = sizes.index(0)
+        hint = f"its axis {spec.shape[index]} is at least 1" if index else "give at least one input"
+        hint = f"leave such inputs out of the feed: {hint}" if feed and index else hint
         raise FeedError(f"{what} is empty: {shape_text(x.shape)}", hint=hint)
-    for axis, most in port.limits.items():
-        size = x.shape[port.shape.index(axis)] if axis in port.shape else 0
-        if size > most:
+    for axis, limit in spec.limits.items():
+        size = x.shape[spec.shape.index(axis)] if axis in spec.shape else 0
+        if size > limit:
             raise FeedError(
-                f"{what} has {size} {axis}, but the model accepts at most {most}",
-                hint=f"cut the inputs to {most} {axis}",
+                f"{what} has {size} {axis}, but the model accepts at most {limit}",
+                hint=f"cut the inputs to {limit} {axis}",
             )
-    if port.groups_of is not None and not feed and len(x) % port.groups_of:
+    if spec.groups_of is not None and not feed and len(x) % spec.groups_of:
         raise FeedError(
-            f"{what} has {len(x)} inputs, but the model computes {port.groups_of} together",
-            hint=f"give a multiple of {port.groups_of} inputs",
+            f"{what} has {len(x)} inputs, but the model computes {spec.groups_of} together",
+            hint=f"give a multiple of {spec.groups_of} inputs",
         )
-    if port.below is not None and whole and x.size:
+    if spec.below is not None and is_integer and x.size:
         low, high = int(x.min()), int(x.max())
-        if low < 0 or high >= port.below:
+        if low < 0 or high >= spec.below:
             raise FeedError(
                 f"{what} contains {low if low < 0 else high}, but the model accepts only 0 to "
-                f"{port.below - 1}",
+                f"{spec.below - 1}",
                 hint="use the tokenizer that the model was trained with",
             )
-    if whole and x.size and not np.can_cast(x.dtype, port.dtype):
-        limits = np.iinfo(port.dtype)
+    if is_integer and x.size and not np.can_cast(x.dtype, spec.dtype):
+        limits = np.iinfo(spec.dtype)
         wrong = next(
             (v for v in (int(x.min()), int(x.max())) if not limits.min <= v <= limits.max), None
         )
         if wrong is not None:
             raise FeedError(
-                f"{what} contains {wrong}, but {port.dtype} has {limits.min} to {limits.max}",
+                f"{what} contains {wrong}, but {spec.dtype} has {limits.min} to {limits.max}",
                 hint="cast the array to the type of the network's example",
             )
     if feed and x.dtype.kind == "f" and not np.isfinite(x).all():

@@ -28,14 +28,14 @@ from .model import Model
 from .refusals import TOKEN_AXES
 from .requests import InspectRequest
 
-SHARES = (1, 2, 4, 8)
+DENOMINATORS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
     """One MoE layer: sizes, and the tokens it processes for one input.
 
-    For a muMoE layer also the experts of each level, their number of `combinations`, the form and
+    A muMoE layer also has the experts of each level, their number of `combinations`, the form and
     `ranks` of each tensor, and `expert_rank`, the largest rank that an expert's matrix can have
     (Table 5 of the muMoE paper).
     """
@@ -139,9 +139,9 @@ def _report_on(model: Model, data: Feed | None, tokens: int | None) -> ModelRepo
 
         found = answers_of(model, data)
         answers = () if found is None else tuple(texts(found, model))
-    # For a user's own network, data are first its example: it may have no muMoE layers.
-    mixing = any(layer.spec.rewritable for layer in model.layers.values())
-    counted = mixing or (not answers and not model.host.own_code)
+    # For a user's own network, data may serve only as its example: it needs no muMoE layers.
+    mixes = any(layer.spec.rewritable for layer in model.layers.values())
+    counts_coefficients = mixes or (not answers and not model.host.own_code)
     layers = tuple(
         _layer_report(name, layer, counted_tokens[name]) for name, layer in model.layers.items()
     )
@@ -159,7 +159,7 @@ def _report_on(model: Model, data: Feed | None, tokens: int | None) -> ModelRepo
         layers=layers,
         costs=_costs(model, counted_tokens),
         notes=model.notes,
-        support=support(model, data) if counted and data is not None else (),
+        support=support(model, data) if counts_coefficients and data is not None else (),
         macs=None if backbone_macs is None else backbone_macs + moe_macs,
         moe_macs=moe_macs,
         equivalents=tuple(_equivalents(model)),
@@ -202,15 +202,15 @@ def _equivalents(model: Model) -> Iterator[Equivalent]:
             forms["one level"] = spec.one_level
         if spec.form != "full":
             forms["dense"] = spec.dense
-        for form, each in forms.items():
-            macs = sum(each.macs(1, each.experts).values())
-            yield Equivalent(name, form, each.parameters, macs)
+        for form, counterpart in forms.items():
+            macs = sum(counterpart.macs(1, counterpart.experts).values())
+            yield Equivalent(name, form, counterpart.parameters, macs)
         linear = sum(tensor.modes[-2] * tensor.out for tensor in spec.tensors)
         yield Equivalent(name, "linear", linear, linear)
 
 
 def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | None]:
-    """The tokens of each layer for one input, and the multiply-adds of the network around them.
+    """The tokens of each layer for one input, and the multiply-adds of the rest of the network.
 
     Raises `UsageError` for a number of tokens that the model does not accept.
     """
@@ -231,16 +231,15 @@ def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | 
     tokens = min(tokens, limits.get("tokens", tokens))
     if model.host.of_tokens:
         return dict.fromkeys(model.layers, tokens), None
-    # Imported here: no other code counts operations.
     from torch.utils.flop_counter import FlopCounterMode
 
-    with FlopCounterMode(display=False) as counter, _NoProducts() as products:
-        found = _counted(model, tokens)
-    whole = products.macs + counter.get_total_flops() // 2
-    return found, whole // model.batch_of
+    with FlopCounterMode(display=False) as counter, _SkippedProducts() as products:
+        counts = _tokens_by_layer(model, tokens)
+    total = products.macs + counter.get_total_flops() // 2
+    return counts, total // model.batch_of
 
 
-def _counted(model: Model, count: int) -> dict[str, int]:
+def _tokens_by_layer(model: Model, count: int) -> dict[str, int]:
     """The tokens of each layer for inputs of `count` tokens or pixels.
 
     The backbone runs on zeros instead of its inputs and weights, which are not read; its MoE layers
@@ -255,7 +254,7 @@ def _counted(model: Model, count: int) -> dict[str, int]:
     }
     tokens: dict[str, int] = {}
 
-    class Counted(nn.Module):
+    class TokenCounter(nn.Module):
         def __init__(self, name: str, layer: MoELayer) -> None:
             super().__init__()
             self.name, self.spec, self.tokens = name, layer.spec, layer.tokens
@@ -265,7 +264,7 @@ def _counted(model: Model, count: int) -> dict[str, int]:
             tokens[self.name] = x.shape[-2] // (model.batch_of if x.ndim == 2 else 1)
             return x.new_zeros(*x.shape[:-1], self.spec.out)
 
-    with torch.inference_mode(), replaced_layers(model.module, Counted) as backbone:
+    with torch.inference_mode(), replaced_layers(model.module, TokenCounter) as backbone:
         # Each is a single zero in memory, expanded to the tensor's shape. PyTorch's meta device
         # would avoid computing the backbone, but its imports take a second.
         zeros = {
@@ -277,10 +276,10 @@ def _counted(model: Model, count: int) -> dict[str, int]:
     return tokens
 
 
-class _NoProducts(TorchFunctionMode):
-    """Zeros of the right shape in place of matrix products, which take most of a backbone's time.
+class _SkippedProducts(TorchFunctionMode):
+    """Replaces matrix products, which take most of a backbone's time, by zeros of the same shape.
 
-    The rest runs unchanged; this loads less than PyTorch's meta device. `macs` counts the
+    The rest runs unchanged; this imports less than PyTorch's meta device. `macs` counts the
     multiply-adds that were skipped.
     """
 
@@ -308,10 +307,10 @@ class _NoProducts(TorchFunctionMode):
 def _costs(model: Model, tokens: dict[str, int]) -> tuple[CostReport, ...]:
     specs = model.specs
     reports: list[CostReport] = []
-    for label, share, kept in _kept(specs):
-        of = {name: _sharing(spec, share) for name, spec in specs.items()}
-        macs = sum(sum(spec.macs(tokens[n], kept[n]).values()) for n, spec in of.items())
-        nbytes = sum(spec.bytes_read(kept[name]) for name, spec in of.items())
+    for label, share, kept in _choices_of_k(specs):
+        kept_specs = {name: _with_share(spec, share) for name, spec in specs.items()}
+        macs = sum(sum(spec.macs(tokens[n], kept[n]).values()) for n, spec in kept_specs.items())
+        nbytes = sum(spec.bytes_read(kept[name]) for name, spec in kept_specs.items())
         all_macs = reports[0].macs if reports else macs
         all_bytes = reports[0].expert_bytes if reports else nbytes
         reports.append(
@@ -326,42 +325,43 @@ def _costs(model: Model, tokens: dict[str, int]) -> tuple[CostReport, ...]:
     return tuple(reports)
 
 
-def _sharing(spec: MoESpec, share: Fraction) -> MoESpec:
+def _with_share(spec: MoESpec, share: Fraction) -> MoESpec:
     """The spec of a layer that keeps a share of each of its levels."""
     if not isinstance(spec, MuMoESpec) or len(spec.levels) < 2 or share == 1:
         return spec
     return replace(spec, kept=tuple(share_of(share, n) for n in spec.levels))
 
 
-def _kept(specs: Mapping[str, MoESpec]) -> Iterator[tuple[str, Fraction, dict[str, int]]]:
+def _choices_of_k(specs: Mapping[str, MoESpec]) -> Iterator[tuple[str, Fraction, dict[str, int]]]:
     """Yields labels, shares and the k of each layer: all experts, and shares of the trained k.
 
-    The k are the same as for `--k` with that share.
+    An export with that share as its `--k` has the same k.
     """
     trained = {name: spec.trained_k for name, spec in specs.items()}
-    every = {name: spec.experts for name, spec in specs.items()}
-    what = "n"
-    if trained != every:
-        yield _k_label("n", every, specs), Fraction(1), every
-        what = "trained k"
-    for part in (fraction for fraction in SHARES if fraction <= min(trained.values())):
-        share = Fraction(1, part)
+    all_experts = {name: spec.experts for name, spec in specs.items()}
+    label = "n"
+    if trained != all_experts:
+        yield _k_label("n", all_experts, specs), Fraction(1), all_experts
+        label = "trained k"
+    for denominator in (n for n in DENOMINATORS if n <= min(trained.values())):
+        share = Fraction(1, denominator)
         kept = {name: share_of(share, k) for name, k in trained.items()}
-        of = {name: _sharing(spec, share) for name, spec in specs.items()}
-        yield _k_label(what if part == 1 else f"{what}/{part}", kept, of), share, kept
+        kept_specs = {name: _with_share(spec, share) for name, spec in specs.items()}
+        name = label if denominator == 1 else f"{label}/{denominator}"
+        yield _k_label(name, kept, kept_specs), share, kept
 
 
-def _k_label(what: str, kept: dict[str, int], specs: Mapping[str, MoESpec]) -> str:
+def _k_label(label: str, kept: dict[str, int], specs: Mapping[str, MoESpec]) -> str:
     by_levels = {
         by_level(spec.k_by_level(kept[name])) if isinstance(spec, MuMoESpec) else str(kept[name])
         for name, spec in specs.items()
         if spec.levels
     }
     if len(by_levels) == 1:
-        return f"{what} = {by_levels.pop()}"
+        return f"{label} = {by_levels.pop()}"
     values = sorted(set(kept.values()))
     number = str(values[0]) if len(values) == 1 else f"{values[0]}–{values[-1]}"
-    return f"{what} = {number}"
+    return f"{label} = {number}"
 
 
 def _parameters(module: nn.Module) -> int:
@@ -369,7 +369,6 @@ def _parameters(module: nn.Module) -> int:
 
 
 SAMPLES = 256
-
 BATCH = 8
 
 
@@ -377,7 +376,7 @@ BATCH = 8
 class SupportReport:
     """The non-zero coefficients of one level of one layer, over all tokens of all inputs.
 
-    A k of `max` or more leaves these inputs' outputs as they are.
+    A k of `max` or more does not change the outputs for these inputs.
     """
 
     layer: str
@@ -393,7 +392,7 @@ class SupportReport:
 def support(model: Model, data: Feed, count: int = SAMPLES) -> tuple[SupportReport, ...]:
     """Returns the support of each layer that mixes experts by coefficients, level by level.
 
-    It uses up to `count` inputs of a feed. Raises UsageError for a model without such layers, and
+    Up to `count` inputs of a feed are used. Raises UsageError for a model without such layers, and
     FeedError for a feed that does not fit.
     """
     specs = {name: spec for name, spec in model.specs.items() if spec.rewritable}

@@ -1,7 +1,7 @@
 """Measures, on this machine, the lowerings that can serve each layer (`--lowering tune`).
 
 A layer is timed alone: its own weights in a graph of one layer, in ONNX Runtime, at the k and sizes
-for which the export is optimised. The candidates take turns (`timing`).
+for which the export is optimised. The candidates take turns (`common.timing`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ IR_VERSION = 10
 
 
 def with_fastest(tuned: TunedLayers, plan: AnyPlan, target: Target) -> AnyPlan:
-    """Returns a plan with the lowering that was fastest, and the measurements as its reason."""
+    """Returns a plan with the lowering that was fastest; the measurements are its `reason`."""
     chosen = lowerings_of(plan.spec.kind)[tuned.chosen]
     predicted_us = chosen.predict_us(plan, machine_for(target, plan.precision))
     plan = replace(plan, chosen=chosen, predicted_us=predicted_us)
@@ -78,9 +78,9 @@ def with_fastest(tuned: TunedLayers, plan: AnyPlan, target: Target) -> AnyPlan:
 class Measuring:
     """How layers are measured: for how long, and on what inputs (random ones if none are given).
 
-    `inputs` are those of layers in a real model, [s, m, d] by name; s is at least the batch size.
-    With `alone`, a lowering without alternatives is also measured. One that is predicted to take
-    over `within` times as long as the fastest is left out. `spin_ms`: as in `SessionOptions`.
+    `inputs` are the inputs of layers in a real model, [s, m, d] by layer; s ≥ the batch size.
+    With `alone`, a lowering without alternatives is also measured. A lowering is left out if it is
+    predicted to take over `within` times as long as the fastest. `spin_ms`: see `SessionOptions`.
     """
 
     protocol: Protocol = PROTOCOL
@@ -92,7 +92,7 @@ class Measuring:
 
 @dataclass(frozen=True)
 class _Group:
-    """Layers that are measured once: the node of the first, and the names of all."""
+    """Identical layers, of which the first is measured: its node, and the names of all."""
 
     node: ir.Node
     names: tuple[str, ...]
@@ -118,8 +118,8 @@ def measure_lowerings(
 ) -> Tuning:
     """Returns the latency of every candidate for every layer of a traced model.
 
-    Layers of the same shape and k are measured once. If k is an input, these graphs also have it
-    and are timed at a quarter of the experts. Raises `LoweringError` if no candidate runs,
+    Layers of the same shape and k are measured once. If k is an input of the export, it is one here
+    as well: a quarter of the experts is timed. Raises `LoweringError` if no candidate runs,
     `UsageError` if the temporary folder has no space for a layer's weights, and `EngineError`
     if the target's provider does not run here.
     """
@@ -127,10 +127,10 @@ def measure_lowerings(
     target, threads = job.options.target, torch.get_num_threads()
     check_runs(target)
     session = options_for(target, threads, measuring.spin_ms)
-    name, place = session.runtime, "cpu" if TARGETS[target].on_cpu else "gpu"
+    name, device = session.runtime, "cpu" if TARGETS[target].on_cpu else "gpu"
     return Tuning(
         machine=_machine(target),
-        provider=session.provider if "provider" in RUNTIMES[name].takes else place,
+        provider=session.provider if "provider" in RUNTIMES[name].takes else device,
         runtime=f"{name} {versions((name,)).get(name, ort.__version__)}",
         threads=threads,
         rounds=measuring.protocol.rounds,
@@ -148,7 +148,7 @@ def _groups(job: ExportJob, traced: ir.Model, precision: PrecisionPlan) -> list[
     nodes = {
         node.attributes.get_string("layer"): node for node in traced.graph if node.domain == DOMAIN
     }
-    alike: dict[object, list[str]] = {}
+    groups: dict[object, list[str]] = {}
     for name, plan in plans.items():
         x = nodes[name].inputs[0]
         assert x is not None and x.shape is not None
@@ -157,8 +157,8 @@ def _groups(job: ExportJob, traced: ir.Model, precision: PrecisionPlan) -> list[
             *(replace(plan.spec, name=""), plan.k, plan.tokens, str(x.shape), x.dtype),
             *(layer.precision, layer.inner),
         )
-        alike.setdefault(key, []).append(name)
-    return [_Group(nodes[names[0]], tuple(names), plans[names[0]]) for names in alike.values()]
+        groups.setdefault(key, []).append(name)
+    return [_Group(nodes[names[0]], tuple(names), plans[names[0]]) for names in groups.values()]
 
 
 def _measured(
@@ -172,9 +172,9 @@ def _measured(
     plan, name = group.plan, group.names[0]
     candidates = able(plan, job.options.target)
     machine = machine_for(job.options.target, plan.precision)
-    predicted = {way.name: way.predict_us(plan, machine) for way in candidates}
-    most = measuring.within * min(predicted.values())
-    candidates = [way for way in candidates if predicted[way.name] <= most]
+    predicted = {candidate.name: candidate.predict_us(plan, machine) for candidate in candidates}
+    limit_us = measuring.within * min(predicted.values())
+    candidates = [candidate for candidate in candidates if predicted[candidate.name] <= limit_us]
     latencies: dict[str, Latency] = {}
     left_out: dict[str, str] = {}
     if len(candidates) > 1 or measuring.alone:
@@ -224,7 +224,7 @@ def _write(
         )
     with WeightsWriter(folder, reading=job.model.source.reading()) as writer:
         tensors = write_layer(writer, name, layer, compute)
-    traced = _alone(group.node, options.least_opset, plan)
+    traced = _single_layer(group.node, options.least_opset, plan)
     paths = {}
     for candidate in candidates:
         copied = candidate.copied_bytes(plan)
@@ -239,15 +239,15 @@ def _write(
             scores=options.shown_routing == "scores",
         )
         paths[candidate.name] = folder / f"{candidate.name}.onnx"
-        made = lower(traced, {name: built}, fp16_weights=options.fp16_weights)
-        ir.save(made.model, paths[candidate.name])
+        lowered = lower(traced, {name: built}, fp16_weights=options.fp16_weights)
+        ir.save(lowered.model, paths[candidate.name])
     return paths
 
 
 def _choices(b: Builder, tokens: ir.Value, plan: AnyPlan) -> list[ir.Value]:
-    """Values that choose experts by a random product of tokens.
+    """The routing inputs of a layer, as random projections of its tokens.
 
-    They are indices and weights of rows; the slots of a layer that is given C, with tokens as its
+    They are indices and weights of rows; slots, for a layer that is given C, with tokens as its
     logits; or the coefficients of each level.
     """
     spec, random = plan.spec, np.random.default_rng(SEED)
@@ -257,8 +257,8 @@ def _choices(b: Builder, tokens: ir.Value, plan: AnyPlan) -> list[ir.Value]:
 
     if spec.chooses_sets:
         mean = b.op("ReduceMean", tokens, b.ints(1), keepdims=1, name="mean")
-        turned = b.op("Transpose", mean, perm=[0, 2, 1], name="turned")
-        return [b.op("Mul", turned, weight("row", 1, 1, spec.dim), name="slots")]
+        transposed = b.op("Transpose", mean, perm=[0, 2, 1], name="turned")
+        return [b.op("Mul", transposed, weight("row", 1, 1, spec.dim), name="slots")]
     if not spec.flat:
         logits = [
             b.op("MatMul", tokens, weight(f"level_{i}", spec.dim, n), name=f"logits_{i}")
@@ -271,29 +271,29 @@ def _choices(b: Builder, tokens: ir.Value, plan: AnyPlan) -> list[ir.Value]:
     return [indices, b.op("Softmax", scores, axis=-1, name="weights")]
 
 
-def _alone(node: ir.Node, opset: int, plan: AnyPlan) -> ir.Model:
+def _single_layer(node: ir.Node, opset: int, plan: AnyPlan) -> ir.Model:
     """A traced layer as a separate graph, with FP32 tokens as its input and output.
 
-    A layer whose experts are chosen outside it gets a router, the same for all candidates.
+    A layer whose experts are chosen outside it gets a random router, the same for all candidates.
     """
     (x, *routing), (y,) = node.inputs, node.outputs
     assert x is not None
     routed = [value for value in routing if value is not None]
-    single, b = ir.DataType.FLOAT, Builder("alone")
-    tokens = first = ir.Value(name="input", shape=x.shape, type=ir.TensorType(single))
+    fp32, b = ir.DataType.FLOAT, Builder("alone")
+    tokens = first = ir.Value(name="input", shape=x.shape, type=ir.TensorType(fp32))
     chosen = _choices(b, tokens, plan) if routed else []
-    for value, like in zip(chosen, routed, strict=True):
-        value.shape, value.type = like.shape, like.type
+    for value, traced in zip(chosen, routed, strict=True):
+        value.shape, value.type = traced.shape, traced.type
     if routed and plan.spec.chooses_sets:
         first = b.op("Softmax", tokens, axis=-1, name="shares")
-    inner = b.op("Cast", first, to=(x.dtype or single).value, name="tokens")
+    inner = b.op("Cast", first, to=(x.dtype or fp32).value, name="tokens")
     inner.shape, inner.type = x.shape, x.type
     layer = ir.Node(node.domain, node.op_type, [inner, *chosen], node.attributes.values())
     b.nodes.append(layer)
     (result,) = layer.outputs
     result.name, result.shape, result.type = "outputs", y.shape, y.type
-    output = b.op("Cast", result, to=single.value, name="output")
-    output.shape, output.type = y.shape, ir.TensorType(single)
+    output = b.op("Cast", result, to=fp32.value, name="output")
+    output.shape, output.type = y.shape, ir.TensorType(fp32)
     graph = ir.Graph(
         [tokens],
         [output],
@@ -312,7 +312,7 @@ def _timed(
     left_out: dict[str, str],
     measuring: Measuring,
 ) -> dict[str, Latency]:
-    """Returns the latencies of the graphs that run; others are added to `left_out`."""
+    """Returns the latencies of the graphs that run, and adds the others to `left_out`."""
     real = measuring.inputs.get(group.names[0])
     if real is None or len(group.node.inputs) > 1:
         batches = _tokens(group.plan, group.node)
@@ -328,8 +328,8 @@ def _timed(
             left_out[name] = error.message
         else:
             cases[name] = partial(_call, session, batches, k)
-    more = f" and {len(group.names) - 1} like it" if len(group.names) > 1 else ""
-    title = f"measuring {group.names[0]}{more}"
+    others = f" and {len(group.names) - 1} like it" if len(group.names) > 1 else ""
+    title = f"measuring {group.names[0]}{others}"
     timings = measure(cases, measuring.protocol, title=title, progress=progress)
     left_out |= timings.failures
     return timings.latencies
@@ -342,12 +342,12 @@ def _call(session: Session, batches: Sequence[np.ndarray], k: int | None, index:
 def _tokens(plan: AnyPlan, node: ir.Node) -> list[np.ndarray]:
     """Batches [b, m, d] or [t, d] to use in turn; the routing differs between inputs."""
     random, spec = np.random.default_rng(SEED), plan.spec
-    # A layer with given slots has C as its input.
+    # A layer that is given slots has C as its input.
     takes_slots = spec.chooses_sets and len(node.inputs) > 1
     width = spec.experts * spec.slots if takes_slots else spec.dim
     batches = []
     for _ in range(PROTOCOL.inputs):
-        own = random.standard_normal((plan.batch, 1, width), np.float32)
-        x = own + random.standard_normal((plan.batch, plan.tokens, width), np.float32)
+        direction = random.standard_normal((plan.batch, 1, width), np.float32)
+        x = direction + random.standard_normal((plan.batch, plan.tokens, width), np.float32)
         batches.append(x.reshape(-1, width) if spec.flat else x)
     return batches

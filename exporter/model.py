@@ -1,4 +1,4 @@
-"""A loaded model: a PyTorch module with MoE layers, and what is known of it."""
+"""A loaded model: a PyTorch module with MoE layers, and what is known about it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 
 class Host:
-    """A loader's knowledge about its models that their tensors do not contain.
+    """What a loader knows about its models beyond their tensors.
 
-    These answers are for the core's own families; a plugin provides its own (`Model.host`).
+    These defaults are for the core's own families; a plugin provides its own (`Model.host`).
     """
 
     own_code: ClassVar[bool] = False
@@ -68,7 +68,7 @@ class Host:
         return model
 
     def with_token_axis(self, model: Model, option: str) -> Model:
-        """Returns a model for a fixed input length as one for any length; otherwise the model.
+        """Returns the model for any input length if its length is fixed, otherwise unchanged.
 
         Raises `UsageError`, naming `option`, if the network supports no other length.
         """
@@ -85,13 +85,13 @@ class Host:
     ) -> ir.Model | None:
         """Returns the graph of a model's network with a node for each of its layers.
 
-        None if PyTorch's own exporter traces it. Axes have these `sizes`, and those in `fixed`
+        None if PyTorch's own exporter traces it. Axes have the given `sizes`, and those in `fixed`
         are constants of the graph.
         """
         return None
 
     def benchmark(self, model: Model) -> str | None:
-        """Returns the name of the benchmark of a model of sequences (`bench.measure.sequences`)."""
+        """Returns the name of the benchmark for a sequence model (`bench.measure.sequences`)."""
         return None
 
     def experts_form(self, model: Model) -> str | None:
@@ -116,7 +116,7 @@ class Host:
 
 
 IN_MEMORY = " (in memory)"
-"""The suffix of the name of a network in memory, which no file or code has."""
+"""The suffix of the name of a network in memory; no name of a file or of code has it."""
 
 OURS = Host()
 """The host of the core's families."""
@@ -126,10 +126,10 @@ OURS = Host()
 class Source:
     """Where a model came from: its files, or the code that built it.
 
-    `mapped` are the files that its weights may be mapped from: those, and one of converted weights.
-    `further` are the options of plugins that load it again. It is `importable` unless it needs code
-    of a notebook or this script. `watched` are the files as they were loaded. `host` is provided by
-    its loader. `in_memory` is the network of a model that was given in memory.
+    `mapped` are the files that its weights may be mapped from: `files`, and one of converted
+    weights. `further` are the plugin options to load it again. It is `importable` unless it needs
+    code in a notebook or in this script. `watched` are the files as they were loaded. `host` is
+    provided by its loader. `in_memory` is the network of a model that was given in memory.
     """
 
     path: str
@@ -167,7 +167,7 @@ class Source:
 
     @contextmanager
     def reporting_changes(self) -> Iterator[None]:
-        """Within the block, an error names a file that was changed, which may be the cause.
+        """Within the block, an error names the changed file, if any, which may be the cause.
 
         Copying a removed part of a mapped file to another file raises OSError.
         """
@@ -186,11 +186,10 @@ class Model:
     `inputs` and returns one for each of `outputs`. Its MoE layers are `MoELayer` modules.
     `original` is the untouched reference if that is not `module`: the user's own module if the
     model came from a factory, or the model before its `edits`. `as_trained` is our network before
-    its edits and with the k of its training, if that is not `module`. `order` names the MoE layers
-    in execution order, if that differs from their order in the module.
-    `rounded`: it rounds to BF16 inside, so a float32 difference may grow to one of BF16.
-    `config` has the family's constructor arguments, complete and fit for JSON. `notes` are
-    sentences about defaults that were used and keys that were skipped.
+    its edits and with its trained k, if that is not `module`. `order` names the MoE layers in
+    execution order, if that differs from their order in the module. `rounded` models round to BF16
+    internally, so differences may grow from float32's to BF16's. `config` has all the constructor
+    arguments of the family, fit for JSON. `notes` are about defaults used and keys skipped.
     """
 
     module: nn.Module
@@ -219,13 +218,13 @@ class Model:
 
     @property
     def batch_of(self) -> int:
-        """The number of inputs that are computed together: a batch is a multiple of it."""
+        """The number of inputs that are computed together; batch sizes are multiples of it."""
         return self.input.groups_of or 1
 
     @property
     def limits(self) -> dict[str, int]:
         """The largest sizes of axes, and of sums of axes, over all inputs."""
-        return {axis: most for spec in self.inputs for axis, most in spec.limits.items()}
+        return {axis: limit for spec in self.inputs for axis, limit in spec.limits.items()}
 
     @property
     def host(self) -> Host:
@@ -238,7 +237,7 @@ class Model:
         return self.module if self.original is None else self.original
 
     def zeros(self, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
-        """Returns inputs of zeros, whose named axes have these sizes."""
+        """Returns inputs filled with zeros, with the given sizes of named axes."""
         return tuple(
             torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype))
             for spec in self.inputs
@@ -285,10 +284,10 @@ def check_one_input(model: Model, what: str, *, only_optional: bool = False) -> 
 
 
 def fingerprint(model: Model) -> str:
-    """Returns the SHA-256 of a model's family, configuration, edits and every weight."""
+    """Returns the SHA-256 of a model's family, configuration, edits and weights."""
     digest, reading = hashlib.sha256(), model.source.reading()
-    known = {"family": model.family, "config": model.config, "edits": model.edits.texts()}
-    digest.update(json.dumps(known, sort_keys=True, default=str).encode())
+    facts = {"family": model.family, "config": model.config, "edits": model.edits.texts()}
+    digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
     _add_weights(digest, model.module, reading)
     return digest.hexdigest()
 
@@ -297,7 +296,7 @@ def _add_weights(digest: hashlib._Hash, module: nn.Module, reading: Reading) -> 
     """Adds the names and values of a module's tensors to a digest."""
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        # Row by row: a transposed view of a checkpoint would be copied whole otherwise.
+        # In parts: otherwise a transposed view of a checkpoint would be copied as a whole.
         for part in tensor if tensor.ndim > 2 else (tensor,):
             digest.update(np.ascontiguousarray(part.numpy()).data)
             reading.advance(part.nbytes)
@@ -305,7 +304,7 @@ def _add_weights(digest: hashlib._Hash, module: nn.Module, reading: Reading) -> 
 
 
 def edited(model: Model, edits: Edits) -> Model:
-    """Returns the model with edits in its layers; the model itself if there are none.
+    """Returns the model with its layers edited; the model itself if there are no edits.
 
     The untouched module is its `original`, and all weights are shared. Raises UsageError for a
     missing layer, level, expert or output.
@@ -351,8 +350,8 @@ def edited(model: Model, edits: Edits) -> Model:
     )
 
 
-PLACE = "substitutes.safetensors is next to the recipe, and in its bundle"
-"""The place of the numbers that replace experts."""
+SUBSTITUTES_HINT = "substitutes.safetensors is next to the recipe, and in its bundle"
+"""The hint that says where the numbers that replace experts are."""
 
 
 def _replace(module: nn.Module, name: str, smaller: Callable[[MoELayer], MoELayer]) -> None:
@@ -367,7 +366,7 @@ def _replace(module: nn.Module, name: str, smaller: Callable[[MoELayer], MoELaye
 
 
 def _without(kept: KeptExperts, layer: MoELayer) -> MoELayer:
-    """A layer with some of its experts."""
+    """The layer with only some of its experts."""
     spec = layer.spec
     if not kept.experts or not set(kept.experts) <= set(range(spec.experts)):
         raise UsageError(
@@ -376,8 +375,8 @@ def _without(kept: KeptExperts, layer: MoELayer) -> MoELayer:
         )
     if kept.constant:
         slots = spec.slots if isinstance(spec, SoftMoESpec) else 0
-        wanted = (spec.experts - len(kept.experts), slots, spec.out)
-        _check_substitutes(kept.text, [kept.constants], [wanted])
+        shape = (spec.experts - len(kept.experts), slots, spec.out)
+        _check_substitutes(kept.text, [kept.constants], [shape])
     smaller = layer.with_experts(kept.experts, kept.constants)
     if smaller is None:
         raise UsageError(
@@ -399,7 +398,8 @@ def _merged(edit: MergedExperts, layer: MoELayer) -> MoELayer:
     matrices = edit.matrices or (None,) * len(tensors)
     if len(matrices) != len(tensors):
         raise UsageError(
-            f"{edit.text}: {len(matrices)} matrices, but it has {len(tensors)} tensors", hint=PLACE
+            f"{edit.text}: {len(matrices)} matrices, but it has {len(tensors)} tensors",
+            hint=SUBSTITUTES_HINT,
         )
     _check_substitutes(edit.text, matrices, [(tensor.dim + 1, tensor.out) for tensor in tensors])
     return layer.merged([torch.from_numpy(matrix) for matrix in edit.matrices or ()])
@@ -412,20 +412,20 @@ def _check_substitutes(
     numbers = "the numbers that replace experts"
     for array, shape in zip(arrays, shapes, strict=True):
         if array is None:
-            raise UsageError(f"{what}: {numbers} are missing", hint=PLACE)
+            raise UsageError(f"{what}: {numbers} are missing", hint=SUBSTITUTES_HINT)
         if array.shape != shape or array.dtype != np.float32:
             raise UsageError(
                 f"{what}: {numbers} are {array.dtype} {array.shape}, not float32 {shape}",
-                hint=PLACE,
+                hint=SUBSTITUTES_HINT,
             )
         if not np.isfinite(array).all():
-            raise UsageError(f"{what}: {numbers} are not all finite", hint=PLACE)
+            raise UsageError(f"{what}: {numbers} are not all finite", hint=SUBSTITUTES_HINT)
 
 
 class Steered(nn.Module):
     """A network with an additional last input: the strengths [b, s] of its layers' steerings.
 
-    Its modules have the same paths as in the network itself.
+    Its modules have the same paths as in the original network.
     """
 
     def __init__(self, network: nn.Module, layers: Sequence[MoELayer]) -> None:
@@ -451,10 +451,10 @@ class Steered(nn.Module):
                 layer.strengths = None
 
 
-def _check_index(what: str, index: int, count: int, of: str) -> None:
+def _check_index(what: str, index: int, count: int, unit: str) -> None:
     if not 0 <= index < count:
         raise UsageError(
-            f"{what} has {count} {of}", hint=f"they are counted from 0: use 0 to {count - 1}"
+            f"{what} has {count} {unit}", hint=f"they are counted from 0: use 0 to {count - 1}"
         )
 
 
@@ -509,7 +509,7 @@ def _check_rewrite(entry: Rewrite, spec: MoESpec) -> None:
     if not spec.rewritable:
         raise UsageError(
             f"{what}: {a_layer(spec.kind)} has no coefficients to re-write an output by",
-            hint="only muMoE layers can be re-written; --ablate works for both kinds",
+            hint="only muMoE layers can be re-written; --ablate works for all kinds",
         )
     _check_index(f"{what}: the layer", entry.output, spec.out, "outputs")
     lengths = tuple(len(vector) for vector in entry.coefficients)

@@ -40,7 +40,7 @@ MIN_OPSET, MAX_OPSET = 20, 23
 """The first is the default, unless an op of a later opset replaces many nodes."""
 
 BLOCKED_OPSET = 21
-"""The first opset in which DequantizeLinear supports blocks, and INT4."""
+"""The first opset in which DequantizeLinear supports INT4 and blocks."""
 
 CALIBRATED = ("int8", "fp8", "fp16")
 """Precisions for which ranges are found: to quantise, or to detect overflows."""
@@ -49,9 +49,7 @@ VERIFY_SAMPLES = 256
 """Inputs of a feed that are compared with PyTorch, unless `--verify-samples` sets the number."""
 
 AUTO = "auto"
-
 TUNE = "tune"
-
 CHOOSERS = (AUTO, TUNE)
 """How a lowering is chosen: by prediction, or by measurement here (`tune`)."""
 
@@ -65,15 +63,14 @@ def _no_edits() -> Edits:
     return NO_EDITS
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: parsed values are cached
+@dataclass(frozen=True, kw_only=True)  # slots would prevent cached properties
 class ExportOptions(AxisSizes, Request):
     """Which graphs of a model are written, how they are checked, and which are compiled.
 
-    The options of `export` as they are given; properties parse them. A plugin's options set the
-    fields without an option (`bundle.steps`): `layer_lowerings` names the lowering of a layer and
-    the reason; `edits` are made to the model. `destination` is
-    None if nothing is to be left behind. Invalid options are refused before the work begins
-    (`refusals`).
+    The fields are the options of `export` as given; properties parse them. A plugin's options set
+    the fields without an option (`bundle.steps`): `layer_lowerings` has the lowering of a layer and
+    the reason; `edits` are made to the model. `destination` is None if no bundle is to be kept.
+    Invalid options are refused before the work begins (`refusals`).
     """
 
     offered: ClassVar[frozenset[str]] = frozenset({"export"})
@@ -191,14 +188,14 @@ class ExportOptions(AxisSizes, Request):
 
     @cached_property
     def lowerings(self) -> tuple[str, ...]:
-        """The graphs to write: `auto`, `tune` or a lowering each; the first is `model.onnx`."""
+        """The graphs to write, each `auto`, `tune` or a lowering; the first is `model.onnx`."""
         return parse_lowerings(self.lowering)
 
     @property
     def least_opset(self) -> int:
         """The opset of the graph, unless an op of a later opset replaces many small ones.
 
-        With an explicit `opset`, no later op is written.
+        If `opset` is set, it is exactly that one.
         """
         return self.needed_opset if self.opset is None else self.opset
 
@@ -232,7 +229,7 @@ class ExportOptions(AxisSizes, Request):
 
     @property
     def ranged(self) -> bool:
-        """Whether both factors of a product have eight bits, which needs ranges."""
+        """Whether both factors of a product have eight bits; this needs value ranges."""
         return self.precision in ("int8", "fp8") and not self.in_blocks
 
     @property
@@ -294,7 +291,7 @@ class ExportOptions(AxisSizes, Request):
 
     @property
     def tolerance(self) -> Tolerance:
-        """The bounds of the parity check: those requested, or the precision's.
+        """The bounds of the parity check: the requested ones, or those of the precision.
 
         The check passes if |difference| ≤ atol + rtol · max|y|.
         """

@@ -33,7 +33,7 @@ DENSE = "dense"
 class GraphPlan:
     """One graph of the bundle: its file and its layers, in execution order.
 
-    `batches` are its smallest and largest batch, if other graphs cover the rest.
+    `batches` are its smallest and largest batch sizes, if other graphs cover the others.
     """
 
     file: str
@@ -52,7 +52,7 @@ class GraphPlan:
 
     @property
     def title(self) -> str:
-        """Its lowerings, each once: `gather+grouped`."""
+        """Its distinct lowerings, joined: `gather+grouped`."""
         return "+".join(sorted(set(self.lowerings)))
 
 
@@ -60,8 +60,8 @@ class GraphPlan:
 class Plan:
     """Everything known about an export before anything is written.
 
-    `traced` is the traced graph, its backbone in the precision of the plan; `table` the ranges
-    in use. `tuning` has the measurements of `--lowering tune`.
+    `traced` is the traced graph, with its backbone in the precision of the plan; `table` has the
+    ranges in use. `tuning` has the measurements of `--lowering tune`.
     """
 
     job: ExportJob
@@ -96,7 +96,7 @@ class Plan:
         notes = _share_notes(self.job)
         notes += options.notes if retention is None else retention.notes()
         by_k = TARGETS[options.target].compiled and options.lowerings == (AUTO,)
-        if by_k and len(self.graphs) > 1:  # as from `plan_auto`
+        if by_k and len(self.graphs) > 1:  # see `plan_auto`
             main, dense = self.graphs
             notes += (
                 f"k is an input: {main.file} ({main.title}) copies the weights of k experts, and "
@@ -141,10 +141,10 @@ def with_trace(
     *,
     tokens: int | None = None,
 ) -> tuple[ExportJob, ir.Model]:
-    """Returns a job, limited to sizes for which its trace is valid, and the trace, made if missing.
+    """Returns a job, limited to the sizes for which its trace is valid, and that trace.
 
-    It is made with this number of `tokens`, by default a few. Raises `UsageError` for requested
-    sizes at which the network computes something else.
+    A missing trace is made with this number of `tokens`, by default a few. Raises `UsageError`
+    for requested sizes at which the network computes something else.
     """
     if traced is None:
         progress.step("tracing" if tokens is None else f"tracing with {tokens} tokens")
@@ -178,11 +178,11 @@ def with_trace(
     return job, traced
 
 
-def of_tokens(job: ExportJob, least: int, most: int, why: str) -> ExportJob:
+def of_tokens(job: ExportJob, smallest: int, largest: int, why: str) -> ExportJob:
     """Returns the job with a smaller range of tokens than its default; `why` is noted."""
     before = job.axis_ranges["tokens"]
-    usual = max(least, min(before.opt, most))
-    tokens = AxisRange(max(least, before.min), usual, min(most, before.max))
+    optimum = max(smallest, min(before.opt, largest))
+    tokens = AxisRange(max(smallest, before.min), optimum, min(largest, before.max))
     inputs = tuple(
         replace(spec, limits={**spec.limits, "tokens": tokens.max})
         if "tokens" in spec.shape and tokens.max < before.max
@@ -208,13 +208,13 @@ def plan_traced(
     `table` has the ranges that INT8 needs and 16-bit floats use; `floats` and `retention` are as in
     `apply_precision`. Raises `UsageError` for weights larger than the target can load.
     """
-    known, traced = traced.meta, traced.clone()
-    traced.meta.update(known)  # the sizes for which it is valid
+    meta, traced = traced.meta, traced.clone()
+    traced.meta.update(meta)  # the sizes for which it is valid
     fused = fused_ops(job)
     if fused.floats:
         from ..graphs.fusion.fuse import fuse  # for these targets only
 
-        fuse(traced, fused, newest=_takes_newest(job))
+        fuse(traced, fused, newest=_allows_newest_ops(job))
     precision = apply_precision(job, traced, table, floats=floats, retention=retention)
     job = job.computed_in(precision.layers)
     if fused.joined:
@@ -223,7 +223,7 @@ def plan_traced(
         join_products(traced.graph)
     tuning = None
     if TUNE in job.options.lowerings:
-        from .measured_lowerings import measure_lowerings  # for `tune` alone
+        from .measured_lowerings import measure_lowerings  # for `tune` only
 
         tuning = measure_lowerings(job, traced, precision, progress)
     if job.options.lowerings == (AUTO,) and not job.options.layer_lowerings:
@@ -236,30 +236,30 @@ def plan_traced(
     plan = Plan(
         job=job, traced=traced, table=table, precision=precision, graphs=graphs, tuning=tuning
     )
-    most = TARGETS[job.options.target].most_bytes
-    if most is not None and plan.weights_bytes > most:
+    limit = TARGETS[job.options.target].most_bytes
+    if limit is not None and plan.weights_bytes > limit:
         raise UsageError(
             f"--target {job.options.target}: the weights have {plan.weights_bytes / 1e9:.2f} GB, "
-            f"but it loads at most {most / 1e9:.2f} GB",
-            hint="use a smaller --precision (fp16, int8, int4), or serve the model from a machine",
+            f"but it loads at most {limit / 1e9:.2f} GB",
+            hint="use a smaller --precision (fp16, int8, int4), or run the model on a server",
         )
     return plan
 
 
 def fused_ops(job: ExportJob) -> FusedOps:
-    """Returns the parts around the layers that a job's graphs have as one op.
+    """Returns the ops that a job's graphs use for parts around the layers, one op for each part.
 
     Empty if the target has no such ops for the float type (ONNX Runtime's CPU kernels are FP32
-    only, whatever the experts' type), or if it needs a newer opset than requested.
+    only, whatever the experts' type), or if they need a newer opset than requested.
     """
     options = job.options
     fused = TARGETS[options.target].fused
     fits = options.float_name in fused.floats
-    return fused if fits and (fused.any_opset or _takes_newest(job)) else FusedOps()
+    return fused if fits and (fused.any_opset or _allows_newest_ops(job)) else FusedOps()
 
 
-def _takes_newest(job: ExportJob) -> bool:
-    """Whether a graph may have the opset of the newest ops that fusion writes."""
+def _allows_newest_ops(job: ExportJob) -> bool:
+    """Whether the requested opset allows the newest ops that fusion writes."""
     return job.options.opset is None or job.options.least_opset >= FUSED_OPSET
 
 
@@ -275,7 +275,7 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
     if len(spans) < 2:
         graph = plan_graph(job, traced, AUTO, MAIN_GRAPH)
         by_k = all(layer.k is None and layer.spec.chooses_sets for layer in graph.layers)
-        copies = any(layer.copied_bytes for layer in graph.layers)  # of all experts at k = n
+        copies = any(layer.copied_bytes for layer in graph.layers)  # at k = n, of all experts
         if TARGETS[job.options.target].compiled and by_k and copies:
             dense = plan_graph(job, traced, DENSE, f"model-{DENSE}.onnx")
             reason = "copies no weights, so it is for a k near n"
@@ -287,8 +287,8 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
     for span in spans:
         first, last = span
         sized = replace(batch, min=first, opt=min(max(batch.opt, first), last), max=last)
-        part = replace(job, options=replace(job.options, batch=sized))
-        graph = plan_graph(part, traced, AUTO, MAIN_GRAPH)
+        narrowed = replace(job, options=replace(job.options, batch=sized))
+        graph = plan_graph(narrowed, traced, AUTO, MAIN_GRAPH)
         taken = {graph.file for graph in graphs}
         names = (MAIN_GRAPH, f"model-{graph.title}.onnx", f"model-batch-{first}.onnx")
         file = next(name for name in names[1 if graphs else 0 :] if name not in taken)
@@ -299,7 +299,7 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
 def copied_bytes(graphs: Iterable[GraphPlan], batch: int, tokens: int) -> float:
     """Returns the most bytes of weights, as FP32, that any layer copies for a batch.
 
-    A layer has its own number of tokens if the network has no such axis.
+    A layer has its own number of tokens if the network has no token axis.
     """
     return max(
         (
@@ -320,7 +320,7 @@ def copied_bytes(graphs: Iterable[GraphPlan], batch: int, tokens: int) -> float:
 def plan_graph(
     job: ExportJob, traced: ir.Model, name: str, file: str, tuning: Tuning | None = None
 ) -> GraphPlan:
-    """Returns the plan of one graph: every layer with one lowering, or the chosen one."""
+    """Returns the plan of one graph: each layer with the named lowering, or the chosen one."""
     batch, generates = job.options.batches, decodes(job.model, job.options)
     # An engine is compiled for the OPT of its profile.
     batches = () if TARGETS[job.options.target].compiled else (batch.min, batch.opt, batch.max)
@@ -333,7 +333,7 @@ def plan_graph(
         if name == AUTO:
             return choose(layer, job.options.target, batches, decodes=generates)
         if name == TUNE:
-            from .measured_lowerings import with_fastest  # for `tune` alone
+            from .measured_lowerings import with_fastest  # for `tune` only
 
             assert tuning is not None, "`tune` measures before anything is planned"
             return with_fastest(tuning.of(layer.name), layer, job.options.target)

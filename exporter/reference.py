@@ -1,9 +1,9 @@
-"""Compares an export's graphs with PyTorch: its results, and where a graph differs from them.
+"""Compares an export's graphs with PyTorch, and finds where a graph first differs.
 
 `compare_graphs` is the check of an export: it makes a `Reference` of each batch of inputs
 (`torch_reference`), checks that PyTorch's results are consistent (`check_network`), runs every
-graph (`bundle.parity`), and raises a `ParityError` with the place of the first difference, and
-with advice.
+graph (`bundle.parity`), and raises a `ParityError` with the place of the first difference and
+advice.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ from .trace import valid_sizes
 from .write import graph_record
 
 ROUNDED_FILE = "rounded.onnx"  # the graph that others are compared with; removed afterwards
-KEPT_BYTES = 8 << 20  # the largest record of inputs with more tokens than the first
-LOUD = 10.0  # times max|y| of the quietest input: such inputs determine the ranges
+KEPT_BYTES = 8 << 20  # the largest reference to store for another number of tokens
+LOUD = 10.0  # an input with this many times the smallest max|y| determines the ranges
 EXACT_BYTES = 512 << 20  # the largest weights that are copied to float64
 
-# Predicted limits for inputs of other sizes than the first.
-MOST_BYTES = 512 << 20  # for the largest tensor
-MOST_COPIED_BYTES = 256 << 20  # for copies of weights in a graph, most of an export's memory
+# Limits on predicted needs, for inputs of other sizes than the first.
+MAX_BYTES = 512 << 20  # for the largest tensor
+MAX_COPIED_BYTES = 256 << 20  # for copies of weights in a graph, most of an export's memory
 MEMORY_SHARE = 0.25  # of the free memory, for PyTorch: a graph also needs some
-MOST_SECONDS = 60.0  # for PyTorch
+MAX_SECONDS = 60.0  # for PyTorch
 HEADS = 16  # of attention, to predict the memory for scores between tokens
 
 
@@ -113,7 +113,7 @@ def compared_inputs(job: ExportJob) -> Iterator[Fields]:
 def rounded_graph(planned: Plan) -> tuple[GraphPlan, ...]:
     """The graph of another lowering with the same number types, to compare the others with.
 
-    Empty in FP32, for which PyTorch in float64 shows the effect of rounding, and if a lowering is
+    Empty in FP32, for which PyTorch in float64 shows the effect of rounding, or if a lowering is
     inexact.
     """
     options, layers = planned.job.options, planned.graphs[0].layers
@@ -121,17 +121,17 @@ def rounded_graph(planned: Plan) -> tuple[GraphPlan, ...]:
     if options.precision == "fp32" or not options.verify or _inexact(planned):
         return ()
     kinds = dict.fromkeys(layer.spec.kind for layer in layers)
-    ways = [(kind, record) for kind in kinds for record in lowerings_of(kind).values()]
+    candidates = [(kind, record) for kind in kinds for record in lowerings_of(kind).values()]
     large = planned.weights_bytes * (len(planned.graphs) + 1) >= LARGE_WEIGHTS_BYTES
 
-    def rank(way: tuple[Kind, AnyLowering]) -> tuple[bool, float]:
+    def rank(candidate: tuple[Kind, AnyLowering]) -> tuple[bool, float]:
         """Other lowerings come first; for large weights, those that read few of them."""
-        kind, record = way
-        own = (layer for layer in layers if layer.spec.kind == kind)
-        times = (record.predict_us(o, machine_for(options.target, o.precision)) for o in own)
+        kind, record = candidate
+        plans = (layer for layer in layers if layer.spec.kind == kind)
+        times = (record.predict_us(p, machine_for(options.target, p.precision)) for p in plans)
         return record.name in used, sum(times) if large else 0
 
-    for _, record in sorted(ways, key=rank):
+    for _, record in sorted(candidates, key=rank):
         if any(record.inexact(layer.spec, layer.precision, options.target) for layer in layers):
             continue
         with suppress(LoweringError):
@@ -156,7 +156,7 @@ def compare_graphs(
     """Returns each graph's parity, or raises a `ParityError` with the place of a difference.
 
     Also returns sentences on what was not compared. Writes `parity.npz` to `directory`: the first
-    inputs and PyTorch's results for them, and those later inputs that choose further experts.
+    inputs and PyTorch's results for them, and later inputs that choose other experts.
     """
     job = planned.job
     by_rounding = job.options.held_to_rounding and not _inexact(planned)
@@ -166,7 +166,7 @@ def compare_graphs(
     compared: list[Reference] = []
     reached: dict[str, frozenset[int]] = {}
     batches: tuple[int, ...] = ()
-    silent = {spec.name: None for spec in job.model.outputs}
+    all_zero = {spec.name: None for spec in job.model.outputs}
     experts = {name: spec.experts for name, spec in job.model.specs.items()}
     budget = Budget(job, partial(copied_bytes, (*planned.graphs, *rounded_graphs)))
 
@@ -191,7 +191,7 @@ def compare_graphs(
             compared.append(expected)
         for name, y in {job.model.outputs[0].name: expected.y, **expected.outputs}.items():
             if y.any():
-                silent.pop(name, None)
+                all_zero.pop(name, None)
         for choice, sets in expected.compared(experts).items():
             reached[choice] = reached.get(choice, frozenset()) | sets
         progress.advance(len(x[job.model.input.name]))
@@ -200,18 +200,18 @@ def compare_graphs(
     parities = {file: comparison.parity() for file, comparison in comparisons.items()}
     for file, parity in parities.items():
         if not parity.passed:
-            raise _differs(job, directory / file, lowered[file], parity, comparisons[file].worst)
-    same_shapes = [each for each in compared if each.shapes() == compared[0].shapes()]
+            raise _mismatch(job, directory / file, lowered[file], parity, comparisons[file].worst)
+    same_shapes = [other for other in compared if other.shapes() == compared[0].shapes()]
     if same_shapes and not all(graph.alone(stored).passed for graph in comparisons.values()):
-        # A few inputs may have a larger share of outliers or other choices: `verify` needs all.
+        # Fewer inputs may have a larger share of outliers or other choices: `verify` needs all.
         stored = reduce(Reference.joined, same_shapes)
-    if by_rounding and stored.rounded is None:  # it has more inputs than the first batch
+    if by_rounding and stored.rounded is None:  # more inputs were added
         stored = with_exact(job, stored)
     stored.save(directory / PARITY_FILE)
     zeros = (
         f"'{name}' is zero for all inputs of the check, so it could not be compared: give "
         "other inputs with --data"
-        for name in silent
+        for name in all_zero
     )
     missing = not_compared(reached, experts)
     coverage = (f"{missing}; give more inputs with --data",) if missing else ()
@@ -225,7 +225,7 @@ def opened_comparison(
     expected: Reference,
     batches: Sequence[int] | None = None,
 ) -> Comparison:
-    """Opens a graph in a folder for comparison with references like this one.
+    """Opens a graph in a folder for comparison with references like `expected`.
 
     It is compared in `batches` of these sizes, by default in all sizes of the job.
     """
@@ -243,7 +243,7 @@ def opened_comparison(
 
 
 def _changes(planned: Plan, axis: str) -> tuple[int, ...]:
-    """The sizes of an axis at which the network may compute something else than in its trace.
+    """The sizes of an axis at which the network may compute something other than its trace.
 
     They are the sizes on both sides of each change.
     """
@@ -271,7 +271,7 @@ def _compare_tokens(
     span = job.axis_ranges.get("tokens")
     if span is None or not all(comparison.parity().passed for comparison in comparisons.values()):
         return
-    usual = first.x.shape[model.input.shape.index("tokens")]
+    given = first.x.shape[model.input.shape.index("tokens")]
     rows = job.least_batch
     random = job.options.data is None and model.example is None
 
@@ -299,37 +299,37 @@ def _compare_tokens(
     changes = _changes(planned, "tokens")
     sizes, needed = span.probed(more=changes), {span.min, span.opt, *changes}
     for step in (1, -1):
-        valid = usual
-        for tokens in sorted((n for n in sizes if (n - usual) * step > 0), reverse=step < 0):
+        valid = given
+        for tokens in sorted((n for n in sizes if (n - given) * step > 0), reverse=step < 0):
             if not budget.affords(rows, tokens, needed=tokens in needed):
                 continue
             why = problem(tokens)
             if why is not None:
-                raise _first_missed(valid, tokens, why, problem, span, step)
+                raise _first_invalid(valid, tokens, why, problem, span, step)
             valid = tokens
 
 
-def _first_missed(
+def _first_invalid(
     valid: int,
-    missed: int,
+    invalid: int,
     why: str,
     problem: Callable[[int], str | None],
     span: AxisRange,
     step: int,
 ) -> TokensError:
-    """The error for the first invalid number of tokens between `valid` and `missed`."""
-    while abs(missed - valid) > 1:
-        between = (missed + valid) // 2
+    """The error for the first invalid number of tokens between `valid` and `invalid`."""
+    while abs(invalid - valid) > 1:
+        between = (invalid + valid) // 2
         reason = problem(between)
-        valid, missed = (between, missed) if reason is None else (valid, between)
+        valid, invalid = (between, invalid) if reason is None else (valid, between)
         why = reason or why
-    least, most = (span.min, valid) if step > 0 else (valid, span.max)
+    low, high = (span.min, valid) if step > 0 else (valid, span.max)
     return TokensError(
-        f"with {missed} tokens {why}",
-        hint=f"--tokens {least}:{max(least, min(span.opt, most))}:{most} exports it for the valid "
+        f"with {invalid} tokens {why}",
+        hint=f"--tokens {low}:{max(low, min(span.opt, high))}:{high} exports it for the valid "
         "numbers",
-        tokens=missed,
-        valid=(least, most),
+        tokens=invalid,
+        valid=(low, high),
     )
 
 
@@ -344,7 +344,7 @@ def _compared(
 ) -> Reference:
     """Compares each graph with a reference, which is returned with the effect of rounding.
 
-    This is the result of the `rounded` graph or, without one and if `measured`, of PyTorch in
+    That effect is shown by the `rounded` graph or, without one and if `measured`, by PyTorch in
     float64.
     """
     file = next(iter(comparisons))
@@ -358,24 +358,24 @@ def _compared(
             comparison.add(expected)
             _release_weights(directory)
     except EngineError as error:
-        port = job.model.input
-        at = port.shape.index("tokens") if "tokens" in job.axis_ranges else 0
+        spec = job.model.input
+        axis = spec.shape.index("tokens") if "tokens" in job.axis_ranges else 0
         raise TokensError(
             f"{file} does not run at other sizes than the traced ones: {error.message}",
             hint="a size of the network became a constant of the graph: --tokens N and "
             "--batch N export it for that size alone",
-            tokens=expected.x.shape[at] if at else 0,
+            tokens=expected.x.shape[axis] if axis else 0,
         ) from error
     return expected
 
 
 def _release_weights(directory: Path) -> None:
-    """Releases the pages of large weights that a graph has read, before others are read."""
+    """Releases the pages of large weights that a graph has read, before the next one runs."""
     if is_large(directory):
         release(directory.glob("*.bin"))
 
 
-def _differs(
+def _mismatch(
     job: ExportJob, path: Path, lowered: Lowered, parity: Parity, worst: Reference
 ) -> ParityError:
     """The error for a graph that misses its bounds; `worst` are its worst inputs.
@@ -448,7 +448,7 @@ def way_out(parity: Parity, options: ExportOptions) -> str:
 
 @dataclass(slots=True)
 class Budget:
-    """Chooses the sizes to compare: those that need no more memory and time than a check may.
+    """Chooses the sizes to compare: those that need no more memory and time than a check may use.
 
     The needs of larger sizes are predicted from earlier inputs, whose reference `timed` computes.
     `copied_bytes` returns the bytes of weights that a graph copies for a batch of tokens.
@@ -457,17 +457,17 @@ class Budget:
     job: ExportJob
     copied_bytes: Callable[[int, int], float]
     _last: tuple[int, int, float] = (1, 1, 0.0)
-    """The number of inputs, their tokens, and seconds."""
+    """The number of inputs, their tokens, and the seconds for them."""
     _row_bytes: int = 0
-    _grown: int = 0
-    _beyond: dict[str, list[int]] = field(default_factory=dict)
+    _memory_growth: int = 0
+    _skipped: dict[str, list[int]] = field(default_factory=dict)
 
     def timed(self, x: Inputs, *, every_k: bool = True) -> Reference:
         """Returns PyTorch's results for inputs (`torch_reference`)."""
         began = time.thread_time()  # other processes do not count
         with grown_memory() as memory:
             expected = torch_reference(self.job, x, every_k=every_k)
-        self._grown = memory.nbytes
+        self._memory_growth = memory.nbytes
         seconds = time.thread_time() - began
         spec = self.job.model.input
         at = spec.shape.index("tokens") if "tokens" in spec.shape else None
@@ -498,12 +498,12 @@ class Budget:
         specs = self.job.model.specs.values()
         widest = max(spec.experts * max(spec.hidden, spec.dim) for spec in specs)
         floats = rows * max(tokens * widest, self._row_bytes // 4 * longer, HEADS * tokens**2)
-        quick = needed or seconds * rows / last_rows * longer <= MOST_SECONDS
-        grows = self._grown * rows / last_rows * longer <= MEMORY_SHARE * available_bytes()
-        copied = self.copied_bytes(rows, tokens) <= MOST_COPIED_BYTES
-        fits = 4 * floats <= MOST_BYTES and copied and grows and quick
+        quick = needed or seconds * rows / last_rows * longer <= MAX_SECONDS
+        grows = self._memory_growth * rows / last_rows * longer <= MEMORY_SHARE * available_bytes()
+        copied = self.copied_bytes(rows, tokens) <= MAX_COPIED_BYTES
+        fits = 4 * floats <= MAX_BYTES and copied and grows and quick
         if not fits:
-            self._beyond.setdefault(axis, []).append(rows if axis == "batch" else tokens)
+            self._skipped.setdefault(axis, []).append(rows if axis == "batch" else tokens)
         return fits
 
     def notes(self) -> tuple[str, ...]:
@@ -511,9 +511,9 @@ class Budget:
         return tuple(
             f"{'batches' if axis == 'batch' else 'inputs'} of {', '.join(map(str, sorted(sizes)))}"
             f"{'' if axis == 'batch' else ' tokens'} were not compared: that takes more than "
-            f"{MOST_BYTES >> 20} MiB for one tensor, {MOST_COPIED_BYTES >> 20} MiB for copies of "
-            f"weights, {MEMORY_SHARE:.0%} of the free memory or {MOST_SECONDS:.0f} s"
-            for axis, sizes in self._beyond.items()
+            f"{MAX_BYTES >> 20} MiB for one tensor, {MAX_COPIED_BYTES >> 20} MiB for copies of "
+            f"weights, {MEMORY_SHARE:.0%} of the free memory or {MAX_SECONDS:.0f} s"
+            for axis, sizes in self._skipped.items()
         )
 
 
@@ -544,16 +544,16 @@ def kept_experts(job: ExportJob, shared: int | None = None) -> dict[str, int]:
 def other_k(job: ExportJob) -> list[int]:
     """Returns the k compared in addition to `kept_experts`, if k is an input of the graph.
 
-    They are 1, a quarter, half and all of the experts of each layer, at each of its levels, and the
+    They are 1; a quarter, half and all of the experts of each layer, at each of its levels; and the
     number that its router chose in training.
     """
     if None not in job.k.values():
         return []
-    found = {1}
+    counts = {1}
     for spec in job.model.specs.values():
-        found |= {spec.trained_k, *(n // part for n in spec.levels for part in (1, 2, 4))}
-    found -= {0, *kept_experts(job).values()}
-    return sorted(k for k in found if k <= job.fewest_experts)
+        counts |= {spec.trained_k, *(n // divisor for n in spec.levels for divisor in (1, 2, 4))}
+    counts -= {0, *kept_experts(job).values()}
+    return sorted(k for k in counts if k <= job.fewest_experts)
 
 
 def run_untouched(model: Model, x: Fields) -> list[np.ndarray]:
@@ -565,7 +565,7 @@ def reference(
 ) -> Reference:
     """Returns PyTorch's results for inputs x, in batches of `batch`.
 
-    If every layer has the k of its training, these are the results of the untouched network.
+    If every layer has its trained k, these are the results of the untouched network.
     """
     ours = Network(model, model.module, kept, renormalize=renormalize)
     arrays = completed(x, model.inputs)
@@ -578,7 +578,7 @@ def reference(
         dense.append(values[0])
         computed = ours.computed(part)
         parts.append(replace(computed, outputs=values) if as_trained else computed)
-    first, *further = (
+    first, *others = (
         np.concatenate(y) for y in zip(*(part.outputs for part in parts), strict=True)
     )
     choices = _by_input(parts)
@@ -590,7 +590,7 @@ def reference(
         margin={name: margin for name, (_, margin) in choices.items()},
         kept=dict(kept),
         inputs=arrays,
-        outputs={spec.name: y for spec, y in zip(model.outputs[1:], further, strict=True)},
+        outputs={spec.name: y for spec, y in zip(model.outputs[1:], others, strict=True)},
     )
 
 
@@ -601,9 +601,9 @@ def with_exact(job: ExportJob, expected: Reference) -> Reference:
     """
     others = {k: with_exact(job, other) for k, other in expected.at_other_k.items()}
     model = job.model
-    unknown = replace(expected, rounded=None, at_other_k=others)
+    unrounded = replace(expected, rounded=None, at_other_k=others)
     if weights_bytes(model) > EXACT_BYTES:
-        return unknown
+        return unrounded
     # Few inputs at once, but no fewer than the smallest batch.
     few = max(SAMPLES // job.least_batch, 1) * job.least_batch
     batch = job.whole_batch or min(few, job.largest_batch)
@@ -614,13 +614,13 @@ def with_exact(job: ExportJob, expected: Reference) -> Reference:
             feeds = expected.feeds(model.input.name)
             parts = [network.computed(part) for part in rebatched([feeds], batch)]
         except Exception:  # noqa: BLE001  a network may need float32: the result is then unknown
-            return unknown
+            return unrounded
     y = np.concatenate([part.outputs[0] for part in parts])
     choices = _by_input(parts)
-    known = choices.keys() >= expected.selected.keys()
-    if not known or y.dtype != np.float64 or not np.isfinite(y).all():
-        return unknown
-    return replace(unknown, rounded=Rounded(y, {n: choices[n][0] for n in expected.selected}))
+    complete = choices.keys() >= expected.selected.keys()
+    if not complete or y.dtype != np.float64 or not np.isfinite(y).all():
+        return unrounded
+    return replace(unrounded, rounded=Rounded(y, {n: choices[n][0] for n in expected.selected}))
 
 
 def weights_bytes(model: Model) -> int:
@@ -629,7 +629,7 @@ def weights_bytes(model: Model) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """One pass: the outputs, and each choice with its margin."""
+    """The outputs of one pass, and each choice with its margin."""
 
     outputs: list[np.ndarray]
     choices: dict[str, tuple[np.ndarray, np.ndarray]]
@@ -638,8 +638,8 @@ class Computed:
 def _by_input(parts: Sequence[Computed]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """The choices and margins of each input, over all parts.
 
-    Tokens that a layer processes in turn are grouped by their inputs. Choices that differ in number
-    between inputs belong to none: they are left out, and only values are compared.
+    Tokens that a layer processes in turn are grouped by their inputs. If inputs have different
+    numbers of choices, these are left out, and only values are compared.
     """
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for name in parts[0].choices:
@@ -650,15 +650,15 @@ def _by_input(parts: Sequence[Computed]) -> dict[str, tuple[np.ndarray, np.ndarr
                 chosen = chosen.reshape(rows, -1, *chosen.shape[1:])
                 margin = margin.reshape(rows, -1, *margin.shape[1:])
             pairs.append((chosen, margin))
-        own = all(len(p[0]) == len(part.outputs[0]) for p, part in zip(pairs, parts, strict=True))
-        if own and len({chosen.shape[1:] for chosen, _ in pairs}) == 1:
+        fits = all(len(p[0]) == len(part.outputs[0]) for p, part in zip(pairs, parts, strict=True))
+        if fits and len({chosen.shape[1:] for chosen, _ in pairs}) == 1:
             sets, margins = zip(*pairs, strict=True)
             found[name] = np.concatenate(sets), np.concatenate(margins)
     return found
 
 
 class Network:
-    """A network in PyTorch, run as a graph is (`exporter.session.GraphSession`).
+    """A network in PyTorch that can be run like a graph (`exporter.session.GraphSession`).
 
     `network` computes the outputs; the choices are those of the model's own module, with `kept`
     experts. If `exact`, it computes in float64, without changing its weights.
@@ -690,8 +690,8 @@ class Network:
     ) -> dict[str, np.ndarray]:
         arrays = dict(x) if isinstance(x, Mapping) else {self.input_name: x}
         computed = self.computed({spec.name: arrays[spec.name] for spec in self._model.inputs})
-        own = self._network is self._model.module
-        values = computed.outputs if own else self.outputs(arrays)
+        is_own = self._network is self._model.module
+        values = computed.outputs if is_own else self.outputs(arrays)
         choices = {name: chosen for name, (chosen, _) in computed.choices.items()}
         return {**dict(zip(self.output_names, values, strict=True)), **choices}
 
@@ -754,13 +754,13 @@ def releasing_pages(model: Model) -> Iterator[None]:
     """Within the context, the pages of mapped weights are released once a module has run."""
     reading = model.source.reading()
 
-    def count(module: nn.Module, *_: object) -> None:
+    def advance(module: nn.Module, *_: object) -> None:
         lists = (part for part in module.children() if isinstance(part, nn.ParameterList))
         own = (weight for part in (module, *lists) for weight in part.parameters(recurse=False))
         reading.advance(sum(weight.nbytes for weight in own))
 
     # For all modules, because a factory's network may have its experts anywhere.
-    hook = register_module_forward_hook(count)
+    hook = register_module_forward_hook(advance)
     try:
         yield
     finally:
@@ -773,53 +773,53 @@ def check_network(job: ExportJob, expected: Reference, batches: Sequence[int]) -
 
     On the inputs of the reference, our layers with their trained k must return the same as the
     untouched network. If the batch is not constant in the graph, PyTorch's result for an input must
-    not depend on the others in its batch, except those that are computed together: it is run in
-    `batches` of these sizes.
+    not depend on the others in its batch, except those that are computed together: the network is
+    run in `batches` of these sizes.
     """
     model, options, bounds = job.model, job.options, pytorch_bounds(job.options)
     with releasing_pages(model):
         ours = model.module if model.as_trained is None else model.as_trained
         trained = replace(model, module=ours, as_trained=None)
-        x = _several(expected.feeds(model.input.name), job.checked_batch)
+        x = _enough_inputs(expected.feeds(model.input.name), job.checked_batch)
         batch = job.largest_batch
-        whole = reference(trained, x, trained.trained_k, renormalize=False, batch=batch)
+        trained_reference = reference(trained, x, trained.trained_k, renormalize=False, batch=batch)
         if model.untouched is not ours:
-            _check_stand_ins(trained, whole, batch, bounds)
+            _check_stand_ins(trained, trained_reference, batch, bounds)
         if job.fixed_batch is not None:
             return
         network = Network(trained, trained.untouched, trained.trained_k)
-        _check_batches(network, whole, bounds, batches)
+        _check_batches(network, trained_reference, bounds, batches)
         kept, renormalize = expected.kept, options.renormalize
-        if ours is not model.module or kept != whole.kept or renormalize:
-            changed = reference(model, x, kept, renormalize=renormalize, batch=batch)
+        if ours is not model.module or kept != trained_reference.kept or renormalize:
+            edited_reference = reference(model, x, kept, renormalize=renormalize, batch=batch)
             network = Network(model, model.module, kept, renormalize=renormalize)
-            _check_batches(network, changed, bounds, batches)
+            _check_batches(network, edited_reference, bounds, batches)
 
 
 def pytorch_bounds(options: ExportOptions) -> Tolerance:
     """Returns the bounds for PyTorch's results: those of FP32, or a user's wider ones."""
-    usual, requested = TOLERANCES["fp32"], options.tolerance
+    fp32, requested = TOLERANCES["fp32"], options.tolerance
     if options.precision != "fp32":
-        return usual
-    return replace(usual, atol=requested.atol, rtol=max(usual.rtol, requested.rtol))
+        return fp32
+    return replace(fp32, atol=requested.atol, rtol=max(fp32.rtol, requested.rtol))
 
 
-def _several(arrays: Fields, count: int) -> Fields:
-    """At least `count` inputs: if there are fewer, they are repeated, rotated along an axis.
+def _enough_inputs(arrays: Fields, count: int) -> Fields:
+    """At least `count` inputs: if there are fewer, rotated copies of them are added.
 
     A batch that repeats one input does not show whether results depend on the other inputs.
     """
     samples, *_ = (len(array) for array in arrays.values())
     if samples >= count:
         return arrays
-    turned: dict[str, np.ndarray] = {}
+    repeated: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
         rows = array[np.arange(count) % samples]
         if name == next(iter(arrays)) and array.ndim > 1:
             axis = next((axis for axis in range(1, array.ndim) if array.shape[axis] > 1), 1)
             rows = np.stack([np.roll(row, i // samples, axis - 1) for i, row in enumerate(rows)])
-        turned[name] = rows
-    return turned
+        repeated[name] = rows
+    return repeated
 
 
 def _check_stand_ins(model: Model, expected: Reference, batch: int, bounds: Tolerance) -> None:
@@ -871,11 +871,11 @@ def first_different_layer(
     observe = dict.fromkeys(sorted(names), onnx.TensorProto.FLOAT)
     session = checking_session(path, job.options.target, observe=observe, rounded=True)
     actual = session.run(x, expected.main_k if session.takes_k else None)
-    wanted: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    torch_values: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def record(module: nn.Module, args: tuple[Any, ...], output: Any, name: str) -> None:
         assert isinstance(module, MoELayer)
-        wanted[name] = (module.tokens(args[0]).numpy(), output.numpy())
+        torch_values[name] = (module.tokens(args[0]).numpy(), output.numpy())
 
     renormalize = job.options.renormalize
     with (
@@ -886,20 +886,20 @@ def first_different_layer(
             hooks.enter_context(layer.register_forward_hook(partial(record, name=name)))
         model.module(*(torch.from_numpy(np.ascontiguousarray(array)) for array in x.values()))
 
-    def off(actual: np.ndarray, wanted: np.ndarray) -> bool:
-        """Whether the error of some row exceeds the bound from its largest number."""
-        largest, furthest = (
-            np.abs(array).reshape(len(wanted), -1).max(axis=1, initial=0.0)
-            for array in (wanted, actual - wanted)
+    def differs(actual: np.ndarray, correct: np.ndarray) -> bool:
+        """Whether the error of any row exceeds the bound, which is relative to its maximum."""
+        largest, error = (
+            np.abs(array).reshape(len(correct), -1).max(axis=1, initial=0.0)
+            for array in (correct, actual - correct)
         )
-        return not (furthest <= rtol * largest).all()
+        return not (error <= rtol * largest).all()
 
     before = "the network before it"
     for name, value in values.items():
-        wanted_input, wanted_output = wanted[name]
-        if off(actual[value.input], wanted_input):
+        torch_input, torch_output = torch_values[name]
+        if differs(actual[value.input], torch_input):
             return f"{before}, at the input of layer {name}"
-        if off(actual[value.output], wanted_output):
+        if differs(actual[value.output], torch_output):
             return f"layer {name}"
         before = f"the network after layer {name}"
     return f"{before.replace('before it', 'before the layers')}, at the output"

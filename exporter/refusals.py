@@ -1,6 +1,6 @@
 """The checks of an export before it starts: one table, in the order in which they run.
 
-A check yields invalid or impossible requests before any work begins. Its stage is what it needs:
+A check yields what is invalid or impossible, before any work begins. Its stage is what it needs:
 only the options, the target's features, this machine, the loaded model, or the export as resolved
 for that model (`job.ExportJob`).
 
@@ -86,17 +86,17 @@ def check_without_model(options: ExportOptions) -> None:
     check("machine", options)
 
 
-def check(stage: Stage, *of: Any) -> None:
-    """Raises the first mistake of a stage, whose checks are called with `of`.
+def check(stage: Stage, *arguments: Any) -> None:
+    """Raises the first mistake that a stage's checks of these arguments find.
 
     A check yields mistakes, or raises an error itself.
     """
     for mistakes in CHECKS[stage]:
-        refuse(mistakes(*of) or ())
+        refuse(mistakes(*arguments) or ())
 
 
 def values(options: ExportOptions) -> Iterator[Mistake]:
-    """Values that have another type, cannot be parsed, or are unknown."""
+    """Values that have the wrong type, cannot be parsed, or are unknown."""
     yield from misfits(
         ExportOptions, {name: getattr(options, name) for name in declared(ExportOptions)}
     )
@@ -104,7 +104,7 @@ def values(options: ExportOptions) -> Iterator[Mistake]:
 
 
 def known_target(options: ExportOptions) -> Iterator[Mistake]:
-    """A target that no installed package has."""
+    """A target that no installed package provides."""
     if options.target not in TARGETS:
         yield (
             f"--target {options.target}: unknown target",
@@ -113,7 +113,7 @@ def known_target(options: ExportOptions) -> Iterator[Mistake]:
 
 
 def integers(options: ExportOptions) -> Iterator[Mistake]:
-    """Options of quantisation with other precisions, and invalid values of them."""
+    """Quantisation options for precisions that do not support them, and invalid values."""
     share = options.min_retention
     if options.weight_bits not in (None, *WEIGHT_BITS):
         yield (
@@ -125,20 +125,20 @@ def integers(options: ExportOptions) -> Iterator[Mistake]:
             f"--min-retention {share:g}: a share above 0 and up to 1",
             "--min-retention 0.99 keeps 99% of the accuracy of FP32 at the same k",
         )
-    changed = {
+    settings = {
         "--quantize": options.quantize != "experts",
         "--rest": options.rest is not None,
         "--weight-bits": options.weight_bits is not None,
         "--min-retention": share is not None,
     }
-    also = {"--quantize": "int4", "--rest": "fp8"}
+    also_allowed = {"--quantize": "int4", "--rest": "fp8"}
     if options.keep_floating and not options.integers:
         yield (
             f"keep_floating: with --precision {options.precision} every layer is in floating point",
             "leave keep_floating out, or add --precision int8",
         )
-    for option, is_set in changed.items():
-        if is_set and options.precision not in ("int8", also.get(option)):
+    for option, is_set in settings.items():
+        if is_set and options.precision not in ("int8", also_allowed.get(option)):
             yield _not_int8(option, options.precision)
 
 
@@ -185,7 +185,7 @@ def graph(options: ExportOptions) -> Iterator[Mistake]:
 
 
 def comparison(options: ExportOptions) -> Iterator[Mistake]:
-    """Options of the comparison without a comparison, and invalid bounds."""
+    """Options of the comparison if nothing is compared, and invalid bounds."""
     samples, atol, rtol = options.verify_samples, options.atol, options.rtol
     if samples is not None and samples < 1:
         yield f"--verify-samples {samples}: at least 1", "--no-verify compares nothing"
@@ -244,9 +244,9 @@ def numbers_of_target(options: ExportOptions) -> Iterator[Mistake]:
 def inputs(options: ExportOptions) -> Iterator[Mistake]:
     """Options that need inputs or ranges if there are none, or that have no effect."""
     table = options.calibration
-    there = f" for --target {options.target}" if options.precision == "int8" else ""
-    no_ranges = f"--precision {options.precision}{there} needs no ranges"
-    if options.method is not None and options.in_blocks and there:
+    for_target = f" for --target {options.target}" if options.precision == "int8" else ""
+    no_ranges = f"--precision {options.precision}{for_target} needs no ranges"
+    if options.method is not None and options.in_blocks and for_target:
         yield f"--method {options.method}: {no_ranges}", "leave --method out"
     elif options.method is not None and not options.ranged:
         yield _not_int8("--method", options.precision)
@@ -263,7 +263,7 @@ def inputs(options: ExportOptions) -> Iterator[Mistake]:
         )
     if options.data is not None:
         return
-    if options.ranged and options.quant_format == "qdq" and table is None:  # whatever the layers
+    if options.ranged and options.quant_format == "qdq" and table is None:  # for any layer
         yield no_ranges_found(options.precision)
     if options.min_retention is not None:
         yield (
@@ -318,7 +318,7 @@ def inputs_of_engines(model: Model, options: ExportOptions) -> Iterator[Mistake]
 
 
 def routing(job: Resolved) -> Iterator[Mistake]:
-    """`--expose-routing` if no layer chooses."""
+    """`--expose-routing` if no layer chooses experts."""
     shown = job.options.shown_routing
     specs = {name: spec for name, spec in job.model.specs.items() if spec.levels}
     if shown == "chosen":
@@ -378,12 +378,12 @@ def destination(options: ExportOptions) -> None:
 
 
 def groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
-    """A batch that is not a multiple of the inputs that the model computes together."""
-    images, batch = model.batch_of, options.batches
-    if batch != DEFAULT_BATCH and any(n % images for n in (batch.min, batch.opt, batch.max)):
+    """A batch size that is no multiple of the number of inputs computed together."""
+    group, batch = model.batch_of, options.batches
+    if batch != DEFAULT_BATCH and any(n % group for n in (batch.min, batch.opt, batch.max)):
         yield (
-            f"--batch {batch}: the model routes the tokens of {images} inputs together",
-            f"--batch {images}:{images}:{4 * images}, or other multiples of {images}; one "
+            f"--batch {batch}: the model routes the tokens of {group} inputs together",
+            f"--batch {group}:{group}:{4 * group}, or other multiples of {group}; one "
             "input is routed alone with a smaller group_size, or without a capacity_factor",
         )
 
@@ -408,11 +408,11 @@ def axes(job: Resolved) -> Iterator[Mistake]:
     for axis, sizes in options.ranges.items():
         # The default range is not a request: a model with fewer positions narrows it.
         default = axis == "tokens" and sizes == DEFAULT_TOKENS
-        most = spec.limits.get(axis, sizes.max)
-        if sizes.max > most and not default:
+        limit = spec.limits.get(axis, sizes.max)
+        if sizes.max > limit and not default:
             yield (
-                f"--{axis} {sizes}: the model accepts at most {most}",
-                f"--{axis} 1:{most}:{most} covers all sizes",
+                f"--{axis} {sizes}: the model accepts at most {limit}",
+                f"--{axis} 1:{limit}:{limit} covers all sizes",
             )
 
 
@@ -442,8 +442,8 @@ def lowerings(job: Resolved) -> None:
     options = job.options
     for name in job.model.layers:
         plan = job.layer(name, options.token_counts.opt)
-        own = options.layer_lowerings.get(name)
-        for lowering in options.lowerings if own is None else (own[0],):
+        chosen = options.layer_lowerings.get(name)
+        for lowering in options.lowerings if chosen is None else (chosen[0],):
             if lowering not in CHOOSERS:
                 check_lowering(lowering, plan, options.target)
 
@@ -473,7 +473,7 @@ def stored_integers(job: Resolved) -> Iterator[Mistake]:
 
 
 def integers_in_blocks(job: Resolved) -> Iterator[Mistake]:
-    """Weights in blocks if no layer would have any: the bundle would have only floats."""
+    """A precision with weights in blocks if no layer supports them: all would be floats."""
     from ..graphs.precision.weights import not_in_blocks
 
     options = job.options

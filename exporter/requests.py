@@ -1,4 +1,4 @@
-"""The options of exports and bundles, declared once each. Importing this loads nothing."""
+"""The options of exports and bundles, each declared once. Importing this loads little."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class AxisSizes:
 
     @property
     def ranges(self) -> dict[str, AxisRange]:
-        """Both, by the name of the axis."""
+        """Both ranges, by axis."""
         return {"batch": self.batches, "tokens": self.token_counts}
 
 
@@ -114,7 +114,7 @@ class SensitivityRequest(Request):
 
     k: K = option("n", "Experts to compute, as in export, but not input.")
     samples: int | None = option(
-        None, "How many inputs to use.", unset="all; 64, the most, to compare layers"
+        None, "How many inputs to use.", unset="all, or 64 (the maximum) to compare layers"
     )
     renormalize: bool = option(
         False, "Divide the selected combine weights by their sum; use it if the export does."
@@ -134,7 +134,7 @@ class CalibrateRequest(SensitivityRequest):
     """How the ranges of a model's tensors are found.
 
     `batch` is the number of inputs that the observing graph runs at once, whatever the feed's own
-    batches. Larger ones need more memory and less time, and change a range only by rounding.
+    batches. Larger batches need more memory but less time, and change ranges only by rounding.
     """
 
     offered: ClassVar[frozenset[str]] = frozenset({"calibrate"})
@@ -300,20 +300,20 @@ class RunRequest(Request):
     @property
     def session_options(self) -> dict[str, Any]:
         """The options of a session, by their names in `Bundle.session`."""
-        named = {name: getattr(each, name) for each in self.further for name in changed(each)}
+        named = {name: getattr(r, name) for r in self.further for name in changed(r)}
         own = {name: getattr(self, name) for name in ("provider", "cuda_graphs")}
         return named | {name: own[name] for name in changed(self) if name in own}
 
     def _refuse_foreign_options(self, engine: str) -> None:
         given = self.session_options
-        own = [(e, name) for e in (self, *self.further) for name in changed(e) if name in given]
-        if not own:
+        owned = [(r, name) for r in (self, *self.further) for name in changed(r) if name in given]
+        if not owned:
             return
         from .bundle.runtimes import RUNTIMES, owner_of  # loads the runtimes of plugins
 
         record = RUNTIMES[engine] if self.runs_graph else None
-        ran = f", but {record.title} runs it" if record else f", but {engine} runs the engine"
-        ran = "" if engine == "onnxruntime" else ran  # the default
-        for options, name in own:
+        suffix = f", but {record.title} runs it" if record else f", but {engine} runs the engine"
+        suffix = "" if engine == "onnxruntime" else suffix  # the default
+        for options, name in owned:
             if record is None or name not in record.takes:
-                refuse_changed(options, (name,), f": it belongs to {owner_of(name)[1]}{ran}")
+                refuse_changed(options, (name,), f": it belongs to {owner_of(name)[1]}{suffix}")

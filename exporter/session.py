@@ -1,4 +1,4 @@
-"""Runs an exported graph in ONNX Runtime: numpy or torch in, the same out."""
+"""Runs an exported graph in ONNX Runtime, on NumPy arrays or PyTorch tensors."""
 
 from __future__ import annotations
 
@@ -39,43 +39,41 @@ if TYPE_CHECKING:
     from .tensorrt.cuda import Stream
 
 CPU, CUDA = CPU_PROVIDER, CUDA_PROVIDER
-
 TENSORRT = "TensorrtExecutionProvider"
-
 PROVIDERS = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT}
 """Execution providers by the names that the command line and results use."""
 
 CUDA_MAJOR = 13
-"""The CUDA that onnxruntime-gpu needs from 1.31 on (`libcudart.so.13` in its provider)."""
+"""The CUDA version that onnxruntime-gpu needs from 1.31 on (`libcudart.so.13`)."""
 
 NO_KLEIDIAI = ("mlas.disable_kleidiai", "1")
-"""On ARM its INT4 products round activations by row instead of by block: errors are 2.5 to 5 times
-larger if some channels are large."""
+"""KleidiAI's INT4 products on ARM round activations by row instead of by block: errors are 2.5 to 5
+times larger if some channels are large."""
 
 AS_STORED = (
     ("session.disable_prepacking", "1"),
     ("optimization.constant_folding_max_output_size_in_bytes", str(1 << 20)),
     ("optimization.disable_specified_optimizers", "FuseFp16InitializerToFp32NodeTransformer"),
 )
-"""The runtime keeps no copies of weights, neither packed ones nor FP32 ones of FP16 weights that a
-graph casts."""
+"""With these settings the runtime keeps no copies of weights: neither packed ones, nor FP32 ones of
+FP16 weights that a graph casts."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
     """How a graph is run.
 
-    `threads` within an operator (None: the runtime's choice). `prepack` lets the runtime keep a
+    `threads` run each operator (None: the runtime's choice). `prepack` lets the runtime keep a
     re-ordered copy of each constant weight, in FP32 if the graph casts it: faster, but the copy is
     private memory, while the original weights are pages of the mapped file. `plan_memory` lets the
-    runtime decide at the start which values share a buffer, as by default. That time grows with the
-    square of the number of nodes and dominates the opening of large graphs, so it is off for graphs
-    that are only checked. `observe` names inner values to return in addition to the outputs, with
-    their ONNX element type. `profile` makes the runtime time every node, into a file whose name
-    begins with it. `spin_ms` is the time that the runtime's threads spin after a call (None: the
-    default, about 35 ms): the next call finds them awake, but other threads in between wait for a
-    core. `rounded` runs 16-bit graphs in FP32 with their own rounding (`fp16_emulation`), which is
-    for checks only. With `cuda_graphs` the CUDA provider replays repeated work as CUDA graphs if
+    runtime decide at the start which values share a buffer, as by default. The time for this grows
+    with the square of the number of nodes and dominates the opening of large graphs, so it is off
+    for graphs that are only checked. `observe` names inner values to return in addition to the
+    outputs, with their ONNX element type. `profile` is the prefix of the file to which the runtime
+    writes the time of each node. `spin_ms` is how long the runtime's threads spin after a call
+    (None: the default, about 35 ms): the next call finds them awake, but other threads in between
+    wait for a core. `rounded` runs 16-bit graphs in FP32 with their own rounding, for checks only
+    (`fp16_emulation`). With `cuda_graphs` the CUDA provider replays repeated work as CUDA graphs if
     possible (`bundle.gpu_runs`); `timed` runs it on a stream that can measure the GPU's time.
 
     `runtime` is the name of the runtime's record (`bundle.runtimes`), which lists the `OWN_OPTIONS`
@@ -135,7 +133,7 @@ class Session:
 
     Calling it with x returns y; `k` is needed if k is an input of the graph. If the graph has
     several inputs, x is the first, or a dict of arrays by name. Missing inputs get their defaults:
-    a mask of ones, positions by that mask, an empty cache.
+    a mask of ones, positions from that mask, an empty cache.
 
     The session of another runtime is a subclass. Its constructor sets `path` and `options` and
     calls `describe`; `provider` names the provider that runs the graph, and `call` runs it.
@@ -156,17 +154,17 @@ class Session:
         )
 
     def describe(
-        self, ports: Sequence[Described], outputs: Sequence[str], facts: GraphFacts | None
+        self, graph_inputs: Sequence[Described], outputs: Sequence[str], facts: GraphFacts | None
     ) -> None:
-        """Reads a graph's inputs and outputs; `BundleError` for a graph unlike ours."""
-        inputs = {name: (dtype, shape) for name, dtype, shape in ports}
+        """Reads a graph's inputs and outputs; `BundleError` if moexport cannot run it."""
+        inputs = {name: (dtype, shape) for name, dtype, shape in graph_inputs}
         self.takes_k = inputs.pop(K_INPUT, None) is not None
-        ours = facts is not None
+        has_facts = facts is not None
         facts = GraphFacts({}) if facts is None else facts
         experts = min((layer.n for layer in facts.layers.values()), default=None)
         self._experts = experts if self.takes_k else None
         defaults, limits = facts.defaults, facts.limits
-        self._ports = [
+        self._inputs = [
             TensorSpec(
                 name,
                 _NUMPY_TYPES[dtype].name,
@@ -178,19 +176,19 @@ class Session:
             for name, (dtype, shape) in inputs.items()
             if dtype in _NUMPY_TYPES
         ]
-        given_ports = [port for port in self._ports if port.default is None]
-        # Without our metadata it is unknown which of several inputs is the first.
-        unclear = not given_ports or (not ours and len(given_ports) > 1)
-        if len(self._ports) != len(inputs) or unclear:
-            taken = ", ".join(f"{name} ({dtype})" for name, (dtype, _) in inputs.items())
+        required = [spec for spec in self._inputs if spec.default is None]
+        # Without our metadata, it is unknown which of several inputs is the first.
+        ambiguous = not required or (not has_facts and len(required) > 1)
+        if len(self._inputs) != len(inputs) or ambiguous:
+            found = ", ".join(f"{name} ({dtype})" for name, (dtype, _) in inputs.items())
             raise BundleError(
-                f"{self.path.name} has {taken or 'no inputs'}, but one input of numbers is "
+                f"{self.path.name} has {found or 'no inputs'}, but one input of numbers is "
                 "expected, besides k",
                 hint="run a graph that `moexport export` wrote",
             )
         self._sizes = facts.sizes
-        self.input_name = given_ports[0].name
-        self._ports.sort(key=lambda port: port is not given_ports[0])
+        self.input_name = required[0].name
+        self._inputs.sort(key=lambda spec: spec is not required[0])
         self.output_names = list(outputs)
 
     _runs: GpuRuns | None = None
@@ -236,24 +234,24 @@ class Session:
         stay there. Raises `FeedError` if x does not fit the graph's input, `EngineError` if the run
         fails.
         """
-        wanted = list(outputs) if outputs is not None else self.output_names
+        names = list(outputs) if outputs is not None else self.output_names
         first = x.get(self.input_name) if isinstance(x, Mapping) else x
-        like = None if first is None else tensor_of(first)
-        feeds = self.feeds(x, k)
+        tensor = None if first is None else tensor_of(first)
         try:
-            if like is not None and like.is_cuda and self._runs is not None:
-                values = self._runs.run(wanted, feeds, stays=True)
+            feeds = self.feeds(x, k)  # on a GPU, this copies
+            if tensor is not None and tensor.is_cuda and self._runs is not None:
+                values = self._runs.run(names, feeds, stays=True)
             else:
-                values = self.call(wanted, feeds)
+                values = self.call(names, feeds)
         except MoexportError:
             raise
         except self.errors() as error:
-            raise self._failed(error, len(feeds[self.input_name])) from error
-        if like is not None and not like.is_cuda:
+            raise self._failed(error, 1 if first is None else len(first)) from error
+        if tensor is not None and not tensor.is_cuda:
             import torch
 
             values = [torch.from_numpy(value) for value in values]
-        return dict(zip(wanted, values, strict=True))
+        return dict(zip(names, values, strict=True))
 
     def errors(self) -> tuple[type[Exception], ...]:
         """Returns the exceptions that the runtime raises if a run fails."""
@@ -261,7 +259,7 @@ class Session:
             return (Exception,)
         from ..common.onnx_runtime import runtime_errors
 
-        # Copies to and from a GPU raise other exceptions than the runtime.
+        # Copies to and from a GPU raise exceptions other than the runtime's.
         return runtime_errors() if self._runs is None else (RuntimeError, *runtime_errors())
 
     def failure(self, error: Exception) -> tuple[str, str]:
@@ -277,7 +275,7 @@ class Session:
     ) -> Callable[[], list[np.ndarray]]:
         """Returns the runtime's own call for a batch x, by default of the first output, for timing.
 
-        Inputs are checked here once, and not by the call. Raises what `run` raises.
+        Inputs are checked once, here, but not in the call. Raises the errors of `run`.
         """
         return partial(self.call, list(outputs or self.output_names[:1]), self.feeds(x, k))
 
@@ -289,14 +287,14 @@ class Session:
 
     def _failed(self, error: Exception, batch: int) -> EngineError:
         """The error for a run that failed although its inputs fit."""
-        who, message = self.failure(error)
+        runtime, message = self.failure(error)
         if re.search("bad.alloc|[Ff]ailed to allocate memory|[Oo]ut of memory", message):
             return EngineError(
                 f"{self.path.name}: memory ran out for a batch of {batch}",
                 hint="run smaller batches: --batch-size",
             )
         return EngineError(
-            f"{self.path.name}: the run failed in {who}: {message}",
+            f"{self.path.name}: the run failed in {runtime}: {message}",
             hint="`moexport verify` checks whether the bundle is damaged; another --lowering may "
             "run",
         )
@@ -304,7 +302,7 @@ class Session:
     def gpu_ms(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> float | None:
-        """Returns the GPU's time for one run without copies to and from it; by default of y.
+        """Returns the GPU's time for a run without copies to and from it, by default of one output.
 
         None on a CPU, and for a session opened without `SessionOptions.timed`.
         """
@@ -317,7 +315,7 @@ class Session:
         """Returns the runtime's own call for a batch x, whose values stay with the runtime.
 
         It is for generating text: each call reuses the outputs of the previous one in place. Of the
-        `outputs`, by default all, only the first is converted to NumPy. Raises what `run` raises.
+        `outputs`, by default all, only the first is converted to NumPy. Raises the errors of `run`.
         """
         from ..common.onnx_runtime import ort
 
@@ -342,22 +340,22 @@ class Session:
         return Path(self._session.end_profiling())
 
     def _for_checks(self, name: str, tensor: Any) -> np.ndarray:
-        """A tensor for checks: floats on the GPU are replaced by zeros of the same shape."""
-        where = tensor.device
-        here = "cpu" if self._runs is None else "cuda:0"
-        if where.type not in ("cpu", "cuda") or (where.type == "cuda" and str(where) != here):
+        """The array to check for a tensor: zeros of the same shape for floats on the GPU."""
+        device = tensor.device
+        own = "cpu" if self._runs is None else "cuda:0"
+        if device.type not in ("cpu", "cuda") or (device.type == "cuda" and str(device) != own):
             raise FeedError(
-                f"input '{name}' is on {where}, but the session is on {here}",
-                hint=f"move it: x.to('{here}')",
+                f"input '{name}' is on {device}, but the session is on {own}",
+                hint=f"move it: x.to('{own}')",
             )
-        strengths = any(port.name == name and port.default == "zeros" for port in self._ports)
-        if tensor.is_cuda and tensor.is_floating_point() and not strengths:
+        steers = any(spec.name == name and spec.default == "zeros" for spec in self._inputs)
+        if tensor.is_cuda and tensor.is_floating_point() and not steers:
             return np.broadcast_to(np.zeros((), np.float32), tuple(tensor.shape))
         array: np.ndarray = (tensor.float() if str(tensor.dtype) == BF16 else tensor).cpu().numpy()
         return array
 
     def feeds(self, x: Any, k: int | None) -> dict[str, Any]:
-        """Returns the inputs of a run by name, checked and completed; raises what `run` raises."""
+        """Returns a run's inputs by name, checked and completed; raises the errors of `run`."""
         check_given(k, takes_k=self.takes_k, what="graph")
         # The runtime returns zeros for k = 0, and only logs other invalid values.
         if k is not None and self._experts and not (k == int(k) and 1 <= k <= self._experts):
@@ -365,27 +363,27 @@ class Session:
                 f"k = {k}: the model has {self._experts} experts",
                 hint=f"use 1 ≤ k ≤ {self._experts}",
             )
-        given = by_name(x, self._ports)
+        given = by_name(x, self._inputs)
         tensors = {n: t for n, value in given.items() if (t := tensor_of(value)) is not None}
         checked = {n: self._for_checks(n, tensor) for n, tensor in tensors.items()}
-        arrays = completed({**given, **checked}, self._ports)
+        arrays = completed({**given, **checked}, self._inputs)
         feeds: dict[str, Any] = {}
-        for port in self._ports:
-            array = arrays[port.name]
-            check_array(array, port)
-            self._check_sizes(array, port)
-            tensor = tensors.get(port.name)
+        for spec in self._inputs:
+            array = arrays[spec.name]
+            check_array(array, spec)
+            self._check_sizes(array, spec)
+            tensor = tensors.get(spec.name)
             if tensor is not None and tensor.is_cuda and tensor.shape == array.shape:
-                feeds[port.name] = _cast(tensor, port.dtype)
+                feeds[spec.name] = _cast(tensor, spec.dtype)
             else:
-                feeds[port.name] = np.asarray(array, dtype=port.dtype, order="C")
+                feeds[spec.name] = np.asarray(array, dtype=spec.dtype, order="C")
         if k is not None:
             feeds[K_INPUT] = np.array([k], dtype=np.int64)
         return feeds
 
-    def _check_sizes(self, x: np.ndarray, port: TensorSpec) -> None:
+    def _check_sizes(self, x: np.ndarray, spec: TensorSpec) -> None:
         """Raises `FeedError` for sizes at which the network computes something else."""
-        for axis, size in zip(port.shape, x.shape, strict=True):
+        for axis, size in zip(spec.shape, x.shape, strict=True):
             if axis not in self._sizes:
                 continue
             low, high = self._sizes[axis]
@@ -393,7 +391,7 @@ class Session:
                 valid = f"from {low} on" if high is None else f"from {low} to {high}"
                 given = f"{size} tokens" if axis == "tokens" else f"a {axis} of {size}"
                 raise FeedError(
-                    f"input '{port.name}' has {given}, but the graph is valid {valid}; beyond, the "
+                    f"input '{spec.name}' has {given}, but the graph is valid {valid}; beyond, the "
                     "network computes something else",
                     hint=f"export another graph with --{axis}",
                 )
@@ -421,7 +419,7 @@ Described = tuple[str, str, Sequence[Any]]
 
 
 def described(model: ModelProto) -> list[Described]:
-    """Returns the inputs of a graph from its file; those of BF16 are fed as FP32."""
+    """Returns the inputs of a graph, from its file; BF16 inputs are fed as FP32."""
     import onnx
 
     names = {
@@ -510,7 +508,7 @@ def _settings(options: SessionOptions) -> ort.SessionOptions:
 
 
 def _gpu_runs(path: Path, options: SessionOptions) -> GpuRuns:
-    """Runs a graph on a GPU, with the reason if repeated runs are not replayed."""
+    """The runner of a graph on a GPU, with the reason if repeated runs are not replayed."""
     from .bundle.gpu_runs import GpuRuns, capture_refused
     from .tensorrt.cuda import Stream
 
@@ -537,19 +535,19 @@ def _provider_options(
     path: Path, provider: str, *, graphs: bool, stream: Stream | None
 ) -> dict[str, str]:
     if provider == TENSORRT:
-        # This import loads all that builds engines.
+        # This import loads everything that builds engines.
         from .tensorrt.ort_provider import load_libraries, provider_options
 
         load_libraries()
         return provider_options(path)
     if provider != CUDA:
         return {}
-    own = {"use_tf32": "0"}  # by default, FP32 products are rounded to 10 bits of mantissa
+    settings = {"use_tf32": "0"}  # by default, FP32 products are rounded to 10 bits of mantissa
     if graphs:
-        own["enable_cuda_graph"] = "1"
+        settings["enable_cuda_graph"] = "1"
     if stream is not None:
-        own["user_compute_stream"] = str(stream.handle)
-    return own
+        settings["user_compute_stream"] = str(stream.handle)
+    return settings
 
 
 def _open(
@@ -562,9 +560,9 @@ def _open(
     on_cpu, settings = options.provider == CPU, _settings(options)
     check_provider(options.provider)
     if not on_cpu:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints missing libraries
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints which libraries are missing
             ort.preload_dlls()  # pip's CUDA and cuDNN, which the loader does not find
-        # Shows which nodes run on the CPU if a graph cannot be captured.
+        # Records which nodes run on the CPU, in case a graph cannot be captured.
         settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     fallbacks = {CPU: [], TENSORRT: [CUDA, CPU]}.get(options.provider, [CPU])
     providers = [
@@ -594,7 +592,7 @@ def _open(
 
 
 def _check_started(session: ort.InferenceSession, provider: str) -> None:
-    """Raises `EngineError` if another provider runs: one that cannot start is silent."""
+    """Raises `EngineError` if another provider runs: none reports that it cannot start."""
     started = session.get_providers()[0]
     if started == provider:
         return
@@ -627,7 +625,7 @@ def _changed(path: Path, options: SessionOptions) -> ModelProto | None:
     """The graph with inner values as outputs, or in FP32 with its own rounding; None if unchanged.
 
     A BF16 graph is emulated on a CPU, which has no kernels for it, and an FP16 one on request: CPUs
-    with FP16 arithmetic sum it in FP16. Weights are not moved.
+    with FP16 arithmetic sum it in FP16. Weights are not loaded.
     """
     if options.provider != CPU and not options.observe:
         return None
@@ -637,15 +635,15 @@ def _changed(path: Path, options: SessionOptions) -> ModelProto | None:
     _check_nodes(model.graph, path.name)
     facts = GraphFacts.of(model, path.name)
     emulated = ("bf16", "fp16") if options.rounded else ("bf16",)
-    twin = options.provider == CPU and facts is not None and facts.floats in emulated
-    if not twin and not options.observe:
+    is_emulated = options.provider == CPU and facts is not None and facts.floats in emulated
+    if not is_emulated and not options.observe:
         return None
-    if twin:
+    if is_emulated:
         from .bundle.fp16_emulation import fp16_emulation
 
         model = fp16_emulation(model)
-    known = {output.name for output in model.graph.output}
+    outputs = {output.name for output in model.graph.output}
     for name, element_type in (options.observe or {}).items():
-        if name not in known:
+        if name not in outputs:
             model.graph.output.append(onnx.helper.make_tensor_value_info(name, element_type, None))
     return model

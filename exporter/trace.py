@@ -78,10 +78,10 @@ def scaled_dot_product_attention(
 def stable_sort(
     values: Any, stable: bool = True, dim: int = -1, descending: bool = False
 ) -> tuple[Any, Any]:
-    """A sort as `TopK` of all values, which keeps equal values in their order."""
+    """Sorts by a `TopK` of all values, which keeps equal values in their order."""
     shape: Any = op.Shape(values)
-    at: Any = op.Constant(value_ints=[dim])
-    size: Any = op.Gather(shape, at)
+    axis: Any = op.Constant(value_ints=[dim])
+    size: Any = op.Gather(shape, axis)
     return op.TopK(values, size, axis=dim, largest=int(descending))
 
 
@@ -101,9 +101,9 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class BagsAsRows(TorchFunctionMode):
-    """Within the block, PyTorch's `embedding_bag` looks up bags of one size as rows.
+    """Within the block, PyTorch's `embedding_bag` looks up bags of equal size as rows.
 
-    PyTorch's own is a loop over the bags.
+    PyTorch's own translation is a loop over the bags.
     """
 
     def __torch_function__(
@@ -153,9 +153,9 @@ CAUSAL = {nn.TransformerEncoder: "is_causal", nn.TransformerDecoder: "tgt_is_cau
 
 @contextlib.contextmanager
 def _masks_by_flag(network: nn.Module) -> Iterator[None]:
-    """Within the block, PyTorch's Transformers add a mask unless `is_causal` is set.
+    """Within the block, PyTorch's Transformers treat a mask as causal only by `is_causal`.
 
-    Otherwise they compare its values with a causal mask, which cannot be traced.
+    By default they compare its values with a causal mask, which cannot be traced.
     """
 
     def hook(name: str, module: nn.Module, args: Any, named: Any) -> tuple[Any, Any]:
@@ -177,7 +177,7 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def name_nodes(graph: ir.Graph) -> None:
-    """Renames every node `MODULE/OP` in place, with a number from the second of a kind on."""
+    """Renames every node to `MODULE/OP` in place, and numbers further nodes of the same name."""
     taken: set[str] = set()
     for node in graph:
         scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
@@ -190,10 +190,9 @@ def name_nodes(graph: ir.Graph) -> None:
         node.name = name
 
 
-NOTICES = ("torch.onnx", "torch.fx.experimental.symbolic_shapes")
-
+NOISY_LOGGERS = ("torch.onnx", "torch.fx.experimental.symbolic_shapes")
 LINE = re.compile(r'call raised this error:\n  File "([^"]+)", line (\d+), in .*\n +(.+)')
-"""The place in the user's code where PyTorch failed, from its message."""
+"""The line of the user's code at which PyTorch failed, in its message."""
 
 
 class _StandIn(nn.Module):
@@ -204,7 +203,7 @@ class _StandIn(nn.Module):
         self.layer = name
         self.op_type = layer.spec.op_type
         self.out = layer.spec.out
-        self.tokens = layer.tokens  # a bound method, so that the layer is no submodule of this
+        self.tokens = layer.tokens  # a bound method, so that the layer does not become a submodule
 
     def forward(self, x: Tensor, *routed: Tensor) -> Tensor:
         x = self.tokens(x)
@@ -223,9 +222,9 @@ class ValidSizes:
     """The sizes of its axes for which a trace is valid, as PyTorch's tracer reports them.
 
     `bounds` are the smallest and the largest size of an axis, None if unlimited. A `guard` is a
-    comparison of sizes that was made while tracing, as code in terms of axes. If it has another
-    result, the network may compute something else, although mostly only its tensors' memory layout
-    differs. `traced` are the sizes of the trace.
+    comparison of sizes that was made while tracing, as code in terms of axes. For sizes with
+    another result the network may compute something else, although usually only the memory layout
+    of its tensors differs. `traced` are the sizes of the trace.
     """
 
     bounds: Mapping[str, tuple[int, int | None]]
@@ -236,14 +235,14 @@ class ValidSizes:
         """Returns the smallest and the largest valid size of an axis; None: no limit."""
         return self.bounds.get(axis, (1, None))
 
-    def changes(self, axis: str, least: int, most: int) -> tuple[int, ...]:
-        """Returns the sizes from `least` to `most` at which a guard's result first changes.
+    def changes(self, axis: str, smallest: int, largest: int) -> tuple[int, ...]:
+        """Returns the sizes from `smallest` to `largest` at which a guard's result first changes.
 
-        For each guard these are one below the traced size and one above it. A size of 1 is never
-        included: every network has guards about it.
+        For each guard, there is at most one below the traced size and one above it. A size of 1 is
+        never included: every network has guards against it.
         """
         traced, found = self.traced[axis], set[int]()
-        up, down = range(traced + 1, most + 1), range(traced - 1, max(least, 2) - 1, -1)
+        up, down = range(traced + 1, largest + 1), range(traced - 1, max(smallest, 2) - 1, -1)
         for guard in self.guards:
             if axis not in guard.co_names:
                 continue
@@ -254,7 +253,7 @@ class ValidSizes:
     def _is_met(self, guard: CodeType, axis: str, size: int) -> bool:
         try:
             return bool(eval(guard, {"math": math, "torch": torch}, {**self.traced, axis: size}))
-        except ArithmeticError:  # it divides by another size
+        except ArithmeticError:  # the guard divides by a size
             return True
 
 
@@ -263,7 +262,7 @@ VALID_SIZES = "moexport.valid_sizes"
 
 
 def valid_sizes(traced: ir.Model) -> ValidSizes:
-    """Returns the sizes for which a trace is valid; without a record, any size."""
+    """Returns the sizes for which a trace is valid; without a record, all sizes."""
     found: ValidSizes = traced.meta.get(VALID_SIZES, ValidSizes({}, (), {}))
     return found
 
@@ -279,14 +278,14 @@ def trace(
     fixed: Mapping[str, int] | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> ir.Model:
-    """Returns the traced graph of a model, every named axis of its input dynamic.
+    """Returns the traced graph of a model, with every named axis of its inputs dynamic.
 
     `fixed` has the sizes of axes that become constants instead, and `sizes` those of other axes
-    while they are traced. The sizes for which it is valid are in its `meta` (`VALID_SIZES`). Raises
+    in the trace. The sizes for which the graph is valid are in its `meta` (`VALID_SIZES`). Raises
     `TraceError` if the backbone cannot be traced.
     """
     fixed = fixed or {}
-    if isinstance(model.module, Steered):  # strengths meet the layers when these are lowered
+    if isinstance(model.module, Steered):  # layers get strengths when they are lowered
         model = replace(model, module=model.module.network, inputs=model.inputs[:-1])
     sizes = traced_sizes(model, {**(sizes or {}), **fixed})
     with layers_as_nodes(model.module) as backbone, _quiet():
@@ -299,7 +298,7 @@ def trace(
             if is_out_of_memory(cause):  # not a problem of the network
                 # A new error, because one that is chained to itself would loop.
                 raise MemoryError(str(cause)) from None
-            if isinstance(cause, MoexportError):  # from the code around the user's
+            if isinstance(cause, MoexportError):  # from code around the user's
                 raise type(cause)(cause.message, hint=cause.hint) from error
             reason, hint = _reason(cause)
             line = LINE.search(str(cause))
@@ -323,7 +322,7 @@ def _valid_sizes(
     traced: Mapping[str, int],
     fixed: Mapping[str, int],
 ) -> ValidSizes:
-    """The sizes for which a program of PyTorch is valid."""
+    """The sizes for which a PyTorch program is valid."""
     users = set(program.graph_signature.user_inputs)
     values = [node.meta.get("val") for node in program.graph.nodes if node.name in users]
     symbols: dict[str, Any] = {}
@@ -338,20 +337,20 @@ def _valid_sizes(
                 continue
             environment, expression = size.node.shape_env, size.node.expr
             (symbol,) = expression.free_symbols if len(expression.free_symbols) == 1 else (None,)
-            times: Any = None if symbol is None else expression.coeff(symbol)
-            if symbol is None or expression != times * symbol or axis not in traced:
+            factor: Any = None if symbol is None else expression.coeff(symbol)
+            if symbol is None or expression != factor * symbol or axis not in traced:
                 continue  # a sum of axes of other inputs
-            symbols[str(symbol)] = axis, int(times)
+            symbols[str(symbol)] = axis, int(factor)
             ranges = environment.var_to_range[symbol]
-            # The trace never covers a size of 1, or of one group: graphs are compared at it.
+            # The trace never covers a size of 1, or of one group: graphs are compared there.
             least, high = int(ranges.lower), None
-            low = 1 if least <= TRACED_BATCH else least * int(times)
+            low = 1 if least <= TRACED_BATCH else least * int(factor)
             if ranges.upper.is_integer and ranges.upper < sys.maxsize - 1:
-                high = int(ranges.upper) * int(times)
-            before = bounds.get(axis, (1, None))
+                high = int(ranges.upper) * int(factor)
+            previous = bounds.get(axis, (1, None))
             bounds[axis] = (
-                max(low, before[0]),
-                min((most for most in (high, before[1]) if most is not None), default=None),
+                max(low, previous[0]),
+                min((limit for limit in (high, previous[1]) if limit is not None), default=None),
             )
     guards = () if environment is None else _guards(environment, symbols)
     return ValidSizes(bounds=bounds, guards=guards, traced=dict(traced))
@@ -365,8 +364,8 @@ def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[C
         if not {str(symbol) for symbol in guard.expr.free_symbols} <= symbols.keys():
             continue
         code = PythonPrinter().doprint(guard.expr)
-        for symbol, (axis, times) in symbols.items():
-            size = axis if times == 1 else f"({axis} // {times})"
+        for symbol, (axis, factor) in symbols.items():
+            size = axis if factor == 1 else f"({axis} // {factor})"
             code = re.sub(rf"\b{symbol}\b", size, code)
         if code not in by_code:
             with contextlib.suppress(SyntaxError):  # not a comparison of numbers
@@ -375,7 +374,7 @@ def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[C
 
 
 def _reason(cause: BaseException) -> tuple[str, str]:
-    """The reason why PyTorch could not trace a network, and the beginning of a hint, if any.
+    """The reason why PyTorch could not trace a network, and the start of a hint, if any.
 
     The first error has the reason; the errors chained to it name only the step.
     """
@@ -428,7 +427,7 @@ def _program(
     *,
     opset: int,
 ) -> ir.Model:
-    """The graph of a network that takes and returns tensors, by PyTorch's own exporter."""
+    """The graph of a network that takes and returns tensors, made by PyTorch's own exporter."""
     examples = model.zeros(sizes)
     # Equal names are one axis, wherever they occur.
     axes = {
@@ -446,10 +445,10 @@ def _program(
         for spec in model.inputs
     )
     kinds = [parameter.kind for parameter in signature(backbone.forward).parameters.values()]
-    listed = kinds.index(Parameter.VAR_POSITIONAL) if Parameter.VAR_POSITIONAL in kinds else None
+    variadic = kinds.index(Parameter.VAR_POSITIONAL) if Parameter.VAR_POSITIONAL in kinds else None
     nested: tuple[Any, ...] = dynamic  # the tracer passes all of `*past` as one argument
-    if listed is not None and listed < len(dynamic):
-        nested = (*dynamic[:listed], dynamic[listed:])
+    if variadic is not None and variadic < len(dynamic):
+        nested = (*dynamic[:variadic], dynamic[variadic:])
     with BagsAsRows(), _masks_by_flag(backbone):
         program = torch.onnx.export(
             backbone,
@@ -478,7 +477,7 @@ def _program(
 
 
 def optimise(model: ir.Model, program: torch.export.ExportedProgram | None) -> None:
-    """Optimises a graph like PyTorch's exporter, but keeps numbers near 0 and 1.
+    """Optimises a graph like PyTorch's exporter, but keeps numbers close to 0 and 1.
 
     onnxscript's rules replace x + 1e-8 and x · 1.000005 by x, which divides by zero if 1e-8 is the
     epsilon of a norm. While the rules run, such numbers are inputs of the graph.
@@ -514,14 +513,13 @@ def _nearly_neutral(number: ir.TensorProtocol) -> bool:
 
 
 GROUPS = "groups"
-
 PYTORCH = str(Path(torch.__file__).parent)
 
 
 def _line_with_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes: Any) -> str:
     """The line of a network's code that turns a symbolic size into a number.
 
-    It traces the network again and watches the calls, which takes several times as long.
+    It traces the network again and watches the calls, which takes several times longer.
     """
     conversions = {torch.SymInt.__int__.__code__, torch.SymInt.__index__.__code__}
     lines: list[str] = []
@@ -531,11 +529,11 @@ def _line_with_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes:
             return
         if frame.f_locals["self"].node.maybe_as_int() is None:
             frames = (f for f, _ in traceback.walk_stack(frame.f_back))
-            own = next(
+            user_frame = next(
                 (f for f in frames if not f.f_code.co_filename.startswith((PYTORCH, "<"))), None
             )
-            if own is not None:
-                file, line = own.f_code.co_filename, own.f_lineno
+            if user_frame is not None:
+                file, line = user_frame.f_code.co_filename, user_frame.f_lineno
                 code = linecache.getline(file, line).strip()
                 lines.append(f" ({Path(file).name}, line {line}: {code})")
 
@@ -570,10 +568,10 @@ def _check_dynamic(
                 )
 
 
-def _name_batch(traced: ir.Model, images: int) -> None:
+def _name_batch(traced: ir.Model, group_size: int) -> None:
     """Expresses sizes that are a multiple of the number of groups in terms of the batch.
 
-    After a Reshape, PyTorch names the groups by its own symbol, and no other axis varies.
+    After a Reshape, the groups have a symbol of PyTorch's own; no other axis varies.
     """
     values = (value for node in traced.graph for value in node.outputs)
     for value in (*values, *traced.graph.inputs, *traced.graph.outputs):
@@ -582,10 +580,10 @@ def _name_batch(traced: ir.Model, images: int) -> None:
         sizes: list[int | str | None] = []
         for size in value.shape:
             text = str(size.value) if isinstance(size, ir.SymbolicDim) else ""
-            of_groups = re.fullmatch(rf"(\d+)\*({GROUPS}|s\d+)|{GROUPS}\*(\d+)", text)
-            times = int(of_groups[1] or of_groups[3]) if of_groups else 0
-            if times and times % images == 0:
-                sizes.append(BATCH if times == images else f"{times // images}*{BATCH}")
+            match = re.fullmatch(rf"(\d+)\*({GROUPS}|s\d+)|{GROUPS}\*(\d+)", text)
+            factor = int(match[1] or match[3]) if match else 0
+            if factor and factor % group_size == 0:
+                sizes.append(BATCH if factor == group_size else f"{factor // group_size}*{BATCH}")
             else:
                 sizes.append(size.value if isinstance(size, ir.SymbolicDim) else size)
         value.shape = ir.Shape(sizes)
@@ -622,13 +620,13 @@ def layers_as_nodes(module: nn.Module) -> Iterator[nn.Module]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hides the exporter's own notices (torchvision is absent, …) from the terminal."""
-    loggers = [logging.getLogger(name) for name in NOTICES]
+    loggers = [logging.getLogger(name) for name in NOISY_LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        # It prints its steps on stdout, which is for results only, and graphs that it cannot trace
-        # on stderr.
+        # The exporter prints its steps to stdout, which is for results only, and graphs that it
+        # cannot trace to stderr.
         with (
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),

@@ -97,7 +97,7 @@ def _lower(
         },
         "renormalize": options.renormalize,
     }
-    further = {
+    optional = {
         "edits": job.model.edits.texts(),
         "defaults": {p.name: p.default for p in job.model.inputs if p.default is not None},
         "limits": {
@@ -108,9 +108,9 @@ def _lower(
         "sizes": _valid_sizes(plan),
         "groups_of": job.groups_of,
     }
-    facts |= {name: fact for name, fact in further.items() if fact}
+    facts |= {name: fact for name, fact in optional.items() if fact}
     model.metadata_props[METADATA] = json.dumps(facts)
-    # The same for readers: a viewer shows it next to the graph.
+    # The same for people: viewers show it next to the graph.
     about = f"{job.model.family} for {options.target} in {options.precision}"
     model.doc_string = f"{about}, exported by moexport {model.producer_version}"
     about_layers = {
@@ -124,12 +124,12 @@ def _lower(
 def _valid_sizes(plan: Plan) -> dict[str, tuple[int, int | None]]:
     """The sizes of axes within which the graph computes the same as the network."""
     valid = valid_sizes(plan.traced)
-    most = plan.job.model.limits
-    between = {axis: valid.between(axis) for axis in plan.job.axis_ranges}
+    limits = plan.job.model.limits
+    bounds = {axis: valid.between(axis) for axis in plan.job.axis_ranges}
     return {
         axis: (low, high)
-        for axis, (low, high) in between.items()
-        if low > 1 or high not in (None, most.get(axis))  # not the model's own limit
+        for axis, (low, high) in bounds.items()
+        if low > 1 or high not in (None, limits.get(axis))  # not the model's own limit
     }
 
 
@@ -150,12 +150,12 @@ def manifest_of(
     parities: Mapping[str, Parity],
     directory: Path,
 ) -> Manifest:
-    """Returns a summary of the graphs and weights in a folder; hashes every file."""
+    """Returns the manifest of the graphs and weights in a folder; hashes every file."""
     job, options, main = plan.job, plan.job.options, plan.graphs[0]
     model = job.model
     trained = {} if model.as_trained is None else moe_layers(model.as_trained)
     parity = parities.get(main.file)
-    k_port = [TensorSpec(K_INPUT, "int64", (1,))] if options.kept == "input" else []
+    k_input = [TensorSpec(K_INPUT, "int64", (1,))] if options.kept == "input" else []
     return Manifest(
         moexport=metadata.version("moexport"),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -178,10 +178,10 @@ def manifest_of(
         opset=lowered[main.file].model.opset_imports[""],
         batch=str(options.batches),
         tokens=str(options.token_counts),
-        inputs=[*(_port(spec, job) for spec in model.inputs), *k_port],
+        inputs=[*(_written_spec(spec, job) for spec in model.inputs), *k_input],
         outputs=[
-            *(_port(spec, job) for spec in model.outputs),
-            *map(_added_port, lowered[main.file].model.graph.outputs[len(model.outputs) :]),
+            *(_written_spec(spec, job) for spec in model.outputs),
+            *map(_added_spec, lowered[main.file].model.graph.outputs[len(model.outputs) :]),
         ],
         parity=None if parity is None else parity.record(),
         files={path.name: FileRecord.of(path) for path in sorted(directory.iterdir())},
@@ -200,8 +200,8 @@ def _notes(plan: Plan, parities: Mapping[str, Parity]) -> list[str]:
     elif options.data is None:
         notes.append("parity was checked on random inputs: give real ones with --data")
     notes += [
-        f"{file}: most was not compared: {parity.tied:,} of {parity.choices:,} choices are ties "
-        "between scores that differ by less than rounding; give real inputs with --data"
+        f"{file}: most results were not compared: {parity.tied:,} of {parity.choices:,} choices "
+        "are ties between scores that differ by less than rounding; give real inputs with --data"
         for file, parity in parities.items()
         if parity.mostly_ties
     ]
@@ -215,7 +215,7 @@ def _notes(plan: Plan, parities: Mapping[str, Parity]) -> list[str]:
 
 
 def _layer_record(layer: AnyPlan, lowered: Lowered, trained: Mapping[str, MoELayer]) -> LayerRecord:
-    """The record of a written layer; `trained` are the model's layers before its edits."""
+    """The record of a written layer; `trained` has the model's layers before its edits."""
     experts = trained[layer.name].spec.experts if layer.name in trained else layer.spec.experts
     return LayerRecord(
         **layer.to_json(),
@@ -224,8 +224,8 @@ def _layer_record(layer: AnyPlan, lowered: Lowered, trained: Mapping[str, MoELay
     )
 
 
-def _port(spec: TensorSpec, job: ExportJob) -> TensorSpec:
-    """A data input or output of the graphs that an export writes."""
+def _written_spec(spec: TensorSpec, job: ExportJob) -> TensorSpec:
+    """The spec of a model's input or output in the graphs that an export writes."""
     dtype = spec.dtype
     if dtype == "float32" and spec.name != STEER_INPUT:
         narrow = job.options.narrow_cache and is_cached(spec.name)
@@ -243,8 +243,8 @@ def _port(spec: TensorSpec, job: ExportJob) -> TensorSpec:
     )
 
 
-def _added_port(value: ir.Value) -> TensorSpec:
-    """An output that the network does not have: the choices of a layer."""
+def _added_spec(value: ir.Value) -> TensorSpec:
+    """The spec of an output that the network does not have: the choices of a layer."""
     assert value.dtype is not None and value.shape is not None
     sizes = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
     return TensorSpec(str(value.name), str(value.dtype.numpy()), sizes)

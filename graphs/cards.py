@@ -21,18 +21,18 @@ def _card(
     cache_mib: int,
     cached: float,
 ) -> Mapping[Precision, Machine]:
-    """Returns a GPU from its data sheet: dense rates; the output of a Gather is read from cache.
+    """Returns a GPU's rates from its data sheet, without sparsity; Gather's output is in the cache.
 
-    The L2 cache has `cache_mib` and is `cached` times as fast as the memory. Node times are those
-    of a CUDA graph; an `If` waits for the host.
+    The L2 cache has `cache_mib` MiB and is `cached` times as fast as the memory. Node times are
+    those in a CUDA graph; an `If` waits for the host.
     """
     streamed = gigabytes_per_s * STREAMED * 1e3
 
     def machine(width: float, tflops: float, copied_width: float) -> Machine:
-        counted = streamed * 4 / width  # bytes of weights are counted as FP32
+        fp32_bytes_per_us = streamed * 4 / width  # bytes of weights are counted as FP32
         return Machine(
-            bytes_per_us=counted,
-            stacked_bytes_per_us=counted,
+            bytes_per_us=fp32_bytes_per_us,
+            stacked_bytes_per_us=fp32_bytes_per_us,
             copy_bytes_per_us=streamed * 4 / copied_width / 2,
             macs_per_us=tflops * 0.5e6,
             batched_macs_per_us=tflops * 0.5e6,
@@ -51,7 +51,7 @@ def _card(
             "bf16": half,
             # A constant stack is dequantised to FP16 before a Gather, and written in full.
             "int8": machine(1, int8_tops, 8),
-            # Unpacked to FP16 while they are read.
+            # Weights are unpacked to FP16 as they are read.
             "int4": machine(4.5 / 8, fp16_tflops, 2),
             "fp8": machine(1, int8_tops, 8),
         }
@@ -69,8 +69,8 @@ GPUS: Mapping[str, Mapping[Precision, Machine]] = MappingProxyType(
         "RTX 4090": _card(1008, 82.6, 165, 661, cache_mib=72, cached=5.0),
     }
 )
-"""Cards by NVIDIA's data sheets, with estimated costs of nodes, branches and the L2 cache. Nothing
-here was measured."""
+"""Cards from NVIDIA's data sheets, with estimated costs of nodes, branches and the L2 cache.
+Nothing was measured."""
 
 
 _H100 = GPUS["H100"]
@@ -94,7 +94,7 @@ FITTED: Mapping[str, Mapping[Precision, Machine]] = MappingProxyType(
         )
     }
 )
-"""Rates fitted by `python -m perf cuda` to cards that ran graphs of `ort-cuda`: copies and nodes.
+"""Rates of copies and nodes, fitted by `python -m perf cuda` to cards that ran `ort-cuda` graphs.
 
 The time of a node is its time in a CUDA graph, without the launch. Integer weights are copied as
 FP16. The other layers of a network evict weights from the L2 cache. The rate of a processor comes

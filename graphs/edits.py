@@ -17,7 +17,7 @@ from ..errors import BundleError, UsageError
 
 ABLATE, REWRITE, KEEP, MERGE, STEER = "ablate", "rewrite", "keep", "merge", "steer"
 AT_RUN_TIME = "input"
-"""The keyword for strengths that are an input of the graph."""
+"""The keyword for a strength that is an input of the graph."""
 
 _KEYS = ("layer", "output", "coefficients", "lambda")
 REWRITTEN = (
@@ -137,7 +137,7 @@ class KeptExperts:
 
 @dataclass(frozen=True, slots=True)
 class MergedExperts:
-    """A layer whose experts are merged: a matrix [d + 1, o] for each of its weight tensors.
+    """A layer whose experts are merged into one matrix [d + 1, o] per weight tensor.
 
     The `matrices` are None when read from a manifest or recipe; `Edits.with_substitutes` adds them.
     """
@@ -153,7 +153,7 @@ class MergedExperts:
         return {"edit": MERGE, "layer": self.layer}
 
     def key(self, tensor: int) -> str:
-        """Returns the name in a file of the matrix for a weight tensor (counted from 0)."""
+        """Returns the name, in a file, of the matrix for a weight tensor (counted from 0)."""
         return f"{self.layer}:{tensor}"
 
     def of(self, substitutes: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] | None:
@@ -166,7 +166,7 @@ class MergedExperts:
 class Steer:
     """An expert's cluster centre (its column of the gating matrix), added to every token.
 
-    It is multiplied by `strength`, which is None if it is an input at run time.
+    The centre is multiplied by `strength`, or by an input at run time if `strength` is None.
     """
 
     layer: str
@@ -205,7 +205,7 @@ E = TypeVar("E", Ablation, AblatedCombination, Rewrite, KeptExperts, MergedExper
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """All edits of an export, sorted by kind; false if empty.
+    """All edits of an export, sorted by kind; falsy if empty.
 
     `of` selects the edits of one layer.
     """
@@ -224,14 +224,14 @@ class Edits:
         return replace(self, layer=layer)
 
     def _only(self, kind: type[E]) -> tuple[E, ...]:
-        own = (edit for edit in self.listed if self.layer in (None, edit.layer))
-        return tuple(edit for edit in own if isinstance(edit, kind))
+        edits = (edit for edit in self.listed if self.layer in (None, edit.layer))
+        return tuple(edit for edit in edits if isinstance(edit, kind))
 
     @property
     def ablations(self) -> tuple[Ablation, ...]:
         """The experts whose contribution is removed.
 
-        With several levels this removes every combination with such an expert.
+        In a hierarchy, this removes every combination that includes such an expert.
         """
         return self._only(Ablation)
 
@@ -261,22 +261,22 @@ class Edits:
     def at_run_time(self) -> tuple[Steer, ...]:
         """The steerings whose strengths are given per run, in the order of the input `steer`.
 
-        They cover all layers, as that input does.
+        Steerings of all layers are included, because the layers share that input.
         """
         steers = (edit for edit in self.listed if isinstance(edit, Steer))
         return tuple(steer for steer in steers if steer.strength is None)
 
     def ablated_in(self, level: int) -> tuple[int, ...]:
         """Returns the ablated experts of a level, counted from 0, ascending."""
-        own = (each for each in self.ablations if (each.level or 1) - 1 == level)
-        return tuple(sorted({each.expert for each in own}))
+        in_level = (edit for edit in self.ablations if (edit.level or 1) - 1 == level)
+        return tuple(sorted({edit.expert for edit in in_level}))
 
     @property
     def substitutes(self) -> dict[str, np.ndarray]:
         """The arrays that replace experts, by their names in a file.
 
-        Dropped experts of a layer have one array [dropped, p, o], merged experts several [d + 1,
-        o].
+        A layer's dropped experts have one array, [dropped, p, o]; merged experts have several,
+        [d + 1, o].
         """
         kept = ((kept_experts.layer, kept_experts.constants) for kept_experts in self.kept)
         merged = (
@@ -313,7 +313,7 @@ class Edits:
 
     @staticmethod
     def from_records(records: Sequence[Mapping[str, Any]], where: str) -> Edits:
-        """Reads the edits of a manifest; a `BundleError` names `where` and the invalid one."""
+        """Reads the edits of a manifest; a `BundleError` names `where` and the invalid edit."""
         edits: list[Edit] = []
         for index, record in enumerate(records):
             try:
@@ -339,8 +339,8 @@ def _read(record: Mapping[str, Any]) -> Edit:
         case "merge":
             return MergedExperts(**entry)
         case "steer":
-            late = entry["strength"] == AT_RUN_TIME
-            strength = None if late else _number(entry["strength"], "a strength")
+            at_run_time = entry["strength"] == AT_RUN_TIME
+            strength = None if at_run_time else _number(entry["strength"], "a strength")
             return Steer(**entry | {"strength": strength})
         case _ if "experts" in entry:
             return AblatedCombination(**entry | {"experts": tuple(map(int, entry["experts"]))})

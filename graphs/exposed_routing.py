@@ -18,7 +18,7 @@ def exposed(lowered: Lowered, layers: Sequence[AnyPlan]) -> Lowered:
     """Adds each layer's choice as an output of the graph, and records the outputs' names.
 
     A Soft MoE layer outputs the experts of an input [b, k], a token-routed layer those of its
-    tokens [b, m, k], a muMoE layer the coefficients of each level [b, m, n]. The scores of the
+    tokens [b, m, k], and a muMoE layer the coefficients of each level [b, m, n]. The scores of the
     layer follow.
     """
     graph, values = lowered.model.graph, dict(lowered.values)

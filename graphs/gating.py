@@ -1,6 +1,6 @@
 """A muMoE layer's coefficients as ONNX nodes: logits, activation, and the k largest.
 
-Everything is FP32, without Sort and CumSum: entmax15 and sparsemax find their threshold τ by
+Everything is FP32, without Sort or CumSum: entmax15 and sparsemax find their threshold τ by
 Newton's method, with a few operations on one number per token and step. The equations in τ are
 convex and decreasing, and the start is left of the root. Every step therefore stays left of it, and
 τ only grows: a coefficient that reaches zero stays zero, and a step can update r = [z − τ]₊.
@@ -67,9 +67,9 @@ def coefficients(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[ir.Value]:
 
 def kept_levels(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[KeptLevel]:
     """Adds each level's coefficients for tokens x [b, m, d], and the indices of the kept ones."""
-    single = ir.DataType.FLOAT
+    fp32 = ir.DataType.FLOAT
     if not layer.spec.external_routing:
-        x = b.cast(x, layer.x_type, single, "gate/tokens_fp32")
+        x = b.cast(x, layer.x_type, fp32, "gate/tokens_fp32")
     activations = {"entmax15": _entmax15, "sparsemax": _sparsemax, "softmax": _softmax}
     levels = []
     for level, n in enumerate(layer.spec.levels):
@@ -78,10 +78,10 @@ def kept_levels(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[KeptLevel]:
         selects = k is None or k < n
         if layer.spec.external_routing:
             a = layer.routed[level]
-            a = b.cast(a, a.dtype or single, single, f"gate/{name}_fp32")
-            if layer.scores:  # the outputs have the layer's name
-                whole = b.op("Reshape", a, b.ints(0, 0, n), name=f"all_{name}")
-                b.show(whole, None, n)
+            a = b.cast(a, a.dtype or fp32, fp32, f"gate/{name}_fp32")
+            if layer.scores:  # score outputs are named after the layer
+                score = b.op("Reshape", a, b.ints(0, 0, n), name=f"all_{name}")
+                b.show(score, None, n)
         else:
             logits = _logits(b, layer, level, x)
             a = activations[layer.spec.activation](b, logits, n, f"all_{name}" if selects else name)
@@ -112,13 +112,13 @@ def _softmax(b: Builder, logits: ir.Value, n: int, name: str) -> ir.Value:
     return b.op("Softmax", logits, axis=-1, name=name)
 
 
-def _entmax15(b: Builder, halves: ir.Value, n: int, name: str) -> ir.Value:
+def _entmax15(b: Builder, z: ir.Value, n: int, name: str) -> ir.Value:
     """Adds p = [z − τ]₊² with Σp = 1 for z = logits / 2, from τ = max z − 1.
 
-    Newton's steps solve ‖[z − τ]₊‖ = 1 instead of its square: that is linear in τ when all values
-    in the support are equal, and converges in about half as many steps.
+    Newton's method solves ‖[z − τ]₊‖ = 1 instead of its square: the norm is linear in τ when all
+    values in the support are equal, so about half as many steps are enough.
     """
-    r = _start(b, halves, name)
+    r = _start(b, z, name)
     for _ in range(entmax15_steps(n)):
         length = b.op("ReduceL2", r, b.ints(-1), keepdims=1, name=f"{name}/length")
         total = b.op("ReduceSum", r, b.ints(-1), keepdims=1, name=f"{name}/total")
@@ -139,9 +139,9 @@ def _sparsemax(b: Builder, logits: ir.Value, n: int, name: str) -> ir.Value:
         excess = b.op("Sub", total, b.number(1.0), name=f"{name}/excess")
         # Rounding may move τ to the right of the root; a step back would revive zeros.
         excess = b.op("Relu", excess, name=f"{name}/excess_left")
-        moved = b.op("Div", excess, support, name=f"{name}/step")
-        # Other code looks this name up, so no Identity may follow.
-        r = _step(b, r, moved, name, name if step == steps else None)
+        shift = b.op("Div", excess, support, name=f"{name}/step")
+        # Other code looks up the name of the result, so no Identity may follow the last step.
+        r = _step(b, r, shift, name, name if step == steps else None)
     return r
 
 
@@ -155,16 +155,16 @@ def _start(b: Builder, z: ir.Value, name: str) -> ir.Value:
 def _step(
     b: Builder, r: ir.Value, step: ir.Value, name: str, result: str | None = None
 ) -> ir.Value:
-    moved = b.op("Sub", r, step, name=f"{name}/moved")
-    return b.op("Relu", moved, name=result or f"{name}/above")
+    shifted = b.op("Sub", r, step, name=f"{name}/moved")
+    return b.op("Relu", shifted, name=result or f"{name}/above")
 
 
 def _largest(
     b: Builder, layer: MuMoELayer, a: ir.Value, n: int, baked: int | None, name: str
 ) -> KeptLevel:
-    """Adds the k largest of coefficients [b, m, n], with zero elsewhere; None if k is an input."""
+    """Adds coefficients [b, m, n] with all but the k largest zeroed; k is an input if not baked."""
     k = layer.k_value(b) if baked is None else b.ints(baked)
-    # One k serves all levels, and this one may have fewer experts.
+    # One k serves all levels, but this one may have fewer experts.
     if baked is None and n < layer.spec.experts:
         k = b.op("Min", k, b.ints(n), name=f"{name}/k")
     values, indices = b.ops(
@@ -176,6 +176,6 @@ def _largest(
         sorted=0,
         names=(f"{name}/largest", f"{name}/indices"),
     )
-    nothing = b.op("Mul", a, b.number(0.0), name=f"{name}/zeros")
-    kept = b.op("ScatterElements", nothing, indices, values, axis=-1, name=name)
+    zeros = b.op("Mul", a, b.number(0.0), name=f"{name}/zeros")
+    kept = b.op("ScatterElements", zeros, indices, values, axis=-1, name=name)
     return KeptLevel(kept, indices)

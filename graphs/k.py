@@ -19,8 +19,8 @@ K = int | float | str | Fraction | Sequence[int]
 KOption = int | Fraction | Literal["n", "input"] | tuple[int, ...]
 """k as `parse_k` returns it: a number, a share, all experts, a graph input, or a number per layer.
 
-If a router chose a few experts in training, `n` and shares refer to these: the number that the
-model was trained to compute, not the number that it has.
+If a router chose a few experts in training, `n` and shares refer to the number of experts that the
+model was trained to compute, not to the number that it has.
 """
 
 
@@ -35,7 +35,7 @@ def parse_k(k: K) -> KOption:
         k = 1.0
     elif isinstance(k, Sequence) and not isinstance(k, str | bytes):
         k = ",".join(map(str, k))
-    text = str(k)  # also converts numpy's integers; other values are refused as text
+    text = str(k)  # also converts numpy's integers; text that is no k is refused below
     value = text.strip()
     if value == "trained":
         return "n"
@@ -52,11 +52,11 @@ def parse_k(k: K) -> KOption:
                     hint="--k 1 computes one expert, --k n all experts",
                 )
             if not 0 < share <= 1:
-                whole = share > 1 and share.denominator == 1
+                is_integer = share > 1 and share.denominator == 1
                 raise UsageError(
                     f"--k {text}: a share must be above 0 and at most 1",
                     hint=f"--k {share} computes {share} experts"
-                    if whole
+                    if is_integer
                     else "--k 0.25 keeps a quarter of the experts",
                 )
             return share
@@ -70,7 +70,7 @@ def parse_k(k: K) -> KOption:
 
 
 def _suggestion(text: str) -> str:
-    """Returns a suggestion of the intended k, for a text that is no k."""
+    """Returns a question that suggests the intended k, for text that is no k; may be empty."""
     words = {"all": "n", "max": "n", "full": "n", "half": "n/2", "quarter": "n/4", "n": "n"}
     words |= dict.fromkeys(("dynamic", "runtime", "variable", "input"), "input")
     meant = words.get(text.lower())
@@ -102,15 +102,15 @@ def resolve_k(k: KOption, specs: Mapping[str, MoESpec]) -> dict[str, int | None]
             f"--k {','.join(map(str, values))}: {len(values)} values for {len(names)} MoE layers",
             hint=f"give one k for all layers, or one for each of: {', '.join(names)}",
         )
-    return {name: _of_layer(value, specs[name]) for name, value in zip(names, values, strict=True)}
+    return {name: _layer_k(value, specs[name]) for name, value in zip(names, values, strict=True)}
 
 
 def share_of(share: Fraction, experts: int) -> int:
-    """Returns a share of some experts, at least one, rounded to the nearest, halves to even."""
+    """Returns a share of a number of experts, rounded (halves to even), but at least one."""
     return max(1, round(share * experts))
 
 
-def _of_layer(value: int | Fraction | str, spec: MoESpec) -> int:
+def _layer_k(value: int | Fraction | str, spec: MoESpec) -> int:
     n = spec.experts
     if value == "n":
         return spec.trained_k

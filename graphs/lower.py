@@ -1,4 +1,4 @@
-"""Replaces each MoE node of a traced graph by the nodes of its lowering."""
+"""Replaces each MoE node of a traced graph with the nodes of its lowering."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def simplify(model: ir.Model) -> None:
     passes(model)
     for graph in (graph for graph in model.graphs() if graph is not model.graph):
         _own_outputs(graph)
-    for graph in model.graphs():  # that pass keeps the metadata of values
+    for graph in model.graphs():  # the passes keep the metadata of values
         outputs = (value for node in graph for value in node.outputs)
         for value in (*graph.inputs, *graph.initializers.values(), *outputs):
             value.metadata_props.clear()
@@ -62,7 +62,7 @@ def _own_outputs(graph: ir.Graph) -> None:
 class LayerValues:
     """Names of the values around a lowered layer, to locate where two graphs diverge.
 
-    `choices` maps `moe.choice_key` to the values with the layer's choice; it is empty if every
+    `choices` maps a `choice_key` to each value with a choice of the layer; it is empty if every
     expert is kept. `scores` are the layer's score outputs.
     """
 
@@ -83,7 +83,7 @@ class LayerValues:
 
 
 def selected_values(values: Mapping[str, LayerValues]) -> dict[str, str]:
-    """Returns the names of the values with the choice, for the layers that choose."""
+    """Returns the names of the values with the choices, for the layers that choose."""
     return {key: name for layer in values.values() for key, name in layer.choices.items()}
 
 
@@ -107,13 +107,13 @@ def lower(
     fp16_weights: bool = False,
     coefficients: bool = False,
 ) -> Lowered:
-    """Returns a copy of a traced model in which each MoE node is replaced by its lowering.
+    """Returns a copy of a traced model in which each MoE node is replaced with its lowering.
 
     The traced model stays unchanged; its tensors are shared, not copied. The values that an
     `observer` returns for a layer become outputs of the graph. With `fp16_weights`, FP16 applies to
-    stored weights only (`precision.fp16_weights`). With `coefficients`, the values include those of
-    layers that keep every coefficient. The layers' scores become outputs; if the router is outside
-    the layer, their rows are tokens, [b·m, k].
+    stored weights only (`precision.fp16_weights`). With `coefficients`, the values also name the
+    coefficients of layers that keep all of them. The layers' scores become outputs; if the router
+    is outside the layer, their rows are tokens, [b·m, k].
     """
     model = traced.clone()
     steer = _add_steer_input(model, [*layers.values()])
@@ -125,7 +125,7 @@ def lower(
         layer = layer if layer.k is not None else replace(layer, k=k_input)
         values[name] = _lower_node(model.graph, node, layer, steer, observer)
         if coefficients and layer.spec.rewritable:
-            values[name] = replace(values[name], choices=_chosen(layer))
+            values[name] = replace(values[name], choices=_choice_names(layer))
     missing = layers.keys() - values.keys()
     if missing:
         raise LoweringError(
@@ -155,14 +155,14 @@ def _add_k_input(model: ir.Model, layers: Sequence[Layer[Any]]) -> ir.Value | No
 
 
 def _add_steer_input(model: ir.Model, layers: Sequence[Layer[Any]]) -> ir.Value | None:
-    """Returns the input with strengths [b, s] of steerings at run time; None if there are none."""
+    """Returns the input with the strengths [b, s] of steerings at run time, or None."""
     for layer in layers:
         if layer.tensors.has(STEER_CENTRES):
             centres, _ = layer.tensors.stacked(STEER_CENTRES).shape.numpy()
             first = model.graph.inputs[0].shape
             shape = ir.Shape([None if first is None else first[0], centres])
-            kind = ir.TensorType(ir.DataType.FLOAT)
-            value = ir.Value(name=STEER_INPUT, shape=shape, type=kind)
+            fp32 = ir.TensorType(ir.DataType.FLOAT)
+            value = ir.Value(name=STEER_INPUT, shape=shape, type=fp32)
             model.graph.inputs.append(value)
             return value
     return None
@@ -170,16 +170,16 @@ def _add_steer_input(model: ir.Model, layers: Sequence[Layer[Any]]) -> ir.Value 
 
 def _steered(b: Builder, layer: Layer[Any], x: ir.Value, strengths: ir.Value | None) -> ir.Value:
     """Adds the experts' cluster centres, times their strengths, to tokens x [b, m, d]."""
-    single = ir.DataType.FLOAT
+    fp32 = ir.DataType.FLOAT
     if layer.tensors.has(STEER_CENTRES):
         assert strengths is not None
         centres = layer.stacked(b, STEER_CENTRES)
-        moved = b.op("MatMul", strengths, centres, name="steer/moved")  # [b, d]
-        moved = b.op("Unsqueeze", moved, b.ints(1), name="steer/for_tokens")
+        offset = b.op("MatMul", strengths, centres, name="steer/moved")  # [b, d]
+        offset = b.op("Unsqueeze", offset, b.ints(1), name="steer/for_tokens")
     else:
-        moved = layer.stacked(b, STEER_INPUT)
-    x = b.cast(x, layer.x_type, single, "steer/tokens_fp32")
-    return b.op("Add", x, moved, name="steer/steered")
+        offset = layer.stacked(b, STEER_INPUT)
+    x = b.cast(x, layer.x_type, fp32, "steer/tokens_fp32")
+    return b.op("Add", x, offset, name="steer/steered")
 
 
 def _lower_node(
@@ -189,7 +189,7 @@ def _lower_node(
     steer: ir.Value | None,
     observer: Observer | None,
 ) -> LayerValues:
-    """Replaces a MoE node by the nodes of its lowering, in place; returns the names around them."""
+    """Replaces a MoE node with its lowering, in place; returns the names of values around it."""
     (x, *others), old = node.inputs, node.outputs[0]
     routed = tuple(value for value in others if value is not None)
     assert x is not None and x.name is not None
@@ -222,18 +222,18 @@ def _lower_node(
     ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
     graph.remove(node, safe=True)
     for used in b.nodes:
-        _count_domain(graph, used)
+        _declare_domains(graph, used)
     assert y.name is not None
     return LayerValues(
         input=x.name,
         output=y.name,
-        choices=_chosen(layer) if layer.selects or (layer.scores and layer.spec.flat) else {},
+        choices=_choice_names(layer) if layer.selects or (layer.scores and layer.spec.flat) else {},
         scores=[str(value.name) for value in scores],
     )
 
 
-def _chosen(layer: Layer[Any]) -> dict[str, str]:
-    """Returns the names of a layer's choices, whether made inside or outside the layer."""
+def _choice_names(layer: Layer[Any]) -> dict[str, str]:
+    """Returns the names of the values with a layer's choices, made inside or outside the layer."""
     name = layer.spec.name
     if layer.spec.flat:
         index = layer.routed[0].name
@@ -244,11 +244,11 @@ def _chosen(layer: Layer[Any]) -> dict[str, str]:
     }
 
 
-def _count_domain(graph: ir.Graph, node: ir.Node) -> None:
-    """Declares the opset of the domains of a node and its branches, if it is not declared."""
+def _declare_domains(graph: ir.Graph, node: ir.Node) -> None:
+    """Declares the opset of each domain in a node and its branches, unless it is declared."""
     if node.domain:
         graph.opset_imports.setdefault(node.domain, 1)
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
             for inner in attribute.as_graph():
-                _count_domain(graph, inner)
+                _declare_domains(graph, inner)

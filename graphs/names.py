@@ -17,9 +17,9 @@ MICROSOFT = "com.microsoft"
 """The domain of ONNX Runtime's own ops."""
 
 HIDDEN, SEEN_AS = "hidden", "seen_as"
-"""Keys of `meta`, which is not saved. On a node that replaces several: the names of the nodes whose
-results it computes internally. On a value: the name of the node that computed it originally. A
-table of ranges uses these names."""
+"""Keys of `meta`, which is not saved. `HIDDEN`, on a node that replaces several: the names of the
+nodes whose results it computes internally. `SEEN_AS`, on a value: the name of the node that
+computed it originally. A table of ranges uses these names."""
 
 K_INPUT = "k"
 """The graph input with k, int64 [1], if k is chosen per run."""
@@ -77,7 +77,7 @@ def coefficients(level: int) -> str:
 
 
 _COEFFICIENTS = re.compile(r"(all_)?coefficients(_.*)?")
-"""Nodes of a muMoE layer's gate outside `gate/`: before and after the k largest, and cast."""
+"""Nodes of a muMoE layer's gate outside `gate/`: coefficients before and after TopK, and casts."""
 
 
 def in_layer(layer: str, name: str) -> str:
@@ -100,13 +100,13 @@ EXPERT_INPUT = "experts.input"
 """The rows that the selection sends to experts, [r, d]."""
 
 EXPERT_HIDDEN = "experts.hidden"
-"""These rows between the expert's matrices, after the activation, [r, h]."""
+"""The experts' hidden rows, between their two matrices, after the activation, [r, h]."""
 
 EXPERT_PRODUCTS = "experts.products"
-"""These rows before the activation: not quantised, but a 16-bit float must represent them."""
+"""The hidden rows before the activation: not quantised, but 16-bit floats must represent them."""
 
 EXPERT_OUTPUTS = "experts.outputs"
-"""These rows after the second matrix: also only for 16-bit floats."""
+"""The rows after the second matrix: like `EXPERT_PRODUCTS`, only observed for 16-bit floats."""
 
 _OPERANDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -129,7 +129,7 @@ def operand_of(weight: str) -> str | None:
 
 def is_ranged(tensor: str) -> bool:
     """Returns whether a layer's tensor enters a matrix product: quantising it needs a range."""
-    return any(tensor.rpartition(".")[2] in of.values() for of in _OPERANDS.values())
+    return any(tensor.rpartition(".")[2] in operands.values() for operands in _OPERANDS.values())
 
 
 def range_key(layer: str, tensor: str) -> str:

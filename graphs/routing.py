@@ -49,8 +49,8 @@ class Slots:
     """The inputs of the experts: `rows` [b, e·p, d] and their columns of C, `combine` [b, m, e·p].
 
     e is k for `selected_slots`, in the order of `Routed.selected`, and n for `all_slots`.
-    `constant` is that of `Routed`. `kept` [b, e·p, 1] marks the slots of selected experts; None if
-    all are.
+    `constant` is the same as in `Routed`. `kept` [b, e·p, 1] marks the slots of selected experts,
+    or is None if all are selected.
     """
 
     rows: ir.Value
@@ -60,13 +60,13 @@ class Slots:
 
 
 def route(b: Builder, layer: SoftMoELayer, x: ir.Value) -> Routed:
-    """Adds the router for tokens x [b, m, d], or for C [b, m, n·p] if slots are given."""
+    """Adds the router for tokens x [b, m, d]; with external routing, x is C [b, m, n·p]."""
     if layer.spec.external_routing:
         return _external_routing(b, layer, x)
     x = b.cast(x, layer.x_type, ir.DataType.FLOAT, "router/tokens_fp32")
     normalised, scale = _normalise(b, layer, x)
-    few = layer.spec.routed * layer.spec.slots <= FEW_SLOTS
-    phi = layer.stacked(b, "phi", batched=few and TARGETS[layer.target].cpu_forms)
+    few_slots = layer.spec.routed * layer.spec.slots <= FEW_SLOTS
+    phi = layer.stacked(b, "phi", batched=few_slots and TARGETS[layer.target].cpu_forms)
     logits = b.op("MatMul", normalised, phi, name="router/products")
     if scale is not None:
         logits = b.op("Mul", logits, scale, name="router/logits")
@@ -74,18 +74,18 @@ def route(b: Builder, layer: SoftMoELayer, x: ir.Value) -> Routed:
         logits = b.op("Add", logits, layer.stacked(b, "bias"), name="router/logits_biased")
     combine = b.op("Softmax", logits, axis=-1, name="router/C")
     constant = None
-    if layer.spec.dropped:  # dropped experts are part of that sum
+    if layer.spec.dropped:  # the softmax includes dropped experts
         spec = layer.spec
-        kept = spec.experts * spec.slots
-        columns = (b.ints(0), b.ints(kept), b.ints(2))
+        kept_slots = spec.experts * spec.slots
+        bounds = (b.ints(0), b.ints(kept_slots), b.ints(2))
         if spec.constants:
-            sizes = b.ints(kept, spec.dropped * spec.slots)
+            sizes = b.ints(kept_slots, spec.dropped * spec.slots)
             names = ("router/C_kept", "combine/C_constant")
             combine, dropped = b.ops("Split", combine, sizes, axis=-1, names=names)
             constant = _constant(b, layer, dropped)
         else:
-            combine = b.op("Slice", combine, *columns, name="router/C_kept")
-        logits = b.op("Slice", logits, *columns, name="router/logits_kept")
+            combine = b.op("Slice", combine, *bounds, name="router/C_kept")
+        logits = b.op("Slice", logits, *bounds, name="router/logits_kept")
     selected = _select(b, layer, combine) if layer.selects else None
     if layer.scores:
         from .scores import show
@@ -128,8 +128,8 @@ def _external_routing(b: Builder, layer: SoftMoELayer, combine: ir.Value) -> Rou
 def _constant(b: Builder, layer: SoftMoELayer, combine: ir.Value) -> ir.Value:
     """Adds the output of constant experts, [b, m, o], for their columns of C [b, m, dropped·p]."""
     constants = layer.stacked(b, CONSTANTS)
-    added = b.op("MatMul", combine, constants, name="combine/constant")
-    return b.cast(added, ir.DataType.FLOAT, layer.y_type, "combine/constant_narrow")
+    contribution = b.op("MatMul", combine, constants, name="combine/constant")
+    return b.cast(contribution, ir.DataType.FLOAT, layer.y_type, "combine/constant_narrow")
 
 
 def all_slots(b: Builder, layer: SoftMoELayer, routed: Routed) -> Slots:
@@ -242,7 +242,7 @@ def masked_slots(b: Builder, layer: SoftMoELayer, routed: Routed) -> tuple[Slots
 
 
 def _above_zero(b: Builder, layer: SoftMoELayer, ones: ir.Value, name: str) -> ir.Value:
-    """Adds a conversion of ones and zeros to booleans."""
+    """Adds the conversion of ones and zeros to booleans."""
     if TARGETS[layer.target].launches:
         return b.op("Greater", ones, b.number(0.5), name=name)
     return b.op("Cast", ones, to=ir.DataType.BOOL.value, name=name)
@@ -251,14 +251,14 @@ def _above_zero(b: Builder, layer: SoftMoELayer, ones: ir.Value, name: str) -> i
 def _renormalised(b: Builder, logits: ir.Value) -> ir.Value:
     """Adds C[S] / ΣC[S] for logits [b, m, e·p], which are −∞ for experts that are not kept.
 
-    It is a softmax over the kept experts. The plain quotient would be 0 / 0 for a token that puts
+    This is a softmax over the kept experts. The plain quotient would be 0 / 0 for a token that puts
     almost no weight on them.
     """
     return b.op("Softmax", logits, axis=-1, name="combine/C")
 
 
 def _normalise(b: Builder, layer: SoftMoELayer, x: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-    """Returns the factor of phi, and 1/‖x‖ per token [b, m, 1] if it is applied afterwards."""
+    """Returns the tokens to multiply by phi, and any factor 1/‖x‖ [b, m, 1] to apply later."""
     spec = layer.spec
     if spec.norm == "none":
         return x, None
@@ -285,7 +285,7 @@ SHORT_SUMS = range(16, 49)
 previous one; it computes several sums of this length in parallel."""
 
 SMALL_INPUT = 1 << 14
-"""Numbers per input below which the three additional nodes cost more than short sums save."""
+"""The size of an input below which the three additional nodes cost more than short sums save."""
 
 
 def _squares(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
@@ -377,10 +377,10 @@ def _rows_by_tokens(
 
 FEW_ROWS = range(2, 5)
 LARGE_INPUT = 1 << 16
-"""Numbers per input from which averages are computed row by row. ONNX Runtime multiplies a single
-row by a matrix in place, but copies the matrix for several rows, which pays off from about eight
-rows. For fewer rows, and inputs too large for the caches in a batch, a product per row is faster;
-for smaller inputs its three additional nodes cost more."""
+"""Numbers of rows, and the smallest input, for which averages are computed row by row. ONNX Runtime
+multiplies a single row by a matrix in place, but copies the matrix for several rows, which pays off
+from about eight rows. For fewer rows, a product per row is faster if a batch of the inputs is too
+large for the caches; for smaller inputs its three additional nodes cost more."""
 
 
 def _averages(
@@ -391,9 +391,9 @@ def _averages(
     large = layer.tokens is None or layer.tokens * layer.spec.dim >= LARGE_INPUT
     if not TARGETS[layer.target].cpu_forms or rows not in FEW_ROWS or not large:
         return b.op("MatMul", weights, source, name="dispatch/slots")
-    apart = b.op("Unsqueeze", weights, b.ints(2), name="dispatch/weights_apart")
-    shared = b.op("Unsqueeze", source, b.ints(1), name="dispatch/tokens_shared")
-    slots = b.op("MatMul", apart, shared, name="dispatch/slots_apart")  # [b, e·p, 1, d]
+    single_rows = b.op("Unsqueeze", weights, b.ints(2), name="dispatch/weights_apart")
+    matrix = b.op("Unsqueeze", source, b.ints(1), name="dispatch/tokens_shared")
+    slots = b.op("MatMul", single_rows, matrix, name="dispatch/slots_apart")  # [b, e·p, 1, d]
     return b.op("Squeeze", slots, b.ints(2), name="dispatch/slots")
 
 

@@ -15,7 +15,7 @@ from .names import COLUMN_SUMS, COMBINE, DISPATCH
 def show(
     b: Builder, layer: SoftMoELayer, combine: ir.Value, logits: ir.Value | None = None
 ) -> None:
-    """Adds C, its column sums and, if L is known, D as outputs, over all experts."""
+    """Adds C, its column sums and, if L is known, D as outputs, for all experts."""
     n, p = layer.spec.experts, layer.spec.slots
     by_expert = b.op("Reshape", combine, b.ints(0, 0, n, p), name=COMBINE)
     b.show(by_expert, None, n, p)
@@ -26,15 +26,15 @@ def show(
 
 
 def shown(b: Builder, layer: Layer[Any], x: ir.Value) -> list[ir.Value]:
-    """Returns the scores of a layer with their shapes, from its lowering or from its inputs.
+    """Returns a layer's scores, with their shapes, from its lowering or from its inputs.
 
     If the router is outside the layer, their rows are tokens, [b·m, k]. Raises `LoweringError` for
     a lowering of Soft MoE without scores.
     """
     if layer.spec.flat:
         _, weights, *_ = layer.routed
-        single = ir.DataType.FLOAT
-        return [b.op("Cast", weights, to=single.value, name="router/weights")]
+        fp32 = ir.DataType.FLOAT
+        return [b.op("Cast", weights, to=fp32.value, name="router/weights")]
     for score, sizes in b.scores.items():
         assert x.shape is not None
         score.shape = ir.Shape([x.shape[0], *(x.shape[1] if n is None else n for n in sizes)])

@@ -42,34 +42,34 @@ class AxisRange:
         return max(self.min, min(size, self.max))
 
     def compared(self, of: int = 1) -> int:
-        """Returns the batch size for comparing inputs, different from the traced size.
+        """Returns the batch size for comparing inputs, if possible not the traced size.
 
-        It is a multiple of the smallest batch, so that no remainder is smaller than that.
+        It is a multiple of the smallest batch, so that no batch is smaller than that.
         """
-        least = of if of > 1 else self.min
-        return min(-(-PARITY_BATCHES[-1] * of // least) * least, self.largest(of))
+        smallest = of if of > 1 else self.min
+        return min(-(-PARITY_BATCHES[-1] * of // smallest) * smallest, self.largest(of))
 
     def largest(self, of: int = 1) -> int:
         """Returns the largest size that is a multiple of the smallest batch."""
-        least = of if of > 1 else self.min
-        return max(self.max // least, 1) * least
+        smallest = of if of > 1 else self.min
+        return max(self.max // smallest, 1) * smallest
 
     def probed(self, of: int = 1, more: Iterable[int] = ()) -> tuple[int, ...]:
         """Returns the sizes at which a graph is compared, multiples of `of`.
 
-        They are the smallest, optimal and largest size, and one above a power of two, for which
-        blocked kernels and networks have a remainder. Sizes in `more` are added if in the range.
+        They are the smallest, optimal and largest size, and one just above a power of two, which
+        leaves blocked kernels a remainder. Sizes in `more` are added if they are in the range.
         """
         above = (1 << (self.max - 1).bit_length() - 1) + 1 if self.max > 2 else self.max
-        wanted = {self.min, self.opt, above // of * of + (of if above % of else 0), self.max, *more}
-        return tuple(sorted(n for n in wanted if self.min <= n <= self.max and n % of == 0))
+        sizes = {self.min, self.opt, above // of * of + (of if above % of else 0), self.max, *more}
+        return tuple(sorted(n for n in sizes if self.min <= n <= self.max and n % of == 0))
 
     def __str__(self) -> str:
         return str(self.opt) if self.fixed else f"{self.min}:{self.opt}:{self.max}"
 
 
 Sizes = AxisRange | tuple[int, int, int] | str | int
-"""Sizes as users write them: in Python (1, 8, 32), in a shell `1:8:32`, or one."""
+"""Sizes as users write them: in Python (1, 8, 32), in a shell `1:8:32`, or one size."""
 
 DEFAULT_BATCH = AxisRange(1, 1, 32)
 
@@ -77,7 +77,7 @@ DEFAULT_TOKENS = AxisRange(1, 196, 1024)
 
 
 def parse_range(text: Sizes, option: str) -> AxisRange:
-    """Returns sizes from `MIN:OPT:MAX`, three numbers or one; `UsageError` names the option."""
+    """Returns sizes from `MIN:OPT:MAX`, three numbers or one; a `UsageError` names the option."""
     if isinstance(text, AxisRange):
         return text
     if isinstance(text, list | tuple):
@@ -107,6 +107,6 @@ def parse_range(text: Sizes, option: str) -> AxisRange:
 def fits(sizes: Sequence[int], shape: Sequence[object]) -> bool:
     """Returns whether an array's sizes fit a shape; entries that are not integers are dynamic."""
     return len(sizes) == len(shape) and all(
-        not isinstance(wanted, int) or wanted == size
-        for size, wanted in zip(sizes, shape, strict=True)
+        not isinstance(expected, int) or expected == size
+        for size, expected in zip(sizes, shape, strict=True)
     )

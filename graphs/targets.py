@@ -15,7 +15,7 @@ Target = str
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
 """The type in which a graph computes. INT8 applies to matrix products; the rest stays a float. INT4
-applies to stored weights, in blocks of 32 with a scale each; their operands are floats. FP8 is
+applies to stored weights, in blocks of 32 that share a scale; the other operands are floats. FP8 is
 TensorRT's E4M3, scaled like INT8."""
 
 FloatName = Literal["fp32", "fp16", "bf16"]
@@ -62,13 +62,13 @@ class Machine:
 
     Arithmetic: `macs_per_us` in products with the experts' weights, half of that for the first
     `lone_macs` of a product, because small products use one thread; `batched_macs_per_us` in
-    products with tokens; `number_us` for a number that an operator between products processes.
+    products with tokens; `number_us` for each number that an operator between products processes.
 
     Operators: `node_us` for an empty one, `product_us` in addition for a product with rows,
     `branch_us` for an `If`, `sort_us` for each pair of row and expert that sorting rows by expert
     compares. With integers an expert takes `integer_nodes` more nodes and `integer_passes` more
     passes over the results of its products. `com.microsoft.MoE` also takes `routing_us` for each
-    row and candidate expert, and `scalar_us` for a number that its scalar loops process.
+    row and candidate expert, and `scalar_us` for each number that its scalar loops process.
 
     GPUs only: `launch_us` is the additional time of a node outside a CUDA graph. A grouped product
     distributes its columns over `processors`, each of which reads `lone_bytes_per_us`.
@@ -163,8 +163,8 @@ CPU_INT4 = replace(
     pack_bytes_per_us=math.inf,
     cached=1.1,
 )
-"""From single `MatMulNBits` products, not fitted: unpacking makes it slower than the bytes read
-suggest, and with many rows it takes about as long as with FP32 weights."""
+"""From single `MatMulNBits` products, not fitted: unpacking makes them slower than the bytes read
+suggest, and with many rows they take about as long as with FP32 weights."""
 
 CPU_RATES: Mapping[Precision, Machine] = MappingProxyType(
     {  # 16-bit floats are computed in FP32 on a CPU
@@ -197,11 +197,11 @@ class FusedOps:
     """The fused ops of a runtime, for the parts around the layers.
 
     For the types in `floats` it has attention, rotary embeddings and RMS norms. With `in_place`,
-    attention appends to a cache in place, which takes an `If`; with `joined`, the product of
+    attention appends to a cache in place, which needs an `If`; with `joined`, the product of
     queries, keys and values is part of the attention op; with `residuals`, a norm includes the
     preceding residual and bias, and GELU a bias. With `wide_sums` its 16-bit kernels of these ops,
-    of softmax and of norms sum in FP32. With `any_opset` the ops outside ONNX's own domain are
-    allowed before the first opset with all of these.
+    of softmax and of norms sum in FP32. With `any_opset`, ops outside ONNX's own domain
+    may be added to graphs with an opset below `FUSED_OPSET`.
     """
 
     floats: tuple[FloatName, ...] = ()
@@ -217,7 +217,7 @@ class TargetRecord:
     """The facts about a target that all other code reads; CONTRIBUTING.md describes the fields.
 
     Without `auto_branches` each `If` waits for the host, as on a GPU. `new_kernels` are blocks of
-    8-bit weights and integer experts, which browsers lack or which were not tried there.
+    8-bit weights and integer experts, which browsers lack or which were not tested there.
     """
 
     name: Target
@@ -346,7 +346,7 @@ _RECORDS = (
         },
         notes={"fp16": _CPU_FP16},
     ),
-    # TensorRT-RTX does not compile NonZero; TensorRT does, but sends the size to the CPU.
+    # TensorRT-RTX does not compile NonZero; TensorRT does, but copies the size to the CPU.
     TargetRecord(
         "tensorrt",
         SERVER_GPU,

@@ -30,7 +30,7 @@ def per_output(
 ) -> tuple[Array, Labels] | None:
     """Returns outputs and labels as [b, o], if labels have a number per output.
 
-    It is None for classes [b] of scores [b, c], and for target tokens [b, m] of `ids`. Raises
+    Returns None for classes [b] of scores [b, c] and target tokens [b, m] of `ids`. Raises
     FeedError for labels that fit no output.
     """
     if ids and labels.ndim == 2 and outputs.ndim == 3:
@@ -41,9 +41,9 @@ def per_output(
         return None
     numbers = labels[:, None] if labels.ndim == 1 else labels
     if numbers.shape != y.shape:
-        own = "batch, " + ", ".join(map(str, y.shape[1:]))
+        expected = "batch, " + ", ".join(map(str, y.shape[1:]))
         raise FeedError(
-            f"{where} has labels (batch, {numbers.shape[1]}) for outputs ({own})",
+            f"{where} has labels (batch, {numbers.shape[1]}) for outputs ({expected})",
             hint="save a class for each input, (batch,), or a number for each output, "
             "(batch, outputs)",
         )
@@ -125,10 +125,10 @@ class Moments:
         if not self.count or not other.count:
             return other if not self.count else self
         count = self.count + other.count
-        apart = np.subtract(other.mean, self.mean)
-        mean = self.mean + apart * (other.count / count)
+        difference = np.subtract(other.mean, self.mean)
+        mean = self.mean + difference * (other.count / count)
         squares = np.add(self.squares, other.squares)
-        squares = squares + apart**2 * (self.count * other.count / count)
+        squares = squares + difference**2 * (self.count * other.count / count)
         return Moments(count, tuple(mean.tolist()), tuple(squares.tolist()))
 
 
@@ -136,10 +136,10 @@ class Moments:
 class AnswerCounts(Sums):
     """Sums over labels [b, o] for the accuracy per attribute, or R².
 
-    The choice is made at the end: `numeric` is true if a label is neither 0 nor 1. `one_hot` counts
-    the inputs with one 1. For each output, `positives` and `right` are counts, and `squared` and
-    `absolute` are the sums of both errors. `shares` has sums over the correct share of an input's
-    attributes, `errors` over its squared error.
+    The choice is made when all labels are counted: `numeric` is true if any is not 0 or 1.
+    `one_hot` counts the inputs with exactly one 1. For each output, `positives` and `right` are
+    counts; `squared` and `absolute` are sums of such errors. `shares` has sums over the correct
+    share of an input's attributes, `errors` over its squared error.
     """
 
     LARGEST = frozenset({"numeric"})
@@ -158,19 +158,19 @@ class AnswerCounts(Sums):
     @staticmethod
     def of(y: Array, labels: Labels, untouched: Array) -> AnswerCounts:
         """Returns counts over outputs, labels and the unmodified model's outputs, each [b, o]."""
-        wanted, numbers = labels == 1, labels.astype(np.float64)
-        right = decided(y) == wanted
-        error, base_error = (each.astype(np.float64) - numbers for each in (y, untouched))
+        truth, targets = labels == 1, labels.astype(np.float64)
+        right = decided(y) == truth
+        error, base_error = (each.astype(np.float64) - targets for each in (y, untouched))
         return AnswerCounts(
             inputs=len(y),
             numeric=not are_attributes(labels),
             one_hot=int((labels.sum(axis=1) == 1).sum()),
-            positives=tuple(wanted.sum(axis=0).tolist()),
+            positives=tuple(truth.sum(axis=0).tolist()),
             right=tuple(right.sum(axis=0).tolist()),
             squared=tuple((error**2).sum(axis=0).tolist()),
             absolute=tuple(np.abs(error).sum(axis=0).tolist()),
-            targets=Moments.of(numbers),
-            shares=PairedScores.of(right.mean(axis=1), (decided(untouched) == wanted).mean(axis=1)),
+            targets=Moments.of(targets),
+            shares=PairedScores.of(right.mean(axis=1), (decided(untouched) == truth).mean(axis=1)),
             errors=PairedScores.of((error**2).sum(axis=1), (base_error**2).sum(axis=1)),
         )
 
@@ -199,7 +199,7 @@ class AnswerCounts(Sums):
         )
 
     def answers(self, untouched: AnswerCounts) -> AnswerScores:
-        """Returns the accuracy or the regression, whichever the labels allow; raises as they do."""
+        """Returns the accuracy or regression, whichever the labels allow; may raise FeedError."""
         return AnswerScores(self.accuracy(untouched), self.regression())
 
     def regression(self) -> Regression | None:
@@ -234,7 +234,7 @@ class AnswerCounts(Sums):
 
 @dataclass(frozen=True, slots=True)
 class AnswerScores:
-    """The quality of answers with a number per output: one of the two, or neither."""
+    """The quality of answers with a number per output: either score, or neither."""
 
     accuracy: Accuracy | None = None
     regression: Regression | None = None
@@ -257,7 +257,7 @@ def scores_of(errors: PairedScores, scale: float) -> PairedScores:
 def check_attributes(labels: Labels, where: str) -> None:
     """Raises FeedError unless labels [b, o] are attributes that are not one-hot."""
     if not are_attributes(labels):
-        row, column = (int(at) for at in np.argwhere((labels != 0) & (labels != 1))[0])
+        row, column = (int(index) for index in np.argwhere((labels != 0) & (labels != 1))[0])
         raise FeedError(
             f"{where} contains {labels[row, column]:g} at index [{row}, {column}], but attributes "
             "are 0 or 1",

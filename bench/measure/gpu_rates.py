@@ -66,13 +66,13 @@ class GpuProbes:
         stream = torch.ones(stream_bytes // 4, device=device)
         copy = torch.empty_like(stream)
         self._bytes, self._squares = stream.nbytes, squares
-        wide = torch.randn(squares["fp32"], squares["fp32"], device=device)
-        short = torch.randn(squares["fp16"], squares["fp16"], device=device).half()
+        single = torch.randn(squares["fp32"], squares["fp32"], device=device)
+        half = torch.randn(squares["fp16"], squares["fp16"], device=device).half()
         calls: dict[str, Callable[[], object]] = {
             "probe: GPU sum": stream.sum,
             "probe: GPU copy": lambda: copy.copy_(stream),
-            "probe: GPU fp32": lambda: wide @ wide,
-            "probe: GPU fp16": lambda: short @ short,
+            "probe: GPU fp32": lambda: single @ single,
+            "probe: GPU fp16": lambda: half @ half,
         }
         self.calls: dict[str, timing.IndexedCall] = {
             name: Probe(call, device) for name, call in calls.items()

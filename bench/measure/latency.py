@@ -32,7 +32,7 @@ PREPARATIONS = 100  # repetitions to measure the preparation of a call, some mic
 class TimedRunner(timing.TimedCall):
     """The runtime's own call on the batches of a group in turn, prepared before it is timed.
 
-    `wrapper_ms` is the additional time of the package's call, if that is not timed. A loader's
+    `wrapper_ms` is the time that moexport's own call adds, if it is not timed. A loader's
     runner is only open during its part of each round, to save memory.
     """
 
@@ -69,7 +69,7 @@ class TimedRunner(timing.TimedCall):
 
 
 def preparing_ms(runner: Runner, x: Inputs) -> float:
-    """Returns the median time in ms to prepare a call, which a wrapper adds to each."""
+    """Returns the median time in ms to prepare a call, which is the time a wrapper adds."""
     times_ns = []
     for _ in range(PREPARATIONS):
         started = time.perf_counter_ns()
@@ -175,11 +175,11 @@ def parts_of_profile(
     ]
     if not runs:
         return ()
-    began = runs[0][0]
+    first_start = runs[0][0]
     nodes = [
         Event(e["name"].removesuffix("_kernel_time"), e["ts"], e["ts"] + e["dur"], e.get("tid", 0))
         for e in events
-        if e.get("cat") == "Node" and e["name"].endswith("_kernel_time") and e["ts"] >= began
+        if e.get("cat") == "Node" and e["name"].endswith("_kernel_time") and e["ts"] >= first_start
     ]
     starts = [start for start, _ in runs]
     sums: dict[tuple[str | None, str], list[float]] = defaultdict(lambda: [0.0] * len(runs))
@@ -189,7 +189,7 @@ def parts_of_profile(
         sums[part_of_node(event.name, layers)][run] += own_us
         inside[run] += own_us
     sums[None, "runtime"] = [
-        max(0.0, end - start - own) for (start, end), own in zip(runs, inside, strict=True)
+        max(0.0, end - start - busy) for (start, end), busy in zip(runs, inside, strict=True)
     ]
     of_layers = ((layer, part) for layer in layers for part in PARTS)
     order = (*of_layers, (None, "host"), (None, "runtime"))
@@ -202,7 +202,7 @@ def parts_of_profile(
 
 def own_times(events: Sequence[Event]) -> Iterable[tuple[Event, float]]:
     """Yields each event with its time outside nested events: an `If` contains its branch."""
-    open_events: list[tuple[Event, list[float]]] = []  # each with the times of those inside
+    open_events: list[tuple[Event, list[float]]] = []  # each with the times of nested events
     for event in sorted(events, key=lambda e: (e.thread, e.start, -e.end)):
         while open_events and not event.within(open_events[-1][0]):
             outer, inside = open_events.pop()

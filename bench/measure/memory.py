@@ -24,8 +24,8 @@ from ..runners.base import Loader
 CALLS = 3
 TIMEOUT_S = 900.0
 MB = 1e6
-AT_ONCE = 4
-ROOM = 4  # a process may take this multiple of the weights, plus the runtime's own memory
+MAX_PROCESSES = 4
+WEIGHTS_FACTOR = 4  # a process may take this multiple of the weights, plus the runtime's own memory
 RUNTIME_BYTES = 500 << 20
 
 
@@ -38,9 +38,9 @@ class PeakMemory:
 
 
 def worker_count(weights_bytes: int) -> int:
-    """Returns how many processes may run at once, in half of the memory and on all cores."""
-    fitting = memory_bytes() // 2 // (ROOM * weights_bytes + RUNTIME_BYTES)
-    return max(1, min(AT_ONCE, usable_cores(), fitting))
+    """Returns how many processes may run at once, using half of the memory and all cores."""
+    fitting = memory_bytes() // 2 // (WEIGHTS_FACTOR * weights_bytes + RUNTIME_BYTES)
+    return max(1, min(MAX_PROCESSES, usable_cores(), fitting))
 
 
 def measure_memories(
@@ -86,7 +86,7 @@ def pickled(loader: object) -> bytes | None:
 def measure_memory(
     loader: bytes, inputs: Mapping[int, Inputs], *, threads: int | None = None
 ) -> PeakMemory:
-    """Returns the memory of a pickled loader's engine, running these batches, by batch size.
+    """Returns the memory of a pickled loader's engine when it runs these batches, by batch size.
 
     Sizes run in ascending order, so that each has its own peak. Raises RuntimeError with the last
     line of the process's output if it fails.

@@ -151,18 +151,18 @@ def work_of(model: Model, x: Inputs) -> ModelWork:
     """
     tokens: dict[str, int] = {}
 
-    def note(name: str, node: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def record_tokens(name: str, node: nn.Module, inputs: tuple[Any, ...]) -> None:
         as_tokens: Callable[[Tensor], Tensor] = node.tokens  # type: ignore[assignment]
         shape = as_tokens(inputs[0]).shape
-        # m of [b, m, d], or one of [b, d]; if tokens are routed, b·m of them for one input.
+        # m tokens of [b, m, d], or one of [b, d]; b·m for one input if tokens are routed.
         tokens[name] = prod(shape[:-1] if routes[name] else shape[1:-1])
 
     arrays = [x] if isinstance(x, np.ndarray) else completed(x, model.inputs).values()
-    # Collected first: afterwards nodes replace the layers.
+    # Collected first, because nodes replace the layers below.
     routes = {name: layer.spec.routes_tokens for name, layer in model.layers.items()}
     with layers_as_nodes(model.module) as backbone, torch.inference_mode(), _plain_attention():
         hooks = [
-            backbone.get_submodule(name).register_forward_pre_hook(partial(note, name))
+            backbone.get_submodule(name).register_forward_pre_hook(partial(record_tokens, name))
             for name in routes
         ]
         reads = _Reads(backbone)
@@ -226,13 +226,13 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's i
         for argument in (*args, *(kwargs or {}).values()):
             for tensor in argument if isinstance(argument, list | tuple) else (argument,):
                 if isinstance(tensor, Tensor):
-                    self._note(tensor, result if name == "embedding" else tensor)
+                    self._record(tensor, result if name == "embedding" else tensor)
         return result
 
-    def _note(self, tensor: Tensor, read: Tensor) -> None:
+    def _record(self, tensor: Tensor, read: Tensor) -> None:
         if tensor.untyped_storage().data_ptr() in self._storages:
-            place = tensor.data_ptr()
-            self._read[place] = max(self._read.get(place, 0), min(tensor.numel(), read.numel()))
+            address = tensor.data_ptr()
+            self._read[address] = max(self._read.get(address, 0), min(tensor.numel(), read.numel()))
 
 
 def layer_parts(
@@ -242,7 +242,7 @@ def layer_parts(
     number_bytes: int = FP32_BYTES,
     arithmetic: Arithmetic = "fp32",
 ) -> Iterator[RooflineStep]:
-    """Yields a layer's two steps on one batch: passes over the tokens, and the experts.
+    """Yields a layer's two steps on one batch: routing, which reads the tokens, and the experts.
 
     The tokens [b, m, d] are read once and the outputs [b, m, o] are written once. Unused experts
     are not read: with b·k ≥ n all experts are assumed to be used, and with routed tokens as many as
@@ -264,9 +264,9 @@ def layer_parts(
     quantized = spec.quantized_bytes(active)
     unquantized = weights - share * quantized
     yield RooflineStep(f"{spec.name}/routing", rest_macs, moved + unquantized)
-    narrow = quantized / FP32_BYTES if int8_experts else share * quantized
-    experts_in: Arithmetic = "int8" if int8_experts else arithmetic
-    yield RooflineStep(f"{spec.name}/experts", experts_macs, narrow, experts_in)
+    experts_bytes = quantized / FP32_BYTES if int8_experts else share * quantized
+    experts_type: Arithmetic = "int8" if int8_experts else arithmetic
+    yield RooflineStep(f"{spec.name}/experts", experts_macs, experts_bytes, experts_type)
 
 
 def integer_linears(graph: Path, linears: Mapping[str, str | None]) -> tuple[IntegerLinear, ...]:
@@ -302,7 +302,7 @@ def integer_linears(graph: Path, linears: Mapping[str, str | None]) -> tuple[Int
 
 
 def products_of(linears: Iterable[IntegerLinear], sizes: Mapping[str, int]) -> Products:
-    """Returns the work of linear layers for an input with named `sizes`; TraceError if unknown."""
+    """Returns the work of linear layers for an input of these `sizes`; TraceError without one."""
     macs = numbers = 0
     for linear in linears:
         rows = [
@@ -319,11 +319,11 @@ def products_of(linears: Iterable[IntegerLinear], sizes: Mapping[str, int]) -> P
 class Rates:
     """A machine's rates with the threads of a benchmark.
 
-    `stream_gb_s` is a plain sum in PyTorch. `matmul_gflop_s` is the product of two square matrices
+    `stream_gb_s` is that of a plain sum in PyTorch. `matmul_gflop_s` is that of two square matrices
     in PyTorch or ONNX Runtime, whichever is faster; `int8_gop_s` is the same for unsigned by signed
     bytes in ONNX Runtime, and `bf16_gflop_s` for BF16 in PyTorch, None if not needed. A
     multiply-add is two operations. With `gpu` the rates are the GPU's, with `fp16_gflop_s`.
-    `cached_gb_s` has the rates of sums over fewer bytes, by their number.
+    `cached_gb_s` has the rates of sums over fewer bytes, by the number of bytes.
     """
 
     stream_gb_s: float
@@ -410,7 +410,7 @@ class Limits:
             for axis, size in zip(spec.shape, (1, *inputs[spec.name].shape[1:]), strict=False)
             if isinstance(axis, str)
         }
-        self._work: ModelWork | str  # text: why it is unknown
+        self._work: ModelWork | str  # a string says why it is unknown
         try:
             self._work = work_of(candidate.model, x)
         except TraceError as error:
@@ -438,7 +438,7 @@ class Limits:
     def of(self, case: Case, graph: GraphSource | None, batch: int, rates: Rates | str) -> Limit:
         """Returns the work of a row and the least time for it; `graph` is the row's, if any.
 
-        `rates` are those of the row's device. 16-bit numbers count two bytes; `arithmetic_of`
+        `rates` are those of the row's device. 16-bit numbers count as two bytes; `arithmetic_of`
         determines the rate of their products.
         """
         if isinstance(self._work, str):
@@ -481,11 +481,11 @@ def why_below_limit(limit: Limit, median_ms: float, rates: Rates | str) -> str |
     moved = limit.work.bytes
     if 1e-6 * moved / rates.of(moved).stream_gb_s > limit.limit_ms / 2:
         return (
-            f"limit does not hold: the {size(moved)} stay in a cache between calls, which is "
+            f"limit does not apply: the {size(moved)} stay in a cache between calls, which is "
             f"faster than the {rates.of(moved).stream_gb_s:.0f} GB/s of a sum over as many bytes"
         )
     return (
-        f"limit does not hold: its products are faster than the timed product of two {SQUARE} × "
+        f"limit does not apply: its products are faster than the timed product of two {SQUARE} × "
         f"{SQUARE} matrices, which may have been disturbed"
     )
 
@@ -493,8 +493,8 @@ def why_below_limit(limit: Limit, median_ms: float, rates: Rates | str) -> str |
 class Microbenchmarks:
     """Calls that measure the machine in turn with other cases, under the same disturbances.
 
-    They stream `stream_bytes` and multiply matrices of `square` rows and columns; integers and BF16
-    only with `integer` and `bf16`.
+    They stream `stream_bytes` and multiply matrices of `square` rows and columns, in integers and
+    BF16 only with `integer` and `bf16`.
     """
 
     def __init__(
@@ -552,12 +552,12 @@ def _product(
     integer = dtype is np.int8
     weight = random.integers(-63, 64, (size, size)).astype(dtype)
     x = random.integers(0, 127, (size, size)).astype(np.uint8 if integer else np.float32)
-    taken, result, op = (
+    input_type, output_type, op = (
         ("uint8", "int32", "MatMulInteger") if integer else ("float", "float", "MatMul")
     )
     model = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 20]> product ({taken}[{size}, {size}] x) '
-        f"=> ({result}[{size}, {size}] y) {{ y = {op}(x, w) }}"
+        f'<ir_version: 10, opset_import: ["" : 20]> product ({input_type}[{size}, {size}] x) '
+        f"=> ({output_type}[{size}, {size}] y) {{ y = {op}(x, w) }}"
     )
     model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
     with scratch_folder("rates") as folder:

@@ -20,7 +20,7 @@ class SequenceBenchmark:
     """How a benchmark measures the models whose `Host.benchmark` names it.
 
     `data` returns sequences for a request and a prompt length in tokens (None: the default);
-    `phases` returns the timed calls for such a prompt, if sequences have a length; `inputs` returns
+    `phases` returns the timed calls for such a prompt and a sequence length; `inputs` returns
     the inputs of a call for some sequences, with the unmodified model's cache.
     """
 
@@ -31,7 +31,7 @@ class SequenceBenchmark:
 
 
 BENCHMARKS = Registry("moexport.benchmarks", SequenceBenchmark)
-"""All come from plugins."""
+"""Every sequence benchmark comes from a plugin."""
 
 
 def benchmark_of(model: Model) -> SequenceBenchmark | None:
@@ -41,7 +41,7 @@ def benchmark_of(model: Model) -> SequenceBenchmark | None:
 
 
 def phase_inputs(model: Model, phase: Phase, x: Inputs) -> dict[str, Array]:
-    """Returns the inputs of a call of a model of sequences."""
+    """Returns the inputs of one call of a sequence model."""
     benchmark = benchmark_of(model)
     assert benchmark is not None, "only models of sequences are timed in phases"
     return benchmark.inputs(phase, x, untouched(model))

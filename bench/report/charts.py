@@ -1,7 +1,7 @@
 """Charts as Vega-Lite specifications; each is the same on the page and in image files.
 
 A chart draws the data set `rows`, which the page replaces when its reader filters, and reads
-parameters: `chosen`, the index of the row with a ring, and the thresholds `keep` and `bound`.
+parameters: `chosen`, the index of the row that has a ring, and the thresholds `keep` and `bound`.
 The style of a row is in its fields `ink`, `symbol`, `dash`, `line` and the text `hover`. Colours
 are the variables of the page's style sheet; image files have those of the light page.
 """
@@ -30,16 +30,16 @@ SYMBOLS = (
     "M-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0L-1,-.6Z",
     "M0,-1L1,-.2L.6,.9H-.6L-1,-.2Z",
 )
-"""Paths of engines, in a square from -1 to 1."""
+"""Paths of the symbols of engines, in a square from -1 to 1."""
 
 STAR = "M0,-1.1L.27,-.37L1.05,-.34L.43,.14L.65,.89L0,.45L-.65,.89L-.43,.14L-1.05,-.34L-.27,-.37Z"
 LEVEL = "M-1.8,-.2H-.4V.2H-1.8ZM.4,-.2H1.8V.2H.4Z"  # a line across the chart, in a legend
 SOLID, DOTTED, DASHED = [1, 0], [2, 3], [5, 4]
 DASHES = (SOLID, [8, 3, 2, 3], [7, 3], [7, 2, 1, 2, 1, 2], [3, 2])
-"""The dashes of models in one chart, the first solid; PyTorch at a smaller k is dotted."""
+"""The dashes of models in one chart, the first of them solid."""
 
 REFERENCE = "var(--reference)"
-ASIDE = 1.03  # the factor along the axis of k by which a line of equal values is moved
+OFFSET = 1.03  # the factor by which lines of equal values are moved along the axis of k
 PARAMS: Spec = {"keep": None, "bound": None, "chosen": -1, "ticks": [], "of": ""}
 """The parameters: thresholds, the row with a ring, the ticks of k, and the title of an axis."""
 
@@ -68,10 +68,10 @@ CONFIG: Spec = {
 # Ticks of a logarithmic axis: 1, 10 if it is long, else 1, 2, 5; even steps if it is short.
 _TENS = [10.0**power for power in range(-6, 10)]
 _FIVES = [digit * ten for ten in _TENS for digit in (1, 2, 5)]
-_EVEN = "P * ((H - L) / P > 25 ? 10 : (H - L) / P > 10 ? 5 : (H - L) / P > 5 ? 2 : 1)".replace(
+_STEP = "P * ((H - L) / P > 25 ? 10 : (H - L) / P > 10 ? 5 : (H - L) / P > 5 ? 2 : 1)".replace(
     "P", "pow(10, floor(log((H - L) / 5) / LN10))"
 )
-_SHORT = f"sequence(ceil(L / ({_EVEN})) * {_EVEN}, H, {_EVEN})"
+_SHORT = f"sequence(ceil(L / ({_STEP})) * {_STEP}, H, {_STEP})"
 _TICKS = f"H > 500 * L ? {_TENS} : H > 8 * L ? {_FIVES} : {_SHORT}"
 
 
@@ -83,7 +83,7 @@ def ink_of(precision: str) -> str:
 def axis(channel: str, field: str, title: str, kind: str = "zero") -> Spec:
     """Returns an axis by its kind: zero, near, percent (from 0), share, log, or k (the `ticks`).
 
-    If the title is "of", the parameter of that name is shown.
+    If the title is "of", the parameter with that name is shown.
     """
     log = {"type": "log", "base": 2 if kind == "k" else 10}
     kinds = log if kind in ("log", "k") else {"zero": False}
@@ -115,8 +115,8 @@ def layer(name: str, mark: str, where: str = "", /, style: Spec = PLAIN, **chann
 def _channel(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    raw = {"type": "nominal", "scale": None}
-    return {"field": value[1:], **raw} if value.startswith("=") else {"field": value}
+    unscaled = {"type": "nominal", "scale": None}
+    return {"field": value[1:], **unscaled} if value.startswith("=") else {"field": value}
 
 
 def chart(x: Spec, y: Spec, layers: Iterable[Spec], transform: Sequence[Spec] = ()) -> Spec:
@@ -145,8 +145,8 @@ def _joined(by: Sequence[str] = (), **fields: str) -> Spec:
 
 def threshold(channel: str, name: str) -> Spec:
     """Returns a line across the chart at the value of a parameter, if it has one."""
-    at = {"x": None, "y": None, "color": {"value": "var(--bad)"}, "tooltip": None, channel: name}
-    line = layer(name, "rule", "", {"strokeDash": DASHED, "strokeWidth": 1.2}, **at)
+    axes = {"x": None, "y": None, "color": {"value": "var(--bad)"}, "tooltip": None, channel: name}
+    line = layer(name, "rule", "", {"strokeDash": DASHED, "strokeWidth": 1.2}, **axes)
     steps = [*_calc(**{name: name}), {"filter": f"isValid(datum.{name})"}]
     return line | {"data": {"values": [{}]}, "transform": steps}
 
@@ -165,19 +165,19 @@ def _points(where: str, solid: str) -> list[Spec]:
 
 def lines(field: str) -> list[Spec]:
     """Returns lines, their points, and levels across the chart."""
-    own = f"!datum.level && isValid(datum['{field}'])"
+    valid = f"!datum.level && isValid(datum['{field}'])"
     return [
         layer("levels", "rule", "datum.level", {"size": 1.8}, x=None, strokeDash="=dash"),
-        layer("lines", "line", own, strokeDash="=dash", detail="line"),
-        *_points(f"{own} && !datum.bare", "!datum.open"),
+        layer("lines", "line", valid, strokeDash="=dash", detail="line"),
+        *_points(f"{valid} && !datum.bare", "!datum.open"),
     ]
 
 
 def over_k(field: str, title: str, kind: str, *, apart: bool = False) -> Spec:
-    """Returns values over k with their bars, and the untouched model across the chart.
+    """Returns a chart of values over k with their bars, and the untouched model across it.
 
     On an axis of latencies from zero, an outlying bar ends in an arrow. With `apart`, lines of
-    equal values are drawn next to each other, but a line within another of its precision is not.
+    equal values are drawn next to each other, except a line that one of its precision covers.
     """
     ends: Spec = {"y": f"{field}_low", "y2": f"{field}_high"}
     layers = [layer("bars", "rule", f"isValid(datum['{field}_low']) && !datum.level", **ends)]
@@ -199,7 +199,7 @@ def over_k(field: str, title: str, kind: str, *, apart: bool = False) -> Spec:
 
 
 def _limited_axis() -> list[Spec]:
-    """Returns the steps that end the axis above every median and every bar but outliers."""
+    """Returns the steps that end the axis above every median and every bar except outliers."""
     top = "1.06 * max(datum.highest, min(1.5 * datum.highest, datum.reach))"
     cut = _calc(top=top, cut="datum.ms_high > datum.top", arrow="0.965 * datum.top")
     high = _calc(ms_high="min(datum.ms_high, datum.top)")
@@ -217,18 +217,18 @@ def _offset(field: str) -> list[Spec]:
         _joined(["line"], turn="min turn"),
         {"filter": "datum.level || datum.turn === 1 || datum.index === chosen"},
         {"window": [place], "groupby": ["level"], "sort": [first]},
-        *_calc(x=f"datum.k * pow({ASIDE}, datum.place - 1)"),
+        *_calc(x=f"datum.k * pow({OFFSET}, datum.place - 1)"),
     ]
 
 
 def trade(title: str) -> Spec:
     """Returns the chart of retention over latency, with the Pareto front."""
     front = {"interpolate": "step-after", "strokeWidth": 1.5}
-    raw = {"color": "=front_ink", "strokeDash": "=front_dash", "detail": "run"}
+    channels = {"color": "=front_ink", "strokeDash": "=front_dash", "detail": "run"}
     layers = [
         threshold("y", "keep"),
         threshold("x", "bound"),
-        layer("front", "line", "datum.front", front, **raw),
+        layer("front", "line", "datum.front", front, **channels),
         layer("bars_x", "rule", "isValid(datum.ms_low)", x="ms_low", x2="ms_high"),
         layer("bars_y", "rule", "isValid(datum.kept_low)", y="kept_low", y2="kept_high"),
         *_points("", "datum.front || datum.run"),
@@ -306,24 +306,24 @@ def side_by_side(
     placed: list[Spec] = []
     for number, (name, spec, rows) in enumerate(panels):
         # In one image every chart needs a distinct name.
-        own = json.loads(re.sub(r"(?<=[\"'])chart(?=[_\"])", f"chart{number}", json.dumps(spec)))
+        unique = json.loads(re.sub(r"(?<=[\"'])chart(?=[_\"])", f"chart{number}", json.dumps(spec)))
         size = {"width": (320, 320, 200)[min(columns, len(panels)) - 1], "height": 250}
-        place = {"title": printable(name), "data": {"values": list(rows)}}
-        own = {key: value for key, value in own.items() if key not in ("config", "params")}
-        placed.append(size | own | place)
+        content = {"title": printable(name), "data": {"values": list(rows)}}
+        unique = {key: value for key, value in unique.items() if key not in ("config", "params")}
+        placed.append(size | unique | content)
     given = [{"name": name, "value": value} for name, value in (PARAMS | params).items()]
     parts: list[Spec] = [{"concat": placed, "columns": columns}]
     if legend:
         named = {printable(name): drawn for name, drawn in legend.items()}
         parts.append(_legend(named, list(map(printable, models))))
-    above = {"title": printable(title)} if title else {}
-    return {"config": CONFIG | {"background": "white"}, "params": given, "vconcat": parts, **above}
+    head = {"title": printable(title)} if title else {}
+    return {"config": CONFIG | {"background": "white"}, "params": given, "vconcat": parts, **head}
 
 
 def _legend(legend: Mapping[str, tuple[str, str]], models: Sequence[str]) -> Spec:
     names = [*legend, *models]
-    most = max(1, min(4, 720 // (7 * max(map(len, names), default=1) + 30)))
-    key = {"orient": "bottom", "title": None, "columns": most, "direction": "horizontal"}
+    columns = max(1, min(4, 720 // (7 * max(map(len, names), default=1) + 30)))
+    key = {"orient": "bottom", "title": None, "columns": columns, "direction": "horizontal"}
 
     def channel(values: Sequence[str], drawn: Sequence[Any], **more: Any) -> Spec:
         scale = {"domain": list(values), "range": list(drawn)}

@@ -103,29 +103,29 @@ def compare(before: Results, now: Results) -> ResultsComparison:
     only_before, only_now = len(old) - len(shared), len(new) - len(shared)
     notes = []
     for name in ("cpu", "gpu", "threads", "memory_bytes"):
-        was, is_now = before.environment.get(name), now.environment.get(name)
-        if isinstance(was, dict) and isinstance(is_now, dict):  # earlier files have fewer facts
-            is_now = {key: is_now[key] for key in is_now if key in was}
-        if was != is_now:
-            notes.append(f"Another machine or setting: {name} was {was} and is now {is_now}.")
-    were, are = (run.environment.get("packages") or {} for run in (before, now))
-    moved = [
-        f"{name} {were.get(name, 'none')} → {are.get(name, 'none')}"
-        for name in dict.fromkeys((*were, *are))
-        if were.get(name) != are.get(name)
+        prior, current = (run.environment.get(name) for run in (before, now))
+        if isinstance(prior, dict) and isinstance(current, dict):  # earlier files have fewer facts
+            current = {key: current[key] for key in current if key in prior}
+        if prior != current:
+            notes.append(f"Different machine or setting: {name} was {prior} and is now {current}.")
+    old_packages, new_packages = (run.environment.get("packages") or {} for run in (before, now))
+    updates = [
+        f"{name} {old_packages.get(name, 'none')} → {new_packages.get(name, 'none')}"
+        for name in dict.fromkeys((*old_packages, *new_packages))
+        if old_packages.get(name) != new_packages.get(name)
     ]
-    if moved:
-        notes.append(f"Different versions: {', '.join(moved)}.")
-    for which, results in (("The earlier file", before), ("This file", now)):
+    if updates:
+        notes.append(f"Different versions: {', '.join(updates)}.")
+    for file, results in (("The earlier file", before), ("This file", now)):
         if results.disturbance:
-            notes.append(f"{which}: {results.disturbance}")
+            notes.append(f"{file}: {results.disturbance}")
     hashes = {model.name: model.sha256 for model in before.models}
-    other = [m.name for m in now.models if hashes.get(m.name, m.sha256) not in ("", m.sha256)]
-    if other:
-        notes.append(f"Different weights: {', '.join(other)}.")
-    moved_rows = sum(_host(change.before) != _host(change.now) for change in changes)
-    if moved_rows:
-        notes.append(f"{moved_rows} rows were timed on a different machine: compare ratios.")
+    edited = [m.name for m in now.models if hashes.get(m.name, m.sha256) not in ("", m.sha256)]
+    if edited:
+        notes.append(f"Different weights: {', '.join(edited)}.")
+    moved = sum(_host(change.before) != _host(change.now) for change in changes)
+    if moved:
+        notes.append(f"{moved} rows were timed on a different machine: compare ratios.")
     if only_before or only_now:
         notes.append(
             f"{only_before} rows are only in the earlier file, {only_now} only in this one."
@@ -134,7 +134,7 @@ def compare(before: Results, now: Results) -> ResultsComparison:
 
 
 def _host(row: Row) -> str | None:
-    """Returns the machine of a row, without Ray's id of a node, which every start changes."""
+    """Returns the machine of a row, without the id that Ray gives its node at every start."""
     return None if row.node is None else row.node.rpartition("-")[0]
 
 
@@ -153,8 +153,8 @@ def earlier(out: Path, named: Path | None, *, wanted: bool) -> Results | None:
     """Returns the results to compare with: the named file, or else the results in `out`."""
     if named is not None:
         return read(named)
-    own = out / "results.json"
-    return read(own) if wanted and own.is_file() else None
+    file = out / "results.json"
+    return read(file) if wanted and file.is_file() else None
 
 
 def check_regression(before: Results, now: Results, share: float | None) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ class RowDecision:
     """The search that chose the last row, and the request it fulfils.
 
     `keep` is the requested share, None if there was no request. `asked` is a sentence on the
-    request, and `keeps` is what the chosen row keeps, if confirmed. `recipe` exports it again.
+    request, and `keeps` what the chosen row keeps, if confirmed. `recipe` is the file to export it.
     """
 
     keep: float | None
@@ -51,8 +51,8 @@ class RowDecision:
 class PageChart:
     """A card of charts on the page, for a section.
 
-    `points` returns the data that the page has under the section's name, None for no chart. In the
-    folder `assets`, `NAME.html` is the card, and `NAME.js` is a function without arguments that
+    `points` returns the page's data under the section's name, or None for no chart. In the folder
+    `assets`, `NAME.html` is the card, and `NAME.js` is a function without arguments that
     draws it with the functions of `report.js`, or hides it if there are no data.
     """
 
@@ -68,7 +68,7 @@ class PageChart:
 class ReportSection:
     """A section of a report, at its place on the page; a plugin's section shows its findings.
 
-    `shows` is the name of these findings among the analyses of `results.json`; nothing else is
+    `shows` is the name of these findings among the analyses of `results.json`; no function is
     called for results without them. `content` returns None if there is nothing to show. `text`
     returns findings for the terminal, `figures` writes them to a folder, `chart` draws them on the
     page, and `decision` returns the search that chose a row.
@@ -90,7 +90,7 @@ class ReportSection:
 
 
 SECTIONS = Registry("moexport.sections", ReportSection)
-"""The sections of plugins; the core's own are in `sections.py`."""
+"""The sections of plugins; the built-in ones are in `sections.py`."""
 
 
 def showing(results: Results) -> list[ReportSection]:

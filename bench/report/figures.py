@@ -1,4 +1,4 @@
-"""The report's main chart as PNG and SVG files, for a README or a paper: all models in one."""
+"""The report's main chart as PNG and SVG files, for a README or a paper, with all models in one."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def marks(section: Section, row: Row, symbol: str) -> dict[str, Any]:
             ends += [interval.low, interval.high]
         bars |= {name: value, f"{name}_low": min(ends, default=None)}
         bars[f"{name}_high"] = max(ends, default=None)
-    pytorch = DASHED if untouched else DOTTED
+    pytorch_dash = DASHED if untouched else DOTTED
     return {
         **bars,
         "limit": row.limit_ms,
         "untouched": untouched,
         "ink": REFERENCE if untouched else ink_of(row.precision),
         "symbol": STAR if untouched else symbol,
-        "dash": pytorch if row.engine.startswith("pytorch") else SOLID,
+        "dash": pytorch_dash if row.engine.startswith("pytorch") else SOLID,
         "hover": "\n".join(_hover(section, row)),
     }
 
@@ -94,11 +94,11 @@ def _hover(section: Section, row: Row) -> Iterator[str]:
 
 
 def figures(results: Results, directory: Path) -> tuple[Path, ...]:
-    """Writes latency and accuracy or perplexity over k, PNG and SVG per batch; returns them.
+    """Writes a figure per batch size, as PNG and SVG; returns the files.
 
-    The figure of the smallest batch size is `latency_accuracy`, others are
-    `latency_accuracy_batch{b}`; all models share a pair of axes. For language models,
-    `tokens_perplexity` has tokens per second in each phase and perplexity.
+    It shows latency and accuracy over k. The figure of the smallest batch size is
+    `latency_accuracy`, others are `latency_accuracy_batch{b}`; all models share a pair of axes. For
+    language models, `tokens_perplexity` has tokens per second in each phase, and perplexity.
     """
     shown = [section for section in sections(results) if section.series]
     plain = [section for section in shown if section.phase is None]
@@ -110,10 +110,10 @@ def figures(results: Results, directory: Path) -> tuple[Path, ...]:
 def _figures(name: str, chosen: Sequence[Section], directory: Path) -> Iterator[Path]:
     """Writes a figure per batch size; yields its files."""
     for index, batch in enumerate(sorted({section.batch for section in chosen})):
-        here = [section for section in chosen if section.batch == batch]
+        in_batch = [section for section in chosen if section.batch == batch]
         file = name if index == 0 else f"{name}_batch{batch}"
-        paths = [directory / f"{file}{kind}" for kind in (".png", ".svg")]
-        write_pictures(_picture(here), paths)
+        paths = [directory / f"{file}{suffix}" for suffix in (".png", ".svg")]
+        write_pictures(_picture(in_batch), paths)
         yield from paths
 
 
@@ -123,35 +123,35 @@ def _picture(chosen: Sequence[Section]) -> Spec:
     lines = dict(zip(map(id, chosen), _lines(chosen), strict=True))
     prefix = "" if len(models) > 1 else f"{models[0]}: "
 
-    def rows(of: Sequence[Section]) -> list[dict[str, Any]]:
+    def rows(group: Sequence[Section]) -> list[dict[str, Any]]:
         return [
             row
-            for each in of
+            for each in group
             for row in _rows(each, lines[id(each)], models.index(each.model), bool(prefix))
         ]
 
     panels = []
     for phase in dict.fromkeys(section.phase for section in chosen):
-        here = rows([section for section in chosen if section.phase == phase])
+        drawn = rows([section for section in chosen if section.phase == phase])
         field = "ms" if phase is None else "rate"
         title = "median latency, ms" if phase is None else "tokens per second"
-        over = over_k(field, title, "log" if _far_apart(here, field) else "zero")
+        panel = over_k(field, title, "log" if _far_apart(drawn, field) else "zero")
         what = "latency" if phase is None else phase
-        panels.append((f"{prefix}{what}, batch {chosen[0].batch}", over, here))
+        panels.append((f"{prefix}{what}, batch {chosen[0].batch}", panel, drawn))
     # Quality depends on no phase: each model is judged once.
-    once = {section.model: section for section in reversed(chosen)}
-    judged = [once[model] for model in models]
+    by_model = {section.model: section for section in reversed(chosen)}
+    judged = [by_model[model] for model in models]
     for quality in dict.fromkeys(s.quality for s in judged if s.quality) or (None,):
-        here = rows([section for section in judged if section.quality == quality])
+        drawn = rows([section for section in judged if section.quality == quality])
         if quality == "perplexity":
-            over = over_k("ppl", "perplexity, lower is better", "near", apart=True)
-            panels.append((f"{prefix}perplexity", over, here))
+            panel = over_k("ppl", "perplexity, lower is better", "near", apart=True)
+            panels.append((f"{prefix}perplexity", panel, drawn))
         else:
-            over = nothing("not measured: no labels")
+            panel = nothing("not measured: no labels")
             if quality:
-                over = over_k("kept", f"share of PyTorch's {quality} kept", "share", apart=True)
-            panels.append((f"{prefix}{quality or 'accuracy'} kept", over, here))
-    named = {line.name: line for of in lines.values() for line in of}
+                panel = over_k("kept", f"share of PyTorch's {quality} kept", "share", apart=True)
+            panels.append((f"{prefix}{quality or 'accuracy'} kept", panel, drawn))
+    named = {line.name: line for group in lines.values() for line in group}
     legend = {
         n: (ink_of(s.rows[0].precision), SYMBOLS[s.style % len(SYMBOLS)]) for n, s in named.items()
     }
@@ -171,14 +171,14 @@ def _rows(
     dash = DASHES[model % len(DASHES)]
     named = [(line, row) for line in lines for row in line.rows]
     for index, (line, row) in enumerate(named):
-        own = {"index": index, "k": row.k, "precision": row.precision, "model": model}
+        fields = {"index": index, "k": row.k, "precision": row.precision, "model": model}
         drawn = marks(section, row, SYMBOLS[line.style % len(SYMBOLS)]) | {
             "untouched": False,
             "limit": None,
         }
         if not row.engine.startswith("pytorch"):
             drawn["dash"] = dash
-        yield drawn | own | {"line": f"{model} {line.name}", "ink": ink_of(row.precision)}
+        yield drawn | fields | {"line": f"{model} {line.name}", "ink": ink_of(row.precision)}
     if section.reference is not None:
         drawn = marks(section, section.reference, STAR) | {
             "limit": None,
@@ -207,8 +207,8 @@ def _lines(chosen: Sequence[Section]) -> list[list[Series]]:
             precise = len(precisions) > 1 and not row.engine.startswith("pytorch")
             name = f"{engine_name(row)}, {row.precision.upper()}" if precise else engine_name(row)
             lines.setdefault(name, []).append(row)
-        apart = [name for name, line in lines.items() if len({row.k for row in line}) < len(line)]
-        for row in (row for name in apart for row in lines.pop(name)):
+        split = [name for name, line in lines.items() if len({row.k for row in line}) < len(line)]
+        for row in (row for name in split for row in lines.pop(name)):
             lines.setdefault(line_name(row), []).append(row)
         by_section.append(lines)
     names = dict.fromkeys(name for lines in by_section for name in lines)

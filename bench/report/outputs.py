@@ -18,16 +18,16 @@ NOTE = (
 def _by_k(results: Results) -> Iterator[tuple[str, dict[int, Row], Row]]:
     """Yields a model and precision with its rows by k, and the untouched model's row."""
     for model in dict.fromkeys(row.model for row in results.rows):
-        judged = [
+        scored = [
             row
             for row in results.of_model(model)
             if row.error is None
             if row.regression is not None or (row.accuracy and row.accuracy.attributes)
         ]
-        untouched = next((row for row in judged if row.is_reference), None)
+        untouched = next((row for row in scored if row.is_reference), None)
         if untouched is None:
             continue
-        graphs = [row for row in judged if not row.engine.startswith("pytorch")]
+        graphs = [row for row in scored if not row.engine.startswith("pytorch")]
         for precision in dict.fromkeys(row.precision for row in graphs):
             rows: dict[int, Row] = {}
             for row in graphs:
@@ -41,10 +41,10 @@ def tables(results: Results) -> Iterator[TableContent]:
     for title, rows, untouched in _by_k(results):
         ks = sorted(rows, reverse=True)
         columns = (untouched, *(rows[k] for k in ks))
-        ends = [f"k = {k}" for k in ks]
+        k_heads = [f"k = {k}" for k in ks]
         lines: list[Sequence[str]] = []
         if untouched.accuracy is not None:
-            heads = ("Attribute", "Positives", "PyTorch", *ends)
+            heads = ("Attribute", "Positives", "PyTorch", *k_heads)
             for index, attribute in enumerate(untouched.accuracy.attributes):
                 found = (row.accuracy.attributes[index] for row in columns if row.accuracy)
                 shares = (f"{each.accuracy:.1%}" for each in found)
@@ -52,7 +52,7 @@ def tables(results: Results) -> Iterator[TableContent]:
             means = (f"{row.accuracy.top1:.1%}" for row in columns if row.accuracy)
             lines.append(("mean", "", *means))
         else:
-            heads = ("Output", "Figure", "PyTorch", *ends)
+            heads = ("Output", "Figure", "PyTorch", *k_heads)
             found_r2 = [row.regression for row in columns if row.regression]
             for index in range(len(found_r2[0].outputs)):
                 values = (each.outputs[index] for each in found_r2)

@@ -56,15 +56,15 @@ from .summary import (
 )
 from .text import absent_lines, method_lines, reproduce, to_csv, to_markdown
 
-FIRST = 30
+BEFORE_CHARTS = 30
 """Sections with a smaller place are answers, shown before the charts."""
 
-OPEN = 40
+UNFOLDED = 40
 """Sections with a smaller place are not folded."""
 
 
 def write_report(results: Results, path: Path, comparison: ResultsComparison | None = None) -> None:
-    """Writes the page completely or not at all."""
+    """Writes the page atomically."""
     write_text(html(results, comparison), path)
 
 
@@ -107,7 +107,7 @@ def write_views(
 
 
 def can_draw() -> bool:
-    """Returns whether figures can be drawn; the page draws its own without vl-convert."""
+    """Returns whether figures can be drawn; the page's own charts do not need vl-convert."""
     return importlib.util.find_spec("vl_convert") is not None
 
 
@@ -166,13 +166,13 @@ def payload(
 ) -> dict[str, Any]:
     """Returns the data of the page's script: the results, and their description in words."""
     shown = sections(results)
-    own = [next(each for each in shown if each.includes(row)) for row in results.rows]
+    row_sections = [next(each for each in shown if each.includes(row)) for row in results.rows]
     symbols = _symbols(results)
     return {
         "results": as_json(results),
         "rows": [
             _description(results, section, row) | marks(section, row, symbols[_style(row)])
-            for section, row in zip(own, results.rows, strict=True)
+            for section, row in zip(row_sections, results.rows, strict=True)
         ],
         "charts": core_charts(next(filter(None, (each.quality for each in shown)), "accuracy")),
         "symbols": SYMBOLS,
@@ -187,7 +187,7 @@ def payload(
         "tables": [
             {
                 **{"id": section.name, "title": section.title},
-                **{"first": section.place < FIRST, "open": section.place < OPEN},
+                **{"first": section.place < BEFORE_CHARTS, "open": section.place < UNFOLDED},
                 **asdict(content),
             }
             for section, content in contents(results, comparison, runs)
@@ -247,8 +247,8 @@ def _limit(row: Row) -> str:
     if row.no_limit or row.limit_ms is None or row.work is None:
         return row.no_limit or ""
     operations = row.work.operations + row.work.int8_operations
-    moved = f"{count(operations)} operations, {size(row.work.bytes)}"
-    return f"at least {milliseconds(row.limit_ms)} ms: {moved}"
+    work = f"{count(operations)} operations, {size(row.work.bytes)}"
+    return f"at least {milliseconds(row.limit_ms)} ms: {work}"
 
 
 def export_command(results: Results, row: Row) -> str | None:
@@ -266,7 +266,7 @@ def export_command(results: Results, row: Row) -> str | None:
     if row.error is not None or not source or typed[:1] != ["moexport"]:
         return None
     decision = decision_of(results)
-    if decision is not None and row is results.rows[-1]:  # the one that was chosen
+    if decision is not None and row is results.rows[-1]:  # the row that the search chose
         return recipe_command(source, decision.recipe, "BUNDLE", typed)
     if not row.deploy:
         return None
@@ -277,39 +277,39 @@ def export_command(results: Results, row: Row) -> str | None:
         inputs = file if file.endswith(".npz") else "INPUTS.npz"
         return shlex.join(["moexport", command, *options, "-i", inputs, "-o", "OUTPUTS.npz"])
     name = "".join(c if c.isalnum() else "-" for c in Path(source.split(":")[-1]).stem)
-    words = ["moexport", command, source, "-o", f"{name}-k{row.k}-{row.precision}", *options]
+    arguments = ["moexport", command, source, "-o", f"{name}-k{row.k}-{row.precision}", *options]
     if row.batch > 1 and "--batch" not in options:
-        words += ["--batch", f"1:{row.batch}:{max(row.batch, 32)}"]
-    words += _parity_options(results, row, source, data, typed)
-    return shlex.join([*words, *_reading_options(typed)])
+        arguments += ["--batch", f"1:{row.batch}:{max(row.batch, 32)}"]
+    arguments += _parity_options(results, row, source, data, typed)
+    return shlex.join([*arguments, *_reading_options(typed)])
 
 
 def _parity_options(
     results: Results, row: Row, source: str, data: str | None, typed: Sequence[str]
 ) -> list[str]:
-    """The options with which an export accepts the graph of a row, compared on the row's inputs.
+    """Returns the options with which an export accepts a row's graph, compared on the row's inputs.
 
-    Random inputs choose other experts than those that were measured. If the share of inputs with
-    the same experts is near the least that an export accepts, it compares all of them: the first
-    few may have a smaller share. Below the least it compares nothing.
+    Random inputs choose experts other than the measured ones. If the share of inputs with the same
+    experts is near the minimum that an export accepts, the export compares all inputs, because the
+    first few may have a smaller share. Below the minimum it compares none.
     """
     from ...exporter.bundle.parity import tolerance_of  # loads onnx, which a report does not need
 
-    feed, least = _check_inputs(source, data, typed), tolerance_of(row.precision).routing
+    feed, minimum = _check_inputs(source, data, typed), tolerance_of(row.precision).routing
     share, protocol = row.same_experts, results.protocol
-    if share is None or least == 1:
+    if share is None or minimum == 1:
         return feed
     inputs = protocol.get("samples", 0) + protocol.get("ranges", {}).get("held_out", 0)
-    few = share - 3 * math.sqrt(share * (1 - share) / VERIFY_SAMPLES)  # three standard deviations
-    if share < least or (few < least and not feed):
+    low = share - 3 * math.sqrt(share * (1 - share) / VERIFY_SAMPLES)  # three standard deviations
+    if share < minimum or (low < minimum and not feed):
         return ["--no-verify", *(feed if names_code(source) else [])]
-    if few < least and inputs > VERIFY_SAMPLES:
+    if low < minimum and inputs > VERIFY_SAMPLES:
         return [*feed, "--verify-samples", str(inputs)]
     return feed
 
 
 def _check_inputs(source: str, data: str | None, typed: Sequence[str]) -> list[str]:
-    """Returns the option with the inputs to compare, if they are arrays, which an export reads."""
+    """Returns the option with the inputs to compare, if they are arrays that an export can read."""
     if not data or Path(data).is_dir() or _values_of(typed, "--pixels"):
         return []
     return ["--data", data] if names_code(source) or Path(data).suffix == ".npz" else []
@@ -321,9 +321,9 @@ def recipe_command(source: str, recipe: str, bundle: str, typed: Sequence[str]) 
     `typed` is the command of the search, which shows how the model is read and on which inputs it
     is checked: random ones may be outside the ranges of INT8.
     """
-    words = ["moexport", "export", source, "--recipe", recipe, "-o", bundle]
+    arguments = ["moexport", "export", source, "--recipe", recipe, "-o", bundle]
     data = next(iter(_values_of(typed, "--data")), None)
-    return shlex.join([*words, *_check_inputs(source, data, typed), *_reading_options(typed)])
+    return shlex.join([*arguments, *_check_inputs(source, data, typed), *_reading_options(typed)])
 
 
 def _reading_options(typed: Sequence[str]) -> list[str]:
@@ -340,9 +340,9 @@ def _reading_options(typed: Sequence[str]) -> list[str]:
 
 
 def _values_of(words: Sequence[str], option: str) -> list[str]:
-    """Yields the values of an option in a command, as `--option value` or `--option=value`."""
-    after = [value for name, value in pairwise(words) if name == option]
-    return after + [word.split("=", 1)[1] for word in words if word.startswith(f"{option}=")]
+    """Returns the values of an option in a command, as `--option value` or `--option=value`."""
+    separate = [value for name, value in pairwise(words) if name == option]
+    return separate + [word.split("=", 1)[1] for word in words if word.startswith(f"{option}=")]
 
 
 def _environment(results: Results) -> Iterator[tuple[str, str]]:
@@ -350,10 +350,10 @@ def _environment(results: Results) -> Iterator[tuple[str, str]]:
         if name == "packages" and isinstance(value, dict):
             yield from ((str(package), str(version)) for package, version in value.items())
         elif name == "cpu" and isinstance(value, dict):
-            own = dict(value)
-            model, instructions = own.pop("model", ""), own.pop("instructions", None)
+            cpu = dict(value)
+            model, instructions = cpu.pop("model", ""), cpu.pop("instructions", None)
             words = [str(model), *([_plain(instructions)] if instructions else [])]
-            yield name, "; ".join((*words, _plain(own)) if own else words)
+            yield name, "; ".join((*words, _plain(cpu)) if cpu else words)
         elif name == "memory_bytes" and isinstance(value, int):
             yield "memory", f"{value / 2**30:.1f} GiB"
         else:

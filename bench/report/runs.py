@@ -20,30 +20,30 @@ NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class NamedRun:
-    """Results to compare with those of a report, by a distinct name."""
+    """Results to compare with those of a report, under a distinct name."""
 
     name: str
     results: Results
 
 
-def named_runs(places: Sequence[Path | None], listed: Sequence[Results]) -> tuple[NamedRun, ...]:
-    """Returns runs, named by the folders of their files or by when they were made."""
+def named_runs(paths: Sequence[Path | None], listed: Sequence[Results]) -> tuple[NamedRun, ...]:
+    """Returns runs, named after the folders of their files or, without files, their dates."""
     named: list[NamedRun] = []
-    for place, results in zip(places, listed, strict=True):
+    for path, results in zip(paths, listed, strict=True):
         dated = f"run of {results.created[:16].replace('T', ' ')}"
-        name = dated if place is None else place.absolute().parent.name or place.stem
-        taken = [run.name for run in named]
-        number = sum(other.partition(" (")[0] == name for other in taken) + 1
+        name = dated if path is None else path.absolute().parent.name or path.stem
+        names = [run.name for run in named]
+        number = sum(other.partition(" (")[0] == name for other in names) + 1
         named.append(NamedRun(name if number == 1 else f"{name} ({number})", results))
     return tuple(named)
 
 
 def machine_of(results: Results) -> str:
     """Returns the CPU or the GPUs on which results were measured, with the threads."""
-    facts = results.environment
-    gpus = [gpu["name"] for gpu in facts.get("gpu") or ()]
-    cpu = (facts.get("cpu") or {}).get("model") or "an unknown machine"
-    threads = facts.get("threads")
+    environment = results.environment
+    gpus = [gpu["name"] for gpu in environment.get("gpu") or ()]
+    cpu = (environment.get("cpu") or {}).get("model") or "an unknown machine"
+    threads = environment.get("threads")
     counted = [] if threads is None else [f"{threads} thread{'' if threads == 1 else 's'}"]
     return ", ".join([*dict.fromkeys(gpus), cpu, *counted])
 

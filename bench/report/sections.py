@@ -1,4 +1,4 @@
-"""The list of a report's sections, without its charts and rows: one record per section.
+"""The list of a report's sections other than its charts and rows: one record per section.
 
 The page, the Markdown and the tests read the list.
 """
@@ -101,7 +101,7 @@ def _by_k_and_batch(results: Results) -> SectionContent | None:
         if len(batches) < 2 or len(ks) < 2:
             continue
         n = max(row.experts for row in exported)
-        heat = _heat({place: row.throughput or 0.0 for place, row in fastest.items()})
+        heat = _heat({key: row.throughput or 0.0 for key, row in fastest.items()})
         quiet = ("–", "quiet")
         lines = [(f"{k}/{n}", *(heat.get((k, batch), quiet) for batch in batches)) for k in ks]
         heads = ("k", *(f"batch {batch}" for batch in batches))
@@ -110,12 +110,12 @@ def _by_k_and_batch(results: Results) -> SectionContent | None:
 
 
 def _heat(values: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], Cell]:
-    """Returns cells that are coloured by the factor from the smallest to the largest value."""
-    logs = {place: math.log(value) for place, value in values.items()}
+    """Returns cells that are coloured by the logarithms of their values."""
+    logs = {key: math.log(value) for key, value in values.items()}
     low, span = min(logs.values()), max(1e-9, max(logs.values()) - min(logs.values()))
     return {
-        place: (f"{values[place]:,.0f}", f"heat-{round(9 * (log - low) / span)}")
-        for place, log in logs.items()
+        key: (f"{values[key]:,.0f}", f"heat-{round(9 * (log - low) / span)}")
+        for key, log in logs.items()
     }
 
 
@@ -154,14 +154,14 @@ def _parity(results: Results) -> SectionContent:
                 routing, parity = row.routing, row.parity
                 if routing is None and parity is None:
                     continue
-                same = near = ("–", "–")
+                routed = outputs = ("–", "–")
                 if routing is not None:
-                    same = (f"{row.same_experts:.2%}", f"{routing.jaccard:.4f}")
+                    routed = (f"{row.same_experts:.2%}", f"{routing.jaccard:.4f}")
                     if routing.ties:
-                        same = (f"{same[0]} ({routing.ties:.1%} ties)", same[1])
+                        routed = (f"{routed[0]} ({routing.ties:.1%} ties)", routed[1])
                 if parity is not None:
-                    near = (f"{parity.max_abs:.2g}", f"{parity.cosine:.7f}")
-                lines.append((line.name, row.k_of_n(), *same, *near))
+                    outputs = (f"{parity.max_abs:.2g}", f"{parity.cosine:.7f}")
+                lines.append((line.name, row.k_of_n(), *routed, *outputs))
         groups[section.model] = lines
     heads = ("Engine", "k", "Same experts", "Jaccard", "Largest difference", "Cosine")
     note = PARITY_NOTE if any(groups.values()) else "Not measured."
@@ -184,15 +184,15 @@ def _changes(comparison: ResultsComparison | None) -> SectionContent | None:
 
 
 def _change(change: Change) -> tuple[Cell, ...]:
-    moved: Cell = "–"
+    difference: Cell = "–"
     if change.ratio is not None:
         sign, kind = f"{change.ratio - 1:+.0%}", "good" if change.ratio < 1 else "bad"
-        moved = (sign, kind) if change.beyond_spread else (f"≈ {sign}", "quiet")
-    both = (change.before, change.now)
-    latencies = ["–" if r.median_ms is None else milliseconds(r.median_ms) for r in both]
-    kept = ["–" if row.kept is None else percent(row.kept) for row in both]
+        difference = (sign, kind) if change.beyond_spread else (f"≈ {sign}", "quiet")
+    rows = (change.before, change.now)
+    latencies = ["–" if r.median_ms is None else milliseconds(r.median_ms) for r in rows]
+    kept = ["–" if row.kept is None else percent(row.kept) for row in rows]
     name = change.now.k_of_n()
-    return (line_name(change.now), name, *latencies, moved, *kept)
+    return (line_name(change.now), name, *latencies, difference, *kept)
 
 
 def _runs(results: Results, runs: Sequence[NamedRun]) -> SectionContent | None:
@@ -207,9 +207,9 @@ def all_sections(
 ) -> list[ReportSection]:
     """Returns every section, in the order of the page.
 
-    The core's sections are about results, changes since earlier results, and other runs.
+    The built-in ones show the results, changes since earlier results, and other runs.
     """
-    own = (
+    built_in = (
         ReportSection(
             name="runs",
             title="Several runs",
@@ -233,7 +233,7 @@ def all_sections(
         ReportSection(name="outputs", title="Each output", place=55, content=outputs_section),
         ReportSection(name="parity", title="Parity with PyTorch", place=90, content=_parity),
     )
-    return sorted((*own, *SECTIONS), key=lambda section: section.place)
+    return sorted((*built_in, *SECTIONS), key=lambda section: section.place)
 
 
 def contents(

@@ -14,7 +14,7 @@ from ..results import DISTURBED, Accuracy, Perplexity, Regression, Results, Row
 from .content import RowDecision, decision_of
 
 KEPT = 0.99
-"""The share of the untouched model's accuracy that a row must keep, unless another is requested."""
+"""The share of the untouched model's accuracy that a row must keep, unless a share is requested."""
 
 DISAGREE = 0.5
 """Nothing is concluded from times whose rounds differ by more than this share of their median."""
@@ -41,9 +41,9 @@ class Series:
 class Section:
     """One model at one batch size: its lines over k, and the untouched model.
 
-    For a language model it has one phase, which `sizes` names with the batch size.
-    `reference` is the untouched model on the CPU, `gpu_reference` on the GPU: one of the lines.
-    `keep` is the share that a row must keep. A `decision` may have `chosen` one of the rows.
+    `sizes` names the batch size and, for a language model, the phase. `reference` is the untouched
+    model on the CPU, and `gpu_reference` the one on the GPU, which is also among the lines. `keep`
+    is the share that a row must keep. A `decision` may have `chosen` one of the rows.
     `waited` is the share of time for which the rows' threads waited for a core.
     """
 
@@ -95,7 +95,7 @@ class Section:
         return (row.model, row.batch, row.phase) == (self.model, self.batch, self.phase)
 
     def base(self, row: Row) -> Row | None:
-        """Returns the untouched model to compare a row's speed with: on its device, if measured."""
+        """Returns the untouched model to compare a row's speed with: on its device, if known."""
         if row.on_gpu and self.gpu_reference is not None:
             return self.gpu_reference
         return self.reference
@@ -110,30 +110,30 @@ class Section:
     def speedup(self, row: Row) -> float | None:
         """Returns how many times faster than its base a row is, by medians of the wall clock.
 
-        It is also None if rounds disagree.
+        Returns None if the times cannot be compared.
         """
         return self.ratio(self.base(row), row)
 
     def ratio(self, base: Row | None, row: Row) -> float | None:
-        """Returns how many times faster than another a row is; None if times cannot be compared."""
+        """Returns how many times faster than `base` a row is; None if they cannot be compared."""
         if base is None or base.median_ms is None or row.median_ms is None:
             return None
         incomparable = self.disturbed or disagreement(base, row)
         return None if incomparable else base.median_ms / row.median_ms
 
     def stacked(self, row: Row) -> Row | None:
-        """Returns PyTorch with one product for all experts, if a row's base has a loop of them."""
+        """Returns the other row of PyTorch with stacked experts on a row's device, if any."""
         stacked = (r for r in self.rows if r.engine == PYTORCH_STACKED and r.on_gpu == row.on_gpu)
         return next((r for r in stacked if r is not row and r.latency_ms), None)
 
     def all_experts(self, row: Row) -> Row | None:
-        """Returns the fastest row of all experts in a row's runtime and precision.
+        """Returns the fastest row with all experts in a row's runtime and precision.
 
         A gain over it comes from computing fewer experts, not from the runtime.
         """
         if row.k >= self.full_k or row.engine.startswith("pytorch"):
             return None
-        whole = [
+        full = [
             other
             for other in self.rows
             if other.k == self.full_k
@@ -141,7 +141,7 @@ class Section:
             and other.precision == row.precision
             and other.latency_ms
         ]
-        return min(whole, key=_median, default=None)
+        return min(full, key=_median, default=None)
 
     def gain(self, row: Row) -> float | None:
         return self.ratio(self.all_experts(row), row)
@@ -160,7 +160,7 @@ class Section:
         return max(1, math.ceil(inputs_needed(count, kept, low, self.keep)) - count)
 
     def unproven(self, row: Row) -> str:
-        """Returns a text on how many more inputs would prove it; empty if it is proven."""
+        """Describes how many more inputs would prove it; empty if it is proven."""
         more, (_, unit) = self.missing(row), row.samples
         if not more:
             return ""
@@ -172,7 +172,7 @@ class Section:
 def proven_retention(row: Row, full_k: int) -> float | None:
     """Returns the retention that a row is proven to reach: the lower end of its interval.
 
-    All experts in FP32 are the trained model: parity proves this without statistics.
+    With all experts in FP32, a row is the trained model, which parity proves without statistics.
     """
     exact = row.k == full_k and row.precision == "fp32" and row.point is None
     return row.kept if exact or row.kept_interval is None else row.kept_interval.low
@@ -188,8 +188,8 @@ def speeds_differ(base: Row | None, row: Row) -> bool:
 def disagreement(*rows: Row | None) -> float | None:
     """Returns the largest spread of some rows if it is too large to conclude anything."""
     spreads = [row.latency_ms.spread for row in rows if row is not None and row.latency_ms]
-    most = max(spreads, default=0.0)
-    return most if most > DISAGREE else None
+    largest = max(spreads, default=0.0)
+    return largest if largest > DISAGREE else None
 
 
 def _rounded(number: int) -> int:
@@ -210,13 +210,13 @@ def line_name(row: Row) -> str:
     return ", ".join(_name_parts(row, (row.lowering, precision, bundle)))
 
 
-def _name_parts(row: Row, between: tuple[str | None, ...]) -> Iterator[str]:
+def _name_parts(row: Row, details: tuple[str | None, ...]) -> Iterator[str]:
     """Yields the engine, the graph's description and the provider, each if it is informative."""
     provider = None if row.provider in ("cpu", row.engine) else row.provider
     engine = titles().get(row.engine, row.engine)
     if row.computed_in is not None:
         engine += f" ({row.computed_in})"
-    return (word for word in (engine, *between, provider) if word)
+    return (word for word in (engine, *details, provider) if word)
 
 
 def row_name(row: Row) -> str:
@@ -238,21 +238,21 @@ def sections(results: Results) -> tuple[Section, ...]:
     for model in dict.fromkeys(row.model for row in results.rows):
         rows = results.of_model(model)
         for batch, phase in sorted({(row.batch, row.phase or "") for row in rows}):
-            both = [r for r in rows if (r.batch, r.phase or "") == (batch, phase)]
-            here = [r for r in both if r.error is None]
+            in_section = [r for r in rows if (r.batch, r.phase or "") == (batch, phase)]
+            valid = [r for r in in_section if r.error is None]
             by_name: dict[str, list[Row]] = {}
-            for row in sorted(here, key=lambda row: row.k):
+            for row in sorted(valid, key=lambda row: row.k):
                 if not row.is_reference:
                     by_name.setdefault(line_name(row), []).append(row)
             on_gpu = (
-                r for r in here if r.engine == PYTORCH_EAGER and r.on_gpu and r.precision == "fp32"
+                r for r in valid if r.engine == PYTORCH_EAGER and r.on_gpu and r.precision == "fp32"
             )
             listed.append(
                 Section(
                     model=model,
                     batch=batch,
                     experts=max(row.experts for row in rows),
-                    reference=next((r for r in here if r.is_reference), None),
+                    reference=next((r for r in valid if r.is_reference), None),
                     series=tuple(
                         Series(name, style, tuple(by_name[name]))
                         for style, name in enumerate(names)
@@ -260,10 +260,10 @@ def sections(results: Results) -> tuple[Section, ...]:
                     ),
                     gpu_reference=next(on_gpu, None),
                     phase=phase or None,
-                    sizes=both[0].sizes,
+                    sizes=in_section[0].sizes,
                     keep=keep,
                     decision=decision,
-                    chosen=None if decision is None or not here else here[-1],
+                    chosen=None if decision is None or not valid else valid[-1],
                     waited=_waited(results, model, batch, phase or None),
                 )
             )
@@ -271,12 +271,12 @@ def sections(results: Results) -> tuple[Section, ...]:
 
 
 def _waited(results: Results, model: str, batch: int, phase: str | None) -> float:
-    """Returns the share of waiting in the time of a section, from the protocol."""
-    own = {"model": model, "batch": batch, "phase": phase}
+    """Returns the share of a section's time that was spent waiting, from the protocol."""
+    keys = {"model": model, "batch": batch, "phase": phase}
     shares = [
         wait["share"]
         for wait in results.protocol.get("waited", ())
-        if all(wait.get(name, value) == value for name, value in own.items())
+        if all(wait.get(name, value) == value for name, value in keys.items())
     ]
     return max(shares, default=0.0)
 
@@ -297,7 +297,7 @@ def headline(section: Section) -> Row | None:
 
 
 def _contenders(section: Section) -> list[Row]:
-    """Returns the rows of which the fastest is the answer."""
+    """Returns the rows among which `headline` chooses."""
     if section.chosen is not None:
         return [section.chosen]
     timed = [row for row in section.rows if row.latency_ms and row is not section.gpu_reference]
@@ -305,8 +305,8 @@ def _contenders(section: Section) -> list[Row]:
     if not judged:
         return timed
     shown = [row for row in judged if (section.proven(row) or 0.0) >= section.keep]
-    bar = min(section.keep, max(row.kept or 0.0 for row in judged))
-    return shown or [row for row in judged if (row.kept or 0.0) >= bar]
+    least = min(section.keep, max(row.kept or 0.0 for row in judged))
+    return shown or [row for row in judged if (row.kept or 0.0) >= least]
 
 
 def summary(section: Section) -> str:
@@ -349,10 +349,10 @@ def _no_verdict(section: Section, row: Row) -> str | None:
         for other in _contenders(section)
         if other.latency_ms and min(other.latency_ms.rounds) < (row.median_ms or 0.0)
     ]
-    apart = disagreement(row, section.base(row), *faster)
-    if apart is None:
+    spread = disagreement(row, section.base(row), *faster)
+    if spread is None:
         return None
-    return f"No verdict: times disagree by {apart:.0%}. Close other programs, or run again."
+    return f"No verdict: times disagree by {spread:.0%}. Close other programs, or run again."
 
 
 def caveat(section: Section) -> str:
@@ -382,19 +382,19 @@ def _other_rows(section: Section, row: Row) -> str:
 
 
 def _by_accuracy(section: Section, rows: Sequence[Row]) -> str:
-    """Returns the verdict on a smaller k without times."""
+    """Returns the verdict on a smaller k by accuracy alone."""
     fewer, keep = [row for row in rows if row.k < section.full_k], section.keep
     enough = [row for row in fewer if (section.proven(row) or 0.0) >= keep]
     if enough:
         least = min(enough, key=lambda row: row.k)
-        of = f"k = {least.k_of_n(' of ')}"
-        return f"By accuracy alone, {of} is enough: {keeps(section, least)}."
+        k = f"k = {least.k_of_n(' of ')}"
+        return f"By accuracy alone, {k} is enough: {keeps(section, least)}."
     likely = [row for row in fewer if row.kept is not None and row.kept >= keep]
     if likely:
-        next_ = min(likely, key=lambda row: (section.missing(row), row.k))
-        of = f"k = {next_.k_of_n(' of ')}"
-        kept = keeps(section, next_)
-        return f"By accuracy alone, {of} {kept}. {section.unproven(next_)}."
+        nearest = min(likely, key=lambda row: (section.missing(row), row.k))
+        k = f"k = {nearest.k_of_n(' of ')}"
+        kept = keeps(section, nearest)
+        return f"By accuracy alone, {k} {kept}. {section.unproven(nearest)}."
     return f"By accuracy alone, no smaller k keeps {percent(keep)}." if fewer else ""
 
 
@@ -404,16 +404,16 @@ def claim(section: Section, row: Row) -> str:
     `k = 16 of 128 in INT8: 3.6 times the speed of all experts in ONNX Runtime, 48 times that of
     PyTorch; keeps 99.2% of the accuracy (at least 98.1%)`.
     """
-    whole = " (all experts)" if row.k == row.experts else " (as trained)"
-    all_of_them = whole if row.k == section.full_k else ""
+    reason = " (all experts)" if row.k == row.experts else " (as trained)"
+    full_k = reason if row.k == section.full_k else ""
     engine = f", {line_name(row)}" if row.engine.startswith("pytorch") else ""
     dropped = f" that were kept of {section.experts}" if row.experts < section.experts else ""
-    sentence = f"k = {row.k_of_n(' of ')}{dropped}{all_of_them} in {row.precision.upper()}{engine}"
-    said = "; ".join(filter(None, (_speed(section, row), keeps(section, row))))
+    sentence = f"k = {row.k_of_n(' of ')}{dropped}{full_k} in {row.precision.upper()}{engine}"
+    facts = "; ".join(filter(None, (_speed(section, row), keeps(section, row))))
     if row.point is not None:
         point = re.sub(r", (fp\d+|int\d)\b", lambda match: f" in {match[1].upper()}", row.point)
         sentence = f"the model with {point}"
-    return f"{sentence}{': ' if said else ''}{said}"
+    return f"{sentence}{': ' if facts else ''}{facts}"
 
 
 def _speed(section: Section, row: Row) -> str:
@@ -425,18 +425,18 @@ def _speed(section: Section, row: Row) -> str:
         f"PyTorch{section.place(row)}{phase}": section.base(row),
         "PyTorch with stacked experts": section.stacked(row),
     }
-    said: list[str] = []
+    phrases: list[str] = []
     for name, base in against.items():
         ratio = section.ratio(base, row)
         if ratio is None:
             continue
-        of = f"that of {name}" if said else f"the speed of {name}"
-        alike = f"{of}, within the spread"
-        said.append(f"{times(ratio)[:-1]} times {of}" if speeds_differ(base, row) else alike)
-    apart = disagreement(row, section.base(row))
+        speed = f"that of {name}" if phrases else f"the speed of {name}"
+        equal = f"{speed}, within the spread"
+        phrases.append(f"{times(ratio)[:-1]} times {speed}" if speeds_differ(base, row) else equal)
+    spread = disagreement(row, section.base(row))
     if section.disturbed:
         return "times are disturbed"
-    return ", ".join(said) or ("" if apart is None else f"times disagree by {apart:.0%}")
+    return ", ".join(phrases) or ("" if spread is None else f"times disagree by {spread:.0%}")
 
 
 def keeps(section: Section, row: Row) -> str:
@@ -459,7 +459,7 @@ def kept_text(kept: float, low: float | None, metric: str) -> str:
 
 
 def floored(share: float) -> float:
-    """Returns a share to a tenth of a percent, not rounded up to the requested one."""
+    """Returns a share rounded down to a tenth of a percent, never up to the requested one."""
     return math.floor(1e3 * share + 1e-9) / 1e3
 
 
@@ -475,9 +475,9 @@ def times(ratio: float) -> str:
 
 
 def over(ratio: float) -> str:
-    """Returns a time over the least time: `1.4`, `31`; below 1 the limit does not hold."""
+    """Returns a time divided by the least time: `1.4`, `31`; below 1 the limit does not apply."""
     return (
-        f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 1 else "limit does not hold"
+        f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 1 else "limit does not apply"
     )
 
 

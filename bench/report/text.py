@@ -36,7 +36,7 @@ from .summary import (
 
 
 def rows_table(results: Results) -> str:
-    """Returns a table and the answer per section, the untouched model first, and analyses."""
+    """Returns a table and the answer of each section, then failures and analyses."""
     blocks = []
     device = _device_heading(results)
     for section in sections(results):
@@ -55,8 +55,8 @@ def rows_table(results: Results) -> str:
     ranges = results.protocol.get("ranges")
     if ranges:
         blocks.append(f"The INT8 ranges come from {ranges['text']}.")
-    further = (section.text(results) for section in showing(results))
-    texts = (*blocks, outputs_text(results), _failures(results), *further, left_out(results))
+    findings = (section.text(results) for section in showing(results))
+    texts = (*blocks, outputs_text(results), _failures(results), *findings, left_out(results))
     return "\n\n".join(filter(None, texts))
 
 
@@ -99,8 +99,8 @@ def _cells(section: Section, row: Row, devices: int) -> tuple[str, ...]:
     )
 
 
-def _number(value: object, form: str, none: str = "–") -> str:
-    return none if value is None else format(value, form)
+def _number(value: object, spec: str, missing: str = "–") -> str:
+    return missing if value is None else format(value, spec)
 
 
 def _failures(results: Results) -> str:
@@ -135,8 +135,8 @@ def to_markdown(
         lines += [f"## {title}, {section.sizes}", "", markdown_text(summary(section)), ""]
         if caveat(section):
             lines += [markdown_text(caveat(section)), ""]
-        here = [row for row in results.rows if section.includes(row)]
-        rows = [_markdown_cells(row, section.speedup(row), len(device)) for row in here]
+        members = [row for row in results.rows if section.includes(row)]
+        rows = [_markdown_cells(row, section.speedup(row), len(device)) for row in members]
         rows = [(*map(markdown_text, row), *[""] * (len(header) - len(row))) for row in rows]
         lines += [markdown(header, rows, words=1), ""]
     for shown, content in contents(results, comparison, runs):
@@ -249,14 +249,15 @@ def _value(row: Row, path: str) -> object:
 
 def method_lines(results: Results) -> list[str]:
     """Returns sentences on how the rows were measured."""
-    p = results.protocol
+    protocol = results.protocol
     lines = []
-    if {"rounds", "round_s", "warmup"} <= p.keys():
+    if {"rounds", "round_s", "warmup"} <= protocol.keys():
         lines.append(
-            f"{p['rounds']} interleaved rounds in random order, at least {p['round_s']:g} s per "
-            f"engine and round, after {p['warmup']} warm-up calls; no call is discarded."
+            f"{protocol['rounds']} interleaved rounds in random order, at least "
+            f"{protocol['round_s']:g} s per engine and round, after {protocol['warmup']} warm-up "
+            "calls; no call is discarded."
         )
-    threads = p.get("threads") or results.environment.get("threads")
+    threads = protocol.get("threads") or results.environment.get("threads")
     if threads is not None:
         sentence = threads if isinstance(threads, str) else Threads(threads).sentence
         lines.append(f"Every engine: {sentence}.")
@@ -268,15 +269,15 @@ def method_lines(results: Results) -> list[str]:
     lines += _on_gpu(results)
     if any(row.phase is not None for row in results.rows):
         lines.append(PHASES)
-    if p.get("ranges"):
-        lines.append(f"The INT8 ranges come from {p['ranges']['text']}.")
-    if "samples" in p:
-        labelled = "labelled" if p.get("labelled") else "unlabelled"
-        lines.append(f"Accuracy, routing and parity on {p['samples']:,} {labelled} samples.")
-    lines += _rates(p.get("rates", ()))
-    if p.get("waited"):
-        most = max(wait["share"] for wait in p["waited"])
-        lines.append(f"Threads waited for a core for up to {most:.0%} of their time.")
+    if protocol.get("ranges"):
+        lines.append(f"The INT8 ranges come from {protocol['ranges']['text']}.")
+    if "samples" in protocol:
+        labelled = "labelled" if protocol.get("labelled") else "unlabelled"
+        lines.append(f"Accuracy, routing and parity on {protocol['samples']:,} {labelled} samples.")
+    lines += _rates(protocol.get("rates", ()))
+    if protocol.get("waited"):
+        largest = max(wait["share"] for wait in protocol["waited"])
+        lines.append(f"Threads waited for a core for up to {largest:.0%} of their time.")
     lines.append("Spread is the range of the round medians relative to their median.")
     lines += filter(None, [left_out(results)])
     for model in results.models:
@@ -306,8 +307,8 @@ GPU_CLOCK = (
     "On a GPU, wall-clock times include the copies to and from the GPU and the wait; the host "
     "waits as CUDA does by default, on most machines by spinning. TensorRT engines, graphs in ONNX "
     "Runtime's CUDA provider and compiled PyTorch are replayed as CUDA graphs if possible; other "
-    "rows of PyTorch launch kernel by kernel, and with FP16 compute the whole network in it. FP32 "
-    "products do not use TF32, unless an engine was built with it."
+    "rows of PyTorch launch kernel by kernel, and those in FP16 compute the whole network in it. "
+    "FP32 products do not use TF32, unless an engine was built with it."
 )
 
 GPU_EVENTS = (
@@ -325,24 +326,24 @@ def _on_gpu(results: Results) -> list[str]:
     lines = [GPU_CLOCK]
     if any(row.device_ms is not None for row in rows):
         lines.append(GPU_EVENTS)
-    silent = dict.fromkeys(
+    without_events = dict.fromkeys(
         f"{titles().get(row.engine, row.engine)} ({row.provider})"
         for row in rows
         if row.device_ms is None
     )
-    if silent:
-        lines.append(f"{', '.join(silent)}: wall clock only, no {GPU_MS}.")
+    if without_events:
+        lines.append(f"{', '.join(without_events)}: wall clock only, no {GPU_MS}.")
     reasons = dict.fromkeys(
         f"{line_name(row)}: launched kernel by kernel: {row.no_cuda_graph}."
         for row in rows
         if row.no_cuda_graph
     )
     lines += [*reasons, *_k_changes(rows)]
-    there = any(row.engine == PYTORCH_EAGER for row in rows)
+    has_gpu_reference = any(row.engine == PYTORCH_EAGER for row in rows)
     lines.append(
         "Rows on a GPU are compared with the untouched PyTorch model on the GPU, the others with "
         "the one on the CPU."
-        if there
+        if has_gpu_reference
         else "Rows on a GPU are compared with the untouched PyTorch model on the CPU, because it "
         "was not measured on the GPU."
     )
@@ -350,25 +351,25 @@ def _on_gpu(results: Results) -> list[str]:
 
 
 def _k_changes(rows: Sequence[Row]) -> list[str]:
-    """Returns which time a smaller k changes, the GPU's or array to array, if both are known."""
+    """Returns how a smaller k changes the GPU's time and that of the whole call, if known."""
     lines, by_engine = [], dict[tuple[str, str, str], list[Row]]()
     for row in rows:
         if row.device_ms is not None and row.lowering is not None:
             by_engine.setdefault((row.model, line_name(row), row.sizes), []).append(row)
     for (model, name, sizes), of_engine in by_engine.items():
         full = max(of_engine, key=lambda row: row.k)
-        few = min(of_engine, key=lambda row: row.k)
-        assert full.device_ms and few.device_ms and full.latency_ms and few.latency_ms
-        if full.k == few.k:
+        low = min(of_engine, key=lambda row: row.k)
+        assert full.device_ms and low.device_ms and full.latency_ms and low.latency_ms
+        if full.k == low.k:
             continue
-        pairs = ((GPU_MS, full.device_ms, few.device_ms), (WALL, full.latency_ms, few.latency_ms))
+        pairs = ((GPU_MS, full.device_ms, low.device_ms), (WALL, full.latency_ms, low.latency_ms))
         changes = [
             f"{title} {a.median:.3f} → {b.median:.3f}"
             if differs(a, b)
             else f"{title} the same within the spread ({a.median:.3f}, {b.median:.3f})"
             for title, a, b in pairs
         ]
-        lines.append(f"{model}, {name}, {sizes}, k {full.k} → {few.k}: {'; '.join(changes)}.")
+        lines.append(f"{model}, {name}, {sizes}, k {full.k} → {low.k}: {'; '.join(changes)}.")
     return lines
 
 
@@ -376,10 +377,10 @@ WALL = "array to array ms"
 
 
 def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns a description of the limit, with the rates that were measured with the rows."""
+    """Returns a description of the limit, with the rates measured in the same rounds."""
     if not measured:
         return []
-    said = {
+    descriptions = {
         "stream_gb_s": "streaming at {} GB/s",
         "matmul_gflop_s": "FP32 products at {} GFLOP/s",
         "bf16_gflop_s": "BF16 products at {} GFLOP/s",
@@ -387,13 +388,13 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
         "int8_gop_s": "INT8 products at {} GOP/s",
     }
     rates = []
-    for where in (False, True):
-        of_device = [rate for rate in measured if rate.get("gpu", False) is where]
-        for name, words in said.items():
+    for on_gpu in (False, True):
+        of_device = [rate for rate in measured if rate.get("gpu", False) is on_gpu]
+        for name, words in descriptions.items():
             values = [rate[name] for rate in of_device if rate.get(name) is not None]
             if values:
                 ends = dict.fromkeys((f"{min(values):.0f}", f"{max(values):.0f}"))
-                rates.append(words.format(" to ".join(ends)) + " on the GPU" * where)
+                rates.append(words.format(" to ".join(ends)) + " on the GPU" * on_gpu)
     return [
         "The limit is the least time that this machine needs to move a row's bytes or to compute "
         "its operations, whichever takes longer, part by part. Rates measured in the same rounds: "
@@ -404,13 +405,13 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
 def reproduce(results: Results) -> str:
     """Returns what a repetition needs: versions, hashes of models and data, and the command.
 
-    Each name and version stays in its line and is one word for a shell.
+    Each name and version stays on its line and is one word to a shell.
     """
     packages = results.environment.get("packages")
     versions = dict(packages) if isinstance(packages, dict) else {}
-    own = versions.pop("moexport", None)
-    lines = [] if own is None else [f"# moexport {own}"]
-    pins = shlex.join(f"{name}=={version}" for name, version in versions.items())
+    version = versions.pop("moexport", None)
+    lines = [] if version is None else [f"# moexport {version}"]
+    pins = shlex.join(f"{name}=={pinned}" for name, pinned in versions.items())
     lines += [f"pip install {pins}"] if pins else []
     for model in results.models:
         digest = f": sha256 {model.sha256}" if model.sha256 else ""
@@ -424,4 +425,6 @@ def reproduce(results: Results) -> str:
     if ranges:
         lines.append(f"# INT8 ranges from {ranges['text']}")
         lines += [f"#   saved in {path}" for path in ranges.get("found", {}).values()]
+    elif results.protocol.get("calibration"):  # results of an earlier version
+        lines.append(f"# INT8 ranges from {results.protocol['calibration']}")
     return text_lines(*lines, *([results.command] if results.command else []))

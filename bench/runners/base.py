@@ -45,13 +45,13 @@ class Runner(ABC):
 
     @abstractmethod
     def infer(self, x: Inputs, output: int = 0) -> Array:
-        """Maps inputs [b, …] to outputs [b, …], from the model's output of this index."""
+        """Maps inputs [b, …] to values [b, …] of the model's output with this index."""
 
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the call that is timed for inputs [b, …].
 
-        With `wraps` it is the runtime's own call, without the checks and names around it in
-        `infer`; the time to prepare it is the time of these.
+        With `wraps` it is the runtime's own call, without the checks and names that `infer` adds;
+        preparing the call takes as long as they do.
         """
         return partial(self.infer, x)
 
@@ -81,17 +81,17 @@ R = TypeVar("R", bound=Runner)
 
 
 class Loader(ABC):
-    """Opens a runner, which may export, compile or load, and may fail.
+    """Opens a runner; this may export, compile or load, and may fail.
 
     If it can be pickled, another process also opens it, to measure its memory.
     """
 
     @abstractmethod
     def __call__(self) -> Runner:
-        """Opens the runner with outputs for the layers' choices."""
+        """Opens the runner with further outputs for the layers' choices."""
 
     def deployed(self) -> Runner:
-        """Opens the runner as in deployment, without further outputs."""
+        """Opens the runner as in deployment, without those outputs."""
         return self()
 
     @property
@@ -105,7 +105,7 @@ class Loader(ABC):
 
     @property
     def file(self) -> Path | None:
-        """The graph's file, if it is one."""
+        """The graph's file, if it opens one."""
         return None
 
 
@@ -130,8 +130,8 @@ class GraphFile:
 class ModelRun:
     """A model to run in PyTorch, for an engine's loader.
 
-    Algorithm 2 keeps `k` experts in each layer; routers choose `k_by_layer`. It is compiled for the
-    sizes in `batches`. The whole model computes in `precision`, FP32 or FP16.
+    Algorithm 2 keeps `k` experts in each layer; routers choose `k_by_layer`. `torch.compile` uses
+    the sizes in `batches`. The whole model computes in `precision`, FP32 or FP16.
     """
 
     model: Model
@@ -195,22 +195,22 @@ def chosen_experts(
 
 
 def in_batches(
-    run: Callable[[Array], Array], x: Array, *, most: int, accepts: Callable[[int], bool]
+    run: Callable[[Array], Array], x: Array, *, limit: int, accepts: Callable[[int], bool]
 ) -> Array:
     """Maps inputs [b, …] to outputs [b, …] if only some batch sizes can run (`fitting`)."""
-    parts = [run(part)[:rows] for part, rows in fitting(x, most=most, accepts=accepts)]
+    parts = [run(part)[:rows] for part, rows in fitting(x, limit=limit, accepts=accepts)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def fitting(x: Array, *, most: int, accepts: Callable[[int], bool]) -> Iterator[tuple[Array, int]]:
+def fitting(x: Array, *, limit: int, accepts: Callable[[int], bool]) -> Iterator[tuple[Array, int]]:
     """Yields inputs [b, …] in batches of sizes that can run, and the number of valid rows in each.
 
-    More than `most` inputs run in several batches; a batch of a size that cannot run is padded to
-    `most` with its last input.
+    More than `limit` inputs run in several batches; a batch of a size that cannot run is padded to
+    `limit` with its last input.
     """
-    for start in range(0, len(x), most):
-        part = x[start : start + most]
+    for start in range(0, len(x), limit):
+        part = x[start : start + limit]
         full = part
         if not accepts(len(part)):
-            full = np.ascontiguousarray(part[np.arange(most).clip(max=len(part) - 1)])
+            full = np.ascontiguousarray(part[np.arange(limit).clip(max=len(part) - 1)])
         yield full, len(part)

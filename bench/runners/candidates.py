@@ -1,4 +1,4 @@
-"""Creates the candidates of a benchmark from models, which are exported for it, and bundles."""
+"""Creates the candidates of a benchmark from bundles, and from models, which it exports."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from .other_exporters import with_other_exporters
 def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = None) -> Candidate:
     """Returns a candidate for a bundle and the PyTorch model it was made from.
 
-    The request's values of k are measured if the bundle's k is a graph input; a constant k stays.
+    The request's values of k are measured if the bundle's k is a graph input; a constant k is kept.
     Without `model` the checkpoint in the manifest is loaded. Raises `UsageError` if that is missing
     or has changed, and `BundleError` if a graph or weights have changed since they were written.
     """
@@ -57,18 +57,18 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
     edits = Edits.from_records(record.edits, str(bundle.path / MANIFEST_FILE))
     edits = edits.with_substitutes(read_substitutes(bundle.path))
     takes_k = record.k == "input"
-    baked = {layer.name: layer.k for layer in record.layers if layer.k is not None}
+    constant_ks = {layer.name: layer.k for layer in record.layers if layer.k is not None}
     model = model or _source_of(bundle)
-    k, another = _k_of(record, baked, model)
+    k, differs = _k_of(record, constant_ks, model)
     job = export_job(model, ExportOptions(edits=edits, k=k))
     model = job.model
     wanted = request.ks if takes_k else ()
     ks = [largest_k(whole_k(export_job(model, ExportOptions(k=k)))) for k in wanted]
-    ks = ks or [largest_k(baked)]
+    ks = ks or [largest_k(constant_ks)]
     graphs = [
         source
         for graph in record.graphs
-        for source in _sources_of(bundle, graph, model, ks, baked, request)
+        for source in _sources_of(bundle, graph, model, ks, constant_ks, request)
     ]
     name = bundle.path.name
     return Candidate(
@@ -79,20 +79,20 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
         graphs=tuple(replace(graph, bundle=name) for graph in with_distinct_lowerings(graphs)),
         renormalize=record.renormalize,
         engines=request.engines,
-        routed={largest_k(baked): job} if another else {},
+        routed={largest_k(constant_ks): job} if differs else {},
         only_batch=only,
     )
 
 
-def _k_of(record: Manifest, baked: Mapping[str, int], model: Model) -> tuple[KOption, bool]:
+def _k_of(record: Manifest, constant_ks: Mapping[str, int], model: Model) -> tuple[KOption, bool]:
     """Returns the k of a bundle's model, and whether that model differs from the loaded one.
 
     It differs if a router chooses experts, and for a share of each level of a hierarchy.
     """
     if any(layer.k_levels for layer in record.layers):
         return parse_k(record.k), True
-    if token_routed(model) and model.layers.keys() == baked.keys():
-        return tuple(baked[name] for name in model.layers), True
+    if token_routed(model) and model.layers.keys() == constant_ks.keys():
+        return tuple(constant_ks[name] for name in model.layers), True
     return "n", False
 
 
@@ -101,16 +101,16 @@ def _sources_of(
     graph: GraphRecord,
     model: Model,
     ks: Sequence[int],
-    baked: Mapping[str, int],
+    constant_ks: Mapping[str, int],
     request: BenchRequest,
 ) -> list[GraphSource]:
     """Returns a graph of a bundle for each k and engine with which it is measured."""
     record = bundle.manifest
-    for_all = not graph.batches
-    sizes = frozenset(b for b in request.batches if for_all or record.graph_for(b) is graph)
+    any_batch = not graph.batches
+    sizes = frozenset(b for b in request.batches if any_batch or record.graph_for(b) is graph)
     file = bundle.graph_file(graph.file)
     integers = integer_linears(file, record.numbers.get("linears", {}))
-    # A benchmark's INT8 rows only show large differences; this shows small ones.
+    # The rows of INT8 graphs only show large differences; this shows small ones.
     missed = missed_parity(bundle.path, record, graph)
     return [
         graph_source(
@@ -123,7 +123,7 @@ def _sources_of(
             selected=graph.selected,
             given_k=k if record.k == "input" else None,
             precision=record.precision,
-            k_by_layer=baked,
+            k_by_layer=constant_ks,
             floating=frozenset(each.name for each in record.layers if each.precision != "int8"),
             integers=integers,
             batches=sizes if len(request.batches) > 1 and runtime.backend is None else None,
@@ -132,8 +132,8 @@ def _sources_of(
             deploy=_deployed(bundle, graph, runtime, k, request.threads),
         )
         for k, runtime in product(ks, graph_engines(request))
-        # Graphs for some batch sizes are timed at these; an engine belongs to the main graph.
-        if (for_all or graph is record.graphs[0] if runtime.backend else sizes)
+        # Graphs for some batch sizes are timed at those; an engine belongs to the main graph.
+        if (any_batch or graph is record.graphs[0] if runtime.backend else sizes)
     ]
 
 
@@ -141,20 +141,20 @@ def _deployed(
     bundle: Bundle, graph: GraphRecord, runtime: GraphEngine, k: int, threads: int | None
 ) -> tuple[str, ...]:
     """Returns the command that runs a bundle's graph as measured, without the inputs."""
-    words = ["run", str(bundle.path)]
+    arguments = ["run", str(bundle.path)]
     record = bundle.manifest
-    words += ["--k", str(k)] if record.k == "input" else []
+    arguments += ["--k", str(k)] if record.k == "input" else []
     several = len(record.graphs) > 1 and not graph.batches
-    words += ["--graph", graph.file] if several else []
+    arguments += ["--graph", graph.file] if several else []
     if runtime.backend is not None:
-        return (*words, "--engine", runtime.backend)
+        return (*arguments, "--engine", runtime.backend)
     if runtime.engine != TARGETS[record.target].runtime:
-        words += ["--engine", runtime.engine]
+        arguments += ["--engine", runtime.engine]
     if runtime.provider != "cpu":
-        words += ["--provider", runtime.provider]
+        arguments += ["--provider", runtime.provider]
     elif threads is not None:
-        words += ["--threads", str(threads)]
-    return tuple(words)
+        arguments += ["--threads", str(threads)]
+    return tuple(arguments)
 
 
 def only_batch(bundle: Bundle) -> int | None:
@@ -162,9 +162,9 @@ def only_batch(bundle: Bundle) -> int | None:
 
     It is a constant of its graphs, or the number of inputs that they compute together.
     """
-    port = bundle.manifest.inputs[0]
-    size = port.shape[0]
-    return size if isinstance(size, int) else port.groups_of
+    spec = bundle.manifest.inputs[0]
+    size = spec.shape[0]
+    return size if isinstance(size, int) else spec.groups_of
 
 
 def batch_sizes(sources: Sequence[Model | Bundle], request: BenchRequest) -> tuple[int, ...]:
@@ -180,7 +180,7 @@ def batch_sizes(sources: Sequence[Model | Bundle], request: BenchRequest) -> tup
         if request.batch is not None and {*request.batches} != {model.batch_of}:
             raise UsageError(
                 f"--batch {','.join(map(str, request.batches))}: {model.source.path} routes the "
-                f"tokens of {model.batch_of} inputs together, and must be measured with that batch",
+                f"tokens of {model.batch_of} inputs together, and needs a batch of that size",
                 hint=f"use --batch {model.batch_of}, or a group_size of one input",
             )
     if request.batch is None:
@@ -201,9 +201,9 @@ def batch_sizes(sources: Sequence[Model | Bundle], request: BenchRequest) -> tup
 
 
 def exports(sources: Sequence[Model | Bundle]) -> bool:
-    """Returns whether there is a model to export: one that is not followed by a bundle."""
+    """Returns whether there is a model to export: one that no bundle follows."""
     pairs = zip(sources, (*sources[1:], None), strict=True)
-    return any(isinstance(item, Model) and not isinstance(then, Bundle) for item, then in pairs)
+    return any(isinstance(item, Model) and not isinstance(after, Bundle) for item, after in pairs)
 
 
 def check_exported(sources: Sequence[Model | Bundle], request: BenchRequest) -> None:
@@ -219,7 +219,7 @@ def check_exported(sources: Sequence[Model | Bundle], request: BenchRequest) -> 
             hint="leave --k out, name a model without its bundle, or export a bundle with "
             "--k input, which is measured at every k",
         )
-    idle = {
+    options = {
         "--lowering": request.lowering is not None,
         "--precision": request.precision is not None,
         "--target": request.target is not None,
@@ -228,7 +228,7 @@ def check_exported(sources: Sequence[Model | Bundle], request: BenchRequest) -> 
         "--calibrate-data": request.calibrate_data is not None,
         "--calibration": request.calibration is not None,
     }
-    for option, given in idle.items():
+    for option, given in options.items():
         if given:
             raise UsageError(
                 f"{option}: the given bundles are measured unchanged",
@@ -239,35 +239,35 @@ def check_exported(sources: Sequence[Model | Bundle], request: BenchRequest) -> 
 def with_sources(sources: Sequence[Model | Bundle]) -> list[tuple[Model, list[Bundle]]]:
     """Returns every model with its bundles, in the order in which they were first named.
 
-    A bundle belongs to the model with the same weights and settings, wherever that is named, or
-    else to the model before it, unless its own source exists. Raises `UsageError` if a bundle is
+    A bundle belongs to the model with the same weights and settings, wherever that is named; else
+    to its own source, if that exists, or to the model before it. Raises `UsageError` if a bundle is
     named twice or its model is neither named nor available.
     """
     models: list[tuple[Model, str, list[Bundle]]] = []
-    places: set[Path] = set()
-    before: tuple[Model, str, list[Bundle]] | None = None
+    paths: set[Path] = set()
+    previous: tuple[Model, str, list[Bundle]] | None = None
     for item in sources:
         if isinstance(item, Model):
             digest = item.source.sha256() if item.source.files else ""
-            before = (item, _model_key(digest, item.config), [])
-            models.append(before)
+            previous = (item, _model_key(digest, item.config), [])
+            models.append(previous)
             continue
-        if item.path.resolve() in places:
+        if item.path.resolve() in paths:
             raise UsageError(f"{item.path}: the bundle is named twice", hint="name it once")
-        places.add(item.path.resolve())
+        paths.add(item.path.resolve())
         source = item.manifest.source
-        made_of = _model_key(source.sha256, source.config)
-        own = next((each for each in models if each[1] == made_of), None)
-        if own is None:
+        key = _model_key(source.sha256, source.config)
+        owner = next((each for each in models if each[1] == key), None)
+        if owner is None:
             try:
-                own = (_source_of(item), made_of, [])
+                owner = (_source_of(item), key, [])
             except UsageError:
-                if before is None:
+                if previous is None:
                     raise
-                own = before
+                owner = previous
             else:
-                models.append(own)
-        own[2].append(item)
+                models.append(owner)
+        owner[2].append(item)
     return [(model, bundles) for model, _, bundles in models]
 
 
@@ -284,7 +284,7 @@ def candidates_of(
 ) -> Iterator[list[Candidate]]:
     """Yields the candidates: a model that is exported, or all bundles of a model together."""
     candidates: list[Candidate] = []
-    places: list[Path] = []
+    paths: list[Path] = []
     with ExitStack() as stack:
         for model, bundles in models:
             if not bundles:
@@ -292,15 +292,15 @@ def candidates_of(
                     model, request, inputs=ranges.inputs, table=ranges.table, progress=progress
                 )
                 candidates.append(stack.enter_context(candidate))
-                places.append(Path(model.source.path))
+                paths.append(Path(model.source.path))
                 continue
-            several = side_by_side(bundles, request, model)
+            joint = side_by_side(bundles, request, model)
             candidates += [
-                stack.enter_context(with_other_exporters(each, request.threads)) for each in several
+                stack.enter_context(with_other_exporters(each, request.threads)) for each in joint
             ]
             alone = len(bundles) == 1
-            places += [bundles[0].path if alone else Path(model.source.path)] * len(several)
-        yield with_distinct_names(candidates, places)
+            paths += [bundles[0].path if alone else Path(model.source.path)] * len(joint)
+        yield with_distinct_names(candidates, paths)
 
 
 def side_by_side(
@@ -314,15 +314,15 @@ def side_by_side(
         size: [bundle for bundle in bundles if only_batch(bundle) in (None, size)]
         for size in request.batches
     }
-    running = {size: each for size, each in running.items() if each}
-    if all(each == list(bundles) for each in running.values()):
+    running = {size: group for size, group in running.items() if group}
+    if all(group == list(bundles) for group in running.values()):
         return [_together(bundles, request, model, name)]
     candidates = []
-    for size, each in running.items():
-        candidate = _together(each, replace(request, batch=(size,)), model, name)
-        if candidate.only_batch is None or len(each) > 1:
-            several = f"{name or model_name(model.source.path)}, {size} at once"
-            candidate = replace(candidate, name=several, only_batch=size)
+    for size, group in running.items():
+        candidate = _together(group, replace(request, batch=(size,)), model, name)
+        if candidate.only_batch is None or len(group) > 1:
+            sized_name = f"{name or model_name(model.source.path)}, {size} at once"
+            candidate = replace(candidate, name=sized_name, only_batch=size)
         candidates.append(candidate)
     return candidates
 
@@ -339,8 +339,8 @@ def _together(
 def joined(bundles: Sequence[Candidate], model: Model, name: str | None = None) -> Candidate:
     """Returns bundles of a model as one candidate, which names the rows."""
     first = bundles[0]
-    sizes = (own.only_batch for own in bundles if own.only_batch is not None)
-    whole = Candidate(
+    sizes = (each.only_batch for each in bundles if each.only_batch is not None)
+    joint = Candidate(
         name=name or model_name(model.source.path),
         model=model,
         renormalize=first.renormalize,
@@ -348,14 +348,14 @@ def joined(bundles: Sequence[Candidate], model: Model, name: str | None = None) 
         only_batch=next(sizes, None),
         bundles=tuple(bundles),
     )
-    distinct = {own.name for own in whole.distinct_bundles}
-    alike = [own for own in bundles if own.name not in distinct]
-    graphs = [graph for own in bundles for graph in own.graphs]
+    distinct = {bundle.name for bundle in joint.distinct_bundles}
+    unchanged = [each for each in bundles if each.name not in distinct]
+    graphs = [graph for each in bundles for graph in each.graphs]
     rows = Counter(graph.row for graph in graphs)
     return replace(
-        whole,
-        ks=tuple(sorted({k for own in alike for k in own.ks}, reverse=True)),
-        routed={k: job for own in alike for k, job in own.routed.items()},
+        joint,
+        ks=tuple(sorted({k for each in unchanged for k in each.ks}, reverse=True)),
+        routed={k: job for each in unchanged for k, job in each.routed.items()},
         graphs=tuple(
             replace(graph, apart=rows[graph.row] > 1 or graph.bundle in distinct)
             for graph in graphs
@@ -367,16 +367,16 @@ def with_distinct_names(candidates: Sequence[Candidate], places: Sequence[Path])
     """Returns candidates with distinct names, by adding the folders that distinguish them.
 
     `places` are their paths: `a/vit.pt` and `b/vit.pt` become `a/vit` and `b/vit`. A path that is
-    given twice keeps its name, which the plan refuses.
+    given twice keeps its name, which the plan rejects.
     """
     names = [candidate.name for candidate in candidates]
     # from the innermost folder outwards
     folders = [place.absolute().parts[-2::-1] for place in places]
-    for above in zip_longest(*folders):  # the folders of all places at each depth
+    for parents in zip_longest(*folders):  # the folders of all places at each depth
         repeated = {name for name in names if names.count(name) > 1}
         names = [
             f"{folder}/{name}" if name in repeated and folder is not None else name
-            for name, folder in zip(names, above, strict=True)
+            for name, folder in zip(names, parents, strict=True)
         ]
     if len(set(names)) < len(names):
         return list(candidates)
@@ -400,7 +400,7 @@ def _source_of(bundle: Bundle) -> Model:
     path = Path(source.path)
     if source.path.endswith(IN_MEMORY):
         raise UsageError(
-            f"{bundle.path} was made from {source.path}: that network is in no file, but the "
+            f"{bundle.path} was made from {source.path}: that network is not in a file, but the "
             "untouched PyTorch model is part of every benchmark",
             hint="give the network before the bundle, in Python: moexport.bench([model, bundle]); "
             "`moexport verify` compares a bundle alone with its recorded outputs",

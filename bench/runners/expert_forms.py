@@ -1,6 +1,6 @@
-"""Faster forms of Soft MoE in PyTorch: experts as one product of stacks, or as `grouped_mm`.
+"""Faster forms of Soft MoE in PyTorch: experts as one product of stacked matrices, or `grouped_mm`.
 
-A published network calls its experts one after the other, which launches kernels for each on a GPU.
+A published network calls its experts one after the other; on a GPU, each launches its own kernels.
 These forms are a fair baseline for a GPU.
 """
 
@@ -44,9 +44,9 @@ class GroupedSoftMoE(SoftMoE):
 
 
 def in_stacked_form(model: Model, form: StackedForm) -> nn.Module:
-    """Returns a model's network with its experts in a form; other weights are shared.
+    """Returns a model's network with its experts in a faster form; other weights are shared.
 
-    Raises `UsageError` for layers without that form, or a PyTorch without `grouped_mm`.
+    Raises `UsageError` for layers without this form, or a PyTorch without `grouped_mm`.
     """
     if form == "grouped_mm" and not hasattr(F, "grouped_mm"):
         raise UsageError(f"PyTorch {torch.__version__} has no grouped_mm", hint="use 2.10 or newer")

@@ -79,7 +79,7 @@ def exported(
     graphs: list[GraphSource] = []
     runtimes, lowerings = graph_engines(request), request.lowerings
     jobs = _jobs(model, request.ks)
-    # A router's k, and a share of each level of a hierarchy, need another model.
+    # For a router's k, or a share of each level of a hierarchy, the model is a different one.
     changed = [job for job in jobs if token_routed(model) or job.model is not model]
     routed = {largest_k(whole_k(job)): job for job in changed}
     ks = [largest_k(whole_k(job)) for job in jobs]
@@ -90,17 +90,17 @@ def exported(
         for runtime, precision in product(runtimes, request.precisions):
             progress.step(f"exporting {model.source.path} for {runtime.name} in {precision}")
             try:
-                for index, together in enumerate(_by_model(jobs)):
-                    place = folder / f"{runtime.name}-{precision}-{index}"
-                    place.mkdir()
-                    graphs += exporter.sources(together, runtime, precision, place)
+                for index, group in enumerate(_by_model(jobs)):
+                    subfolder = folder / f"{runtime.name}-{precision}-{index}"
+                    subfolder.mkdir()
+                    graphs += exporter.sources(group, runtime, precision, subfolder)
             except (LoweringError, UsageError, CalibrationError) as error:
                 given = table is not None and isinstance(error, CalibrationError)
                 if given or (precision == "fp32" and runtime.backend is None):
                     raise
                 # A precision that a model or target lacks becomes a row with the reason.
-                every = product(ks, lowerings)
-                graphs += _refused(dict.fromkeys(every, error), runtime, precision)
+                combinations = product(ks, lowerings)
+                graphs += _refused(dict.fromkeys(combinations, error), runtime, precision)
         errors = [graph.loader.reason for graph in graphs if isinstance(graph.loader, Refused)]
         if graphs and len(errors) == len(graphs):
             raise errors[0]
@@ -135,7 +135,7 @@ def one_batch(model: Model, request: BenchRequest) -> int | None:
 def depends_on_batch(model: Model, batch: int) -> bool:
     """Returns whether a network's outputs for random inputs depend on the rest of the batch.
 
-    It also does if the network cannot run one input alone.
+    This is assumed if the network cannot run one input alone.
     """
     arrays = random_arrays(model, max(batch, PARITY_BATCHES[1]))
     together = run_untouched(model, arrays)[0]
@@ -143,8 +143,8 @@ def depends_on_batch(model: Model, batch: int) -> bool:
         alone = [run_untouched(model, part)[0] for part in rebatched([arrays], 1)]
     except (RuntimeError, ValueError, IndexError, UsageError):
         return True
-    off = np.abs(np.concatenate(alone) - together).max(initial=0.0)
-    return not off <= GPU_RTOL * np.abs(together).max(initial=0.0)
+    difference = np.abs(np.concatenate(alone) - together).max(initial=0.0)
+    return not difference <= GPU_RTOL * np.abs(together).max(initial=0.0)
 
 
 def _jobs(model: Model, ks: Sequence[KOption]) -> list[ExportJob]:
@@ -157,11 +157,11 @@ def _jobs(model: Model, ks: Sequence[KOption]) -> list[ExportJob]:
         job = export_job(model, ExportOptions(k=k))
         if any(_same_layers(job, other) for other in jobs):
             continue
-        most = largest_k(whole_k(job))
-        alike = next((o.options.k for o in jobs if largest_k(whole_k(o)) == most), None)
-        if alike is not None:
+        largest = largest_k(whole_k(job))
+        same = next((o.options.k for o in jobs if largest_k(whole_k(o)) == largest), None)
+        if same is not None:
             raise UsageError(
-                f"--k {alike} and --k {k}: both keep {most} experts in the layer or level that "
+                f"--k {same} and --k {k}: both keep {largest} experts in the layer or level that "
                 "keeps most, and that number identifies rows",
                 hint="measure them in two runs",
             )
@@ -176,7 +176,7 @@ def _same_layers(job: ExportJob, other: ExportJob) -> bool:
 
 
 def _by_model(jobs: Sequence[ExportJob]) -> list[list[ExportJob]]:
-    """Groups jobs by model, which is traced once; a router's k needs another model."""
+    """Groups jobs by model, which is traced once; each k of a router has its own model."""
     groups: dict[int, list[ExportJob]] = {}
     for job in jobs:
         groups.setdefault(id(job.model), []).append(job)
@@ -186,7 +186,7 @@ def _by_model(jobs: Sequence[ExportJob]) -> list[list[ExportJob]]:
 def _refused(
     reasons: Mapping[tuple[int, str], MoexportError], runtime: GraphEngine, precision: Precision
 ) -> list[GraphSource]:
-    """Returns a graph for every k and lowering that cannot be exported."""
+    """Returns, for every k and lowering in `reasons`, a graph that fails to open."""
     return [
         GraphSource(
             k=k,
@@ -228,9 +228,9 @@ class _Exporter:
     ) -> list[GraphSource]:
         """Exports graphs for a runtime, equal graphs once; failures are recorded one by one."""
         model, request = self.model, self.request
-        # Calibration covers every expert, except that a router chooses those of its own k.
-        whole = jobs[0].options.kept if token_routed(model) else "n"
-        options = _options(request, runtime, precision, whole)
+        # Calibration covers every expert or, with a router, the experts that it chooses.
+        planned_k = jobs[0].options.kept if token_routed(model) else "n"
+        options = _options(request, runtime, precision, planned_k)
         if self.only is not None and model.batch_of == 1:
             options = replace(options, batch=_exactly(self.only))
         planned = self._planned(options, jobs[0].model)
@@ -267,9 +267,9 @@ class _Exporter:
         ]
 
     def _planned(self, options: ExportOptions, computed: Model) -> Plan:
-        """Returns the plan of an export with all experts and its ranges.
+        """Returns the plan of an export of all experts, with its ranges.
 
-        `computed` is the model of the jobs: for a share of each level, it has the layers.
+        `computed` is the jobs' model, whose layers are planned unless tokens are routed.
         """
         routed = token_routed(self.model)
         ranged = options.precision in RANGED and not routed
@@ -289,12 +289,12 @@ class _Exporter:
     ) -> tuple[
         dict[tuple[int, tuple[str, ...]], _GraphChoice], dict[tuple[int, str], MoexportError]
     ]:
-        """Returns the graphs of each k by their lowerings, and why some are unavailable."""
+        """Returns the graphs by k and lowerings, and why others cannot be exported."""
         request = self.request
         chosen: dict[tuple[int, tuple[str, ...]], _GraphChoice] = {}
         reasons: dict[tuple[int, str], MoexportError] = {}
-        for wanted, lowering, batch in product(jobs, request.lowerings, request.batches):
-            k = whole_k(wanted)
+        for requested, lowering, batch in product(jobs, request.lowerings, request.batches):
+            k = whole_k(requested)
             sized = replace(options, batch=_exactly(batch))
             layers = layers_to_plan(planned.job.model, k, sized)
             job = replace(planned.job, options=sized, layers=layers)
@@ -304,16 +304,16 @@ class _Exporter:
             except LoweringError as error:
                 reasons[largest_k(k), lowering] = error
                 continue
-            words: tuple[str, ...] = ()
+            deploy: tuple[str, ...] = ()
             if planned.table is None or request.folder is not None:
-                words = _export_words(wanted, options, graph, self.only)
+                deploy = _export_arguments(requested, options, graph, self.only)
             if planned.table is not None and request.folder is not None:
-                words += ("--calibration", str(request.folder / table_file(planned.table)))
-            first = chosen.setdefault(
-                (largest_k(k), graph.lowerings), _GraphChoice(graph, words, set())
+                deploy += ("--calibration", str(request.folder / table_file(planned.table)))
+            choice = chosen.setdefault(
+                (largest_k(k), graph.lowerings), _GraphChoice(graph, deploy, set())
             )
             # The choice of `auto` for one batch size is timed at that size.
-            first.batches.update([batch] if lowering == AUTO else request.batches)
+            choice.batches.update([batch] if lowering == AUTO else request.batches)
         return chosen, reasons
 
 
@@ -322,25 +322,25 @@ def table_file(table: CalibrationTable) -> str:
     return f"calibration-{hashlib.sha256(table.to_json().encode()).hexdigest()[:12]}.json"
 
 
-def _export_words(
+def _export_arguments(
     job: ExportJob, options: ExportOptions, graph: GraphPlan, only: int | None
 ) -> tuple[str, ...]:
-    """Returns the arguments that export a graph again, without model, ranges and batch size.
+    """Returns the arguments that export a graph again, except model, ranges and batch size.
 
     A graph whose layers have several lowerings is the choice of `auto` for its batch size.
     """
     (*names,) = {*graph.lowerings}
-    words = ["export", "--k", _k_word(job), "--target", options.target]
-    words += ["--lowering", names[0] if len(names) == 1 else AUTO]
-    words += ["--precision", options.precision] if options.precision != "fp32" else []
-    words += ["--quantize", options.quantize] if options.quantize != "experts" else []
-    words += ["--renormalize"] if options.renormalize else []
-    words += ["--batch", str(only)] if only is not None else []
-    return tuple(words)
+    arguments = ["export", "--k", _k_argument(job), "--target", options.target]
+    arguments += ["--lowering", names[0] if len(names) == 1 else AUTO]
+    arguments += ["--precision", options.precision] if options.precision != "fp32" else []
+    arguments += ["--quantize", options.quantize] if options.quantize != "experts" else []
+    arguments += ["--renormalize"] if options.renormalize else []
+    arguments += ["--batch", str(only)] if only is not None else []
+    return tuple(arguments)
 
 
-def _k_word(job: ExportJob) -> str:
-    """Returns k as an argument of export: a number if all layers have it, else as requested."""
+def _k_argument(job: ExportJob) -> str:
+    """Returns k as an argument of export: one number if all layers share it, or as requested."""
     ks, k = {*whole_k(job).values()}, job.options.kept
     if k == "n" or isinstance(k, tuple) or len(ks) > 1:
         return ",".join(map(str, k)) if isinstance(k, tuple) else str(k)
@@ -379,8 +379,8 @@ def graph_source(
 ) -> GraphSource:
     """Returns a graph's `file` for a runtime; `given_k` is set if k is an input of the graph.
 
-    `parity` is a bundle's record, whose bounds may be wider than the default. `missed` describes
-    how the graph fails that comparison now; such a graph is not measured.
+    `parity` is a bundle's record, whose bounds may be wider than the default. `missed` is how the
+    graph now fails that comparison; such a graph is not measured.
     """
     specs = {name: layer.spec for name, layer in model.layers.items()}
     opened = GraphFile(
@@ -417,24 +417,24 @@ def _bounds(
     precision: str,
     parity: Mapping[str, Any] | None,
 ) -> Tolerance | None:
-    """Returns the bounds of a graph's error: those of `verify`, on a GPU and as exported.
+    """Returns the bounds of a graph's error: those of `verify`, for its device and its export.
 
-    An inexact lowering may add as much as a GPU.
+    An inexact lowering may add as much error as a GPU.
     """
     known = next(
         ((name, tolerance) for name, tolerance in TOLERANCES.items() if name == precision), None
     )
     if known is None:
         return None
-    numbers, usual = known
-    used, target = lowering.split("+"), runtime.target or "onnx"
+    numbers, default = known
+    names, target = lowering.split("+"), runtime.target or "onnx"
     specs = [layer.spec for layer in model.layers.values()]
-    ways = ((spec, lowering_of(spec.kind, name)) for spec in specs for name in used)
-    inexact = any(record and record.inexact(spec, numbers, target) for spec, record in ways)
+    records = ((spec, lowering_of(spec.kind, name)) for spec in specs for name in names)
+    inexact = any(record and record.inexact(spec, numbers, target) for spec, record in records)
     on_cpu = runtime.provider == "cpu"
-    bounds = usual
+    bounds = default
     if inexact or not on_cpu:
-        bounds = on_gpu(usual, precision, tf32=not on_cpu)
+        bounds = on_gpu(default, precision, tf32=not on_cpu)
     if parity is None:
         return bounds
     recorded_bounds = recorded(parity, precision)
@@ -444,7 +444,7 @@ def _bounds(
 def engine_options(
     model: Model, request: BenchRequest, backend: str, inputs: Feed | None = None
 ) -> EngineOptions:
-    """Returns options for engines with a profile for each batch size, for exactly these inputs."""
+    """Returns options for engines with a profile for each batch size, for inputs of this shape."""
     sizes: dict[str, AxisRange] = {}
     if isinstance(inputs, np.ndarray) and inputs.ndim == len(model.input.shape):
         named = zip(model.input.shape[1:], inputs.shape[1:], strict=True)

@@ -1,4 +1,4 @@
-"""An exported graph in its session's runtime, opened here or in another process.
+"""An exported graph in its runtime, opened here or in another process.
 
 It does not import PyTorch, which the process that measures memory must not load.
 """
@@ -38,9 +38,9 @@ class SessionRunner(Runner):
         return self.outputs(x, [name])[name]
 
     def selected(self, x: Inputs) -> dict[str, Array] | None:
-        """Returns the chosen experts [b, k], ascending, by layer: all n if it does not choose.
+        """Returns the chosen experts [b, k], ascending, by layer: all n if a layer does not choose.
 
-        It is None for a graph whose layers are unknown.
+        Returns None for a graph whose layers are unknown.
         """
         if not self.experts:
             return None
@@ -74,19 +74,19 @@ class GraphRunner(SessionRunner):
         return None if self.session.recorded is None else self.session.no_cuda_graphs
 
     def bound(self, x: Inputs) -> Callable[[], list[Any]]:
-        """Returns the runtime's own call for inputs [b, …], with its first output.
+        """Returns the runtime's own call for inputs [b, …] and the graph's first output.
 
-        A graph with a cache returns every output on the runtime's device, as the next token of a
-        text needs.
+        A graph with a cache leaves every output on the runtime's device, where the next token
+        needs it.
         """
         routing = {*self.selected_values.values()}
-        own = [
+        outputs = [
             name
             for name in self.session.output_names
             if name not in routing and not is_score(name, self.experts)
         ]
-        if len(own) > 1:
-            return self.session.bound_values(x, self.k, own)
+        if len(outputs) > 1:
+            return self.session.bound_values(x, self.k, outputs)
         return self.session.bound(x, self.k)
 
 

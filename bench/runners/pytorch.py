@@ -42,8 +42,8 @@ class Expected(NamedTuple):
 class PyTorch(Runner):
     """A PyTorch module with numpy inputs and outputs, without gradients.
 
-    `ports` are the inputs of a module with several inputs, whose defaults are filled in. `host` is
-    the model's.
+    `ports` describe the inputs of a module with several inputs, whose defaults are filled in.
+    `host` is the model's.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class PyTorch(Runner):
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the module's own call for inputs [b, …], tensor to tensor."""
         tensors = self.tensors(x)
-        own = self.host.repeated(self.module, tensors)
-        return torch.inference_mode()(own or (lambda: self.module(*tensors)))
+        repeated = self.host.repeated(self.module, tensors)
+        return torch.inference_mode()(repeated or (lambda: self.module(*tensors)))
 
     @torch.inference_mode()
     def with_routing(self, x: Inputs, output: int = 0) -> Expected:
@@ -119,19 +119,19 @@ class PyTorchOnGpu(PyTorch):
             return super().infer(x, output)
 
     def bound(self, x: Inputs) -> Callable[[], object]:
-        """Returns `infer` of inputs [b, …]; a cache is already on the GPU, and stays there.
+        """Returns a call of `infer` for inputs [b, …]; a cache is on the GPU and stays there.
 
         The logits of a language model are copied to the host.
         """
         with torch.cuda.stream(self._stream), torch.inference_mode():
-            own = self.host.repeated(self.module, self.tensors(x))
-        if own is None:
+            repeated = self.host.repeated(self.module, self.tensors(x))
+        if repeated is None:
             return partial(self.infer, x)
 
         @torch.inference_mode()
         def call() -> object:
             with torch.cuda.stream(self._stream):
-                return own().cpu()
+                return repeated().cpu()
 
         return call
 
@@ -181,9 +181,9 @@ class CompiledPyTorch(Runner):
         self._sizes = frozenset(sizes)
 
     def infer(self, x: Inputs, output: int = 0) -> Array:
-        most, accepts = max(self._sizes), self._sizes.__contains__
+        limit, accepts = max(self._sizes), self._sizes.__contains__
         infer = partial(self._runner.infer, output=output)
-        return in_batches(infer, first_of(x), most=most, accepts=accepts)
+        return in_batches(infer, first_of(x), limit=limit, accepts=accepts)
 
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the module's own call if it was compiled for these inputs [b, …]."""
@@ -199,7 +199,7 @@ def on_device(model: Model, device: str) -> Model:
     Weights that its module and its original share are also shared in the copies.
     """
     modules = [model.module] if model.original is None else [model.module, model.original]
-    # The memo maps each tensor to its copy on the device, so the deep copy makes none.
+    # The memo maps each tensor to its copy on the device, so the deep copy copies no weights.
     memo: dict[int, Any] = {}
     for module in modules:
         for parameter in module.parameters():
@@ -237,7 +237,7 @@ def untouched(model: Model) -> PyTorch:
 def with_algorithm_1(
     model: Model, k: int | Mapping[str, int], algorithm: Algorithm, *, renormalize: bool = False
 ) -> PyTorch:
-    """Returns the model with k experts in every layer, or a number per layer's name.
+    """Returns the model with k experts in every layer, or with one k per layer, by name.
 
     It shares the model's weights.
     """
@@ -250,7 +250,7 @@ def with_algorithm_1(
 
 
 def has_stacked_form(model: Model) -> bool:
-    """Returns whether the unmodified model does not compute its experts in one product.
+    """Returns whether the unmodified model could compute its experts in one product but does not.
 
     A loop over many modules is slow, which makes it a poor baseline.
     """

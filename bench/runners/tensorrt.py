@@ -42,7 +42,7 @@ class EngineRunner(SessionRunner):
         sizes = [(profile.min[0], profile.max[0]) for profile in self.session.profiles]
         return fitting(
             first_of(x),
-            most=max(high for _, high in sizes),
+            limit=max(high for _, high in sizes),
             accepts=lambda size: any(low <= size <= high for low, high in sizes),
         )
 
@@ -67,23 +67,23 @@ class EngineLoader(Loader):
         check_k(opened.engine_record(self.backend, file).ranges, k)
         session = opened.engine(self.backend, file, eager=True)
         named = opened.graph(file).selected
-        shown = {
+        observed = {
             layer: value
             for layer, value in named.items()
             if value in session.output_names and value.endswith(f"/{SELECTED}")
         }
-        experts = {layer: self.graph.experts.get(layer, 0) for layer in shown}
-        return EngineRunner(session, k, shown, experts)
+        experts = {layer: self.graph.experts.get(layer, 0) for layer in observed}
+        return EngineRunner(session, k, observed, experts)
 
     def build(self, options: EngineOptions) -> None:
         """Adds the engine to the bundle, unless it exists."""
         file, bundle = self.graph.path.name, self.graph.path.parent
         manifest = Bundle.open(bundle).manifest
-        there = {(engine.flavour, engine.graph) for engine in engines_of(manifest)}
-        if (self.backend, file) not in there:
+        existing = {(engine.flavour, engine.graph) for engine in engines_of(manifest)}
+        if (self.backend, file) not in existing:
             graph = next(graph for graph in manifest.graphs if graph.file == file)
-            # Coefficients of every token, as in muMoE layers, would slow down the timed calls.
-            sets = any(value.endswith(f"/{SELECTED}") for value in graph.selected.values())
-            options = replace(options, expose_routing=sets)
+            # Coefficients of every token, as in muMoE layers, would slow the timed calls down.
+            exposed = any(value.endswith(f"/{SELECTED}") for value in graph.selected.values())
+            options = replace(options, expose_routing=exposed)
             plans = plan_engines(manifest, self.backend, options, graph=file)
             add_engines(bundle, manifest, plans)

@@ -20,9 +20,9 @@ from ..console import with_pages
 
 @dataclass(frozen=True, slots=True)
 class Keyword:
-    """An option's form in a Python call: its name, whether it is a switch or a list, its choices.
+    """An option's form in a Python call: its name, choices, and whether it is a switch or a list.
 
-    `pairs`: `KEY=VALUE` in a shell is a dict.
+    With `pairs`, `KEY=VALUE` in a shell is a dict in Python.
     """
 
     name: str
@@ -56,7 +56,7 @@ VALUES = frozenset(("n", "input", "all", "auto"))
 """Words that are values of options without listed choices."""
 
 SET = "set"
-"""The option for one setting: in Python all of them are one dict."""
+"""The option for one setting: in Python all settings are one dict."""
 
 CONFIG = Keyword("config", pairs=True)
 
@@ -149,15 +149,15 @@ class Words:
         if called not in getattr(package, "__all__", ()):
             return match[0]
         function = getattr(package, called)
-        of_call = Words(called, function.keywords() if hasattr(function, "keywords") else {})
-        values, named, left = of_call._arguments(words, whole=bool(before and after))
+        call_words = Words(called, function.keywords() if hasattr(function, "keywords") else {})
+        values, named, left = call_words._arguments(words, quoted=bool(before and after))
         if len(values) > _positional_count(function):
             values = [f"[{', '.join(values)}]"]
         call = f"{before or '`'}moexport.{called}({', '.join([*values, *named])})`"
         return " ".join([call, *left])
 
     def _arguments(
-        self, words: list[str], *, whole: bool
+        self, words: list[str], *, quoted: bool
     ) -> tuple[list[str], list[str], list[str]]:
         """Splits the words after a command into arguments, options and the rest of the sentence."""
         arguments: list[str] = []
@@ -179,7 +179,7 @@ class Words:
                 if left.pop(0) != value:
                     break
                 continue
-            if PLAIN.fullmatch(word) and not whole:
+            if PLAIN.fullmatch(word) and not quoted:
                 break
             arguments.append(word.lower() if word.isupper() else json.dumps(word))
             ends = left.pop(0) != word
@@ -238,8 +238,8 @@ REPEATED = (
 
 
 def _joined(text: str) -> str:
-    """The text with lists, or dicts, that follow one another as one: `config={"a": 1, "b": 2}`."""
-    for repeated, once in REPEATED:
-        while (longer := repeated.sub(once, text)) != text:
+    """The text with consecutive lists or dicts joined into one: `config={"a": 1, "b": 2}`."""
+    for repeated, joined in REPEATED:
+        while (longer := repeated.sub(joined, text)) != text:
             text = longer
     return text

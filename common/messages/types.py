@@ -53,8 +53,8 @@ class _Names(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):
             raise KeyError(name)
-        module, whole = _checkers_imports(self._module)[name]
-        if whole:
+        module, is_module = _checkers_imports(self._module)[name]
+        if is_module:
             return import_module(module)
         later = _Later(name, (), {})
         later.module = module
@@ -88,12 +88,12 @@ def _checkers_imports(module: str) -> dict[str, tuple[str, bool]]:
 
 
 def type_of(record: Any, name: str) -> Any:
-    """Returns the type of a record's field or a function's parameter; None for an unknown one."""
+    """Returns the type of a record's field or a function's parameter; None if it is unknown."""
     owners = record.__mro__ if isinstance(record, type) else (record,)
-    owner = next(each for each in owners if name in inspect.get_annotations(each))
-    alone = SimpleNamespace(__annotations__={name: inspect.get_annotations(owner)[name]})
+    owner = next(candidate for candidate in owners if name in inspect.get_annotations(candidate))
+    one_field = SimpleNamespace(__annotations__={name: inspect.get_annotations(owner)[name]})
     try:
-        return get_type_hints(alone, {}, _Names(owner.__module__))[name]
+        return get_type_hints(one_field, {}, _Names(owner.__module__))[name]
     except (AttributeError, NameError, TypeError):  # a plugin's annotation may be anything
         return None
 
@@ -114,7 +114,7 @@ def fits(value: Any, kind: Any) -> bool:
     parts = union_parts(kind)
     parsed = str in parts and not {int, float}.isdisjoint(parts)
     known = [part for part in parts if not isinstance(part, _Later)]
-    if kind is None or parsed or any(_is_of(value, part) for part in known):
+    if kind is None or parsed or any(_is_instance(value, part) for part in known):
         return True
     return any(fits(value, part.type) for part in parts if isinstance(part, _Later))
 
@@ -122,17 +122,17 @@ def fits(value: Any, kind: Any) -> bool:
 def read_by_others(kind: Any) -> bool:
     """Whether a type is that of a model or feed, such as a network, a function or an iterable."""
     others = ("Any", "Callable", "Iterable", "Module")
-    return any(getattr(base, "__name__", "Any") in others for base in map(_base, _whole(kind)))
+    return any(getattr(base, "__name__", "Any") in others for base in map(_base, _all_parts(kind)))
 
 
 def words(kind: Any) -> str:
     """Returns the name of a type in messages: `a number or None`."""
-    found = [_word(part) for part in _whole(kind) if isinstance(_base(part), type)]
+    found = [_word(part) for part in _all_parts(kind) if isinstance(_base(part), type)]
     choices = ", ".join(literals(kind))
     return " or ".join(dict.fromkeys([*found, *([f"one of {choices}"] if choices else [])]))
 
 
-def _whole(kind: Any) -> list[Any]:
+def _all_parts(kind: Any) -> list[Any]:
     """The parts of a type, with those that are for type checkers alone."""
     parts = (part.type if isinstance(part, _Later) else part for part in union_parts(kind))
     return [inner for part in parts for inner in union_parts(part)]
@@ -158,7 +158,7 @@ def union_parts(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
-def _is_of(value: Any, kind: Any) -> bool:
+def _is_instance(value: Any, kind: Any) -> bool:
     base = get_origin(kind) or kind
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         value = value.item()
@@ -172,6 +172,6 @@ def _is_of(value: Any, kind: Any) -> bool:
     if base is bool and isinstance(value, int):
         return value in (0, 1)
     if base is Sequence and get_args(kind) and isinstance(value, list | tuple):
-        return all(fits(each, get_args(kind)[0]) for each in value)
+        return all(fits(item, get_args(kind)[0]) for item in value)
     others: Any = {int: bool, float: bool, Sequence: str | bytes}.get(base, ())
     return isinstance(value, _TYPES[base][0]) and not isinstance(value, others)

@@ -17,8 +17,8 @@ from .manifest import Manifest
 class SessionByBatch(Session):
     """Several graphs of one model, each for some batch sizes; `path` is their folder.
 
-    `opened` opens a graph when its first batch arrives. It stays open, with its packed weights in
-    memory.
+    `opened` opens a graph when its first batch arrives. The graph stays open, with its packed
+    weights in memory.
     """
 
     def __init__(  # no graph is opened before a batch arrives
@@ -30,7 +30,7 @@ class SessionByBatch(Session):
     ) -> None:
         self.path, self.options = path, options
         self.input_name = manifest.inputs[0].name
-        self.output_names = [port.name for port in manifest.outputs]
+        self.output_names = [spec.name for spec in manifest.outputs]
         self.takes_k = manifest.k == "input"
         self._manifest, self._opened = manifest, opened
         self._sessions: dict[str, Session] = {}
@@ -47,11 +47,11 @@ class SessionByBatch(Session):
 
     @property
     def provider(self) -> str:
-        return self._any().provider
+        return self._any_session().provider
 
     @property
     def computed_in(self) -> str | None:
-        return self._any().computed_in
+        return self._any_session().computed_in
 
     @property
     def recorded(self) -> bool | None:
@@ -60,28 +60,28 @@ class SessionByBatch(Session):
     @property
     def no_cuda_graphs(self) -> str | None:
         """See `Session.no_cuda_graphs`, for the graph that ran last."""
-        return (self._last or self._any()).no_cuda_graphs
+        return (self._last or self._any_session()).no_cuda_graphs
 
     def gpu_ms(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> float | None:
-        return self._for(x).gpu_ms(x, k, outputs)
+        return self._session_for(x).gpu_ms(x, k, outputs)
 
     def run(
         self, x: Any, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> dict[str, Any]:
-        return self._for(x).run(x, k, outputs)
+        return self._session_for(x).run(x, k, outputs)
 
     def bound(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> Callable[[], list[np.ndarray]]:
-        return self._for(x).bound(x, k, outputs)
+        return self._session_for(x).bound(x, k, outputs)
 
-    def _any(self) -> Session:
+    def _any_session(self) -> Session:
         return next(iter(self._sessions.values()), None) or self.for_batch(1)
 
-    def _for(self, x: Inputs) -> Session:
-        # Without the input, any graph reports what is missing.
+    def _session_for(self, x: Inputs) -> Session:
+        # Without the input, any graph reports that it is missing.
         main = x.get(self.input_name, ()) if isinstance(x, Mapping) else x
         self._last = self.for_batch(next(iter(np.shape(main)), 1))
         return self._last

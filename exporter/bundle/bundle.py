@@ -105,7 +105,7 @@ class Bundle:
         """
         refuse(misplaced(Bundle.session, {"options": options}))
         if options is None:
-            # 16-bit graphs of other targets are not meant for CPUs: some sum them in 16 bits.
+            # 16-bit graphs of other targets are not meant for CPUs: some sum in 16 bits.
             options = SessionOptions(rounded=not for_cpus(self.manifest.target))
             if provider is None:
                 runtime = runtime or runtime_of(self.manifest.target)
@@ -123,7 +123,7 @@ class Bundle:
         return self._opened(graph, replace(options, **given))
 
     def _opened(self, graph: str | None, options: SessionOptions) -> Session:
-        """A graph, or without a name all graphs for several batch sizes."""
+        """The named graph or, without a name, a session of all graphs for several batch sizes."""
         check_options(options)
         RUNTIMES[options.runtime].check_graphs(self.manifest, self.path)
         of_one_graph = options.observe is not None or options.profile is not None
@@ -165,7 +165,7 @@ class Bundle:
     ) -> EngineSession:
         """Returns an engine of the bundle, ready to run; `EngineSession` describes the arguments.
 
-        Raises what `engine_record` and loading the engine raise.
+        Raises the errors of `engine_record` and of loading the engine.
         """
         from ..tensorrt.session import EngineSession  # needed for engines only
 
@@ -186,9 +186,9 @@ class Bundle:
         """
         from ..tensorrt.records import engines_of  # needed for engines only
 
-        wanted = self.graph(graph).file
+        file = self.graph(graph).file
         for record in engines_of(self.manifest):
-            if record.flavour == backend and record.graph == wanted:
+            if record.flavour == backend and record.graph == file:
                 return record
         if backend not in {target.backend for target in TARGETS.own}:
             raise UsageError(
@@ -196,7 +196,7 @@ class Bundle:
                 hint=f"choose one of: {', '.join(RUNTIMES.names)}{left_out()}",
             )
         raise EngineError(
-            f"{self.path} has no {backend} engine of {wanted}",
+            f"{self.path} has no {backend} engine of {file}",
             hint=f"`moexport build {self.path} --target {backend}` builds one",
         )
 

@@ -67,8 +67,7 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
             hint="choose another -o",
         )
     find_temporary_folder(parent)
-    free = shutil.disk_usage(parent).free
-    if free < needed_bytes:
+    if needed_bytes and (free := shutil.disk_usage(parent).free) < needed_bytes:
         raise BundleError(
             f"{parent}: no space: the bundle needs {needed_bytes / 1e6:.0f} MB, but only "
             f"{free / 1e6:.0f} MB are free",

@@ -26,18 +26,18 @@ def with_peak_memory(directory: Path, manifest: Manifest) -> Manifest:
         return manifest
     batch = manifest.batches.opt if manifest.batches.fixed else manifest.together
     graph, runtime = manifest.graph_for(batch).file, runtime_of(manifest.target)
-    done = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-m", __name__, directory, graph, runtime, str(batch), manifest.k],
         env=of_python(),
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode or not done.stdout.strip().isdigit():
-        why = done.stderr.strip().rpartition("\n")[2] or f"it exited with code {done.returncode}"
+    if child.returncode or not child.stdout.strip().isdigit():
+        why = child.stderr.strip().rpartition("\n")[2] or f"it exited with code {child.returncode}"
         note = f"the memory of one input could not be measured: {why}"
         return replace(manifest, notes=[*manifest.notes, note])
-    return replace(manifest, peak_memory_bytes=int(done.stdout) or None)
+    return replace(manifest, peak_memory_bytes=int(child.stdout) or None)
 
 
 def _main(directory: Path, graph: str, runtime: str, batch: int, k: str) -> None:

@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from ..tensorrt.cuda import Stream
 
 GRAPHS = 32
-"""The most graphs that a session captures: each keeps its kernels, inputs and outputs."""
+"""The largest number of graphs per session: each keeps its kernels, inputs and outputs."""
 
 REMEMBERED = 256
-"""The most shapes that ran once and are remembered."""
+"""The largest number of shapes to remember after their first run."""
 
 GRAPH_ID = "gpu_graph_id"
 PLAIN = "-1"
 """The `gpu_graph_id` of a run that is neither captured nor replayed."""
 
-BRANCHES = ("If", "Loop", "Scan")
+CONTROL_FLOW = ("If", "Loop", "Scan")
 DATA_SIZES = ("NonZero", "Unique", "Compress", "NonMaxSuppression")
 """Ops with a data-dependent output size, for which the CPU waits."""
 
@@ -136,7 +136,7 @@ class GpuRuns:
 
     `opened` opens the session, with or without graphs. Any number of threads may call: a session
     with graphs runs one call at a time. The first calling thread runs its own calls; those of all
-    others run in one further thread, since a graph belongs to a thread. `device` is the CPU in
+    others run in one additional thread, since a graph belongs to a thread. `device` is the CPU in
     tests only; `stream` is the one on which calls can be timed.
     """
 
@@ -197,10 +197,8 @@ class GpuRuns:
         stream = self._stream
         return self._in_turn(lambda thread: self._timed(thread, wanted, feeds, stream))
 
-    # --- the runs ------------------------------------------------------------------------------
-
     def _in_turn(self, call: Callable[[object], T]) -> T:
-        """Makes a call in a thread that may run graphs; in any thread if the session has none."""
+        """Makes a call in a thread that may run graphs, or in this one if the session has none."""
         if self.refused is not None:
             return call(get_ident())
         with self._lock:
@@ -216,8 +214,6 @@ class GpuRuns:
                 return call(OTHERS)
 
         return others.submit(locked).result()
-
-    # --- one run ---------------------------------------------------------------------------------
 
     def _run(
         self, thread: object, wanted: Sequence[str], feeds: Feeds, *, stays: bool
@@ -259,7 +255,7 @@ class GpuRuns:
         return found
 
     def _bind(self, binding: ort.IOBinding, name: str, value: Any) -> Any:
-        """Binds an input, and returns the object to keep alive: k is read on the CPU."""
+        """Binds an input (k on the CPU), and returns the object to keep alive."""
         from ...common.onnx_runtime import ort
 
         if name == K_INPUT:
@@ -281,7 +277,7 @@ class GpuRuns:
         try:
             with CAPTURING.alone():
                 graph = self._prepared(str(len(self._graphs) + 1), key, wanted, feeds)
-                # Three runs in one: two plain ones, which allocate all memory, and the capture.
+                # This makes three runs: two plain ones, which allocate all memory, and the capture.
                 self.session.run_with_iobinding(graph.binding, graph.options)
         except failures as error:
             self._give_up(words(error))
@@ -291,7 +287,7 @@ class GpuRuns:
         return graph
 
     def _prepared(self, name: str, key: GraphKey, wanted: Sequence[str], feeds: Feeds) -> _Graph:
-        """The bound values of a graph with that `gpu_graph_id`, filled with these inputs."""
+        """A graph with the `gpu_graph_id` `name`, its values bound and filled with these inputs."""
         from ...common.onnx_runtime import ort
 
         def buffer(shape: Sequence[int], element: Any) -> ort.OrtValue:
@@ -356,8 +352,6 @@ class GpuRuns:
         options.add_run_config_entry(GRAPH_ID, graph)
         return options
 
-    # --- the session -----------------------------------------------------------------------------
-
     def _open(self) -> ort.InferenceSession:
         if self.refused is not None:
             return self._opened(False)
@@ -394,11 +388,11 @@ def _key(thread: object, wanted: Sequence[str], feeds: Feeds) -> GraphKey:
 
 
 def _read_on_cpu(session: ort.InferenceSession) -> str | None:
-    """Why a replay would ignore an input: an input other than k is read on the CPU."""
-    ports = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
-    for port, memory in ports:
-        if port.name != K_INPUT and memory.name in ("Cpu", "CudaPinned"):
-            return f"its input '{port.name}' is read on the CPU"
+    """The reason if a replay would ignore an input: one other than k is read on the CPU."""
+    inputs = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
+    for value, memory in inputs:
+        if value.name != K_INPUT and memory.name in ("Cpu", "CudaPinned"):
+            return f"its input '{value.name}' is read on the CPU"
     return None
 
 
@@ -444,7 +438,7 @@ def capture_refused(path: Path) -> str | None:
     except (DecodeError, OSError):  # opening it reports the fault
         return None
     ops = {node.op_type for node in nodes}
-    for op in sorted(ops.intersection(BRANCHES)):
+    for op in sorted(ops.intersection(CONTROL_FLOW)):
         return f"the graph has control flow ({op}), which waits for the CPU"
     for op in sorted(ops.intersection(DATA_SIZES)):
         return f"the size of an output of {op} depends on values, and the CPU waits for it"

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 MANIFEST_FILE = "manifest.json"
 SCHEMA = 1
-
 MAIN_GRAPH = "model.onnx"
 
 METADATA = "moexport"
@@ -41,8 +40,7 @@ OPTIONAL = (
     *("levels", "k_levels", "trained", "limits"),
     *("implied", "below", "default", "batches", "groups_of"),
 )
-"""Optional keys of layers, graphs and ports."""
-
+"""Optional keys of layers, graphs and tensor specs."""
 
 Count = Annotated[int, Meta(ge=1)]
 
@@ -97,7 +95,7 @@ class LayerRecord:
 
     @property
     def kept(self) -> str:
-        """Its k as text, for a hierarchy that of each level: `2·2·1`."""
+        """Its k as text; for a hierarchy, the k of each level: `2·2·1`."""
         if self.k is None:
             return "input"
         if len(self.levels) < 2:
@@ -106,7 +104,7 @@ class LayerRecord:
 
     @property
     def of_experts(self) -> str:
-        """Its experts as text, for a hierarchy those of each level: `4·3·2`."""
+        """Its number of experts as text; for a hierarchy, that of each level: `4·3·2`."""
         return by_level(self.levels) if len(self.levels) > 1 else str(self.experts)
 
 
@@ -140,8 +138,8 @@ class TensorSpec:
 
     `limits` are the largest sizes of named axes; arrays may omit the axis `implied`, which then has
     size 1. Values of an integer input are 0 … `below` − 1. `default` describes an optional input;
-    without it the input is required. Inputs are computed together in groups of `groups_of`, and a
-    batch is a multiple of that.
+    without it the input is required. Inputs are computed together in groups of `groups_of`, so
+    batch sizes are multiples of it.
     """
 
     name: str
@@ -207,7 +205,7 @@ class TimedLowering:
 class TunedLayers:
     """Layers of one shape and k, measured once: each candidate's latency, the fastest first.
 
-    `layers` are their names and `k` the number kept, also if k is a graph input. `left_out` gives
+    `layers` are their names and `k` the number kept, even if k is a graph input. `left_out` gives
     the reason for each possible lowering that was not timed. Without candidates there was nothing
     to compare, and `chosen` is the only one.
     """
@@ -244,7 +242,7 @@ class Tuning:
 
 
 class Fp32NodeRecord(TypedDict):
-    """A node of the backbone that stayed in FP32, and why; `usual`: in any model."""
+    """A node of the backbone that stayed in FP32, and why; `usual` ones do in any model."""
 
     node: str
     op_type: str
@@ -297,7 +295,7 @@ class Manifest:
     """The request, results and confirmation of `tune` (`Recipe.contract`); empty without a
     recipe."""
     tuning: Tuning | None = None
-    """The measurements of `--lowering tune`; an empty object in the file without any."""
+    """The measurements of `--lowering tune`; if there are none, an empty object in the file."""
     peak_memory_bytes: Count | None = None
     """The peak memory of a process that ran one input here; None if it was not measured."""
     answers: dict[str, Any] = field(default_factory=dict)
@@ -317,7 +315,7 @@ class Manifest:
 
     @property
     def together(self) -> int:
-        """The number of inputs that are computed together: a batch is a multiple of it."""
+        """The number of inputs that are computed together; batch sizes are multiples of it."""
         return self.inputs[0].groups_of or 1
 
     @property
@@ -337,7 +335,7 @@ class Manifest:
         for key in ("answers", "plugins", "peak_memory_bytes"):
             if not content[key]:
                 del content[key]
-        _without_empty_counts(content)
+        _remove_empty_counts(content)
         ordered = {"schema": content.pop("schema"), **content}
         ordered[DIGEST] = digest(ordered)
         return json.dumps(ordered, indent=2, ensure_ascii=False) + "\n"
@@ -435,16 +433,16 @@ def _content(directory: Path) -> Any:
         raise BundleError(f"{path}: cannot be read ({error})") from error
 
 
-def _without_empty_counts(content: Any) -> None:
-    """Removes empty histograms of latencies, which older bundles lack."""
+def _remove_empty_counts(content: Any) -> None:
+    """Removes empty histograms of latencies, which older bundles do not have."""
     if isinstance(content, dict):
         if content.get("counts") == ():
             del content["counts"]
         for value in content.values():
-            _without_empty_counts(value)
+            _remove_empty_counts(value)
     elif isinstance(content, list | tuple):
         for value in content:
-            _without_empty_counts(value)
+            _remove_empty_counts(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,7 +523,7 @@ def tensors_in(message: Message) -> Iterator[TensorProto]:
 def digest(content: Mapping[str, Any]) -> str:
     """Returns the SHA-256 of a manifest's content without its own hash, whatever its layout."""
     rest = {key: value for key, value in content.items() if key != DIGEST}
-    # Parsed again, so that JSON's conversions (numbers as keys) do not change the hash.
+    # Parsed again, so that JSON's conversions (number keys to text) do not change the hash.
     canonical = json.dumps(json.loads(json.dumps(rest)), sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from ..session import GraphSession
 
 PARITY_FILE = "parity.npz"
-MOST_KEPT = 32  # inputs in it, if fewer do not reach every expert
-MOST_BYTES_AT_A_K = 16 << 20  # of outputs in it for each further k; one input is always stored
+MOST_KEPT = 32  # inputs in this file, if fewer do not reach every expert
+MAX_BYTES_PER_K = 16 << 20  # of outputs in it for each other k; one input is always stored
 FEW = 8  # the most experts or layers that a message names
 
 # Relative to the k-th score, or to max|y|.
 TIE = 1e-5  # FP32 scores this close may be in either order
 ROUNDED_RTOL = 1e-3  # for FP32 graphs that round intermediate values to BF16
 GPU_RTOL = 1e-3  # for FP32 on a GPU, which sums products in another order
-SILENT = 1e-3  # the least scale of an input's outputs, relative to quiet inputs
+MIN_SCALE = 1e-3  # the smallest scale of an input's outputs, relative to quiet inputs
 
 # Shares of the inputs, or of the choices.
 OUTLIERS = 0.05  # that may be outliers, rounded down, if a precision allows any
@@ -47,12 +47,12 @@ FEW_NUMBERS = 8  # fewer outputs may all be near zero by chance, and have no cle
 
 # For a few inputs, at another batch size or number of tokens.
 Axis = Literal["batch", "tokens"]
-# Rounding does not change the order of scores that are this many ties apart; with other numbers of
-# tokens, at which other tokens are compared, sound graphs reach 6.
+# Rounding does not change the order of scores that are this many ties apart. With other numbers of
+# tokens, at which other tokens are compared, correct graphs reach 6.
 _FAR_APART: Mapping[Axis, float] = {"batch": 4.0, "tokens": 12.0}
-FLIPS_AT_TOKENS = 3.0  # times the share of choices that may differ; sound graphs reach 1.3
+FLIPS_AT_TOKENS = 3.0  # times the share of choices that may differ; correct graphs reach 1.3
 OUTLIER_IN_A_BATCH = 1.5  # times as far off as the same outlier in the usual batch
-OUTLIER_AT_TOKENS = 1.5  # times as far off as most may be
+OUTLIER_AT_TOKENS = 1.5  # times as far off as most inputs may be
 FURTHER_AT_TOKENS = 2.0  # times as far off as the worst input at the usual number
 
 _SIZED = re.compile(r"parity-(\d+)-tokens\.npz")
@@ -71,7 +71,7 @@ class Tolerance:
     choice between scores that are closer than `tie`, relative to the k-th, is a tie: rounding
     before the layer may order them either way. A muMoE layer's coefficients, which sum to 1, are
     the same choice if none differs by more than `coefficient`; below FP32, only coefficients that
-    one of the two dropped count, and `routing` is a share of tokens.
+    just one of the two dropped count, and `routing` is a share of tokens.
 
     A graph is also compared with the exact result for its own weights (`Rounded`): its distance
     from this may be `roundings` times as large as the distance between this and PyTorch. If
@@ -96,14 +96,14 @@ class Tolerance:
     def wider_than(self, other: Tolerance) -> bool:
         return self.atol > other.atol or self.rtol > other.rtol
 
-    def narrower(self, than: Tolerance) -> Tolerance:
-        """Returns the narrower of these bounds and another's, one by one; the other's for NaN."""
-        pairs = {name: (getattr(than, name), value) for name, value in asdict(self).items()}
+    def narrower(self, other: Tolerance) -> Tolerance:
+        """Returns the narrower of these and other bounds, one by one; for NaN, the other."""
+        pairs = {name: (getattr(other, name), value) for name, value in asdict(self).items()}
         at_least = ("routing", "least_cosine")
         return Tolerance(**{n: max(p) if n in at_least else min(p) for n, p in pairs.items()})
 
 
-_IN_INTEGERS = {"outlier": 3.0, "least_cosine": 0.8}
+_INTEGER_BOUNDS = {"outlier": 3.0, "least_cosine": 0.8}
 
 TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
     {
@@ -111,10 +111,10 @@ TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
         "fp16": Tolerance(rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
         "bf16": Tolerance(rtol=5e-2, routing=0.98, tie=8e-3, coefficient=5e-2),
         "int8": Tolerance(
-            rtol=1e-1, routing=0.98, tie=1e-2, coefficient=5e-2, roundings=1.5, **_IN_INTEGERS
+            rtol=1e-1, routing=0.98, tie=1e-2, coefficient=5e-2, roundings=1.5, **_INTEGER_BOUNDS
         ),
-        "fp8": Tolerance(rtol=2e-1, routing=0.95, tie=2e-2, coefficient=5e-2, **_IN_INTEGERS),
-        "int4": Tolerance(rtol=3e-1, routing=0.9, tie=5e-2, roundings=0.25, **_IN_INTEGERS),
+        "fp8": Tolerance(rtol=2e-1, routing=0.95, tie=2e-2, coefficient=5e-2, **_INTEGER_BOUNDS),
+        "int4": Tolerance(rtol=3e-1, routing=0.9, tie=5e-2, roundings=0.25, **_INTEGER_BOUNDS),
     }
 )
 """FP32 allows for sums in another order. FP16 keeps 11 bits and BF16 8, over a network's depth.
@@ -133,7 +133,7 @@ def tolerance_of(precision: str) -> Tolerance:
 
 
 def recorded(parity: Mapping[str, Any] | None, precision: str = "fp32") -> Tolerance:
-    """Returns the bounds in a manifest's `parity`; without one, nothing may differ.
+    """Returns the bounds in a manifest's `parity`; without one, no difference is allowed.
 
     Bounds that an older manifest lacks are those of the precision. Raises `BundleError` for invalid
     ones.
@@ -223,7 +223,7 @@ class Parity:
 
     @property
     def mostly_ties(self) -> bool:
-        """Whether more was left out as a tie than was compared."""
+        """Whether more choices were left out as ties than were compared."""
         return self.choices is not None and self.tied > self.choices / 2
 
     @property
@@ -233,11 +233,11 @@ class Parity:
 
     def record(self) -> dict[str, Any]:
         """Returns the manifest's entry, with the bounds among the results."""
-        found: dict[str, Any] = {}
+        entry: dict[str, Any] = {}
         for name, value in asdict(self).items():
-            found |= {} if name == "bounds" else {name: value}
-            found |= {bound: getattr(self.bounds, bound) for bound in _BOUNDS_AFTER.get(name, ())}
-        return found
+            entry |= {} if name == "bounds" else {name: value}
+            entry |= {bound: getattr(self.bounds, bound) for bound in _BOUNDS_AFTER.get(name, ())}
+        return entry
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> Parity:
@@ -267,18 +267,18 @@ def describe(parity: Parity) -> str:
     elif p.all_max_abs is None or p.all_max_rel is None or p.all_cosine is None:
         text = values
     else:
-        whole = differences(p.all_max_abs, p.all_max_rel, p.all_cosine)
-        text = f"{values} where the experts are the same; {whole} over all {inputs}"
+        over_all = differences(p.all_max_abs, p.all_max_rel, p.all_cosine)
+        text = f"{values} where the experts are the same; {over_all} over all {inputs}"
     if p.choices is None:
         text += f"; same experts in {p.routing_agreement:.0%}"
     else:
-        the = "the " if p.chosen_by == "tokens" else ""
-        text += f"; same experts in {p.agreeing:,} of {the}{p.choices:,} {p.what_chooses}"
+        article = "the " if p.chosen_by == "tokens" else ""
+        text += f"; same experts in {p.agreeing:,} of {article}{p.choices:,} {p.what_chooses}"
     text += f" ({p.ties} tied, not compared)" if p.ties else ""
     if p.mostly_ties:
         text += (
-            f"; MOST WAS NOT COMPARED: {p.tied:,} of {p.choices:,} {p.what_chooses} are ties "
-            f"(scores within {p.bounds.tie:g} of the k-th)"
+            f"; MOST RESULTS WERE NOT COMPARED: {p.tied:,} of {p.choices:,} {p.what_chooses} are "
+            f"ties (scores within {p.bounds.tie:g} of the k-th)"
         )
     if p.whole_differing:
         text += f"; {p.whole_differing:.2%} of its whole numbers differ"
@@ -332,14 +332,14 @@ def by_expert(chosen: np.ndarray) -> np.ndarray:
     return ordered[..., None]
 
 
-def places(chosen: np.ndarray, *others: np.ndarray) -> np.ndarray:
-    """Returns which choices count, [s, 1] or [s, m]: if experts choose, those that one made."""
+def counted_choices(chosen: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    """Returns a mask [s, 1] or [s, m] of choices that count: if experts choose, those they made."""
     shape = (len(chosen), -1)
     if chosen.ndim < len("smn1"):
         return np.ones(chosen.shape[:-1], dtype=bool).reshape(shape)
     experts = chosen.shape[-2]
-    taken: np.ndarray = np.logical_or.reduce([indices < experts for indices in (chosen, *others)])
-    return taken.reshape(shape)
+    mask: np.ndarray = np.logical_or.reduce([indices < experts for indices in (chosen, *others)])
+    return mask.reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,10 +370,10 @@ class Reference:
     """PyTorch's results for some inputs.
 
     `x` are the inputs, `y` the outputs with Algorithm 1, `dense` those of the untouched model with
-    all experts. By choice (`choice_key`), `selected` has the chosen experts [s, k], ascending,
-    those of each token [s, m, k], the kept coefficients [s, m, n], or if each expert chooses for
-    itself [s, m, n, 1] (`by_expert`), and `margin` [s], [s, m] or [s, m, n] the gap from the k-th
-    score to the next, relative to the k-th. `kept` is each layer's k.
+    all experts. By choice (`choice_key`), `selected` has the chosen experts [s, k] in ascending
+    order, those of each token [s, m, k], the kept coefficients [s, m, n] or, if experts choose for
+    themselves, [s, m, n, 1] (`by_expert`); `margin` ([s], [s, m] or [s, m, n]) is the gap from the
+    k-th score to the next, relative to the k-th. `kept` is each layer's k.
     `inputs` and `outputs` are those after the first, by name. `rounded` has the results in the
     graphs' precision, None if they are unknown. If k is an input of the graphs, `at_other_k` has
     the results for the same inputs with other k.
@@ -400,9 +400,9 @@ class Reference:
         return {name: array[:count] for name, array in {first: self.x, **self.inputs}.items()}
 
     def rows(self, chosen: np.ndarray) -> Reference:
-        """Returns the reference of some of the inputs, by their numbers or a mask."""
+        """Returns the reference of some of the inputs, by index or mask."""
         if any(len(other.x) < len(self.x) for other in self.at_other_k.values()):
-            return replace(self, at_other_k={}).rows(chosen)  # a bundle has fewer inputs for these
+            return replace(self, at_other_k={}).rows(chosen)  # a bundle may store fewer of them
         arrays = self._arrays()
         return Reference._of({name: a[chosen] if a.ndim else a for name, a in arrays.items()})
 
@@ -424,19 +424,19 @@ class Reference:
         """
         found = self.reached()
         for other in self.at_other_k.values():
-            every = {
+            all_kept = {
                 layer: frozenset(range(n))
                 for layer, n in experts.items()
                 if other.kept.get(layer) == n and layer not in other.selected
             }
-            for name, chosen in (*other.reached().items(), *every.items()):
+            for name, chosen in (*other.reached().items(), *all_kept.items()):
                 found[name] = found.get(name, frozenset()) | chosen
         return found
 
     def with_unreached(self, later: Reference, most: int) -> Reference:
         """Returns the reference with those inputs of a later one that choose other experts.
 
-        It has at most `most` inputs, and no new ones if their shapes differ.
+        It has at most `most` inputs; none are added if shapes differ.
         """
         if self.shapes() != later.shapes():
             return self
@@ -444,14 +444,14 @@ class Reference:
         rows: list[int] = []
         for row in range(len(later.x)):
             chosen = later.rows(np.array([row])).reached()
-            fresh = any(chosen[name] - reached[name] for name in reached)
-            if fresh and len(self.x) + len(rows) < most:
+            is_new = any(chosen[name] - reached[name] for name in reached)
+            if is_new and len(self.x) + len(rows) < most:
                 rows.append(row)
                 reached = {name: reached[name] | chosen[name] for name in reached}
         return self.joined(later.rows(np.array(rows))) if rows else self
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of each array for one input: equal ones can be joined."""
+        """Returns each array's shape for one input: references of equal shapes can be joined."""
         return {name: array.shape[1:] for name, array in self._unrounded()._arrays().items()}
 
     def _unrounded(self) -> Reference:
@@ -477,19 +477,19 @@ class Reference:
     def save(self, path: Path) -> None:
         arrays = replace(self, at_other_k={})._arrays()
         for k, other in self.at_other_k.items():
-            own = other._own_arrays()
-            if np.array_equal(other.y, self.dense):  # equal to those with all experts
-                del own["y"]
-            bytes_of_one = sum(array[:1].nbytes for array in own.values() if array.ndim)
-            count = max(1, MOST_BYTES_AT_A_K // max(1, bytes_of_one))
-            arrays |= {f"k={k}/{name}": array for name, array in _first(own, count).items()}
+            arrays_of_k = other._own_arrays()
+            if np.array_equal(other.y, self.dense):  # the outputs with all experts
+                del arrays_of_k["y"]
+            bytes_of_one = sum(array[:1].nbytes for array in arrays_of_k.values() if array.ndim)
+            count = max(1, MAX_BYTES_PER_K // max(1, bytes_of_one))
+            arrays |= {f"k={k}/{name}": array for name, array in _first(arrays_of_k, count).items()}
         # np.savez takes names as keywords; its own first parameter is positional.
         np.savez(path, **arrays)  # type: ignore[arg-type]
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """The values of each input, by name, and each layer's k; for another k, those that differ.
+        """The arrays of the file by name, with a row per input; for another k, those that differ.
 
-        An array without an axis has one value for all inputs.
+        An array without axes has one value for all inputs.
         """
         arrays = {"x": self.x, "y": self.y, "dense": self.dense}
         arrays |= {f"kept/{layer}": np.array(k) for layer, k in self.kept.items()}
@@ -528,10 +528,12 @@ class Reference:
         """The record whose `_arrays` these are."""
         shared = {name: array for name, array in arrays.items() if _shared(name)}
         at_other_k = {}
-        for prefix in dict.fromkeys(found[1] for name in arrays if (found := _AT_K.match(name))):
-            own = {"y": arrays["dense"], **_group(arrays, prefix)}
-            count = min(len(array) for array in own.values() if array.ndim)
-            at_other_k[int(prefix[2:-1])] = Reference._of(_first({**own, **shared}, count))
+        for prefix in dict.fromkeys(match[1] for name in arrays if (match := _AT_K.match(name))):
+            arrays_of_k = {"y": arrays["dense"], **_group(arrays, prefix)}
+            if any(map(_AT_K.match, arrays_of_k)):
+                raise ValueError(f"results with another k within {prefix}")
+            count = min(len(array) for array in arrays_of_k.values() if array.ndim)
+            at_other_k[int(prefix[2:-1])] = Reference._of(_first({**arrays_of_k, **shared}, count))
         rounded = None
         if "rounded" in arrays:
             rounded = Rounded(arrays["rounded"], _group(arrays, "rounded/"))
@@ -618,7 +620,7 @@ def _group(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarra
 
 
 def not_compared(reached: Mapping[str, frozenset[int]], experts: Mapping[str, int]) -> str:
-    """Returns in words which experts of each layer no input chose; empty if there are none.
+    """Returns, in words, which experts of each layer no input chose; empty if there are none.
 
     `reached` is the result of `Reference.reached`.
     """
@@ -690,7 +692,7 @@ class Comparison:
     _furthest: float = field(default=0.0, init=False)
 
     def add(self, expected: Reference) -> None:
-        """Runs the graph on the reference's inputs, with each k of its outputs."""
+        """Runs the graph on the reference's inputs, with each k for which it has outputs."""
         result = self._compared(expected, self.batch)
         furthest, is_first = result.everything.max_rel, not self._results
         if is_first or furthest > self._furthest:
@@ -707,7 +709,7 @@ class Comparison:
             self._at_other_k[k].add(other)
 
     def add_sized(self, expected: Reference, tokens: int) -> bool:
-        """Runs the graph on inputs with another token count; returns if it is within bounds."""
+        """Runs the graph on inputs with another token count; returns whether the outputs match."""
         result = self._at_sizes["tokens", tokens] = self._compared(expected, len(expected.x))
         return not self._missed("tokens", tokens, result)
 
@@ -733,7 +735,7 @@ class Comparison:
 
     @property
     def worst(self) -> Reference:
-        """The inputs with the largest difference; one batch of them if its size matters."""
+        """The inputs with the largest difference; one batch of them if the batch size matters."""
         parity = self.parity()
         if parity.k in self._at_other_k:
             return self._at_other_k[parity.k].worst
@@ -742,21 +744,21 @@ class Comparison:
     def parity(self) -> Parity:
         """Returns how far the graph is off, over all inputs that were added.
 
-        If only one batch size misses the bounds, it is that size's result; of several k, it is the
-        worst one's.
+        If only one batch size misses the bounds, this is the result for it; of several k, this is
+        the result for the worst.
         """
-        mine = self._at_one_k()
+        main = self._at_one_k()
         if not self._at_other_k:
-            return mine
+            return main
         assert self.k is not None, "a reference with several k needs a graph with k as an input"
-        parities = {self.k: mine, **{k: one.parity() for k, one in self._at_other_k.items()}}
+        parities = {self.k: main, **{k: other.parity() for k, other in self._at_other_k.items()}}
         return furthest_off(parities)
 
     def _compared(self, expected: Reference, batch: int) -> _PartResult:
         """Compares names and shapes, then values and choices (`_part_result`)."""
         values, sets = self._run(expected, batch)
-        wanted = {self.session.output_names[0]: expected.y, **expected.outputs}
-        outputs = [(array, values[name]) for name, array in wanted.items()]
+        references = {self.session.output_names[0]: expected.y, **expected.outputs}
+        outputs = [(array, values[name]) for name, array in references.items()]
         for array, actual in outputs:
             if actual.shape != array.shape:
                 raise ParityError(
@@ -780,8 +782,8 @@ class Comparison:
             for name in names:
                 outputs[name].append(values[name])
             for name, value in compared.items():
-                wanted = (len(x), *expected.selected[name].shape[1:])
-                chosen[name].append(_as_recorded(name, values[value], wanted))
+                shape = (len(x), *expected.selected[name].shape[1:])
+                chosen[name].append(_as_recorded(name, values[value], shape))
         recorded = {
             name: [part for part in parts if part is not None] for name, parts in chosen.items()
         }
@@ -799,19 +801,19 @@ class Comparison:
 
         If the usual size meets the bounds but another misses them, the other one decides.
         """
-        known: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "computed_in": getattr(self.session, "computed_in", None),  # PyTorch does not report it
             "batches": tuple(sorted({self.batch, *self._sizes("batch")})),
             "token_counts": tuple(sorted(self._sizes("tokens"))),
         }
-        whole = replace(_parity(self._results, self.tolerance), **known)
-        if not whole.passed:
-            return whole
+        overall = replace(_parity(self._results, self.tolerance), **facts)
+        if not overall.passed:
+            return overall
         for (axis, size), probe in self._at_sizes.items():
             if self._missed(axis, size, probe):
-                known |= {axis: size, "passed": False}
-                return replace(_parity([probe], self.tolerance), **known)
-        return whole
+                facts |= {axis: size, "passed": False}
+                return replace(_parity([probe], self.tolerance), **facts)
+        return overall
 
     def _sizes(self, axis: Axis) -> list[int]:
         return [size for name, size in self._at_sizes if name == axis]
@@ -822,7 +824,7 @@ class Comparison:
         They do if they are too far off, choose differently too often, or choose differently between
         scores so far apart that rounding is not the reason, unlike any input at the usual size.
         Tokens that choose differently with another number of tokens are not compared, so only a few
-        may, at each number.
+        may do so at each number.
         """
         bounds, usual = self.tolerance, _by_output(self._results)
         far = max(*(part.margin for part in self._results), bounds.tie * _FAR_APART[axis])
@@ -851,32 +853,32 @@ class Comparison:
         if flips is not None:
             agreement = _parity(self._results, self.tolerance).routing_agreement
             agreement -= flips / sum(part.choices for part in parts)
-        differing = probe.whole[0] > 0 and (pooled.whole_differing or 0.0) > 1 - least
+        differing = probe.integers[0] > 0 and (pooled.whole_differing or 0.0) > 1 - least
         return differing or (agreement < least and probe.first is not None)
 
 
-def _as_recorded(name: str, array: np.ndarray, wanted: tuple[int, ...]) -> np.ndarray | None:
+def _as_recorded(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
     """A layer's choices in the graph, in the shape of the reference.
 
-    None if a layer gets tokens one by one, and not the same ones: then only values are compared.
+    None if a layer gets tokens one by one, but not the same ones: then only values are compared.
     """
-    of_tokens = len(wanted) > array.ndim
-    if len(wanted) == len("smn1") and array.shape[-1:] == wanted[-2:-1]:
+    of_tokens = len(shape) > array.ndim
+    if len(shape) == len("smn1") and array.shape[-1:] == shape[-2:-1]:
         array = by_expert(array)
     # A single token, for which the layer in PyTorch has no axis.
-    if array.shape == (wanted[0], 1, *wanted[1:]):
+    if array.shape == (shape[0], 1, *shape[1:]):
         array = array[:, 0]
-    same_k = array.ndim > 0 and array.shape[-1] == wanted[-1]
-    if not same_k or not (of_tokens or array.shape == wanted):
-        raise ParityError(f"layer {name}: choices {array.shape} for {wanted} in the reference")
-    if array.size != math.prod(wanted):
+    same_k = array.ndim > 0 and array.shape[-1] == shape[-1]
+    if not same_k or not (of_tokens or array.shape == shape):
+        raise ParityError(f"layer {name}: choices {array.shape} for {shape} in the reference")
+    if array.size != math.prod(shape):
         return None
-    array = array.reshape(wanted)
+    array = array.reshape(shape)
     return array if has_coefficients(array) else np.sort(array, axis=-1)
 
 
 def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
-    """The verdict over all parts."""
+    """The result over all parts."""
     samples = sum(part.samples for part in parts)
     tokens = any(part.by_token for part in parts)
     choices = sum(part.choices for part in parts)
@@ -884,11 +886,11 @@ def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
     tied = sum(part.tied for part in parts)
     everything = Distance.of([part.everything for part in parts])
     outputs = _by_output(parts)
-    if tokens and not outputs[0].inputs:  # every input has a token that chose otherwise
+    if tokens and not outputs[0].inputs:  # every input has a token that chose differently
         outputs = (everything,)
     same = max(outputs, key=lambda output: (not output.within(bounds), output.max_rel))
-    numbers = sum(part.whole[1] for part in parts)
-    wrong = sum(part.whole[0] for part in parts) / numbers if numbers else None
+    numbers = sum(part.integers[1] for part in parts)
+    wrong = sum(part.integers[0] for part in parts) / numbers if numbers else None
     apart = _Rounding.times([part.rounding for part in parts if part.rounding is not None])
     return Parity(
         max_abs=same.max_abs,
@@ -957,7 +959,7 @@ class _PartResult:
     everything: Distance
     untouched_cosine: float
     rounding: _Rounding | None
-    whole: tuple[int, int]
+    integers: tuple[int, int]
     """The count of numbers that differ in outputs of whole numbers, and the count of all."""
 
 
@@ -978,37 +980,37 @@ def _part_result(
     differs = {name: _different(sets[name], expected.selected[name], tolerance) for name in sets}
     margins = {name: expected.margin[name].reshape(differs[name].shape) for name in sets}
     wrong = {name: differs[name] & (margins[name] > tolerance.tie) for name in sets}
-    ties, misses, apart = (np.zeros(len(expected.x), dtype=bool) for _ in range(3))
+    ties, misses, different = (np.zeros(len(expected.x), dtype=bool) for _ in range(3))
     first: str | None = None
     margin = 0.0
     for name in sets:
-        fresh = differs[name] & ~(ties | misses)[:, None]
-        margin = max(margin, float(margins[name][fresh].max(initial=0.0)))
-        missed = (fresh & wrong[name]).any(axis=1)
+        new = differs[name] & ~(ties | misses)[:, None]
+        margin = max(margin, float(margins[name][new].max(initial=0.0)))
+        missed = (new & wrong[name]).any(axis=1)
         if first is None and missed.any():
             first = name
-        ties |= fresh.any(axis=1) & ~missed
+        ties |= new.any(axis=1) & ~missed
         misses |= missed
-        apart |= differs[name].any(axis=1)
-    choices, of_input = misses.size, misses.astype(int)
+        different |= differs[name].any(axis=1)
+    choices, wrong_by_input = misses.size, misses.astype(int)
     same, tied = ~(ties | misses), int(ties.sum())
     by_token = tolerance.routing < 1.0 and any(chosen.ndim > 2 for chosen in sets.values())
     if by_token:
-        counted = {name: places(expected.selected[name], sets[name]) for name in sets}
+        counted = {name: counted_choices(expected.selected[name], sets[name]) for name in sets}
         choices = sum(int(mask.sum()) for mask in counted.values())
-        of_input = sum((counted[name] & wrong[name]).sum(axis=1) for name in sets)
+        wrong_by_input = sum((counted[name] & wrong[name]).sum(axis=1) for name in sets)
         same = _same_tokens([*differs.values()], expected.y.shape)
         tied = sum(int((differs[name] & ~wrong[name]).sum()) for name in differs)
-    # Classes and masks are never nearly right, so those that differ are counted.
+    # Classes and masks are never nearly correct, so those that differ are counted.
     samples = np.logical_and.reduce(same.reshape(len(y), -1), axis=1)
-    whole = [(a[samples], b[samples]) for a, b in outputs if a.dtype.kind != "f"]
+    integers = [(a[samples], b[samples]) for a, b in outputs if a.dtype.kind != "f"]
     overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
     return _PartResult(
         samples=len(y),
         ties=int(ties.sum()),
-        differing=int(apart.sum()),
+        differing=int(different.sum()),
         choices=choices,
-        wrong=of_input,
+        wrong=wrong_by_input,
         tied=tied,
         by_token=by_token,
         first=first,
@@ -1022,19 +1024,19 @@ def _part_result(
         everything=distance(expected.y, y, np.ones(len(y), dtype=bool)),
         untouched_cosine=float(cosines(y, expected.dense).min(initial=1.0)),
         rounding=_Rounding.of(expected, y, sets, tolerance),
-        whole=(sum(int((a != b).sum()) for a, b in whole), sum(a.size for a, b in whole)),
+        integers=(sum(int((a != b).sum()) for a, b in integers), sum(a.size for a, b in integers)),
     )
 
 
 def _same_tokens(differs: Sequence[np.ndarray], output: tuple[int, ...]) -> np.ndarray:
     """The tokens to compare if each token chooses for itself and some may differ.
 
-    They are the tokens [s, m] that chose alike in every layer, if outputs of this shape have these
-    tokens; otherwise the samples [s] in which all tokens did.
+    They are the tokens [s, m] with the same choice in every layer, if outputs of this shape have
+    these tokens; otherwise the samples [s] in which all tokens have.
     """
     tokens = all(mask.shape == output[:2] and len(output) > mask.ndim for mask in differs)
-    each_alike = [~mask if tokens else ~mask.any(axis=1) for mask in differs]
-    same: np.ndarray = np.logical_and.reduce(each_alike)
+    masks = [~mask if tokens else ~mask.any(axis=1) for mask in differs]
+    same: np.ndarray = np.logical_and.reduce(masks)
     return same
 
 
@@ -1042,12 +1044,12 @@ def _same_tokens(differs: Sequence[np.ndarray], output: tuple[int, ...]) -> np.n
 class Distance:
     """How far one output is off for each input [s]: the largest difference, and the cosine.
 
-    `own` is the largest expected number of each input, and `numbers` the count of its numbers.
-    `counted` marks inputs of which some number was compared.
+    `peak` is the largest expected absolute value of each input, and `numbers` the count of values.
+    `counted` marks inputs of which any value was compared.
     """
 
     off: np.ndarray
-    own: np.ndarray
+    peak: np.ndarray
     cosine: np.ndarray
     counted: np.ndarray
     numbers: int
@@ -1055,15 +1057,15 @@ class Distance:
     def scale(self) -> np.ndarray:
         """Returns the scale of each input's difference: its own largest absolute value.
 
-        An output of few numbers has at least the median scale, and one of zeros that of quiet
-        inputs: the largest number of all would hide differences in the others.
+        An output of few numbers has at least the median scale, and one of zeros the scale of quiet
+        inputs: the largest value of all inputs would hide their differences.
         """
-        some = self.own[self.counted & (self.own > 0)]
-        if not some.size:
-            return np.ones_like(self.own)
-        quiet = float(np.quantile(some, 0.1))
-        least = float(np.median(some)) if self.numbers < FEW_NUMBERS else SILENT * quiet
-        return np.maximum(np.where(self.own > 0, self.own, quiet), least)
+        peaks = self.peak[self.counted & (self.peak > 0)]
+        if not peaks.size:
+            return np.ones_like(self.peak)
+        quiet = float(np.quantile(peaks, 0.1))
+        least = float(np.median(peaks)) if self.numbers < FEW_NUMBERS else MIN_SCALE * quiet
+        return np.maximum(np.where(self.peak > 0, self.peak, quiet), least)
 
     @property
     def inputs(self) -> int:
@@ -1086,8 +1088,8 @@ class Distance:
     @property
     def loudness(self) -> tuple[float, float]:
         """The largest number of the quietest input and of the loudest."""
-        own = self.own[self.counted]
-        return float(own.min(initial=np.inf)) if own.size else 0.0, float(own.max(initial=0.0))
+        peaks = self.peak[self.counted]
+        return (float(peaks.min()), float(peaks.max())) if peaks.size else (0.0, 0.0)
 
     @property
     def least_cosine(self) -> float:
@@ -1101,19 +1103,19 @@ class Distance:
     def within_outliers(self, bounds: Tolerance) -> bool:
         """Whether each input is within the bounds of an outlier."""
         largest = float(self._beyond(bounds.atol).max(initial=0.0))
-        loud = self.counted & (self.own >= self.scale())
+        loud = self.counted & (self.peak >= self.scale())
         # A few numbers have no clear direction.
-        turned = self.numbers >= FEW_NUMBERS and (self.cosine[loud] < bounds.least_cosine).any()
-        return largest <= bounds.outlier * bounds.rtol and not turned
+        rotated = self.numbers >= FEW_NUMBERS and (self.cosine[loud] < bounds.least_cosine).any()
+        return largest <= bounds.outlier * bounds.rtol and not rotated
 
     def near(self, usual: Distance, bounds: Tolerance) -> bool:
         """Whether a few inputs with another number of tokens are not too far off.
 
-        They may be further off if the worst ones at the usual number also are.
+        They may be further off if the worst ones at the usual number are as well.
         """
         largest = float(self._beyond(bounds.atol).max(initial=0.0))
-        most = max(OUTLIER_AT_TOKENS * bounds.rtol, FURTHER_AT_TOKENS * usual.max_rel)
-        return largest <= most and self.within_outliers(bounds)
+        limit = max(OUTLIER_AT_TOKENS * bounds.rtol, FURTHER_AT_TOKENS * usual.max_rel)
+        return largest <= limit and self.within_outliers(bounds)
 
     def _beyond(self, atol: float = 0.0) -> np.ndarray:
         """The difference of each counted input beyond `atol`, in its scale."""
@@ -1123,7 +1125,7 @@ class Distance:
     def like(self, other: Distance, rows: np.ndarray, bounds: Tolerance) -> bool:
         """Whether inputs in another batch are within the bounds, or as far off as in the usual one.
 
-        They are these `rows` of `other`, which has their scales: a few rows are too few for that.
+        They are these `rows` of `other`, whose scales are used: a few rows have no reliable scales.
         """
         allowed, off = bounds.atol + bounds.rtol * other.scale()[rows], other.off[rows]
         return bool((self.off <= np.where(off > allowed, OUTLIER_IN_A_BATCH * off, allowed)).all())
@@ -1133,7 +1135,7 @@ class Distance:
         """Returns the distance over the inputs of all parts."""
         joined = {
             name: np.concatenate([getattr(part, name) for part in parts])
-            for name in ("off", "own", "cosine", "counted")
+            for name in ("off", "peak", "cosine", "counted")
         }
         return Distance(**joined, numbers=min(part.numbers for part in parts))
 
@@ -1152,14 +1154,14 @@ def distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> Distance:
     """
     if expected.dtype.kind != "f":
         expected = y = np.zeros(expected.shape)
-    spread = same.reshape(*same.shape, *(1,) * (y.ndim - same.ndim))
-    actual = np.where(spread, y, 0.0).astype(np.float64).reshape(len(y), -1)
-    wanted = np.where(spread, expected, 0.0).astype(np.float64).reshape(len(y), -1)
-    off = np.abs(actual - wanted).max(axis=1, initial=0.0)
+    mask = same.reshape(*same.shape, *(1,) * (y.ndim - same.ndim))
+    actual = np.where(mask, y, 0.0).astype(np.float64).reshape(len(y), -1)
+    reference = np.where(mask, expected, 0.0).astype(np.float64).reshape(len(y), -1)
+    off = np.abs(actual - reference).max(axis=1, initial=0.0)
     return Distance(
         off=np.where(np.isfinite(off), off, np.inf),
-        own=np.abs(wanted).max(axis=1, initial=0.0),
-        cosine=cosines(actual, wanted),
+        peak=np.abs(reference).max(axis=1, initial=0.0),
+        cosine=cosines(actual, reference),
         counted=np.asarray(same.reshape(len(y), -1).any(axis=1)),
         numbers=actual.shape[1],
     )
@@ -1168,7 +1170,7 @@ def distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> Distance:
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns the cosine of each sample's outputs, [s, …], [s, …] → [s], in float64.
 
-    1 if both are zero, 0 if one is, or if a number is not finite.
+    It is 1 if both are zero, and 0 if only one is or if a number is not finite.
     """
     a, b = (part.reshape(len(part), -1).astype(np.float64) for part in (a, b))
     zero = ~a.any(axis=1) & ~b.any(axis=1)
@@ -1181,8 +1183,8 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _jaccard(actual: np.ndarray, expected: np.ndarray) -> float:
     """The mean overlap of two choices: of sets of experts [s, k], or of non-zero coefficients."""
     if has_coefficients(expected):
-        one, other = actual > 0, expected > 0
-        shares = (one & other).sum(axis=-1) / np.maximum(1, (one | other).sum(axis=-1))
+        a, b = actual > 0, expected > 0
+        shares = (a & b).sum(axis=-1) / np.maximum(1, (a | b).sum(axis=-1))
         return float(shares.mean())
     k = expected.shape[-1]
     return float(jaccard(actual.reshape(-1, k), expected.reshape(-1, k)).mean())
@@ -1207,16 +1209,16 @@ def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -
             off = np.where((actual > 0) == (expected > 0), 0.0, off)
         different: np.ndarray = (off > tolerance.coefficient).any(axis=-1)
         return different
-    other: np.ndarray = (actual != expected).any(axis=-1)
-    return other.reshape(len(other), -1)
+    unequal: np.ndarray = (actual != expected).any(axis=-1)
+    return unequal.reshape(len(unequal), -1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rounding:
     """How far a graph is from the results of the same rounding, and how far those are from PyTorch.
 
-    Both have the largest difference of an output, the sum of squares, and the number of choices
-    that differ; `scale` has the first two for the outputs themselves, and the number of choices.
+    `off` and `own` have the largest difference of an output, the sum of squares, and the number of
+    choices that differ; `scale` has those of the outputs themselves, and the number of choices.
     """
 
     off: tuple[float, float, float]
@@ -1238,16 +1240,16 @@ class _Rounding:
             return None
         exact, half = all(part.exact for part in parts), all(part.half for part in parts)
         factor = 0.0
-        single = float(np.finfo(np.float32).eps) if exact else TOLERANCES["fp32"].rtol
-        combined: tuple[Callable[[list[float]], float], ...] = (max, _length, math.fsum)
-        combined = combined[:2] if exact else combined
-        for index, combine in enumerate(combined):
+        epsilon = float(np.finfo(np.float32).eps) if exact else TOLERANCES["fp32"].rtol
+        measures: tuple[Callable[[list[float]], float], ...] = (max, _root_of_sum, math.fsum)
+        measures = measures[:2] if exact else measures
+        for index, combine in enumerate(measures):
             off, own, scale = (
                 combine([row[index] for row in column])
                 for column in zip(*((p.off, p.own, p.scale) for p in parts), strict=True)
             )
             chosen = combine is math.fsum
-            slack = max(1.0, CHOICES_BY_CHANCE * scale) if chosen else single * scale
+            slack = max(1.0, CHOICES_BY_CHANCE * scale) if chosen else epsilon * scale
             if not np.isfinite(off):
                 return float("inf")
             if half and combine is max and off <= float(np.finfo(np.float16).eps) * scale:
@@ -1259,34 +1261,34 @@ class _Rounding:
     def of(
         expected: Reference, y: np.ndarray, sets: Mapping[str, np.ndarray], tolerance: Tolerance
     ) -> _Rounding | None:
-        """Compares all choices, and the outputs of inputs whose choices are all alike.
+        """Compares all choices, and the outputs of inputs whose choices are all the same.
 
-        None without a record.
+        None without `rounded` results.
         """
         rounded = expected.rounded
         if rounded is None:
             return None
 
-        def differing(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> np.ndarray:
+        def differing(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> np.ndarray:
             """The number of choices that differ, for each input."""
             count = np.zeros(len(y))
-            for name in one.keys() & other.keys():
-                count += _different(one[name], other[name], tolerance).sum(axis=1)
+            for name in a.keys() & b.keys():
+                count += _different(a[name], b[name], tolerance).sum(axis=1)
             return count
 
-        others, own = (
+        flips, own_flips = (
             differing(sets, rounded.selected),
             differing(rounded.selected, expected.selected),
         )
-        alike, exact = others == 0, own == 0
+        same, exact = flips == 0, own_flips == 0
         if not exact.any():  # each input has a token whose choice rounding changes
             exact = ~exact
         common = sets.keys() & rounded.selected.keys()
-        made = sum(int(places(rounded.selected[name], sets[name]).sum()) for name in common)
+        masks = (counted_choices(rounded.selected[name], sets[name]) for name in common)
         return _Rounding(
-            off=(*_size(y[alike], rounded.y[alike]), float(others.sum())),
-            own=(*_size(rounded.y[exact], expected.y[exact]), float(own.sum())),
-            scale=(*_size(rounded.y), float(made)),
+            off=(*_size(y[same], rounded.y[same]), float(flips.sum())),
+            own=(*_size(rounded.y[exact], expected.y[exact]), float(own_flips.sum())),
+            scale=(*_size(rounded.y), float(sum(int(mask.sum()) for mask in masks))),
             exact=rounded.exact,
             half=tolerance.roundings < 1.0 and rounded.half,
         )
@@ -1298,5 +1300,5 @@ def _size(y: np.ndarray, less: np.ndarray | float = 0.0) -> tuple[float, float]:
     return float(np.abs(off).max(initial=0.0)), float((off**2).sum()) / max(1, len(y))
 
 
-def _length(squares: Sequence[float]) -> float:
+def _root_of_sum(squares: Sequence[float]) -> float:
     return math.sqrt(math.fsum(squares))

@@ -1,4 +1,4 @@
-"""`README.md` in a bundle, for people who only have the folder."""
+"""`README.md` in a bundle, for people who have only the folder."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ def with_readme(directory: Path, manifest: Manifest, steps: Iterable[Step] = ())
 
     Returns the manifest with the page as its last file.
     """
-    place = directory / README_FILE
-    place.write_text(readme(manifest, tuple(steps)), encoding="utf-8", newline="\n")
-    return replace(manifest, files={**manifest.files, README_FILE: FileRecord.of(place)})
+    path = directory / README_FILE
+    path.write_text(readme(manifest, tuple(steps)), encoding="utf-8", newline="\n")
+    return replace(manifest, files={**manifest.files, README_FILE: FileRecord.of(path)})
 
 
 def readme(manifest: Manifest, steps: Sequence[Step] = ()) -> str:
-    """Returns the page: the model, its origin, its checks, how to run it, files.
+    """Returns the page: the model, its origin, its checks, how to run it, and its files.
 
     `steps` describe the files that they added, and their results.
     """
     source = manifest.source
     contents = CONTENTS | {name: text for step in steps for name, text in step.contents.items()}
-    computed = {layer.name: _computed(layer) for layer in manifest.layers}
+    computed = {layer.name: _computed_text(layer) for layer in manifest.layers}
     edits = Edits.from_records(manifest.edits, MANIFEST_FILE)
     merged = {merge.layer: "merged into one" for merge in edits.merged}
-    chosen = _chosen([text for name, text in computed.items() if name not in merged])
+    chosen = _title_text([text for name, text in computed.items() if name not in merged])
     selects = any(layer.k is None or layer.k < layer.experts for layer in manifest.layers)
     layers = [
         (
-            markdown_text(e.name),
-            e.kind,
-            merged.get(e.name, computed[e.name]),
-            e.lowering,
-            e.precision,
+            markdown_text(layer.name),
+            layer.kind,
+            merged.get(layer.name, computed[layer.name]),
+            layer.lowering,
+            layer.precision,
         )
-        for e in manifest.layers
+        for layer in manifest.layers
     ]
     files = [
-        (f"`{name}`", f"{record.bytes:,}", contents.get(name) or _content(manifest, name))
+        (f"`{name}`", f"{record.bytes:,}", contents.get(name) or _content_text(manifest, name))
         for name, record in manifest.files.items()
     ]
     together = manifest.together
@@ -82,21 +82,21 @@ def readme(manifest: Manifest, steps: Sequence[Step] = ()) -> str:
         * selects,
         f"It was made from weights of the family `{source.family}` (SHA-256 `{source.sha256}`)"
         + (f" with {markdown_text(config)}." if config else "."),
-        *_edited(edits),
+        *_edits_text(edits),
         markdown(("layer", "kind", "experts", "lowering", "precision"), layers),
         *(text for step in steps for text in step.page(manifest)),
         "## Checked against PyTorch",
-        _parity(manifest),
-        *_where(manifest),
+        _parity_text(manifest),
+        *_checked_on(manifest),
         *(["\n".join(f"- {note}" for note in notes)] if notes else ()),
         *engines,
         "## Run the graph" if engines else "## Run it",
         _program(manifest),
-        f"Input {_ports(manifest.inputs)}, output {_ports(manifest.outputs)}; named axes may have "
-        f"any size{multiples}. `moexport run` and `moexport verify` do the "
+        f"Input {_listed(manifest.inputs)}, output {_listed(manifest.outputs)}; named axes may "
+        f"have any size{multiples}. `moexport run` and `moexport verify` do the "
         "same from a shell."
-        + (f" {ROUTING}" if any("/" in port.name for port in manifest.outputs) else "")
-        + (f" {CACHE}" if any(port.default == "empty" for port in manifest.inputs) else ""),
+        + (f" {ROUTING}" if any("/" in spec.name for spec in manifest.outputs) else "")
+        + (f" {CACHE}" if any(spec.default == "empty" for spec in manifest.inputs) else ""),
         "## Files",
         markdown(
             ("file", "bytes", "content"),
@@ -106,8 +106,8 @@ def readme(manifest: Manifest, steps: Sequence[Step] = ()) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _computed(layer: LayerRecord) -> str:
-    """The number of computed experts: `4 of 16`, or of the kept ones if some were dropped."""
+def _computed_text(layer: LayerRecord) -> str:
+    """The number of computed experts: `4 of 16`; if some were dropped, of the kept ones."""
     kept = layer.kept if layer.k else K_INPUT
     if layer.trained is None:
         return f"{kept} of {layer.of_experts}"
@@ -115,19 +115,19 @@ def _computed(layer: LayerRecord) -> str:
     return dropped if layer.k == layer.experts else f"{kept} of the {dropped} that stay"
 
 
-def _chosen(each: Sequence[str]) -> str:
+def _title_text(computed: Sequence[str]) -> str:
     """The number of computed experts in all layers, for the title."""
-    different = list(dict.fromkeys(each))
+    different = list(dict.fromkeys(computed))
     if len(different) < 2:
-        one = "".join(different).replace(f"{K_INPUT} of", "any k of")
-        one = one if one.startswith("any") else f"k = {one}"
-        return f"{one} experts per input" if different else "experts merged"
+        text = "".join(different).replace(f"{K_INPUT} of", "any k of")
+        text = text if text.startswith("any") else f"k = {text}"
+        return f"{text} experts per input" if different else "experts merged"
     if len(different) > 3:
         different = [f"{different[0]} to {different[-1]}"]
     return f"k = {' and '.join(different)} experts, by layer"
 
 
-def _edited(edits: Edits) -> Iterator[str]:
+def _edits_text(edits: Edits) -> Iterator[str]:
     """The differences between the model and its weights."""
     if edits:
         lines = "\n".join(f"- {markdown_text(text)}" for text in edits.texts())
@@ -143,7 +143,7 @@ CACHE = (
 )
 
 
-def _content(manifest: Manifest, name: str) -> str:
+def _content_text(manifest: Manifest, name: str) -> str:
     for graph in manifest.graphs:
         if graph.file == name:
             lowerings = ", ".join(sorted({*graph.lowerings.values()}))
@@ -163,26 +163,26 @@ def _content(manifest: Manifest, name: str) -> str:
     return engine_files(manifest).get(name, "added by a plugin")
 
 
-def _least_shape(port: TensorSpec) -> str:
-    """The smallest sizes of a port: the fewest inputs, one token, an empty cache."""
-    least = {PAST_AXIS: 0, "batch": port.groups_of or 1}
+def _least_shape(spec: TensorSpec) -> str:
+    """The smallest shape of an input: the fewest inputs, one token, an empty cache."""
+    smallest = {PAST_AXIS: 0, "batch": spec.groups_of or 1}
     return ", ".join(
-        str(size if isinstance(size, int) else least.get(size, 1)) for size in port.shape
+        str(size if isinstance(size, int) else smallest.get(size, 1)) for size in spec.shape
     )
 
 
-def _ports(ports: Sequence[TensorSpec]) -> str:
-    """The main port and a network's further ones, without cache and routing."""
-    others = (p for p in ports[1:] if p.default is None and p.name != K_INPUT)
-    own = (p for p in others if "/" not in p.name and not p.name.startswith(f"{PRESENT}."))
-    return ", ".join(map(_port, (ports[0], *own)))
+def _listed(specs: Sequence[TensorSpec]) -> str:
+    """The first input or output and the network's others, without cache and routing."""
+    others = (p for p in specs[1:] if p.default is None and p.name != K_INPUT)
+    shown = (p for p in others if "/" not in p.name and not p.name.startswith(f"{PRESENT}."))
+    return ", ".join(map(_spec_text, (specs[0], *shown)))
 
 
-def _port(port: TensorSpec) -> str:
-    return f"`{port.name}`: {port.dtype} {shape_text(port.shape)}"
+def _spec_text(spec: TensorSpec) -> str:
+    return f"`{spec.name}`: {spec.dtype} {shape_text(spec.shape)}"
 
 
-def _parity(manifest: Manifest) -> str:
+def _parity_text(manifest: Manifest) -> str:
     record = manifest.parity
     if record is None:
         return "**Not checked**: it was exported with `--no-verify`."
@@ -197,16 +197,16 @@ ON_OTHER_CPUS = (
 )
 
 
-def _where(manifest: Manifest) -> Iterator[str]:
+def _checked_on(manifest: Manifest) -> Iterator[str]:
     """The CPUs on which the precision was checked, and the memory for one input."""
     cpu = manifest.environment.get("cpu", {})
     names = ", ".join(cpu.get("instructions", ()))
     machine = f"{cpu.get('architecture', 'this machine')}" + (f" with {names}" if names else "")
     if manifest.parity is not None:
-        same = f" {ON_OTHER_CPUS}" * (
+        elsewhere = f" {ON_OTHER_CPUS}" * (
             for_cpus(manifest.target) and manifest.precision in ("fp32", "fp16", "int8")
         )
-        yield f"It was checked on {machine}.{same} `moexport verify` checks it anywhere else."
+        yield f"It was checked on {machine}.{elsewhere} `moexport verify` checks it anywhere else."
     if not for_cpus(manifest.target):
         yield "**Never run on a GPU**: it is for one, but an export compares graphs on the CPU."
     if manifest.peak_memory_bytes is not None:
@@ -221,10 +221,10 @@ def _program(manifest: Manifest) -> str:
     k = max(1, min(manifest.experts.values()) // 4)
     feeds = [
         f'"{K_INPUT}": np.array([{k}], "int64")'
-        if port.name == K_INPUT
-        else f'"{port.name}": np.{"ones" if port.default == "ones" else "zeros"}'
-        f'(({_least_shape(port)}), "{port.dtype}")'
-        for port in manifest.inputs
+        if spec.name == K_INPUT
+        else f'"{spec.name}": np.{"ones" if spec.default == "ones" else "zeros"}'
+        f'(({_least_shape(spec)}), "{spec.dtype}")'
+        for spec in manifest.inputs
     ]
     feed = ", ".join(feeds) if len(feeds) < 3 else "\n    " + ",\n    ".join(feeds) + ",\n"
     file, output = manifest.graphs[0].file, manifest.outputs[0].name
@@ -234,15 +234,15 @@ def _program(manifest: Manifest) -> str:
     provider = CPU if for_cpus(manifest.target) else CUDA
     options, arguments = "", "providers="
     if manifest.precision == "int4" and provider == CPU:
-        # On ARM its kernels for integer rows are less accurate (`session.NO_KLEIDIAI`).
+        # KleidiAI's kernels on ARM are less accurate (`session.NO_KLEIDIAI`).
         options, arguments = _with_entry(*NO_KLEIDIAI), "options, "
     if manifest.precision == "int8" and manifest.target.startswith("tensorrt"):
-        # Its fusion of QuantizeLinear and DequantizeLinear is wrong for experts in one tensor.
+        # ONNX Runtime fuses QuantizeLinear and DequantizeLinear wrongly for experts in one tensor.
         options, arguments = _with_entry("session.disable_quant_qdq", "1"), "options, "
-    where = f'{arguments}["{provider}"]'
+    session_arguments = f'{arguments}["{provider}"]'
     return (
         f"```python\nimport numpy as np, onnxruntime\n{options}"
-        f'session = onnxruntime.InferenceSession("{file}", {where})\n'
+        f'session = onnxruntime.InferenceSession("{file}", {session_arguments})\n'
         f'(y,) = session.run(["{output}"], {{{feed}}})\n```'
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -63,22 +63,22 @@ def run(
     fewest = min(record.experts.values())
     if k is not None and not 1 <= k <= fewest:
         raise UsageError(f"--k {k}: the model has {fewest} experts", hint=f"use 1 ≤ k ≤ {fewest}")
-    port = record.inputs[0]
-    total = count(str(input_file), port.name)
+    spec = record.inputs[0]
+    total = count(str(input_file), spec.name)
     _check_groups(options.batch_size, total, record.together, input_file)
-    feed = in_batches(_checked_parts(input_file, port), _sizes(record, options, total))
+    feed = in_batches(_checked_parts(input_file, spec), _sizes(record, options, total))
     first = next(feed, None)
     if first is None:
         raise FeedError(f"{input_file} contains no inputs")
-    others = _further(input_file, record.inputs[1:], total)
+    others = _others(input_file, record.inputs[1:], total)
     session = _opened(opened, options, first, k)
     progress.step(f"running {bundle_path.name}", total=total, unit="inputs")
-    names = _written(record)
+    names = _written_outputs(record)
     with whole_file(output_file) as partial, _Rows(partial, names[0], total) as rows:
         done = 0
         for x in chain([first], feed):
-            further = {name: array[done : done + len(x)] for name, array in others.items()}
-            rows.add(session.run({port.name: x, **further} if further else x, k, names))
+            extra = {name: array[done : done + len(x)] for name, array in others.items()}
+            rows.add(session.run({spec.name: x, **extra} if extra else x, k, names))
             progress.advance(len(x))
             done += len(x)
         if total is not None and done != total:
@@ -86,14 +86,14 @@ def run(
     return Outputs(rows.shapes.pop(names[0]), rows.not_finite, rows.shapes)
 
 
-def _written(record: Manifest) -> list[str]:
+def _written_outputs(record: Manifest) -> list[str]:
     """The outputs to write: all but the cache.
 
     Routing is written only if the graph has scores, or coefficients of a layer that keeps all
     experts.
     """
     layers = {layer.name: layer.k == layer.experts for layer in record.layers}
-    names = [port.name for port in record.outputs]
+    names = [spec.name for spec in record.outputs]
     chosen = {name for graph in record.graphs for name in graph.selected.values()}
     scores = any(
         layers.get(n.rpartition("/")[0], False) if n in chosen else is_score(n, layers)
@@ -128,9 +128,9 @@ def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -
         )
     assert options.engine is not None
     # Impossible runs are refused before anything is loaded, even on a machine without a GPU.
-    port = bundle.manifest.inputs[0]
+    spec = bundle.manifest.inputs[0]
     record = bundle.engine_record(options.engine, options.graph)
-    check_array(x, port)
+    check_array(x, spec)
     record.check_fits(x.shape, k)
     return bundle.engine(
         options.engine,
@@ -155,7 +155,7 @@ def _check_groups(size: int | None, total: int | None, together: int, source: Pa
 def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRange:
     """The batch sizes: smallest, usual and largest."""
     known, size = record.batches, options.batch_size
-    if not options.runs_graph:  # an engine's profiles limit it
+    if not options.runs_graph:  # an engine's profiles limit the batch
         usual = size or total or known.max
         return AxisRange(1, usual, usual)
     if size is not None and not known.min <= size <= known.max:
@@ -166,16 +166,16 @@ def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRang
     return AxisRange(known.min, size or known.max, known.max)
 
 
-def _further(path: Path, ports: Sequence[TensorSpec], total: int | None) -> dict[str, np.ndarray]:
-    """The inputs in a file other than the first; missing ones have defaults."""
+def _others(path: Path, specs: Sequence[TensorSpec], total: int | None) -> dict[str, np.ndarray]:
+    """All inputs in a file except the first; missing ones have defaults."""
     if path.suffix != ".npz":
         return {}
     names = set(npz_names(path))
-    arrays = {port.name: npz_array(path, port.name) for port in ports if port.name in names}
-    for port in ports:
-        if port.default == "zeros" and port.name in arrays and arrays[port.name].ndim == 1:
-            strengths = arrays[port.name]  # one strength for all inputs
-            arrays[port.name] = np.broadcast_to(strengths, (total or 1, len(strengths)))
+    arrays = {spec.name: npz_array(path, spec.name) for spec in specs if spec.name in names}
+    for spec in specs:
+        if spec.default == "zeros" and spec.name in arrays and arrays[spec.name].ndim == 1:
+            strengths = arrays[spec.name]  # the same strengths for all inputs
+            arrays[spec.name] = np.broadcast_to(strengths, (total or 1, len(strengths)))
     for name, array in arrays.items():
         if total is not None and len(array) != total:
             raise FeedError(
@@ -185,10 +185,10 @@ def _further(path: Path, ports: Sequence[TensorSpec], total: int | None) -> dict
     return arrays
 
 
-def _checked_parts(path: Path, port: TensorSpec) -> Iterator[np.ndarray]:
-    """The inputs of a feed, a few at a time; they must stack, since none may be left out."""
+def _checked_parts(path: Path, spec: TensorSpec) -> Iterator[np.ndarray]:
+    """The inputs of a feed, a few at a time; they must stack: none may be left out."""
     shape: tuple[int, ...] | None = None
-    for part in batches(path, port.name):
+    for part in batches(path, spec.name):
         shape = part.shape[1:] if shape is None else shape
         if part.shape[1:] != shape:
             shapes = ", ".join(map(str, sorted({part.shape[1:], shape})))
@@ -196,40 +196,40 @@ def _checked_parts(path: Path, port: TensorSpec) -> Iterator[np.ndarray]:
                 f"{path}: the arrays do not stack; their inputs have the shapes {shapes}",
                 hint="run inputs of each size separately",
             )
-        x = with_axes(part, port)
+        x = with_axes(part, spec)
         # The length is not checked: these parts are divided into batches.
-        check_array(x, replace(port, shape=("batch", *port.shape[1:])))
+        check_array(x, replace(spec, shape=("batch", *spec.shape[1:])))
         yield x
 
 
 def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.ndarray]:
-    """Yields inputs in batches of the usual size; the last ones are balanced, so none is too small.
+    """Yields inputs in batches of the usual size; the last ones are balanced: none is too small.
 
     Raises `FeedError` if the inputs cannot be divided into batches of these sizes.
     """
     first = next(parts, None)
     if first is None:
         return
-    rest = first[:0]
+    tail = first[:0]
     fields = ({INPUT: part} for part in chain([first], parts))
     for batch in (part[INPUT] for part in rebatched(fields, sizes.opt)):
-        if len(rest) and len(batch) < sizes.min:
-            rest = np.concatenate((rest, batch))
+        if len(tail) and len(batch) < sizes.min:
+            tail = np.concatenate((tail, batch))
             continue
-        if len(rest):
-            yield rest
-        rest = batch
-    # the caller checks these
-    if not len(rest) or sizes.fixed or sizes.min <= len(rest) <= sizes.opt:
-        yield rest
-    elif len(rest) >= 2 * sizes.min:
-        yield rest[: -sizes.min]
-        yield rest[-sizes.min :]
-    elif sizes.min <= len(rest) <= sizes.max:
-        yield rest
+        if len(tail):
+            yield tail
+        tail = batch
+    # the caller checks the batch
+    if not len(tail) or sizes.fixed or sizes.min <= len(tail) <= sizes.opt:
+        yield tail
+    elif len(tail) >= 2 * sizes.min:
+        yield tail[: -sizes.min]
+        yield tail[-sizes.min :]
+    elif sizes.min <= len(tail) <= sizes.max:
+        yield tail
     else:
         raise FeedError(
-            f"{len(rest)} inputs are left, but the bundle was exported for batches of {sizes.min} "
+            f"{len(tail)} inputs are left, but the bundle was exported for batches of {sizes.min} "
             f"to {sizes.max}",
             hint="give a number of inputs that such batches can divide, or export again with "
             "--batch 1:8:32",
@@ -239,8 +239,8 @@ def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nda
 class _Rows:
     """An `.npz` archive of arrays that grow by rows; a context manager that completes it.
 
-    If the number of rows is known, those of the array `name` are written as they come. Others are
-    kept until the end, since an archive stores one array after the other.
+    If the number of rows is known, those of the array `name` are written as they arrive. Other
+    arrays are kept until the end, since an archive stores one array after the other.
     """
 
     def __init__(self, path: Path, name: str, total: int | None) -> None:
@@ -260,7 +260,9 @@ class _Rows:
                 self._file.close()
             for name, parts in self._parts.items():
                 with self._open(name) as file:
-                    np.lib.format.write_array(file, np.concatenate(parts), allow_pickle=False)
+                    _write_header(file, parts[0].dtype, self.shapes[name])
+                    for part in parts:
+                        file.write(np.ascontiguousarray(part).tobytes())
 
     def add(self, values: Mapping[str, np.ndarray]) -> None:
         """Adds the rows of a batch."""
@@ -276,13 +278,14 @@ class _Rows:
     def _write(self, rows: np.ndarray, total: int) -> None:
         if self._file is None:
             self._file = self._open(self._name)
-            header = {
-                "descr": np.lib.format.dtype_to_descr(rows.dtype),
-                "fortran_order": False,
-                "shape": (total, *rows.shape[1:]),
-            }
-            np.lib.format.write_array_header_2_0(self._file, header)
+            _write_header(self._file, rows.dtype, (total, *rows.shape[1:]))
         self._file.write(np.ascontiguousarray(rows).tobytes())
 
     def _open(self, name: str) -> IO[bytes]:
         return self._archive.open(f"{name}.npy", "w", force_zip64=True)
+
+
+def _write_header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    descr = np.lib.format.dtype_to_descr(dtype)
+    header = {"descr": descr, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_2_0(file, header)

@@ -1,6 +1,6 @@
 """The registry of runtimes: ONNX Runtime is the core's own, others come from plugins.
 
-TensorRT runs engines, compiled from graphs; it is imported only for these.
+TensorRT runs engines, compiled from graphs; it is imported only for engines.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _has_provider(record: TargetRecord) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeRecord:
-    """One runtime: `title` is its name in texts, and `extra` of pyproject.toml installs it.
+    """One runtime: `title` is its name in texts; the `extra` of pyproject.toml installs it.
 
     `open` opens a graph: a runtime that no target uses needs nothing else. `takes` are the optional
     session options that it accepts (`session.OWN_OPTIONS`, and those of plugins' panels for
@@ -107,7 +107,7 @@ def check_options(options: SessionOptions) -> None:
             continue
         runtime, title = owner_of(name)
         if not runtime and name in options.of_plugins:
-            known = (*OWN_OPTIONS, "threads", *(each for of in RUNTIMES for each in of.takes))
+            known = (*OWN_OPTIONS, "threads", *(each for r in RUNTIMES for each in r.takes))
             hint = near_miss(name, dict.fromkeys(known)) + left_out()
             raise UsageError(f"{name}: no runtime has such an option", hint=hint)
         raise UsageError(
@@ -119,7 +119,7 @@ def check_options(options: SessionOptions) -> None:
 def opened(path: Path | str, options: SessionOptions | None = None) -> Session:
     """Returns a graph, opened in the runtime that the options name.
 
-    Raises `UsageError` for an option that it does not accept, and what opening the graph raises.
+    Raises `UsageError` for an option that it does not accept, and the errors of opening the graph.
     """
     options = options or SessionOptions()
     check_options(options)
@@ -134,7 +134,7 @@ def options_for(
 
 
 def check_runs(target: Target) -> None:
-    """Raises `MissingExtraError`, `UsageError` or `EngineError` if its graphs cannot run here."""
+    """Raises a `MoexportError` if a target's graphs cannot run here."""
     RUNTIMES[runtime_of(target)].check_runs(TARGETS[target])
 
 

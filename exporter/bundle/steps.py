@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Export(Protocol):
     """An export as steps see it.
 
-    `writes_text`: its graphs generate text, token by token.
+    `writes_text` is whether its graphs generate text, token by token.
     """
 
     @property
@@ -39,7 +39,7 @@ class Step:
     `UsageError` for options that have no effect together with the plugin's. `change` returns the
     export's options after applying the plugin's own. `check` yields mistakes in the options, before
     the model is loaded and again afterwards. `finish` writes files into the folder of an otherwise
-    complete bundle, and returns the manifest that lists them; `copies` is the number of further
+    complete bundle, and returns the manifest that lists them; `copies` is the number of additional
     copies of the weights. `contents` describes files on the bundle's page, by name, and `page`
     yields further paragraphs. `reading` returns how a command reads the model of a source, with
     settings from the plugin's options.
@@ -58,7 +58,7 @@ class Step:
 
 
 STEPS = Registry("moexport.steps", Step)
-"""All come from plugins."""
+"""All steps come from plugins."""
 
 
 def asked(options: ExportOptions) -> list[Step]:

@@ -16,12 +16,12 @@ SUBSTITUTES_FILE = "substitutes.safetensors"
 
 
 def substitutes_bytes(edits: Edits) -> bytes:
-    """Returns the file of the arrays that replace experts (`Edits.substitutes`), or empty bytes."""
+    """Returns the bytes of a file of the arrays that replace experts; empty if there are none."""
     return save(edits.substitutes) if edits.substitutes else b""
 
 
 def read_substitutes(folder: Path) -> Mapping[str, np.ndarray]:
-    """Returns the arrays that replace experts from a folder; empty if it has no such file.
+    """Reads a folder's arrays that replace experts; empty if it has no such file.
 
     Raises `BundleError` for a damaged file.
     """

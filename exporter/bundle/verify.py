@@ -47,9 +47,7 @@ from .parity import (
 from .runtimes import RUNTIMES, opened
 
 AS_RECORDED = "SHA-256 as recorded"
-
 CHANGED = "the content has changed"
-
 NEVER_COMPARED = "the bundle was exported with --no-verify: no reference"
 
 REFERENCE_MISSING = (
@@ -57,7 +55,7 @@ REFERENCE_MISSING = (
 )
 
 LARGE_WEIGHTS_BYTES = 1 << 27
-"""Above this a check runs without copies of weights: slower, but in a third of the memory."""
+"""Above this size, checks run without copies of weights: slower, but in a third of the memory."""
 
 
 def checks(
@@ -75,9 +73,9 @@ def checks(
     built elsewhere only run with `trust_engine`. If a file is damaged, only hashes are checked:
     later checks would fail with less clear messages.
     """
-    same = is_as_written(directory)
-    yield Check(f"hash of {MANIFEST_FILE}", same, AS_RECORDED if same else CHANGED)
-    damaged = not same
+    unchanged = is_as_written(directory)
+    yield Check(f"hash of {MANIFEST_FILE}", unchanged, AS_RECORDED if unchanged else CHANGED)
+    damaged = not unchanged
     for name, record in manifest.files.items():
         check = _hash_check(directory, name, record.sha256, record.bytes)
         damaged |= not check.passed
@@ -93,8 +91,8 @@ def checks(
     expected = None
     if PARITY_FILE in manifest.files:
         expected = Reference.load(directory / PARITY_FILE)
-        ports = {port.name for port in (*manifest.inputs, *manifest.outputs)}
-        unknown = sorted({*expected.inputs, *expected.outputs} - ports)
+        specs = {spec.name for spec in (*manifest.inputs, *manifest.outputs)}
+        unknown = sorted({*expected.inputs, *expected.outputs} - specs)
         if unknown:
             yield Check("parity", False, f"{PARITY_FILE} has {unknown[0]!r}, but no graph does")
             return
@@ -107,8 +105,8 @@ def checks(
 
         def on_gpus(tf32: bool) -> Tolerance:
             bounds = _bounds(directory, manifest, None, atol, rtol)
-            usual = atol is None and rtol is None
-            return on_gpu(bounds, manifest.precision, tf32=tf32) if usual else bounds
+            default_bounds = atol is None and rtol is None
+            return on_gpu(bounds, manifest.precision, tf32=tf32) if default_bounds else bounds
 
         yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
     if expected is None:
@@ -135,7 +133,6 @@ def missed_parity(directory: Path, manifest: Manifest, graph: GraphRecord) -> st
     if graph.parity is None or PARITY_FILE not in manifest.files:
         return None
     bounds = _bounds(directory, manifest, graph, None, None)
-    # A user may have exported it with wider bounds.
     if recorded(manifest.parity, manifest.precision).wider_than(bounds):
         return None
     expected = Reference.load(directory / PARITY_FILE)
@@ -151,10 +148,10 @@ def checking_session(
     threads: int | None = None,
     rounded: bool | None = None,
 ) -> Session:
-    """Returns a session of a graph, in a bundle or one being written, to compare its values.
+    """Returns a session of a graph, in a bundle or in one being written, to compare its values.
 
-    With `rounded` it rounds 16-bit floats as a GPU does, not as this machine. This is the default
-    for targets that are not CPUs.
+    With `rounded` it rounds 16-bit floats as a GPU does, not as this machine does. By default, it
+    is set for targets that are not CPUs.
     """
     options = SessionOptions(
         runtime=runtime_of(target),
@@ -184,8 +181,8 @@ def _hash_check(directory: Path, file: str, expected: str, size: int) -> Check:
         trust = f"; `moexport run` with {TRUST}"
     if path.stat().st_size != size:
         return Check(name, False, f"{path.stat().st_size} bytes, not {size}{trust}")
-    same = sha256(path) == expected
-    return Check(name, same, AS_RECORDED if same else f"{CHANGED}{trust}")
+    unchanged = sha256(path) == expected
+    return Check(name, unchanged, AS_RECORDED if unchanged else f"{CHANGED}{trust}")
 
 
 def _graph_check(directory: Path, manifest: Manifest, graph: GraphRecord) -> Check:
@@ -218,9 +215,9 @@ def _differences(model: onnx.ModelProto, manifest: Manifest, graph: GraphRecord)
         ("inputs", {value.name for value in model.graph.input} - stored, manifest.inputs),
         ("outputs", {value.name for value in model.graph.output}, manifest.outputs),
     ):
-        wanted = {port.name for port in listed} | (takes_k if what == "inputs" else set())
-        if not wanted <= names or (what == "inputs" and names != wanted):
-            yield f"its {what} are {_listed(names)}, but {MANIFEST_FILE} lists {_listed(wanted)}"
+        expected = {spec.name for spec in listed} | (takes_k if what == "inputs" else set())
+        if not expected <= names or (what == "inputs" and names != expected):
+            yield f"its {what} are {_listed(names)}, but {MANIFEST_FILE} lists {_listed(expected)}"
     facts = GraphFacts.of(model, graph.file)
     if facts is None:
         yield "it has no metadata of moexport"
@@ -252,24 +249,24 @@ def _bounds(
 ) -> Tolerance:
     """The bounds of a comparison: those given, or those of the export.
 
-    If one is given for FP32, `roundings` does not apply, as in an export. The manifest's bounds may
-    not be wider than the defaults of the precision, or for a `graph` that rounds to BF16: an edited
-    manifest may contain anything.
+    If any is given for FP32, `roundings` does not apply, as in an export. The manifest's bounds
+    may not be wider than the defaults of the precision (`ROUNDED_RTOL` if the `graph` rounds to
+    BF16): an edited manifest may contain anything.
     """
-    usual = tolerance_of(manifest.precision)
-    known = manifest.parity is not None
-    bounds = recorded(manifest.parity, manifest.precision) if known else usual
-    fp32 = usual == TOLERANCES["fp32"]
-    if fp32 and bounds.rtol > usual.rtol and graph is not None and _rounds(directory / graph.file):
-        usual = replace(usual, rtol=ROUNDED_RTOL)
-    bounds = bounds.narrower(usual)
+    limit = tolerance_of(manifest.precision)
+    has_record = manifest.parity is not None
+    bounds = recorded(manifest.parity, manifest.precision) if has_record else limit
+    fp32 = limit == TOLERANCES["fp32"]
+    if fp32 and bounds.rtol > limit.rtol and graph is not None and _rounds(directory / graph.file):
+        limit = replace(limit, rtol=ROUNDED_RTOL)
+    bounds = bounds.narrower(limit)
     if fp32 and (atol, rtol) != (None, None):
         bounds = replace(bounds, roundings=math.inf)
     return bounds.with_user_bounds(atol, rtol)
 
 
 def _rounds(path: Path) -> bool:
-    """Whether a graph rounds values to BF16 on the way, as some published code does."""
+    """Whether a graph rounds values to BF16 internally, as some published code does."""
     return any(
         attribute.name == "to" and attribute.i == onnx.TensorProto.BFLOAT16
         for node in nodes_in(onnx.load(path, load_external_data=False).graph)
@@ -286,15 +283,15 @@ def _parity_check(
     bounds: Tolerance,
 ) -> Check:
     name = f"parity of {graph.file}"
-    here = for_cpus(manifest.target)
+    on_cpu = for_cpus(manifest.target)
     compared = partial(_compared, directory, manifest, graph, expected, bounds)
     try:
-        parity = intended = compared(rounded=not here)
-        if here and not parity.passed and manifest.numbers.get("rest") == "fp16":
+        parity = intended = compared(rounded=not on_cpu)
+        if on_cpu and not parity.passed and manifest.numbers.get("rest") == "fp16":
             intended = compared(rounded=True)
     except MoexportError as error:
-        absent = isinstance(error, MissingExtraError | PluginError)
-        return Check(name, False, error.message, error.hint if absent else None)
+        is_missing = isinstance(error, MissingExtraError | PluginError)
+        return Check(name, False, error.message, error.hint if is_missing else None)
     detail = describe(parity)
     missing = not_compared(expected.compared(manifest.experts), manifest.experts)
     detail += f"; {missing}" if missing else ""
@@ -322,14 +319,14 @@ def _parity_check(
 def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]]:
     """The batch sizes of a comparison: the one for all inputs, and those for the first inputs.
 
-    They are those of the export; if it recorded none, the smallest.
+    They are those of the export or, if it recorded none, the smallest ones.
     """
-    known, of = manifest.batches, manifest.together
+    known, unit = manifest.batches, manifest.together
     if known.fixed:
         return known.opt, ()
     sizes = (graph.parity or {}).get("batches", ())
     compared = [size for size in sizes if isinstance(size, int) and size > 0]
-    return known.compared(of), compared or [known.nearest(size * of) for size in PARITY_BATCHES]
+    return known.compared(unit), compared or [known.nearest(size * unit) for size in PARITY_BATCHES]
 
 
 def _compared(

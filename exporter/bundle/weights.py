@@ -1,9 +1,9 @@
 """The weights file: every tensor of a model once, in a layout that serves all lowerings.
 
 A layer's experts are stored as a stack, [n, d, h], contiguous per expert. A lowering that uses the
-stack refers to its start, one that uses expert e's matrix to the same bytes at an offset. Tensors
-are written one expert at a time, so that a transposed or memory-mapped source is never loaded
-whole.
+stack refers to its start; one that uses expert e's matrix refers to the same bytes at an offset.
+Tensors are written one expert at a time, so that a transposed or memory-mapped source is never
+loaded as a whole.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class WeightsWriter:
     ) -> Stored:
         """Writes the parts one after the other as one tensor of `shape`, converted to `dtype`.
 
-        Four-bit numbers are passed as bytes with two each.
+        Four-bit numbers are passed as bytes of two numbers each.
         """
         stored = Stored(offset=self._align(size_of(shape, dtype)), shape=shape, dtype=dtype)
         for part in parts:
@@ -124,7 +124,7 @@ class WeightsWriter:
         return stored
 
     def _align(self, size: int) -> int:
-        """Pads to a page before a tensor of at least that size, so that runtimes can map it."""
+        """Pads to a page boundary before a tensor of at least a page, so that it can be mapped."""
         step = _PAGE if size >= _PAGE else _WORD
         self._file.write(b"\0" * (-self._file.tell() % step))
         return self._file.tell()

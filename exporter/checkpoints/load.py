@@ -169,7 +169,7 @@ def _load_checkpoint(path: Path, settings: Settings, request: LoadRequest) -> Mo
 
 
 def _detected(checkpoint: Checkpoint) -> Family:
-    """The family of a checkpoint; the error mentions it if no plugin loads other models."""
+    """The family of a checkpoint; the error tells users if no plugin loads other models."""
     try:
         return detect(checkpoint.tensors)
     except FamilyError as error:
@@ -197,21 +197,21 @@ def _built(
         if values or not checkpoint.by_jax:
             raise
         model = family.build(checkpoint.tensors, {**config, **error.examples})
-        taken = ", ".join(f"{key}={value}" for key, value in error.examples.items())
-        notes.append(f"no parameter determines these settings, which an export needs; here {taken}")
+        used = ", ".join(f"{key}={value}" for key, value in error.examples.items())
+        notes.append(f"no parameter determines these settings, which an export needs; here {used}")
         return model
 
 
 def _recorded_settings(
     checkpoint: Checkpoint, family: Family, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The family's settings in the checkpoint and its `config.json`, and notes.
+    """The family's settings from the checkpoint and its `config.json`, and notes.
 
     The constructor's arguments come first, then the `config.json`. A training script's own options
     are used only for settings that shapes do not determine: others may have another meaning.
-    Unknown keys are ignored, because these places do not only describe the constructor.
+    Unknown keys are ignored, because these sources do not only describe the constructor.
     """
-    places = [
+    sources = [
         (f"the file's {key}", value, family.options) for key, value in checkpoint.arguments.items()
     ]
     if checkpoint.config is not None:
@@ -220,19 +220,19 @@ def _recorded_settings(
         content = read_config(checkpoint.config)
         inner = content.get("model_args")
         flat = {**content, **inner} if isinstance(inner, dict) else content
-        places.append((checkpoint.config.name, flat, family.options))
-    places += [
+        sources.append((checkpoint.config.name, flat, family.options))
+    sources += [
         (f"the file's {key}", value, family.questions) for key, value in checkpoint.options.items()
     ]
     settings: dict[str, Any] = {}
     notes = []
-    for place, values, options in places:
+    for origin, values, options in sources:
         new = {
             key: values[key]
             for key in options
             if values.get(key) is not None and key not in settings and key not in config
         }
         settings |= new
-        if new or not place.startswith("the file's"):
-            notes.append(f"read {', '.join(new) or 'nothing'} from {place}")
+        if new or not origin.startswith("the file's"):
+            notes.append(f"read {', '.join(new) or 'nothing'} from {origin}")
     return settings, notes

@@ -27,8 +27,8 @@ class ModelLoader:
 
     A source is `package.module:factory` as typed, or the path of a checkpoint with a `config.json`.
     `finds` returns the family of its model, or None for a source of another kind; it reads no
-    weights. `loads` returns the model with a configuration. `settings` are the configuration keys
-    that must be recorded to load a model again; its files contain the rest. `refuses` raises
+    weights. `loads` returns the model for a configuration. `settings` are the configuration keys
+    that must be recorded to load a model again; its files contain all others. `refuses` raises
     `UsageError` for options of the plugin (`common.option.Panel`) that do not apply to a source.
     `finds_module` returns the family of a network in memory, or None; `loads` then receives the
     network. Without it, the plugin loads no networks in memory.
@@ -50,7 +50,7 @@ def loader_of(source: str | Path | nn.Module) -> tuple[ModelLoader, str] | None:
     """Returns the loader of a source and its model's family; None if no plugin loads it.
 
     Without a `config.json` in a folder, or next to a file, no plugin is tried. Raises
-    `PluginError` if two plugins load it.
+    `PluginError` if several plugins load it.
     """
     if isinstance(source, str | Path):
         name = str(source)

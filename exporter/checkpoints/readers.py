@@ -25,7 +25,7 @@ class ForeignArrays(Protocol):
     def note(self) -> str: ...
 
     def zeros(self) -> dict[str, Tensor]:
-        """Tensors of the right shapes, without memory."""
+        """Tensors of the correct shapes, without memory."""
         ...
 
     def read(self, watched: Watched | None) -> tuple[dict[str, Tensor], Path | None]:
@@ -38,8 +38,8 @@ class Reader:
     """One format of checkpoints.
 
     `formats` is its name in messages. `finds` returns the checkpoint at a path, a file or folder,
-    or None if it has another format; `reads` opens the result. `beside` are the names of files that
-    belong to a file, for downloads.
+    or None if it has another format; `reads` opens the result. `beside` returns the names of the
+    other files that belong to a file, for downloads.
     """
 
     name: str
@@ -59,4 +59,4 @@ def formats() -> list[str]:
 
 def found_by_readers(source: Path) -> list[tuple[Reader, Path]]:
     found = ((reader, reader.finds(source)) for reader in READERS)
-    return [(reader, place) for reader, place in found if place is not None]
+    return [(reader, path) for reader, path in found if path is not None]

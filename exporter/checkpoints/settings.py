@@ -1,6 +1,6 @@
 """Settings of a model that its weights do not determine: `--config` files and `--set KEY=VALUE`.
 
-Importing this loads little: what cannot be read is refused before PyTorch is imported.
+This module imports little: settings that cannot be read are refused before PyTorch is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...errors import UsageError
 def read_config(
     source: Mapping[str, Any] | str | Path | None = None, sets: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns settings, or those of a file (JSON, YAML, TOML), with `KEY=VALUE` pairs over them.
+    """Returns settings, given or from a file (JSON, YAML, TOML), overridden by `KEY=VALUE` pairs.
 
     Raises UsageError for a file that cannot be read as a mapping, or a pair without a key.
     """

@@ -34,8 +34,8 @@ WRAPPERS = ("model", "state_dict", "module", "model_ema", "state_dict_ema")
 AVERAGES = ("model_ema", "state_dict_ema")
 
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.", "params.", "opt.target.")
-"""Prefixes of every key: from DataParallel and torch.compile, from the attribute of a
-LightningModule's network, and from training codes in JAX."""
+"""Prefixes that every key may have: from DataParallel and torch.compile, from a LightningModule's
+attribute for its network, and from training codes in JAX."""
 
 TRAINING = re.compile(
     r"(criterion|loss(_\w+)?|\w+_loss|(\w+_)?metrics?|(\w+_)?acc(uracy)?|(train|val|valid|test)_\w+)\."
@@ -47,9 +47,9 @@ TRAINING = re.compile(
 class Checkpoint:
     """A state dict with the keys of its author's model.
 
-    Floating-point `tensors` are float32, and memory-mapped if the file held float32; without
-    `values` they are as in the file, except 8-bit floats. `prefixes` were removed from every key,
-    outermost first. `config` is the path of a `config.json` next to the weights. `arguments` are
+    Floating-point `tensors` are float32, and memory-mapped if the file has float32; without
+    `values` they are as in the file, except for 8-bit floats. `prefixes` were removed from all
+    keys, outermost first. `config` is a `config.json` next to the weights. `arguments` are
     the constructor's arguments in the file, and `options` those of the training script, each by its
     key. `mapped` are the files that `tensors` are mapped from: `files`, and a temporary file of
     converted weights. `by_jax`: the files come from a training code in JAX. `watched` are the
@@ -96,8 +96,8 @@ def _read(source: Path, *, values: bool) -> Checkpoint:
     if weights.arrays is not None:
         notes.append(weights.arrays.note)
     if weights.arrays is not None and values:
-        saved, place = weights.arrays.read(watched)
-        widened = () if place is None else (place,)
+        saved, file = weights.arrays.read(watched)
+        widened = () if file is None else (file,)
     else:
         saved = read_files(weights)
     content = _unwrap(saved, notes)
@@ -115,7 +115,7 @@ def _read(source: Path, *, values: bool) -> Checkpoint:
         _check_plain(source, tensors, sum(file.stat().st_size for file in weights.files))
     if not any("." in key for key in tensors):  # a JAX flat dict: `Router/mu` is `Router.mu`
         tensors = {key.strip("/").replace("/", "."): value for key, value in tensors.items()}
-    tensors, prefixes = _without_prefixes(_network_alone(tensors, notes))
+    tensors, prefixes = _without_prefixes(_network_tensors(tensors, notes))
     if prefixes:
         notes.append(f"removed the prefix {''.join(prefixes)} from every key")
     types = FLOAT8 if watched is None else FLOATS
@@ -143,7 +143,7 @@ FLOAT8 = (
     *(torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 )
-"""Types with which PyTorch cannot compute at all."""
+"""Types in which PyTorch cannot compute at all."""
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64, *FLOAT8)
 """The floating-point types that can be converted; others pack several numbers in a byte."""
@@ -184,9 +184,9 @@ def _check_plain(source: Path, tensors: dict[str, Tensor], size: int) -> None:
 
 def _unwrap(content: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
     """The innermost state dict, inside the wrappers of training scripts."""
-    opened: list[int] = []
-    while id(content) not in opened:  # a mapping may contain itself
-        opened.append(id(content))
+    visited: list[int] = []
+    while id(content) not in visited:  # a mapping may contain itself
+        visited.append(id(content))
         present = [key for key in WRAPPERS if isinstance(content.get(key), Mapping)]
         if not present:
             return content
@@ -204,7 +204,7 @@ def _unwrap(content: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
 
 
 def _settings(saved: Mapping[str, Any], keys: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The values of the keys that are a mapping or an `argparse.Namespace`."""
+    """The values of these keys, if they are mappings or of type `argparse.Namespace`."""
     values = {key: saved[key] for key in keys if key in saved}
     settings = {k: vars(v) if isinstance(v, Namespace) else v for k, v in values.items()}
     return {
@@ -214,8 +214,8 @@ def _settings(saved: Mapping[str, Any], keys: Sequence[str]) -> dict[str, dict[s
     }
 
 
-def _network_alone(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
-    """The tensors without losses and metrics, if all others are in one known attribute."""
+def _network_tensors(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
+    """The tensors without losses and metrics, if all others have a known prefix."""
     network = {key: value for key, value in tensors.items() if not TRAINING.match(key)}
     others = [key for key in tensors if key not in network]
     if not network or not others or not _without_prefixes(network)[1]:
@@ -235,7 +235,7 @@ def _without_prefixes(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], tu
         removed.append(shared)
 
 
-MOST_FLOAT32 = torch.finfo(torch.float32).max
+MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def check_finite(source: Path | str, tensors: Mapping[str, Tensor], reading: Reading) -> None:
@@ -243,11 +243,11 @@ def check_finite(source: Path | str, tensors: Mapping[str, Tensor], reading: Rea
     for key, tensor in tensors.items():
         if tensor.is_meta or not tensor.is_floating_point() or tensor.numel() == 0:
             continue
-        if tensor.dtype in FLOAT8:  # other tensors scale them
+        if tensor.dtype in FLOAT8:  # other tensors contain its scales
             continue
         # The extremes of a tensor with a NaN are NaN; finding them allocates nothing.
         low, high = (float(x) for x in torch.aminmax(tensor.detach()))
-        if not (low >= -MOST_FLOAT32 and high <= MOST_FLOAT32):
+        if not (low >= -MAX_FLOAT32 and high <= MAX_FLOAT32):
             value = "NaN" if math.isnan(low) or math.isnan(high) else "infinite values"
             if math.isfinite(low) and math.isfinite(high):
                 value = "numbers that are infinite in float32"
@@ -269,7 +269,7 @@ def _as_float32(
     files: tuple[Path, ...],
     watched: Watched | None,
 ) -> tuple[dict[str, Tensor], tuple[Path, ...]]:
-    """Converts tensors of these types to float32; float32 tensors are passed on without a copy.
+    """Converts tensors of these types to float32; other tensors are passed on without a copy.
 
     Also returns the file that the converted ones are mapped from, if any.
     """

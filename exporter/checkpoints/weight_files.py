@@ -38,8 +38,8 @@ INDEX_BYTES = 128 << 20
 """The largest index of shards: one with 90,000 tensors has 9 MB."""
 
 STANDARD = ("model.safetensors", "pytorch_model.bin")
-"""The weights' names in Hugging Face's libraries, in their order of preference. `config.json` is
-next to them, and in a Trainer's folder its optimizer and arguments."""
+"""The names of weights in Hugging Face's libraries, in their order of preference. `config.json` is
+next to them; in a Trainer's folder, so are its optimizer and arguments."""
 
 ADAPTER = "adapter_model"
 """The name of an adapter's weights in peft, which are not a whole model."""
@@ -67,17 +67,17 @@ class WeightFiles:
 
 
 def local_checkpoint(source: str | os.PathLike[str]) -> Path:
-    """Returns the path of a checkpoint; for a URL, of its copy, with the files next to it."""
-    place = os.fspath(source)
-    path = local(place)
-    if url_of(place) is not None and path.is_file():
+    """Returns a checkpoint's path, after copying a URL and the files that belong to it."""
+    location = os.fspath(source)
+    path = local(location)
+    if url_of(location) is not None and path.is_file():
         if path.name.endswith(INDEX):
-            copy_siblings(place, ("config.json", *dict.fromkeys(_weight_map(path).values())))
+            copy_siblings(location, ("config.json", *dict.fromkeys(_weight_map(path).values())))
         elif path.name in STANDARD:
-            copy_siblings(place, ("config.json",))
+            copy_siblings(location, ("config.json",))
         elif path.suffix.lower() not in SUFFIXES:
             for reader, found in found_by_readers(path):
-                copy_siblings(place, reader.beside(found))
+                copy_siblings(location, reader.beside(found))
     return path
 
 
@@ -111,13 +111,13 @@ def find_files(source: Path) -> WeightFiles:
 def _foreign(source: Path, found: Sequence[tuple[Reader, Path]]) -> WeightFiles:
     """The files that one reader found at a path; CheckpointError if several readers did."""
     if len(found) > 1:
-        listed = ", ".join(f"{place.name} ({reader.name})" for reader, place in found)
+        listed = ", ".join(f"{path.name} ({reader.name})" for reader, path in found)
         raise CheckpointError(
             f"{source}: there are several checkpoints: {listed}",
             hint="give the path of one of them",
         )
-    ((reader, place),) = found
-    arrays = reader.reads(place)
+    ((reader, path),) = found
+    arrays = reader.reads(path)
     return WeightFiles(files=arrays.files, arrays=arrays)
 
 
@@ -195,11 +195,11 @@ def _standard(folder: Path) -> list[Path]:
 
 def _read_index(index: Path, config: Path | None) -> WeightFiles:
     """The shards of a `*.index.json`, whose `weight_map` maps every key to its file."""
-    placed = _weight_map(index)
-    if not placed:
+    weight_map = _weight_map(index)
+    if not weight_map:
         raise CheckpointError(f"{index} lists no weights")
     keys: dict[str, list[str]] = {}
-    for key, name in sorted(placed.items(), key=lambda item: item[1]):
+    for key, name in sorted(weight_map.items(), key=lambda item: item[1]):
         keys.setdefault(name, []).append(key)
     outside = [name for name in keys if Path(name).name != name or "\0" in name]
     if outside:
@@ -212,7 +212,7 @@ def _read_index(index: Path, config: Path | None) -> WeightFiles:
             f"{index}: {len(missing)} of {len(keys)} shards are missing: {', '.join(missing[:6])}",
             hint=f"put them into {index.parent}",
         )
-    shards = {index.parent / name: tuple(placed) for name, placed in keys.items()}
+    shards = {index.parent / name: tuple(in_shard) for name, in_shard in keys.items()}
     return WeightFiles(files=tuple(shards), keys=shards, config=config)
 
 
@@ -240,7 +240,7 @@ def read_files(weights: WeightFiles) -> Mapping[str, Any]:
     if not weights.keys:
         return read_file(weights.files[0])
     merged: dict[str, Any] = {}
-    # The limit is on the total: each file may be small enough.
+    # The limit is on the total: each file alone may be small enough.
     _check_archives(*(path for path in weights.files if zipfile.is_zipfile(path)))
     for path in weights.files:
         shard = read_file(path)
@@ -250,10 +250,10 @@ def read_files(weights: WeightFiles) -> Mapping[str, Any]:
                 f"{path}: {len(missing)} keys that the index assigns to this shard are missing: "
                 f"{', '.join(missing[:4])}"
             )
-        twice = sorted(merged.keys() & shard.keys())
-        if twice:
+        duplicates = sorted(merged.keys() & shard.keys())
+        if duplicates:
             raise CheckpointError(
-                f"{path}: {twice[0]} is also in another shard",
+                f"{path}: {duplicates[0]} is also in another shard",
                 hint="the shards are from different saves: save or download the folder again",
             )
         merged.update(shard)
@@ -271,7 +271,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
     try:
         content = kinds.get(path.suffix.lower(), _read_pickled)(path)
     except (CheckpointError, OSError, MemoryError):
-        raise  # read_checkpoint names files that are unreadable rather than damaged
+        raise  # read_checkpoint explains files that are not damaged but unreadable
     except Exception as error:  # a damaged file fails in any way: KeyError, EOFError, …
         raise _damaged(path, error) from error
     if not isinstance(content, Mapping):
@@ -331,7 +331,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
 
 
 def _values(path: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> Iterable[tuple[str, Any]]:
-    """Arrays as tensors; texts, which some scripts save with them, unchanged."""
+    """Arrays as tensors; strings, which some scripts save with them, unchanged."""
     for key, array in arrays:
         if array.dtype.kind in "US":
             yield key, str(array)
@@ -348,8 +348,8 @@ def _values(path: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> Iterable[tu
 def _read_pickled(path: Path) -> Any:
     """Returns the object that `torch.save` wrote, its tensors memory-mapped if possible.
 
-    Only tensors, containers and numbers are read, and the `argparse.Namespace` of training scripts'
-    options. Raises CheckpointError for anything else, since loading it would run code.
+    Only tensors, containers, numbers and the `argparse.Namespace` of a training script's options
+    are read. Raises CheckpointError for anything else, since loading it would run code.
     """
     # Files from before torch 1.6 are not zip archives and cannot be mapped.
     with path.open("rb") as file:
@@ -397,14 +397,14 @@ def _check_pickles(path: Path, is_zip: bool) -> None:
             continue
         names, strings = _pickled_names(io.BytesIO(data))
         codecs = {text.lower().replace("-", "_").removesuffix("_codec") for text in strings}
-        makes = [name for name in names if name.endswith(".bytearray")]
-        if makes or ("_codecs.encode" in names and codecs & GROWING):
-            what = "makes a bytearray" if makes else "encodes bytes"
+        bytearrays = [name for name in names if name.endswith(".bytearray")]
+        if bytearrays or ("_codecs.encode" in names and codecs & GROWING):
+            what = "makes a bytearray" if bytearrays else "encodes bytes"
             raise CheckpointError(f"{path} {what}, which weights do not need; refused", hint=RESAVE)
 
 
 PICKLE_BYTES = 64 << 20
-"""The length of a file from before torch 1.6 that is searched for names of pickled objects."""
+"""How much of a file from before torch 1.6 is searched for names of pickled objects."""
 
 HARMLESS = re.compile(r"torch\.(?!nn\.modules)|collections\.OrderedDict|argparse\.Namespace")
 """Names that every checkpoint refers to."""

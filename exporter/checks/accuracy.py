@@ -32,9 +32,9 @@ from ...errors import FeedError
 from ..inputs import Ports, fitted_arrays
 
 COUNT = 256
-"""The default number of inputs of a feed that are evaluated."""
+"""How many inputs of a feed are evaluated by default."""
 
-WHOLE = 0.01
+MAX_CHANGED = 0.01
 """The share of integer outputs (classes, masks) that may differ."""
 
 
@@ -86,7 +86,7 @@ class GraphAnswers:
     """A graph's results on a feed: its accuracy, and how far it is from a user's own outputs.
 
     `apart` has, for each input, the largest difference of an output over its max|y|; empty if the
-    feed has no outputs. `agreeing` inputs have the same largest number in the first output.
+    feed has no outputs. `agreeing` counts inputs with the same largest number in the first output.
     `unscored` is the output that labels of the feed do not fit; None if they do, or without labels.
     """
 
@@ -119,7 +119,7 @@ def measured(
     that do not fit.
     """
     names, labelled = output_names(ports), output_names(ports)[labelled_output(ports, data)]
-    inputs, total, scored, agreeing, some = 0, Score(), True, 0, False
+    inputs, total, scored, agreeing, any_labels = 0, Score(), True, 0, False
     apart: list[np.ndarray] = []
     for part in rebatched(fields_of(ports, data, count), batch):
         theirs = {name: part.pop(name) for name in names if name in part}
@@ -129,7 +129,7 @@ def measured(
         values = run(arrays_of(part, ports, fixed))
         found = None if labels is None else score(values[labelled], labels)
         scored &= found is not None
-        some |= labels is not None
+        any_labels |= labels is not None
         total += found or Score()
         inputs += row_count(part)
         if theirs:
@@ -139,19 +139,21 @@ def measured(
         return None
     together = np.concatenate(apart) if apart else np.empty(0)
     accuracy = total if scored and total.of else None
-    unscored = labelled if some and accuracy is None else None
+    unscored = labelled if any_labels and accuracy is None else None
     return GraphAnswers(inputs, accuracy, together, agreeing, unscored)
 
 
 def agreeing_inputs(theirs: Fields, values: Mapping[str, np.ndarray]) -> int:
-    """Returns how many inputs have the same largest number in the first of some outputs."""
+    """Returns for how many inputs the largest number of the first output is at the same index."""
     first = next(iter(theirs))
+    if theirs[first].ndim < 2:  # a single number is always the largest
+        return len(theirs[first])
     same = theirs[first].argmax(axis=-1) == values[first].argmax(axis=-1)
     return int(same.reshape(len(same), -1).all(axis=1).sum())
 
 
 def _apart(theirs: Fields, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """How far each input's outputs are apart, over max|y|; for whole numbers, the share of them."""
+    """How far apart each input's outputs are, over max|y|; for integers, the share that differs."""
     rows = row_count(theirs)
     apart = np.zeros(rows)
     for name, array in theirs.items():
@@ -166,7 +168,7 @@ def _apart(theirs: Fields, values: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def arrays_of(part: Fields, model: Ports, fixed: Mapping[str, int] | None) -> Fields:
-    """Returns all inputs of a batch; missing strengths are zeros, which have no effect."""
+    """Returns all inputs of a batch; missing steering strengths are zeros, which have no effect."""
     rows = row_count(part)
     zeros = {
         spec.name: np.zeros(spec.concrete({"batch": rows}), dtype=spec.dtype)
@@ -189,7 +191,7 @@ def fields_of(model: Ports, data: Feed, count: int) -> Iterator[Fields]:
 
 
 def of_images(data: Feed) -> bool:
-    """Whether a feed consists of image files, or is a text; other code reads these."""
+    """Whether a feed consists of image files or is a text file, which other code reads."""
     if not isinstance(data, str | Path):
         return False
     shards = shards_of(data)
@@ -202,7 +204,7 @@ def of_images(data: Feed) -> bool:
 
 
 def labelled_output(model: Ports, data: Feed) -> int:
-    """Returns the index of the labelled output: the first, unless a label has another's name."""
+    """Returns the index of the labelled output: the first, unless a label names another."""
     outputs = output_names(model)
     if len(outputs) < 2 or not isinstance(data, str | Path):
         return 0
@@ -235,7 +237,7 @@ def distances(y: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def epsilon(array: np.ndarray) -> float:
-    """Returns the rounding of outputs by the feed's type: relevant only for FP16."""
+    """Returns the rounding error of a feed's outputs in their type; only that of FP16 matters."""
     return float(np.finfo(array.dtype).eps) if array.dtype == np.float16 else 0.0
 
 

@@ -1,8 +1,8 @@
 """A model's results on a user's data: its accuracy, and how far it is from the user's own model.
 
 A checkpoint has no code: "PyTorch" is the network that moexport builds from it and the settings.
-With a wrong setting, this is another network, and every graph agrees with it. With labels, the
-accuracy shows this; outputs of the user's own model, an array `output`, are compared with it.
+With a wrong setting this is another network, but every graph still agrees with it. This shows in
+the accuracy on labels, and in a comparison with the user's own outputs (an array `output`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..bundle.parity import ROUNDED_RTOL, TOLERANCES, Tolerance
 from ..reference import EXACT_BYTES, Network, releasing_pages, run_untouched, weights_bytes
 from .accuracy import (
     COUNT,
-    WHOLE,
+    MAX_CHANGED,
     Score,
     agreeing_inputs,
     arrays_of,
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 BATCH = 16
 
 ROUNDINGS = TOLERANCES["fp32"].roundings
-"""How many times further from float64 outputs may be than those of PyTorch's float32."""
+"""How many times as far from float64 as PyTorch's float32 the user's outputs may be."""
 
 SMALL = 1e-2
-"""Below this share of max|y| a difference may be due to arithmetic, or a minor setting."""
+"""Below this share of max|y|, a difference may be due to arithmetic or a minor setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class OwnOutputs:
     """How far a rebuilt model is from the user's own model's outputs for the same inputs.
 
     `max_rel` is relative to max|y| of the same input. `roundings` is the user's distance from
-    float64 over that of the rebuilt model, None if unknown. `tied` inputs, for which rounding may
-    change a router's choice, were not compared. `agreeing` have the same largest output.
+    float64 over that of the rebuilt model, None if unknown. `tied` counts the inputs that were not
+    compared, because rounding may change a choice; `agreeing` those with the same largest output.
     """
 
     inputs: int
@@ -108,7 +108,7 @@ def texts(answers: Answers, model: Model) -> list[str]:
 
 
 def what_pytorch_is(answers: Answers, model: Model) -> list[str]:
-    """Returns a sentence on how "PyTorch" differs from the user's own model, if so."""
+    """Returns a sentence on "PyTorch" and the user's own model, unless they are the same code."""
     if answers.own is not None:
         return [f"PyTorch gives the same outputs as your own model: {answers.own.text}"]
     return [] if model.host.own_code else [WHAT_PYTORCH_IS]
@@ -134,9 +134,9 @@ def answers_of(
 
     None if it has neither labels nor outputs of the user's own model. `batch` is the only batch
     size of the network, if it has one, and `fixed` are the sizes of axes. The outputs may differ by
-    `ROUNDINGS`, or by the `bounds` if these were `asked` for, or float64 is unusable.
-    Raises `ParityError` if the user's own outputs in the feed differ from those of the rebuilt
-    model by more than rounding, and `FeedError` for arrays that cannot be such outputs.
+    `ROUNDINGS`, or by `bounds` if these were `asked` for or if float64 is unusable. Raises
+    `ParityError` if the user's own outputs in the feed differ from those of the rebuilt model by
+    more than rounding, and `FeedError` for arrays that cannot be such outputs.
     """
     if data is None or of_images(data):
         return None
@@ -144,23 +144,23 @@ def answers_of(
     first = next(fields, None)
     if first is None or not ({LABEL, *output_names(model)} & first.keys()):
         return None
-    usual = bounds or TOLERANCES["fp32"]
+    tolerance = bounds or TOLERANCES["fp32"]
     if model.rounded:
-        usual = replace(usual, rtol=max(usual.rtol, ROUNDED_RTOL))
+        tolerance = replace(tolerance, rtol=max(tolerance.rtol, ROUNDED_RTOL))
     rounding = not asked and not model.rounded
-    of = batch or model.batch_of
-    size = of * max(1, BATCH // of)
+    group = batch or model.batch_of
+    size = group * max(1, BATCH // group)
     labelled = output_names(model)[labelled_output(model, data)]
-    results = _Results(model, labelled, usual, rounding)
-    for part in rebatched(_alike(first, fields), size):
-        whole = row_count(part) // of * of
-        if whole:
-            results.add({name: array[:whole] for name, array in part.items()}, fixed)
+    results = _Results(model, labelled, tolerance, rounding)
+    for part in rebatched(_with_equal_fields(first, fields), size):
+        rows = row_count(part) // group * group
+        if rows:
+            results.add({name: array[:rows] for name, array in part.items()}, fixed)
     if not results.inputs:
         return None
     answers = results.answers()
     if answers.own is not None and answers.own.wrong:
-        raise _other_outputs(model, answers, results, option=bounds is not None)
+        raise _disagreement(model, answers, results, option=bounds is not None)
     return answers
 
 
@@ -173,8 +173,8 @@ def check_own_outputs(model: Model, data: Feed | None) -> None:
         answers_of(model, data)
 
 
-def _alike(first: Fields, rest: Iterator[Fields]) -> Iterator[Fields]:
-    """All batches, with the fields of the first."""
+def _with_equal_fields(first: Fields, rest: Iterator[Fields]) -> Iterator[Fields]:
+    """All batches, with the fields of the first one."""
     yield first
     for fields in rest:
         missing = next((name for name in first if name not in fields), None)
@@ -221,8 +221,8 @@ class _Results:
             found = score(ours[name], labels)
             self.scored &= found is not None
             self.accuracy += found or Score()
-            of_own = score(theirs[name], labels) if name in theirs else None
-            self.own_accuracy += of_own or Score()
+            own = score(theirs[name], labels) if name in theirs else None
+            self.own_accuracy += own or Score()
         if theirs:
             self._compare(x, theirs, ours)
 
@@ -230,13 +230,13 @@ class _Results:
         rows = row_count(x)
         apart_in: dict[str, np.ndarray] = {}
         max_abs = max_rel = 0.0
-        times: float | None = None
+        ratio: float | None = None
         exact: dict[str, np.ndarray] | None = None
         for name, array in theirs.items():
             check_own(array, ours[name], name)
             if ours[name].dtype.kind != "f":
                 share = (array != ours[name]).reshape(rows, -1).mean(axis=1)
-                apart_in[name] = share > WHOLE
+                apart_in[name] = share > MAX_CHANGED
                 continue
             off, largest = distances(array, ours[name])
             if exact is None:
@@ -246,19 +246,19 @@ class _Results:
             if name in exact:
                 # How far PyTorch's float32 is from float64: at least the last bit.
                 rounding = max(
-                    _most(*distances(ours[name], exact[name])), float(np.finfo(np.float32).eps)
+                    _max_share(*distances(ours[name], exact[name])), float(np.finfo(np.float32).eps)
                 )
                 apart, _ = distances(array, exact[name])
                 allowed = (ROUNDINGS * rounding + epsilon(array)) * largest
                 apart_in[name] = ~(apart <= allowed)
-                times = max(times or 0.0, _most(apart, rounding * largest))
+                ratio = max(ratio or 0.0, _max_share(apart, rounding * largest))
             else:
                 apart_in[name] = ~(off <= allowed)
-            max_abs, max_rel = max(max_abs, off.max()), max(max_rel, _most(off, largest))
+            max_abs, max_rel = max(max_abs, off.max()), max(max_rel, _max_share(off, largest))
             self.probabilities &= _is_softmax(array, ours[name])
         wrong = np.logical_or.reduce([*apart_in.values()])
         tied = wrong & _tied_inputs(self.model, x) if wrong.any() else np.zeros(rows, dtype=bool)
-        self.others |= {name: None for name, each in apart_in.items() if (each & ~tied).any()}
+        self.others |= {name: None for name, flags in apart_in.items() if (flags & ~tied).any()}
         first = ours[next(iter(theirs))]
         classes = first.ndim > 1 and first.shape[-1] > 1
         agreeing = agreeing_inputs(theirs, ours) if classes else None
@@ -272,7 +272,7 @@ class _Results:
             agreeing=None
             if agreeing is None or before.agreeing is None
             else before.agreeing + agreeing,
-            roundings=before.roundings if times is None else max(before.roundings or 0.0, times),
+            roundings=before.roundings if ratio is None else max(before.roundings or 0.0, ratio),
         )
 
     def answers(self) -> Answers:
@@ -310,9 +310,9 @@ def _tied_inputs(model: Model, x: Fields) -> np.ndarray:
     return tied
 
 
-def _most(off: np.ndarray, of: np.ndarray) -> float:
-    """The largest of some distances, as a share of `of`."""
-    return float((off / np.where(of > 0, of, 1.0)).max(initial=0.0))
+def _max_share(off: np.ndarray, scale: np.ndarray) -> float:
+    """The largest of some distances, as shares of the scales."""
+    return float((off / np.where(scale > 0, scale, 1.0)).max(initial=0.0))
 
 
 def _is_softmax(theirs: np.ndarray, ours: np.ndarray) -> bool:
@@ -322,7 +322,7 @@ def _is_softmax(theirs: np.ndarray, ours: np.ndarray) -> bool:
     return any(np.allclose(theirs, wanted, atol=1e-3) for wanted in (shares, logarithms))
 
 
-def _other_outputs(model: Model, answers: Answers, found: _Results, *, option: bool) -> ParityError:
+def _disagreement(model: Model, answers: Answers, found: _Results, *, option: bool) -> ParityError:
     """The error for a network that is not the user's own; `option`: the command accepts bounds."""
     own = answers.own
     assert own is not None

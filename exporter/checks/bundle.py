@@ -71,14 +71,14 @@ def data_checks(
     expected: Reference | None,
     bounds: Tolerance,
 ) -> Iterator[Check]:
-    """Yields the accuracy of each graph on labelled data, and its distance to a user's outputs.
+    """Yields the accuracy of each graph on labelled data, and its distance from a user's outputs.
 
-    The last check compares the chosen experts with those of the export. `sessions` open the graphs,
-    by their files.
+    The last check compares the chosen experts with those of the export. `sessions` open the
+    graphs, by their files.
 
-    The distance is judged if the graph computes the trained model; with fewer experts or edits, the
-    number of equal answers is only reported. Raises `FeedError` for data without labels and
-    outputs, or that do not fit.
+    The distance is judged only if the graph computes the trained model; with fewer experts or with
+    edits, the number of equal answers is reported. Raises `FeedError` for data that has neither
+    labels nor outputs, or does not fit.
     """
     if of_images(data):
         raise FeedError(
@@ -86,11 +86,11 @@ def data_checks(
             hint="save them as inputs of the model: np.savez(path, input=x, label=labels)",
         )
     ports = _Ports(
-        tuple(port for port in manifest.inputs if port.name != K_INPUT), tuple(manifest.outputs)
+        tuple(spec for spec in manifest.inputs if spec.name != K_INPUT), tuple(manifest.outputs)
     )
     size, fixed = _batch(manifest)
     k = min(manifest.experts.values()) if manifest.k == "input" else None
-    whole = _computes_the_model(expected, k)
+    judged = _computes_the_model(expected, k)
     at_k = "" if k is None else f" with k = {k}"
     if isinstance(data, Iterator):
         data = tuple(fields_of(ports, data, COUNT))
@@ -113,12 +113,12 @@ def data_checks(
             advice = "classes are whole numbers from 0 to the number of outputs - 1"
             yield Check(f"accuracy of {file}", True, no_accuracy(found.unscored), advice)
         if len(found.apart):
-            passed = not whole or _within(found.apart, bounds)
+            passed = not judged or _within(found.apart, bounds)
             detail = (
                 f"at most {float(found.apart.max()):.2g} of max|y| apart; the largest output "
                 f"is the same in {found.agreeing:,} of {found.inputs:,} inputs{at_k}"
             )
-            detail += "" if whole else "; not judged: the graph has fewer experts, or edits"
+            detail += "" if judged else "; not judged: the graph has fewer experts, or edits"
             hint = None
             if not passed:
                 hint = (
@@ -169,8 +169,8 @@ def _inputs(ports: _Ports, data: Feed, size: int, fixed: Mapping[str, int]) -> I
 
 
 def _within(apart: np.ndarray, bounds: Tolerance) -> bool:
-    """Whether outputs are within the bounds, apart from outliers if the precision allows any."""
-    if bounds.atol:  # it is absolute, so a user's value applies as it is
+    """Whether outputs are within the bounds, except for outliers that the precision allows."""
+    if bounds.atol:  # absolute: these distances, which are relative, are not judged
         return True
     allowed = 1.0 - bounds.routing + (OUTLIERS if bounds.outlier > 1 else 0.0)
     return float((apart > bounds.rtol).mean()) <= allowed
@@ -190,11 +190,11 @@ def _computes_the_model(expected: Reference | None, k: int | None) -> bool:
 
 
 def _batch(manifest: Manifest) -> tuple[int, dict[str, int]]:
-    """The batch size that every graph accepts, and the axes that are constants."""
-    port = manifest.inputs[0]
-    if isinstance(port.shape[0], int):
-        return port.shape[0], {"batch": port.shape[0]}
+    """A batch size that every graph accepts, and the sizes of axes that are constants."""
+    spec = manifest.inputs[0]
+    if isinstance(spec.shape[0], int):
+        return spec.shape[0], {"batch": spec.shape[0]}
     sizes = manifest.batches
-    of = port.groups_of or sizes.min
-    size = of * max(1, min(BATCH, sizes.max) // of)
-    return size, {"batch": size} if of > 1 else {}
+    group = spec.groups_of or sizes.min
+    size = group * max(1, min(BATCH, sizes.max) // group)
+    return size, {"batch": size} if group > 1 else {}

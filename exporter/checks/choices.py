@@ -36,7 +36,7 @@ def by_input(
     """Returns how often each input chose each expert, [rows, n], and how many it lost, [rows].
 
     `chosen` are indices, or the coefficients of all experts, whose sums are returned. A choice that
-    exceeds an expert's capacity is lost, but counted. None if every token chooses every expert, or
+    exceeds an expert's capacity is lost, yet counted. None if every token chooses every expert, or
     if choices do not belong to single inputs.
     """
     if not rows or len(chosen) % rows:
@@ -62,8 +62,8 @@ def deviations(counts: np.ndarray) -> np.ndarray:
     """
     totals = counts.sum(axis=1)
     shares = counts.sum(axis=0) / max(1.0, totals.sum())
-    of_input: np.ndarray = (counts - totals[:, None] * shares) / max(1.0, totals.mean())
-    return of_input
+    result: np.ndarray = (counts - totals[:, None] * shares) / max(1.0, totals.mean())
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,13 @@ class Choices:
         layers: dict[str, Any] = {}
         for choice in self.counts:
             counts = self.of(choice).sum(axis=0)
-            whole = np.array_equal(counts, counts.round())
-            listed = [int(n) if whole else round(float(n), 4) for n in counts]
+            integral = np.array_equal(counts, counts.round())
+            listed = [int(n) if integral else round(float(n), 4) for n in counts]
             spread = np.sqrt((deviations(self.of(choice)) ** 2).mean(axis=0))
             layers[choice] = {
                 "inputs": len(self.of(choice)),
                 "counts": listed,
-                "spread": [round(float(each), 5) for each in spread],
+                "spread": [round(float(value), 5) for value in spread],
             }
             if self.lost[choice]:
                 layers[choice]["dropped"] = int(self.lost[choice])
@@ -119,9 +119,9 @@ def choices_of(
     batches: Iterable[Fields],
     k: int | None,
 ) -> Choices:
-    """Runs a graph that outputs its choices on some inputs, and returns its choices.
+    """Runs a graph that outputs its choices on batches of inputs, and returns the choices.
 
-    `k` is the number of experts if that is an input.
+    `k` is the number of experts if k is an input of the graph.
     """
     experts = manifest.experts
     found = Choices()
@@ -136,7 +136,7 @@ def choices_of(
 
 
 def chosen_k(manifest: Manifest, expected: Reference) -> int | None:
-    """Returns the k for counting choices if it is an input: that of the comparison."""
+    """Returns the k for counting choices, the one of the comparison, if k is an input."""
     return expected.main_k if manifest.k == "input" else None
 
 

@@ -1,10 +1,10 @@
-"""Whether new inputs choose other experts than those of the export: a distance, and its interval.
+"""Whether new inputs choose other experts than the export's inputs: a distance, and its interval.
 
 The distance of two histograms p and q is Σ|p − q| / 2: the share of the choices that would have to
-be of other experts. Chance alone makes it larger than 0, more so with more experts. So the noise is
-simulated, from how much single inputs differ: tokens of one input are not independent draws. The
-interval has the distances λ·|p − q| for which the observation is within the noise, and the distance
-is the one for which it is the median: 0 if chance explains all of it.
+be of other experts. Chance alone makes it larger than 0, more so with more experts. The noise is
+therefore simulated from how much single inputs differ: tokens of one input are not independent
+draws. The interval contains the multiples λ·|p − q| for which the observation is within the noise;
+the distance is the one for which it is the median, or 0 if chance explains all of it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..session import Session
 from .choices import ChoiceHistogram, choices_of, chosen_k, deviations, recorded_histograms
 
 LEVEL = 0.99
-"""The level of all layers' intervals together: one bundle in a hundred is wrongly reported."""
+"""The joint level of all layers' intervals: one bundle in a hundred is reported wrongly."""
 
-LEAST = 8
+MIN_INPUTS = 8
 """The fewest inputs with a known spread."""
 
 DRAWS = 500
@@ -44,7 +44,7 @@ class Drift:
 
     @property
     def drifted(self) -> bool:
-        """Whether chance does not explain it."""
+        """Whether chance does not explain the change."""
         return self.low > 0
 
     @property
@@ -71,47 +71,47 @@ def drift_of(layer: str, before: ChoiceHistogram, now: np.ndarray, level: float 
     noise = _noise(before, now)
 
     def quantile(times: float, z: float) -> float:
-        """A quantile of the observed distances if the true difference is a multiple of this one."""
+        """A quantile of observed distances, if the true difference is `times` the observed one."""
         # Wilson and Hilferty: the cube root of a sum of squares is nearly normal.
         powers = (np.abs(times * moved + noise).sum(axis=1) / 2) ** (2 / 3)
         return math.pow(max(0.0, float(powers.mean() + z * powers.std())), 1.5)
 
-    def true(z: float) -> float:
+    def distance_at(z: float) -> float:
         return observed * _root(lambda times: quantile(times, z) - observed) if observed else 0.0
 
     z = NormalDist().inv_cdf((1 + level) / 2)
-    high = true(-z) if observed else quantile(0.0, z)
-    return Drift(layer, true(0.0), true(z), min(1.0, high))
+    high = distance_at(-z) if observed else quantile(0.0, z)
+    return Drift(layer, distance_at(0.0), distance_at(z), min(1.0, high))
 
 
 def _noise(before: ChoiceHistogram, now: np.ndarray) -> np.ndarray:
     """Draws of the difference of two histograms of one distribution, [draws, n]."""
     count, random = len(now), np.random.default_rng(0)
-    own = deviations(now)
-    noise: np.ndarray = random.standard_normal((DRAWS, count)) @ own / np.sqrt(count - 1)
-    # If new inputs vary less by chance, the variance is that of both sets of inputs.
-    variance = (own**2).sum(axis=0) / (count - 1)
-    both = (before.inputs * before.spread**2 + count * variance) / (before.inputs + count)
-    more = np.sqrt(np.maximum(0.0, both - variance))
-    noise += more * random.standard_normal(noise.shape)
+    changes = deviations(now)
+    noise: np.ndarray = random.standard_normal((DRAWS, count)) @ changes / np.sqrt(count - 1)
+    # Should the new inputs vary less, by chance, the variance is that of both sets of inputs.
+    variance = (changes**2).sum(axis=0) / (count - 1)
+    pooled = (before.inputs * before.spread**2 + count * variance) / (before.inputs + count)
+    extra = np.sqrt(np.maximum(0.0, pooled - variance))
+    noise += extra * random.standard_normal(noise.shape)
     # Inputs of the export vary more if they are shorter.
     longer = max(1.0, float(now.sum() / count * before.inputs / before.counts.sum()))
     noise *= np.sqrt(longer / before.inputs + 1 / count)
-    # As in a t-test: the variance of a few inputs is not known well.
+    # As in a t-test: a few inputs do not determine the variance well.
     noise *= np.sqrt((count - 1) / random.chisquare(count - 1, (DRAWS, 1)))
     return noise
 
 
-def _root(rises: Callable[[float], float]) -> float:
-    """The λ ≥ 0 at which a rising function reaches 0; 0 if it begins above."""
-    if rises(0.0) >= 0:
+def _root(function: Callable[[float], float]) -> float:
+    """The λ ≥ 0 at which an increasing function reaches 0; 0 if the function starts above 0."""
+    if function(0.0) >= 0:
         return 0.0
     low, high = 0.0, 1.0
-    while rises(high) < 0:
+    while function(high) < 0:
         low, high = high, 2 * high
     for _ in range(20):
         middle = (low + high) / 2
-        low, high = (middle, high) if rises(middle) < 0 else (low, middle)
+        low, high = (middle, high) if function(middle) < 0 else (low, middle)
     return high
 
 
@@ -121,7 +121,7 @@ def drift_checks(
     batches: Iterable[Fields],
     expected: Reference | None,
 ) -> Iterator[Check]:
-    """Yields whether new inputs choose other experts than those of the export.
+    """Yields whether new inputs choose other experts than the export's inputs.
 
     `opened` returns the main graph with further values as outputs. Yields nothing for a bundle
     without histograms.
@@ -136,11 +136,11 @@ def drift_checks(
     now = {choice: found.of(choice) for choice in before if choice in found.counts}
     count = max((len(counts) for counts in now.values()), default=0)
     fewest = min(layer.inputs for layer in before.values())
-    if count < LEAST or fewest < LEAST:
-        whose = f"{count} inputs" if count < LEAST else f"the {fewest} inputs of the export"
-        text = f"{whose} are too few to tell whether routing has drifted"
-        export = "" if count < LEAST else "export with more inputs in --data: "
-        yield DriftCheck(NAME, True, text, f"{export}{LEAST} or more are needed")
+    if count < MIN_INPUTS or fewest < MIN_INPUTS:
+        which = f"{count} inputs" if count < MIN_INPUTS else f"the {fewest} inputs of the export"
+        text = f"{which} are too few to tell whether routing has drifted"
+        export = "" if count < MIN_INPUTS else "export with more inputs in --data: "
+        yield DriftCheck(NAME, True, text, f"{export}{MIN_INPUTS} or more are needed")
         return
     level = 1 - (1 - LEVEL) / len(now)  # Bonferroni
     drift = tuple(
@@ -164,8 +164,8 @@ def _drift_check(drift: tuple[Drift, ...], now: int, before: int, at_k: str) -> 
             text += f" in layer {furthest.layer}, the most of {len(drift)} layers"
         return DriftCheck(NAME, True, f"{text} ({compared})", drift=drift)
     where = ", ".join(f"{layer.text} in layer {layer.layer}" for layer in drifted[:FEW])
-    more = len(drifted) - FEW
-    where += f", and less in {more} more" if more > 0 else ""
+    extra = len(drifted) - FEW
+    where += f", and less in {extra} more" if extra > 0 else ""
     return DriftCheck(
         NAME,
         True,

@@ -48,9 +48,9 @@ def with_scores(
     answers: Answers | None,
     progress: Progress,
 ) -> Manifest:
-    """Returns a manifest with the accuracies of the graphs in a folder, and notes on them.
+    """Returns a manifest with the accuracies of a folder's graphs, and notes on them.
 
-    It also records how often the main graph chooses each expert for the compared inputs.
+    The manifest also records how often the main graph chooses each expert for the compared inputs.
     """
     unread = unread_arrays(job.model, job.options.data)
     manifest = replace(manifest, notes=[*manifest.notes, *unread])
@@ -119,7 +119,7 @@ def _accuracies(
 
 
 def _shared_k(job: ExportJob) -> int | None:
-    """The k for scoring graphs that have it as an input: the largest that all layers have."""
+    """The k for scoring graphs that have it as an input: the largest that every layer supports."""
     return job.fewest_experts if None in job.k.values() else None
 
 
@@ -148,7 +148,7 @@ def _score(job: ExportJob, run: Callable[[Fields], Mapping[str, np.ndarray]]) ->
     """The accuracy of `run` on labelled inputs of a job, in batches that its graphs accept."""
     data = job.options.data
     assert data is not None, "there are labels"
-    of = job.whole_batch or 1
-    size = of * max(1, min(BATCH, job.largest_batch) // of)
+    group = job.whole_batch or 1
+    size = group * max(1, min(BATCH, job.largest_batch) // group)
     found = measured(run, job.model, data, size, job.fixed, job.options.samples_to_verify)
     return None if found is None else found.accuracy

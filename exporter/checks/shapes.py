@@ -1,6 +1,6 @@
-"""Shapes of inputs: advice for shapes that a model does not accept, and suspicious sizes.
+"""Shapes of inputs: advice on shapes that a model does not accept, and notes on suspicious sizes.
 
-If hardly any image has the sizes of a rebuilt network, something was probably read wrongly.
+If a rebuilt network expects sizes that hardly any image has, something was probably read wrongly.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from itertools import permutations
 
 from ...graphs.sizes import fits
 
-MOST_AXES = 5
-"""Arrays of more axes are not searched for a permutation."""
+MAX_AXES = 5
+"""For arrays of more axes, no permutation is searched for."""
 
 COLOURS = (1, 3, 4)
 """The numbers of channels of image files."""
@@ -21,7 +21,7 @@ INSPECT = "`moexport inspect` shows the inputs that a model accepts"
 
 
 def shape_hint(sizes: Sequence[int], shape: Sequence[object]) -> str:
-    """Returns how to turn an array of these sizes into a shape, whose named axes may vary."""
+    """Returns how to turn an array of these sizes into `shape`, whose named axes may vary."""
     order = _order(sizes, shape)
     if order is not None:
         return f"the axes are in another order: x = x.transpose{order}"
@@ -29,18 +29,18 @@ def shape_hint(sizes: Sequence[int], shape: Sequence[object]) -> str:
         return "the batch axis is missing: x = x[None]"
     if fits((1, 1, *sizes), shape):
         return "the batch and channel axes are missing: x = x[None, None]"
-    for at in range(1, len(shape)):
-        if shape[at] == 1 and fits((*sizes[:at], 1, *sizes[at:]), shape):
-            index = ", ".join([":"] * at + ["None"])
+    for axis in range(1, len(shape)):
+        if shape[axis] == 1 and fits((*sizes[:axis], 1, *sizes[axis:]), shape):
+            index = ", ".join([":"] * axis + ["None"])
             return f"an axis of size 1 is missing: x = x[{index}]"
     wanted = [size for size in shape[1:] if isinstance(size, int)]
     if len(wanted) == len(shape) - 1 and len(sizes) == 2 and sizes[1] == math.prod(wanted):
-        return f"its rows are flat: {_of_flat(wanted)}"
+        return f"its rows are flat: {_reshape_hint(wanted)}"
     return _image_hint(sizes, shape) or INSPECT
 
 
-def _of_flat(wanted: Sequence[int]) -> str:
-    """How flat rows become arrays: for images, this depends on the order of the channels."""
+def _reshape_hint(wanted: Sequence[int]) -> str:
+    """How flat rows become arrays, which for images depends on the order of the channels."""
     rows = f"x = x.reshape({', '.join(map(str, (-1, *wanted)))})"
     if len(wanted) != 3 or wanted[0] == 1:
         return rows
@@ -75,7 +75,7 @@ def _image_hint(sizes: Sequence[int], shape: Sequence[object]) -> str:
 
 def _order(sizes: Sequence[int], shape: Sequence[object]) -> tuple[int, ...] | None:
     """The order of axes in which an array fits; orders that move one axis are tried first."""
-    if len(sizes) != len(shape) or not 2 < len(sizes) <= MOST_AXES:
+    if len(sizes) != len(shape) or not 2 < len(sizes) <= MAX_AXES:
         return None
     orders = _orders(len(sizes))
     return next((order for order in orders if fits([sizes[n] for n in order], shape)), None)
@@ -94,8 +94,8 @@ def _orders(axes: int) -> Iterator[tuple[int, ...]]:
         yield order
 
 
-MOST_CHANNELS = 4
-"""Grey, colour, and colour with a fourth channel; satellites and latents have more."""
+MAX_CHANNELS = 4
+"""Grey, colour, and colour with a fourth channel; satellite images and latents have more."""
 
 FEWEST_PIXELS, LONGEST_SIDE, LONGEST_RATIO = 16, 4096, 8
 
@@ -106,9 +106,9 @@ def odd_sizes(shape: Sequence[object]) -> Iterator[str]:
     if len(shape) != 4 or len(sizes) != 3:
         return
     first, middle, last = sizes
-    channels_last = first == middle != last or (last <= MOST_CHANNELS < first and middle != last)
+    channels_last = first == middle != last or (last <= MAX_CHANNELS < first and middle != last)
     channels, height, width = (last, first, middle) if channels_last else (first, middle, last)
-    if channels > MOST_CHANNELS:
+    if channels > MAX_CHANNELS:
         yield (
             f"looks odd: the network expects images of {channels} channels{_as_patch(channels)}; "
             "check the shape of the first layer, or --set patch_size, channels"
@@ -123,7 +123,7 @@ def odd_sizes(shape: Sequence[object]) -> Iterator[str]:
 
 
 def _as_patch(channels: int) -> str:
-    """The patch with this many numbers, if there is one."""
+    """A remark on the patch with this many numbers, if there is one."""
     for colours in (3, 1, 4):
         side = math.isqrt(channels // colours)
         if side > 1 and side * side * colours == channels:

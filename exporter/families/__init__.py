@@ -1,7 +1,7 @@
 """The known families, and the choice of one for a checkpoint.
 
-Their names are known without importing them, which loads PyTorch. Families of plugins are tried
-only if none of the core's fits.
+Their names are known without importing them, which would load PyTorch. Families of plugins are
+tried only if none of the core's fits.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ OTHER_BACKBONES = (
 
 
 def all_names() -> list[str]:
-    """Returns the names of all families; a plugin's follows the one that it names."""
+    """Returns the names of all families; a plugin's follows the one that its `after` names."""
     names = [family.name for family in FAMILIES.own]
     for family in FAMILIES:
         if family.name not in names:
-            at = names.index(family.after) + 1 if family.after in names else len(names)
-            names.insert(at, family.name)
+            index = names.index(family.after) + 1 if family.after in names else len(names)
+            names.insert(index, family.name)
     return names
 
 
@@ -56,9 +56,9 @@ def layouts() -> tuple[PublishedLayer[Any], ...]:
 
 
 def check_family(name: str, listed: Sequence[str] = ()) -> None:
-    """Raises `FamilyError` for a name that no family has, with the nearest one.
+    """Raises `FamilyError`, with the nearest name, for a name that no family has.
 
-    `listed` are the names in the order in which they are shown, if that is known.
+    `listed` are the names in the order in which they are shown, if known.
     """
     names = listed or FAMILIES.names
     if name not in names:
@@ -66,7 +66,7 @@ def check_family(name: str, listed: Sequence[str] = ()) -> None:
 
 
 def family_named(name: str) -> Family:
-    """Returns the family of that name; raises FamilyError with the nearest one."""
+    """Returns the family of that name; without one, raises FamilyError with the nearest name."""
     if name not in FAMILIES:
         check_family(name, all_names())
     return FAMILIES[name]

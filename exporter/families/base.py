@@ -3,7 +3,7 @@
 A family is one published training code. Its module reads top to bottom: how to recognise its
 checkpoints, the sizes that their shapes determine, its MoE layer, the network around it if moexport
 knows that, and last its record, `FAMILY`. To add one, write such a module, list it in `__init__.py`
-or by an entry point in the group `moexport.families`, and record a case in `tests/data`.
+or as an entry point in the group `moexport.families`, and record a case in `tests/data`.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class FamilyModel:
 class Family:
     """One published training code: how its checkpoints are recognised and rebuilt.
 
-    `options` are the configuration keys that `build` accepts, `questions` those among them that
+    `options` are the configuration keys that `build` accepts, `questions` those of them that
     shapes never determine. `published` converts a configuration file of the training code to
-    options. In lists of families, a plugin's comes `after` the one of that name, or last.
+    options. In lists, a plugin's family comes `after` the one of that name, or last.
     """
 
     name: str
@@ -74,29 +74,29 @@ class Family:
 def renamed(family: Family, *, name: str, summary: str, keys: Mapping[str, str]) -> Family:
     """Returns a family like `family` for checkpoints with other key names.
 
-    `keys` maps regular expressions to replacements, applied in order, from the checkpoint's names
-    to those of `family`, which messages also use.
+    `keys` maps regular expressions to replacements, which convert the checkpoint's names, in this
+    order, to those of `family`. Messages use the latter.
     """
 
-    def published(tensors: Tensors) -> dict[str, Tensor]:
+    def converted(tensors: Tensors) -> dict[str, Tensor]:
         names = {key: key for key in tensors}
-        for pattern, new in keys.items():
-            names = {key: re.sub(pattern, new, other) for key, other in names.items()}
-        return {other: tensors[key] for key, other in names.items()}
+        for pattern, replacement in keys.items():
+            names = {key: re.sub(pattern, replacement, name) for key, name in names.items()}
+        return {name: tensors[key] for key, name in names.items()}
 
     def detect(tensors: Tensors) -> bool:
-        other = published(tensors)
-        changed = other.keys() != tensors.keys()
-        return changed and len(other) == len(tensors) and family.detect(other)
+        renamed = converted(tensors)
+        changed = renamed.keys() != tensors.keys()
+        return changed and len(renamed) == len(tensors) and family.detect(renamed)
 
     def build(tensors: Tensors, settings: Config) -> FamilyModel:
-        other = published(tensors)
-        if len(other) < len(tensors):
+        renamed = converted(tensors)
+        if len(renamed) < len(tensors):
             raise CheckpointError(
                 f"not the weights of a {name} model: several keys are one key of {family.name}",
                 hint=INCOMPLETE,
             )
-        return family.build(other, settings)
+        return family.build(renamed, settings)
 
     return replace(family, name=name, summary=summary, detect=detect, build=build)
 
@@ -106,8 +106,8 @@ class PublishedLayer(Generic[AnyLayer]):
     """How one published code stores a MoE layer.
 
     `family` names the code and `title` the kind of layer in messages, `mark` is a key of every such
-    layer, and `match` decides from local names and shapes whether tensors are one. `make` returns
-    the layer under a prefix, from the prefix, tensors and a name, and checks its keys and shapes.
+    layer, and `match` decides from local names and shapes whether tensors are one. `make` takes a
+    prefix, tensors and a name, checks the keys and shapes under the prefix, and returns the layer.
     """
 
     family: str
@@ -153,7 +153,7 @@ def prefixed(entries: Mapping[str, T], prefix: str) -> dict[str, T]:
 
 
 def find_layers(tensors: Tensors, layer: PublishedLayer[Any]) -> list[str]:
-    """Returns the prefixes (`blocks.3.mlp.`, or '') of such layers among the tensors."""
+    """Returns the prefixes (`blocks.3.mlp.`, or '') of the layers of this kind among tensors."""
     pattern = re.compile(rf"(.*\.)?{re.escape(layer.mark)}")
     matches = (pattern.fullmatch(key) for key in tensors)
     prefixes = [m.group(1) or "" for m in matches if m]
@@ -163,7 +163,7 @@ def find_layers(tensors: Tensors, layer: PublishedLayer[Any]) -> list[str]:
 def shape_of(family: str, tensors: Tensors, key: str, axes: str) -> TensorShape:
     """The shape of a required tensor with given axes, such as `d, n, p`.
 
-    Raises CheckpointError if it is missing, of another rank or empty.
+    Raises CheckpointError if it is missing or empty, or has another rank.
     """
     tensor = tensors.get(key)
     if tensor is None or tensor.ndim != axes.count(",") + 1 or 0 in tensor.shape:
@@ -222,7 +222,7 @@ def some(keys: Sequence[str]) -> str:
 
 
 def filled(network: AnyNetwork, tensors: Tensors, layers: Mapping[str, nn.Module]) -> AnyNetwork:
-    """Returns a network from the meta device with its weights, and its layers at their paths."""
+    """Returns a network from the meta device with its weights, and with layers at their paths."""
     network.load_state_dict({key: tensors[key] for key in network.state_dict()}, assign=True)
     for path, layer in layers.items():
         network.set_submodule(path, layer)
@@ -259,9 +259,9 @@ class Constructor:
     `shapes` are those that keys and shapes determine, with the constructor's defaults (`...` for
     those without a comparable default); `questions` change the output, and only the user knows
     them; `free` ones change nothing, and map to their values when they are left out. `aliases` are
-    further names, which `write` converts: it returns the user's settings in the terms of the
-    shapes. A user who names all of `sizes` gives the whole call, whose missing arguments are the
-    defaults.
+    further names, which `write` converts: it returns the user's settings in the form of those from
+    shapes. A user who names all of `sizes` has given a complete call, in which missing arguments
+    have their defaults.
     """
 
     family: str
@@ -279,11 +279,11 @@ class Constructor:
     def settle(
         self, settings: Config, read: Config, questions: Mapping[str, Question] | None = None
     ) -> dict[str, Any]:
-        """Returns the whole configuration: what shapes determine (`read`), and the user's settings.
+        """Returns the whole configuration: what shapes determine (`read`) and the user's settings.
 
-        A setting from shapes cannot be contradicted, and is not asked for. `questions` replace the
+        The user cannot contradict shapes, and need not repeat them. `questions` replace the
         constructor's if they depend on the checkpoint. Published defaults apply if the user accepts
-        them (`rest=default`), or gives the whole call of a model with these shapes. Raises
+        them (`rest=default`), or gives a complete call that results in these shapes. Raises
         FamilyError for an unknown, contradictory or missing key.
         """
         questions = self.questions if questions is None else questions
@@ -298,7 +298,7 @@ class Constructor:
                     hint=f"leave {key} out, or check that this is the right checkpoint",
                 )
         answers = {key: settings[key] for key in questions if key in settings}
-        if rest or self._is_whole(settings, read):
+        if rest or self._is_complete(settings, read):
             answers = {key: q.value for key, q in questions.items() if q.fits} | answers
         missing = {key: q for key, q in questions.items() if key not in answers}
         if missing:
@@ -327,13 +327,13 @@ class Constructor:
                 hint=f"--set {REST}=default uses the published default for each missing setting",
             )
 
-    def _is_whole(self, settings: Config, read: Config) -> bool:
-        """Whether the given arguments are a whole call of the constructor, with these shapes."""
-        silent = (key for key in self.shapes if key not in settings)
+    def _is_complete(self, settings: Config, read: Config) -> bool:
+        """Whether the arguments are a complete call that results in these shapes."""
+        omitted = (key for key in self.shapes if key not in settings)
         return (
             bool(self.sizes)
             and all(key in settings for key in self.sizes)
-            and all(self.shapes[key] in (..., read.get(key)) for key in silent)
+            and all(self.shapes[key] in (..., read.get(key)) for key in omitted)
         )
 
 
@@ -430,7 +430,7 @@ ExpertMatrices = tuple[Matrices, Tensor | None, Matrices, Tensor | None]
 class SeparateExperts:
     """Names of the experts' two linear layers, such as `experts.{}.fc1` and `experts.{}.fc2`.
 
-    `kernel` follows a weight's [out, in]: (1, 1) for experts of 1x1 convolutions. `gated` experts
+    `kernel` are the sizes after a weight's [out, in]: (1, 1) for 1x1 convolutions. `gated` experts
     have 2h rows in their first weight (GEGLU).
     """
 
@@ -440,7 +440,7 @@ class SeparateExperts:
     gated: bool = False
 
     def any_of(self, tensors: Tensors, which: str, kind: str) -> Tensor | None:
-        """The first tensor under one of the names, of any expert."""
+        """The `kind` (weight or bias) of the layer `which`, of the first expert that has one."""
         pattern = re.compile(re.escape(which).replace(r"\{\}", r"\d+") + re.escape(f".{kind}"))
         return next((t for key, t in tensors.items() if pattern.fullmatch(key)), None)
 
@@ -459,7 +459,7 @@ class SeparateExperts:
     def shapes(
         self, tensors: Tensors, n: int, d: int, out: int | None = None
     ) -> dict[str, TensorShape]:
-        """Names and shapes of n experts from width d to `out` (d); with biases if any has them."""
+        """Names and shapes of n experts from width d to `out` (or d); biases, if any has one."""
         if n > len(tensors):
             raise CheckpointError(
                 f"the shapes imply {n} experts, but there are only {len(tensors)} tensors in all",
@@ -470,18 +470,18 @@ class SeparateExperts:
         expected: dict[str, TensorShape] = {}
         for name, rows, columns in ((self.first, inner, d), (self.second, out or d, h)):
             has_bias = self.any_of(tensors, name, "bias") is not None
-            for e in range(n):
-                expected[f"{name.format(e)}.weight"] = (rows, columns, *self.kernel)
+            for i in range(n):
+                expected[f"{name.format(i)}.weight"] = (rows, columns, *self.kernel)
                 if has_bias:
-                    expected[f"{name.format(e)}.bias"] = (rows,)
+                    expected[f"{name.format(i)}.bias"] = (rows,)
         return expected
 
     def matrices(self, tensors: Tensors, n: int) -> ExpertMatrices:
         """The matrices and biases of n experts; the matrices are transposed views."""
         pairs = []
         for name in (self.first, self.second):
-            weights = tuple(tensors[f"{name.format(e)}.weight"].flatten(1).T for e in range(n))
-            biases = [tensors.get(f"{name.format(e)}.bias") for e in range(n)]
+            weights = tuple(tensors[f"{name.format(i)}.weight"].flatten(1).T for i in range(n))
+            biases = [tensors.get(f"{name.format(i)}.bias") for i in range(n)]
             present = [bias for bias in biases if bias is not None]
             pairs.append((weights, torch.stack(present) if present else None))
         (w1, b1), (w2, b2) = pairs
@@ -489,10 +489,10 @@ class SeparateExperts:
 
 
 def unit_phi(phi: Tensor, scale: Tensor | None, *, eps: float, kind: str = "l2") -> Tensor:
-    """Phi [d, n, p] with columns of length one over d, times `scale`: float64 inside, float32 out.
+    """Returns phi [d, n, p] as float32, normalised over d in float64 and multiplied by `scale`.
 
-    `kind` places eps as in `soft_moe.NormKind`: `l2` clamps the length, `l2-plus` adds to it,
-    `l2-rsqrt` adds to its square.
+    `kind` decides how, as in `soft_moe.NormKind`: `l2` clamps the length to eps, `l2-plus` adds
+    eps to it, `l2-rsqrt` adds eps to its square.
     """
     phi = phi.double()
     length = phi.square().sum(dim=0, keepdim=True)
@@ -512,7 +512,7 @@ def cache_specs(
 ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Returns the inputs and outputs of a cache, from each part's heads and width.
 
-    `shapes` has a part for each of the keys and values of a layer: `0.key`, `0.value`, `1.key` …
+    `shapes` has a part for the keys and one for the values of each layer: `0.key`, `0.value` …
     """
     inputs, outputs = [], []
     for part, (heads, width) in shapes.items():

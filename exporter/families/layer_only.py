@@ -2,7 +2,7 @@
 
 Such a layer is exported as a whole graph. `layer_family` makes the family from a Soft MoE layer's
 layout; `choose_layer` finds the layer to export in a file with more content. The two backbones here
-wrap a single layer, also one in a user's own network.
+wrap a single layer, including one of a user's own network.
 """
 
 from __future__ import annotations
@@ -66,23 +66,23 @@ def choose_layer(
     if not prefixes:
         return "", ()  # the check of the keys reports what is missing
     if wanted is None:
-        return _the_only(layer, tensors, prefixes), ()
+        return _only_prefix(layer, tensors, prefixes), ()
     prefix = str(wanted).replace("/", ".").strip(".") + "."
     if prefix not in prefixes:
         raise FamilyError(
             f"{layer.family}: no layer at {wanted}",
-            hint=f"layers in this file: {', '.join(map(_place, prefixes))}",
+            hint=f"layers in this file: {', '.join(map(_label, prefixes))}",
         )
     outside = sum(not key.startswith(prefix) for key in tensors)
     note = f"left out {outside} keys outside the layer {wanted}"
     return prefix, (note,) if outside else ()
 
 
-def _the_only(layer: PublishedLayer[Any], tensors: Tensors, prefixes: list[str]) -> str:
+def _only_prefix(layer: PublishedLayer[Any], tensors: Tensors, prefixes: list[str]) -> str:
     outside = [key for key in tensors if not any(key.startswith(p) for p in prefixes)]
     if len(prefixes) == 1 and not outside:
         return prefixes[0]
-    names = [_place(prefix) for prefix in prefixes]
+    names = [_label(prefix) for prefix in prefixes]
     others = f" and other weights ({', '.join(outside[:3])}, …)" if outside else ""
     raise FamilyError(
         f"{layer.family}: the file contains {len(prefixes)} {layer.title} layers "
@@ -92,7 +92,7 @@ def _the_only(layer: PublishedLayer[Any], tensors: Tensors, prefixes: list[str])
     )
 
 
-def _place(prefix: str) -> str:
+def _label(prefix: str) -> str:
     return prefix.removesuffix(".") or "(the whole file)"
 
 
@@ -125,8 +125,8 @@ def layer_family(
 ) -> Family:
     """Returns a family that exports one layer within `backbone`, with the inputs and outputs `io`.
 
-    `read` returns the settings that shapes determine, from a layer, its tensors and the user's
-    settings, by the names of the layer's constructor. `apply` applies the settled configuration to
+    `read` returns the settings that shapes determine, by their names in the constructor, from a
+    layer, its tensors and the user's settings. `apply` applies the settled configuration to
     the layer and returns notes; it raises FamilyError for a model that cannot be exported.
     """
 

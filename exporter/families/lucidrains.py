@@ -1,7 +1,7 @@
 """`soft-moe-pytorch`: the layer of lucidrains/soft-moe-pytorch.
 
-Its mark is `slot_embeds` [n, p, d] with `norm.gamma`. The slots are embeddings that are normalised
-like the tokens, but with their own gain: RMSNorm, or LayerNorm if there is a `beta`. Experts are
+Its mark is `slot_embeds` [n, p, d] with `norm.gamma`. The slots are embeddings, normalised like the
+tokens (by RMSNorm, or by LayerNorm if there is a `beta`) but with their own gain. Experts are
 GEGLU if their first layer is twice as wide as the input of the second.
 """
 
@@ -109,7 +109,7 @@ def _config(layer: SoftMoE, _: Tensors, settings: Config) -> dict[str, Any]:
 
 
 def _check(layer: SoftMoE, config: Config) -> tuple[str, ...]:
-    """Checks `seq_len`, another way to give the number of slots."""
+    """Checks `seq_len`, which is another way to give the number of slots."""
     spec, seq_len = layer.spec, config["seq_len"]
     if isinstance(seq_len, int) and seq_len // spec.experts != spec.slots:
         raise FamilyError(

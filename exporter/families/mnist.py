@@ -3,8 +3,8 @@
 Its mark is `phi` [d, n·p] with `decoder.1.weight`. An image is cut into square patches, which are
 the tokens; one Soft MoE layer with ReLU experts and a linear map of all tokens follow. The released
 code has no biases; those in a file are used as in PyTorch's linear layers. The normalised variant
-has a `normalization_scale_param`. Flipped pixels (`flip_pixels`) belong to the input: give it the
-images in the form that the layer was trained on.
+has a `normalization_scale_param`. Flipping pixels (`flip_pixels`) is part of
+preparing the input: give images in the form that the network was trained on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _match(tensors: Tensors) -> bool:
 
 
 def _experts(tensors: Tensors) -> int:
-    """n: phi has a column per slot of an expert, so experts are counted by their weights."""
+    """n, counted by the experts' weights, because phi has a column per slot of each expert."""
     numbers = {
         key.split(".")[1] for key in tensors if re.fullmatch(r"experts\.\d+\.\d\.weight", key)
     }

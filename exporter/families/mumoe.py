@@ -3,8 +3,7 @@
 Their mark is `projs.{e}` [d, n_e], one for each level of experts, with `MuMoE.factors.{j}`:
 matrices of one rank (CP) or cores that chain (TR). `MuMoE.core` marks a Tucker form and
 `MuMoE.weight` is the unfactorised tensor; the released code has neither. A second layer is
-`MuMoE2`. The parts that the networks of this code share, `mumoe_mixer` and `mumoe_gpt2`, follow at
-the end.
+`MuMoE2`. What the networks of this code (`mumoe_mixer` and `mumoe_gpt2`) share follows the layer.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ HEAD, BACKBONE = "1.", "0."
 
 FIRST, SECOND = "MuMoE", "MuMoE2"
 WHOLE, CORE, FACTORS = "weight", "core", "factors"
-"""The unfactorised tensor; the core of a Tucker form; its factors, or factors or TR cores."""
+"""The names of an unfactorised tensor, of a Tucker form's core, and of factors or TR cores."""
 
 COUNTER = "num_batches_tracked"
 ACTIVATION = "act"
@@ -70,11 +69,12 @@ CLASS_NAMES: dict[Form, str] = {
 # --- the configuration -------------------------------------------------------------------------
 
 
-ASKED = Question("entmax15", f"the gate's activation: {', '.join(get_args(GateActivation))}")
+ACTIVATIONS = ", ".join(get_args(GateActivation))
+ACTIVATION_QUESTION = Question("entmax15", f"the gate's activation: {ACTIVATIONS}")
 
 
 def _without_modes(settings: Config, _: Config) -> Config:
-    """Ranks as `[r, None, r']`: the code fills in the mode's size, and ignores the given value."""
+    """The ranks as `[r, None, r']`: the code ignores a given value and fills in the mode's size."""
     ranks = settings.get("ranks")
     if isinstance(ranks, list) and all(isinstance(r, list) and len(r) == 3 for r in ranks):
         return {**settings, "ranks": [[r[0], None, r[2]] for r in ranks]}
@@ -93,7 +93,7 @@ CONSTRUCTOR = Constructor(
         "hierarchy": 1,
         "apply_ln": False,
     },
-    questions={ACTIVATION: ASKED},
+    questions={ACTIVATION: ACTIVATION_QUESTION},
     free={RANK: 3},
     sizes=SIZES,
     write=_without_modes,
@@ -101,16 +101,13 @@ CONSTRUCTOR = Constructor(
 
 
 def activate(family: str, layers: Iterable[MuMoE], config: dict[str, Any]) -> None:
-    """Sets the gate's activation of layers from a settled configuration.
-
-    Raises FamilyError for an unknown activation.
-    """
+    """Sets the layers' gate activation from settled `config`; FamilyError for an unknown one."""
     value = "entmax15" if config[ACTIVATION] == "entmax" else config[ACTIVATION]
     known = next((name for name in get_args(GateActivation) if name == value), None)
     if known is None:
         raise FamilyError(
             f"{family}: {ACTIVATION}={value} is not an activation of a gate",
-            hint=f"choose one of: {', '.join(get_args(GateActivation))}",
+            hint=f"choose one of: {ACTIVATIONS}",
         )
     config[ACTIVATION] = known
     for layer in layers:
@@ -170,11 +167,12 @@ def tensor_names(spec: FactorisedSpec) -> tuple[str, ...]:
 def read_tensor(
     where: str, key: str, tensors: Tensors, levels: tuple[int, ...], dim: int
 ) -> FactorisedSpec:
-    """Returns the form of the tensors under `key`, for a layer with these levels and input width.
+    """Returns the spec of the tensors under `key`, for a layer with these levels and input width.
 
     Raises CheckpointError if they do not fit each other, the levels or the input.
     """
-    form, modes, ranks = (_whole if WHOLE in tensors else _factors)(where, key, tensors, levels)
+    read = _full_sizes if WHOLE in tensors else _factor_sizes
+    form, modes, ranks = read(where, key, tensors, levels)
     what = f"{key}.{WHOLE} is" if form == "full" else f"{key}.{FACTORS} are"
     if modes[:-2] != levels:
         raise CheckpointError(
@@ -201,7 +199,7 @@ TensorSizes = tuple[Form, tuple[int, ...], tuple[int, ...]]
 """The form of a tensor, the sizes of its modes, and its ranks."""
 
 
-def _whole(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) -> TensorSizes:
+def _full_sizes(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) -> TensorSizes:
     shape = tuple(tensors[WHOLE].shape)
     if len(shape) != len(levels) + 2:
         raise CheckpointError(
@@ -213,9 +211,9 @@ def _whole(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) -> T
     return "full", shape, ()
 
 
-def _factors(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) -> TensorSizes:
+def _factor_sizes(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) -> TensorSizes:
     shapes, core = [tuple(t.shape) for t in numbered(tensors, FACTORS)], tensors.get(CORE)
-    these, axes = f"{where}: {key}.{FACTORS}", {len(shape) for shape in shapes}
+    factors, axes = f"{where}: {key}.{FACTORS}", {len(shape) for shape in shapes}
     listed = ", ".join(str(list(shape)) for shape in shapes)
     if len(shapes) != len(levels) + 2:
         raise CheckpointError(
@@ -225,9 +223,9 @@ def _factors(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) ->
             "checkpoint complete?",
         )
     if core is not None and axes != {2}:
-        raise CheckpointError(f"{these} with a {CORE} are not matrices [n, R]: {listed}")
+        raise CheckpointError(f"{factors} with a {CORE} are not matrices [n, R]: {listed}")
     if axes not in ({2}, {3}):
-        raise CheckpointError(f"{these} are neither CP [n, R] nor TR [r, n, r']: {listed}")
+        raise CheckpointError(f"{factors} are neither CP [n, R] nor TR [r, n, r']: {listed}")
     first, second = (tuple(shape[axis] for shape in shapes) for axis in (0, 1))
     if core is not None and tuple(core.shape) != second:
         raise CheckpointError(
@@ -236,16 +234,16 @@ def _factors(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) ->
             hint="the core of a Tucker form has one axis per factor, of that factor's rank",
         )
     if any(0 in shape for shape in shapes):
-        raise CheckpointError(f"{these} have a size or a rank of zero: {listed}")
+        raise CheckpointError(f"{factors} have a size or a rank of zero: {listed}")
     if core is not None:
         return "tucker", first, second
     if axes == {2}:
         if len(set(second)) > 1:
-            raise CheckpointError(f"{these} do not share one rank R: {listed}")
+            raise CheckpointError(f"{factors} do not share one rank R: {listed}")
         return "cp", first, second[:1]
     if tuple(shape[2] for shape in shapes) != (*first[1:], first[0]):
         raise CheckpointError(
-            f"{these} do not chain: each ends with the next one's rank: {listed}",
+            f"{factors} do not chain: each ends with the next one's rank: {listed}",
             hint="the ring of a TR layer closes: the last core ends with the first one's rank",
         )
     return "tr", second, first
@@ -293,10 +291,10 @@ def read_layer(prefix: str, tensors: Tensors, name: str) -> MuMoE:
     normed = range(len(sizes) if batch_norm else 0)
     for level in normed:
         variance = local[f"bn.{level}.running_var"]
-        least = 0.0 if variance.is_meta else float(variance.min())
-        if least < 0:  # its root would be NaN
+        smallest = 0.0 if variance.is_meta else float(variance.min())
+        if smallest < 0:  # its root would be NaN
             raise CheckpointError(
-                f"{prefix}bn.{level}.running_var contains the negative variance {least:.3g}",
+                f"{prefix}bn.{level}.running_var contains the negative variance {smallest:.3g}",
                 hint="the file is damaged: use another copy or an earlier checkpoint",
             )
     return MuMoE(
@@ -304,8 +302,8 @@ def read_layer(prefix: str, tensors: Tensors, name: str) -> MuMoE:
         MuMoEWeights(
             projections=tuple(levels),
             tensors=tuple(factors),
-            means=tuple(local[f"bn.{e}.running_mean"] for e in normed),
-            variances=tuple(local[f"bn.{e}.running_var"] for e in normed),
+            means=tuple(local[f"bn.{i}.running_mean"] for i in normed),
+            variances=tuple(local[f"bn.{i}.running_var"] for i in normed),
             gain=local.get("input_ln.weight"),
             shift=local.get("input_ln.bias"),
         ),
@@ -356,7 +354,7 @@ def backbone_family(
 ) -> Family:
     """Returns the family of a network whose MLPs are muMoE layers (see `BACKBONES`).
 
-    `questions` are the arguments that shapes never determine, or not always.
+    `questions` are the arguments that shapes do not always determine.
     """
     return Family(
         name=constructor.family,
@@ -376,7 +374,7 @@ def with_layers(
     layers: Mapping[str, MuMoE],
     widths: Mapping[str, int],
 ) -> AnyNetwork:
-    """Returns a backbone from the meta device with its weights, and its layers at their paths.
+    """Returns a backbone from the meta device with its weights, and with layers at their paths.
 
     `widths` are the layers' input and output widths. Raises CheckpointError if weights or a layer
     do not fit the backbone.
@@ -435,7 +433,7 @@ def _family(
     return replace(family, detect=detect, layer=LAYOUT)
 
 
-def _the_head(_: object, tensors: Tensors, __: object) -> tuple[str, tuple[str, ...]]:
+def _choose_head(_: object, tensors: Tensors, __: object) -> tuple[str, tuple[str, ...]]:
     outside = sum(key.startswith(BACKBONE) for key in tensors)
     note = (
         f"exported only the head: left out {outside} tensors of the backbone (0.*); give the "
@@ -464,6 +462,6 @@ FAMILY = _family(
 HEAD_FAMILY = _family(
     replace(CONSTRUCTOR, family=HEAD_NAME, free={RANK: 2}),
     "the muMoE head of a fine-tuned CLIP backbone (james-oldfield/muMoE, finetune)",
-    _the_head,
+    _choose_head,
     _is_head,
 )

@@ -1,9 +1,9 @@
-"""`mumoe-gpt2`: nanoGPT's GPT-2 with a two-layer muMoE block for every MLP.
+"""`mumoe-gpt2`: nanoGPT's GPT-2 with a two-layer muMoE block in place of every MLP.
 
 Its mark is `transformer.h.{l}.mlp.MuMoE_layer.*`. Attention takes normalised tokens, the muMoE
-block raw ones (it normalises its own input, while the gate takes the raw one); the output layer is
-the embedding. With `use_cache` the keys and values of earlier tokens are inputs, and those of all
-tokens outputs: the same graph computes a prompt at once and then one token at a time.
+block raw ones (it normalises its own input, but its gate takes the raw one); the output layer's
+weight is the embedding. With `use_cache` the keys and values of earlier tokens are inputs, and
+those of all tokens outputs: the same graph computes a prompt at once and then token by token.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CONSTRUCTOR = Constructor(
         ("block_size", "layer_type", "n_experts", "vocab_size", "n_layer", "n_embd", "bias"), ...
     ),
     questions={"n_head": Question(12, "the projections of all heads are one matrix")},
-    # the class fixes the activation
+    # The class fixes the activation.
     free={"dropout": 0.0, "use_cache": False, ACTIVATION: "entmax15"},
     sizes=SIZES,
 )
@@ -81,11 +81,11 @@ class CausalAttention(nn.Module):
         self.c_proj = nn.Linear(spec.dim, spec.dim, bias=spec.bias)
 
     def forward(
-        self, x: Tensor, later: Tensor, past: KeyValue | None = None
+        self, x: Tensor, mask: Tensor, past: KeyValue | None = None
     ) -> tuple[Tensor, KeyValue]:
         """Maps (b, m, d) to (b, m, d), with the keys and values of all tokens, past ones first.
 
-        `later` [m, past + m] is −∞ if the key comes after the query.
+        `mask` [m, past + m] is −∞ if the key comes after the query.
         """
         q, k, v = (
             part.unflatten(-1, self.split[2:]).transpose(1, 2)
@@ -93,7 +93,7 @@ class CausalAttention(nn.Module):
         )
         if past is not None:
             k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
-        scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1) + later
+        scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1) + mask
         y = scores.softmax(dim=-1) @ v
         return self.c_proj(y.transpose(1, 2).flatten(2)), (k, v)
 
@@ -108,9 +108,9 @@ class GPT2Block(nn.Module):
         self.mlp = nn.Sequential(OrderedDict(MuMoE_layer=nn.Identity()))  # replaced later
 
     def forward(
-        self, x: Tensor, later: Tensor, past: KeyValue | None = None
+        self, x: Tensor, mask: Tensor, past: KeyValue | None = None
     ) -> tuple[Tensor, KeyValue]:
-        attended, present = self.attn(self.ln_1(x), later, past)
+        attended, present = self.attn(self.ln_1(x), mask, past)
         x = x + attended
         return x + self.mlp(x), present
 
@@ -132,7 +132,7 @@ class GPT2(nn.Module):
     def forward(self, ids: Tensor, *past: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Returns the logits at every position.
 
-        With a `past`, a key and a value per block, those of all tokens follow.
+        With a `past`, a key and a value per block, the keys and values of all tokens follow.
         """
         wte, wpe = self.transformer["wte"], self.transformer["wpe"]
         assert isinstance(wte, nn.Embedding) and isinstance(wpe, nn.Embedding)
@@ -141,13 +141,13 @@ class GPT2(nn.Module):
         keys = torch.arange(before + length, device=ids.device)
         queries = keys[before:]
         x = wte(ids) + (wpe(queries) if past else wpe.weight[:length])
-        later = torch.where(keys > queries.unsqueeze(1), -torch.inf, 0.0)
+        mask = torch.where(keys > queries.unsqueeze(1), -torch.inf, 0.0)
         blocks = self.transformer["h"]
         assert isinstance(blocks, nn.ModuleList)
         presents: list[Tensor] = []
         for index, block in enumerate(blocks):
             own_past = (past[2 * index], past[2 * index + 1]) if past else None
-            x, present = block(x, later, own_past)
+            x, present = block(x, mask, own_past)
             presents += present
         logits = F.linear(self.transformer["ln_f"](x), wte.weight)
         return (logits, *presents) if past else logits

@@ -1,8 +1,8 @@
-"""`mumoe-mixer`: the MLP-Mixer of the muMoE paper, every MLP a two-layer muMoE block.
+"""`mumoe-mixer`: the MLP-Mixer of the muMoE paper, with a two-layer muMoE block for every MLP.
 
 It is recognised by `mixer_blocks.{i}.0.fn.1.*` (over the tokens) and `mixer_blocks.{i}.1.fn.*`
-(over the channels), each a layer of `mumoe`. Shapes determine the number of patches and of values
-per patch, but not a patch's side length and channels.
+(over the channels), each a layer of `mumoe`. Shapes determine how many patches there are and how
+many values each has, but not a patch's side length and channels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .base import (
 )
 from .mumoe import (
     ACTIVATION,
-    ASKED,
+    ACTIVATION_QUESTION,
     CLASS_NAMES,
     activate,
     backbone_family,
@@ -51,14 +51,14 @@ CONSTRUCTOR = Constructor(
         "expansion_factor_token": 256,
         "n_experts": 64,
     },
-    questions={ACTIVATION: ASKED},
+    questions={ACTIVATION: ACTIVATION_QUESTION},
     sizes=SIZES,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class MixerSpec:
-    """Sizes of the backbone. `grid` is the number of patches (down, across), with side `patch`."""
+    """Sizes of the backbone. `grid` is the number of patches (down, across) of side `patch`."""
 
     grid: tuple[int, int]
     patch: int
@@ -77,7 +77,7 @@ class MixerSpec:
 
 
 def _geometry(config: Config, tokens: int, pixels: int) -> dict[str, Any]:
-    """Image size, patch size and channels: any one of them determines the others.
+    """Image size, patch size and channels, any one of which determines the others.
 
     Patches are square, as in the published network; the image is square unless `image_size`
     differs. Raises FamilyError if the given values do not fit the shapes.

@@ -5,10 +5,9 @@ n, p] among timm's names. The experts are separate (`experts.{i}.fc1.weight` [h,
 (`stacked_expert_fc1_weight` [n, h, d]). The keys determine the MoE blocks and nearly all of the
 constructor's arguments.
 
-`soft-moe-conv` is the layer alone, of the Astroformer variant, whose experts are 1x1 convolutions
+`soft-moe-conv` is only the layer of the Astroformer variant, whose experts are 1x1 convolutions
 (`experts.{i}.fc1.weight` [h, d, 1, 1]); its tokens are the pixels of (b, d, H, W). No key
-determines its activation: ReLU is the default of timm's ConvMlp, GELU results from Astroformer's
-configuration.
+determines its activation: ReLU is the default of timm's ConvMlp, but Astroformer sets GELU.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ EXPERTS = SeparateExperts("experts.{}.fc1", "experts.{}.fc2")
 
 
 def _layer(family: str, experts: SeparateExperts) -> PublishedLayer[SoftMoE]:
-    """The layout of a layer with these separate experts, or stacked ones."""
+    """The layout of a layer with these separate experts, or with stacked ones."""
 
     def match(tensors: Tensors) -> bool:
         first = experts.any_of(tensors, experts.first, "weight")
@@ -103,7 +102,7 @@ def _shapes(family: str, experts: SeparateExperts, tensors: Tensors) -> dict[str
 
 
 def _read(experts: SeparateExperts, name: str, tensors: Tensors) -> SoftMoE:
-    """Normalises x and phi, with a scale, unless the layer was built with normalize=False."""
+    """Returns the layer, which has a scale and normalises x and phi unless normalize=False."""
     phi, scale = tensors["phi"], tensors.get("scale")
     d, n, p = phi.shape
     if _is_stacked(tensors, experts):
@@ -156,7 +155,7 @@ CONV_FAMILY = layer_family(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViT:
-    """The published constructor's arguments with an effect, and their defaults.
+    """The published constructor's arguments that have an effect, with their defaults.
 
     `norm_eps` and `act_layer` have other names there, or none. Sizes of images and patches are one
     number or (height, width).
@@ -220,8 +219,8 @@ TRAINING_ONLY = (
 )
 """Arguments of the published constructor that change nothing at inference."""
 
-SILENT = ("img_size", "patch_size", "mlp_ratio", "moe_mlp_ratio", "fc_norm", "norm_layer")
-"""Arguments for which None means the value from the shapes: moe_mlp_ratio=None means mlp_ratio."""
+NULLABLE = ("img_size", "patch_size", "mlp_ratio", "moe_mlp_ratio", "fc_norm", "norm_layer")
+"""Arguments for which None stands for the value from the shapes."""
 
 NORM_LAYERS = ("LayerNorm", "nn.LayerNorm", "torch.nn.LayerNorm")
 
@@ -235,38 +234,38 @@ def _mlp(block: int) -> str:
 
 def _as_read(settings: Config, read: Config) -> Config:
     """The user's values in the form of `read`, so that they can be compared."""
-    same = {key: value for key, value in settings.items() if value is not None or key not in SILENT}
-    if "input_size" in same:  # the name in the scripts of timm and DeiT
-        same.setdefault("img_size", same.pop("input_size"))
+    given = {k: v for k, v in settings.items() if v is not None or k not in NULLABLE}
+    if "input_size" in given:  # the name in the scripts of timm and DeiT
+        given.setdefault("img_size", given.pop("input_size"))
     for key in ("img_size", "patch_size"):
-        if key in same:
-            same[key] = one_or_pair(*height_width(NAME, key, same[key]))
-    index = same.get("moe_layer_index")
+        if key in given:
+            given[key] = one_or_pair(*height_width(NAME, key, given[key]))
+    index = given.get("moe_layer_index")
     if isinstance(index, list | tuple) and all(isinstance(i, int) for i in index):
-        same["moe_layer_index"] = _moe_layer_index(sorted(index), read["depth"]) if index else []
+        given["moe_layer_index"] = _moe_layer_index(sorted(index), read["depth"]) if index else []
     for key in ("mlp_ratio", "moe_mlp_ratio"):
-        ratio, dim = same.get(key), read["embed_dim"]
+        ratio, dim = given.get(key), read["embed_dim"]
         finite = isinstance(ratio, int | float) and math.isfinite(ratio)
         if finite and int(ratio * dim) == round(read[key] * dim):
-            same[key] = read[key]
+            given[key] = read[key]
     # Only the presence of LayerScale matters, not its initial value.
-    if same.get("init_values") and read["init_values"]:
-        same["init_values"] = read["init_values"]
+    if given.get("init_values") and read["init_values"]:
+        given["init_values"] = read["init_values"]
     # Without an explicit value, fc_norm is only used with the mean.
     if "fc_norm" in settings and settings["fc_norm"] is None and read["fc_norm"]:
-        same.setdefault("global_pool", "avg")
-    if "norm_layer" in same:
-        if same["norm_layer"] not in NORM_LAYERS:
+        given.setdefault("global_pool", "avg")
+    if "norm_layer" in given:
+        if given["norm_layer"] not in NORM_LAYERS:
             raise FamilyError(
-                f"{NAME}: norm_layer={same['norm_layer']} is unknown: only LayerNorm is supported",
+                f"{NAME}: norm_layer={given['norm_layer']} is unknown: only LayerNorm is supported",
                 hint="give the eps of a LayerNorm: --set norm_eps=1e-6",
             )
-        del same["norm_layer"]
-        same.setdefault("norm_eps", 1e-5)  # the default of the class
-    return same
+        del given["norm_layer"]
+        given.setdefault("norm_eps", 1e-5)  # the default of the class
+    return given
 
 
-ASKED = {
+QUESTIONS = {
     "num_heads": Question(12, "any number that divides embed_dim has the same shapes"),
     "img_size": Question(224, "the same positions fit several heights and widths"),
     "global_pool": Question("token", "token, avg or '': the keys are the same"),
@@ -277,10 +276,10 @@ ASKED = {
 CONSTRUCTOR = Constructor(
     family=NAME,
     shapes={
-        **{key: value for key, value in ARGUMENTS.items() if key not in ASKED},
+        **{key: value for key, value in ARGUMENTS.items() if key not in QUESTIONS},
         **dict.fromkeys(("embed_dim", "depth", "fc_norm", "no_embed_class"), ...),
     },
-    questions=ASKED,
+    questions=QUESTIONS,
     free=dict.fromkeys(TRAINING_ONLY),
     aliases=("norm_layer", "input_size"),
     sizes=("img_size", "embed_dim", "depth", "num_heads"),
@@ -291,7 +290,7 @@ CONSTRUCTOR = Constructor(
 def configure(
     tensors: Tensors, settings: Config, moe_blocks: Sequence[int]
 ) -> tuple[ViT, dict[str, Any]]:
-    """Returns the constructor's arguments, without those that only training needs.
+    """Returns the constructor's arguments that have an effect, and the whole configuration.
 
     `moe_blocks` are the blocks with a Soft MoE layer. Raises FamilyError for settings that neither
     shapes nor the user give, CheckpointError if the backbone's main tensors are missing.
@@ -321,13 +320,14 @@ def _questions(tensors: Tensors, settings: Config, read: Config) -> dict[str, Qu
     patch = height_width(NAME, "patch_size", read["patch_size"])
     # By default the constructor places the norm after the pooling only for the mean.
     token = read["class_token"] and (not read["fc_norm"] or bool(settings.get("fc_norm")))
-    return ASKED | {
+    pool = "token" if token else "avg"
+    return QUESTIONS | {
         "img_size": Question(
             one_or_pair(side * patch[0], side * patch[1]) if square else 224,
             f"{positions} positions fit several heights and widths",
             fits=square,
         ),
-        "global_pool": replace(ASKED["global_pool"], value="token" if token else "avg", fits=token),
+        "global_pool": replace(QUESTIONS["global_pool"], value=pool, fits=token),
     }
 
 
@@ -518,7 +518,7 @@ class ViTBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Images (b, c, H, W) to logits (b, classes); to (b, m, classes) with pool `''`.
+    """Images (b, c, H, W) to logits (b, classes), or (b, m, classes) with pool `''`.
 
     It is built on the meta device, with placeholders in its MoE blocks. Call `place` after loading
     the weights.
@@ -529,19 +529,19 @@ class VisionTransformer(nn.Module):
     def __init__(self, spec: ViT) -> None:
         super().__init__()
         self.spec = spec
-        norm = spec.embed_dim
+        dim = spec.embed_dim
         self.patch_embed = PatchEmbed(spec)
         embedded = spec.patches if spec.no_embed_class else spec.tokens
         self.cls_token = (
             nn.Parameter(torch.empty(1, 1, spec.embed_dim)) if spec.class_token else None
         )
         self.pos_embed = nn.Parameter(torch.empty(1, embedded, spec.embed_dim))
-        self.norm_pre = nn.LayerNorm(norm, eps=spec.norm_eps) if spec.pre_norm else nn.Identity()
+        self.norm_pre = nn.LayerNorm(dim, eps=spec.norm_eps) if spec.pre_norm else nn.Identity()
         self.blocks = nn.ModuleList(
             ViTBlock(spec, moe=index in spec.moe_blocks) for index in range(spec.depth)
         )
-        self.norm = nn.Identity() if spec.fc_norm else nn.LayerNorm(norm, eps=spec.norm_eps)
-        self.fc_norm = nn.LayerNorm(norm, eps=spec.norm_eps) if spec.fc_norm else nn.Identity()
+        self.norm = nn.Identity() if spec.fc_norm else nn.LayerNorm(dim, eps=spec.norm_eps)
+        self.fc_norm = nn.LayerNorm(dim, eps=spec.norm_eps) if spec.fc_norm else nn.Identity()
         self.head = (
             nn.Linear(spec.embed_dim, spec.num_classes) if spec.num_classes else nn.Identity()
         )
@@ -599,9 +599,9 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
         backbone = VisionTransformer(spec)
     expected = shapes_of(backbone)
     used = {key: tensor for key, tensor in tensors.items() if not LEFTOVER.match(key)}
-    like = _example_layer(tensors, blocks)
+    shared = _example_layer(tensors, blocks)
     for block in blocks:
-        local = {**under(used, _mlp(block)), **like}
+        local = {**under(used, _mlp(block)), **shared}
         expected |= prefixed(_shapes(NAME, EXPERTS, local), _mlp(block))
     check_tensors(NAME, used, expected)
     layers = {}
@@ -612,14 +612,14 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     backbone = filled(backbone, used, layers)
     backbone.place()
     width = spec.num_classes or spec.embed_dim
-    left = len(tensors) - len(used)
+    leftovers = len(tensors) - len(used)
     scores = ("batch", width) if spec.global_pool else ("batch", spec.tokens, width)
     return FamilyModel(
         module=backbone,
         config=config,
         inputs=(TensorSpec("input", "float32", ("batch", spec.in_chans, *spec.image)),),
         outputs=(TensorSpec("output", "float32", scores),),
-        notes=(f"skipped {left} left-over keys base_expert.*",) if left else (),
+        notes=(f"skipped {leftovers} left-over keys base_expert.*",) if leftovers else (),
     )
 
 
@@ -641,5 +641,5 @@ FAMILY = Family(
     detect=_detect,
     build=_build,
     layer=LAYER,
-    questions=(*ASKED, "input_size"),
+    questions=(*QUESTIONS, "input_size"),
 )

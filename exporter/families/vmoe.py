@@ -2,7 +2,7 @@
 
 Its mark is `Router.mu` [d, n, p] with `Mlp.Dense_0.kernel` [n, d, h]. x is normalised only inside
 the router: the slots average the raw x. The published module divides all tokens into groups of
-`group_size`, which are routed separately: a row of the exported layer's input is one group.
+`group_size`, which are routed separately; each row of the exported layer's input is one group.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _check(_: SoftMoE, config: Config) -> tuple[str, ...]:
     )
 
 
-def _alone(tensors: Tensors) -> bool:
+def _is_alone(tensors: Tensors) -> bool:
     """Whether the layer is not part of the known network (`vmoe_vit`)."""
     return bool(find_layers(tensors, FAMILY.layer)) and "embedding.kernel" not in tensors
 
@@ -107,4 +107,4 @@ FAMILY = layer_family(
     _config,
     apply=_check,
 )
-FAMILY = replace(FAMILY, detect=_alone)
+FAMILY = replace(FAMILY, detect=_is_alone)

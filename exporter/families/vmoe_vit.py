@@ -1,8 +1,8 @@
-"""The Vision Transformer of google-research/vmoe, and `soft-moe-vmoe-vit`: with Soft MoE in it.
+"""The Vision Transformer of google-research/vmoe, and `soft-moe-vmoe-vit`, the one with Soft MoE.
 
 The family with token-routed experts is a plugin's. The parameters are those of Flax: kernels are
-[in, out], those of attention have an axis for the heads. Settings that shapes do not determine come
-from the user or from the run's own configuration (`--config`), whose names these options have.
+[in, out], and those of attention have an axis for the heads. Settings that shapes do not determine
+come from the user or from the run's own configuration (`--config`); the options have its names.
 Images are (b, H, W, c) from -1 to 1, as the authors feed them.
 """
 
@@ -47,8 +47,8 @@ EPS = 1e-6
 POSITIONS = "Encoder.posembed_input.pos_embedding"
 PROBE = "MapHead.probe"
 POOLS = {"token": "token", "gap": "avg", "map": "map", "0": "token"}
-"""The values of `classifier`: the class token, the mean, attention, or the first token without a
-class token; with their names in `ViT.global_pool`."""
+"""The values of `classifier`, with their names in `ViT.global_pool`: the class token, the mean,
+attention and, without a class token, the first token."""
 
 
 def _block(number: int) -> str:
@@ -91,7 +91,7 @@ NAMES = {
         )
     },
 }
-"""Options by the paths of the settings in a run's configuration of its model."""
+"""Options, by the paths of their settings in a run's configuration of its model."""
 
 MODELS = ("VisionTransformerMoe", "VisionTransformerMoeEnsemble")
 DEFAULTS = {
@@ -104,21 +104,21 @@ DEFAULTS = {
 }
 """Defaults of the code for missing settings."""
 
-ELSEWHERE = (
+SKIPPED = (
     *("name", "encoder.moe.router.capacity_factor", "encoder.moe.router.dispatcher.name"),
     *("encoder.moe.router.dispatcher.bfloat16", "encoder.position_emb.h", "encoder.position_emb.w"),
 )
-"""Settings that shapes determine, that have another name, or that do not change results."""
+"""Skipped settings: shapes determine them, they have another name, or they change no result."""
 
 
 def published(family: str, known: Collection[str], config: Config) -> dict[str, Any]:
-    """Returns the options for a run's configuration: all of it, or its `model`.
+    """Returns the options for a run's configuration: the complete one, or only its `model`.
 
-    `known` are those of the family. Options that are not part of a configuration pass through.
+    `known` are the options of the family. Those that are not part of a configuration pass through.
     Raises FamilyError for an unknown setting, which may change the computation.
     """
-    whole = isinstance(config.get("model"), Mapping)
-    model = config["model"] if whole else config
+    complete = isinstance(config.get("model"), Mapping)
+    model = config["model"] if complete else config
     if not isinstance(model.get("encoder"), Mapping):
         return dict(config)
     name = str(model.get("name", MODELS[0])).rpartition(".")[2]
@@ -135,7 +135,7 @@ def published(family: str, known: Collection[str], config: Config) -> dict[str, 
                 options[NAMES[path]] = value
         elif path.endswith("router.deterministic") and value is False:
             raise FamilyError(f"{family}: {path}=False adds noise to the router at inference")
-        elif path not in ELSEWHERE and not TRAINING_ONLY.fullmatch(last):
+        elif path not in SKIPPED and not TRAINING_ONLY.fullmatch(last):
             raise FamilyError(
                 f"{family}: the configuration's {path}={str(value)[:60]} is not known",
                 hint="leave it out if it changes nothing at inference",
@@ -199,23 +199,23 @@ def read_sizes(family: str, tensors: Tensors, layers: Mapping[int, MoELayer]) ->
 
 
 def as_read(settings: Config, read: Config) -> Config:
-    """A user's values in the form of those from shapes."""
-    same = dict(settings)
+    """Returns a user's values in the form of those that shapes determine."""
+    converted = dict(settings)
     for key in ("image_size", "patch_size"):
-        if key in same:
-            same[key] = one_or_pair(*height_width(SOFT, key, same[key]))
+        if key in converted:
+            converted[key] = one_or_pair(*height_width(SOFT, key, converted[key]))
     for key in ("num_classes", "representation_size"):
-        if key in same and same[key] is None:
-            same[key] = 0
-    if isinstance(same.get("moe_layers"), int):
-        same["moe_layers"] = [same["moe_layers"]]
-    if isinstance(same.get("moe_layers"), list | tuple):
-        same["moe_layers"] = sorted(
-            same["moe_layers"], key=lambda n: (n if isinstance(n, int) else 0, str(n))
+        if key in converted and converted[key] is None:
+            converted[key] = 0
+    if isinstance(converted.get("moe_layers"), int):
+        converted["moe_layers"] = [converted["moe_layers"]]
+    if isinstance(converted.get("moe_layers"), list | tuple):
+        converted["moe_layers"] = sorted(
+            converted["moe_layers"], key=lambda n: (n if isinstance(n, int) else 0, str(n))
         )
-    if "classifier" in same:
-        same["classifier"] = str(same["classifier"])
-    return same
+    if "classifier" in converted:
+        converted["classifier"] = str(converted["classifier"])
+    return converted
 
 
 CLASSIFIER = Question(
@@ -226,7 +226,7 @@ IMAGE_SIZE = Question(224, "height and width: no parameter contains them")
 
 
 def tokens_of_image(tensors: Tensors, read: Config, settings: Config) -> int | None:
-    """Returns the tokens of an image, if a parameter or the configuration determines them."""
+    """Returns the number of tokens of an image; None if nothing determines it."""
     if POSITIONS in tensors:
         return shape_of(SOFT, tensors, POSITIONS, "1, m, d")[1]
     size = settings.get("group_size")
@@ -272,7 +272,7 @@ MODULE_NAMES = {
     "pre_logits": ("pre_logits",),
     "head": ("head",),
 }
-"""The checkpoint's names of the network's modules; the weights of several are concatenated."""
+"""The checkpoint's names of the network's modules; weights of several names are concatenated."""
 
 TENSOR_NAMES = {"cls_token": "cls", "pos_embed": POSITIONS, "map_head.probe": PROBE}
 
@@ -345,7 +345,7 @@ class MapHead(nn.Module):
 class VmoeTransformer(VisionTransformer):
     """Images (b, H, W, c) to logits (b, classes).
 
-    An ensemble of M members returns the logits of each (b, M, classes) or, on request, the
+    An ensemble of M members returns the logits of each member (b, M, classes) or, with `mean`, the
     logarithm of the mean of their probabilities.
     """
 
@@ -438,7 +438,7 @@ def settled(
     read: Config,
     questions: Mapping[str, Question] | None = None,
 ) -> tuple[dict[str, Any], tuple[int, int]]:
-    """The whole configuration, and the grid of patches; raises FamilyError for missing settings."""
+    """Returns the configuration and the grid of patches; FamilyError if settings are missing."""
     questions = dict(questions or constructor.questions)
     side = _square_side(tensors, read, settings)
     if side is not None:
@@ -571,7 +571,7 @@ def network_of(
     grid: tuple[int, int],
     layers: Mapping[int, nn.Module],
 ) -> tuple[nn.Module, tuple[TensorSpec, TensorSpec]]:
-    """The network with its weights and layers, its inputs and its outputs."""
+    """Returns the network with its weights and layers, and its input and output."""
     channels = shape_of(family, tensors, "embedding.kernel", "h, w, c, d")[2]
     image = height_width(family, "image_size", config["image_size"])
     members = config.get("ensemble_size", 1)

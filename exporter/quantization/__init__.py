@@ -1,1 +1,1 @@
-"""Calibrates a model, and finds the parts that must stay floats to keep an accuracy."""
+"""Calibrates a model, and finds the parts that must stay in floats to retain its accuracy."""

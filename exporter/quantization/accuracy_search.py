@@ -1,4 +1,4 @@
-"""The cost of INT8 in accuracy: the sensitivity of each layer, and which must stay in floats.
+"""The accuracy that INT8 costs: each layer's sensitivity, and the parts that must stay in floats.
 
 `--min-retention` leaves the most sensitive parts in floats until INT8 retains the requested share
 of the FP32 model's answers.
@@ -39,10 +39,10 @@ from ..write import graph_record, write_graphs
 from .precision import KeptPart, Measure, Retention, quantised_parts
 
 RANKED = 64
-"""The most inputs that a ranking compares."""
+"""The largest number of inputs that a ranking compares."""
 
 SAMPLES = 512
-"""The most inputs for retention: each is 0.002 of it."""
+"""The largest number of inputs to measure retention on: each is 0.002 of it."""
 
 BATCH = 16
 
@@ -90,19 +90,19 @@ def floats_for_retention(
 ) -> Retention | None:
     """Returns the parts that stay in floats for `--min-retention`; None without that option.
 
-    At first all MoE layers are INT8, and with `--quantize all` the backbone's linear layers, which
-    count as one part; then the most sensitive part becomes floats, and the next, until the
+    At first all MoE layers are INT8, and with `--quantize all` also the backbone's linear layers,
+    which count as one part; then the most sensitive part becomes floats, and so on, until the
     requested share is reached on up to `SAMPLES` inputs of the feed.
 
-    Raises what `reference_outputs` raises for unsuitable inputs, and `ParityError` if even floats
-    alone do not reach it.
+    Raises what `reference_outputs` raises for unsuitable inputs, and `ParityError` if floats alone
+    do not reach the share either.
     """
-    least = job.options.min_retention
-    if least is None:
+    share = job.options.min_retention
+    if share is None:
         return None
     trials = Trials(job=job, traced=traced, table=table, progress=progress)
     floats = job.options.float_name
-    left, ranked = quantised_parts(job), False
+    remaining, ranked = quantised_parts(job), False
     kept: list[KeptPart] = []
     with scratch_folder("retention") as folder:
         outputs = reference_outputs(job, folder, progress)
@@ -110,30 +110,30 @@ def floats_for_retention(
             names = [part.name for part in kept]
             what = f"{', '.join(names)} in {floats}" if kept else "INT8"
             progress.step(f"measuring retention: {what}", total=outputs.samples, unit="inputs")
-            with trials.graph(names) as (place, graph):
-                session = checking_session(place / graph.file, trials.target, rounded=True)
+            with trials.graph(names) as (trial, graph):
+                session = checking_session(trial / graph.file, trials.target, rounded=True)
                 reached = outputs.retention(session, progress)
-            if reached >= least:
+            if reached >= share:
                 break
-            if not left:
+            if not remaining:
                 fp32 = floats == "fp32"
                 rounding = "the rounding of another runtime" if fp32 else f"{floats} itself"
                 raise ParityError(
-                    f"--min-retention {least:g}: every layer in {floats} reaches {reached:.7g}, so "
+                    f"--min-retention {share:g}: every layer in {floats} reaches {reached:.7g}, so "
                     f"the loss is caused by {rounding}, not by INT8",
                     hint="request less" + ("" if fp32 else ", or --rest fp32"),
                 )
-            if len(left) > 1 and not ranked:
-                left, ranked = trials.worst_first(outputs), True
-            kept.append(KeptPart(name=left.pop(0), before=reached))
+            if len(remaining) > 1 and not ranked:
+                remaining, ranked = trials.worst_first(outputs), True
+            kept.append(KeptPart(name=remaining.pop(0), before=reached))
     return Retention(
-        asked=least,
+        asked=share,
         reached=reached,
         measure=outputs.measure,
         samples=outputs.samples,
         floats=floats,
         kept=tuple(kept),
-        whole=not left,
+        whole=not remaining,
     )
 
 
@@ -154,7 +154,7 @@ class Trials:
     def graph(self, floats: Collection[str]) -> Iterator[tuple[Path, GraphRecord]]:
         """Yields a graph and its folder, which is removed afterwards.
 
-        Lowerings are not timed for it.
+        It is written without timing lowerings.
         """
         main = self.job.options.lowerings[0]
         options = replace(self.job.options, lowering=AUTO if main == TUNE else main)
@@ -168,24 +168,24 @@ class Trials:
     def sensitivity(
         self, x: Inputs, outputs: ReferenceOutputs | None = None
     ) -> tuple[LayerSensitivity, ...]:
-        """Returns the sensitivity of each part that a job quantises on inputs x, the worst first.
+        """Returns the sensitivity, on inputs x, of each part that a job quantises, worst first.
 
         The parts are the MoE layers that may be quantised, and with `--quantize all` the backbone's
         linear layers together. The order is by the retained share of `outputs`, if given, then by
-        routing: other experts are an error that no tolerance describes. The model is written once
-        per part.
+        routing: no tolerance describes a choice of other experts. The model is written once per
+        part.
         """
         parts = quantised_parts(self.job)
         self.progress.step("quantising each layer alone", total=len(parts), unit="layers")
         ranked: list[tuple[float, LayerSensitivity]] = []
         expected = torch_reference(self.job, x)  # equal for all precisions
         for part in parts:
-            with self.graph({*parts} - {part}) as (place, graph):
-                comparison = opened_comparison(self.job, place, graph, expected)
+            with self.graph({*parts} - {part}) as (folder, graph):
+                comparison = opened_comparison(self.job, folder, graph, expected)
                 comparison.add(expected)
                 share = 0.0
                 if outputs is not None:
-                    session = checking_session(place / graph.file, self.target, rounded=True)
+                    session = checking_session(folder / graph.file, self.target, rounded=True)
                     share = outputs.retention(session)
             p = comparison.parity()
             layer = LayerSensitivity(
@@ -201,13 +201,13 @@ class Trials:
         return tuple(layer for _, layer in ranked)
 
     def worst_first(self, outputs: ReferenceOutputs) -> list[str]:
-        """Returns the parts that may become floats, the one with the lowest retention first.
+        """Returns the parts that may become floats, those with the lowest retention first.
 
         `sensitivity` decides between parts with equal retention.
         """
         batches: list[np.ndarray] = []
         for x in outputs.inputs():
-            # Whole batches, if their size is fixed, of inputs that stack.
+            # Only whole batches, whose size may be fixed, of inputs that have one shape.
             if sum(map(len, batches)) >= RANKED or x.shape[1:] != (batches or [x])[0].shape[1:]:
                 break
             batches.append(x)
@@ -220,7 +220,7 @@ class ReferenceOutputs:
 
     Inputs and answers are files in `folder`, one per batch, so that neither is held in memory. The
     answers are the classes [b] or [b, m] with the highest scores; the signs of the logits if labels
-    are `attributes` [b, o]; and for a model without class scores its outputs. `labels` are the
+    are `attributes` [b, o]; or, for a model without class scores, its outputs. `labels` are the
     correct answers, by batch, if the feed has them.
     """
 
@@ -246,31 +246,31 @@ class ReferenceOutputs:
     ) -> float:
         """Returns the share of the answers that another implementation of the model retains.
 
-        With labels it is its accuracy over the model's own, which may exceed 1; without labels the
-        share of inputs (or tokens) with the same class; for outputs that are not class scores the
-        mean, over the inputs, of the cosine between an input's outputs and the model's. Outputs
+        With labels this is its accuracy over the model's own, which may exceed 1; without labels,
+        the share of inputs (or tokens) with the same class; for outputs that are not class scores,
+        the mean, over the inputs, of the cosine between an input's outputs and the model's. Outputs
         that are not finite count as wrong.
         """
-        right = of = 0.0
+        right = total = 0.0
         for index, x in enumerate(self.inputs()):
             expected = np.load(self._path("y", index))
             y = one_per_sample(run(x), None if self.labels is None else self.labels[index])
             if not self.classes:
-                right, of = right + float(cosines(y, expected).sum()), of + len(y)
+                right, total = right + float(cosines(y, expected).sum()), total + len(y)
             else:
                 labels = expected if self.labels is None else self.labels[index]
                 found = score(y, labels)
                 assert found is not None, "the first batches' labels fitted"
-                right, of = right + found.right, of + _right(expected, labels)
+                right, total = right + found.right, total + _count_right(expected, labels)
             if progress is not None:
                 progress.advance(len(x))
-        return right / of
+        return right / total
 
     def _path(self, name: str, index: int) -> Path:
         return self.folder / f"{name}-{index}.npy"
 
 
-def _right(classes: np.ndarray, wanted: np.ndarray) -> int:
+def _count_right(classes: np.ndarray, wanted: np.ndarray) -> int:
     return int(((classes == wanted) & (wanted != IGNORED)).sum())
 
 
@@ -283,12 +283,13 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
     """Runs a job's model on up to `SAMPLES` inputs of its feed and returns its answers.
 
     Raises `FeedError` for a feed without inputs, for inputs or labels that do not fit the model,
-    and for labels of which FP32 predicts none; `UsageError` for a model with one number per input.
+    and if FP32 predicts none of the labels; `UsageError` for a model with one number per input.
     """
     # Class scores are [b, c], or [b, m, c] for token ids [b, m].
     shape, ids = job.model.output.shape, job.model.input
     of_ids = np.dtype(ids.dtype).kind in "iu" and len(ids.shape) == 2
     classes = len(shape) == 2 or (len(shape) == 3 and (of_ids or shape[1] == 1))
+    classes &= shape[-1] != 1  # one number has no largest: cosines compare it
     unlabelled = attributes = False
     batches = samples = right = 0
     by_batch: list[Labels] = []
@@ -305,15 +306,15 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
         np.save(folder / f"y-{batches}.npy", answers)
         if classes and not unlabelled and labels is not None:
             _check_labels(labels, y, samples, attributes=attributes)
-            right += _right(answers, labels)
+            right += _count_right(answers, labels)
             by_batch.append(labels)
         batches, samples = batches + 1, samples + len(x)
         progress.advance(len(x))
     if not batches:
         size = job.whole_batch
-        least = f"batch of {size} inputs" if size is not None else "inputs"
+        needed = f"batch of {size} inputs" if size is not None else "inputs"
         raise FeedError(
-            f"--data: the feed contains no {least} to measure retention on",
+            f"--data: the feed contains no {needed} to measure retention on",
             hint="give at least one array; a generator can be read only once, and the "
             "ranges have read it",
         )

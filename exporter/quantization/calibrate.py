@@ -37,10 +37,10 @@ GRAPH_FILE = "observing.onnx"
 
 @dataclass(frozen=True)
 class CalibrationJob:
-    """A checked calibration (`exporter.job` creates it); `k` is the number kept by each layer.
+    """A checked calibration (`exporter.job` creates it); `k` is how many experts each layer keeps.
 
-    `fixed` are the sizes of axes that are constants of the graph. A fixed batch runs as a whole,
-    because a layer's result may depend on all of it.
+    `fixed` are the sizes of axes that are constants of the graph. A batch of fixed size runs as a
+    whole, because a layer's result may depend on all of it.
     """
 
     model: Model
@@ -110,7 +110,7 @@ def find_ranges(
 ) -> CalibrationTable:
     """Returns the ranges of a model's tensors over the inputs of a feed.
 
-    `traced` is the model's trace for the job's sizes, if it exists. Raises `CalibrationError`
+    `traced` is the model's trace for the job's sizes, if there is one. Raises `CalibrationError`
     naming a tensor whose values give no range, and what `observe_model` raises.
     """
     with job.model.source.reporting_changes():
@@ -145,26 +145,26 @@ def observe_model(
     with scratch_folder("calibration", workspace) as folder:
         path = folder / GRAPH_FILE
         progress.step("writing the observing graph")
-        with output_errors(folder.parent):  # the system reports a full disk without a name
+        with output_errors(folder.parent):  # the system's error for a full disk names no file
             graph = _write(job, traced.clone(), path)
         progress.step("observing", total=total, unit="inputs")
         together = job.fixed.get(BATCH, job.model.batch_of)
-        least, _ = valid_sizes(traced).between(BATCH)
+        smallest, _ = valid_sizes(traced).between(BATCH)
         # Inputs that are computed together are observed together.
-        whole = (
+        complete = (
             rows_between(batch, 0, row_count(batch) // together * together)
             for batch in rebatched(job.inputs(feed_hash), job.batch)
-            if row_count(batch) >= max(together, least if least > TRACED_BATCH else 1)
+            if row_count(batch) >= max(together, smallest if smallest > TRACED_BATCH else 1)
         )
         # A pre-packed copy of every weight would double the memory.
         run = graph_call(path, SessionOptions(prepack=False))
         first, step = share or (0, 1)
-        found = observe(run, graph, islice(_numbered(whole, progress), first, None, step))
+        observations = observe(run, graph, islice(_numbered(complete, progress), first, None, step))
         if total is None:  # the number was unknown before
             progress.step(f"the feed has {feed_hash.samples} inputs")
     if share is None:
-        found.check()
-    return Observed(observations=found, origin=job.origin(feed_hash))
+        observations.check()
+    return Observed(observations=observations, origin=job.origin(feed_hash))
 
 
 def _write(job: CalibrationJob, traced: ir.Model, path: Path) -> ObservingGraph:
@@ -239,23 +239,23 @@ def _difference(existing: Origin, wanted: Origin) -> str | None:
     if (existing.feed, existing.samples) != (wanted.feed, wanted.samples):
         return f"another feed ({existing.samples} inputs)"
     if dict(existing.k) != dict(wanted.k):
-        return f"k = {_text(existing.k)}, not {_text(wanted.k)}"
+        return f"k = {_k_text(existing.k)}, not {_k_text(wanted.k)}"
     if (existing.method, existing.percentile) != (wanted.method, wanted.percentile):
-        return f"the method {_method(existing)}, not {_method(wanted)}"
+        return f"the method {_method_text(existing)}, not {_method_text(wanted)}"
     if existing.renormalize != wanted.renormalize:
         return f"the model {renormalised(existing)}"
     return None
 
 
-def _text(k: Mapping[str, int]) -> str:
+def _k_text(k: Mapping[str, int]) -> str:
     values = list(k.values())
     return str(values[0]) if len(set(values)) == 1 else ",".join(map(str, values))
 
 
-def _method(origin: Origin) -> str:
+def _method_text(origin: Origin) -> str:
     return origin.method if origin.percentile is None else f"{origin.method} {origin.percentile:g}"
 
 
 def renormalised(origin: Origin) -> str:
-    """Returns how a table was made, to follow `was made`."""
+    """Returns which option a table was made with, as part of a message."""
     return "with --renormalize" if origin.renormalize else "without --renormalize"

@@ -41,8 +41,8 @@ def calibrate(model: AnyModel, data: Feed, options: CalibrateRequest) -> Calibra
     job = calibration_job(loaded, data, options)
     progress = options.progress
     if options.out is None:
-        place = None if options.workspace is None else Path(options.workspace)
-        return find_ranges(job, workspace=place, progress=progress)
+        workspace = None if options.workspace is None else Path(options.workspace)
+        return find_ranges(job, workspace=workspace, progress=progress)
     path = Path(options.out)
     make = partial(find_ranges, job, workspace=path.absolute().parent, progress=progress)
     return kept_table(path, job.whole_origin, make, force=options.force, progress=progress)

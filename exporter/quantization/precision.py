@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Measure = Literal["accuracy", "agreement", "cosine"]
 
 BACKBONE = "the linear layers outside the MoE layers"
-"""The part of a model that `--quantize all` adds to its MoE layers as a whole."""
+"""The part of a model that `--quantize all` quantises as a whole, besides the MoE layers."""
 
 _MEASURES: dict[Measure, str] = {
     "accuracy": "accuracy over FP32's on {n} labelled inputs",
@@ -63,9 +63,9 @@ class KeptPart:
 class Retention:
     """The share of the FP32 model's answers on the inputs of a feed that INT8 retains.
 
-    `reached` is `measure` (`accuracy_search.ReferenceOutputs`) over `samples` inputs, with the
-    parts `kept` in `floats`, in the order in which they became floats. If `whole`, nothing is left
-    in INT8.
+    `reached` is the value of `measure` (see `accuracy_search.ReferenceOutputs`) on `samples` inputs
+    with the parts `kept` in `floats`, in the order in which they became floats. If `whole`, nothing
+    is left in INT8.
     """
 
     asked: float
@@ -132,7 +132,7 @@ def apply_precision(
     """Converts a traced model's backbone in place; returns the plan for it and for the layers.
 
     `floats` are parts that stay in floats although the job requests INT8, in addition to those in
-    `retention`, which has the reasons. Raises `CalibrationError` for a table without a layer's
+    `retention`, which also has the reasons. Raises `CalibrationError` for a table without a layer's
     ranges.
     """
     options = job.options
@@ -217,9 +217,9 @@ def _layer(
         return _in_blocks(layer, options, left_out, problem)
     if not options.ranged:
         return ComputeTypes(inner, reason=f"{problem}: kept in FP32" if problem else "asked for")
-    around = f"; {problem}, so FP32" if problem else ""
+    suffix = f"; {problem}, so FP32" if problem else ""
     if left_out is not None:
-        return ComputeTypes(inner, reason=f"{left_out}{around}")
+        return ComputeTypes(inner, reason=f"{left_out}{suffix}")
     form = options.quant_format
     dynamic = layer.spec.dynamic_int8 and form != "qdq"
 
@@ -239,8 +239,8 @@ def _layer(
         if (operand := operand_of(part.name)) is not None
     }
     quantised = QuantizedProducts(format=form, weights=weights, inputs=scales, dynamic=dynamic)
-    around = f"{around} around it" if around else ""
-    return ComputeTypes(inner, quantized=quantised, reason=f"asked for{around}")
+    suffix = f"{suffix} around it" if suffix else ""
+    return ComputeTypes(inner, quantized=quantised, reason=f"asked for{suffix}")
 
 
 def _bits(options: ExportOptions) -> Bits:
@@ -303,9 +303,9 @@ def _activations(plan: PrecisionPlan, form: QuantFormat) -> str:
     if form == "qdq":
         return "int8, per tensor, symmetric"
     quantised = [layer.quantized for layer in plan.layers.values()]
-    ways = {layer.dynamic for layer in quantised if layer is not None} or {False}
+    dynamic = {layer.dynamic for layer in quantised if layer is not None} or {False}
     words = {False: "uint8, per tensor", True: "uint8, per row, found while the graph runs"}
-    return "; ".join(words[way] for way in sorted(ways))
+    return "; ".join(words[way] for way in sorted(dynamic))
 
 
 def precision_record(plan: PrecisionPlan, options: ExportOptions) -> Numbers:
@@ -313,8 +313,8 @@ def precision_record(plan: PrecisionPlan, options: ExportOptions) -> Numbers:
 
     `rest` is the float type of parts that are not quantised, `router` that of routers and gates;
     `fp32_nodes` are the nodes that stayed in FP32 because of this model's weights or values,
-    `usual_fp32_nodes` counts the others by op type. With INT8: the encodings of weights and
-    activations, and `linears` of the backbone, with null for INT8 or the reason why not;
+    `usual_fp32_nodes` counts the others by op type. With INT8 there are the encodings of weights
+    and activations, and the backbone's `linears` with null for INT8 or the reason for floats;
     `retention` (`Retention`) if `--min-retention` was given.
     """
     if options.precision == "fp32":

@@ -1,6 +1,6 @@
 """The two TensorRTs: for servers and Jetson (`tensorrt`), and for RTX cards (`tensorrt-rtx`).
 
-Both have one interface. Their differences are data here, so no other code asks which it is.
+Both have the same interface. Their differences are data here: no other code tells them apart.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Gpu:
 def first_gpu() -> Gpu | None:
     """Returns the NVIDIA GPU on which engines are built and run, or None.
 
-    CUDA selects it (`CUDA_VISIBLE_DEVICES`, its own order), also on a Jetson; without the Python
-    binding, nvidia-smi does.
+    CUDA selects it (by `CUDA_VISIBLE_DEVICES` and its own order), also on a Jetson. Without CUDA's
+    Python binding it is the first in nvidia-smi.
     """
     if gpu := _by_cuda():
         return gpu
@@ -67,7 +67,7 @@ def _by_cuda() -> Gpu | None:
 
 
 def gpu_memory_bytes() -> int | None:
-    """Returns the memory of that GPU, or None without one or without CUDA's Python binding."""
+    """Returns the memory of the first GPU; None without one, or without CUDA's Python binding."""
     try:
         return int(cuda.call("cudaGetDeviceProperties", 0).totalGlobalMem)
     except (EngineError, MissingExtraError):
@@ -86,8 +86,8 @@ RTX_CARDS: Mapping[str, str] = MappingProxyType(
 )
 """The compute capabilities that TensorRT-RTX supports, each with an example.
 
-They are those of `ComputeCapability` in 1.7.1, which a test compares, and which its runtime lists
-when it refuses another: on an H100 "Supported compute capabilities: 8.0 8.6 8.9 12.0 12.1 >12.0".
+They are those of `ComputeCapability` in 1.7.1, as a test checks. Its runtime lists them when it
+refuses another one, as on an H100: "Supported compute capabilities: 8.0 8.6 8.9 12.0 12.1 >12.0".
 NVIDIA's support matrix (deeplearning/tensorrt-rtx/latest/getting-started/support-matrix.html on
 docs.nvidia.com, read for 1.0 to 1.6) has no 8.0. No other data-centre card (9.0, 10.0, 10.3) and no
 Jetson (8.7, 11.0) is supported.
@@ -102,9 +102,9 @@ class Backend:
     and the first unsupported one. `options` names the build options that it honours; others are
     refused rather than silently dropped. `max_level` is its highest optimisation level (it silently
     lowers a higher one). `cards` are the compute capabilities that it can build for by name, each
-    with an example; it supports no others. Empty if an engine is for the GPU that it is built on,
-    of a compute capability of at least `oldest`. `refused` has the reasons for options that it does
-    not honour. `records_itself`: its runtime makes CUDA graphs.
+    with an example; it supports no others. They are empty if an engine is for the GPU that it is
+    built on, whose compute capability is at least `oldest`. `refused` has the reasons for options
+    that it does not honour. `records_itself`: its runtime records CUDA graphs itself.
     """
 
     name: str
@@ -126,7 +126,7 @@ class Backend:
         return install(self.extra, index=self.index)
 
     def install_version(self, versions: str) -> str:
-        """The command that installs these `versions` (`==10.16.1`) next to others."""
+        """The command that installs these `versions`, such as `==10.16.1`."""
         index = f"--extra-index-url {self.index} " if self.index else ""
         return f"pip install {index}'{self.distributions[0]}{versions}'"
 
@@ -147,7 +147,7 @@ class Backend:
                 return metadata.version(name)
             except metadata.PackageNotFoundError:
                 continue
-        return str(self.load().__version__)  # installed by a system's own installer
+        return str(self.load().__version__)  # installed by the system's package manager
 
     def load(self) -> Any:
         """Returns the module; `MissingExtraError` with the command that installs it."""

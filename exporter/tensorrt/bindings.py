@@ -1,9 +1,9 @@
 """Experts' weights as inputs of an engine, and its layers' choices as outputs.
 
 A gathered weight (`gather`, `block-grouped`) need not be part of the plan: as an input of the
-engine it is bound from the bundle's weights file, once for all engines of the bundle. INT8 then
-dequantises only gathered experts: a constant may only feed DequantizeLinear (TensorRT-RTX 1.7.1
-refuses to gather it), while an input may be gathered first.
+engine it is bound from the bundle's weights file, once for all engines of the bundle. In INT8,
+only gathered experts are then dequantised: a constant may only feed DequantizeLinear (TensorRT-RTX
+1.7.1 refuses to gather it), while an input may be gathered first.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class BoundWeight:
 def rewritten(
     path: Path, layers: Sequence[str], *, bind: bool, outputs: Sequence[str] = ()
 ) -> tuple[onnx.ModelProto, list[BoundWeight]]:
-    """Returns the graph with weights as inputs and further outputs, and the weights to bind.
+    """Returns the graph with experts' weights as inputs and `outputs` added, and those weights.
 
-    The weights file is not read. Raises `EngineError` if no weight is gathered.
+    The weights file is not read. Raises `EngineError` for weights that cannot be gathered.
     """
     import onnx
 
     model = onnx.load(path, load_external_data=False)
     existing = {output.name for output in model.graph.output}
     for name in (output for output in outputs if output not in existing):
-        sets = name.endswith(f"/{SELECTED}")
-        kind = onnx.TensorProto.INT64 if sets else onnx.TensorProto.FLOAT  # muMoE: coefficients
+        is_set = name.endswith(f"/{SELECTED}")
+        kind = onnx.TensorProto.INT64 if is_set else onnx.TensorProto.FLOAT  # muMoE: coefficients
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
     if not bind:
         return model, []
@@ -102,13 +102,13 @@ def _gathered(graph: onnx.GraphProto, layers: Sequence[str]) -> Iterator[onnx.Te
 
 
 def _dequantize_last(graph: onnx.GraphProto, names: set[str]) -> None:
-    """Swaps DequantizeLinear, which has one scale for all, and the Gather after it.
+    """Swaps DequantizeLinear, which has one scale for all experts, and the Gather after it.
 
     The results are the same, but only gathered numbers are converted to floats.
     """
-    order = list(graph.node)
-    by_input = {node.input[0]: node for node in order if node.op_type == "Gather"}
-    for node in order:
+    nodes = list(graph.node)
+    by_input = {node.input[0]: node for node in nodes if node.op_type == "Gather"}
+    for node in nodes:
         if node.op_type != "DequantizeLinear" or node.input[0] not in names:
             continue
         gather = by_input[node.output[0]]
@@ -120,12 +120,12 @@ def _dequantize_last(graph: onnx.GraphProto, names: set[str]) -> None:
 
 
 def _bound(tensor: onnx.TensorProto) -> BoundWeight:
-    place = {entry.key: entry.value for entry in tensor.external_data}
+    location = {entry.key: entry.value for entry in tensor.external_data}
     return BoundWeight(
         name=tensor.name,
-        file=place["location"],
-        offset=int(place.get("offset", 0)),
-        nbytes=int(place.get("length", 0)),
+        file=location["location"],
+        offset=int(location.get("offset", 0)),
+        nbytes=int(location.get("length", 0)),
         shape=list(tensor.dims),
     )
 
@@ -133,8 +133,8 @@ def _bound(tensor: onnx.TensorProto) -> BoundWeight:
 class PlacedWeight:
     """A weight in the memory from which an engine reads it; freed with the last reference.
 
-    That is the GPU's memory or, on the `host`, pinned memory that the GPU reads over its bus, for
-    models larger than the card.
+    This is the GPU's memory or, with `host`, pinned memory that the GPU reads through its bus, for
+    models larger than the GPU's memory.
     """
 
     def __init__(self, content: np.ndarray, *, host: bool) -> None:
@@ -156,7 +156,7 @@ _PLACED: weakref.WeakValueDictionary[Any, PlacedWeight] = weakref.WeakValueDicti
 
 
 def placed(folder: Path, bound: BoundWeight, *, host: bool) -> PlacedWeight:
-    """Returns a weight of a bundle's file in place, reading it unless another engine has it."""
+    """Returns a weight in memory, reading the bundle's file unless another engine has placed it."""
     status = (folder / bound.file).stat()
     device = int(cuda.call("cudaGetDevice"))
     identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
@@ -186,7 +186,7 @@ def checked(folder: Path, bound: Sequence[BoundWeight]) -> None:
 def experts_of(folder: Path, graph: str, wanted: Sequence[BoundWeight]) -> list[BoundWeight]:
     """Returns the same weights of another bundle, to replace the engine's own.
 
-    Raises `EngineError` if it has no such graph, or one with other experts.
+    Raises `EngineError` if that bundle has no such graph, or experts of other sizes or types.
     """
     if not (folder / graph).is_file():
         raise EngineError(f"{folder} has no {graph}", hint="export it like the engine's bundle")

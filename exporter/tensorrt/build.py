@@ -1,9 +1,9 @@
 """Compiles a graph to an engine in a separate process, and explains failures.
 
-There are two kinds of memory to run out of, with different remedies. The machine's memory has the
-weights several times and little else: no build option changes that (`docs/engines.md`). The GPU's
-memory has the kernels that TensorRT tries, for the largest sizes of the profiles, with as much
-scratch memory as the workspace allows.
+Two kinds of memory can run out, with different remedies. The machine's memory contains several
+copies of the weights and little else: no build option changes that (`docs/engines.md`). The GPU's
+memory is used by the kernels that TensorRT tries, for the largest sizes of the profiles, with as
+much scratch memory as the workspace allows.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def build_engine(
     progress: Progress,
     model: Path | None = None,
 ) -> Compiled:
-    """Compiles a graph of a bundle to the file `output`; returns what was read back.
+    """Compiles a graph of a bundle to the file `output`; returns the facts of the build.
 
-    `model` is a graph to compile instead, with its weights. Raises `EngineError`, without leaving a
-    file, if it cannot be compiled. An interrupt cancels the build, and also leaves nothing
-    behind.
+    `model` is a rewritten graph to compile instead, with the same weights file. Raises
+    `EngineError` if the graph cannot be compiled. Neither that nor an interrupt, which cancels the
+    build, leaves a file behind.
     """
     options = {name: getattr(plan.options, name) for name in plan.options.changed()}
     for name in ("profiles", "compute_capabilities"):
@@ -103,7 +103,7 @@ def _run(request: Mapping[str, Any], progress: Progress) -> tuple[dict[str, Any]
                     progress.advance(last["done"] - reported)
                     reported = last["done"]
             status = process.wait()
-        except BrokenPipeError:  # it ended before it read the request; its status has the reason
+        except BrokenPipeError:  # the worker ended before it read the request; see its status
             status = process.wait()
         finally:
             _stop(process)
@@ -147,7 +147,7 @@ def explained(lines: Sequence[str], plan: EnginePlan) -> EngineError:
 
 
 def explanation(lines: Sequence[str], plan: EnginePlan) -> tuple[str, Explanation] | None:
-    """Returns the first known message and its explanation; None without any."""
+    """Returns the first known message and its explanation; None if no message is known."""
     for entry in EXPLANATIONS:
         if entry.on_gpu is None or entry.on_gpu == plan.on_gpu:
             for line in lines:
@@ -168,7 +168,7 @@ def ended(status: int, printed: Sequence[str], plan: EnginePlan) -> EngineError:
 
 
 def killed(plan: EnginePlan) -> EngineError:
-    """Returns the error for a build that the system killed, as Linux does without memory."""
+    """Returns the error for a build that the system killed, as Linux does when memory runs out."""
     return EngineError(
         f"{plan.backend.title}: the build was killed, as the system does when memory runs out "
         f"(this machine has {size(memory_bytes())})",
@@ -253,7 +253,7 @@ EXPLANATIONS = (
         less_host_memory,
     ),
     # TensorRT skips kernels that need too much memory, and fails if none is left. Its last message
-    # then concerns the workspace, which without a limit is the whole GPU.
+    # then concerns the workspace, which is the whole GPU if it has no limit.
     Explanation(
         NO_ROOM + r"|cudaErrorMemory|GPU memory|[Ii]nsufficient (device |GPU )?memory",
         "the GPU's memory ran out",

@@ -1,9 +1,9 @@
 """The cache of finished engines: an equal request returns the same file at once.
 
 An engine's key is a hash of all that determines it: the graph, its weights, the options, the
-profiles, TensorRT's version, and the GPU if the engine is only for that. A file with a wrong hash
-is deleted and built again. Concurrent builds share the folder: each locks it while it reads or
-writes an engine.
+profiles, TensorRT's version, and the GPU if the engine is for that GPU only. A file with a wrong
+hash is deleted and built again. Concurrent builds share the folder: each locks the folder while it
+reads or writes an engine.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .worker import Compiled
 PLACE = "MOEXPORT_ENGINE_CACHE"
 """The environment variable with the folder; `off` disables the cache."""
 
-MOST_BYTES = 10 << 30
+MAX_BYTES = 10 << 30
 """The least recently used engines are removed when the folder exceeds this size."""
 
-FACTS = 2
+FACTS_VERSION = 2
 """The version of the facts stored with an engine, as part of its key."""
 
 
@@ -45,27 +45,27 @@ def default_cache() -> Path | None:
 
 def engine_key(parts: Mapping[str, Any]) -> str:
     """Returns the key of a request: SHA-256 of its canonical JSON."""
-    text = json.dumps({"facts": FACTS, **parts}, sort_keys=True, ensure_ascii=True)
+    text = json.dumps({"facts": FACTS_VERSION, **parts}, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def take(folder: Path, key: str, destination: Path) -> Compiled | None:
     """Copies the engine of a key to `destination` and returns the facts of its build.
 
-    None if there is none; a damaged one is removed.
+    Returns None if there is no such engine; a damaged one is removed.
     """
     if not folder.is_dir():
         return None
-    plan, notes = _files(folder, key)
+    plan, facts = _files(folder, key)
     with locked(folder):
-        content = object_in(notes)
+        content = object_in(facts)
         try:
-            compiled = from_data(Compiled, content.get("built"), notes)
+            compiled = from_data(Compiled, content.get("built"), facts)
             intact = sha256(plan) == content.get("sha256")
         except (OSError, ResultsError):
             intact = False
         if not intact:
-            _remove(plan, notes)
+            _remove(plan, facts)
             return None
         os.utime(plan)  # marks it as used recently
         shutil.copyfile(plan, destination)
@@ -103,21 +103,21 @@ def keep_kernels(name: str, content: bytes) -> None:
 
 
 def keep(folder: Path, key: str, plan: Path, digest: str, compiled: Compiled) -> None:
-    """Copies an engine with this SHA-256 into the cache, and the facts of its build.
+    """Copies an engine, whose SHA-256 is `digest`, and the facts of its build into the cache.
 
     A folder that is not writable stays unchanged. The facts are written last: an engine without
     them is ignored.
     """
-    place, notes = _files(folder, key)
+    cached, facts = _files(folder, key)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(folder):
-            with whole_file(place) as partial:
+            with whole_file(cached) as partial:
                 shutil.copyfile(plan, partial)
-            write_text(json.dumps({"sha256": digest, "built": asdict(compiled)}), notes)
-            _make_room(folder, new=place)
+            write_text(json.dumps({"sha256": digest, "built": asdict(compiled)}), facts)
+            _make_room(folder, new=cached)
     except (OSError, OutputError):  # the cache is optional: the engine itself is in place
-        _remove(place, notes)
+        _remove(cached, facts)
 
 
 def _make_room(folder: Path, new: Path) -> None:
@@ -125,7 +125,7 @@ def _make_room(folder: Path, new: Path) -> None:
     files.sort(key=lambda path: path.stat().st_mtime)
     total = sum(path.stat().st_size for path in files)
     for path in files:
-        if total <= MOST_BYTES:
+        if total <= MAX_BYTES:
             return
         if path != new:
             total -= path.stat().st_size
@@ -138,5 +138,5 @@ def _files(folder: Path, key: str) -> tuple[Path, Path]:
 
 def _remove(*paths: Path) -> None:
     for path in paths:
-        with contextlib.suppress(OSError):  # gone, or not removable
+        with contextlib.suppress(OSError):  # already removed, or not removable
             path.unlink()

@@ -1,4 +1,4 @@
-"""The few CUDA calls of the runner, with errors that users can act on.
+"""The few CUDA calls needed to run engines, with errors that users can act on.
 
 They use NVIDIA's own binding (`cuda.bindings`): no compiler and no PyTorch with CUDA is needed.
 """
@@ -27,7 +27,7 @@ NEEDED = (
     f"CUDA 13 needs a driver of {DRIVERS[13]} or newer; with an older one, pip install "
     "'cuda-bindings>=12,<13' and tensorrt-cu12 or tensorrt-rtx-cu12, in a separate environment"
 )
-"""How NVIDIA drivers relate to pip packages."""
+"""Which pip packages work with which NVIDIA driver."""
 
 NO_DRIVER = ("cudaErrorInsufficientDriver", "cudaErrorNoDevice", "cudaErrorStubLibrary")
 NO_COMPAT = "cudaErrorCompatNotSupportedOnDevice"
@@ -35,7 +35,7 @@ MISMATCH = (
     *("cudaErrorSystemDriverMismatch", "cudaErrorUnsupportedPtxVersion"),
     *("cudaErrorSystemNotReady", "cudaErrorInitializationError"),
 )
-"""Errors if a driver does not fit CUDA's libraries, or its services have not started."""
+"""Errors if the driver does not fit CUDA's libraries, or if its services have not started."""
 NO_MEMORY = "cudaErrorMemoryAllocation"
 
 
@@ -50,7 +50,7 @@ def runtime() -> Any:
 
 
 def bindings_for(driver: int | None) -> str:
-    """Returns the package for a driver's major version, the newest if that is unknown."""
+    """Returns the package for a driver's major version; the newest if the version is unknown."""
     major = next((m for m, oldest in DRIVERS.items() if driver is None or driver >= oldest), 12)
     return f"cuda-bindings>={major},<{major + 1}"
 
@@ -58,33 +58,33 @@ def bindings_for(driver: int | None) -> str:
 def driver_problem() -> str | None:
     """Returns why the installed binding cannot work with this driver, with a remedy, or None.
 
-    The version is that of the loaded driver library, or of the driver: NVIDIA's package
+    The loaded driver library decides or, without one, the driver: NVIDIA's package
     `cuda-compat` provides the library of a newer driver (CUDA Compatibility, "Forward
     Compatibility": data-centre GPUs, some RTX cards for servers and Jetsons).
     """
     driver, installed = _driver(), int(metadata.version("cuda-bindings").partition(".")[0])
-    needed, served = DRIVERS.get(installed, 0), _served()
-    if served is not None:
-        if served[0] >= installed:
+    needed, supported = DRIVERS.get(installed, 0), _supported_cuda()
+    if supported is not None:
+        if supported[0] >= installed:
             return None
     elif driver is None or driver >= needed:
         return None
     number = "" if driver is None else f" {driver}"
-    serves = "" if served is None else f", which supports CUDA {served[0]}.{served[1]}"
+    supports = "" if supported is None else f", which supports CUDA {supported[0]}.{supported[1]}"
     return (
         f"cuda-bindings {installed} needs a driver of {needed} or newer, but this one is{number}"
-        f"{serves}: update the driver, or install cuda-compat-{installed}-0 (data-centre cards), "
+        f"{supports}: update the driver, or install cuda-compat-{installed}-0 (data-centre cards), "
         f"or, in a separate environment, pip install '{bindings_for(driver or 0)}' "
         "and tensorrt-cu12 or tensorrt-rtx-cu12"
     )
 
 
-def _served() -> tuple[int, int] | None:
+def _supported_cuda() -> tuple[int, int] | None:
     """The newest CUDA that the driver's loaded library supports; None if none was loaded."""
-    error, served = runtime().cudaDriverGetVersion()
-    if error != runtime().cudaError_t.cudaSuccess or not served:
+    error, supported = runtime().cudaDriverGetVersion()
+    if error != runtime().cudaError_t.cudaSuccess or not supported:
         return None
-    return served // 1000, served % 1000 // 10
+    return supported // 1000, supported % 1000 // 10
 
 
 def _driver() -> int | None:
@@ -150,17 +150,17 @@ class Stream:
 
 
 class Captured:
-    """Recorded work that is launched as one; freed with the last reference."""
+    """Recorded work that is launched as a whole; freed with the last reference."""
 
     def __init__(self, graph: Any) -> None:
         with ExitStack() as stack:
             stack.callback(call, "cudaGraphDestroy", graph)
-            self._ready = call("cudaGraphInstantiate", graph, 0)
-            stack.callback(call, "cudaGraphExecDestroy", self._ready)
+            self._executable = call("cudaGraphInstantiate", graph, 0)
+            stack.callback(call, "cudaGraphExecDestroy", self._executable)
             self.close = closing_once(self, stack.pop_all().close)
 
     def launch(self, stream: Stream) -> None:
-        call("cudaGraphLaunch", self._ready, stream.handle)
+        call("cudaGraphLaunch", self._executable, stream.handle)
 
 
 def closing_once(holder: object, close: Callable[[], None]) -> Callable[[], object]:

@@ -306,7 +306,7 @@ def _in_bundle(
         own = listed is not None and is_own(record.signature, listed.sha256)
         if own and record.key == key and record.file == plan.file:
             names = (record.layers, record.file)
-            if all(is_as_listed(directory / name, manifest) for name in names):
+            if all(is_as_listed(directory, name, manifest) for name in names):
                 return record
     return None
 

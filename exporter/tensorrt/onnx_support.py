@@ -1,8 +1,8 @@
-"""The limits of TensorRT's ONNX importers as data, and the check of a graph.
+"""The limits of TensorRT's ONNX importers as data, and the check of a graph against them.
 
-A graph is checked before a build, so that a refusal names the node, the layer and a remedy, instead
-of the importer's own message minutes later. The lists were read from the importer of TensorRT-RTX
-1.7.1 (`OnnxParser.supports_operator`), which a test repeats; TensorRT's importer has the same code.
+A graph is checked before a build, so that a refusal names the node, the layer and a remedy; the
+importer itself would fail minutes later. The lists were read from the importer of TensorRT-RTX
+1.7.1 (`OnnxParser.supports_operator`), as a test checks; TensorRT's importer has the same code.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ def check_graph(path: Path, backend: Backend, layers: Sequence[LayerRecord]) -> 
     if not refused:
         return
     first = refused[0]
-    layer = next((spec for spec in layers if first.node.startswith(f"{spec.name}/")), None)
+    layer = next((each for each in layers if first.node.startswith(f"{each.name}/")), None)
     where = f"layer {layer.name}" if layer else "the network around the MoE layers"
     more = f" ({len(refused)} such nodes)" if len(refused) > 1 else ""
     raise EngineError(
         f"{path.name}: {backend.title} does not support node {first.node} ({first.op}) of {where}: "
         f"{first.reason}{more}",
-        hint=_instead(backend, layer),
+        hint=_remedy(backend, layer),
     )
 
 
-def _instead(backend: Backend, layer: LayerRecord | None) -> str:
+def _remedy(backend: Backend, layer: LayerRecord | None) -> str:
     from ...graphs.lowerings import lowerings_of
 
     target = next(record.name for record in TARGETS.own if record.backend == backend.name)
@@ -114,12 +114,11 @@ def _reason(
 ) -> str | None:
     if node.domain not in STANDARD_DOMAINS:
         return f"it does not support the domain {node.domain}"
-    refused = dict.fromkeys(NO_IMPORTER, "its ONNX importer does not support the op")
-    refused |= REFUSED_BY[backend.name]
-    if node.op_type in refused:
-        return refused[node.op_type]
+    unsupported = {node.op_type} & NO_IMPORTER and "its ONNX importer does not support the op"
+    if refused := unsupported or REFUSED_BY[backend.name].get(node.op_type):
+        return refused
     if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-        return _quantization(node, constants)
+        return _asymmetry(node, constants)
     if node.op_type == "TopK":
         k = constants.get(node.input[1])
         if k is not None and _values(k).max(initial=0) > MAX_K:
@@ -131,8 +130,8 @@ def _reason(
     return None
 
 
-def _quantization(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> str | None:
-    """Quantisation must be symmetric: INT8 with a zero point of 0."""
+def _asymmetry(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> str | None:
+    """Why a quantisation is refused, or None: only symmetric ones are supported."""
     name = node.input[2] if len(node.input) > 2 else ""
     if not name:
         return None

@@ -1,11 +1,12 @@
-"""The options of engines, parsed and checked against the backend before any work."""
+"""The options of engine builds, parsed and checked against the backend before any work."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -43,13 +44,13 @@ def parsed_profile(text: str) -> Mapping[str, AxisRange]:
 class EngineOptions:
     """The options of an engine build; defaults are those of the backend.
 
-    `profiles` are ranges by axis, one engine profile each; empty means the ranges of the export.
+    Each of `profiles` maps axes to ranges; without any, the ranges of the export apply.
     `workspace` is the scratch memory in bytes that a kernel may use on the GPU. `timing_cache` is a
-    file shared by builds. With `weight_streaming` the weights are in host memory, and only this
-    many bytes of them on the GPU: a size such as `2GiB`, or `auto` for as much as fits (NVIDIA's
-    page "Weight Streaming", TensorRT 11.4.1 and TensorRT-RTX 1.7). `bind_weights` makes experts'
-    weights inputs of the engine, `expose_routing` the chosen experts its outputs. `cache` is the
-    folder for finished engines, or None.
+    file shared by builds. With `weight_streaming` the weights are in host memory, except for this
+    many bytes on the GPU: a size such as `2GiB`, or `auto` for as much as fits (NVIDIA's page
+    "Weight Streaming", TensorRT 11.4.1 and TensorRT-RTX 1.7). `bind_weights` makes the experts'
+    weights inputs of the engine, and `expose_routing` makes the chosen experts outputs. `cache` is
+    the folder for finished engines, or None.
     """
 
     profiles: tuple[Mapping[str, AxisRange], ...] = option(
@@ -106,7 +107,7 @@ class EngineOptions:
     )
 
     def changed(self) -> list[str]:
-        """Names of the given options, except for the engine cache."""
+        """The names of options whose values are not the defaults, except for the engine cache."""
         return [
             field.name
             for field in fields(self)
@@ -114,7 +115,7 @@ class EngineOptions:
         ]
 
     def check(self, backend: Backend) -> None:
-        """Raises `UsageError` for invalid options, and for those that the backend ignores."""
+        """Raises `UsageError` for options that are invalid or that the backend does not support."""
         for name in self.changed():
             if name not in backend.options:
                 why = backend.refused[name]
@@ -169,7 +170,7 @@ class EngineOptions:
                 raise UsageError(
                     f"--compute-capability {card}: {backend.title} compiles for {backend.served}",
                     hint=instead(card)
-                    if re.fullmatch(_NUMBERS, card)
+                    if re.fullmatch(_CAPABILITY, card)
                     else "for example 8.6,8.9,12.0",
                 )
         if CURRENT in self.compute_capabilities and len(self.compute_capabilities) > 1:
@@ -199,10 +200,12 @@ class EngineOptions:
             )
 
     def as_json(self) -> dict[str, Any]:
-        """The options as plain data: all that affect the engine."""
-        content = asdict(self)
-        return {name: content[name] for name in self.changed() if name != "timing_cache"}
+        """The options that affect the engine, as plain data."""
+        plain = asdict(replace(self, profiles=tuple(map(dict, self.profiles))))
+        content = {name: plain[name] for name in self.changed() if name != "timing_cache"}
+        as_read: dict[str, Any] = json.loads(json.dumps(content))
+        return as_read
 
 
-_NUMBERS = r"[0-9]{1,4}\.[0-9]{1,4}"
+_CAPABILITY = r"[0-9]{1,4}\.[0-9]{1,4}"
 """The form of a compute capability, whether such a GPU exists or not."""

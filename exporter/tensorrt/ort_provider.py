@@ -21,8 +21,8 @@ from .engines import cap_gather_copies, exported_ranges
 from .profiles import Profile, profile
 
 NO_TF32 = ("NVIDIA_TF32_OVERRIDE", "0")
-"""The provider builds its engines with TF32 and has no option for it (issue 26029 of
-microsoft/onnxruntime, open): NVIDIA's libraries read this variable once, when they are loaded."""
+"""The provider builds its engines with TF32 and has no option to turn it off (issue 26029 of
+microsoft/onnxruntime, open). NVIDIA's libraries read this variable once, when they are loaded."""
 
 
 PROVIDER_LIBRARY = "libonnxruntime_providers_tensorrt.so"
@@ -45,9 +45,9 @@ def load_libraries(runtime: Path | None = None) -> None:
         runtime = Path(ort.__file__).parent / "capi"
     for name in linked_libraries(runtime / PROVIDER_LIBRARY):
         folders = [Path(folder) for folder in _pip_folders()]
-        places = [str(folder / name) for folder in folders if (folder / name).is_file()]
+        paths = [str(folder / name) for folder in folders if (folder / name).is_file()]
         try:
-            ctypes.CDLL(places[0] if places else name, mode=ctypes.RTLD_GLOBAL)
+            ctypes.CDLL(paths[0] if paths else name, mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
             version = int(re.sub(r".*\.so\.", "", name))
             installed = versions(TENSORRT.distributions)
@@ -77,7 +77,7 @@ def provider_options(graph: Path) -> dict[str, str]:
 
     Engines are cached in a folder for these weights, this GPU and this version, none of which the
     provider checks itself. If k is an input, one engine serves every k and batch of the export;
-    without a profile each new k would cause another build. A TF32 variable of the user's is kept.
+    without a profile each new k would cause another build. A TF32 variable set by the user is kept.
     """
     os.environ.setdefault(*NO_TF32)
     if not (graph.parent / MANIFEST_FILE).is_file():
@@ -86,9 +86,9 @@ def provider_options(graph: Path) -> dict[str, str]:
     options = _cache_options(manifest, graph.name) | type_options(graph, manifest)
     if manifest.k == "input":
         experts = min(layer.experts for layer in manifest.layers)
-        whole = profile(manifest.inputs[0], {}, exported_ranges(manifest), experts)
+        full = profile(manifest.inputs[0], {}, exported_ranges(manifest), experts)
         record = next(entry for entry in manifest.graphs if entry.file == graph.name)
-        (ranges,), _ = cap_gather_copies(manifest, record, TENSORRT, [whole], [{}])
+        (ranges,), _ = cap_gather_copies(manifest, record, TENSORRT, [full], [{}])
         options |= profile_options(ranges)
     return options
 
@@ -98,16 +98,16 @@ WEAKLY_TYPED = (1, 27)
 
 Earlier ones use the types of the graph if no type is enabled. Pull request 29779 of
 microsoft/onnxruntime, open in September 2026, explains why; the library of onnxruntime-gpu 1.31.1
-creates every network without a flag.
+creates every network without flags.
 """
 
 
 def type_options(graph: Path, manifest: Manifest) -> dict[str, str]:
     """Returns the types, besides FP32, in which the provider may compute a graph.
 
-    For a weakly typed network TensorRT computes types that are not enabled in FP32, and refuses
-    QuantizeLinear without INT8. Enabled types are allowed everywhere, also for the router, whose
-    FP32 is then only a preference.
+    In a weakly typed network, TensorRT uses FP32 in place of types that are not enabled, and
+    refuses QuantizeLinear unless INT8 is enabled. Enabled types are allowed everywhere, even in the
+    router, whose FP32 is then only a preference.
     """
     import onnx
 
@@ -121,7 +121,7 @@ def type_options(graph: Path, manifest: Manifest) -> dict[str, str]:
 
 
 def profile_options(ranges: Profile) -> dict[str, str]:
-    """Returns `trt_profile_min_shapes` and so on; for k, which is a size, its value."""
+    """Returns `trt_profile_min_shapes` and so on; k, which is a size, is given by its value."""
     options = {}
     for end in ("min", "opt", "max"):
         shapes = {ranges.input: "x".join(map(str, getattr(ranges, end)))}
@@ -135,13 +135,13 @@ def _cache_options(manifest: Manifest, graph: str) -> dict[str, str]:
     folder = private_cache()
     if folder is None:
         return {}
-    own = {n: r.sha256 for n, r in manifest.files.items() if n == graph or n.endswith(".bin")}
+    digests = {n: r.sha256 for n, r in manifest.files.items() if n == graph or n.endswith(".bin")}
     runtime = versions(("onnxruntime", "onnxruntime-gpu", "tensorrt"))
-    place = folder / f"ort-{engine_key({'files': own, 'gpu': str(first_gpu()), **runtime})}"
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    subfolder = folder / f"ort-{engine_key({'files': digests, 'gpu': str(first_gpu()), **runtime})}"
+    subfolder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return {
         "trt_engine_cache_enable": "1",
-        "trt_engine_cache_path": str(place),
+        "trt_engine_cache_path": str(subfolder),
         "trt_timing_cache_enable": "1",
-        "trt_timing_cache_path": str(place),
+        "trt_timing_cache_path": str(subfolder),
     }

@@ -30,7 +30,7 @@ from .worker import Product
 def check_runs_here(plan: PlanFile) -> None:
     """Raises `ForeignEngineError` for an engine of another version or GPU, before it is loaded.
 
-    Such an engine is intact, and the message names where it runs.
+    Such an engine is intact; the message names the version or GPUs that run it.
     """
     gpu = first_gpu()
     if gpu is not None:
@@ -106,7 +106,7 @@ REASONS = (
 
 
 def reason_of(trt: Any, diagnostics: int) -> Reason | None:
-    """Returns the first reason in the runtime's diagnostics, which are bits."""
+    """Returns the first reason in the runtime's diagnostics, which are bit flags."""
     for reason in REASONS:
         flag = getattr(trt.EngineInvalidityDiagnostics, reason.flag, None)
         if flag is not None and int(diagnostics) & int(flag):
@@ -118,8 +118,8 @@ def reason_of(trt: Any, diagnostics: int) -> Reason | None:
 def collecting_logger(trt: Any) -> Any:
     """Returns the logger that collects a backend's errors, in `lines`.
 
-    TensorRT has one logger per process: the first, which it uses even after its engine is closed,
-    so it is never released.
+    TensorRT has one logger per process: the first, which it uses even after its engine is closed.
+    It is therefore never released.
     """
 
     class Logger(trt.ILogger):  # type: ignore[misc]  # the package carries no types
@@ -135,12 +135,12 @@ def collecting_logger(trt: Any) -> Any:
 
 
 def load_engine(plan: PlanFile, *, host_weights: bool = False) -> tuple[Any, Any, Any]:
-    """Returns the backend's module, its runtime and the engine; the former must outlive the latter.
+    """Returns the backend's module, its runtime and the engine, which the runtime must outlive.
 
-    With `host_weights` the weights that are its inputs stay off the GPU. Raises
+    With `host_weights`, weights that are engine inputs stay off the GPU. Raises
     `ForeignEngineError` for an engine of another version or GPU, `UntrustedEngineError` for one
-    that was built elsewhere, `EngineError` for a damaged one, without a GPU and for a budget of
-    weights that TensorRT refuses; `MissingExtraError` if the backend is not installed.
+    that was built elsewhere, `EngineError` for a damaged one, without a GPU, or if TensorRT refuses
+    the budget of streamed weights; `MissingExtraError` if the backend is not installed.
     """
     check_runs_here(plan)
     cuda.check_device()
@@ -155,8 +155,8 @@ def load_engine(plan: PlanFile, *, host_weights: bool = False) -> tuple[Any, Any
         if validity == trt.EngineValidity.INVALID and reason is not None:
             kind = ForeignEngineError if reason.foreign else EngineError
             raise kind(f"{plan.path}: cannot be loaded: {reason.meaning}", hint=reason.hint)
-    # The lean runtime inside such a plan is also code; a plan without a record is trusted
-    # explicitly.
+    # The lean runtime in a version-compatible plan is also code; a plan without a record is
+    # trusted explicitly.
     if plan.record is None or plan.record.options.get("version_compatible"):
         runtime.engine_host_code_allowed = True
     engine = runtime.deserialize_cuda_engine(content)
@@ -177,8 +177,8 @@ KEPT_FREE = 512 << 20
 def streaming_budget(streamable: int, free: int, context: int, bound: int = 0) -> int:
     """Returns how many of an engine's `streamable` bytes of weights fit on the GPU.
 
-    `free` is its free memory without any of them, `context` the size of the execution context with
-    all of them streamed, and `bound` the size of the engine's bound weights on the GPU.
+    `free` is the GPU's free memory with all weights streamed, `context` the size of the execution
+    context in that case, and `bound` the size of the engine's bound weights on the GPU.
     """
     return min(streamable, max(0, free - context - bound - KEPT_FREE))
 
@@ -244,7 +244,7 @@ def _refit(plan: PlanFile, trt: Any, logger: Any, engine: Any) -> None:
 def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
     """Returns the facts of an engine as plain data.
 
-    `read_from` is their source: the engine, which needs a GPU, or the record of its build;
+    `read_from` is their source: the engine, which needs a GPU, its record or the file's header;
     `not_loaded` is why it was not loaded, on a machine with a GPU. Raises what `find_plan` raises,
     and `EngineError` for a damaged engine.
     """

@@ -18,12 +18,12 @@ AXES = ("batch", "tokens", "height", "width", K_INPUT)
 MAX_K = 3840
 """The largest k of TensorRT's TopK (its importer's documentation)."""
 
-MOST_ELEMENTS = (1 << 31) - 1
+MAX_ELEMENTS = (1 << 31) - 1
 """The largest tensor in TensorRT (`INetworkDefinition::addInput`: "less than 2^31 elements").
-TensorRT-RTX 1.7.1 silently compiles a larger profile; how that runs is unknown."""
+TensorRT-RTX 1.7.1 silently compiles a larger profile; whether it runs correctly is unknown."""
 
 COPIED_SHARE = 0.5
-"""The share of a GPU's memory for copied weights in a profile without an explicit k."""
+"""The share of a GPU's memory that copied weights may use, if a profile has no explicit k."""
 
 AxisRanges = Mapping[str, AxisRange]
 """Ranges of some axes, as in a profile or an export."""
@@ -84,52 +84,52 @@ def parse_profile(text: str) -> dict[str, AxisRange]:
 
 
 def profile(
-    port: TensorSpec, requested: AxisRanges, defaults: AxisRanges, experts: int | None
+    spec: TensorSpec, requested: AxisRanges, defaults: AxisRanges, experts: int | None
 ) -> Profile:
-    """Returns the profile for a graph's data input, and for its k of at most `experts`.
+    """Returns the profile of a graph's data input and of its k, which is at most `experts`.
 
-    Raises `UsageError` for an axis that the graph does not have and for a size that it fixes.
+    Raises `UsageError` for an axis that the graph lacks, or whose size it fixes.
     """
-    names = [size for size in port.shape if isinstance(size, str)]
+    names = [size for size in spec.shape if isinstance(size, str)]
     for axis, wanted in requested.items():
         if axis != K_INPUT and axis not in names:
             # Only the batch has a name if it is fixed.
-            first = port.shape[0]
+            first = spec.shape[0]
             fixed = first if axis == "batch" and isinstance(first, int) else None
             if fixed is not None and (wanted.min, wanted.max) == (fixed, fixed):
                 continue
             state = f"fixed at {fixed}" if fixed is not None else "not an axis"
             raise UsageError(
-                f"--profile {axis}={wanted}: {axis} is {state} of the graph's input '{port.name}'",
+                f"--profile {axis}={wanted}: {axis} is {state} of the graph's input '{spec.name}'",
                 hint=f"its dynamic axes are {', '.join(names) or 'none'}; export again for others",
             )
-    ranges = {axis: _clipped(axis, requested, defaults, port) for axis in names}
+    ranges = {axis: _clipped(axis, requested, defaults, spec) for axis in names}
     shapes = [
-        tuple(getattr(ranges[size], end) if isinstance(size, str) else size for size in port.shape)
+        tuple(getattr(ranges[size], end) if isinstance(size, str) else size for size in spec.shape)
         for end in ("min", "opt", "max")
     ]
     return Profile(
-        input=port.name, min=shapes[0], opt=shapes[1], max=shapes[2], k=_k_range(requested, experts)
+        input=spec.name, min=shapes[0], opt=shapes[1], max=shapes[2], k=_k_range(requested, experts)
     )
 
 
-def _clipped(axis: str, requested: AxisRanges, defaults: AxisRanges, port: TensorSpec) -> AxisRange:
+def _clipped(axis: str, requested: AxisRanges, defaults: AxisRanges, spec: TensorSpec) -> AxisRange:
     """The requested range, or the default within the model's limits."""
-    most = port.limits.get(axis)
+    limit = spec.limits.get(axis)
     if axis in requested:
-        if most is not None and requested[axis].max > most:
+        if limit is not None and requested[axis].max > limit:
             raise UsageError(
-                f"--profile {axis}={requested[axis]}: the model accepts at most {most} {axis}",
-                hint=f"--profile {axis}=1:{most}:{most} covers all sizes that it accepts",
+                f"--profile {axis}={requested[axis]}: the model accepts at most {limit} {axis}",
+                hint=f"--profile {axis}=1:{limit}:{limit} covers all sizes that it accepts",
             )
         return requested[axis]
     default = defaults.get(axis)
     if default is None:  # height or width of a square image with that many pixels
         pixels = defaults["tokens"]
         default = AxisRange(*(max(1, math.isqrt(n)) for n in (pixels.min, pixels.opt, pixels.max)))
-    if most is None:
+    if limit is None:
         return default
-    return AxisRange(min(default.min, most), min(default.opt, most), min(default.max, most))
+    return AxisRange(min(default.min, limit), min(default.opt, limit), min(default.max, limit))
 
 
 def _k_range(requested: AxisRanges, experts: int | None) -> AxisRange | None:
@@ -141,26 +141,26 @@ def _k_range(requested: AxisRanges, experts: int | None) -> AxisRange | None:
                 hint="export with --k input for an engine with k as an input",
             )
         return None
-    most = min(experts, MAX_K)
+    limit = min(experts, MAX_K)
     if wanted is None:
-        return AxisRange(1, max(1, most // 4), most)
-    if wanted.max > most:
+        return AxisRange(1, max(1, limit // 4), limit)
+    if wanted.max > limit:
         raise UsageError(
-            f"--profile k={wanted}: k is at most {most}"
-            + (" in TensorRT" if most < experts else ", the fewest experts of a layer"),
-            hint=f"--profile k=1:{max(1, most // 4)}:{most} covers every k",
+            f"--profile k={wanted}: k is at most {limit}"
+            + (" in TensorRT" if limit < experts else ", the fewest experts of a layer"),
+            hint=f"--profile k=1:{max(1, limit // 4)}:{limit} covers every k",
         )
     return wanted
 
 
 def most_copies(matrix: int, nbytes: int = 1, memory: int | None = None) -> int:
-    """Returns how many experts a run of `gather` may copy, which is the batch times k.
+    """Returns how many experts, the batch size times k, a run of `gather` may copy.
 
     `matrix` is the number of elements in an expert's largest matrix, `nbytes` the size of an
     expert's copy, and `memory` the GPU's, if it is known.
     """
-    most = MOST_ELEMENTS // matrix
-    return most if memory is None else min(most, int(memory * COPIED_SHARE) // nbytes)
+    limit = MAX_ELEMENTS // matrix
+    return limit if memory is None else min(limit, int(memory * COPIED_SHARE) // nbytes)
 
 
 def capped(wanted: Profile, copies: int) -> Profile:
@@ -169,15 +169,15 @@ def capped(wanted: Profile, copies: int) -> Profile:
     Raises `UsageError` if no k is left.
     """
     assert wanted.k is not None
-    most = copies // wanted.max[0]
-    if most < wanted.k.min:
+    limit = copies // wanted.max[0]
+    if limit < wanted.k.min:
         raise UsageError(
             f"--batch {wanted.max[0]}: `gather` copies k experts for each input, but it can copy "
             f"at most {copies} at once",
             hint="name a smaller batch (--profile batch=MIN:OPT:MAX), or export with --lowering "
             "dense, which copies nothing",
         )
-    k = AxisRange(wanted.k.min, min(wanted.k.opt, most), min(wanted.k.max, most))
+    k = AxisRange(wanted.k.min, min(wanted.k.opt, limit), min(wanted.k.max, limit))
     return replace(wanted, k=k)
 
 
@@ -189,9 +189,9 @@ def check_k(profiles: Sequence[Profile], k: int | None) -> None:
 
 
 def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> int:
-    """Returns the index of the profile for a run: the closest in size of those that contain it.
+    """Returns the index of the profile for a run: of those that contain it, the closest in size.
 
-    Raises `FeedError` for a shape and `UsageError` for a k that none contains.
+    Raises `FeedError` for a shape and `UsageError` for a k that no profile contains.
     """
     fitting = [i for i, p in enumerate(profiles) if p.contains(shape, k)]
     if fitting:

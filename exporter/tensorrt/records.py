@@ -1,4 +1,4 @@
-"""Adds built engines to a bundle: their files, and their entries in its manifest and its page."""
+"""Adds built engines to a bundle: the files, and entries in its manifest and on its page."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class EngineRecord:
     """One engine of a bundle.
 
     `precision` counts the matrix products and convolutions by type, as read back from the compiled
-    network; the file `layers` lists them. `device` is the GPU of an engine for only that GPU. `key`
-    identifies graph, weights, options, version and device: engines with equal keys are equal.
-    `peak_memory_bytes` is the build's peak of the machine's memory. `kernels` has, by MoE layer,
-    the types that the engine's own layers of its experts read and write, if it was inspected on a
-    GPU; `bound` the weights that are its inputs. `signature` identifies the user and the machine
-    that built it.
+    network; the file `layers` lists them. `device` names the GPU that built the engine, or is None
+    if it was built for named compute capabilities. `key` identifies graph, weights, options,
+    version and device: engines with equal keys are equal. `peak_memory_bytes` is the build's peak
+    use of the machine's memory. `kernels` maps each MoE layer to the types that the engine's layers
+    for its experts read and write, if the engine was inspected on a GPU. `bound` are the weights
+    that are engine inputs. `signature` identifies the user and the machine that built the engine.
     """
 
     file: str
@@ -52,9 +52,9 @@ class EngineRecord:
     bound: list[dict[str, Any]] = field(default_factory=list)
 
     def check_fits(self, shape: Sequence[int], k: int | None) -> None:
-        """Raises the errors of a run with inputs of this shape and this k, without the engine.
+        """Raises what a run with this shape and this k would raise, without loading the engine.
 
-        These are `FeedError` for a shape and `UsageError` for a k that no profile contains.
+        That is `FeedError` for a shape and `UsageError` for a k that no profile contains.
         """
         check_k(self.ranges, k)
         choose(self.ranges, shape, k)
@@ -66,11 +66,11 @@ class EngineRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """One engine to build from a graph, and then its record in the manifest.
+    """An engine to build from a graph and, once it is built, its record in the manifest.
 
-    `weights_bytes` is the size of the bundle's weights; `on_gpu`: a GPU can try kernels.
+    `weights_bytes` is the size of the bundle's weights; `on_gpu`: the build machine has a GPU.
     `notes` are remarks on the profiles for users. A built engine has a `record` and the new
-    `files`; `reused` is `bundle` or `cache` if it existed before.
+    `files`; `reused` is `bundle` or `cache` if the engine was found there.
     """
 
     graph: str
@@ -101,13 +101,13 @@ def engines_of(manifest: Manifest) -> list[EngineRecord]:
     ]
     for record in records:
         try:
-            plain = (
+            valid = (
                 all(map(is_plain_name, (record.file, record.graph, record.layers)))
                 and record.ranges
             )
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise BundleError(f"{what}: the profiles of {record.file}: {error}") from error
-        if not plain:
+        if not valid:
             raise BundleError(f"{what}: {record.file!r} is not an engine in the bundle's folder")
     return records
 
@@ -134,17 +134,17 @@ def without_files(manifest: Manifest, names: set[str]) -> Manifest:
 PAGE = "README.md"
 
 Describe = Callable[[Path, Manifest], Manifest]
-"""Rewrites the page of a bundle, and returns the manifest that lists it."""
+"""Rewrites the page of a bundle and returns the manifest that lists it."""
 
 
 def add_to_bundle(
     directory: Path, built: Sequence[EnginePlan], staged: Path, describe: Describe | None = None
 ) -> None:
-    """Moves built engines into a bundle and lists them in its manifest and, by `describe`, page.
+    """Adds built engines to a bundle, its manifest and, with `describe`, its page.
 
     The bundle is complete at every moment: a replaced engine is first removed from the manifest,
-    and the new one is listed when its files are there. Concurrent builds take turns, and each keeps
-    the engines of the other.
+    and the new one is listed only when its files are in place. Concurrent builds take turns, and
+    each keeps the engines of the others.
     """
     new = [engine for engine in built if engine.files]
     if not new:
@@ -154,7 +154,7 @@ def add_to_bundle(
         for name in names:
             to_disk(staged / name)
         before = Manifest.read(directory)
-        if not is_as_listed(directory / PAGE, before):
+        if not is_as_listed(directory, PAGE, before):
             describe = None  # a page that a user wrote stays unchanged
         removed = {*names, PAGE} if describe else {*names}
         write_text(without_files(before, removed).to_json(), directory / MANIFEST_FILE)
@@ -166,9 +166,9 @@ def add_to_bundle(
         write_text(manifest.to_json(), directory / MANIFEST_FILE)
 
 
-def is_as_listed(path: Path, manifest: Manifest) -> bool:
+def is_as_listed(directory: Path, name: str, manifest: Manifest) -> bool:
     """Returns whether a bundle's file is the one in the manifest."""
-    known = manifest.files.get(path.name)
+    known, path = manifest.files.get(name), directory / name
     return known is not None and path.is_file() and sha256(path) == known.sha256
 
 
@@ -201,7 +201,7 @@ NEVER_RUN = (
 
 
 def engine_page(manifest: Manifest) -> Iterator[str]:
-    """Yields the paragraphs on a bundle's engines: a table, and lines that run the first."""
+    """Yields the paragraphs on a bundle's engines: a table, and code that runs the first one."""
     records = engines_of(manifest)
     if not records:
         return
@@ -218,22 +218,22 @@ def engine_page(manifest: Manifest) -> Iterator[str]:
                 ", ".join(f"{count} in {name}" for name, count in counts) or "–",
             )
         )
-    heads = ("engine", "of", "for", "built with", "sizes, least : best : most", "products")
-    first, port = records[0], manifest.inputs[0]
-    k = f" --k {_k(manifest, first)}" if manifest.k == "input" else ""
+    headers = ("engine", "of", "for", "built with", "sizes, least : best : most", "products")
+    first, spec = records[0], manifest.inputs[0]
+    k = f" --k {_example_k(manifest, first)}" if manifest.k == "input" else ""
     yield "## Run its engine"
-    yield markdown(heads, rows)
+    yield markdown(headers, rows)
     yield NEVER_RUN
     yield (
         "```sh\nmoexport verify . --trust-engine\n"
         f"moexport run . -i INPUTS.npz -o OUTPUTS.npz{k} --engine {first.flavour} --trust-engine\n"
         "```"
     )
-    k = f", {_k(manifest, first)}" if manifest.k == "input" else ""
+    k = f", {_example_k(manifest, first)}" if manifest.k == "input" else ""
     yield (
         "```python\nimport moexport\nimport numpy as np\n\n"
         f'with moexport.Bundle.open(".").engine("{first.flavour}", trust=True) as session:\n'
-        f'    y = session(np.zeros({first.ranges[0].opt}, "{port.dtype}"){k})\n```'
+        f'    y = session(np.zeros({first.ranges[0].opt}, "{spec.dtype}"){k})\n```'
     )
     yield _without_moexport(manifest, first)
 
@@ -247,7 +247,7 @@ def engine_files(manifest: Manifest) -> dict[str, str]:
 
 
 def gpus(record: EngineRecord) -> str:
-    """Returns the GPUs that an engine runs on: `RTX 40 series (8.9)`, or the one it is built on."""
+    """Returns the GPUs that an engine runs on: `RTX 40 series (8.9)`, or the one that built it."""
     cards = BACKENDS[record.flavour].cards
     wide = record.options.get("hardware_compatible")
     if record.device is not None and not wide:
@@ -259,7 +259,7 @@ def gpus(record: EngineRecord) -> str:
 
 
 def _without_moexport(manifest: Manifest, record: EngineRecord) -> str:
-    """Python code that runs it without moexport, if the plan contains its weights."""
+    """Python code that runs an engine without moexport, if the plan contains the weights."""
     title = BACKENDS[record.flavour].title
     outside = ("strip_plan", "weight_streaming")
     if record.bound or any(record.options.get(name) for name in outside):
@@ -274,12 +274,12 @@ def _without_moexport(manifest: Manifest, record: EngineRecord) -> str:
 
 
 def _program(manifest: Manifest, record: EngineRecord) -> str:
-    port, module = manifest.inputs[0], BACKENDS[record.flavour].module
+    spec, module = manifest.inputs[0], BACKENDS[record.flavour].module
     dtypes = {output.name: output.dtype for output in manifest.outputs}
     names: Sequence[str] = record.settings.get("outputs") or list(dtypes)
     outputs = ", ".join(f'"{name}": torch.{dtypes.get(name, "int64")}' for name in names)
     on_host = [
-        f"k = torch.tensor([{_k(manifest, record)}]).pin_memory()  # read on the host",
+        f"k = torch.tensor([{_example_k(manifest, record)}]).pin_memory()  # read on the host",
         f'context.set_tensor_address("{K_INPUT}", k.data_ptr())',
     ]
     return "\n".join(
@@ -297,9 +297,9 @@ def _program(manifest: Manifest, record: EngineRecord) -> str:
             "    engine = runtime.deserialize_cuda_engine(plan.read())",
             "context = engine.create_execution_context()",
             *(on_host if manifest.k == "input" else ()),
-            f'x = torch.zeros({record.ranges[0].opt}, dtype=torch.{port.dtype}, device="cuda")',
-            f'context.set_input_shape("{port.name}", tuple(x.shape))',
-            f'context.set_tensor_address("{port.name}", x.data_ptr())',
+            f'x = torch.zeros({record.ranges[0].opt}, dtype=torch.{spec.dtype}, device="cuda")',
+            f'context.set_input_shape("{spec.name}", tuple(x.shape))',
+            f'context.set_tensor_address("{spec.name}", x.data_ptr())',
             "y = {}",
             f"for name, dtype in {{{outputs}}}.items():",
             "    y[name] = torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype, "
@@ -313,6 +313,6 @@ def _program(manifest: Manifest, record: EngineRecord) -> str:
     )
 
 
-def _k(manifest: Manifest, record: EngineRecord) -> int:
+def _example_k(manifest: Manifest, record: EngineRecord) -> int:
     k = record.ranges[0].k
     return min(layer.experts for layer in manifest.layers) if k is None else k.opt

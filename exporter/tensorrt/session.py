@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  with it, numpy has the type bfloat16
+import ml_dtypes  # noqa: F401  adds the type bfloat16 to numpy
 import numpy as np
 
 from ...common.files import known_sha256
@@ -53,7 +53,7 @@ Key = tuple[tuple[int, ...], int | None]
 
 @dataclass(frozen=True, slots=True)
 class AddressedArray:
-    """A numpy array or torch tensor, and the address of its numbers."""
+    """A numpy array or torch tensor, and the address of its data."""
 
     array: Any
     address: int
@@ -78,13 +78,13 @@ class AddressedArray:
 
 
 class EngineSession:
-    """An engine on the GPU, with the calls of `exporter.session.Session`.
+    """An engine on the GPU, with the interface of `exporter.session.Session`.
 
-    `capture` records repeated work as CUDA graphs. `eager` compiles for each shape before its first
-    result (TensorRT-RTX), which takes seconds and makes all runs equally fast. For an engine with
-    experts' weights as inputs, `host_weights` leaves them in host memory, and `experts` is another
-    bundle whose experts replace its own. Raises what `find_plan` and `load_engine` raise. Only one
-    thread at a time may call it. The GPU's memory is freed by `close`, or with the last reference.
+    `capture` records repeated work as CUDA graphs. `eager` compiles kernels for a shape before its
+    first result (TensorRT-RTX), which takes seconds and makes all runs equally fast. If experts'
+    weights are inputs, `host_weights` leaves them in host memory, and `experts` is another bundle
+    whose experts replace its own. Raises what `find_plan` and `load_engine` raise. Only one thread
+    at a time may call it. The GPU's memory is freed by `close`, or with the last reference.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class EngineSession:
         self._capture = capture and not self._loaded.records_itself
         self._buffers: dict[str, int] = {}  # their addresses
         self._captured: cuda.Captured | None = None
-        self._ready: Key | None = None
+        self._prepared: Key | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._fresh = True
+        self._is_first_run = True
         self.profiles = self._loaded.profiles
         self.takes_k = self._loaded.takes_k
         self.input_name = self._loaded.input_name
@@ -170,7 +170,7 @@ class EngineSession:
     def close(self) -> None:
         """Frees the GPU's memory."""
         try:
-            self._forget()
+            self._reset()
         finally:
             self._free()
 
@@ -201,16 +201,16 @@ class EngineSession:
         """Prepares a run with these shapes, unless it is prepared already."""
         shape, k = key
         check_given(k, takes_k=self.takes_k, what="engine")
-        if key == self._ready:
+        if key == self._prepared:
             return
         index = choose(self.profiles, shape, k)
-        self._forget()
+        self._reset()
         self._shapes = self._loaded.use(index, shape, k, self._stream.handle)
         self._stream.synchronize()  # setting a profile may copy on this stream
-        self._ready = key
+        self._prepared = key
 
     def _send(self, x: Any, k: int | None) -> AddressedArray:
-        """Prepares a run, and copies the input into its buffer, after pending work on it."""
+        """Prepares a run and copies the input into its buffer, once pending work on it is done."""
         source = self._typed_input(x)
         self._prepare((tuple(source.array.shape), k))
         source.settle()
@@ -225,10 +225,10 @@ class EngineSession:
         else:
             import torch
 
-            array = AddressedArray.of(
+            output = AddressedArray.of(
                 torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
             )
-            array.settle()  # the caller's earlier work may still use its memory
+            output.settle()  # the caller's earlier work may still use its memory
         self._stream.copy(output.address, self._buffers[name], output.nbytes)
         return output.array
 
@@ -238,17 +238,17 @@ class EngineSession:
         TensorRT needs one run between new shapes and their recording, which is valid until the
         context runs anything else.
         """
-        if not self._fresh:
+        if not self._is_first_run:
             self._record()
         if self._captured is not None:
             self._captured.launch(self._stream)
         else:
             self._loaded.enqueue(self._stream.handle)
-            self._fresh = False
+            self._is_first_run = False
 
     def _record(self) -> None:
         """Records the prepared work, if it has run once and can be recorded."""
-        if self._fresh or self._captured is not None or not self._capture:
+        if self._is_first_run or self._captured is not None or not self._capture:
             return
         self._stream.synchronize()
         self._capture = self._loaded.capturable(self._stream.handle)
@@ -256,13 +256,13 @@ class EngineSession:
             stream = self._stream
             try:
                 self._captured = cuda.captured(stream, lambda: self._loaded.enqueue(stream.handle))
-            except EngineError:  # the work runs directly instead, which reports other faults
+            except EngineError:  # then the work runs directly, which reports other faults
                 self._capture = False
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         if self._captured is not None:
             self._captured.close()
-        self._captured, self._ready, self._fresh = None, None, True
+        self._captured, self._prepared, self._is_first_run = None, None, True
 
     def _allocate(self, resources: ExitStack) -> None:
         """Allocates buffers for the largest shapes that the profiles allow."""
@@ -283,9 +283,9 @@ class EngineSession:
 class LoadedEngine:
     """A loaded engine with one execution context.
 
-    `graphs` lets TensorRT-RTX record the work itself (for TensorRT the caller does); `eager` makes
-    it compile a shape's kernels before its first run, instead of using general ones until they are
-    ready. Raises what `load_engine` raises.
+    `graphs` lets TensorRT-RTX record the work itself (for TensorRT, the caller does it); `eager`
+    makes it compile a shape's kernels before the shape's first run, instead of using general ones
+    until they are ready. Raises what `load_engine` raises.
     """
 
     def __init__(
@@ -296,9 +296,9 @@ class LoadedEngine:
         self.records_itself = plan.backend.records_itself
         recorded = {} if plan.record is None else plan.record.settings
         self._built_capturable = bool(recorded.get("capturable"))
-        self._kernels: Callable[[], Any] | None = None
+        self._save_kernels: Callable[[], Any] | None = None
         self._runtime_cache: Any = None
-        self._context = self._create(graphs, eager)
+        self._context = self._create_context(graphs, eager)
         if self._context is None:
             raise EngineError(
                 f"{self.path}: the GPU has no memory for its activations",
@@ -325,13 +325,13 @@ class LoadedEngine:
         self.profiles = plan.record.ranges if plan.record else self._read_profiles()
         self._profile = 0
         self._check_k()
-        self._k = _aligned(np.dtype(self.dtype(K_INPUT))) if self.takes_k else None
+        self._k = _aligned_number(np.dtype(self.dtype(K_INPUT))) if self.takes_k else None
 
-    def _create(self, graphs: bool, eager: bool) -> Any:
+    def _create_context(self, graphs: bool, eager: bool) -> Any:
         if not self.records_itself:
             return self._engine.create_execution_context()
         trt, settings = self._trt, self._engine.create_runtime_config()
-        settings.set_runtime_cache(self._compiled(settings))
+        settings.set_runtime_cache(self._saved_kernels(settings))
         if graphs:
             settings.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
         if eager:
@@ -339,20 +339,20 @@ class LoadedEngine:
             settings.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER
         return self._engine.create_execution_context(settings)
 
-    def _compiled(self, settings: Any) -> Any:
+    def _saved_kernels(self, settings: Any) -> Any:
         """The kernels that TensorRT-RTX compiled here earlier, saved when the engine closes.
 
-        Without them each start compiles them again: the page "Working with Runtime Cache" of
-        TensorRT-RTX 1.7. The runtime refuses those of another GPU, driver or version, and then
+        Without saved kernels, each start compiles them again (the page "Working with Runtime Cache"
+        of TensorRT-RTX 1.7). The runtime refuses those of another GPU, driver or version, and then
         starts without any.
         """
         name = engine_key({"plan": known_sha256(self.path), "gpu": str(first_gpu())})
         runtime_cache = settings.create_runtime_cache()
-        before = read_kernels(name)
-        if before:
-            runtime_cache.deserialize(before)
-        # This also runs if the process ends without closing its engine.
-        self._kernels = weakref.finalize(self, _keep_kernels, name, runtime_cache, before)
+        saved = read_kernels(name)
+        if saved:
+            runtime_cache.deserialize(saved)
+        # This also saves them if the process ends without closing its engine.
+        self._save_kernels = weakref.finalize(self, _save_if_changed, name, runtime_cache, saved)
         self._runtime_cache = runtime_cache  # must outlive the context
         return runtime_cache
 
@@ -376,7 +376,7 @@ class LoadedEngine:
             )
 
     def bind_weights(self, experts: Path | None, *, host: bool) -> None:
-        """Binds the weights that are inputs, from the engine's bundle or another one's experts."""
+        """Binds the weights that are inputs, from the engine's bundle or the bundle `experts`."""
         folder, bound = self.path.parent, self._bound
         if (experts is not None or host) and not bound:
             raise EngineError(
@@ -398,7 +398,7 @@ class LoadedEngine:
         """Sets a profile, the input's shape and k; returns the outputs' shapes by name.
 
         Earlier work on the stream must be finished. Raises `EngineError` for a shape that the
-        engine refuses after all, and for an output with a data-dependent size.
+        engine refuses despite its profile, and for an output with a data-dependent size.
         """
         if index != self._profile:
             self._request(
@@ -445,8 +445,8 @@ class LoadedEngine:
     def close(self) -> None:
         """Releases the engine's parts: the context before the engine, the runtime last."""
         try:
-            if self._kernels is not None:
-                self._kernels()
+            if self._save_kernels is not None:
+                self._save_kernels()
         finally:
             self._context = None
             self._runtime_cache = None
@@ -455,7 +455,7 @@ class LoadedEngine:
             self._runtime = None
 
     def _request(self, request: Callable[[], Any], what: str) -> None:
-        """Raises `EngineError` for a refused request: by False, or by an exception."""
+        """Raises `EngineError` if a request is refused, by returning False or by an exception."""
         with suppress(RuntimeError):
             if request():
                 return
@@ -472,7 +472,7 @@ class LoadedEngine:
             low, opt, high = (tuple(int(size) for size in shape) for shape in shapes)
             k = None
             if self.takes_k:
-                # It raises if k determines no output's size: then its range is unknown.
+                # TensorRT raises if k determines no output's size: then its range is unknown.
                 with suppress(RuntimeError):
                     # The index comes first in every version, whatever its parameter's name.
                     values = self._engine.get_tensor_profile_values(index, K_INPUT)
@@ -485,22 +485,22 @@ class LoadedEngine:
         return profiles
 
 
-def _aligned(dtype: np.dtype[Any]) -> np.ndarray:
+def _aligned_number(dtype: np.dtype[Any]) -> np.ndarray:
     """One number in host memory whose address is a multiple of `ALIGNMENT`."""
-    room = np.zeros(2 * ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + dtype.itemsize].view(dtype)
+    buffer = np.zeros(2 * ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return buffer[start : start + dtype.itemsize].view(dtype)
 
 
-def _keep_kernels(name: str, runtime_cache: Any, before: bytes) -> None:
+def _save_if_changed(name: str, runtime_cache: Any, saved: bytes) -> None:
     with runtime_cache.serialize() as buffer:
         content = bytes(buffer)
-    if content != before:
+    if content != saved:
         keep_kernels(name, content)
 
 
 KINDS = {"f": "real", "i": "whole", "u": "whole", "b": "whole"}
-"""Kinds of types between which casts are allowed: real numbers, and whole ones."""
+"""Kinds of types within which casts are allowed: real numbers, and whole numbers."""
 
 
 def _array(x: np.ndarray, wanted: str) -> AddressedArray | None:

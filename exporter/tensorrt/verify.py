@@ -41,14 +41,15 @@ def checks(
 ) -> Iterator[Check]:
     """Yields the parity of a bundle's engines, or why they were not run.
 
-    See `bundle.runtimes.engine_checks`.
+    `bounds` returns the bounds of an engine with or without TF32. Engines that were built elsewhere
+    only run with `trust`.
     """
     for record in engines_of(manifest):
         tolerance = bounds(bool(record.options.get("tf32")))
         why_not = None if first_gpu() is not None else "there is no NVIDIA GPU here"
         try:
             if expected is not None:
-                _runs(manifest, record, expected, tolerance.tie)
+                _run_arguments(manifest, record, expected, tolerance.tie)
         except (FeedError, UsageError) as error:
             why_not = error.message
         if why_not is not None:
@@ -67,8 +68,8 @@ def checks(
         except MoexportError as error:
             yield Check(name, False, error.message)
         else:
-            left = f" of {len(expected.x)}" if parity.samples < len(expected.x) else ""
-            where = f"in {parity.samples}{left} inputs; built without --expose-routing"
+            total = f" of {len(expected.x)}" if parity.samples < len(expected.x) else ""
+            where = f"in {parity.samples}{total} inputs; built without --expose-routing"
             detail = differences(parity.max_abs, parity.max_rel, parity.cosine)
             yield Check(name, parity.passed, describe(parity) if exposed else f"{detail} {where}")
 
@@ -82,15 +83,15 @@ def engine_parity(
 ) -> Parity:
     """Runs an engine on the reference's inputs and returns how far it is off.
 
-    Choices of layers are compared if it was built with `--expose-routing`; otherwise, inputs
-    with a tie are left out. Raises `FeedError` or `UsageError` if the profiles do not contain
-    the inputs.
+    The layers' choices are compared if the engine was built with `--expose-routing`; otherwise,
+    inputs with a tie are left out. Raises `FeedError` or `UsageError` if the profiles do not
+    contain the inputs or k.
     """
     bounds = tolerance or recorded(manifest.parity, manifest.precision)
     exposed = _exposed(session, manifest, record)
 
     def compared(reference: Reference) -> Parity:
-        clear, batch, k = _runs(manifest, record, reference, bounds.tie)
+        clear, batch, k = _run_arguments(manifest, record, reference, bounds.tie)
         inputs = reference if exposed else clear
         return compare(session, inputs, exposed, batch=batch, tolerance=bounds, k=k)
 
@@ -107,16 +108,16 @@ def engine_parity(
 
 
 def _exposed(session: EngineSession, manifest: Manifest, record: EngineRecord) -> dict[str, str]:
-    """The engine's outputs with its layers' choices, by choice."""
+    """The engine's outputs that are choices of its layers, by choice."""
     graph = next((entry for entry in manifest.graphs if entry.file == record.graph), None)
     named = {} if graph is None else graph.selected
     return {choice: value for choice, value in named.items() if value in session.output_names}
 
 
-def _runs(
+def _run_arguments(
     manifest: Manifest, record: EngineRecord, expected: Reference, tie: float
 ) -> tuple[Reference, int, int | None]:
-    """The inputs of an engine's run: the reference without ties, the batch size and k."""
+    """The arguments of an engine's run: the reference without ties, the batch size and k."""
     clear = settled(expected, tie)
     count, *rest = clear.x.shape
     batch = min(record.ranges[0].max[0], count)
@@ -129,8 +130,8 @@ def _runs(
 def settled(expected: Reference, tie: float) -> Reference:
     """Returns the reference without the samples in which some choice is a tie.
 
-    For runtimes that do not report choices: in those samples either choice would be correct.
-    Raises `FeedError` if none is left.
+    Runtimes that do not report choices need this: in a tie, either choice would be correct.
+    Raises `FeedError` if no sample is left.
     """
     clear = np.ones(len(expected.x), dtype=bool)
     for margin in expected.margin.values():

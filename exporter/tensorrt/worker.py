@@ -1,13 +1,13 @@
 """The process that compiles an engine, through Polygraphy's loaders, which support both TensorRTs.
 
-It reads a request from stdin and writes events to stdout, so a crash of TensorRT, or a lack of
-memory, does not affect other processes. The network is always strongly typed: the precision is the
-graph's. TF32 is off unless requested. Options are read back from the builder's configuration, since
-some versions silently drop or lower a request.
+It reads a request from stdin and writes events to stdout: a crash of TensorRT, or a lack of memory,
+ends only this process. The network is always strongly typed: its precision is that of the graph.
+TF32 is off unless requested. Options are read back from the builder's configuration, because some
+versions silently drop an option or lower its value.
 
 An engine without weights is built with `REFIT_IDENTICAL`, never `REFIT`: NVIDIA's page on refitting
 (TensorRT 11.3.0, "Refitting an Engine") states that `REFIT` may drop the bias of a matrix product,
-which `REFIT_IDENTICAL` does not, and 1.7.1's `BuilderFlag` names that as what `STRIP_PLAN` implies.
+while `REFIT_IDENTICAL` does not; `STRIP_PLAN` implies the latter (`BuilderFlag`, 1.7.1).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
 def _build(
     request: dict[str, Any], send: Callable[..., None], errors: ErrorLines, stop: threading.Event
 ) -> Compiled:
-    """Compiles the engine to the file in the request; returns what was read back."""
+    """Compiles the engine to the file in the request; returns the facts of the build."""
     started = time.monotonic()
     import polygraphy.backend.trt as loaders
     from polygraphy.logger import G_LOGGER
@@ -94,9 +94,9 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """The facts of a build: the builder's settings, its products, time and memory.
+    """The facts of a build: the builder's settings, the network's products, time and memory.
 
-    `inspector` is TensorRT's own JSON of the engine, None if no GPU of this machine can load it.
+    `inspector` is TensorRT's own report on the engine; None if no GPU of this machine can load it.
     """
 
     version: str
@@ -113,7 +113,7 @@ class Compiled:
 
 
 class DishonouredError(RuntimeError):
-    """A request that the builder did not apply."""
+    """An option that the builder did not apply."""
 
 
 def compile_engine(
@@ -152,7 +152,7 @@ def compile_engine(
 
 
 def _network(loaders: ModuleType, trt: Any, request: Mapping[str, Any]) -> Any:
-    """The parsed graph; after a rewrite, with the weights file next to the original."""
+    """The parsed graph; a rewritten one reads the weights file next to the original graph."""
     if not request["model"]:
         return loaders.network_from_onnx_path(request["graph"], strongly_typed=True)
     builder, network = loaders.create_network(strongly_typed=True)
@@ -166,7 +166,7 @@ def _network(loaders: ModuleType, trt: Any, request: Mapping[str, Any]) -> Any:
 def config_arguments(trt: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of Polygraphy's `CreateConfig` for the given options."""
     arguments: dict[str, Any] = {}
-    # Only then does the engine inspector show types and ONNX nodes.
+    # The engine inspector shows types and ONNX nodes only at this level.
     arguments["profiling_verbosity"] = trt.ProfilingVerbosity.DETAILED
     if "workspace" in options:
         arguments["memory_pool_limits"] = {trt.MemoryPoolType.WORKSPACE: options["workspace"]}
@@ -218,13 +218,13 @@ FLAGS = {
     "VERSION_COMPATIBLE": "version_compatible",
     "WEIGHT_STREAMING": "weight_streaming",
 }
-"""The builder's flags with the option of each, which sets or clears it."""
+"""The builder's flags, each with the option that sets or clears it."""
 
 
 def _finish_config(
     trt: Any, request: Mapping[str, Any], config: Any, read_back: dict[str, Any]
 ) -> None:
-    """Names the cards and sets the flags, then reads everything back and compares it."""
+    """Sets the target GPUs and the flags, then reads all settings back and compares them."""
     options = request["options"]
     wanted = ["CURRENT" if c == "current" else f"SM{c.replace('.', '')}" for c in request["cards"]]
     if wanted:
@@ -233,27 +233,27 @@ def _finish_config(
             config.set_compute_capability(getattr(trt.ComputeCapability, name), index)
         named = [config.get_compute_capability(index).name for index in range(len(wanted))]
         read_back["compute_capabilities"] = named
-        _same("compute_capabilities", wanted, named)
+        _check("compute_capabilities", wanted, named)
     for name, option in FLAGS.items():
         flag, wanted_flag = getattr(trt.BuilderFlag, name), bool(options.get(option))
         (config.set_flag if wanted_flag else config.clear_flag)(flag)
         read_back[name.lower()] = bool(config.get_flag(flag))
-        _same(option, wanted_flag, read_back[name.lower()])
+        _check(option, wanted_flag, read_back[name.lower()])
     read_back["workspace"] = int(config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE))
     if "workspace" in options and read_back["workspace"] > options["workspace"]:
-        _same("workspace", options["workspace"], read_back["workspace"])
+        _check("workspace", options["workspace"], read_back["workspace"])
     read_back["optimization_level"] = int(config.builder_optimization_level)
     if "optimization_level" in options:
-        _same("optimization_level", options["optimization_level"], read_back["optimization_level"])
+        _check("optimization_level", options["optimization_level"], read_back["optimization_level"])
     if "hardware_compatible" in options:
         level = config.hardware_compatibility_level.name
         read_back["hardware_compatible"] = level
-        _same("hardware_compatible", HARDWARE[options["hardware_compatible"]], level)
+        _check("hardware_compatible", HARDWARE[options["hardware_compatible"]], level)
     read_back["profiles"] = int(config.num_optimization_profiles)
-    _same("profiles", len(request["profiles"]), read_back["profiles"])
+    _check("profiles", len(request["profiles"]), read_back["profiles"])
 
 
-def _same(name: str, wanted: Any, got: Any) -> None:
+def _check(name: str, wanted: Any, got: Any) -> None:
     if wanted != got:
         raise DishonouredError(f"{name}: requested {wanted}, got {got}")
 
@@ -261,7 +261,7 @@ def _same(name: str, wanted: Any, got: Any) -> None:
 def check_timing_cache(builder: Any, file: Path) -> None:
     """Raises `DishonouredError` for a file that TensorRT would ignore and overwrite.
 
-    It treats an unreadable file as an empty one, with a warning.
+    TensorRT treats an unreadable file as an empty one, with a warning.
     """
     from polygraphy import util
 
@@ -285,7 +285,7 @@ UNCAPTURABLE = ("CONDITION", "TRIP_LIMIT", "NON_ZERO", "NMS")
 (NVIDIA's release notes of TensorRT-RTX 1.2 on `isStreamCapturable`)."""
 
 COMPUTING = ("MATRIX_MULTIPLY", "CONVOLUTION", "DECONVOLUTION", "EINSUM", "ATTENTION_INPUT")
-"""Layers whose type counts as a network's precision."""
+"""Layers whose types are reported as a network's precision."""
 
 
 MOVING = ("SHUFFLE", "GATHER", "SLICE", "CONDITIONAL_INPUT", "IDENTITY")
@@ -308,39 +308,39 @@ def network_products(network: Any) -> list[Product]:
     """Returns the network's products and convolutions, each with the type that it computes in.
 
     The network is strongly typed, so these are the engine's types: a builder may fuse layers, but
-    not change their types. A product of dequantised values is an INT8 one; with a Gather between,
-    only the inspector on a GPU shows whether its kernel multiplies integers.
+    not change their types. A product of dequantised values counts as one of their stored type;
+    with a Gather in between, only the inspector on a GPU shows if its kernel multiplies integers.
     """
     stored = {}  # the type that a tensor was dequantised from
     for layer in network:
         if layer.type.name == "DEQUANTIZE":
             name = layer.get_input(0).dtype.name
             stored[layer.get_output(0).name] = PRECISIONS.get(name, name.lower())
-    for layer in network:  # layers that only move dequantised values follow
+    for layer in network:  # then the layers that only move dequantised values
         if layer.type.name in MOVING and layer.get_input(0).name in stored:
-            moved = stored[layer.get_input(0).name]
-            stored.update({layer.get_output(i).name: moved for i in range(layer.num_outputs)})
+            origin = stored[layer.get_input(0).name]
+            stored.update({layer.get_output(i).name: origin for i in range(layer.num_outputs)})
     products = []
     for layer in network:
         if layer.type.name not in COMPUTING:
             continue
         inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
-        inputs = [port for port in inputs if port is not None]
-        kinds = {PRECISIONS.get(port.dtype.name, port.dtype.name.lower()) for port in inputs[:2]}
-        both = {stored.get(port.name) for port in inputs[:2]}
-        # 4-bit weights are multiplied by floats; with 8 bits, both factors have one type.
-        own = "int4" if "int4" in both else both.pop() if len(both) == 1 else None
-        precision = own or "+".join(sorted(kinds))
+        inputs = [tensor for tensor in inputs if tensor is not None]
+        types = {PRECISIONS.get(each.dtype.name, each.dtype.name.lower()) for each in inputs[:2]}
+        sources = {stored.get(each.name) for each in inputs[:2]}
+        # 4-bit weights are multiplied by floats; with 8 bits, both factors have the same type.
+        source = "int4" if "int4" in sources else sources.pop() if len(sources) == 1 else None
+        precision = source or "+".join(sorted(types))
         products.append(Product(name=layer.name, kind=layer.type.name.lower(), precision=precision))
     return products
 
 
 def inspect_plan(trt: Any, plan: Any, logger: Any) -> dict[str, Any] | None:
-    """Returns the inspector's report of an engine on this GPU, None for engines of other GPUs.
+    """Returns the inspector's report on an engine; None if the engine is for other GPUs.
 
-    It is empty if the report is not JSON: the network's types have proved the precision already.
+    The result is empty if the report is not JSON: the network's types already prove the precision.
     """
-    runtime = trt.Runtime(logger)  # the builder's own, so that failures have its message
+    runtime = trt.Runtime(logger)  # the builder's, which collects the messages
     if hasattr(runtime, "get_engine_validity"):
         validity, _ = runtime.get_engine_validity(plan)
         if validity == trt.EngineValidity.INVALID:
@@ -366,7 +366,7 @@ class Fraction:
 
     def __init__(self) -> None:
         self._phases: dict[str, list[Any]] = {}  # name: parent, steps, steps done
-        self._best = 0
+        self._highest = 0
 
     def start(self, name: str, parent: str | None, steps: int) -> None:
         """Begins a phase of `steps` steps within a step of its parent."""
@@ -376,8 +376,8 @@ class Fraction:
         """Finishes a step of a phase; returns the whole's per mille."""
         if name in self._phases:
             self._phases[name][2] = step + 1
-        self._best = max(self._best, int(PER_MILLE * min(1.0, self._done(name))))
-        return self._best
+        self._highest = max(self._highest, int(PER_MILLE * min(1.0, self._done(name))))
+        return self._highest
 
     def finish(self, name: str) -> None:
         self._phases.pop(name, None)
@@ -391,7 +391,7 @@ class Fraction:
 
 
 NOISE = ("Thread context has not been set",)
-"""Messages that TensorRT logs as errors, but that are harmless."""
+"""Harmless messages that TensorRT logs as errors."""
 
 
 class ErrorLines(logging.Handler):

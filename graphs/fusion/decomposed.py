@@ -47,10 +47,10 @@ class DecomposedAttention:
 def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
     """Returns the attention around a softmax, or None."""
     weights, scores, sinks = softmax.outputs[0], softmax.inputs[0], None
-    cut = only_user(weights, "Slice")
-    if cut is not None:
-        weights = cut.outputs[0]
-        scores, sinks = _before_sinks(softmax, cut)
+    sliced = only_user(weights, "Slice")
+    if sliced is not None:
+        weights = sliced.outputs[0]
+        scores, sinks = _before_sinks(softmax, sliced)
     last = only_user(weights, "MatMul")
     if last is None or last.inputs[0] is not weights:
         return None
@@ -65,9 +65,9 @@ def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
     product = made(scores, "MatMul")
     if product is None:
         return None
-    q, of_q = unscaled(product.inputs[0])
-    turned, of_turned = unscaled(product.inputs[1])
-    k, of_k = unscaled(_untransposed(turned))
+    q, q_scale = unscaled(product.inputs[0])
+    transposed, transposed_scale = unscaled(product.inputs[1])
+    k, k_scale = unscaled(_untransposed(transposed))
     k, v = _unrepeated(k), _unrepeated(last.inputs[1])
     if q is None or k is None or v is None or not (heads_of(q) and heads_of(k) == heads_of(v) != 0):
         return None
@@ -88,7 +88,7 @@ def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
         v=v,
         scores=product.outputs[0],
         mask=mask,
-        scale=scale * of_q * of_turned * of_k,
+        scale=scale * q_scale * transposed_scale * k_scale,
         joined=joined,
         sinks=sinks,
     )
@@ -99,10 +99,10 @@ def is_plain(attention: DecomposedAttention) -> bool:
 
     For such attention, ONNX Runtime's own op is faster than ONNX's.
     """
-    further = (attention.mask, attention.joined, attention.sinks)
+    extras = (attention.mask, attention.joined, attention.sinks)
     values = (attention.q, attention.k, attention.v)
     sizes = {(heads_of(value), width_of(value)) for value in values}
-    return further == (None, None, None) and len(sizes) == 1
+    return extras == (None, None, None) and len(sizes) == 1
 
 
 def _same_width(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
@@ -115,7 +115,7 @@ def _same_width(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
     return same and v.shape[0] == k.shape[0] and heads_of(q) % heads_of(k) == 0
 
 
-def _before_sinks(softmax: ir.Node, cut: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
+def _before_sinks(softmax: ir.Node, sliced: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
     """Returns the scores and the sinks of a softmax whose sink column is sliced off, or None, None.
 
     The form is softmax(x − max(x)) of x = (scores, sinks), as in gpt-oss.
@@ -123,13 +123,13 @@ def _before_sinks(softmax: ir.Node, cut: ir.Node) -> tuple[ir.Value | None, ir.V
     shifted = made(softmax.inputs[0], "Sub")
     joined = None if shifted is None else made(shifted.inputs[0], "Concat")
     highest = None if shifted is None else made(shifted.inputs[1], "ReduceMax")
-    if joined is None or highest is None or len(joined.inputs) != 2 or span(cut, 1) != (0, -1):
+    if joined is None or highest is None or len(joined.inputs) != 2 or span(sliced, 1) != (0, -1):
         return None, None
-    along = [joined.attributes.get_int("axis"), *(integers_in(highest.inputs[1]) or [0])]
-    spread = made(joined.inputs[1], "Expand")
-    if highest.inputs[0] is not joined.outputs[0] or spread is None or {*along} - {-1, 3}:
+    axes = [joined.attributes.get_int("axis"), *(integers_in(highest.inputs[1]) or [0])]
+    expand = made(joined.inputs[1], "Expand")
+    if highest.inputs[0] is not joined.outputs[0] or expand is None or {*axes} - {-1, 3}:
         return None, None
-    return joined.inputs[0], spread.inputs[0]
+    return joined.inputs[0], expand.inputs[0]
 
 
 def _appends(concat: ir.Node | None) -> bool:
@@ -141,30 +141,30 @@ def _appends(concat: ir.Node | None) -> bool:
 
 
 def appended_to(joined: ir.Node) -> ir.Value:
-    """Returns the input with cached keys or values."""
+    """Returns the new keys or values, which a node appends to cached ones."""
     value = joined.inputs[1]
     assert value is not None
     return value
 
 
 def _untransposed(value: ir.Value | None) -> ir.Value | None:
-    """Returns the value [b, heads, m, w] behind a transposed one [b, heads, w, m]."""
+    """Returns the value [b, heads, m, w] that was transposed to one [b, heads, w, m]."""
     node = made(value, "Transpose")
     if node is not None:
         if permutes(node, TOKENS_LAST):
             _split_transpose(node)
         return node.inputs[0] if permutes(node, [0, 1, 3, 2]) else None
     # If the rank is unknown, PyTorch's exporter transposes with three axes.
-    shaped = made(value, "Reshape")
-    turned = None if shaped is None else made(shaped.inputs[0], "Transpose")
-    flat = None if turned is None else made(turned.inputs[0], "Reshape")
-    if turned is None or flat is None or not permutes(turned, [0, 2, 1]):
+    reshape = made(value, "Reshape")
+    transpose = None if reshape is None else made(reshape.inputs[0], "Transpose")
+    flat = None if transpose is None else made(transpose.inputs[0], "Reshape")
+    if transpose is None or flat is None or not permutes(transpose, [0, 2, 1]):
         return None
     return flat.inputs[0]
 
 
 def _split_transpose(node: ir.Node) -> None:
-    """Splits a transpose to [b, heads, w, m] into one to [b, heads, m, w] and another one."""
+    """Splits a transpose to [b, heads, w, m] into two, with [b, heads, m, w] between them."""
     x, graph = node.inputs[0], node.graph
     if x is None or x.shape is None or graph is None:
         return
@@ -178,12 +178,12 @@ def _split_transpose(node: ir.Node) -> None:
 
 def _unrepeated(value: ir.Value | None) -> ir.Value | None:
     """Returns keys or values before they were repeated for the heads that share them."""
-    shaped = made(value, "Reshape")
-    spread = None if shaped is None else made(shaped.inputs[0], "Expand")
-    apart = None if spread is None else made(spread.inputs[0], "Unsqueeze")
-    if apart is None or integers_in(apart.inputs[1]) != [2]:
+    reshape = made(value, "Reshape")
+    expand = None if reshape is None else made(reshape.inputs[0], "Expand")
+    unsqueeze = None if expand is None else made(expand.inputs[0], "Unsqueeze")
+    if unsqueeze is None or integers_in(unsqueeze.inputs[1]) != [2]:
         return value
-    return apart.inputs[0]
+    return unsqueeze.inputs[0]
 
 
 def attention_with_sinks(
@@ -210,21 +210,21 @@ def attention_with_sinks(
     keys, values = (b.op("Unsqueeze", value, b.ints(2), name="shared") for value in present)
     shared = heads // groups
     queries = b.op("Reshape", q, b.ints(0, groups, shared, -1, width), name="queries")
-    turned = b.op("Transpose", keys, perm=[0, 1, 2, 4, 3], name="turned")
-    scores = b.op("MatMul", queries, turned, name="products")
+    transposed = b.op("Transpose", keys, perm=[0, 1, 2, 4, 3], name="turned")
+    scores = b.op("MatMul", queries, transposed, name="products")
     scores = b.op("Mul", scores, b.number(scale, q.dtype), name="scores")
     if mask is not None:
-        spread = b.op("Unsqueeze", mask, b.ints(2), name="mask")
-        scores = b.op("Add", scores, spread, name="masked")
+        unsqueezed = b.op("Unsqueeze", mask, b.ints(2), name="mask")
+        scores = b.op("Add", scores, unsqueezed, name="masked")
     sink = b.op("Reshape", sinks, b.ints(1, groups, shared, 1, 1), name="sinks")
     highest = b.op("ReduceMax", scores, b.ints(-1), keepdims=1, name="highest_score")
     highest = b.op("Max", highest, sink, name="highest")
-    powers, of_sink = (
+    powers, sink_power = (
         b.op("Exp", b.op("Sub", value, highest, name="below"), name="powers")
         for value in (scores, sink)
     )
     total = b.op("ReduceSum", powers, b.ints(-1), keepdims=1, name="total_seen")
-    total = b.op("Add", total, of_sink, name="total")
+    total = b.op("Add", total, sink_power, name="total")
     y = b.op("MatMul", b.op("Div", powers, total, name="weights"), values, name="seen")
     y = b.op("Reshape", y, b.ints(0, heads, -1, width), name="of_heads")
     y = b.op("Transpose", y, perm=[0, 2, 1, 3], name="tokens_first")

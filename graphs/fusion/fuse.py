@@ -1,7 +1,7 @@
 """Fuses a traced backbone's attention, rotary embeddings and RMS norms into one op each.
 
-A norm of a sum becomes one op of ONNX Runtime. For CUDA, where each node costs a kernel launch, a
-layer norm of a sum also does, and GELU includes a bias (`residuals.py`).
+An RMS norm of a sum becomes one op of ONNX Runtime. For CUDA, where each node costs a kernel
+launch, so does a layer norm of a sum, and GELU includes a bias (`residuals.py`).
 
 PyTorch's exporter writes about eighty small ops for a layer, each of which takes a few
 microseconds: most of a language model's time per token, apart from reading weights. Opset 23 has an
@@ -52,7 +52,7 @@ from .residuals import (
     without_biases,
 )
 
-ROOT = -0.5
+RSQRT_EXPONENT = -0.5
 """The exponent of a reciprocal square root."""
 
 OF_FUSED_OPSET = frozenset({"Attention", "RotaryEmbedding", "RMSNormalization"})
@@ -70,29 +70,29 @@ FOR_LAUNCHES: Mapping[str, Callable[[ir.Graph, ir.Node], bool]] = {
 
 
 def fuse(model: ir.Model, ops: FusedOps, *, newest: bool) -> None:
-    """Replaces the patterns in a traced model, in place, by ops in `ops`.
+    """Replaces the patterns in a traced model, in place, with ops in `ops`.
 
     Raises the model's opset if an op needs a newer one and `newest` allows it.
     """
     if not ops.floats:
         return
     graph, work = model.graph, _Fusion(model.graph, ops, newest)
-    fewer = FOR_LAUNCHES if ops.residuals else {}
+    launch_fusions = FOR_LAUNCHES if ops.residuals else {}
     for node in list(graph):
         match node.op_type:
             case "Add" if newest:
                 work.rotary(node)
             case "Reciprocal":
                 work.norm(node, made(node.inputs[0], "Sqrt"))
-            case "Pow" if number_in(node.inputs[1]) == ROOT:
+            case "Pow" if number_in(node.inputs[1]) == RSQRT_EXPONENT:
                 work.norm(node, node)
             case "Softmax":
                 work.attention(node)
-            case other if other in fewer:
-                work.count += fewer[other](graph, node)
+            case op_type if op_type in launch_fusions:
+                work.count += launch_fusions[op_type](graph, node)
             case _:
                 pass
-    work.free_of_past_sizes()
+    work.replace_past_sizes()
     if work.count:
         if not ops.any_opset or any(
             node.op_type in OF_FUSED_OPSET and not node.domain for node in graph.all_nodes()
@@ -104,7 +104,7 @@ def fuse(model: ir.Model, ops: FusedOps, *, newest: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Cache:
-    """The sizes of a cache, computed from the graph's inputs, because a buffer in place is larger.
+    """The sizes of a cache, computed from the graph's inputs: an in-place buffer is larger.
 
     `rows` [1] is the batch, `past` [1] the number of earlier tokens, `total` the number of all
     tokens, `last` [b] the position of the last one, and `in_place` whether `GroupQueryAttention`
@@ -139,12 +139,12 @@ class _Fusion:
         self._rows: dict[ir.Value, ir.Value] = {}
 
     def rotary(self, node: ir.Node) -> None:
-        """Fuses x·cos + turned(x)·sin if both halves of cos and of sin are equal."""
+        """Fuses x·cos + rotated(x)·sin if both halves of cos and of sin are equal."""
         for first, second in orders(node.inputs):
-            plain, turned = made(first, "Mul"), made(second, "Mul")
-            if plain is None or turned is None:
+            plain, rotated = made(first, "Mul"), made(second, "Mul")
+            if plain is None or rotated is None:
                 continue
-            for halves, sin in orders(turned.inputs):
+            for halves, sin in orders(rotated.inputs):
                 x = _half_rotated(halves)
                 for value, cos in orders(plain.inputs):
                     if x is None or value is not x or not are_float32(x, sin, cos):
@@ -245,7 +245,6 @@ class _Fusion:
         for where in merged[:-2]:  # between the product and the reshape
             y = self._masked_tokens(b, where, y)
         if parts.joined is not None:
-            # They are needed where the first of them is read, before the output.
             for joined, value in zip(parts.joined, present, strict=True):
                 value.shape, value.type = joined.outputs[0].shape, joined.outputs[0].type
         put(self.graph, b, last, last.outputs[0], y, hidden=[parts.scores])
@@ -254,7 +253,7 @@ class _Fusion:
             rename(self.graph, joined.outputs[0], value)
 
     def _masked_tokens(self, b: Builder, where: ir.Node, y: ir.Value) -> ir.Value:
-        """Adds to an output [b, m, heads·w] a node's result for tokens that attend to no token."""
+        """Sets an output [b, m, heads·w] as `where` does, for tokens that attend to no token."""
         condition = where.inputs[0]
         assert condition is not None
         if condition not in self._rows:
@@ -274,10 +273,10 @@ class _Fusion:
         heads = options.get("q_num_heads")
         if heads is not None and is_plain(parts):
             self.graph.opset_imports.setdefault(MICROSOFT, 1)
-            bias, own = added_before(inputs), {"num_heads": heads, "scale": parts.scale}
+            bias, attrs = added_before(inputs), {"num_heads": heads, "scale": parts.scale}
             if bias is None and self._ops.residuals:
                 inputs, bias = without_biases(b, inputs)
-            y = b.op("MultiHeadAttention", *inputs, bias, name="output", domain=MICROSOFT, **own)
+            y = b.op("MultiHeadAttention", *inputs, bias, name="output", domain=MICROSOFT, **attrs)
             return [y]
         names = ("output",) if parts.joined is None else ("output", "keys", "values")
         return b.ops("Attention", *inputs, parts.mask, *past, names=names, domain="", **options)
@@ -294,15 +293,15 @@ class _Fusion:
 
         `inputs` are queries, keys and values, and the cached keys and values.
         """
-        here, there = b.nested("in_place"), b.nested("appended")
+        then, otherwise = b.nested("in_place"), b.nested("appended")
         names = ("output", "keys", "values")
-        counted = [sizes.last, sizes.total, None, None, None, parts.mask]
+        arguments = [sizes.last, sizes.total, None, None, None, parts.mask]
         if parts.sinks is not None:
-            counted.append(b.op("Reshape", parts.sinks, b.ints(-1), name="sinks"))
-        in_place = here.ops(
+            arguments.append(b.op("Reshape", parts.sinks, b.ints(-1), name="sinks"))
+        in_place = then.ops(
             "GroupQueryAttention",
             *inputs,
-            *counted,
+            *arguments,
             names=names,
             domain=MICROSOFT,
             num_heads=options["q_num_heads"],
@@ -311,7 +310,7 @@ class _Fusion:
         )
         queries, keys, values, *past = inputs
         if parts.sinks is None:
-            appended = there.ops(
+            appended = otherwise.ops(
                 "Attention",
                 queries,
                 keys,
@@ -326,24 +325,24 @@ class _Fusion:
             assert parts.joined is not None
             heads_first = (parts.q, *(appended_to(joined) for joined in parts.joined))
             appended = attention_with_sinks(
-                there, heads_first, past, parts.mask, parts.sinks, parts.scale
+                otherwise, heads_first, past, parts.mask, parts.sinks, parts.scale
             )
-        for value in (*in_place, *(v for node in there.nodes for v in node.outputs)):
+        for value in (*in_place, *(v for node in otherwise.nodes for v in node.outputs)):
             value.type = parts.q.type
         self.graph.opset_imports.setdefault(MICROSOFT, 1)
         return b.ops(
             "If",
             sizes.in_place,
-            then_branch=b.branch(here, in_place, "in_place"),
-            else_branch=b.branch(there, appended, "appended"),
+            then_branch=b.branch(then, in_place, "in_place"),
+            else_branch=b.branch(otherwise, appended, "appended"),
             names=names,
         )
 
     def _cache(self, parts: DecomposedAttention) -> _Cache | None:
         """Returns the sizes of the cache, computed once for all attentions that append in place.
 
-        It is None for an attention without cache or mask, for head sizes that the op does not
-        support, and if the inputs do not determine these sizes.
+        Returns None for an attention without cache or mask, for head sizes that the op does not
+        support, or if the inputs do not determine these sizes.
         """
         if parts.joined is None or parts.mask is None or width_of(parts.k) != width_of(parts.v):
             return None
@@ -355,30 +354,30 @@ class _Fusion:
             b, ids = Builder("cache"), inputs["input_ids"]
             rows = b.op("Shape", ids, start=0, end=1, name="rows")
             new = b.op("Shape", ids, start=1, end=2, name="new")
-            seen = b.op("Shape", inputs["attention_mask"], start=1, end=2, name="seen")
-            past = b.op("Sub", seen, new, name="past")
-            single = [
-                b.op("Equal", size, b.ints(one), name=f"{name}_is_{one}")
-                for name, size, one in (("rows", rows, 1), ("new", new, 1), ("past", past, 0))
+            tokens = b.op("Shape", inputs["attention_mask"], start=1, end=2, name="seen")
+            past = b.op("Sub", tokens, new, name="past")
+            conditions = [
+                b.op("Equal", size, b.ints(number), name=f"{name}_is_{number}")
+                for name, size, number in (("rows", rows, 1), ("new", new, 1), ("past", past, 0))
             ]
-            either = b.op("Or", *single[:2], name="one_row_or_token")
-            in_place = b.op("Or", either, single[2], name="in_place")
-            total = b.cast(seen, ir.DataType.INT64, ir.DataType.INT32, "total")
+            either = b.op("Or", *conditions[:2], name="one_row_or_token")
+            in_place = b.op("Or", either, conditions[2], name="in_place")
+            total = b.cast(tokens, ir.DataType.INT64, ir.DataType.INT32, "total")
             one = b.constant(np.array([1], dtype=np.int32))
-            before = b.op("Sub", total, one, name="last")
-            last = b.op("Expand", before, rows, name="last_of_rows")
+            last_position = b.op("Sub", total, one, name="last")
+            last = b.op("Expand", last_position, rows, name="last_of_rows")
             scalar = b.op("Squeeze", total, name="total_of_all")
             for node in b.nodes:
                 for value in node.outputs:
                     boolean = node.op_type in ("Equal", "Or")
                     value.type = ir.TensorType(ir.DataType.BOOL if boolean else ir.DataType.INT64)
-            for value in (total, before, last, scalar):
+            for value in (total, last_position, last, scalar):
                 value.type = ir.TensorType(ir.DataType.INT32)
             b.insert_before(self.graph, self.graph[0])
             self._sizes = _Cache(rows=rows, past=past, total=scalar, last=last, in_place=in_place)
         return self._sizes
 
-    def free_of_past_sizes(self) -> None:
+    def replace_past_sizes(self) -> None:
         """Computes sizes from ids and mask instead of the cache's shapes."""
         if self._sizes is None:
             return
@@ -390,15 +389,15 @@ class _Fusion:
                     rename(self.graph, node.outputs[0], sizes[bounds])
 
     def _flat(self, b: Builder, value: ir.Value | None) -> ir.Value | None:
-        """Adds a value [b, heads, m, w] as [b, m, heads·w], if it was derived from that."""
-        turned = made(value, "RotaryEmbedding")
-        source = turned.inputs[0] if turned is not None else value
-        before = flat_before(source)
-        if before is None and self._ops.residuals:
-            before = _flattened(b, source)
-        if turned is None or before is None:
-            return before
-        x, cos, sin = before, *turned.inputs[1:3]
+        """Adds a value [b, heads, m, w] as [b, m, heads·w], if it was derived from that shape."""
+        rotary = made(value, "RotaryEmbedding")
+        source = rotary.inputs[0] if rotary is not None else value
+        flat = flat_before(source)
+        if flat is None and self._ops.residuals:
+            flat = _flattened(b, source)
+        if rotary is None or flat is None:
+            return flat
+        x, cos, sin = flat, *rotary.inputs[1:3]
         assert value is not None
         return b.op("RotaryEmbedding", x, cos, sin, num_heads=heads_of(value), name="embedded")
 
@@ -411,13 +410,13 @@ class _Fusion:
             if sizes is None or len(sizes) != 4 or sizes[1] != 1 or number_in(zero) is None:
                 return None
         end = where or last
-        turned = only_user(end.outputs[0], "Transpose")
-        if turned is None or not permutes(turned, HEADS_FIRST):
+        transpose = only_user(end.outputs[0], "Transpose")
+        if transpose is None or not permutes(transpose, HEADS_FIRST):
             return None
-        shaped = only_user(turned.outputs[0], "Reshape")
-        if shaped is None or not joins_heads(shaped.outputs[0], turned.outputs[0]):
+        reshape = only_user(transpose.outputs[0], "Reshape")
+        if reshape is None or not joins_heads(reshape.outputs[0], transpose.outputs[0]):
             return None
-        return (turned, shaped) if where is None else (where, turned, shaped)
+        return (transpose, reshape) if where is None else (where, transpose, reshape)
 
     def _half(self, b: Builder, table: ir.Value | None, node: ir.Node) -> ir.Value:
         """Adds the first half of a table [b, m, w], shared by all layers."""
@@ -437,8 +436,8 @@ def join_products(graph: ir.Graph) -> None:
         if split is None or product is None or list(split.outputs) != list(node.inputs[:3]):
             continue
         x, weight = product.inputs
-        alone = len(list(product.outputs[0].uses())) == 1
-        if not alone or weight is None or weight.const_value is None or x is None:
+        used_once = len(list(product.outputs[0].uses())) == 1
+        if not used_once or weight is None or weight.const_value is None or x is None:
             continue
         if weight.shape is None or len(weight.shape) != 2 or x.shape is None or len(x.shape) != 3:
             continue
@@ -462,8 +461,8 @@ def _half_rotated(value: ir.Value | None) -> ir.Value | None:
     joined = made(value, "Concat")
     if joined is None or len(joined.inputs) != 2:
         return None
-    opposite = made(joined.inputs[0], "Neg")
-    second = None if opposite is None else made(opposite.inputs[0], "Slice")
+    negation = made(joined.inputs[0], "Neg")
+    second = None if negation is None else made(negation.inputs[0], "Slice")
     first = made(joined.inputs[1], "Slice")
     if first is None or second is None or first.inputs[0] is not second.inputs[0]:
         return None
@@ -477,10 +476,10 @@ def _half_rotated(value: ir.Value | None) -> ir.Value | None:
 
 def _by_position(value: ir.Value | None, x: ir.Value) -> ir.Value | None:
     """Returns the table [b, m, w] of cosines or sines for x, if its halves are equal."""
-    spread = made(value, "Unsqueeze")
-    if spread is None or integers_in(spread.inputs[1]) != [1]:
+    unsqueeze = made(value, "Unsqueeze")
+    if unsqueeze is None or integers_in(unsqueeze.inputs[1]) != [1]:
         return None
-    table = spread.inputs[0]
+    table = unsqueeze.inputs[0]
     if table is None or table.shape is None or x.shape is None:
         return None
     if list(table.shape) != [x.shape[0], x.shape[2], x.shape[3]]:
@@ -498,30 +497,30 @@ def _by_position(value: ir.Value | None, x: ir.Value) -> ir.Value | None:
 
 def _flattened(b: Builder, value: ir.Value | None) -> ir.Value | None:
     """Adds a value [b, heads, m, w] as [b, m, heads·w], if it was derived from tokens first."""
-    apart = _tokens_first(b, value)
-    if apart is None or value is None or value.shape is None or not isinstance(value.shape[3], int):
+    split = _tokens_first(b, value)
+    if split is None or value is None or value.shape is None or not isinstance(value.shape[3], int):
         return None
-    flat = b.op("Reshape", apart, b.ints(0, 0, -1), name="flat")
+    flat = b.op("Reshape", split, b.ints(0, 0, -1), name="flat")
     flat.shape = ir.Shape([value.shape[0], value.shape[2], heads_of(value) * value.shape[3]])
     return flat
 
 
 def _tokens_first(b: Builder, value: ir.Value | None) -> ir.Value | None:
     """Returns [b, heads, m, w] as [b, m, heads, w], if it or its norm was derived from that."""
-    turned = made(value, "Transpose")
-    if turned is not None:
-        return turned.inputs[0] if permutes(turned, HEADS_FIRST) else None
+    transpose = made(value, "Transpose")
+    if transpose is not None:
+        return transpose.inputs[0] if permutes(transpose, HEADS_FIRST) else None
     norm = made(value, "LayerNormalization", "RMSNormalization")
     if norm is None or norm.attributes.get_int("axis", -1) not in (-1, 3):
         return None
-    before = _tokens_first(b, norm.inputs[0])
-    if before is None:
+    by_token = _tokens_first(b, norm.inputs[0])
+    if by_token is None:
         return None
     options = {name: attribute.value for name, attribute in norm.attributes.items()}
-    inputs = (before, *norm.inputs[1:])
+    inputs = (by_token, *norm.inputs[1:])
     return b.op(norm.op_type, *inputs, name="normalised", **options)
 
 
 def _joined(b: Builder, value: ir.Value) -> ir.Value:
-    turned = b.op("Transpose", value, perm=HEADS_FIRST, name="heads_last")
-    return b.op("Reshape", turned, b.ints(0, 0, -1), name="heads_joined")
+    transposed = b.op("Transpose", value, perm=HEADS_FIRST, name="heads_last")
+    return b.op("Reshape", transposed, b.ints(0, 0, -1), name="heads_joined")

@@ -1,4 +1,4 @@
-"""Helpers that recognise subgraphs, and replace them by other nodes."""
+"""Helpers that recognise subgraphs, and replace them with other nodes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def orders(
 
 def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
     """Returns the other input of a node with two inputs."""
-    return next((other for one, other in orders(node.inputs) if one is value), None)
+    return next((other for first, other in orders(node.inputs) if first is value), None)
 
 
 def number_in(value: ir.Value | None) -> float | None:
@@ -84,19 +84,19 @@ def span(node: ir.Node, width: int) -> tuple[int, int] | None:
 
 def flat_before(value: ir.Value | None) -> ir.Value | None:
     """Returns the value [b, m, heads·w] that was split into heads [b, heads, m, w]."""
-    turned = made(value, "Transpose")
-    if turned is None or not permutes(turned, HEADS_FIRST):
+    transpose = made(value, "Transpose")
+    if transpose is None or not permutes(transpose, HEADS_FIRST):
         return None
-    apart = made(turned.inputs[0], "Reshape")
-    x = None if apart is None else apart.inputs[0]
-    return x if apart is not None and joins_heads(x, apart.outputs[0]) else None
+    reshape = made(transpose.inputs[0], "Reshape")
+    x = None if reshape is None else reshape.inputs[0]
+    return x if reshape is not None and joins_heads(x, reshape.outputs[0]) else None
 
 
-def joins_heads(flat: ir.Value | None, apart: ir.Value) -> bool:
+def joins_heads(flat: ir.Value | None, split: ir.Value) -> bool:
     """Returns whether a value [b, m, heads·w] is the reshape of another [b, m, heads, w]."""
-    if flat is None or flat.shape is None or apart.shape is None or len(apart.shape) != 4:
+    if flat is None or flat.shape is None or split.shape is None or len(split.shape) != 4:
         return False
-    b, m, heads, width = apart.shape
+    b, m, heads, width = split.shape
     if not isinstance(heads, int) or not isinstance(width, int):
         return False
     return list(flat.shape) == [b, m, heads * width]
@@ -134,10 +134,10 @@ def put(
     `hidden` are values that the last node computes internally.
     """
     new.shape, new.type = old.shape, old.type
-    maker = new.producer()
-    assert maker is not None
+    producer = new.producer()
+    assert producer is not None
     before = [value.producer() for value in hidden if value is not None]
-    maker.meta[HIDDEN] = tuple(node.name for node in before if node is not None)
+    producer.meta[HIDDEN] = tuple(node.name for node in before if node is not None)
     b.insert_before(graph, node)
     for inner in b.nodes:
         for value in inner.outputs:  # values other than floats already have their type
@@ -146,9 +146,9 @@ def put(
 
 
 def rename(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
-    """Replaces a value by another for all its users; the graph's outputs keep their names."""
-    maker = old.producer()
-    new.meta[SEEN_AS] = old.meta.get(SEEN_AS, None if maker is None else maker.name)
+    """Replaces a value with another for all its users; the graph's outputs keep their names."""
+    producer = old.producer()
+    new.meta[SEEN_AS] = old.meta.get(SEEN_AS, None if producer is None else producer.name)
     if old in graph.outputs:
         new.name, old.name = old.name, None
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)

@@ -37,19 +37,19 @@ def fuse_residual(graph: ir.Graph, norm: ir.Node) -> bool:
         return False
     hidden, bias = [x], None
     skip, row = parts
-    for one, other in (parts, parts[::-1]):
-        unbiased = _without_bias(one, add)
+    for summand, other in (parts, parts[::-1]):
+        unbiased = _without_bias(summand, add)
         if unbiased is not None:
-            hidden.append(one)
+            hidden.append(summand)
             skip, (row, bias) = other, unbiased
             break
-    used = len(list(x.uses())) > 1 or x.is_graph_output()
+    sum_used = len(list(x.uses())) > 1 or x.is_graph_output()
     b = Builder(f"{name_of(norm)}/residual")
     inputs = (row, skip, gain, shift[0] if shift else None, bias)
     epsilon = norm.attributes.get_float("epsilon", EPSILON)
-    y, total = skip_norm(graph, b, "SkipLayerNormalization", inputs, x, epsilon, summed=used)
+    y, total = skip_norm(graph, b, "SkipLayerNormalization", inputs, x, epsilon, summed=sum_used)
     put(graph, b, norm, norm.outputs[0], y, hidden=hidden)
-    if used:
+    if sum_used:
         rename(graph, x, total)
     return True
 
@@ -64,10 +64,10 @@ def skip_norm(
     *,
     summed: bool = True,
 ) -> tuple[ir.Value, ir.Value]:
-    """Adds a norm of a sum as one op; returns the result and, if `summed`, the sum, like x."""
+    """Adds the norm of a sum as one op; returns the result and, if `summed`, the sum."""
     names = ("normalised", "mean", "inverse", "sum") if summed else ("normalised",)
     outputs = b.ops(op_type, *inputs, names=names, domain=MICROSOFT, epsilon=epsilon)
-    for value in outputs[1:-1]:  # the kernel does not return it
+    for value in outputs[1:-1]:  # the kernel does not return these
         value.name = ""
     graph.opset_imports.setdefault(MICROSOFT, 1)
     y, total = outputs[0], outputs[-1]
@@ -90,7 +90,7 @@ def fuse_bias(graph: ir.Graph, gelu: ir.Node) -> bool:
 
 
 def added_before(inputs: Sequence[ir.Value | None]) -> ir.Value | None:
-    """Removes the bias of one product whose parts are queries, keys and values; returns it."""
+    """Removes and returns the bias of a joint product for queries, keys and values."""
     split = made(inputs[0], "Split")
     if split is None or list(split.outputs) != list(inputs):
         return None

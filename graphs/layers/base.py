@@ -1,7 +1,7 @@
 """The interface of a kind of MoE layer, which Soft MoE and muMoE implement.
 
 A kind is one file in this folder, with a spec (`MoESpec`: sizes, behaviour, costs and choices) and
-a PyTorch module (`MoELayer`: the reference, its choices and its stored weights), and a record of
+a PyTorch module (`MoELayer`: the reference, its choices and its stored weights), plus a record of
 its lowerings (`lowerings.KINDS`). Tracing, planning, writing weights and checking only use the
 names in this module.
 """
@@ -49,7 +49,7 @@ class MoESpec(Protocol):
     all experts, and `trained_k` is the number of experts that the trained model computes. `levels`
     are the sizes of the expert modes: only n, unless the layer has a hierarchy, which also has
     `kept`, the largest k of each level. `slots` is p (1 for layers without slots), `dim` is d, the
-    width of a token, `hidden` is h, the width between two matmuls (0 if there is one), `out` is o.
+    width of a token, `hidden` is h, the width between two matmuls (0 if only one), and `out` is o.
 
     `renormalizable`: the weights of the kept experts can be divided by their sum. `chooses_sets`:
     each input chooses a set of k experts, over which eager PyTorch can loop. `routes_tokens`: each
@@ -117,7 +117,7 @@ class MoESpec(Protocol):
         ...
 
     def choices(self) -> dict[str, str]:
-        """Returns the names within the layer of the values with its choices, by choice."""
+        """Returns the names, within the layer, of the values with its choices, by choice."""
         ...
 
 
@@ -160,8 +160,8 @@ class StoredPart:
 class MoELayer(nn.Module, ABC):
     """A MoE layer in PyTorch, (b, m, d) to (b, m, o).
 
-    If the surrounding network makes the choice, the layer maps rows (t, d) to (t, o) and has the
-    choice as further inputs, like its node in the graph.
+    If the surrounding network makes the choice, the layer maps rows (t, d) to (t, o) and takes
+    the choice as additional inputs, like its node in the graph.
 
     `keep` is k; None computes all experts, as in the trained model. `renormalize` and `algorithm`
     select how k is applied, if the kind supports both. `edits` change the experts' contributions,
@@ -180,7 +180,7 @@ class MoELayer(nn.Module, ABC):
         """The strengths [b, s] of steerings at run time, during a forward pass."""
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Returns an input in the shape that the layer's node takes: [b, m, d]."""
+        """Returns an input in the shape that the layer's node expects: [b, m, d]."""
         return x
 
     @abstractmethod
@@ -295,13 +295,13 @@ def algorithm_1(
 
 @contextmanager
 def recorded_choices(model: nn.Module) -> Iterator[dict[str, RoutingDecision]]:
-    """Within the context, each forward records every layer's choices, by `choice_key`."""
+    """Within the context, each forward pass records every layer's choices, by `choice_key`."""
     records: dict[str, RoutingDecision] = {}
 
     def record(module: nn.Module, args: tuple[Tensor, ...], _: Tensor, name: str) -> None:
         assert isinstance(module, MoELayer)
-        for choice, made in module.choices(*args).items():
-            records[choice_key(name, choice)] = made
+        for choice, decision in module.choices(*args).items():
+            records[choice_key(name, choice)] = decision
 
     with ExitStack() as hooks:
         for name, layer in moe_layers(model).items():

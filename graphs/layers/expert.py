@@ -70,7 +70,7 @@ class NormWeights:
 
 
 NORM_WEIGHTS = ("g1", "s1", "g2", "s2")
-"""Their names in a bundle."""
+"""The names of the `NormWeights` in a bundle."""
 
 
 def normalised(z: Tensor, norm: ExpertNorm, gain: Tensor | None, shift: Tensor | None) -> Tensor:
@@ -128,7 +128,7 @@ class MapsSpec:
         return 4 * k * self.parameters_per_expert
 
     def quantized_bytes(self: AroundMaps, k: int) -> int:
-        """Returns the FP32 bytes of the same weights: INT8 covers both matrices of an expert."""
+        """Returns `bytes_read`, because INT8 covers both matrices of an expert."""
         return self.bytes_read(k)
 
     def choices(self) -> dict[str, str]:
@@ -158,8 +158,8 @@ class ExpertMaps(MoELayer):
         """Computes expert `index` on rows [..., d]; returns [..., o]."""
 
         def linear(x: Tensor, maps: nn.Parameter | nn.ParameterList, bias: Tensor | None) -> Tensor:
-            own = None if bias is None else bias[index].to(x.dtype)
-            return F.linear(x, maps[index].to(x.dtype).T, own)
+            expert_bias = None if bias is None else bias[index].to(x.dtype)
+            return F.linear(x, maps[index].to(x.dtype).T, expert_bias)
 
         outputs = linear(rows, self.w1, self.b1)
         if self.w2 is not None:
@@ -167,25 +167,25 @@ class ExpertMaps(MoELayer):
         return self._outputs(outputs, index)
 
     def activate(self, hidden: Tensor, index: int | None = None) -> Tensor:
-        """Computes the part between the maps: [..., inner] to [..., h]; all experts if None."""
+        """Computes the part between the maps: [..., inner] to [..., h]; all experts if no index."""
         if self.spec.hidden_norm is not None:
-            gain, shift = (self._own(weight, index) for weight in (self.g1, self.s1))
+            gain, shift = (self._affine(weight, index, hidden) for weight in (self.g1, self.s1))
             hidden = normalised(hidden, self.spec.hidden_norm, gain, shift)
         return self.gated(hidden)
 
     def _outputs(self, outputs: Tensor, index: int | None) -> Tensor:
         """Computes the parts after the last map: [..., o] to [..., o]."""
         if self.spec.out_norm is not None:
-            gain, shift = (self._own(weight, index) for weight in (self.g2, self.s2))
+            gain, shift = (self._affine(weight, index, outputs) for weight in (self.g2, self.s2))
             outputs = normalised(outputs, self.spec.out_norm, gain, shift)
         return activated(outputs, self.spec.out_activation)
 
     @staticmethod
-    def _own(weight: Tensor | None, index: int | None) -> Tensor | None:
+    def _affine(weight: Tensor | None, index: int | None, rows: Tensor) -> Tensor | None:
         """Returns an expert's gain or shift; [n, 1, ·] of all experts if the index is None."""
         if weight is None:
             return None
-        return weight[:, None] if index is None else weight[index]
+        return (weight[:, None] if index is None else weight[index]).to(rows.dtype)
 
     def stored_experts(self) -> Iterator[StoredPart]:
         """Yields the experts' weights, one expert at a time.
@@ -198,14 +198,14 @@ class ExpertMaps(MoELayer):
         sizes |= {"g1": inner, "s1": inner, "g2": out, "s2": out}
         # An expert whose last map is zero contributes nothing at the same cost. If the first map is
         # also zero, nothing before the last can overflow.
-        last = {"g2", "s2", "w2", "b2"}
-        some = len(ablated) < spec.experts  # zeros alone have no range
-        if self.w2 is None or (spec.hidden_norm is None and some):
-            last |= {"w1", "b1"}
+        zeroed = {"g2", "s2", "w2", "b2"}
+        any_left = len(ablated) < spec.experts  # if all rows are zero, they have no range
+        if self.w2 is None or (spec.hidden_norm is None and any_left):
+            zeroed |= {"w1", "b1"}
         for key, size in sizes.items():
             weight: nn.Parameter | nn.ParameterList | None = getattr(self, key)
             if weight is not None:
-                arrays = self._arrays(key, weight, ablated if key in last else ())
+                arrays = self._arrays(key, weight, ablated if key in zeroed else ())
                 yield StoredPart(f"experts.{key}", (spec.experts, *size), arrays)
 
     def _arrays(

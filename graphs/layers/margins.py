@@ -45,7 +45,7 @@ def routed_margins(module: nn.Module) -> Iterator[dict[str, Tensor]]:
     if not layers:
         yield margins
         return
-    by_group = {each.layer: each for each in module.modules() if isinstance(each, GroupRouter)}
+    by_group = {m.layer: m for m in module.modules() if isinstance(m, GroupRouter)}
     with _Rankings() as rankings, ExitStack() as hooks:
 
         def record(_: nn.Module, args: tuple[Any, ...], name: str) -> None:
@@ -93,7 +93,7 @@ class _Rankings(TorchFunctionMode):
 
         If masks leave fewer scores than were chosen, rounding cannot change the choice.
         """
-        least = torch.full(index.shape[:1], torch.inf)
+        smallest = torch.full(index.shape[:1], torch.inf)
         # Rankings in this function are not the network's and must not be recorded.
         rankings, self._rankings = self._rankings or [], None
         for scores, chosen in rankings:
@@ -106,9 +106,9 @@ class _Rankings(TorchFunctionMode):
             largest = rows.masked_fill(masked | rows.isinf(), 0).abs().amax(dim=-1).clamp(min=1e-30)
             gap = top[:, k - 1] - top[:, k]
             gap = gap.nan_to_num(nan=torch.inf, posinf=torch.inf)
-            least = torch.minimum(least, gap / largest)
+            smallest = torch.minimum(smallest, gap / largest)
         self._rankings = []
-        return least
+        return smallest
 
 
 _MASKED = torch.finfo(torch.float32).min / 2

@@ -25,8 +25,8 @@ from .base import Kind, MoELayer, RoutingDecision, StoredPart, frozen, frozen_if
 Form = Literal["cp", "tr", "tucker", "full", "matrix"]
 """`cp`: factors [n, R] …, [d, R], [o, R]; `tr`: cores [r1, n, r2] …, [r, d, r'], [r', o, r1];
 `tucker`: a core [R_1, …, R_E, R_d, R_o], then factors [n, R_1] …, [d, R_d], [o, R_o]; `full`: the
-unfactorised tensor, [n, …, d, o]; `matrix`: [d, o] for a layer whose experts are merged, so that it
-has no levels."""
+unfactorised tensor, [n, …, d, o]; `matrix`: [d, o], for a layer without levels, whose experts are
+merged."""
 
 GateNorm = Literal["bn", "ln"]
 """The normalisation before the gate's activation, over the experts and without gain or shift: batch
@@ -85,20 +85,20 @@ class FactorisedSpec:
     @property
     def expert_rank(self) -> int:
         """The largest possible rank of an expert's matrix [d, o] (Table 5)."""
-        own = min(self.dim, self.out)
+        full_rank = min(self.dim, self.out)
         match self.form:
             case "cp":
-                return min(own, self.ranks[0])
+                return min(full_rank, self.ranks[0])
             case "tr":  # the rank before the output closes the ring of the experts' cores
-                return min(own, min(self.ranks[:-1]) * self.ranks[-1])
+                return min(full_rank, min(self.ranks[:-1]) * self.ranks[-1])
             case "tucker":
-                return min(own, *self.ranks[-2:])
+                return min(full_rank, *self.ranks[-2:])
             case "full" | "matrix":
-                return own
+                return full_rank
 
     @property
     def one_level(self) -> FactorisedSpec:
-        """The tensor with the same number of experts in one level, and the ranks around it."""
+        """The tensor with the same number of experts in one level."""
         ranks, count = self.ranks, len(self.levels)
         if self.form == "tr":
             ranks = (ranks[0], *ranks[count:])
@@ -109,7 +109,7 @@ class FactorisedSpec:
     def macs(self, kept: Sequence[int]) -> dict[str, int]:
         """Returns multiply-adds for one token that keeps a number of experts per level, by part.
 
-        A bias row counts as one more input and elementwise products do not count, as in the papers.
+        A bias row counts as one more input, but elementwise products do not count (as published).
         Only the unfactorised tensor has parts that a smaller k saves.
         """
         if self.form == "full":
@@ -135,9 +135,9 @@ class FactorisedSpec:
         return parts | {"output mode": prod(shapes[-1])}
 
     def numbers_read(self, kept: Sequence[int]) -> int:
-        """Returns how many numbers the factors, or the kept unfactorised experts, have.
+        """Returns the number of weights in the factors, or in the kept unfactorised experts.
 
-        The latter is for one token: others may keep different experts.
+        The latter is for one token: other tokens may keep different experts.
         """
         if self.form == "full":
             return prod(kept) * self.modes[-2] * self.out
@@ -151,8 +151,8 @@ class MuMoESpec:
     Between two tensors there is an exact GELU, and both use the same coefficients. `input_norm` is
     a layer normalisation of the tensors' input; the gate takes the raw input. Every token has its
     own coefficients (so there is one slot), which no published model renormalises; outputs can be
-    rewritten by them (Eq. 5). With `external_routing` the surrounding network computes them: no
-    gate. `kept` bounds the k of each level, if a share of each was requested.
+    rewritten with them (Eq. 5). With `external_routing` the surrounding network computes them, and
+    there is no gate. `kept` bounds the k of each level, if a share of each was requested.
     """
 
     kind: ClassVar[Kind] = "mumoe"
@@ -178,10 +178,10 @@ class MuMoESpec:
     def k_by_level(self, k: int) -> tuple[int, ...]:
         """Returns the number of coefficients that each level keeps: k, or all if it has fewer.
 
-        Below n it is also limited by `kept`.
+        If k is below n, `kept` also limits it.
         """
-        most = self.kept if self.kept and k < self.experts else self.levels
-        return tuple(min(k, n) for n in most)
+        limits = self.kept if self.kept and k < self.experts else self.levels
+        return tuple(min(k, n) for n in limits)
 
     @property
     def rewritable(self) -> bool:
@@ -241,8 +241,8 @@ class MuMoESpec:
     def macs(self, tokens: int, k: int) -> dict[str, int]:
         """Returns multiply-adds for one input, by part: equal for every k unless `form` is `full`.
 
-        In a factorised layer a smaller k could only save `expert modes`, where a dense product with
-        mostly zero coefficients is faster than gathering rows.
+        In a factorised layer a smaller k could only save `expert modes`, for which a dense product
+        with mostly zero coefficients is faster than gathering rows.
         """
         parts, kept = {"gate": self.gate_parameters}, self.k_by_level(k)
         for tensor in self.tensors:
@@ -251,7 +251,7 @@ class MuMoESpec:
         return {part: tokens * count for part, count in parts.items()}
 
     def bytes_read(self, k: int) -> int:
-        """Returns FP32 bytes of the factors, read at every k, or of the kept whole matrices."""
+        """Returns the FP32 bytes of the factors, read at every k, or of the kept whole matrices."""
         return 4 * sum(tensor.numbers_read(self.k_by_level(k)) for tensor in self.tensors)
 
     def quantized_bytes(self, k: int) -> int:
@@ -273,8 +273,8 @@ class MuMoESpec:
 class MuMoEWeights:
     """The weights of one layer as published.
 
-    `projections` [d, n] and the recorded `means` and `variances` [n] are one per level (none of the
-    latter with layer normalisation); `tensors` holds the factors or cores of each tensor, as
+    `projections` [d, n] and the recorded `means` and `variances` [n] are one per level (the latter
+    only with batch normalisation); `tensors` has the factors or cores of each tensor, as
     `FactorisedSpec.shapes` lists them. `gain` and `shift` [d] belong to the input normalisation.
     """
 
@@ -316,16 +316,16 @@ class MuMoE(MoELayer):
         self, x: Tensor, keep: int | None = None, outside: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
         """Returns the coefficients a_e [b, m, n] of each level, limited to the `keep` largest."""
-        every = self._all_coefficients(x, outside)
+        levels = self._all_coefficients(x, outside)
         if keep is None:
-            return tuple(every)
-        return tuple(map(keep_largest, every, self.spec.k_by_level(keep)))
+            return tuple(levels)
+        return tuple(map(keep_largest, levels, self.spec.k_by_level(keep)))
 
     def _all_coefficients(self, x: Tensor, outside: Sequence[Tensor]) -> list[Tensor]:
         """Returns the coefficients of each level, activation(norm(x·P_e)) or from outside."""
         if self.spec.external_routing:
             return list(outside[: len(self.spec.levels)])
-        x, every = self._steered(x), []
+        x, coefficients = self._steered(x), []
         for level, projection in enumerate(self.projections):
             logits = x @ projection
             if self.spec.norm == "bn":
@@ -333,15 +333,15 @@ class MuMoE(MoELayer):
                 logits = (logits - mean) / torch.sqrt(variance + NORM_EPS)
             else:
                 logits = F.layer_norm(logits, logits.shape[-1:], eps=NORM_EPS)
-            every.append(activate(logits, self.spec.activation))
-        return every
+            coefficients.append(activate(logits, self.spec.activation))
+        return coefficients
 
     def choices(self, x: Tensor, *outside: Tensor) -> dict[str, RoutingDecision]:
         """Returns the kept coefficients of each level, and their margins."""
         chosen = {}
-        every = self._all_coefficients(x, outside)
+        levels = self._all_coefficients(x, outside)
         ks = self.spec.levels if self.keep is None else self.spec.k_by_level(self.keep)
-        for name, a, k in zip(self.spec.choices(), every, ks, strict=True):
+        for name, a, k in zip(self.spec.choices(), levels, ks, strict=True):
             n = a.shape[-1]
             ranked = a.topk(min(k + 1, n), dim=-1).values
             last = ranked[..., k - 1]
@@ -353,14 +353,14 @@ class MuMoE(MoELayer):
         return chosen
 
     def forward(self, x: Tensor, *outside: Tensor) -> Tensor:
-        """Maps tokens x [b, m, d] to [b, m, o], by coefficients [b, m, n] from outside, if any."""
+        """Maps tokens x [b, m, d] to [b, m, o]; coefficients [b, m, n] may come from outside."""
         coefficients, products = self.products(x, outside)
         y = products[-1][1]
         for rewrite in self.edits.rewrites:
-            added = torch.full_like(y[..., 0], rewrite.strength)
+            term = torch.full_like(y[..., 0], rewrite.strength)
             for a, mean in zip(coefficients, rewrite.coefficients, strict=True):
-                added = added * (a @ a.new_tensor(mean))
-            y[..., rewrite.output] += added  # Eq. 5
+                term = term * (a @ a.new_tensor(mean))
+            y[..., rewrite.output] += term  # Eq. 5
         return y
 
     def products(
@@ -384,8 +384,8 @@ class MuMoE(MoELayer):
             selects = self.keep is not None and self.keep < self.spec.experts
             y = contract(spec, self.factors(index), coefficients, z, selects)
             for combination in self.edits.combinations:
-                alone = tuple(map(_only_expert, coefficients, combination.experts))
-                y = y - contract(spec, self.factors(index), alone, z, selects)
+                isolated = tuple(map(_only_expert, coefficients, combination.experts))
+                y = y - contract(spec, self.factors(index), isolated, z, selects)
             products.append((z, y))
         return coefficients, products
 
@@ -457,7 +457,7 @@ class MuMoE(MoELayer):
         yield from _steerings(self)
         if self.edits.combinations and spec.form in EXPERT_MODES:
             for level, n in enumerate(spec.levels):
-                experts = torch.tensor([each.experts[level] for each in self.edits.combinations])
+                experts = torch.tensor([edit.experts[level] for edit in self.edits.combinations])
                 yield _part(f"ablate.{level}", F.one_hot(experts, n).T)
         for index, tensor in enumerate(spec.tensors):
             yield from _tensor(f"tensor.{index}", tensor, self.factors(index), self.edits)
@@ -472,7 +472,7 @@ class MuMoE(MoELayer):
 
 
 class _Factors(nn.Module):
-    """The factors or cores of one tensor, by names that fingerprints of models include."""
+    """The factors or cores of one tensor, under names that are part of a model's fingerprint."""
 
     def __init__(self, factors: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -587,14 +587,14 @@ def _tensor(
     prefix: str, spec: FactorisedSpec, factors: Sequence[Tensor], edits: Edits
 ) -> Iterator[StoredPart]:
     if spec.form == "full":
-        whole = factors[0]
+        tensor = factors[0]
         for level in range(len(spec.levels)):
-            whole = _ablated(edits, level, level, whole)
+            tensor = _ablated(edits, level, level, tensor)
         if edits.combinations:
-            whole = whole.clone()
+            tensor = tensor.clone()
             for combination in edits.combinations:
-                whole[combination.experts] = 0.0
-        experts = whole.flatten(0, -3).mT  # [N, o, d + 1]
+                tensor[combination.experts] = 0.0
+        experts = tensor.flatten(0, -3).mT  # [N, o, d + 1]
         weights = experts[:, :, : spec.dim]
         yield StoredPart(f"{prefix}.experts", tuple(weights.shape), map(_array, weights))
         if spec.bias:
@@ -615,7 +615,7 @@ def _tensor(
         ]
         removed = [
             EXPERT_MODES[spec.form]([f.select(int(spec.form == "tr"), e) for f, e in pairs])
-            for pairs in (zip(present, one.experts, strict=True) for one in edits.combinations)
+            for pairs in (zip(present, edit.experts, strict=True) for edit in edits.combinations)
         ]
         yield _part(f"{prefix}.ablated", torch.stack(removed))
     inputs = _by_mode(spec, factors[-2])
@@ -636,7 +636,7 @@ EXPERT_MODES: Mapping[Form, Callable[[Sequence[Tensor]], Tensor]] = {
 
 
 def _ablated(edits: Edits, level: int, axis: int, tensor: Tensor) -> Tensor:
-    """Returns a tensor with a level's experts along an axis, the slices of ablated ones zeroed."""
+    """Returns a tensor with the slices of a level's ablated experts, along an axis, zeroed."""
     ablated = edits.ablated_in(level)
     return tensor.index_fill(axis, torch.tensor(ablated), 0.0) if ablated else tensor
 
@@ -661,15 +661,15 @@ def _rewrites(spec: MuMoESpec, edits: Edits) -> Iterator[StoredPart]:
 
 
 def _steerings(layer: MuMoE) -> Iterator[StoredPart]:
-    """Yields the steering vectors: fixed strengths are multiplied in, others have a row each."""
+    """Yields the sum of the steering vectors or, for strengths at run time, a row for each."""
     if not layer.edits.steers:
         return
-    given = layer.edits.at_run_time
+    at_run_time = layer.edits.at_run_time
     fixed = torch.zeros(layer.spec.dim, dtype=torch.float64)
-    centres = torch.zeros(len(given), layer.spec.dim)
+    centres = torch.zeros(len(at_run_time), layer.spec.dim)
     for steer in layer.edits.steers:
         if steer.strength is None:  # the rows of other layers' experts are zero
-            centres[given.index(steer)] = _centre(layer, steer)
+            centres[at_run_time.index(steer)] = _centre(layer, steer)
         else:
             fixed += steer.strength * _centre(layer, steer).double()
     yield _part(names.STEER_CENTRES, centres) if len(centres) else _part(names.STEER_INPUT, fixed)

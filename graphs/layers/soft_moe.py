@@ -1,7 +1,7 @@
 """The Soft MoE layer in PyTorch: the published formulation, and Algorithm 1.
 
 Exported graphs are compared with this reference, so it keeps the plain form of the papers rather
-than being fast: tokens are normalised first, both softmaxes are over everything, and nothing is
+than being fast: tokens are normalised first, both softmaxes cover everything, and nothing is
 fused. The exported form is written independently, in `graphs.routing` and `graphs.lowerings`.
 """
 
@@ -65,7 +65,7 @@ class SoftMoESpec(MapsSpec):
     google-research/vmoe.
 
     With `gate_first`, v comes before u in a `gated` expert's first matrix. `biased` adds a number
-    per slot to L. With `external_routing` it has no router: the surrounding network computes the
+    per slot to L. With `external_routing` there is no router: the surrounding network computes the
     slots and C, from which Algorithm 1 chooses. `AroundMaps` describes the parts around the maps.
     """
 
@@ -146,7 +146,7 @@ class SoftMoEWeights:
     """The weights of one layer, in canonical orientation.
 
     `phi` [d, n, p] is already normalised and scaled; the columns of dropped experts follow those of
-    the n experts; it is None if the slots are given. `bias` [n, p] is added to L. `w1` holds n
+    the n experts. It is None if the slots are given. `bias` [n, p] is added to L. `w1` has n
     matrices [d, inner], `w2` n matrices [h, o] (None for linear experts); `b1` [n, inner] and `b2`
     [n, o] may be None. `gain` and `shift` [d] follow the normalisation of x in some families.
     `constants` [dropped, p, o] are the outputs of the dropped experts' slots, if any.
@@ -289,14 +289,14 @@ class SoftMoE(ExpertMaps):
         """Returns the layer with some of its experts; the others stay in the softmax of C.
 
         The others return nothing, or the `constants` [n − e, p, o], in their order. Experts that
-        are separate tensors are shared, but not those of a stack. None if the slots are given.
+        are separate tensors are shared; stacked ones are copied. None if the slots are given.
         """
         if self.phi is None:
             return None
         kept = list(experts)
         others = [e for e in range(self.spec.routed) if e not in set(kept)]
 
-        def of(matrices: nn.Parameter | nn.ParameterList) -> Matrices:
+        def kept_of(matrices: nn.Parameter | nn.ParameterList) -> Matrices:
             if isinstance(matrices, nn.ParameterList):
                 return tuple(matrices[e] for e in kept)
             return matrices[kept]
@@ -304,9 +304,9 @@ class SoftMoE(ExpertMaps):
         norms = {name: getattr(self, name) for name in NORM_WEIGHTS}
         weights = SoftMoEWeights(
             phi=self.phi[:, [*kept, *others]],
-            w1=of(self.w1),
+            w1=kept_of(self.w1),
             b1=None if self.b1 is None else self.b1[kept],
-            w2=None if self.w2 is None else of(self.w2),
+            w2=None if self.w2 is None else kept_of(self.w2),
             b2=None if self.b2 is None else self.b2[kept],
             gain=self.gain,
             shift=self.shift,
@@ -357,7 +357,7 @@ class SoftMoE(ExpertMaps):
             outputs = self._all_experts(slots)
             if chosen is not None:  # excluded outputs may be infinite
                 outputs = outputs.masked_fill(~chosen[..., None, None], 0.0)
-        if self.edits.ablations:  # these may be infinite; other contributions stay unchanged
+        if self.edits.ablations:  # ablated outputs may be infinite
             outputs = outputs.index_fill(1, torch.tensor(self.edits.ablated_in(0)), 0.0)
         if self.spec.rounded:
             outputs = to_bfloat16(outputs)

@@ -43,13 +43,13 @@ class LayerTensors(Protocol):
 class Layer(Generic[S]):
     """One node to lower: the layer, its weights, the number of kept experts, and the builder.
 
-    `build` is the lowering's: it adds the nodes for tokens x [b, m, d] and returns y. `k` is
-    Algorithm 1's k: a number, or the graph input (int64, shape [1]). If k is None, `lower` creates
-    that input. From the traced node come `tokens`, which is m or None for a dynamic axis, `x_type`
-    and `y_type`, the float types of the tokens in and out, and `routed`. `batch` is the usual
-    number of inputs, which only affects speed: a graph can run any number. `routed` are the further
-    inputs: if the choice is made outside the layer, the choice and its weights. With `scores`, a
-    lowering outputs the scores that determine the choice (`Builder.show`).
+    `build` is the lowering's function: it adds the nodes for tokens x [b, m, d] and returns y. `k`
+    is Algorithm 1's k: a number, or the graph input (int64, shape [1]). If k is None, `lower`
+    creates that input. From the traced node come `tokens`, which is m or None for a dynamic axis,
+    `x_type` and `y_type`, the float types of the tokens in and out, and `routed`, its other inputs:
+    the choice and its weights, if the choice is made outside the layer. `batch` is the usual number
+    of inputs, which only affects speed: a graph can run any number. With `scores`, a lowering
+    outputs the scores that determine the choice (`Builder.show`).
     """
 
     spec: S

@@ -57,9 +57,9 @@ def lowerings_of(kind: Kind) -> Mapping[str, AnyLowering]:
 
 
 def lowering_of(kind: Kind, name: str) -> AnyLowering | None:
-    """Returns a lowering of a kind by name, including further ones, or None.
+    """Returns a lowering of a kind by name, including those of plugins, or None.
 
-    Raises `PluginError` if a further one has the name of one that the kind lists.
+    Raises `PluginError` if the lowering of a plugin has the name of one that the kind lists.
     """
     listed = lowerings_of(kind).get(name)
     if name not in FURTHER or FURTHER[name].kind != kind:

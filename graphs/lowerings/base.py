@@ -18,7 +18,7 @@ from ..targets import TARGETS, Machine, Precision, Target, TargetRecord
 
 
 def no_blocks(precision: Precision, target: Target) -> str | None:
-    """Returns the `no_kernel` of lowerings with one product for all matrices."""
+    """Returns why no kernel multiplies all matrices in one product (`no_kernel`), or None."""
     record = TARGETS[target]
     if record.compiled or not (precision == "int4" or (precision == "int8" and record.weight_only)):
         return None
@@ -96,7 +96,7 @@ class LayerPlan(Generic[S]):
 
     @property
     def typical_k(self) -> int:
-        """The k for predictions: a quarter of the experts, if it is an input."""
+        """The k for predictions: a quarter of the experts, if k is an input."""
         return max(1, self.spec.experts // 4) if self.k is None else self.k
 
     @property
@@ -137,10 +137,10 @@ class LoweringOf(Generic[S]):
     """One way to compute a layer of one kind.
 
     `build` adds the layer for tokens x [b, m, d] and returns y [b, m, o]. `predict_us` returns the
-    time of one batch on a machine in microseconds. The others are optional. `copied_bytes` returns
-    the weights that are copied for a batch before they are multiplied, counted as FP32. `needs`
-    returns whether a target has the required capabilities, without using its name. `unable` returns
-    why the lowering cannot serve a layer of its kind at all, `no_kernel` why it cannot in a
+    time of one batch on a machine in microseconds. The other fields are optional. `copied_bytes`
+    returns the bytes of weights, counted as FP32, that are copied for a batch and then multiplied.
+    `needs` returns whether a target has the required capabilities, without using its name. `unable`
+    returns why the lowering cannot serve a layer of its kind at all, `no_kernel` why it cannot in a
     precision on a target, and `unfit` why it cannot for a layer of these sizes. `inexact` returns
     how its result differs from the layer's definition by more than rounding: `auto` only chooses
     exact lowerings. With `observable`, its taps contain each selected row exactly once, as a
@@ -165,7 +165,7 @@ class LoweringOf(Generic[S]):
         return frozenset(record.name for record in TARGETS if self.needs(record))
 
     def problem(self, spec: S, precision: Precision, target: Target) -> str | None:
-        """Returns why it cannot serve a layer in a precision on a target; None if it can."""
+        """Returns why the lowering cannot serve a layer in a precision on a target, or None."""
         if not self.needs(TARGETS[target]):
             return f"the target {target} does not run it"
         return (
@@ -181,7 +181,7 @@ AnyLowering = LoweringOf[Any]
 
 @dataclass(frozen=True, slots=True)
 class FurtherLowering:
-    """A further lowering for an existing kind of layer."""
+    """A plugin's lowering for an existing kind of layer."""
 
     kind: Kind
     lowering: AnyLowering

@@ -1,11 +1,11 @@
 """`block-grouped`: rows sorted by expert and padded to tiles; one weight is gathered per tile.
 
 All shapes follow from the input shapes, and positions are counted without sort, NonZero or If,
-which TensorRT does not support or synchronises for. An item is an input or a token that has chosen
-an expert, with several rows each. The rows of an expert start at the beginning of a tile, so
+which TensorRT does not support or synchronises for. An item is an expert that an input or a token
+has chosen, and has one or more rows. The rows of an expert start at the beginning of a tile, so
 that one matrix serves a tile of T rows. At most a = min(items, n) experts have rows, and each of
-them fills all its tiles but the last, so r rows need at most a + ⌊(r − a)/T⌋ tiles. For one input
-that is a tile per chosen expert, as in `gather`.
+them fills all its tiles but the last, so r rows need at most a + ⌊(r − a)/T⌋ tiles. For one input,
+that is one tile per chosen expert, as in `gather`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def tiles_at_most(items: int, rows_per_item: int, experts: int, tile: int) -> in
 
 
 def planned_tiles(plan: AnyPlan, tile: int) -> int:
-    """Returns that number for the sizes of a plan."""
+    """Returns `tiles_at_most` for the sizes of a plan."""
     return tiles_at_most(plan.selections, plan.spec.slots, plan.spec.experts, tile)
 
 
@@ -117,8 +117,8 @@ def into_tiles(
     """
     n, p = experts, rows_per_item
     column = b.op("Unsqueeze", expert_of_item, b.ints(1), name="tiles/expert_of_item")
-    numbers = b.constant(np.arange(n, dtype=np.int64)[None, :])
-    same = b.op("Equal", column, numbers, name="tiles/one_hot")
+    indices = b.constant(np.arange(n, dtype=np.int64)[None, :])
+    same = b.op("Equal", column, indices, name="tiles/one_hot")
     one_hot = b.op("Cast", same, to=ir.DataType.INT64.value, name="tiles/one_hot_int")  # [r/p, n]
     counts = b.op("ReduceSum", one_hot, b.ints(0), keepdims=1, name="tiles/items")  # [1, n]
     running = b.op("CumSum", one_hot, b.integer(0), name="tiles/items_up_to")
@@ -156,9 +156,9 @@ def _count(b: Builder, items: ir.Value, rows: ir.Value, n: int, tile: int) -> ir
     length = b.op("Shape", items, start=0, end=1, name="tiles/item_count")
     active = b.op("Min", length, b.ints(n), name="tiles/active_at_most")
     total = b.op("Shape", rows, start=0, end=1, name="tiles/row_count")
-    further = b.op("Sub", total, active, name="tiles/further_rows")
-    further = b.op("Div", further, b.ints(tile), name="tiles/further_tiles")
-    return b.op("Add", active, further, name="tiles/count")
+    extra = b.op("Sub", total, active, name="tiles/further_rows")
+    extra = b.op("Div", extra, b.ints(tile), name="tiles/further_tiles")
+    return b.op("Add", active, extra, name="tiles/count")
 
 
 def _gathered(b: Builder, rows: ir.Value, place: ir.Value, count: ir.Value, tile: int) -> ir.Value:
@@ -166,14 +166,14 @@ def _gathered(b: Builder, rows: ir.Value, place: ir.Value, count: ir.Value, tile
     size = b.op("Mul", count, b.ints(tile), name="tiles/size")
     zeros = b.op("Expand", b.ints(0), size, name="tiles/nobody")
     shape = b.op("Shape", place, name="tiles/place_count")
-    order = _counted(b, shape, "tiles/order")
+    order = _indices(b, shape, "tiles/order")
     source = b.op("ScatterElements", zeros, place, order, axis=0, name="tiles/source")
     return b.op("Gather", rows, source, axis=0, name="tiles/sorted")
 
 
 def _expert_of_tile(b: Builder, ends: ir.Value, count: ir.Value, n: int) -> ir.Value:
     """Adds the expert of each tile, [t]: the number of experts that end at or before the tile."""
-    index = _counted(b, count, "tiles/index")
+    index = _indices(b, count, "tiles/index")
     column = b.op("Unsqueeze", index, b.ints(1), name="tiles/index_column")
     ended = b.op("GreaterOrEqual", column, ends, name="tiles/ended")
     counted = b.op("Cast", ended, to=ir.DataType.INT64.value, name="tiles/ended_int")
@@ -181,7 +181,7 @@ def _expert_of_tile(b: Builder, ends: ir.Value, count: ir.Value, n: int) -> ir.V
     return b.op("Min", expert, b.integer(n - 1), name="tiles/expert")
 
 
-def _counted(b: Builder, length: ir.Value, name: str) -> ir.Value:
+def _indices(b: Builder, length: ir.Value, name: str) -> ir.Value:
     """Adds the indices 0, 1, 2 … below a length [1]."""
     scalar = b.op("Squeeze", length, b.ints(0), name=f"{name}_length")
     return b.op("Range", b.integer(0), scalar, b.integer(1), name=name)
@@ -196,7 +196,7 @@ Between = Callable[[Any, float, Machine], float]
 
 
 def best_tile(plan: AnyPlan, machine: Machine, between: Between = between_us) -> int:
-    """Returns the tile with the lowest predicted time, the smaller of equals.
+    """Returns the tile with the lowest predicted time, the smallest of equals.
 
     A larger tile gathers fewer matrices, but pads more rows.
     """

@@ -20,7 +20,7 @@ from .base import AnyLowering, AnyPlan
 from .cost import assumed, machine_for, unmeasured
 
 MUCH_SLOWER = 1.5
-"""The ratio to the fastest lowering at a batch size from which the reason suggests a remedy."""
+"""The ratio to the fastest lowering, at one batch size, from which the reason suggests a remedy."""
 
 
 DECODE_FIRST = ("int8", "int4")
@@ -53,7 +53,7 @@ def choose(
     """Returns a plan with the exact lowering that is never much slower than the fastest.
 
     The criterion is the worst ratio to the fastest lowering over `batches` and the plan's own
-    batch; ties are decided by the time at the plan's own. A layer whose number of tokens varies is
+    batch; the time at the latter decides ties. A layer whose number of tokens varies is
     compared at one token and at a prompt instead (`MoESpec.typical_tokens`), or at the tokens of
     each batch if inputs have a fixed number. If a language model `decodes` with integers, it is
     compared at one token only, because a text takes many steps of one token. Raises `LoweringError`
@@ -69,10 +69,10 @@ def choose(
     else:
         sizes = sorted({plan.batch, *batches})
         plans = [replace(plan, batch=size) for size in sizes]
-    own = sizes.index(plan.choosers if by_token else plan.batch)
+    planned = sizes.index(plan.choosers if by_token else plan.batch)
     predictions = _Predictions.of(plans, target)
-    first = decodes and by_token and not plan.tokens_fixed and plan.precision in DECODE_FIRST
-    ranked = predictions.ranked([0] if first else range(len(sizes)), 0 if first else own)
+    decoding = decodes and by_token and not plan.tokens_fixed and plan.precision in DECODE_FIRST
+    ranked = predictions.ranked([0] if decoding else range(len(sizes)), 0 if decoding else planned)
     best, others = ranked[0], ranked[1:]
     times, fastest = predictions.times, predictions.fastest
     reason = (
@@ -80,7 +80,7 @@ def choose(
         f"at {_sizes(sizes, by_token=by_token)}"
     )
     ratio = predictions.worst(best, range(len(sizes)))
-    if first and others:
+    if decoding and others:
         reason += ", fastest at one token"
     elif len(sizes) > 1 and others:
         reason += f", at most {ratio:.3g} times the fastest" if ratio > 1 else ", always fastest"
@@ -91,18 +91,18 @@ def choose(
         slower = times[best][column] / fastest[column]
         if slower >= MUCH_SLOWER:
             better = next(other for other in others if times[other][column] == fastest[column])
-            alone = "" if by_token else f"--batch {size} selects it, "
+            option = "" if by_token else f"--batch {size} selects it, "
             reason += (
                 f"; at {_sizes([size], by_token=by_token)} {better.name} is {slower:.2g} times as "
-                f"fast: {alone}--lowering auto,{better.name} writes both"
+                f"fast: {option}--lowering auto,{better.name} writes both"
             )
     reason += assumed(target, plan.spec.kind, [record.name for record in ranked])
-    return replace(plan, chosen=best, reason=reason, predicted_us=times[best][own])
+    return replace(plan, chosen=best, reason=reason, predicted_us=times[best][planned])
 
 
 @dataclass(frozen=True)
 class _Predictions:
-    """The times of each lowering of a layer at some sizes, in microseconds, and the lowest."""
+    """The times of each lowering of a layer at some sizes, in microseconds, and the lowest ones."""
 
     times: dict[AnyLowering, list[float]]
     fastest: list[float]
@@ -121,10 +121,10 @@ class _Predictions:
         """Returns a lowering's worst ratio to the fastest at some of the sizes."""
         return round(max(self.times[record][c] / self.fastest[c] for c in columns), 2)
 
-    def ranked(self, columns: Collection[int], own: int) -> list[AnyLowering]:
-        """Returns the lowerings by their worst ratio; ties are sorted by the time at size `own`."""
+    def ranked(self, columns: Collection[int], index: int) -> list[AnyLowering]:
+        """Returns the lowerings by their worst ratio; the time at size `index` decides ties."""
         return sorted(
-            self.times, key=lambda name: (self.worst(name, columns), self.times[name][own])
+            self.times, key=lambda record: (self.worst(record, columns), self.times[record][index])
         )
 
 
@@ -132,13 +132,13 @@ Span = tuple[int, int]
 """The first and the last batch size that a graph serves."""
 
 DIVIDED = 1.15
-"""The ratio of a single graph to the fastest at some size, from which several are written."""
+"""The ratio of a single graph to the fastest, at some size, from which several are written."""
 
 CALL_US = 10.0
 """The least overhead of a call outside its layers: smaller savings do not justify a graph."""
 
-MOST_GRAPHS = 3
-"""Each used graph keeps its own packed weights in memory."""
+MAX_GRAPHS = 3
+"""The largest number of graphs: each keeps its own packed weights in memory once it is used."""
 
 STEP = 1.5
 """The factor between two sizes that are compared in a range MIN to MAX."""
@@ -150,9 +150,9 @@ def batch_spans(
     """Returns the ranges of batches that need separate graphs, for the layers of a model.
 
     One range suffices if a single graph takes less than `DIVIDED` times as long as the fastest at
-    both ends; otherwise it is the smallest number that achieves this, with the boundaries that
-    minimise the worst ratio. If the number of tokens varies, the batch size tells little, and there
-    is one graph.
+    both ends; otherwise there are as few ranges as achieve this, with the boundaries that minimise
+    the worst ratio. If the number of tokens varies, the batch size says little about the time, so
+    there is one graph.
     """
     if any(plan.spec.typical_tokens for plan in plans):
         return [(smallest, largest)]
@@ -164,7 +164,7 @@ def batch_spans(
     ends = sorted({0, len(sizes) - 1, *(sizes.index(plan.batch) for plan in plans)})
     partition = [columns]
     if _regret(layers, ends) >= DIVIDED:
-        for count in range(2, min(MOST_GRAPHS, len(sizes)) + 1):
+        for count in range(2, min(MAX_GRAPHS, len(sizes)) + 1):
             divided = [
                 [columns[a:b] for a, b in itertools.pairwise((0, *cuts, len(sizes)))]
                 for cuts in itertools.combinations(columns[1:], count - 1)

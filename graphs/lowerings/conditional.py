@@ -28,16 +28,16 @@ def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
     rows = expert_rows(b, layer, slots.rows)
     by_input = b.op("Reshape", rows, b.ints(0, n, p, d), name="dispatch/slots_by_expert")
     parts = split(b, by_input, n, 1, "dispatch/expert")
-    wanted = None if mask is None else chosen_at_all(b, mask, n)
+    needed = None if mask is None else chosen_at_all(b, mask, n)
     outputs = []
     for e, part in enumerate(parts):
         rows = b.op("Reshape", part, b.ints(-1, d), name=f"experts/{e}/rows")  # [b·p, d]
-        if wanted is None:
+        if needed is None:
             outputs.append(one_expert(b, layer, e, rows))
             continue
         run = b.nested(f"experts/{e}/run")
         y = one_expert(run, layer, e, rows)
-        outputs.append(if_chosen(b, e, wanted[e], run, y, rows, o, layer.compute.inner))
+        outputs.append(if_chosen(b, e, needed[e], run, y, rows, o, layer.compute.inner))
     shaped = [
         b.op("Reshape", y, b.ints(-1, p, o), name=f"combine/expert_{e}")
         for e, y in enumerate(outputs)
@@ -48,8 +48,8 @@ def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
 def chosen_at_all(b: Builder, mask: ir.Value, n: int) -> list[ir.Value]:
     """Adds one boolean per expert: whether any row of the mask [r, n] has chosen it."""
     chosen = b.op("ReduceMax", mask, b.ints(0), keepdims=0, name="group/chosen")
-    wanted = b.op("Cast", chosen, to=ir.DataType.BOOL.value, name="group/wanted")
-    parts = split(b, wanted, n, 0, "group/wanted")
+    needed = b.op("Cast", chosen, to=ir.DataType.BOOL.value, name="group/wanted")
+    parts = split(b, needed, n, 0, "group/wanted")
     return [b.op("Squeeze", part, b.ints(0), name=f"group/if_{e}") for e, part in enumerate(parts)]
 
 
@@ -89,7 +89,7 @@ def if_chosen(
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """Returns the time to read the chosen experts once for the whole batch, and of n branches."""
+    """Returns the time to read the chosen experts once for the whole batch, plus n branches."""
     n, active = plan.spec.experts, plan.expected_active
     branches = 0.0
     if plan.typical_k < n:

@@ -21,7 +21,7 @@ SIZES: Mapping[Precision, float] = MappingProxyType({"int8": 1 / 4, "int4": 4.5 
 """The size of weights on a CPU relative to FP32; a block of INT4 has a scale."""
 
 STANDARD_NODES, STANDARD_PASSES = 6, 3
-"""The additional cost of standard ops over ONNX Runtime's kernel for integer products: after each
+"""The cost of standard ops in addition to ONNX Runtime's kernel for integer products: after each
 of an expert's two products, three nodes that cast, scale and add the bias."""
 
 
@@ -70,17 +70,17 @@ def unmeasured(target: Target, kind: Kind, lowerings: Iterable[str]) -> list[str
 ROUTER_NODES = 15
 
 LOGIT_PASSES = 2
-"""The router's passes over a number of L to compute C, and over a column's to compute D."""
+"""The router's passes over each number of L to compute C, and of a column of L to compute D."""
 
 
 def around_experts_us(plan: SoftMoEPlan, machine: Machine) -> float:
     """Returns the time of router, dispatch and combine, which all Soft MoE lowerings share."""
     spec, macs = plan.spec, plan.spec.macs(plan.tokens, plan.typical_k)
-    passes = 4.0 * plan.batch * plan.tokens * (3 * spec.dim + spec.out)  # norm, L, X̃ and y
+    passed_bytes = 4.0 * plan.batch * plan.tokens * (3 * spec.dim + spec.out)  # norm, L, X̃ and y
     computed = plan.batch * (macs["router"] + macs["dispatch"] + macs["combine"])
     columns = plan.batch * plan.tokens * (spec.experts + plan.typical_k) * spec.slots  # for C and D
     return (
-        passes / (machine.bytes_per_us * machine.cached)
+        passed_bytes / (machine.bytes_per_us * machine.cached)
         + computed / machine.batched_macs_per_us
         + LOGIT_PASSES * columns * machine.number_us
         + ROUTER_NODES * machine.node_us
@@ -102,7 +102,7 @@ def expert_bytes(plan: AnyPlan, experts: float) -> float:
 def stream_us(
     plan: AnyPlan, weights_bytes: float, among: float, bytes_per_us: float, machine: Machine
 ) -> float:
-    """Returns the time to stream `weights_bytes`, if caches have a part of the `among` bytes.
+    """Returns the time to stream `weights_bytes`, if caches have part of the `among` bytes.
 
     Both are counted as FP32.
     """
@@ -142,7 +142,7 @@ def expert_macs(plan: AnyPlan, rows: float) -> float:
 
 
 def lone_products_us(plan: AnyPlan, active: float, pairs: float, machine: Machine) -> float:
-    """Returns the time of products with `active` experts' matrices, on the rows of `pairs`."""
+    """Returns the time of products of the rows of `pairs` with the matrices of `active` experts."""
     products = products_of(plan, active)
     macs, layer = expert_macs(plan, pairs), expert_bytes(plan, plan.spec.experts)
     return (
@@ -181,5 +181,5 @@ def between_us(plan: SoftMoEPlan, pairs: float, machine: Machine) -> float:
 
 
 def apart_us(plan: SoftMoEPlan, active: float, pairs: float, machine: Machine) -> float:
-    """Returns the time of `active` experts one by one, on `pairs` in total, without the nodes."""
+    """Returns the time of `active` experts one by one, on `pairs` in total, without node costs."""
     return lone_products_us(plan, active, pairs, machine) + between_us(plan, pairs, machine)

@@ -48,7 +48,7 @@ def activation(
 
 
 Affine = Callable[[str], ir.Value | None]
-"""Returns an expert's weight by its name (`g1`), for rows of one or several experts, if any."""
+"""Returns an expert's weight by name (`g1`), for rows of one or several experts, or None."""
 
 
 def followed(
@@ -72,12 +72,12 @@ def _normalised(
     b: Builder, layer: Layer[Any], z: ir.Value, norm: ExpertNorm, name: str
 ) -> ir.Value:
     """Adds z [..., width] divided by its standard deviation or root mean square, in FP32."""
-    inner, single = layer.compute.inner, ir.DataType.FLOAT
-    z = b.cast(z, inner, single, f"{name}_wide")
+    inner, fp32 = layer.compute.inner, ir.DataType.FLOAT
+    z = b.cast(z, inner, fp32, f"{name}_wide")
     if norm.kind == "layernorm":
         mean = b.op("ReduceMean", z, b.ints(-1), keepdims=1, name=f"{name}_mean")
         z = b.op("Sub", z, mean, name=f"{name}_centred")
-    return b.cast(rms_normalised(b, z, norm.eps, f"{name}_"), single, inner, f"{name}_narrow")
+    return b.cast(rms_normalised(b, z, norm.eps, f"{name}_"), fp32, inner, f"{name}_narrow")
 
 
 def rms_normalised(b: Builder, z: ir.Value, eps: float, prefix: str) -> ir.Value:
@@ -134,7 +134,7 @@ so that every float type represents the weights exactly, as numbers between −1
 def _stacked_weight(b: Builder, layer: Layer[Any], key: str) -> ir.Value:
     """Adds the weights [n, in, out] of all experts.
 
-    In Q/DQ form they are multiples of `UNIT`: DequantizeLinear supports one axis, and their scales
+    In Q/DQ form they are multiples of `UNIT`: DequantizeLinear supports one axis, but their scales
     have two. The constant may only feed that node, so a Gather comes after it.
     """
     weight = layer.stacked(b, f"experts.{key}")

@@ -57,8 +57,8 @@ def _ablated(b: Builder, layer: MuMoELayer, gates: Gates) -> ir.Value | None:
     weights: ir.Value | None = None
     for level, gate in enumerate(gates):
         experts = layer.stacked(b, f"ablate.{level}")
-        own = b.op("MatMul", gate, experts, name=f"ablated/level_{level}")
-        weights = own if weights is None else b.op("Mul", weights, own, name="ablated/weights")
+        part = b.op("MatMul", gate, experts, name=f"ablated/level_{level}")
+        weights = part if weights is None else b.op("Mul", weights, part, name="ablated/weights")
     assert weights is not None
     return b.cast(weights, ir.DataType.FLOAT, layer.compute.inner, "ablated/narrow")
 
@@ -69,10 +69,10 @@ def _subtract(
     """Subtracts the part of ablated combinations from the expert modes [b, m, ·]."""
     if parts.ablated is None:
         return expert_modes
-    given = b.op(
+    ablated = b.op(
         "MatMul", parts.ablated, layer.stacked(b, f"{name}.ablated"), name=f"{name}/ablated"
     )
-    return b.op("Sub", expert_modes, given, name=f"{name}/present")
+    return b.op("Sub", expert_modes, ablated, name=f"{name}/present")
 
 
 def _cp(
@@ -84,9 +84,9 @@ def _cp(
         b.op("MatMul", gate, layer.stacked(b, f"{name}.expert.{e}"), name=f"{name}/expert_{e}")
         for e, gate in enumerate(parts.gates)
     ]
-    if parts.ablated is not None:  # only from the product of the experts
-        together = reduce(lambda x, y: b.op("Mul", x, y, name=f"{name}/experts"), modes)
-        modes = [_subtract(b, layer, parts, name, together)]
+    if parts.ablated is not None:  # subtracted from the product of the modes only
+        joint = reduce(lambda x, y: b.op("Mul", x, y, name=f"{name}/experts"), modes)
+        modes = [_subtract(b, layer, parts, name, joint)]
     for weights in modes:
         product = b.op("Mul", product, weights, name=f"{name}/product")
     return factor_product(b, layer, f"{name}.output", product, f"{name}/output")
@@ -112,8 +112,8 @@ def _tr(
         shape = b.ints(0, 0, spec.ranks[0], spec.ranks[len(gates)])
         ring = b.op("Reshape", flat, shape, name=f"{name}/experts")
     ring = _chained(b, tensor, len(gates), ring, input_product(b, layer, name, z))
-    around = spec.ranks[0] * spec.ranks[-1]
-    flat = b.op("Reshape", ring, b.ints(0, 0, around), name=f"{name}/ring_flat")
+    width = spec.ranks[0] * spec.ranks[-1]
+    flat = b.op("Reshape", ring, b.ints(0, 0, width), name=f"{name}/ring_flat")
     return factor_product(b, layer, f"{name}.output", flat, f"{name}/output")
 
 

@@ -64,11 +64,11 @@ def _router_logits(
     """Adds one-hot logits [b·e·p, n] that send each slot to its own expert."""
     n, p = layer.spec.experts, layer.spec.slots
     if selected is None:
-        own = np.full((1, n * p, n), never(layer.target), dtype=np.float32)
-        own[0, np.arange(n * p), np.arange(n * p) // p] = 0.0
+        one_hot = np.full((1, n * p, n), never(layer.target), dtype=np.float32)
+        one_hot[0, np.arange(n * p), np.arange(n * p) // p] = 0.0
         batch = b.op("Shape", slots, start=0, end=1, name="experts/batch")
         shape = b.op("Concat", batch, b.ints(1, 1), axis=0, name="experts/logits_shape")
-        logits = b.op("Expand", b.constant(own), shape, name="experts/logits_by_input")
+        logits = b.op("Expand", b.constant(one_hot), shape, name="experts/logits_by_input")
         return b.op("Reshape", logits, b.ints(-1, n), name="experts/logits")
     index = b.op("Unsqueeze", selected, b.ints(2), name="experts/index")
     if p > 1:
@@ -109,7 +109,7 @@ def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
     experts in one thread, packs weights in every run, and loops over rows and activations.
     """
     rows, active = plan.selections * plan.spec.slots, plan.expected_active
-    tanh = 1 if plan.spec.activation in ("relu", "identity") else EXPONENTIAL
+    passes = 1 if plan.spec.activation in ("relu", "identity") else EXPONENTIAL
     if machine.reads_once:
         read = grouped_read_us(plan.spec, active, machine)
     else:
@@ -118,7 +118,7 @@ def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
         read
         + expert_macs(plan, plan.selections) / machine.macs_per_us
         + rows * plan.spec.experts * machine.routing_us
-        + rows * (4 * plan.spec.dim + tanh * plan.spec.hidden) * machine.scalar_us
+        + rows * (4 * plan.spec.dim + passes * plan.spec.hidden) * machine.scalar_us
         + (10 + (kernels_after_first(rows) if machine.reads_once else 0)) * machine.node_us
         + around_experts_us(plan, machine)
     )

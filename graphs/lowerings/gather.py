@@ -1,4 +1,4 @@
-"""`gather`: the selected experts' weights are gathered per input, then batched MatMuls."""
+"""`gather`: the selected experts' weights are gathered per input, for batched MatMuls."""
 
 from __future__ import annotations
 

@@ -27,15 +27,15 @@ def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
         return unfactorised.build(b, layer, x)
     levels = kept_levels(b, layer, x)
     gates = [level.coefficients for level in levels]
-    return through_tensors(b, layer, x, gates, partial(_contract, *_chosen(b, layer, levels)))
+    return through_tensors(b, layer, x, gates, partial(_contract, *_kept(b, layer, levels)))
 
 
-def _chosen(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> tuple[ir.Value, ir.Value]:
+def _kept(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> tuple[ir.Value, ir.Value]:
     """Adds each token's kept combinations: row-major indices for (e_1, …, e_E), and weights.
 
     Both are [b, m, K].
     """
-    numbers: list[ir.Value] = []
+    indices: list[ir.Value] = []
     weights: list[ir.Value] = []
     step = 1
     for level, n in reversed(list(enumerate(layer.spec.levels))):
@@ -51,18 +51,18 @@ def _chosen(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> tuple[ir.
             )
         if step > 1:
             index = b.op("Mul", index, b.integer(step), name=f"{name}/offsets")
-        numbers.insert(0, index)
+        indices.insert(0, index)
         weights.insert(0, values)
         step *= n
     products = combined(b, weights, "combinations")
     return (
-        combined(b, numbers, "combinations/numbers", "Add"),
+        combined(b, indices, "combinations/numbers", "Add"),
         b.cast(products, ir.DataType.FLOAT, layer.compute.inner, "combinations/narrow"),
     )
 
 
 def _contract(
-    numbers: ir.Value,
+    indices: ir.Value,
     weights: ir.Value,
     b: Builder,
     layer: MuMoELayer,
@@ -73,13 +73,13 @@ def _contract(
     name = tensor.name
     b.tap(f"{name}.input", z)
     stacked = layer.stacked(b, f"{name}.experts")
-    matrices = b.op("Gather", stacked, numbers, axis=0, name=f"{name}/matrices")
+    matrices = b.op("Gather", stacked, indices, axis=0, name=f"{name}/matrices")
     column = b.op("Unsqueeze", z, b.ints(2, 4), name=f"{name}/column")  # [b, m, 1, d, 1]
     products = b.op("MatMul", matrices, column, name=f"{name}/products")
     outputs = b.op("Squeeze", products, b.ints(4), name=f"{name}/outputs")
     stored = layer.optional(b, f"{name}.biases")
     if stored is not None:
-        biases = b.op("Gather", stored, numbers, axis=0, name=f"{name}/biases")
+        biases = b.op("Gather", stored, indices, axis=0, name=f"{name}/biases")
         outputs = b.op("Add", outputs, biases, name=f"{name}/outputs_biased")
     return mixed(b, weights, left_out(b, layer, weights, outputs, name), name)
 

@@ -66,12 +66,12 @@ def _chosen_rows(b: Builder, layer: SoftMoELayer, slots: ir.Value, selected: ir.
         outputs = b.op("Reshape", outputs, b.ints(-1, p * o), name="group/outputs_by_pair")
 
     # Reshape the indices, not the outputs: runtimes cannot infer the width after a reshape by k.
-    place = b.op(
+    position = b.op(
         "Reshape", inverse(b, pairs.order), _by_input(b, layer), name="group/place_by_input"
     )
     if p == 1:
-        return b.op("Gather", outputs, place, axis=0, name="combine/outputs")
-    outputs = b.op("Gather", outputs, place, axis=0, name="group/unsorted")  # [b, k, p·o]
+        return b.op("Gather", outputs, position, axis=0, name="combine/outputs")
+    outputs = b.op("Gather", outputs, position, axis=0, name="group/unsorted")  # [b, k, p·o]
     return b.op("Reshape", outputs, b.ints(0, -1, o), name="combine/outputs")
 
 
@@ -128,7 +128,7 @@ def _by_expert(
 ) -> ir.Value:
     """Adds each expert on its rows: [r, d] sorted by expert to [r, o].
 
-    `counts` [n] are the rows of each; None if all have the same number.
+    `counts` [n] are the experts' numbers of rows, or None if all are equal.
     """
     n = layer.spec.experts
     parts = _split(b, rows, counts, n, "group/expert")

@@ -39,8 +39,8 @@ NEVER_ON_CPU = -16.0
 is exactly 1; an exp that underflows would take several times as long."""
 
 NEVER = -1e4
-"""The same for other targets: its softmax over all experts is exactly zero, whatever that is
-divided by."""
+"""The same for other targets: its softmax over all experts is exactly zero, and stays zero when it
+is divided."""
 
 ROUTER_WEIGHTS = 14
 """The index of the input of `QMoE` for weights that differ from the logits. The CUDA provider
@@ -119,9 +119,9 @@ def one_hot_logits(b: Builder, layer: Layer[Any], index: ir.Value, dtype: ir.Dat
     """Adds logits [r, n] that send each row to its expert in an index of r numbers."""
     column = b.op("Reshape", index, b.ints(-1, 1), name="experts/expert_of_row")
     experts = b.constant(np.arange(layer.spec.experts, dtype=np.int64))
-    own = b.op("Equal", column, experts, name="experts/one_hot")
+    is_own = b.op("Equal", column, experts, name="experts/one_hot")
     chosen, other = b.number(0.0, dtype), b.number(never(layer.target), dtype)
-    return b.op("Where", own, chosen, other, name="experts/logits")
+    return b.op("Where", is_own, chosen, other, name="experts/logits")
 
 
 def op_weights(b: Builder, layer: Layer[Any], experts: OpExperts) -> list[ir.Value | None]:
@@ -155,17 +155,17 @@ def _matrices(b: Builder, layer: Layer[Any], experts: OpExperts, key: str) -> ir
     n, out = layer.spec.experts, layer.spec.inner if key == "w1" else layer.spec.out
     weight = layer.stacked(b, f"experts.{key}")
     if layer.compute.blocked is not None:  # [n, out, blocks, bytes]
-        turned = b.op("Reshape", weight, b.ints(n, out, -1), name=f"experts/{key}_by_output")
-        return _interleaved(b, layer, experts, turned, key)
+        by_output = b.op("Reshape", weight, b.ints(n, out, -1), name=f"experts/{key}_by_output")
+        return _interleaved(b, layer, experts, by_output, key)
     quantized = layer.compute.quantized
     if quantized is not None and not quantized.weights.zero_point:
-        # The op needs them plus 128, which flips the first bit of a byte.
+        # The op needs the weights plus 128, which flips the first bit of a byte.
         byte = ir.DataType.UINT8
         unsigned = b.op("Cast", weight, to=byte.value, name=f"experts/{key}_bytes")
         first_bit = b.constant(np.array(128, dtype=np.uint8))
         weight = b.op("BitwiseXor", unsigned, first_bit, name=f"experts/{key}_unsigned")
-    turned = b.op("Transpose", weight, perm=[0, 2, 1], name=f"experts/{key}_by_output")
-    return _interleaved(b, layer, experts, turned, key)
+    by_output = b.op("Transpose", weight, perm=[0, 2, 1], name=f"experts/{key}_by_output")
+    return _interleaved(b, layer, experts, by_output, key)
 
 
 def _scales(
@@ -212,9 +212,9 @@ def other_width(spec: AroundMaps) -> str | None:
     return None
 
 
-LEAST_WIDTH, VECTOR_BYTES, BLOCKS_ON_CUDA = 16, 16, (128, 64)
-"""Requirements of CUDA's kernels for an expert's widths: the least width, the bytes of a vector
-that rows are a multiple of, and for integers a block size that divides the columns."""
+MIN_WIDTH, VECTOR_BYTES, BLOCKS_ON_CUDA = 16, 16, (128, 64)
+"""Requirements of CUDA's kernels for an expert's widths: the smallest width, the bytes of a vector,
+of which rows are a multiple, and for integers a block size that divides the columns."""
 
 
 OTHER_GELU_ON_GPU = (
@@ -241,12 +241,12 @@ def unfit_on_gpu(spec: AroundMaps, precision: Precision, target: Target) -> str 
             f"on a GPU com.microsoft.QMoE needs widths that are multiples of {BLOCKS_ON_CUDA[-1]}, "
             f"but an expert's are {spec.dim} and {spec.hidden}"
         )
-    least = VECTOR_BYTES // (4 if precision == "fp32" else 2)
-    if all(width >= LEAST_WIDTH and width % least == 0 for width in widths):
+    multiple = VECTOR_BYTES // (4 if precision == "fp32" else 2)
+    if all(width >= MIN_WIDTH and width % multiple == 0 for width in widths):
         return None
     return (
-        f"on a GPU com.microsoft.MoE needs widths of at least {LEAST_WIDTH} that are multiples of "
-        f"{least} in {precision.upper()}, but an expert's are {spec.dim} and {spec.hidden}"
+        f"on a GPU com.microsoft.MoE needs widths of at least {MIN_WIDTH} that are multiples of "
+        f"{multiple} in {precision.upper()}, but an expert's are {spec.dim} and {spec.hidden}"
     )
 
 
@@ -273,7 +273,7 @@ def kernels_after_first(rows: int) -> int:
 
 
 EXPONENTIAL = 8
-"""The cost of the tanh in that node's GELU, in passes over its input."""
+"""The cost of the tanh in the op's GELU, in passes over its input."""
 
 TILE = 128
 """Columns that one of a GPU's processors computes in the node's products."""
@@ -287,8 +287,8 @@ def grouped_read_us(spec: AroundMaps, active: float, machine: Machine) -> float:
     products = ((spec.dim, spec.inner), (spec.hidden, spec.out))
 
     def read(rows: int, columns: int) -> float:
-        together = 4.0 * active * rows * columns / machine.stacked_bytes_per_us
+        in_parallel = 4.0 * active * rows * columns / machine.stacked_bytes_per_us
         tiles = max(1.0, active * -(-columns // TILE) / machine.processors)
-        return max(together, tiles * 4.0 * rows * TILE / machine.lone_bytes_per_us)
+        return max(in_parallel, tiles * 4.0 * rows * TILE / machine.lone_bytes_per_us)
 
     return sum(read(rows, columns) for rows, columns in products)

@@ -1,4 +1,4 @@
-"""The shared frame of the muMoE lowerings, and products over combinations of experts."""
+"""The common parts of the muMoE lowerings, and products over combinations of experts."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ Contract = Callable[[Builder, MuMoELayer, Tensor, ir.Value], ir.Value]
 def through_tensors(
     b: Builder, layer: MuMoELayer, x: ir.Value, gates: Gates, contract: Contract
 ) -> ir.Value:
-    """Adds one or two tensors on tokens x [b, m, d], and the outputs rewritten by coefficients.
+    """Adds one or two tensors on tokens x [b, m, d], and rewrites outputs by the coefficients.
 
     If the layer normalises x, it does that in FP32, like everything in the gate.
     """
-    single, inner = ir.DataType.FLOAT, layer.compute.inner
+    fp32, inner = ir.DataType.FLOAT, layer.compute.inner
     if layer.spec.input_norm:
         z = b.op(
             "LayerNormalization",
-            b.cast(x, layer.x_type, single, "input/tokens_fp32"),
+            b.cast(x, layer.x_type, fp32, "input/tokens_fp32"),
             layer.stacked(b, "gain"),
             layer.stacked(b, "shift"),
             axis=-1,
             epsilon=NORM_EPS,
             name="input/normalised",
         )
-        z = b.cast(z, single, inner, "input/normalised_narrow")
+        z = b.cast(z, fp32, inner, "input/normalised_narrow")
     else:
         z = b.cast(x, layer.x_type, inner, "input/narrow")
     for index, tensor in enumerate(layer.spec.tensors):
@@ -63,16 +63,16 @@ def through_tensors(
 
 def _rewritten(b: Builder, layer: MuMoELayer, gates: Gates, y: ir.Value) -> ir.Value:
     """Adds y_o += λ·Π_e(ā_eᵀ·a_e) for all rewritten outputs at once (Eq. 5)."""
-    added: ir.Value | None = None
+    terms: ir.Value | None = None
     for level, gate in enumerate(gates):
         means = layer.stacked(b, f"rewrite.{level}")
         score = b.op("MatMul", gate, means, name=f"rewrite/level_{level}")
-        added = score if added is None else b.op("Mul", added, score, name="rewrite/alike")
-    assert added is not None
+        terms = score if terms is None else b.op("Mul", terms, score, name="rewrite/alike")
+    assert terms is not None
     if layer.tensors.has("rewrite.output"):
-        added = b.op("MatMul", added, layer.stacked(b, "rewrite.output"), name="rewrite/added")
-    added = b.cast(added, ir.DataType.FLOAT, layer.y_type, "rewrite/narrow")
-    return b.op("Add", y, added, name="rewritten")
+        terms = b.op("MatMul", terms, layer.stacked(b, "rewrite.output"), name="rewrite/added")
+    terms = b.cast(terms, ir.DataType.FLOAT, layer.y_type, "rewrite/narrow")
+    return b.op("Add", y, terms, name="rewritten")
 
 
 def input_product(b: Builder, layer: MuMoELayer, name: str, z: ir.Value) -> ir.Value:
@@ -89,16 +89,16 @@ def factor_product(
     name: str,
     bias: ir.Value | None = None,
 ) -> ir.Value:
-    """Adds rows·W + bias for rows [b, m, ·] and a large factor W, with integers if it has them.
+    """Adds rows·W + bias for rows [b, m, ·] and a large factor W, in integers if W is quantised.
 
     Large factors are those of the input and the output, and Tucker's core.
     """
     tensor = operand_of(key)
     assert tensor is not None, f"{key} is not a large factor"
     b.tap(tensor, rows)
-    rows_of: Rows = "token" if layer.tokens == 1 else "tokens"
+    form: Rows = "token" if layer.tokens == 1 else "tokens"
     scale = layer.optional(b, f"{key}.scale")
-    factor = Linear(key=key, weight=layer.stacked(b, key), scale=scale, bias=bias, rows=rows_of)
+    factor = Linear(key=key, weight=layer.stacked(b, key), scale=scale, bias=bias, rows=form)
     return product(b, layer.compute, operand(b, layer.compute, key, rows, name), factor, name)
 
 
@@ -128,8 +128,8 @@ def left_out(
         return outputs
     column = b.op("Unsqueeze", weights, b.ints(3), name=f"{name}/weight_columns")
     kept = b.op("Cast", column, to=ir.DataType.BOOL.value, name=f"{name}/kept")
-    none = b.number(0.0, layer.compute.inner)
-    return b.op("Where", kept, outputs, none, name=f"{name}/outputs_kept")
+    zero = b.number(0.0, layer.compute.inner)
+    return b.op("Where", kept, outputs, zero, name=f"{name}/outputs_kept")
 
 
 def mixed(b: Builder, weights: ir.Value, outputs: ir.Value, name: str) -> ir.Value:
@@ -150,7 +150,7 @@ def gate_us(plan: AnyPlan, machine: Machine) -> float:
 
 def all_coefficients_us(plan: AnyPlan, machine: Machine) -> float:
     """Returns the time of a layer whose factors or whole tensor are read once for all tokens."""
-    everything = plan.spec.experts
-    macs: int = sum(plan.spec.macs(plan.tokens, everything).values())
-    traffic: float = plan.spec.bytes_read(everything) / machine.bytes_per_us
+    n = plan.spec.experts
+    macs: int = sum(plan.spec.macs(plan.tokens, n).values())
+    traffic: float = plan.spec.bytes_read(n) / machine.bytes_per_us
     return max(traffic, plan.batch * macs / machine.macs_per_us) + gate_us(plan, machine)

@@ -26,8 +26,8 @@ def _contract(
 ) -> ir.Value:
     """Adds y = Σ_N a_N·(z·W_N + w_N): one product with a constant [d, N·o], then the mix.
 
-    The other order, (a ⊗ z)·W, saves the mix's N·o multiply-adds of N·d·o but writes N·d numbers
-    per token: measured, it is never clearly faster, and several times slower for small o. The
+    The other order, (a ⊗ z)·W, saves the mix's N·o multiply-adds (of N·d·o) but writes N·d numbers
+    per token. As measured, it is never clearly faster, and several times slower for small o. The
     weights are stored by expert, so that `gathered` can share them; runtimes transpose the constant
     once, when they load the graph.
     """

@@ -4,7 +4,7 @@ Only products with a constant matrix are changed. Attention's products of two ac
 normalisations and the router stay unchanged. With calibrated INT8, so do the layers directly before
 the graph's outputs: a classifier's head is small, and its rounding error would reach the result in
 full. If rows have their own scales, or stay floats, the head is included: the head of a language
-model reads as much as its experts.
+model reads as many bytes as its experts.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ def backbone_linears(graph: ir.Graph) -> Iterator[BackboneLinear]:
         x, matrix = node.inputs[0], node.inputs[1]
         if x is None or matrix is None or x.const_value is not None:
             continue
-        weight, turned = _stored(matrix)
+        weight, in_graph = _stored(matrix)
         tensor = weight.const_value
         if tensor is None or tensor.dtype != ir.DataType.FLOAT or len(tensor.shape) != 2:
             continue
         if node.attributes.get_int("transA", 0):
             continue
-        transposed = bool(node.attributes.get_int("transB", 0)) != turned
+        transposed = bool(node.attributes.get_int("transB", 0)) != in_graph
         yield BackboneLinear(node, x, weight, transposed)
 
 
@@ -131,16 +131,16 @@ def quantize_backbone(
     *,
     by_token: bool,
 ) -> list[QuantizedLinear]:
-    """Replaces the linear layers of a traced model by INT8 ones, in place; returns their records.
+    """Replaces a traced model's linear layers with INT8 ones, in place; returns their records.
 
     `float_type` is the type that the model will compute in, which must represent the scales.
     Without ranges each row gets its own scale at run time. `by_token`: the model mostly computes
-    one token at a time, for which the kernel for blocked weights is 1.5 times as fast.
+    one token at a time; the kernel for blocked weights is then 1.5 times as fast.
     """
     if by_token and range_of is None:
         return block_backbone(model, linears, form, bits=8)
     if range_of is None:
-        for group in _of_one_input(linears):
+        for group in _by_input(linears):
             steps = {group[0].key: DYNAMIC_ROW}
             quantized = QuantizedProducts(form, weights, steps, dynamic=True)
             _replace(model.graph, group, ComputeTypes(quantized=quantized), float_type)
@@ -164,8 +164,8 @@ def block_backbone(
     *,
     on_gpu: bool = False,
 ) -> list[QuantizedLinear]:
-    """Replaces the weights of a traced model's linear layers by blocked ones, in place."""
-    for group in _of_one_input(linears):
+    """Replaces the weights of a traced model's linear layers with blocked ones, in place."""
+    for group in _by_input(linears):
         block = block_of(form, [group[0].width], bits, on_gpu=on_gpu)
         if block is not None:
             blocked = BlockedWeights(form, frozenset({group[0].key}), block, bits, on_gpu)
@@ -200,15 +200,15 @@ def _is_head(graph: ir.Graph, node: ir.Node) -> bool:
     return False
 
 
-def _of_one_input(linears: Iterable[BackboneLinear]) -> list[list[BackboneLinear]]:
+def _by_input(linears: Iterable[BackboneLinear]) -> list[list[BackboneLinear]]:
     """Groups linear layers that multiply the same rows, as queries, keys and values do.
 
     One product takes less time than several, and the rows are rounded once.
     """
     groups: dict[tuple[ir.Value, int | None], list[BackboneLinear]] = {}
     for index, linear in enumerate(linears):
-        alone = None if linear.node.op_type == "MatMul" else index
-        groups.setdefault((linear.input, alone), []).append(linear)
+        separate = None if linear.node.op_type == "MatMul" else index
+        groups.setdefault((linear.input, separate), []).append(linear)
     return list(groups.values())
 
 
@@ -218,15 +218,15 @@ def _replace(
     compute: ComputeTypes,
     float_type: ir.DataType,
 ) -> None:
-    """Replaces linear layers with one input by one product."""
+    """Puts one product in place of linear layers that have the same input."""
     first = group[0]
     node, key = first.node, first.key
     assert node.name is not None
-    matrix, last = first.matrix, [linear.node for linear in group]
+    matrix, last_nodes = first.matrix, [linear.node for linear in group]
     if len(group) > 1:
         matrix = np.concatenate([linear.matrix for linear in group], axis=1)
     elif first.bias is None and (scaled := _scaled_after(node)) is not None:
-        last, matrix = [scaled[0]], matrix * scaled[1]
+        last_nodes, matrix = [scaled[0]], matrix * scaled[1]
     b = Builder(node.name)
     rows, by_row = first.input, None
     if compute.quantized is not None and compute.quantized.dynamic:
@@ -262,19 +262,19 @@ def _replace(
         assert dtype is not None
         for value in inner.outputs:
             value.type = ir.TensorType(dtype)
-    for replaced, output in zip(last, outputs, strict=True):
+    for replaced, output in zip(last_nodes, outputs, strict=True):
         old = replaced.outputs[0]
         output.shape = old.shape
         if old in graph.outputs:
             output.name = old.name  # the graph's outputs keep their names
         ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
-    graph.remove({*last, *(linear.node for linear in group)}, safe=True)
+    graph.remove({*last_nodes, *(linear.node for linear in group)}, safe=True)
 
 
 def _scaled_after(node: ir.Node) -> tuple[ir.Node, np.float32] | None:
     """Returns the node that multiplies or divides a product by a constant, and the factor.
 
-    The weights' scales absorb it.
+    The weights' scales absorb the factor.
     """
     output = node.outputs[0]
     user = only_user(output, "Mul") or only_user(output, "Div")

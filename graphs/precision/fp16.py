@@ -66,20 +66,20 @@ WIDE_SUMS = frozenset(
         *((MICROSOFT, f"Skip{norm}LayerNormalization") for norm in ("", "Simplified")),
     }
 )
-"""Ops, by domain and name, whose 16-bit kernels sum in FP32 in some runtimes, and fused ones."""
+"""Ops, some fused, by domain and name, whose 16-bit kernels sum in FP32 in some runtimes."""
 
 WIDE_MOVES = frozenset(
     {"ScatterND", "ScatterElements", "ConstantOfShape", "ReduceMax", "ReduceMin", "TopK"}
 )
-"""Ops whose outputs are numbers from their inputs or attributes: 16 bits if their neighbours have
-16 bits, in runtimes that compute `WIDE_SUMS` in 16 bits."""
+"""Ops whose outputs are numbers from their inputs or attributes. They have 16 bits in runtimes that
+compute `WIDE_SUMS` in 16 bits."""
 
 COMPARISONS = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 
 UNKNOWN = "not known to be safe in 16 bits"
 
-UNSEEN = frozenset({*MOVES, "Pad", "Tile", "Cast"})
-"""Ops that create no new values, so that none are observed."""
+UNOBSERVED = frozenset({*MOVES, "Pad", "Tile", "Cast"})
+"""Ops that create no new values, so their outputs are not observed."""
 
 FP16_KERNELS = frozenset({"MatMulNBits"})
 """ONNX Runtime's own ops that compute in 16 bits: products that sum in FP32."""
@@ -87,13 +87,13 @@ FP16_KERNELS = frozenset({"MatMulNBits"})
 HEADROOM = 2.0
 """The factor by which an observed peak must fit, because other inputs may exceed it."""
 
-LOST = 5e-3
+MAX_LOSS = 5e-3
 """The share of a weight tensor's norm that rounding may lose: ten times FP16's loss in its normal
 range. It is reached if many numbers are too small for FP16."""
 
 
-ORDINARY = 1e-4
-"""Numbers with a root mean square above this lose at most 3e-8 of it each."""
+SAFE_RMS = 1e-4
+"""Weights with a root mean square above this lose little: FP16 rounds small numbers by ≤ 3e-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +118,16 @@ def to_fp16(
 ) -> list[Fp32Node]:
     """Converts a traced model's backbone to `dtype`, in place, and returns the nodes left in FP32.
 
-    `peaks` are the observed max|x| by the name of the node that computes it. Float inputs and
-    outputs of the graph become `io`. With `attention`, its softmax has 16 bits, like its inputs and
-    outputs: for a runtime that fuses products and softmax of one type into a kernel, which sums in
-    FP32. With `wide_sums`, `WIDE_SUMS` have 16 bits: for a runtime whose 16-bit kernels sum in
-    FP32. With `narrow_cache`, cached keys and values are `dtype`, whatever `io` is.
+    `peaks` are the observed max|x| by the name of the node that computes x. Float inputs and
+    outputs of the graph become `io`. With `attention`, the softmax of attention has 16 bits, for a
+    runtime that fuses products and softmax of one type into a kernel, which sums in FP32. With
+    `wide_sums`, `WIDE_SUMS` have 16 bits, for a runtime whose 16-bit kernels sum in FP32. With
+    `narrow_cache`, cached keys and values are `dtype`, whatever `io` is.
     """
-    kept = dict.fromkeys(angle_nodes(model.graph), "it computes an angle")
-    kept |= dict.fromkeys(router_nodes(model.graph), "it chooses experts")
-    work = _Conversion(model.graph, dtype, peaks, kept, attention, wide_sums)
-    cache = {value for value in work.ports if narrow_cache and is_cached(str(value.name))}
+    in_fp32 = dict.fromkeys(angle_nodes(model.graph), "it computes an angle")
+    in_fp32 |= dict.fromkeys(router_nodes(model.graph), "it chooses experts")
+    work = _Conversion(model.graph, dtype, peaks, in_fp32, attention, wide_sums)
+    cache = {value for value in work.interface if narrow_cache and is_cached(str(value.name))}
     for value in model.graph.inputs:
         if value.dtype == FLOAT:
             work.types[value] = dtype if value in cache else io
@@ -139,19 +139,19 @@ def to_fp16(
 
 
 def misfit(array: np.ndarray, dtype: ir.DataType) -> str | None:
-    """Returns why a float type cannot represent numbers, or None. Infinities are masks and fit."""
+    """Returns why a float type cannot represent numbers, or None. Infinities are masks, and fit."""
     largest = limit(dtype)
     finite = np.abs(array[np.isfinite(array)]).astype(np.float32)
     peak = float(finite.max(initial=0.0))
     if peak > largest:
         return f"a weight of {peak:.3g} is above the largest {dtype.name} ({largest:.3g})"
     rms = float(np.linalg.norm(finite)) / max(1, finite.size) ** 0.5
-    if dtype != ir.DataType.FLOAT16 or not peak or rms > ORDINARY:
+    if dtype != ir.DataType.FLOAT16 or not peak or rms > SAFE_RMS:
         return None
     exact = finite.astype(np.float64)
     lost = np.linalg.norm(finite.astype(np.float16).astype(np.float64) - exact)
     share = float(lost / np.linalg.norm(exact))
-    if share > LOST:
+    if share > MAX_LOSS:
         return f"its weights are too small for {dtype.name}: {share:.1%} of them would be lost"
     return None
 
@@ -173,7 +173,7 @@ class _Conversion:
     graph: ir.Graph
     dtype: ir.DataType
     peaks: Mapping[str, float]
-    kept: Mapping[ir.Node, str]
+    in_fp32: Mapping[ir.Node, str]
     attention: bool
     wide_sums: bool
     types: dict[ir.Value, ir.DataType] = field(default_factory=dict)
@@ -182,14 +182,14 @@ class _Conversion:
     _misfits: dict[ir.Value, str | None] = field(default_factory=dict)
 
     @property
-    def ports(self) -> tuple[ir.Value, ...]:
+    def interface(self) -> tuple[ir.Value, ...]:
         return (*self.graph.inputs, *self.graph.outputs)
 
     def node(self, node: ir.Node) -> None:
         """Decides on one node, and casts its inputs to the type in which it computes."""
         floats = [v for v in node.inputs if v is not None and v.dtype in (FLOAT, self.dtype)]
         results = [v for v in node.outputs if v.dtype == FLOAT]
-        if (not floats and not results) or self._sizes_inside(node):
+        if (not floats and not results) or self._is_inner_shape(node):
             return
         reason, usual = self._reason(node, floats, results)
         target = self.dtype if reason is None else FLOAT
@@ -208,13 +208,13 @@ class _Conversion:
         for index, value in enumerate(node.inputs):
             if value in floats and node.domain != DOMAIN:
                 assert value is not None
-                node.replace_input_with(index, self._as(value, target, node))
+                node.replace_input_with(index, self._cast_to(value, target, node))
         for value in results:
             value.type = ir.TensorType(target)
             self.types[value] = target
 
-    def _sizes_inside(self, node: ir.Node) -> bool:
-        """Returns whether a node returns a size of 16-bit values, which needs no cast."""
+    def _is_inner_shape(self, node: ir.Node) -> bool:
+        """Returns whether a node returns the shape of an inner value, which needs no cast."""
         inside = node.op_type == "Shape" and not node.domain and self.wide_sums
         return inside and not any(v is not None and v.is_graph_input() for v in node.inputs)
 
@@ -230,24 +230,24 @@ class _Conversion:
         )
 
     def finish(self, io: ir.DataType, cache: Collection[ir.Value]) -> None:
-        """Gives the graph's float outputs their types, under their names."""
+        """Casts the graph's float outputs to their types; they keep their names."""
         for index, value in enumerate(list(self.graph.outputs)):
             type_ = self.types.get(value)
-            wanted = self.dtype if value in cache else io
-            if type_ is None or type_ == wanted:
+            target = self.dtype if value in cache else io
+            if type_ is None or type_ == target:
                 continue
             name, producer = value.name, value.producer()
             assert name is not None and producer is not None
             value.name = f"{name}/narrow" if type_ == self.dtype else f"{name}/wide"
-            self.graph.outputs[index] = add_cast(self.graph, None, value, wanted, name)
+            self.graph.outputs[index] = add_cast(self.graph, None, value, target, name)
 
     def _reason(
         self, node: ir.Node, floats: list[ir.Value], results: list[ir.Value]
     ) -> tuple[str | None, bool]:
         """Returns why a node stays in FP32 and whether its kind always does; None for 16 bits."""
-        if node in self.kept:
-            return self.kept[node], True
-        if self.attention and _of_attention(node):
+        if node in self.in_fp32:
+            return self.in_fp32[node], True
+        if self.attention and _in_attention(node):
             return None, False
         return self._reason_of_kind(node) or self._reason_of_values(node, floats, results)
 
@@ -283,20 +283,20 @@ class _Conversion:
         if value not in self._misfits:
             tensor = value.const_value
             assert tensor is not None
-            array = self._within(tensor.numpy())
+            array = self._limited(tensor.numpy())
             self._misfits[value] = misfit(array, self.dtype)
         return self._misfits[value]
 
-    def _within(self, array: np.ndarray) -> np.ndarray:
-        """Returns a constant with FP32's extreme value replaced by that of the 16-bit type.
+    def _limited(self, array: np.ndarray) -> np.ndarray:
+        """Returns a constant with FP32's extreme value replaced with that of the 16-bit type.
 
         Such a constant is a mask: values that are added to it or chosen instead are never larger.
         """
-        ends = self.wide_sums and array.size == 1 and np.abs(array) == np.finfo(np.float32).max
-        return np.sign(array) * np.float32(limit(self.dtype)) if ends else array
+        extreme = self.wide_sums and array.size == 1 and np.abs(array) == np.finfo(np.float32).max
+        return np.sign(array) * np.float32(limit(self.dtype)) if extreme else array
 
-    def _as(self, value: ir.Value, target: ir.DataType, user: ir.Node) -> ir.Value:
-        """Returns a value in the type of a node: the same value, a 16-bit constant, or a cast."""
+    def _cast_to(self, value: ir.Value, target: ir.DataType, user: ir.Node) -> ir.Value:
+        """Returns a value in a node's type: the same value, a 16-bit constant, or a cast."""
         if self.types.get(value, FLOAT) == target:
             return value
         key = (value, target)
@@ -310,12 +310,12 @@ class _Conversion:
         return self._casts[key]
 
     def _fp16_constant(self, value: ir.Value, name: str) -> ir.Value:
-        """Returns the constant in 16 bits, converted on writing; removes an unused original."""
+        """Returns the constant in 16 bits, converted when it is written."""
         tensor, dtype = value.const_value, self.dtype
         assert tensor is not None
 
         def convert() -> ir.TensorProtocol:
-            return ir.Tensor(self._within(tensor.numpy()).astype(dtype.numpy()), name=name)
+            return ir.Tensor(self._limited(tensor.numpy()).astype(dtype.numpy()), name=name)
 
         shape = ir.Shape(tensor.shape.numpy())
         lazy = ir.LazyTensor(convert, dtype=dtype, shape=shape, name=name)
@@ -326,18 +326,17 @@ class _Conversion:
 
 
 def _returns_inputs(node: ir.Node, dtype: ir.DataType) -> bool:
-    """Returns whether a node only returns numbers from its inputs, and has a kernel for them."""
+    """Returns whether a node only returns numbers from its inputs, and has a kernel for `dtype`."""
     if node.domain or node.op_type not in WIDE_MOVES:
         return False
-    if node.op_type == "TopK" or node.op_type.startswith(
-        "Reduce"
-    ):  # CUDA has this kernel for FP16, but not for BF16
+    # CUDA has these kernels for FP16, but not for BF16.
+    if node.op_type == "TopK" or node.op_type.startswith("Reduce"):
         return dtype == ir.DataType.FLOAT16
     return node.attributes.get_string("reduction", "none") == "none"
 
 
 def _squares(node: ir.Node) -> bool:
-    """Returns whether a node squares numbers for a 16-bit user, not for a sum as in a variance."""
+    """Returns whether a node squares numbers for 16-bit users, not for a sum as in a variance."""
     if node.domain or node.op_type != "Pow" or number_in(node.inputs[1]) != 2:
         return False
     users = [user for user, _ in node.outputs[0].uses()]
@@ -349,7 +348,7 @@ def _observed_names(value: ir.Value) -> Iterator[str]:
     node = value.producer()
     if SEEN_AS in value.meta:
         yield str(value.meta[SEEN_AS])
-    elif node is not None and not node.domain and node.op_type in UNSEEN:
+    elif node is not None and not node.domain and node.op_type in UNOBSERVED:
         moved = node.inputs if node.op_type == "Concat" else node.inputs[:1]
         for source in moved:
             if source is not None:
@@ -359,7 +358,7 @@ def _observed_names(value: ir.Value) -> Iterator[str]:
 
 
 def _uncast(value: ir.Value) -> ir.Value:
-    """Returns the source of a cast from a non-float: a single cast rounds once."""
+    """Returns the source of a cast from a non-float, so that numbers are only rounded once."""
     node = value.producer()
     source = node.inputs[0] if node is not None and node.op_type == "Cast" else None
     if source is None or source.dtype is None or source.dtype.is_floating_point():
@@ -367,7 +366,7 @@ def _uncast(value: ir.Value) -> ir.Value:
     return source
 
 
-def _of_attention(node: ir.Node) -> bool:
+def _in_attention(node: ir.Node) -> bool:
     """Returns whether a node is a softmax between two products, whose results have 16 bits."""
     if node.domain or node.op_type != "Softmax" or made(node.inputs[0], "MatMul") is None:
         return False

@@ -20,7 +20,7 @@ MOVES = frozenset(
         *("Slice", "Split", "Expand", "Flatten", "Identity", "Concat"),
     }
 )
-"""Ops that only move values: weights are cast after them, as they may select a few of many."""
+"""Ops that only move values. Weights are cast after them, because they may select few of many."""
 
 SMALL = 512
 """Constants with at most this many numbers stay in FP32, because a cast would save nothing."""
@@ -35,7 +35,7 @@ def compute_in_fp32(model: ir.Model) -> dict[str, str]:
     work = _Widening(_types(model))
     work.graph(model.graph, model.graph)
     names = work.names
-    return {old: _last(names, new) for old, new in names.items()}
+    return {old: _final_name(names, new) for old, new in names.items()}
 
 
 def _types(model: ir.Model) -> dict[str, ir.DataType]:
@@ -52,7 +52,7 @@ def _types(model: ir.Model) -> dict[str, ir.DataType]:
 
 
 class _Widening:
-    """One pass; `names` maps dropped values to their replacements."""
+    """The state of one pass; `names` maps the names of dropped values to their replacements."""
 
     def __init__(self, types: dict[str, ir.DataType]) -> None:
         self.names: dict[str, str] = {}
@@ -61,7 +61,7 @@ class _Widening:
         self._casts: dict[tuple[ir.Value, ir.Graph], ir.Value] = {}
 
     def graph(self, graph: ir.Graph, main: ir.Graph) -> None:
-        """Widens a graph, or that of a branch."""
+        """Widens the main graph, or that of a branch."""
         halves = [v for v in graph.outputs if v.dtype == HALF]
         self._half |= {v for v in graph.initializers.values() if v.dtype == HALF}
         for value in graph.inputs:
@@ -147,7 +147,7 @@ class _Widening:
 def add_cast(
     graph: ir.Graph, user: ir.Node | None, value: ir.Value, target: ir.DataType, name: str
 ) -> ir.Value:
-    """Adds a cast before a node of a graph, or at its end."""
+    """Adds a cast to a graph, before the node `user` or at the end."""
     output = ir.Value(name=name, shape=value.shape, type=ir.TensorType(target))
     attributes = {"to": target.value}
     node = ir.node("Cast", [value], attributes=attributes, outputs=[output], name=f"{name}/Cast")
@@ -158,7 +158,7 @@ def add_cast(
     return output
 
 
-def _last(names: dict[str, str], name: str) -> str:
+def _final_name(names: dict[str, str], name: str) -> str:
     while name in names:
         name = names[name]
     return name

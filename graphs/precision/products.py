@@ -1,6 +1,6 @@
 """One product with a constant matrix, rows·w + b: in floats, in integers, or in Q/DQ form.
 
-With blocked weights, only the weights are integers (4-bit weights are packed two in a byte), and
+With blocked weights, only the weights are integers (4-bit weights are packed two in a byte), but
 the product is of floats.
 
 With INT8, activations have one scale and weights have one per column: x ≈ (q − z)·s and w[:, j] ≈
@@ -29,8 +29,8 @@ row per input, [b, 1, in]; `stacked`: [..., r, in]·[..., in, out], several matr
 class Linear:
     """The constants of rows·w + b.
 
-    For `stacked` ones `bias` and `scale` are [..., 1, out], else [out]. `key` is the weight's name
-    in the layer; `scale` belongs to integer weights.
+    `bias` and `scale` are [..., 1, out] if the weights are stacked, else [out]. `key` is the name
+    of the weight in the layer; `scale` is None unless the weights are integers.
     """
 
     key: str
@@ -44,7 +44,7 @@ def operand(b: Builder, compute: ComputeTypes, key: str, rows: ir.Value, name: s
     """Adds the rows in the form that the product with weight `key` needs, in any shape.
 
     They are integers if the product is of integers; in Q/DQ form they are rounded directly before
-    the product, where the runtime expects it.
+    the product, where the runtime expects that.
     """
     quantized = compute.quantized
     if quantized is None or quantized.in_qdq:
@@ -117,14 +117,14 @@ INT8_ROWS = 4
 """The `accuracy_level` at which `MatMulNBits` multiplies integers: rows are rounded to eight bits
 with a scale per block, which loses far less than rounding the weights."""
 
-AS_THEY_ARE = 0
+FLOAT_ROWS = 0
 """The `accuracy_level` at which rows stay floats."""
 
 
 def _blocked(
     b: Builder, blocked: BlockedWeights, rows: ir.Value, linear: Linear, name: str
 ) -> ir.Value:
-    """Adds products with a matrix in blocks, one matrix at a time."""
+    """Adds a product with one matrix of blocked weights."""
     assert linear.weight.shape is not None and linear.rows != "stacked"
     if blocked.format != "kernel":
         weight = b.op(
@@ -150,7 +150,7 @@ def _blocked(
         N=out,
         bits=blocked.bits,
         block_size=blocked.block,
-        accuracy_level=AS_THEY_ARE if blocked.on_gpu else INT8_ROWS,
+        accuracy_level=FLOAT_ROWS if blocked.on_gpu else INT8_ROWS,
         name=name,
     )
 
@@ -179,7 +179,7 @@ def _integers(
         floats = b.op("Cast", sums, to=ir.DataType.FLOAT.value, name=f"{name}_float")
         return _scaled(b, floats, linear, name)
     # The kernel adds one bias; those of stacked weights are added afterwards.
-    apart = linear.bias if linear.rows == "stacked" else None
+    later_bias = linear.bias if linear.rows == "stacked" else None
     products = b.op(
         "MatMulIntegerToFloat",
         rows,
@@ -188,11 +188,11 @@ def _integers(
         linear.scale,
         zero,
         weight_zero,
-        linear.bias if apart is None else None,
+        linear.bias if later_bias is None else None,
         domain=MICROSOFT,
-        name=name if apart is None else f"{name}_unbiased",
+        name=name if later_bias is None else f"{name}_unbiased",
     )
-    return products if apart is None else b.op("Add", products, apart, name=name)
+    return products if later_bias is None else b.op("Add", products, later_bias, name=name)
 
 
 def _scaled(b: Builder, products: ir.Value, linear: Linear, name: str) -> ir.Value:
@@ -208,8 +208,8 @@ def _scale(
 ) -> tuple[ir.Value, ir.Value]:
     """Adds the step and the zero point of a weight's operand, as constants."""
     scale = quantized.inputs[key]
-    kind = quantized.weights.dtype.numpy() if quantized.format == "qdq" else np.dtype(np.uint8)
+    dtype = quantized.weights.dtype.numpy() if quantized.format == "qdq" else np.dtype(np.uint8)
     return (
         b.number(scale.scale, compute.inner),
-        b.constant(np.array(scale.zero_point, dtype=kind)),
+        b.constant(np.array(scale.zero_point, dtype=dtype)),
     )

@@ -21,7 +21,7 @@ INT8_LEVELS = 127
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The integer for a real number x: q = round(x / scale) + zero_point."""
+    """The mapping from a real number x to an integer: q = round(x / scale) + zero_point."""
 
     scale: float
     zero_point: int
@@ -76,7 +76,7 @@ HALF_TYPES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 @dataclass(frozen=True, slots=True)
 class WeightQuantization:
-    """The integers that weights are rounded to: −`levels` … `levels`, stored plus `zero_point`.
+    """The integers that weights are rounded to: −`levels` … `levels`, stored as x + `zero_point`.
 
     CPUs without VNNI multiply unsigned by signed bytes with `vpmaddubsw`, which adds two products
     in 16 bits and saturates: 255 · 127 · 2 does not fit, but 255 · 64 · 2 does. For unsigned
@@ -101,7 +101,7 @@ EIGHT_BITS_UNSIGNED = WeightQuantization(127, 128)
 """All eight bits, and exact on every CPU; slower on those without VNNI."""
 
 EIGHT_BITS = WeightQuantization(127, 0)
-"""TensorRT's: symmetric, both operands signed."""
+"""As TensorRT requires: symmetric, both operands signed."""
 
 EIGHT_BIT_FLOATS = WeightQuantization(448, 0, floats=True)
 """E4M3, four bits of exponent and three of mantissa, whose largest number is 448."""
@@ -109,7 +109,7 @@ EIGHT_BIT_FLOATS = WeightQuantization(448, 0, floats=True)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedProducts:
-    """The integer products of a layer: by weight, the scale of its operand.
+    """The integer products of a layer; `inputs` has the scale of each weight's operand.
 
     With `dynamic` each row is divided by its own scale at run time, so the scale here is one step
     of the result: rows do not depend on each other, and nothing is calibrated.
@@ -122,7 +122,7 @@ class QuantizedProducts:
 
     @property
     def in_qdq(self) -> bool:
-        """Whether they are products of rounded floats, which the runtime recognises."""
+        """Whether the graph has products of rounded floats, which the runtime recognises."""
         return self.format in QDQ
 
 
@@ -131,28 +131,28 @@ DYNAMIC_ROW = Scale(1.0, 128)
 
 
 INT4_BLOCK = 32
-"""The numbers of a column that share a scale."""
+"""The length of a block of a column whose numbers share a scale."""
 
 Bits = Literal[4, 8]
-"""The bits of a blocked weight."""
+"""The number of bits of a blocked weight."""
 
 KERNEL_BLOCKS: Mapping[Bits, tuple[int, ...]] = MappingProxyType(
     {4: (128, 64, INT4_BLOCK), 8: (256, 128, 64, 32)}
 )
-"""Block sizes of ONNX Runtime's kernels, in order of preference; one must divide the columns."""
+"""Block sizes of ONNX Runtime's kernels, in order of preference; they must divide the columns."""
 
 
-MOST_ON_GPU = 128
+MAX_GPU_BLOCK = 128
 """The largest block size that a GPU's kernels support."""
 
 
 def block_of(
     form: QuantFormat, widths: Iterable[int], bits: Bits = 4, *, on_gpu: bool = False
 ) -> int | None:
-    """Returns the block size for columns of a length; None if none divides it."""
+    """Returns the block size for columns of these lengths; None if no size divides all of them."""
     sizes = KERNEL_BLOCKS[bits] if form == "kernel" else (INT4_BLOCK,)
     if on_gpu:
-        sizes = tuple(size for size in sizes if size <= MOST_ON_GPU)
+        sizes = tuple(size for size in sizes if size <= MAX_GPU_BLOCK)
     widths = tuple(widths)
     return next((size for size in sizes if not any(width % size for width in widths)), None)
 
@@ -175,7 +175,7 @@ class BlockedWeights:
 
 @dataclass(frozen=True, slots=True)
 class ComputeTypes:
-    """The types in which one layer computes, whatever type its tokens have, and the reason.
+    """The types in which a layer computes, whatever type its tokens have, and the reason for them.
 
     `inner` is the float type of the experts' (or factors') products; router and gate are always
     FP32. `quantized` lists the products with integers, or `blocked` those with blocked weights.

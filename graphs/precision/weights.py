@@ -40,9 +40,9 @@ TINY = float(np.finfo(np.float16).tiny)
 def converted(parts: Iterable[StoredPart], compute: ComputeTypes) -> Iterator[StoredPart]:
     """Yields a layer's weights in the types of `compute`.
 
-    A weight W with integers is followed by `W.scale` [..., out]: the real value of one step, times
+    A weight W of integers is followed by `W.scale` [..., out]: the real value of one step, times
     one step of the operand unless the form is `qdq`. It is complete once the parts of W have been
-    read. The same holds for blocked weights, whose layout and scales are described in `in_blocks`.
+    read. The same is true of blocked weights, whose layout and scales are described in `in_blocks`.
     """
     for part in parts:
         quantized = compute.quantized
@@ -158,8 +158,8 @@ def in_blocks(
     split = np.asarray(matrix, np.float32).reshape(width // block, block, out)
     integers = np.empty(split.shape, np.int8)
     scales = np.empty((len(split), out), np.float32)
-    for place, numbers in enumerate(split):  # small enough to stay in a cache
-        integers[place], scales[place] = _block(numbers, scale_type, bits)
+    for index, numbers in enumerate(split):  # small enough to stay in a cache
+        integers[index], scales[index] = _block(numbers, scale_type, bits)
     return integers.reshape(width, out), scales
 
 
@@ -168,21 +168,21 @@ def _block(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns one block [in, out] as integers, with their scales [out]."""
     levels = 2 ** (bits - 1)
-    place = np.abs(numbers).argmax(axis=0, keepdims=True)
-    largest = np.take_along_axis(numbers, place, axis=0)[0]
+    position = np.abs(numbers).argmax(axis=0, keepdims=True)
+    largest = np.take_along_axis(numbers, position, axis=0)[0]
     integers, scales = np.zeros_like(numbers), np.zeros_like(largest)
-    least = np.full_like(largest, np.inf)
+    least_error = np.full_like(largest, np.inf)
     for share in SHARES[bits]:
         step = np.where(largest != 0, largest * (share / -levels), np.float32(TINY))
-        tried = np.clip(np.rint(numbers / step), -levels, levels - 1)
-        squares = np.square(tried).sum(axis=0)
-        fitted = (numbers * tried).sum(axis=0) / np.maximum(squares, 1)
+        candidate = np.clip(np.rint(numbers / step), -levels, levels - 1)
+        squares = np.square(candidate).sum(axis=0)
+        fitted = (numbers * candidate).sum(axis=0) / np.maximum(squares, 1)
         scale = rounded_to(np.where(squares > 0, fitted, step), scale_type)
         scale = np.where(scale != 0, scale, np.float32(TINY))
-        error = np.square(numbers - tried * scale).sum(axis=0)
-        better = error < least
-        integers = np.where(better, tried, integers)
-        scales, least = np.where(better, scale, scales), np.where(better, error, least)
+        error = np.square(numbers - candidate * scale).sum(axis=0)
+        better = error < least_error
+        integers = np.where(better, candidate, integers)
+        scales, least_error = np.where(better, scale, scales), np.where(better, error, least_error)
     return integers.astype(np.int8), scales
 
 
@@ -197,7 +197,7 @@ def activation_scale(
 ) -> Scale:
     """Returns the scale of an activation: signed and symmetric in Q/DQ form, else unsigned.
 
-    In Q/DQ form the float type `dtype` represents it exactly.
+    In Q/DQ form the float type `dtype` represents the scale exactly.
     """
     if not qdq:
         return observed.affine()
@@ -207,6 +207,6 @@ def activation_scale(
 
 def rounded_to(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
     """Returns float32 numbers rounded to the nearest ones that a float type represents."""
-    kind = {ir.DataType.FLOAT16: np.float16, ir.DataType.BFLOAT16: ml_dtypes.bfloat16}
+    types = {ir.DataType.FLOAT16: np.float16, ir.DataType.BFLOAT16: ml_dtypes.bfloat16}
     exact = np.asarray(array, np.float32)
-    return exact if dtype not in kind else exact.astype(kind[dtype]).astype(np.float32)
+    return exact if dtype not in types else exact.astype(types[dtype]).astype(np.float32)

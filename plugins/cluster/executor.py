@@ -12,7 +12,6 @@ from ...common.option import Request
 from ...errors import UsageError
 from ...exporter.executors import Executor
 from ...exporter.requests import AnyPath, CalibrateRequest, LoadRequest
-from .kinds import compare_kinds, earlier_kinds, folder_of, kinds_text, write_kinds
 from .paths import absolute, with_paths_everywhere
 from .request import ClusterOptions
 
@@ -56,6 +55,7 @@ def _bench(models: Sequence[AnyPath], request: BenchRequest) -> dict[str, Result
     from ...bench.results import Results
     from ...common.writing import make_folder
     from .bench import sweep_on_ray
+    from .kinds import folder_of, write_kinds
 
     options = request.asked(ClusterOptions)
     kinds, out, before = options.kinds, request.folder, request.before
@@ -80,6 +80,8 @@ def _bench(models: Sequence[AnyPath], request: BenchRequest) -> dict[str, Result
 
 
 def _shown(reports: Mapping[str, Results], output: Path, request: BenchRequest) -> str:
+    from .kinds import folder_of, kinds_text
+
     kinds = request.asked(ClusterOptions).kinds
     folders = {kind: output / folder_of(kind) if len(kinds) > 1 else output for kind in reports}
     pages = [f"report: {folder / 'report.html'}" for folder in folders.values()]
@@ -89,6 +91,8 @@ def _shown(reports: Mapping[str, Results], output: Path, request: BenchRequest) 
 def _earlier(
     folder: Path, compare: Path | None, request: BenchRequest, *, wanted: bool
 ) -> Mapping[str, Results]:
+    from .kinds import earlier_kinds
+
     return earlier_kinds(folder, compare, request.asked(ClusterOptions).kinds, wanted=wanted)
 
 
@@ -106,4 +110,12 @@ def _asked(request: Request) -> bool:
     return options.ray is not None
 
 
-RAY = Executor("ray", _asked, _calibrate, _bench, _earlier, _shown, compare_kinds, _evaluating)
+def _compared(
+    before: Mapping[str, Results], now: Mapping[str, Results], share: float | None
+) -> tuple[list[str], Exception | None]:
+    from .kinds import compare_kinds
+
+    return compare_kinds(before, now, share)
+
+
+RAY = Executor("ray", _asked, _calibrate, _bench, _earlier, _shown, _compared, _evaluating)

@@ -541,7 +541,12 @@ class _Value(ExpertParts):
         if not one_map:
             return self
         out_activation = self.activation or "identity"
-        return ExpertParts(maps=self.maps, outer=self.inner, out_activation=out_activation)
+        return ExpertParts(
+            maps=self.maps,
+            outer=self.inner,
+            out_activation=out_activation,
+            halves=self.halves,
+        )
 
     def mapped(self, weight: Tensor, bias: Tensor | None) -> _Value:
         if self.at == "input":

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import onnx_ir as ir
 
-from ...errors import UsageError
+from ...errors import MoexportError, UsageError
 from ...exporter.job import ExportJob
 from ...exporter.model import Model
 from ...exporter.trace import trace
@@ -64,10 +64,14 @@ class Traces:
 
     @cached_property
     def _places(self) -> dict[str, tuple[_Place, ...]] | None:
-        """The places of k, found by comparing the graph as trained with that of k = 1."""
+        """The places of k, from the graphs as trained and with k = 1; None if not found."""
         model = self._base.model
-        ones = model.host.with_k(model, dict.fromkeys(model.layers, 1))
-        return _places(self._traced, _traced(replace(self._base, model=ones)), self._trained)
+        try:
+            ones = model.host.with_k(model, dict.fromkeys(model.layers, 1))
+            other = _traced(replace(self._base, model=ones))
+        except MoexportError:  # a router may refuse k = 1: each k is then traced
+            return None
+        return _places(self._traced, other, self._trained)
 
     def _with(self, ks: Mapping[str, int]) -> ir.Model:
         """The graph as trained, with other numbers at the places of k."""

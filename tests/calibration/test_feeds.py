@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import json
 import struct
@@ -245,7 +246,7 @@ def test_parity_is_checked_on_the_inputs_that_were_given(tmp_path: Path) -> None
         (X[0], (), "needs float32 (batch, tokens, 32), not float32 (5, 32)"),
         (X, ("--tokens", "7"), "needs float32 (batch, 7, 32), not float32 (6, 5, 32)"),
         (X[:, :0], (), "--data: input 'input' is empty: (6, 0, 32)"),
-        (X, ("--batch", "8"), "--batch 8 needs that many inputs, the feed has 6"),
+        (X, ("--batch", "8"), "--batch 8 needs that many inputs, but the feed has 6"),
         (np.full_like(X, np.nan), (), "input 'input' contains NaN or Inf"),
         (np.full_like(X, -np.inf), (), "input 'input' contains NaN or Inf"),
         (X.astype(np.complex64), (), "contains complex64 (6, 5, 32), not an array of inputs"),
@@ -363,6 +364,44 @@ def test_a_dict_of_arrays_is_a_feed_as_its_archive_is(
     assert count(given, "input") == 6
     np.testing.assert_array_equal(samples(given, "input", 4), X[:4])
     assert [*next(named_batches(given, ["input"]))] == ["input"]
+
+
+def test_an_input_may_be_called_label(tmp_path: Path) -> None:
+    fields = {"x": X, "label": np.arange(6.0)}
+    np.savez(tmp_path / "data.npz", **fields)  # type: ignore[arg-type]
+    for feed in (tmp_path / "data.npz", fields, [fields]):
+        (found,) = named_batches(feed, ["x", "label"])
+        assert {*found} == {"x", "label"}
+        np.testing.assert_array_equal(found["label"], fields["label"])
+
+
+class Cursor:
+    """An iterator of batches that the user's code keeps open."""
+
+    def __init__(self) -> None:
+        self.left, self.closed = [X, X], False
+
+    def __iter__(self) -> Cursor:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        if self.closed or not self.left:
+            raise StopIteration
+        return self.left.pop()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_an_iterator_of_the_user_s_code_is_not_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_cursor.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = importlib.import_module("own_cursor")
+    monkeypatch.setattr(own, "feed", Cursor(), raising=False)
+    assert len(samples("own_cursor:feed", "input", 2)) == 2
+    assert len(samples("own_cursor:feed", "input", 2)) == 2
 
 
 def test_a_tensor_is_a_batch_and_not_a_row_each() -> None:

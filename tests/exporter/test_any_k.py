@@ -64,7 +64,7 @@ def test_a_record_of_several_k_is_read_as_it_was_written(tmp_path: Path) -> None
 def test_of_large_outputs_a_record_keeps_fewer_with_other_k(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parity, "MOST_BYTES_AT_A_K", 100)
+    monkeypatch.setattr(parity, "MAX_BYTES_PER_K", 100)
     of_several().save(tmp_path / "parity.npz")
     record = Reference.load(tmp_path / "parity.npz")
     assert len(record.x) == 3

@@ -356,4 +356,4 @@ def test_a_parity_of_mostly_ties_says_so_and_fails_above_a_share(count: int, pas
     parity = tied(count)
     assert parity.passed == passed
     assert (parity.ties, parity.tied, parity.choices) == (count, count, 8)
-    assert ("MOST WAS NOT COMPARED" in describe(parity)) == (count > 4)
+    assert ("MOST RESULTS WERE NOT COMPARED" in describe(parity)) == (count > 4)

@@ -315,6 +315,19 @@ def test_a_runtime_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         session.run(np.ones(2, np.float32))
 
 
+class Full(Session):
+    """A session on a GPU whose memory runs out when inputs are copied to it."""
+
+    def feeds(self, x: Any, k: int | None = None) -> dict[str, Any]:
+        raise RuntimeError("CUDA out of memory")
+
+
+def test_a_failure_to_copy_inputs_names_the_runtime(tmp_path: Path) -> None:
+    session = Full(written(tmp_path, [("x", 1)], [helper.make_node("Identity", ["x"], ["y"])]))
+    with pytest.raises(EngineError, match="memory ran out for a batch of 2"):
+        session.run(np.ones((2, 4), np.float32))
+
+
 def test_a_session_takes_no_kernels_that_round_rows_whole() -> None:
     from moexport.exporter.session import _settings
 

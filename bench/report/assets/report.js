@@ -534,7 +534,7 @@ const COLUMNS = [
   ["R²", row => row.regression?.r2 ?? null, value => value.toFixed(4)],
   ["Same experts", row => row.same, percent],
   ["× limit", row => row.ms && row.limit_ms ? row.ms / row.limit_ms : null,
-    value => value < 1 ? "limit does not hold" : value.toFixed(value < 10 ? 1 : 0), "narrow"],
+    value => value < 1 ? "limit does not apply" : value.toFixed(value < 10 ? 1 : 0), "narrow"],
   ["Spread", row => row.spread, value => (100 * value).toFixed(0) + "%"],
   time("p90", "p90"), time("p95", "p95"), time("p99", "p99"), time("Min", "min"), time("Max", "max"),
   time("Mean", "mean"), time("Std", "std"), ["Calls", row => row.latency_ms?.n ?? null, number, "extra"],

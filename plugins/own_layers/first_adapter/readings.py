@@ -379,8 +379,10 @@ def _widths(layer: nn.Module, reading: ExpertsReading) -> list[int]:
 
 
 def further_inputs(layer: nn.Module) -> list[str]:
-    """Returns the required arguments of a layer's forward after its tokens."""
-    return required(layer)[1:]
+    """Returns the required positional arguments of a layer's forward after its tokens."""
+    parameters = inspect.signature(layer.forward).parameters
+    named = {n for n, each in parameters.items() if each.kind is Parameter.KEYWORD_ONLY}
+    return [name for name in required(layer)[1:] if name not in named]
 
 
 def optional_inputs(layer: nn.Module) -> list[str]:

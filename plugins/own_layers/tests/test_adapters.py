@@ -694,6 +694,25 @@ def test_a_geglu_is_two_maps_or_one_of_both() -> None:
     assert torch.equal(one(x), other(x))
 
 
+class OneGatedMap(nn.Module):
+    """silu(a) * b of the halves of one map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(D, 2 * OUT)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.fc(x).chunk(2, -1)
+        y: torch.Tensor = nn.functional.silu(a) * b
+        return y
+
+
+def test_a_gated_expert_of_one_map_is_refused() -> None:
+    layer = moexport.SoftMoE(phi=PHI, experts=[OneGatedMap() for _ in range(N)])
+    with pytest.raises(UsageError, match="gate='concatenated' needs two maps"):
+        layer.build("")
+
+
 def test_lists_of_pytorchs_own_kinds_are_lists() -> None:
     experts = pairs()
     x = torch.randn(2, 7, D)

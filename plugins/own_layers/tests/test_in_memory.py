@@ -101,7 +101,7 @@ def test_a_benchmark_needs_the_network_beside_its_bundle(tmp_path: Path) -> None
     data = {"input": x, "label": torch.arange(12) % 5}
     bundle = moexport.export(net, tmp_path / "out", k=4, data=data)
     asked: Any = {"data": data, "engine": "onnxruntime", "threads": 1, "memory": False}
-    with pytest.raises(moexport.UsageError, match="that network is in no file") as refused:
+    with pytest.raises(moexport.UsageError, match="that network is not in a file") as refused:
         moexport.bench(bundle, **asked)
     assert "moexport.bench([model, bundle])" in str(refused.value.hint)
     results = moexport.bench([net, bundle], round_s=0.01, inputs=1, **asked)

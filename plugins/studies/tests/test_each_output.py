@@ -305,7 +305,7 @@ def test_what_is_kept_has_the_interval_of_resampled_inputs() -> None:
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (np.eye(3)[np.arange(360) % 3], "one 1 in every row, like one-hot classes"),
+        (np.eye(3)[np.arange(360) % 3], "exactly one 1 in every row, like one-hot classes"),
         (np.zeros((360, 3), int) - 1, "the value -1 at index [0, 0]; attributes are 0 or 1"),
         (np.zeros((360, 2), int), "labels (batch, 2) for outputs (batch, 3)"),
         (np.full((360, 3), 0.5), "the targets of every input are the same"),

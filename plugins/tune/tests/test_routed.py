@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import moexport
 import numpy as np
 import pytest
 from moexport.bench.data import LabelledData
+from moexport.errors import UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.job import ExportJob, export_job
 from moexport.exporter.model import Model
@@ -96,6 +99,24 @@ def test_two_traces_tell_those_of_every_k_of_every_layer(model: Model, base: Exp
             assert _same_op(one, two)
             assert not list(_differences(one, two))
     assert traces._places is not None
+
+
+def test_a_router_that_refuses_one_expert_is_traced_for_each_k(
+    model: Model, base: ExportJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, with_k = type(model.host), type(model.host).with_k
+
+    def from_two(self: Any, model: Model, k: Mapping[str, int | None]) -> Model:
+        if 1 in k.values():
+            raise UsageError("the router needs k of 2 or more")
+        return with_k(self, model, k)
+
+    job = export_job(model, base.options, k=2)
+    monkeypatch.setattr(host, "with_k", from_two)
+    traces = Traces(base, trace(base.model, fixed=base.fixed))
+    found, wanted = traces.of(job), trace(job.model, fixed=job.fixed)
+    assert traces._places is None
+    assert [node.op_type for node in found.graph] == [node.op_type for node in wanted.graph]
 
 
 @pytest.mark.slow

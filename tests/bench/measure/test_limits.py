@@ -177,7 +177,7 @@ def test_a_row_that_beats_its_limit_says_that_it_does_not_hold_and_why(limits: L
     assert why_below_limit(limit, 1.1 * limit.limit_ms, RATES) is None
     by_memory = why_below_limit(limit, 0.9 * limit.limit_ms, RATES)
     assert by_memory is not None
-    assert by_memory.startswith("limit does not hold: the ")
+    assert by_memory.startswith("limit does not apply: the ")
     assert "stay in a cache between calls, which is faster than the 10 GB/s" in by_memory
     slow = replace(RATES, matmul_gflop_s=0.01)
     limit = limits.of(ROW, GRAPH, 1, slow)

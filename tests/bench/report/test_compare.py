@@ -37,7 +37,7 @@ def test_only_what_lies_beyond_the_spread_is_told(results: Results, slower: Resu
     assert "0 are faster and 1 slower by more than the spread; 3 show no difference" in (
         found.sentence
     )
-    assert "Another machine or setting: threads was None and is now 4." in found.notes
+    assert "Different machine or setting: threads was None and is now 4." in found.notes
     assert "1 rows are only in the earlier file, 0 only in this one." in found.notes
 
 

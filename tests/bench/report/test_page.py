@@ -218,14 +218,14 @@ def test_without_times_a_smaller_k_that_is_not_proven_is_named_with_the_inputs_t
 def test_a_time_below_the_limit_is_said_to_show_that_the_limit_does_not_hold(
     results: Results, row: RowMaker
 ) -> None:
-    why = "limit does not hold: the 2.0 MB stay in a cache between calls"
+    why = "limit does not apply: the 2.0 MB stay in a cache between calls"
     beaten = row(4, 1.0, 1.0, limit_ms=1.2, no_limit=why)
     changed = replace(results, rows=(*results.rows[:2], beaten, row(2, 0.5, 0.8, limit_ms=0.2)))
     lines = to_markdown(changed).splitlines()
     rows = [[cell.strip() for cell in line.split("|")] for line in lines if "grouped" in line]
     assert {cells[2]: cells[5] for cells in rows if len(cells) == 11} == {
         "16/16": "",
-        "4/16": "limit does not hold",
+        "4/16": "limit does not apply",
         "2/16": "2.5",
     }
     data = json.loads(Page(html(changed)).scripts[0])
@@ -505,6 +505,8 @@ def test_reproduce_tells_versions_hashes_and_data(results: Results) -> None:
     assert "cd34" in to_markdown(full)
     random = full.protocol | {"data": {"source": None, "sha256": "cd34"}, "labelled": False}
     assert "# data random inputs: sha256 cd34" in reproduce(replace(full, protocol=random))
+    earlier = full.protocol | {"calibration": "train.npz"}
+    assert "# INT8 ranges from train.npz" in reproduce(replace(full, protocol=earlier))
 
 
 NAME = (

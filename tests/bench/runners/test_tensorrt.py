@@ -158,10 +158,12 @@ def test_batches_that_an_engine_does_not_take_are_filled_up() -> None:
         seen.append(len(part))
         return 2 * part
 
-    y = in_batches(run, x, most=4, accepts=lambda size: size in (1, 4))
+    y = in_batches(run, x, limit=4, accepts=lambda size: size in (1, 4))
     np.testing.assert_array_equal(y, 2 * x)
     assert seen == [4, 4, 4]
-    np.testing.assert_array_equal(in_batches(run, x[:1], most=4, accepts=lambda size: size == 1), 0)
+    np.testing.assert_array_equal(
+        in_batches(run, x[:1], limit=4, accepts=lambda size: size == 1), 0
+    )
     assert seen[3:] == [1]
 
 

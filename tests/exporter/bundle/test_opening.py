@@ -258,6 +258,7 @@ def test_where_nothing_was_compared_no_difference_is_told(bundle: Path) -> None:
         (lambda a: a.pop("margin/blocks.2.mlp"), "its choices are not complete"),
         (lambda a: a.update({"kept/blocks.2.mlp": np.ones(3)}), "not a readable parity record"),
         (lambda a: a.pop("dense"), "dense"),
+        (lambda a: a.update({"k=1/" * 1200 + "y": a["y"]}), "results with another k within k=1/"),
     ],
 )
 def test_a_reference_that_is_none_is_an_error(change: object, message: str, bundle: Path) -> None:

@@ -20,7 +20,7 @@ from moexport.exporter.checks.choices import (
     real_tokens,
     recorded_histograms,
 )
-from moexport.exporter.checks.drift import LEAST, NAME, Drift, DriftCheck, drift_of
+from moexport.exporter.checks.drift import MIN_INPUTS, NAME, Drift, DriftCheck, drift_of
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
 
@@ -138,9 +138,9 @@ def test_where_nothing_is_chosen_or_known_no_drift_is_told(data: Path, tmp_path:
     outcome = run("verify", tmp_path / "n" / "out", "--data", tmp_path / "own_n.npz")
     assert f"ok      {NAME}: not compared: every layer keeps all" in outcome.out
     bundle = exported(tmp_path / "k", data, k=1)
-    np.savez(tmp_path / "few.npz", input=tokens(1, LEAST - 1))
+    np.savez(tmp_path / "few.npz", input=tokens(1, MIN_INPUTS - 1))
     few = found(bundle, tmp_path / "few.npz")
-    assert few is not None and f"{LEAST - 1} inputs are too few" in few.detail and few.passed
+    assert few is not None and f"{MIN_INPUTS - 1} inputs are too few" in few.detail and few.passed
     model = moexport.load(WEIGHTS)
     without = moexport.export(model, tmp_path / "without", k=1)  # random inputs: no histogram
     assert CHOICES not in without.manifest.answers

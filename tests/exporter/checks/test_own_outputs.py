@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import moexport
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import FeedError, ParityError
+from moexport.exporter.checks.accuracy import Score, measured
 from moexport.exporter.checks.answers import ROUNDINGS, answers_of
-from moexport.exporter.model import Model
+from moexport.exporter.model import Model, TensorSpec
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import DATA, MUMOE, SOFT_MOE, VIT_CONFIG, read_case
 
@@ -59,6 +61,23 @@ def data(own: Labelled, tmp_path: Path) -> Path:
 def accuracy(y: np.ndarray, labels: np.ndarray) -> str:
     right = int((y.argmax(axis=1) == labels).sum())
     return f"{right / len(labels):.1%} ({right} of {len(labels)})"
+
+
+def test_own_outputs_of_one_number_per_input_are_compared_next_to_labels() -> None:
+    random = np.random.default_rng(0)
+    x, y = random.random((8, 3), np.float32), random.random((8, 4), np.float32)
+    energy = random.random(8, np.float32)
+    sizes = {"logits": ("batch", 4), "energy": ("batch",)}
+    spec = TensorSpec("x", "float32", ("batch", 3))
+    ports = SimpleNamespace(
+        input=spec,
+        inputs=(spec,),
+        outputs=tuple(TensorSpec(name, "float32", shape) for name, shape in sizes.items()),
+    )
+    data = {"x": x, "energy": energy, "label": y.argmax(axis=1)}
+    found = measured(lambda _: {"logits": y, "energy": energy}, ports, [data], 8, {}, 8)
+    assert found is not None and found.accuracy == Score(8, 8)
+    assert found.agreeing == 8 and found.apart.max() == 0
 
 
 @pytest.mark.slow

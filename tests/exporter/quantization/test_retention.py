@@ -102,6 +102,16 @@ def test_outputs_that_are_no_classes_are_compared_by_their_direction(tmp_path: P
     assert found.retention(lambda part: part + np.nan) == 0
 
 
+def test_one_number_per_token_is_compared_by_its_direction(tmp_path: Path) -> None:
+    port = TensorSpec("input", "int64", ("batch", "tokens"), below=VOCABULARY)
+    output = TensorSpec("output", "float32", ("batch", "tokens", 1))
+    value = nn.Embedding(VOCABULARY, 1, _weight=torch.arange(1.0, VOCABULARY + 1)[:, None])
+    model = Model(value, "test", {}, Source("values", ()), (port,), (output,))
+    found = answers(model, IDS, tmp_path)
+    assert found.measure == "cosine"
+    assert found.retention(lambda ids: ids[..., None] + 1.0) == pytest.approx(1)
+
+
 def test_a_fixed_batch_takes_whole_batches(tmp_path: Path) -> None:
     x = np.eye(5, 4, dtype=np.float32)
     assert [len(part) for part in answers(same(4), x, tmp_path, "2").inputs()] == [2, 2]

@@ -54,7 +54,7 @@ def test_the_key_is_of_everything(tmp_path: Path) -> None:
 
 
 def test_the_oldest_engines_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "MOST_BYTES", 10)
+    monkeypatch.setattr(cache, "MAX_BYTES", 10)
     for key in ("1" * 64, "2" * 64, "3" * 64):
         folder = kept(tmp_path, b"12345", key)
     assert cache.take(folder, "1" * 64, tmp_path / "out.plan") is None

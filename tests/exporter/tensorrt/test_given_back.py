@@ -134,7 +134,7 @@ def test_an_engine_whose_kernels_cannot_be_kept_is_closed_all_the_same() -> None
         raise RuntimeError("serialization failed")
 
     loaded = LoadedEngine.__new__(LoadedEngine)
-    loaded._kernels, loaded._placed = kernels, [object()]  # type: ignore[list-item]
+    loaded._save_kernels, loaded._placed = kernels, [object()]  # type: ignore[list-item]
     loaded._context = loaded._runtime_cache = loaded._engine = loaded._runtime = object()
     with suppress(RuntimeError):
         loaded.close()

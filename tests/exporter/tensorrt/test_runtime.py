@@ -7,6 +7,8 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +18,10 @@ from moexport.exporter.bundle.parity import GPU_RTOL, TOLERANCES, on_gpu
 from moexport.exporter.session import TENSORRT
 from moexport.exporter.tensorrt import cache, cuda
 from moexport.exporter.tensorrt.backends import Gpu, first_gpu
+from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.ort_provider import provider_options
-from moexport.exporter.tensorrt.session import BF16, _array, _tensor, _widened
+from moexport.exporter.tensorrt.session import BF16, EngineSession, _array, _tensor, _widened
+from moexport.graphs.sizes import AxisRange
 from moexport.tests.exporter.tensorrt.cuda_stand_in import Cuda
 from moexport.tests.exporter.tensorrt.engines import build, export, needs_rtx
 from moexport.tests.recorded import read_case
@@ -33,6 +37,8 @@ import sys
 for name in ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "polygraphy", "typer"):
     sys.modules[name] = None
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 from moexport.errors import EngineError
 from moexport.exporter.tensorrt.session import EngineSession
 try:
@@ -117,6 +123,29 @@ def test_bf16_is_rounded_to_the_nearest_and_widened_without_loss() -> None:
     assert lost is not None and np.isnan(_widened(lost.array, BF16)).all()
 
 
+@pytest.mark.parametrize("of", ["numpy", "torch"])
+def test_an_output_is_copied_to_memory_of_the_inputs_kind(of: str) -> None:
+    torch = pytest.importorskip("torch")
+    copied: list[tuple[int, ...]] = []
+    session = object.__new__(EngineSession)
+    session._shapes, session._buffers = {"y": (2, 3)}, {"y": 64}
+    session._loaded = SimpleNamespace(dtype=lambda _: "float32")  # type: ignore[assignment]
+    session._stream = SimpleNamespace(  # type: ignore[assignment]
+        copy=lambda *addresses: copied.append(addresses)
+    )
+    like: Any = np.zeros(1, np.float32) if of == "numpy" else torch.zeros(1)
+    output = session._receive("y", like)
+    assert type(output) is type(like) and tuple(output.shape) == (2, 3)
+    address = output.ctypes.data if of == "numpy" else output.data_ptr()
+    assert copied == [(address, 64, 24)]
+
+
+def test_options_of_an_engine_are_plain_data_whatever_mapping_has_its_ranges() -> None:
+    ranges = MappingProxyType({"batch": AxisRange(1, 2, 3)})
+    plain = {"profiles": [{"batch": {"min": 1, "opt": 2, "max": 3}}]}
+    assert EngineOptions(profiles=(ranges,)).as_json() == plain
+
+
 def test_tensors_keep_to_the_same_rules() -> None:
     torch = pytest.importorskip("torch")
     x = torch.arange(6.0).reshape(2, 3)
@@ -199,7 +228,7 @@ def test_compiled_kernels_are_kept_for_the_next_start(
     cache.keep_kernels("one", b"compiled")
     assert cache.read_kernels("one") == b"compiled"
     assert cache.read_kernels("other") == b""
-    monkeypatch.setattr(cache, "MOST_BYTES", 10)
+    monkeypatch.setattr(cache, "MAX_BYTES", 10)
     cache.keep_kernels("other", b"compiled too")
     assert cache.read_kernels("one") == b""
     if sys.platform != "win32":
