@@ -2,9 +2,9 @@
 
 Accuracy, routing and parity are measured in shards of the data, one task per shard. The sums of the
 batches are added in the order of the data, so the result is bit-identical to that of one machine.
-Then every batch size of every model is timed on one node: all its k, precisions and engines take
-turns with the untouched model, so that no ratio compares times of two machines. Ray places the
-tasks, and runs those of a lost node again.
+Then each batch size of each model is timed on one node: all ks, precisions and engines take turns
+with the untouched model, so that no ratio compares times of two machines. Ray places the tasks, and
+runs those of a lost node again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .paths import paths_in
 from .ray import Cluster, NodeKind, Task, connected, kinds_of
 
 BatchStates = dict[str, dict[int, EvaluationState]]
-"""For each candidate, by name: the sums of each batch, by number."""
+"""The sums of each batch, by its number, for each candidate, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,10 @@ def sweep_on_ray(
 ) -> dict[str, Results]:
     """Returns the results of each kind of node; calls `keep` when a kind is complete.
 
-    If a folder `out` is given, it keeps finished tasks until the whole run is complete, and a
-    repeated run skips them. Raises `UsageError` for a request that other machines cannot run, and
-    `ClusterError` if the cluster cannot be reached, lacks a requested resource, or repeatedly loses
-    the nodes of a task; the kinds passed to `keep` by then are complete.
+    If the request has a folder `out`, the results of finished tasks stay there until the whole run
+    is complete, and a repeated run skips these tasks. Raises `UsageError` for a request that other
+    machines cannot run, and `ClusterError` if the cluster cannot be reached, lacks a requested
+    resource, or repeatedly loses the nodes of a task; kinds passed to `keep` by then are complete.
     """
     watcher = request.progress or Silent()
     out = request.folder
@@ -82,7 +82,7 @@ def sweep_on_ray(
     with exclusive_folder(out), connected(address, watcher) as cluster:
         kinds = kinds_of(cluster.ray.nodes(), on)
         watcher.step(_described(kinds, cells))
-        journal = Journal(None if out is None else out / FILE, _what(cells))
+        journal = Journal(None if out is None else out / FILE, _identity(cells))
         if journal.summary:
             watcher.step(journal.summary)
         for kind in kinds:
@@ -134,14 +134,14 @@ def _by_model(models: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups]
 
 
-def _what(cells: Sequence[Cells]) -> dict[str, Any]:
-    """The inputs that the numbers depend on; finished tasks of other inputs are not used."""
+def _identity(cells: Sequence[Cells]) -> dict[str, Any]:
+    """The inputs that the numbers depend on; tasks finished with other inputs are not used."""
     request = cells[0].request
     data = request.data if isinstance(request.data, str | Path) else None
     files = () if data is None else shards_of(data) or (data,)
     return {
         "run": "on Ray",
-        "models": [(model, state_of(model)) for one in cells for model in one.models],
+        "models": [(model, state_of(model)) for cell in cells for model in cell.models],
         "data": [(str(file), state_of(file)) for file in files],
         "settings": request.measured,
         "loading": [(str(v), state_of(v)) for v in paths_in(request)],
@@ -160,7 +160,7 @@ def _check(cells: Sequence[Cells]) -> None:
             )
     if request.data is not None and not isinstance(request.data, str | Path):
         raise UsageError("data in memory: nodes read data by a path, URL or package.module:name")
-    listed = [model for one in cells for model in one.models]
+    listed = [model for cell in cells for model in cell.models]
     names = [model if names_code(model) else Path(model).stem for model in listed]
     for name in names:
         if names.count(name) > 1:
@@ -194,52 +194,54 @@ class _Sweep:
         for name in ("accuracy", "analyses", "timed"):
             for piece in self.journal.pieces(name, on=self.kind.name):
                 self.pieces[name, piece["model"], piece["part"]] = piece
-        known = self._known()
+        known = self._evaluated()
         analyses = self._analyses()
         timing = [
-            (one, b) for one in self.cells for b in one.request.batches if one.models in known
+            (cell, b) for cell in self.cells for b in cell.request.batches if cell.models in known
         ]
         timed = self._done(
             "timed",
             {
-                (one.models[0], batch): Task(
-                    f"{one.models[0]}, batch {batch}", time_cells, (one, batch, known[one.models])
+                (cell.models[0], batch): Task(
+                    f"{cell.models[0]}, batch {batch}",
+                    time_cells,
+                    (cell, batch, known[cell.models]),
                 )
-                for one, batch in timing
+                for cell, batch in timing
             },
         )
-        keys = ((one.models[0], batch) for one, batch in timing)
+        keys = ((cell.models[0], batch) for cell, batch in timing)
         parts = [msgspec.convert(timed[key], tuple[str, Results]) for key in keys if key in timed]
         if not parts:
             return None
         return replace(merged(parts, self.cells[0].request.command), analyses=analyses)
 
-    def _known(self) -> dict[tuple[str, ...], dict[str, EvaluationState]]:
+    def _evaluated(self) -> dict[tuple[str, ...], dict[str, EvaluationState]]:
         """Returns the qualities of the candidates of each model whose shards are complete."""
         # The number of shards is that of the interrupted run, even if the number of nodes changed.
         # A new run has one shard per node, since each node loads and exports its model.
-        begun = [str(part) for name, _, part in self.pieces if name == "accuracy"]
-        spread = math.ceil(self.kind.nodes / len(self.cells))
-        shards = int(begun[0].partition("/")[2]) if begun else spread
+        finished = [str(part) for name, _, part in self.pieces if name == "accuracy"]
+        nodes_per_model = math.ceil(self.kind.nodes / len(self.cells))
+        shards = int(finished[0].partition("/")[2]) if finished else nodes_per_model
         names = [f"{index + 1}/{shards}" for index in range(shards)]
         sums = self._done(
             "accuracy",
             {
-                (one.models[0], name): Task(
-                    f"{one.models[0]}, accuracy, shard {name}",
+                (cell.models[0], name): Task(
+                    f"{cell.models[0]}, accuracy, shard {name}",
                     evaluate_cells,
-                    (one, (index, shards)),
+                    (cell, (index, shards)),
                 )
-                for one in self.cells
+                for cell in self.cells
                 for index, name in enumerate(names)
             },
         )
         known = {}
-        for one in self.cells:
-            keys = [(one.models[0], name) for name in names]
+        for cell in self.cells:
+            keys = [(cell.models[0], name) for name in names]
             if all(key in sums for key in keys):
                 parts = [msgspec.convert(sums[key], BatchStates, strict=False) for key in keys]
-                known[one.models] = _joined(parts)
+                known[cell.models] = _joined(parts)
         return known
 
     def _analyses(self) -> dict[str, Any]:
@@ -248,12 +250,12 @@ class _Sweep:
         if not requested_studies(request):
             return {}
         tasks = {
-            (one.models[0], None): Task(f"{one.models[0]}, analyses", analyse_cells, (one,))
-            for one in self.cells
+            (cell.models[0], None): Task(f"{cell.models[0]}, analyses", analyse_cells, (cell,))
+            for cell in self.cells
         }
         analyses, joined = self._done("analyses", tasks), dict[str, Any]()
-        for one in self.cells:
-            for name, listed in analyses.get((one.models[0], None), {}).items():
+        for cell in self.cells:
+            for name, listed in analyses.get((cell.models[0], None), {}).items():
                 joined[name] = [*joined.get(name, ()), *listed]
         return joined
 
@@ -262,7 +264,7 @@ class _Sweep:
         name: str,
         tasks: Mapping[tuple[str, Any], Task],
     ) -> dict[tuple[str, Any], Any]:
-        """Returns the results of tasks as plain data, by model and part, without lost tasks."""
+        """Returns the results of all but lost tasks as plain data, by model and part."""
         done = {
             key: self.pieces[name, *key]["found"] for key in tasks if (name, *key) in self.pieces
         }

@@ -1,7 +1,7 @@
 """Calibrates on a Ray cluster: every node observes a share of the batches.
 
-The observations are counts, extremes and peaks, which can be merged exactly: with every method, the
-table is bit-identical to that of one machine.
+The observations are counts, extremes and peaks, which can be merged exactly, so the table is
+bit-identical to that of one machine with every method.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def calibrate_on_ray(
         (kind,) = kinds_of(cluster.ray.nodes(), [on])
 
         def origin() -> Origin:
-            (whole,) = _all_of(cluster, kind, "comparing", whole_origin, [(source,)])
-            assert isinstance(whole, Origin)
-            return whole
+            (result,) = _results_of(cluster, kind, "comparing", whole_origin, [(source,)])
+            assert isinstance(result, Origin)
+            return result
 
         def make() -> CalibrationTable:
             shares = [(source, (index, kind.nodes)) for index in range(kind.nodes)]
-            observed = merged(_all_of(cluster, kind, "ranges", observed_share, shares))
+            observed = merged(_results_of(cluster, kind, "ranges", observed_share, shares))
             return observed.table(source.options.method, source.options.share)
 
         if out is None:
@@ -78,19 +78,19 @@ def merged(parts: list[Observed]) -> Observed:
             "the nodes do not read the same model and inputs",
             hint="compare the files that the path names on each node, or give a URL",
         )
-    found = reduce(add, (part.observations for part in parts))
-    found.check()
-    return replace(first, observations=found)
+    observations = reduce(add, (part.observations for part in parts))
+    observations.check()
+    return replace(first, observations=observations)
 
 
-def _all_of(
+def _results_of(
     cluster: Cluster,
     kind: NodeKind,
     name: str,
     function: Callable[..., Any],
     arguments: list[tuple[Any, ...]],
 ) -> list[Any]:
-    """Returns the results of a function for each of the arguments, in their order."""
+    """Returns a function's results for each of the argument tuples, in their order."""
     count = len(arguments)
     tasks = [
         Task(name=f"{name} {i + 1}/{count}", function=function, arguments=values)

@@ -37,12 +37,12 @@ def evaluating_on_ray(address: str, on: str, progress: Progress) -> Iterator[Eva
         (kind,) = kinds_of(cluster.ray.nodes(), [on])
 
         def evaluate(batches: Iterable[Batch]) -> Tallies:
-            held: list[Any] = []  # sent once; the cluster stores them
+            stored: list[Any] = []  # references to batches, which the cluster keeps
             total = 0
             for batch in batches:
-                held.append(cluster.ray.put(batch))
+                stored.append(cluster.ray.put(batch))
                 total += batch.bytes
-            count = min(len(held), max(kind.nodes, math.ceil(total / SHARD_BYTES)))
+            count = min(len(stored), max(kind.nodes, math.ceil(total / SHARD_BYTES)))
 
             def tally(session: Session) -> Tally:
                 folder = session.path.parent
@@ -52,13 +52,13 @@ def evaluating_on_ray(address: str, on: str, progress: Progress) -> Iterator[Eva
                     Task(
                         f"quality, shard {index + 1}/{count}",
                         evaluate_shard,
-                        (sent, session.options, *held[index::count]),
+                        (sent, session.options, *stored[index::count]),
                     )
                     for index in range(count)
                 ]
                 sums: dict[int, Tally] = {}
                 for index, shard in cluster.finished(kind, tasks):
-                    sums |= zip(range(index, len(held), count), shard, strict=True)
+                    sums |= zip(range(index, len(stored), count), shard, strict=True)
                 cluster.check_lost("evaluated")
                 return reduce(add, (sums[number] for number in sorted(sums)), Tally())
 
@@ -73,7 +73,7 @@ def evaluating_on_ray(address: str, on: str, progress: Progress) -> Iterator[Eva
 def evaluate_shard(
     files: Mapping[str, Array], options: SessionOptions, *batches: Batch
 ) -> list[Tally]:
-    """Returns the sums of a graph, given as its files, for each of the batches."""
+    """Returns the sums of a graph, given by its files, for each of the batches."""
     with scratch_folder("tune") as folder:
         for name, content in files.items():
             content.tofile(Path(folder) / name)

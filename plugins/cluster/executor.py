@@ -58,11 +58,11 @@ def _bench(models: Sequence[AnyPath], request: BenchRequest) -> dict[str, Result
     from .kinds import folder_of, write_kinds
 
     options = request.asked(ClusterOptions)
-    kinds, place, before = options.kinds, request.folder, request.before
+    kinds, out, before = options.kinds, request.folder, request.before
 
     def keep(kind: str, results: Results) -> None:
-        if place is not None:
-            folder = place if len(kinds) == 1 else place / folder_of(kind)
+        if out is not None:
+            folder = out if len(kinds) == 1 else out / folder_of(kind)
             make_folder(folder)
             old = before if isinstance(before, Results | None) else before.get(kind)
             write_all(results, folder, None if old is None else compare(old, results))
@@ -74,8 +74,8 @@ def _bench(models: Sequence[AnyPath], request: BenchRequest) -> dict[str, Result
         on=kinds,
         keep=keep,
     )
-    if place is not None and len(results_by_kind) > 1:
-        write_kinds(results_by_kind, place)
+    if out is not None and len(results_by_kind) > 1:
+        write_kinds(results_by_kind, out)
     return results_by_kind
 
 

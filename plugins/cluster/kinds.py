@@ -82,8 +82,8 @@ def earlier_kinds(
 ) -> dict[str, Results]:
     """Returns the earlier results of each kind, from the named run or otherwise from `out`.
 
-    Omits kinds that the run did not measure. Raises `UsageError` for a single file of results with
-    several kinds, and for a folder without results of these kinds.
+    Omits kinds that the run did not measure. Raises `UsageError` if one file of results is named
+    for several kinds, and for a folder without results of these kinds.
     """
     if named is not None and not named.is_dir():
         results = read(named)
@@ -99,8 +99,8 @@ def earlier_kinds(
     before = {}
     for kind in kinds:
         # A run on one kind of node has no folder per kind.
-        places = [folder / folder_of(kind), *([folder] if len(kinds) == 1 else [])]
-        files = [file for place in places if (file := place / "results.json").is_file()]
+        folders = [folder / folder_of(kind), *([folder] if len(kinds) == 1 else [])]
+        files = [file for each in folders if (file := each / "results.json").is_file()]
         if files:
             before[kind] = read(files[-1])
     if named is not None and not before:
@@ -133,5 +133,5 @@ def compare_kinds(
     if not failures:
         return lines, None
     slower = any(isinstance(failure, CheckError) for failure in failures)
-    said = "; ".join(failure.message for failure in failures)
-    return lines, (CheckError if slower else MoexportError)(said, hint=failures[0].hint)
+    message = "; ".join(failure.message for failure in failures)
+    return lines, (CheckError if slower else MoexportError)(message, hint=failures[0].hint)

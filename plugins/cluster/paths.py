@@ -14,12 +14,12 @@ R = TypeVar("R", bound=Request)
 
 def absolute(where: Any) -> Any:
     """Makes an existing path absolute; returns other values unchanged."""
-    here = isinstance(where, str | Path) and Path(where).exists()
-    return str(Path(where).absolute()) if here else where
+    exists = isinstance(where, str | Path) and Path(where).exists()
+    return str(Path(where).absolute()) if exists else where
 
 
 def with_paths_everywhere(request: R) -> R:
-    """Makes the paths in the options of a request, and of its plugins, absolute."""
+    """Makes the paths in the options of a request and of its plugins absolute."""
     further = tuple(_absolute(record) for record in request.further)
     return replace(_absolute(request), further=further)
 
@@ -31,13 +31,13 @@ def paths_in(request: Request) -> list[Any]:
 
 
 def _absolute(record: T) -> T:
-    made: Any = record
-    changed = {name: absolute(getattr(record, name)) for name in _path_names(record)}
-    moved: T = replace(made, **changed)
-    return moved
+    instance: Any = record
+    paths = {name: absolute(getattr(record, name)) for name in _path_names(record)}
+    changed: T = replace(instance, **paths)
+    return changed
 
 
 def _path_names(record: Any) -> list[str]:
     """The names of path options, except those for results and tables, which nodes do not write."""
     kind = type(record)
-    return [name for name, (_, said) in declared(kind).items() if said.is_path]
+    return [name for name, (_, settings) in declared(kind).items() if settings.is_path]

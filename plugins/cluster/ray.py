@@ -1,4 +1,4 @@
-"""Calls functions on the nodes of a Ray cluster; each call has a node of its kind to itself.
+"""Calls functions on the nodes of a Ray cluster; each call has a node to itself.
 
 Ray places the calls, and repeats those of a lost node. Functions are at the top level of a module
 and accept plain data, because all nodes have the same moexport installed.
@@ -46,16 +46,17 @@ LOCAL_SETTINGS = {
 }
 """Settings that Ray reads on import, for a cluster that nobody else can reach."""
 
-SHORT, RANDOM = "/tmp", 8  # the number of characters that `tempfile` appends to a prefix
+SHORT_FOLDER = "/tmp"
+
+RANDOM_CHARACTERS = 8  # that `tempfile` appends to a prefix
 
 LONGEST_SOCKET_FOLDER = 44
-"""The longest folder name in characters, so that Ray's socket paths stay within the system's 107.
-"""
+"""The longest folder path, in characters, for which Ray's socket paths stay within 107."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """Nodes with a resource; a task reserves `claim` of a node, so that no other runs there."""
+    """Nodes with a resource; a task reserves `claim` of a node, so that it runs there alone."""
 
     name: str
     nodes: int
@@ -109,7 +110,7 @@ class Cluster:
                     names = (tasks[started[reference]].name for reference in pending)
                     self.lost += [f"{name}: no node with {kind.name} is left" for name in names]
                     return
-                for place, reference in enumerate(ended):
+                for position, reference in enumerate(ended):
                     number = started[reference]
                     try:
                         result = self._result(reference, tasks[number].name)
@@ -117,7 +118,7 @@ class Cluster:
                         self.lost.append(f"{tasks[number].name}: {one_line(error)}")
                         continue
                     yield number, result
-                    left = len(pending) + len(ended) - place - 1
+                    left = len(pending) + len(ended) - position - 1
                     self.watcher.step(f"{kind.name}: {tasks[number].name}: done, {left} left")
         finally:
             for reference in pending:
@@ -150,14 +151,14 @@ def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[Node
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     kinds = []
     for name in on:
-        having = [node for node in alive if node.get(name, 0) > 0]
-        if not having:
+        matching = [node for node in alive if node.get(name, 0) > 0]
+        if not matching:
             resources = sorted({r for node in alive for r in node if not r.startswith("node:")})
             raise ClusterError(
                 f"--on {name}: no node of the cluster has this resource",
                 hint=f"its {len(alive)} nodes have {', '.join(resources) or 'none'}",
             )
-        least, most = (pick(node[name] for node in having) for pick in (min, max))
+        least, most = (pick(node[name] for node in matching) for pick in (min, max))
         if most >= 2 * least:
             raise ClusterError(
                 f"--on {name}: nodes have between {least:g} and {most:g} of it, so two cells could "
@@ -166,26 +167,26 @@ def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[Node
                 """custom one (ray start --resources='{"big": 1}')""",
             )
         claim: dict[str, Any] = {
-            "num_cpus": min(node.get("CPU", 0) for node in having),
-            "num_gpus": min(node.get("GPU", 0) for node in having),
+            "num_cpus": min(node.get("CPU", 0) for node in matching),
+            "num_gpus": min(node.get("GPU", 0) for node in matching),
         }
         if name not in ("CPU", "GPU"):
             claim["resources"] = {name: least}
-        kinds.append(NodeKind(name=name, nodes=len(having), claim=claim))
+        kinds.append(NodeKind(name=name, nodes=len(matching), claim=claim))
     return kinds
 
 
 @contextmanager
 def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
-    """Yields a connection to a cluster; if Ray is already connected, this connection is used."""
+    """Yields a connection to a cluster; if Ray is already connected, uses that connection."""
     if address == LOCAL:
         for name, value in LOCAL_SETTINGS.items():
             os.environ.setdefault(name, value or secrets.token_hex(32))
     ray = library("ray", "--ray needs Ray", install("ray"))
-    mine = not ray.is_initialized()
+    connects = not ray.is_initialized()
     with ExitStack() as until_the_end:
         try:
-            if mine:
+            if connects:
                 _check_answers(address)
                 own: Any = nullcontext({})
                 if address == LOCAL:
@@ -206,11 +207,11 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
                 "with a token needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
             ) from error
         try:
-            if mine and address == LOCAL:
+            if connects and address == LOCAL:
                 _check_loopback(ray)
             yield Cluster(ray, watcher)
         finally:
-            if mine:
+            if connects:
                 ray.shutdown()
 
 
@@ -219,16 +220,16 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
     It is in /tmp if the path of the temporary folder is too long for a socket.
     """
-    place, prefix = tempfile.gettempdir(), "moexport-"
-    long = len(place) + len(f"/{prefix}") + RANDOM > LONGEST_SOCKET_FOLDER
-    if long and os.access(SHORT, os.W_OK):
-        place = SHORT
-    return tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True)
+    parent, prefix = tempfile.gettempdir(), "moexport-"
+    too_long = len(f"{parent}/{prefix}") + RANDOM_CHARACTERS > LONGEST_SOCKET_FOLDER
+    if too_long and os.access(SHORT_FOLDER, os.W_OK):
+        parent = SHORT_FOLDER
+    return tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
 
 
 @contextmanager
 def _own_cluster(folder: str) -> Iterator[dict[str, Any]]:
-    """Yields the options of `ray.init` for a cluster of one run; call it inside this context.
+    """Yields the options of `ray.init`, called in this context, for a cluster of one run.
 
     Ray queries the metadata hosts of three clouds unless a file in the home directory describes the
     cluster. The head therefore gets another home directory; its workers keep the user's.
@@ -253,10 +254,10 @@ def _check_loopback(ray: Any) -> None:
 
     Ray reads its settings on import, and the calling program may have imported it already.
     """
-    place = ray.nodes()[0]["NodeManagerAddress"]
-    if place != LOOPBACK:
+    address = ray.nodes()[0]["NodeManagerAddress"]
+    if address != LOOPBACK:
         raise ClusterError(
-            f"--ray {LOCAL}: Ray listens on {place}, because the program imported it before",
+            f"--ray {LOCAL}: Ray listens on {address}, because the program imported it before",
             hint="set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before Ray is imported, or name a "
             "cluster that you started",
         )

@@ -35,13 +35,13 @@ LATENCY = drawn_lines(
 
 
 def _line_name(service: Service) -> str:
-    """Names a line of services over k by its engine and precision."""
+    """Names a service's line over k by engine and precision."""
     precision = "" if service.precision == "fp32" else f", {service.precision.upper()}"
     return f"{service_name(service).partition(',')[0]}{precision}"
 
 
 def _lines(results: Results) -> Iterator[tuple[str, str, list[Service]]]:
-    """Yields the model, the name and the services by k of each line of the chart."""
+    """Yields the model, the name and the services, ordered by k, of each line of the chart."""
     lines: dict[tuple[str, str], list[Service]] = {}
     for row in searched_services(results):
         if row.exported and row.rate:
@@ -118,11 +118,11 @@ def service_points(results: Results) -> dict[str, Any] | None:
         "answers": list(answers(results)),
         "bound": server[0].bound_ms,
         "keys": [
-            (f"{model}: {name}" if several else name, symbols[name], ink_of(of[0].precision))
-            for model, name, of in lines
+            (f"{model}: {name}" if several else name, symbols[name], ink_of(own[0].precision))
+            for model, name, own in lines
         ],
         "pytorch": any(row.get("level") for row in rates),
-        "ks": sorted({row.k for _, _, of in lines for row in of}),
+        "ks": sorted({row.k for _, _, own in lines for row in own}),
         "charts": {"rate": RATE, "latency": LATENCY},
         "rates": rates,
         "latencies": list(_latencies(results)),
@@ -130,7 +130,7 @@ def service_points(results: Results) -> dict[str, Any] | None:
 
 
 def service_figure(results: Results, directory: Path) -> tuple[Path, ...]:
-    """Writes rates over k and latencies over the offered rate, PNG and SVG; a row per model."""
+    """Writes rates over k and latencies over the offered rate as PNG and SVG; a row per model."""
     lines = list(_lines(results))
     if not lines:
         return ()
@@ -146,13 +146,13 @@ def service_figure(results: Results, directory: Path) -> tuple[Path, ...]:
                 (f"{model}: {title}", spec, [row for row in rows if row["model"] == model])
             )
     symbols = _symbols(results)
-    legend = {name: (ink_of(of[0].precision), symbols[name]) for _, name, of in lines}
+    legend = {name: (ink_of(own[0].precision), symbols[name]) for _, name, own in lines}
     if any(row.get("level") for row in rates):
         legend[UNTOUCHED] = (REFERENCE, LEVEL)
-    experts = {row.experts for _, _, of in lines for row in of}
+    experts = {row.experts for _, _, own in lines for row in own}
     label = "experts computed, k" + (f" of {experts.pop()}" if len(experts) == 1 else "")
     paths = tuple(directory / f"service_rate{kind}" for kind in (".png", ".svg"))
-    ks = sorted({row.k for _, _, of in lines for row in of})
+    ks = sorted({row.k for _, _, own in lines for row in own})
     bound = lines[0][2][0].bound_ms
     write_pictures(side_by_side(panels, legend, columns=2, ticks=ks, of=label, bound=bound), paths)
     return paths

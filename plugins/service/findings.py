@@ -28,7 +28,7 @@ class OfferedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The numbers of instances and of threads per instance, and their rate from a full queue."""
+    """The numbers of instances and of threads per instance, and the rate from a full queue."""
 
     instances: int
     threads: int
@@ -41,10 +41,10 @@ class Service:
 
     `rate` is in requests per second; for `server` it is the highest within the bound, or the given
     `fixed_rate`. The percentiles are from that run. LoadGen judged it `valid`, or `reason` explains
-    why not. A service without a rate missed the bound or failed: `reason` names the nearest p99,
+    why not. A service without a rate missed the bound or failed: `reason` has the nearest p99,
     `nearest_ms`, or the error. `layouts` are all that were tried; the fastest was used. `logs` is
     the folder of LoadGen's logs, next to `results.json`. For a language model, a request is a
-    prompt of `tokens`. `bundle` and `apart` are those of its row.
+    prompt of `tokens` tokens. `bundle` and `apart` are as in the row of the results.
     """
 
     model: str
@@ -95,7 +95,7 @@ class Service:
         return "; ".join(words)
 
     def cost_of_a_million(self, price_per_hour: float | None) -> float | None:
-        """The cost of a million requests on a machine of this price; None if unknown."""
+        """The cost of a million requests on a machine with this price; None if unknown."""
         if price_per_hour is None or not self.rate:
             return None
         return price_per_hour / 3600 / self.rate * MILLION

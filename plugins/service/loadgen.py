@@ -44,9 +44,9 @@ MIN_QUERIES: dict[Scenario, int] = {
 """The number of queries that LoadGen needs for a percentile: the 99th, except in `single-stream`.
 """
 
-SEARCH_QUERIES = 100  # per run of a search, whose result is measured again
+SEARCH_QUERIES = 100  # per run of a search; its result is measured again
 PER_QUERY = 8  # samples per query of multi-stream
-LONGEST = 3  # a run ends at the latest after this multiple of its least duration
+LONGEST = 3  # a run ends after this multiple of its least duration at the latest
 WAIT_S = 0.001
 
 DETAIL = "mlperf_log_detail.txt"
@@ -58,8 +58,8 @@ _PEAK = re.compile(r"Found peak performance field: ([\d.]+)")
 class Traffic:
     """The load of a run: a scenario and the least duration.
 
-    `rate`, in samples per second, is what `server` offers and `offline` expects; for the two stream
-    scenarios it is the rate of consecutive queries. In `server`, 99% may take at most `bound_s`.
+    `rate`, in samples per second, is offered in `server` and expected in `offline`; in the stream
+    scenarios it is that of consecutive queries. In `server`, 99% of queries may take `bound_s`.
     """
 
     scenario: Scenario
@@ -72,7 +72,7 @@ class Traffic:
 class Judgement:
     """LoadGen's judgement of a run.
 
-    The run is `valid`, or invalid for a `reason`. `kept` tells whether it met the latency bound,
+    The run is `valid`, or invalid for a `reason`. `kept` is whether it met the latency bound,
     and `long_enough` whether it lasted as required. `rate` is in samples per second; percentiles
     are of query latencies. `refused` samples found the queue full and count as later than the
     bound. `peak` is the rate that a search found.
@@ -110,7 +110,7 @@ def judged(
     make_folder(logs)
     system = _System(lg, queue, load)
     sut = lg.ConstructSUT(system.issue, system.flush)
-    qsl = lg.ConstructQSL(library, library, _nothing, _nothing)
+    qsl = lg.ConstructQSL(library, library, _no_loading, _no_loading)
     log = lg.LogSettings()
     log.log_output.outdir = str(logs)
     log.log_output.copy_summary_to_stdout = False
@@ -138,7 +138,7 @@ def judged(
     return read_log(logs / DETAIL, load, refused=system.refused)
 
 
-def _nothing(samples: Sequence[int]) -> None:
+def _no_loading(samples: Sequence[int]) -> None:
     """Loads or unloads no samples, because all are in memory."""
 
 
@@ -182,17 +182,17 @@ class _System:
         for sample in queries:
             number = sample.id
             if self.error is not None:
-                time.sleep(WAIT_S)  # limits the rate; otherwise there would be millions
-                self._not_answered(number)
+                time.sleep(WAIT_S)  # otherwise millions of queries would be issued
+                self._missed(number)
                 continue
             try:
                 answer = self._queue.submit(sample.index, wait=not self._serves)
             except QueueFullError:
                 self.refused += 1
-                self._not_answered(number)
+                self._missed(number)
             except MoexportError as error:
                 self.error = error
-                self._not_answered(number)
+                self._missed(number)
             else:
                 with self._changed:
                     self._open += 1
@@ -214,13 +214,13 @@ class _System:
             self._complete([number])
         else:
             self.error = self.error or error
-            self._not_answered(number)
+            self._missed(number)
         with self._changed:
             self._open -= 1
             if not self._open:
                 self._changed.notify_all()
 
-    def _not_answered(self, number: int) -> None:
+    def _missed(self, number: int) -> None:
         if self._serves:
             self._late.append(number)
         else:
@@ -246,8 +246,8 @@ def read_log(detail: Path, load: Traffic, *, refused: int = 0) -> Judgement:
         for key, value in entries.items()
         if (match := _PERCENTILE.fullmatch(key))
     }
-    of_queries = load.scenario == "multi-stream"
-    p50, p90, p99 = (ms.get((percentile, of_queries), 0.0) for percentile in (50.0, 90.0, 99.0))
+    per_query = load.scenario == "multi-stream"
+    p50, p90, p99 = (ms.get((percentile, per_query), 0.0) for percentile in (50.0, 90.0, 99.0))
     kept = bool(entries.get("result_perf_constraints_met", True))
     lasted = bool(entries.get("result_min_duration_met")) and bool(
         entries.get("result_min_queries_met")
@@ -257,10 +257,10 @@ def read_log(detail: Path, load: Traffic, *, refused: int = 0) -> Judgement:
     if not valid and not kept:
         reason = f"99% took up to {p99:.3g} ms, but the bound is {1e3 * load.bound_s:g} ms"
     elif not valid:
-        said = str(
+        message = str(
             entries.get("early_stopping_result") or entries.get("result_invalid_reason") or ""
         )
-        words = " ".join(said.replace("*", "").split())
+        words = " ".join(message.replace("*", "").split())
         reason = f"too short: {words or 'LoadGen requires a longer run'}"
     queries = int(entries.get("result_query_count", 0))
     rates: dict[Scenario, float] = {

@@ -36,25 +36,25 @@ from .settings import ServiceSettings, settings_of
 from .triton import TritonService
 
 MOST_IN_LIBRARY = 1024
-# runs of a search, and runs at other rates, are shorter than the final run by this factor
-SHORT = 5
-# a search starts at this share of the rate from a full queue
-STARTS = (1 / 4, 1 / 16, 1 / 64, 1 / 256)
-FURTHER, BEYOND = 4, 1.25  # number of further searches, and the factor above the last rate
+# a search, and a run at another rate, has the final run's duration divided by this
+SHORTENING = 5
+# searches start at these shares of the rate from a full queue, until one meets the bound
+SEARCH_STARTS = (1 / 4, 1 / 16, 1 / 64, 1 / 256)
+MAX_RESTARTS, RESTART_FACTOR = 4, 1.25  # searches that start above the rate found so far
 # shares of the found rate, offered in turn until one meets the bound
-AGAIN = (1.0, 0.95, 0.9, 0.8, 0.6, 0.3)
-OFFERED = (0.25, 0.5, 0.75, 1.1)  # shares of the found rate that are also measured
-FASTER = 1.2  # if faster than expected by this factor, there were too few queries
+FINAL_SHARES = (1.0, 0.95, 0.9, 0.8, 0.6, 0.3)
+OTHER_SHARES = (0.25, 0.5, 0.75, 1.1)  # shares of the found rate that are also measured
+RATE_MARGIN = 1.2  # a run that was too short is repeated with this many times its rate
 RUNS = 4  # total time for server, in durations: the search and the other runs
-ALL_SIZES = 32  # warm-up runs every batch size up to this once
+ALL_SIZES = 32  # if no batch is larger, every size is warmed up
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
     """One instance of a model, which maps the indices of samples to outputs.
 
-    `runners` has a runner for batches up to each size, smallest first. If there is only one size,
-    `only`, batches are padded to it.
+    `runners` has a runner for batches up to each size, smallest first. Batches are padded to the
+    size `only` if the model has no other.
     """
 
     runners: Mapping[int, Runner]
@@ -77,7 +77,7 @@ class Instance:
 class Instances:
     """Opens the instances of a case; `by_size` has a loader for batches up to each size.
 
-    PyTorch modules, even compiled ones, keep no state of a call, so all instances share one.
+    PyTorch modules, even compiled ones, keep no state between calls, so all instances share one.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class Instances:
                 )
                 for _ in range(layout.instances)
             ]
-            most = self.max_batch
-            sizes = range(1, most + 1) if most <= ALL_SIZES else (1, most)
+            largest = self.max_batch
+            sizes = range(1, largest + 1) if largest <= ALL_SIZES else (1, largest)
             with ThreadPoolExecutor(len(instances)) as pool:
                 for size in sizes:
-                    list(pool.map(lambda one, size=size: one([0] * size), instances))
+                    list(pool.map(lambda instance, size=size: instance([0] * size), instances))
             yield instances
 
     def _runner(self, size: int, threads: int, stack: ExitStack) -> Runner:
@@ -130,7 +130,7 @@ class Instances:
 
     @contextmanager
     def queue(self, layout: Layout, capacity: int, max_delay_s: float) -> Iterator[Submits[int]]:
-        """Yields a queue of a capacity, served by the instances of a layout."""
+        """Yields a queue of the given capacity, served by the instances of a layout."""
         with (
             self.instances(layout) as opened,
             Queue[int, Any](
@@ -176,7 +176,7 @@ class ServiceMeasurement:
     def serve(self, candidate: Candidate, failures: Mapping[Case, str], journal: Journal) -> None:
         """Measures each case in each scenario, except those that failed before."""
         progress = self.request.progress or Silent()
-        one = _OfCandidate(
+        measurement = _CandidateMeasurement(
             candidate=candidate,
             request=self.request,
             settings=self.settings,
@@ -187,11 +187,11 @@ class ServiceMeasurement:
         )
         # Code compiled for fixed sizes must not pad a single request to a full batch.
         sizes = {*self.request.batches} | ({1} if candidate.only_batch is None else set())
-        self.services += one.services(loaders(candidate, sorted(sizes)), failures)
+        self.services += measurement.services(loaders(candidate, sorted(sizes)), failures)
 
 
 def server_case(candidate: Candidate) -> Case:
-    """Returns the case of the bundle that a Triton server runs as well.
+    """Returns the case of a Triton server, which runs the same bundle.
 
     Raises `UsageError` unless exactly one bundle is measured.
     """
@@ -230,8 +230,8 @@ def service_of(
 
 
 @dataclass(frozen=True, slots=True)
-class _OfCandidate:
-    """The services of one candidate; `threads` is the number used for its latencies."""
+class _CandidateMeasurement:
+    """Measures the services of a candidate; `threads` is the number used for its latencies."""
 
     candidate: Candidate
     request: BenchRequest
@@ -245,11 +245,11 @@ class _OfCandidate:
         self, opening: Mapping[Case, Loader], failures: Mapping[Case, str]
     ) -> Iterator[Service]:
         """Measures each case in each scenario."""
-        together = self._together(failures)
+        grouped = self._grouped(failures)
         runs = sum(RUNS if scenario == "server" else 1 for scenario in self.settings.scenarios)
-        seconds = len(together) * runs * self.settings.duration_s
-        self.progress.step(f"in service: {len(together)} cases, at least {seconds:.0f} s")
-        for case, by_size in together.items():
+        seconds = len(grouped) * runs * self.settings.duration_s
+        self.progress.step(f"in service: {len(grouped)} cases, at least {seconds:.0f} s")
+        for case, by_size in grouped.items():
             loaders = {size: opening[case] for size, case in by_size.items()}
             keys = {"model": case.model, "label": f"{case.label} {case.scope}"}
             done = {
@@ -286,25 +286,25 @@ class _OfCandidate:
     def _max_batch(self) -> int:
         return self.candidate.only_batch or max(self.request.batches)
 
-    def _together(self, failures: Mapping[Case, str]) -> dict[Case, dict[int, Case]]:
-        """Groups cases by engine, since `auto` has a case for each batch size."""
+    def _grouped(self, failures: Mapping[Case, str]) -> dict[Case, dict[int, Case]]:
+        """Groups cases that differ only in batch sizes, since `auto` may have one for each size."""
         sizes = {*self.request.batches}
-        together: dict[Case, dict[int, Case]] = {}
+        grouped: dict[Case, dict[int, Case]] = {}
         split: dict[tuple[Any, ...], dict[int, Case]] = {}
         for case, graph in self.candidate.cases.items():
             if case in failures:
                 continue
             if graph is None or graph.batches is None or sizes <= graph.batches:
-                together[case] = {self._max_batch: case}
+                grouped[case] = {self._max_batch: case}
             else:
                 key = (case.engine, case.provider, case.precision, case.k, case.scope, case.bundle)
                 split.setdefault(key, {}).update(dict.fromkeys(graph.batches, case))
         for by_size in split.values():
             names = dict.fromkeys(by_size[size].lowering or "" for size in sorted(by_size))
-            together[replace(by_size[max(by_size)], lowering=", ".join(names))] = by_size
+            grouped[replace(by_size[max(by_size)], lowering=", ".join(names))] = by_size
         if self.settings.triton is not None:
-            together[server_case(self.candidate)] = {}
-        return together
+            grouped[server_case(self.candidate)] = {}
+        return grouped
 
     def _layouts(self, case: Case) -> list[tuple[int, int]]:
         """Returns the layouts to try for a case.
@@ -338,8 +338,8 @@ class _OfCandidate:
         out = self.request.folder
         name = f"{case.runs_in} k{case.k} {scenario}".replace(" ", "-")
         logs = f"{SERVICE}/{_file_name(case.model)}/{_file_name(name)}"
-        place: Any = nullcontext(out) if out else scratch_folder(SERVICE)
-        with place as folder:
+        opened_folder: Any = nullcontext(out) if out else scratch_folder(SERVICE)
+        with opened_folder as folder:
             try:
                 with served.queue(used, capacity, self.settings.max_delay_s) as queue:
                     run = _Runs(queue, len(first_of(self.samples)), self.settings, folder / logs)
@@ -387,7 +387,7 @@ class _Runs:
         self._queue, self._library, self._settings, self._logs = queue, library, settings, logs
 
     def of(self, scenario: Scenario, per_s: float, bound_s: float) -> dict[str, Any]:
-        """Measures a scenario, for instances that compute at most `per_s`."""
+        """Measures a scenario; instances compute at most `per_s` samples per second."""
         load = Traffic(
             scenario=scenario, duration_s=self._settings.duration_s, rate=per_s, bound_s=bound_s
         )
@@ -397,20 +397,20 @@ class _Runs:
                 if run.long_enough or run.rate <= load.rate:
                     break
                 # It was faster than expected, so there were too few queries for the duration.
-                load = replace(load, rate=FASTER * run.rate)
+                load = replace(load, rate=RATE_MARGIN * run.rate)
                 run = self._run(load, self._logs)
-            return _of_run(run)
+            return _run_fields(run)
         rate = self._settings.rate
         if rate is not None:
             run = self._run(replace(load, rate=rate), self._logs)
-            return _of_run(run) | {"offered": (_offered(rate, run),)}
+            return _run_fields(run) | {"offered": (_offered(rate, run),)}
         return self._searched(load)
 
     def _searched(self, load: Traffic) -> dict[str, Any]:
         """Finds the highest rate within the bound by LoadGen's search, and measures it again."""
-        short = replace(load, duration_s=load.duration_s / SHORT)
+        short = replace(load, duration_s=load.duration_s / SHORTENING)
         tried: list[Judgement] = []
-        for share in STARTS:
+        for share in SEARCH_STARTS:
             start = replace(short, rate=share * load.rate)
             tried.append(self._run(start, self._logs / "search", search=True))
             if tried[-1].kept:
@@ -418,15 +418,15 @@ class _Runs:
         else:
             return _not_kept(min(run.p99_ms for run in tried), load)
         peak = tried[-1].peak or tried[-1].rate
-        # A single disturbed run can end a search, so another starts above its end while the bound
-        # is met.
-        for _ in range(FURTHER):
-            beyond = replace(short, rate=BEYOND * peak)
-            more = self._run(beyond, self._logs / "search-further", search=True)
-            if not more.kept:
+        # A single disturbed run can end a search, so another one starts above the rate it found,
+        # while the bound is met.
+        for _ in range(MAX_RESTARTS):
+            above = replace(short, rate=RESTART_FACTOR * peak)
+            restarted = self._run(above, self._logs / "search-further", search=True)
+            if not restarted.kept:
                 break
-            peak = more.peak or beyond.rate
-        for share in AGAIN:
+            peak = restarted.peak or above.rate
+        for share in FINAL_SHARES:
             rate = share * peak
             run = self._run(replace(load, rate=rate), self._logs)
             if run.kept:
@@ -435,18 +435,18 @@ class _Runs:
         else:
             return _not_kept(min(run.p99_ms for run in tried if not run.kept), load)
         runs = [_offered(rate, run)]
-        for share in OFFERED:
-            beside = self._run(
+        for share in OTHER_SHARES:
+            other = self._run(
                 replace(short, rate=share * rate), self._logs / f"at-{100 * share:.0f}-percent"
             )
-            runs.append(_offered(share * rate, beside))
-        return _of_run(run) | {"offered": tuple(sorted(runs, key=lambda run: run.offered))}
+            runs.append(_offered(share * rate, other))
+        return _run_fields(run) | {"offered": tuple(sorted(runs, key=lambda run: run.offered))}
 
     def _run(self, load: Traffic, logs: Path, *, search: bool = False) -> Judgement:
         return judged(self._queue, self._library, load, logs, search=search)
 
 
-def _of_run(run: Judgement) -> dict[str, Any]:
+def _run_fields(run: Judgement) -> dict[str, Any]:
     names = ("valid", "reason", "rate", "p50_ms", "p90_ms", "p99_ms")
     return {name: getattr(run, name) for name in names}
 
@@ -465,5 +465,5 @@ def _offered(rate: float, run: Judgement) -> OfferedRun:
 
 
 def _file_name(text: str) -> str:
-    """Makes a text valid as the name of a folder."""
+    """Makes a text valid as a folder's name."""
     return re.sub(r"[^\w.=-]+", "-", text)

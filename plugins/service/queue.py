@@ -13,15 +13,13 @@ from ...errors import MoexportError, QueueFullError
 
 X = TypeVar("X")
 Y = TypeVar("Y")
+Request_contra = TypeVar("Request_contra", contravariant=True)
 
 
-Asked_contra = TypeVar("Asked_contra", contravariant=True)
-
-
-class Submits(Protocol[Asked_contra]):
+class Submits(Protocol[Request_contra]):
     """Anything that accepts requests: a queue in this process, or a server."""
 
-    def submit(self, request: Asked_contra, *, wait: bool = False) -> Future[Any]:
+    def submit(self, request: Request_contra, *, wait: bool = False) -> Future[Any]:
         """Returns the future of the answer.
 
         Raises `QueueFullError` if the queue is full, unless it may `wait`.
@@ -44,7 +42,7 @@ def requests_per_second(queue: Submits[int]) -> float:
 
 
 class _Waiting(NamedTuple, Generic[X, Y]):
-    """A request, its time of arrival, and the future of its answer."""
+    """A waiting request, its time of arrival, and the future of its answer."""
 
     since: float
     request: X
@@ -56,8 +54,8 @@ class Queue(Generic[X, Y]):
 
     An instance maps the requests of a batch to their answers. A free instance takes up to
     `max_batch` requests, oldest first, or fewer once the oldest has waited for `max_delay_s`; with
-    0 none waits, and batches grow with the load. If `capacity` requests wait, more are refused.
-    When the context ends, accepted requests are answered and later ones refused.
+    0, it does not wait, and batches grow with the load. If `capacity` requests are waiting, more
+    are refused. When the context ends, accepted requests are answered and later ones refused.
     """
 
     def __init__(
@@ -121,7 +119,7 @@ class Queue(Generic[X, Y]):
             try:
                 results = instance([waiting.request for waiting in batch])
                 answered = list(zip(batch, results, strict=True))
-            except BaseException as error:  # noqa: BLE001  whoever waits for an answer gets it
+            except BaseException as error:  # noqa: BLE001  the waiting caller gets it
                 for waiting in batch:
                     waiting.answer.set_exception(error)
             else:

@@ -49,23 +49,23 @@ def searched_services(results: Results) -> list[Service]:
 def answers(results: Results) -> Iterator[str]:
     """Yields a sentence for each model: the highest rate within the bound, compared with others.
 
-    Among exported models, those proven to keep 99% of the accuracy have priority. A run that
-    LoadGen calls invalid is named only if there is no other, and without a ratio. There are no
-    ratios if other work disturbed the benchmark.
+    Graphs that are proven to keep 99% of the accuracy have priority. A run that LoadGen calls
+    invalid is reported only if there is no other, and without a ratio. There are no ratios if other
+    work disturbed the benchmark.
     """
     searched = searched_services(results)
     for model in dict.fromkeys(row.model for row in searched):
-        here = [row for row in searched if row.model == model]
-        bound = f"p99 ≤ {here[0].bound_ms:g} ms"
-        kept = {id(row): _kept(results, row) for row in here}
-        exported = [row for row in here if row.exported]
+        services = [row for row in searched if row.model == model]
+        bound = f"p99 ≤ {services[0].bound_ms:g} ms"
+        kept = {id(row): _kept(results, row) for row in services}
+        exported = [row for row in services if row.exported]
         keeping = [row for row in exported if (kept[id(row)][1] or 0.0) >= KEPT]
-        choices = (keeping, exported, here)
+        choices = (keeping, exported, services)
         valid = ([row for row in rows if row.valid] for rows in choices)
-        most = next(filter(None, map(best, (*valid, *choices))), None)
-        if most is None:
+        top = next(filter(None, map(best, (*valid, *choices))), None)
+        if top is None:
             near = min(
-                (row for row in here if row.nearest_ms is not None),
+                (row for row in services if row.nearest_ms is not None),
                 key=lambda row: row.nearest_ms or 0.0,
                 default=None,
             )
@@ -75,30 +75,30 @@ def answers(results: Results) -> Iterator[str]:
                     f"k = {near.k}: {milliseconds(near.nearest_ms)} ms."
                 )
             else:
-                yield f"{model}: nothing could be served: {here[0].reason}."
+                yield f"{model}: nothing could be served: {services[0].reason}."
             continue
-        share, low = kept[id(most)]
+        share, low = kept[id(top)]
         accuracy = "" if share is None else f" {kept_text(share, low, 'accuracy')} and"
-        others = {"all experts": _all_experts(most, here), "PyTorch": _pytorch(here)}
+        others = {"all experts": _all_experts(top, services), "PyTorch": _pytorch(services)}
         against = [
-            _against(most, other, what, results)
+            _against(top, other, what, results)
             for what, other in others.items()
-            if other is not None and other is not most
+            if other is not None and other is not top
         ]
         compared = f": {', '.join(against)}" if against else ""
-        doubt = "" if most.valid else f" LoadGen does not call the run valid: {most.reason}"
+        doubt = "" if top.valid else f" LoadGen does not call the run valid: {top.reason}"
         yield (
-            f"{model}: k = {most.k} in {most.precision.upper()} on {service_name(most)}{accuracy} "
-            f"serves {requests(most.rate or 0.0)} at {bound}{compared}.{doubt}"
+            f"{model}: k = {top.k} in {top.precision.upper()} on {service_name(top)}{accuracy} "
+            f"serves {requests(top.rate or 0.0)} at {bound}{compared}.{doubt}"
         )
 
 
-def _against(most: Service, other: Service, what: str, results: Results) -> str:
+def _against(top: Service, other: Service, what: str, results: Results) -> str:
     if other.rate is None:
         return f"met at no rate by {what}"
     if results.disturbance:
         return f"not compared with {what}, because other work disturbed the machine"
-    ratio = _ratio(most, other)
+    ratio = _ratio(top, other)
     if ratio is None:
         own = "this run" if other.valid else f"the run of {what}"
         return f"not compared with {what}, because LoadGen does not call {own} valid"
@@ -113,12 +113,12 @@ def _ratio(service: Service, other: Service | None) -> float | None:
 
 
 def _all_experts(service: Service, others: Sequence[Service]) -> Service | None:
-    """Returns the service of the same engine and precision with the untouched model's k."""
+    """Returns the service with the same engine and precision and the untouched model's k."""
     untouched = _pytorch(others)
     full = service.experts if untouched is None else untouched.k
     key = (service.engine, service.provider, service.precision, full)
-    of = [s for s in others if (s.engine, s.provider, s.precision, s.k) == key]
-    return best(of) or next(iter(of), None)
+    same = [s for s in others if (s.engine, s.provider, s.precision, s.k) == key]
+    return best(same) or next(iter(same), None)
 
 
 def _pytorch(others: Sequence[Service]) -> Service | None:
@@ -147,12 +147,12 @@ def service_tables(results: Results) -> list[tuple[str, Sequence[str], dict[str,
         return []
     tables: list[tuple[str, Sequence[str], dict[str, list[Any]]]] = []
     for scenario, title in SCENARIOS.items():
-        of = findings.of(scenario)
-        if of:
+        services = findings.of(scenario)
+        if services:
             price = ("A million requests",) if findings.price_per_hour is not None else ()
             groups: dict[str, list[Any]] = {}
-            for row in of:
-                groups.setdefault(row.model, []).append(_cells(row, of, results, findings))
+            for row in services:
+                groups.setdefault(row.model, []).append(_cells(row, services, results, findings))
             tables.append((title, (*HEADS, *price), groups))
     groups = {
         f"{row.model}: {service_name(row)}, k = {row.k}": [

@@ -12,7 +12,7 @@ API = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
-    """The load for the rows of a benchmark."""
+    """The load under which the rows of a benchmark are measured as services."""
 
     scenario: str | Sequence[str] = option(
         "",

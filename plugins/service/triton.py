@@ -17,7 +17,7 @@ from .findings import Layout
 from .queue import requests_per_second
 
 READY_S = 10.0
-"""How long to wait for a server to describe its model."""
+"""How long to wait for a server's description of its model."""
 
 
 def triton_client() -> Any:
@@ -56,18 +56,18 @@ class TritonService:
         self._inputs: list[str] = []
 
     def contact(self) -> int:
-        """Returns the number of the server's instances of the model."""
+        """Returns the number of instances of the model on the server."""
         model = self._model
         try:
             with self._client() as client:
-                facts = client.get_model_metadata(model.name, client_timeout=READY_S)
+                metadata = client.get_model_metadata(model.name, client_timeout=READY_S)
                 config = client.get_model_config(model.name, client_timeout=READY_S).config
         except Exception as error:
             raise EngineError(
                 f"--triton {model.address}/{model.name}: {error}",
                 hint="docs/deploy.md shows how to start the server; give its gRPC port",
             ) from error
-        self._inputs = [port.name for port in facts.inputs if port.name != K_INPUT]
+        self._inputs = [port.name for port in metadata.inputs if port.name != K_INPUT]
         return sum(group.count for group in config.instance_group) or 1
 
     def tried(self, layouts: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
@@ -85,7 +85,7 @@ class TritonService:
             yield TritonQueue(self._module, client, self._model.name, self._requests(), capacity)
 
     def close(self) -> None:
-        """Does nothing."""
+        """Does nothing: each queue closes its own client."""
 
     def _client(self) -> Any:
         return self._module.InferenceServerClient(self._model.address)

@@ -23,13 +23,13 @@ def specialise(
 ) -> Specialisation:
     """Removes each expert of a layer in turn; returns how the accuracy of every class changes.
 
-    Also counts how often every layer chooses each expert, by class; for a model of texts, or of
-    several inputs, only that.
+    Also counts how often every layer chooses each expert, by class; for a model of texts or of
+    several inputs, it only counts.
 
     `data` are labelled inputs: an .npz, or a dict, with `input` and `label`. With subgroups, also
     measures how fair each class is to them, and finds a rewriting if one is requested. With
-    `examples`, also returns the inputs of the largest weights of each expert; without labels, only
-    those.
+    `examples`, also returns the inputs with the largest weights for each expert; without labels, it
+    returns only those.
 
     Raises:
         UsageError: there is no such layer, class or subgroup, or no wrong answer to rewrite.
@@ -58,7 +58,7 @@ def specialise(
             progress=request.progress,
         )
     if only_counts(loaded, data):
-        if examples is not None:  # the layer's owner
+        if examples is not None:  # `layer` names the layer of the examples
             request = replace(request, layer=None)
         return replace(usage_only(loaded, data, request), examples=examples)
     needs_labels = request.group_by is not None or request.rewrite_class is not None

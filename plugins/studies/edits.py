@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 API = 1
 
-_STEERED = re.compile(r"(.+?):(?:(\d+)\.)?(\d+)(?::([^:]+))?")
-_STEER_WRITTEN = (
+_STEER = re.compile(r"(.+?):(?:(\d+)\.)?(\d+)(?::([^:]+))?")
+_STEER_SYNTAX = (
     "--steer LAYER:EXPERT or LAYER:EXPERT:STRENGTH, LAYER:LEVEL.EXPERT in a hierarchy; more after "
     "commas; --steer input also makes the strengths an input of the graph"
 )
 _EXPERT = re.compile(r"(?:(\d+)\.)?(\d+)")
-_TOGETHER = re.compile(r"\d+(?:\+\d+)+")
-_WRITTEN = (
+_COMBINATION = re.compile(r"\d+(?:\+\d+)+")
+_ABLATE_SYNTAX = (
     "--ablate LAYER:EXPERT; in a hierarchy LAYER:LEVEL.EXPERT, or LAYER:EXPERT+EXPERT for a "
     "combination of one per level; more after commas"
 )
@@ -78,9 +78,9 @@ def _parse_steers(texts: Sequence[str]) -> tuple[Steer, ...]:
     at_run_time = AT_RUN_TIME in parts
     steers: list[Steer] = []
     for part in (entry for entry in parts if entry != AT_RUN_TIME):
-        match = _STEERED.fullmatch(part)
+        match = _STEER.fullmatch(part)
         if match is None:
-            raise UsageError(f"--steer {part}: this is no expert of a layer", hint=_STEER_WRITTEN)
+            raise UsageError(f"--steer {part}: this is no expert of a layer", hint=_STEER_SYNTAX)
         layer, level, expert, strength = match.groups()
         if at_run_time and strength is not None:
             raise UsageError(
@@ -94,7 +94,7 @@ def _parse_steers(texts: Sequence[str]) -> tuple[Steer, ...]:
                 f"--steer {part}: this expert is named twice", hint="give the sum of its strengths"
             )
     if at_run_time and not steers:
-        raise UsageError("--steer input: no expert is named", hint=_STEER_WRITTEN)
+        raise UsageError("--steer input: no expert is named", hint=_STEER_SYNTAX)
     return tuple(steers)
 
 
@@ -102,7 +102,7 @@ def _strength(part: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise UsageError(f"--steer {part}: {text} is not a strength", hint=_STEER_WRITTEN) from None
+        raise UsageError(f"--steer {part}: {text} is not a strength", hint=_STEER_SYNTAX) from None
     if not abs(value) <= LARGEST:  # also false for NaN
         raise UsageError(
             f"--steer {part}: a strength of {value} is not finite",
@@ -114,15 +114,15 @@ def _strength(part: str, text: str) -> float:
 def _parse_ablate(text: str) -> list[Ablation | AblatedCombination]:
     """Parses `blocks.6.mlp:3,5,blocks.7.mlp:2.4`.
 
-    An expert without a layer belongs to the layer before it.
+    An expert without a layer belongs to the layer named before it.
     """
     ablations: list[Ablation | AblatedCombination] = []
     for part in text.split(","):
         layer, colon, number = part.strip().rpartition(":")
-        expert, together = _EXPERT.fullmatch(number), _TOGETHER.fullmatch(number)
-        if (expert is None and together is None) or (not layer and (colon or not ablations)):
+        expert, combination = _EXPERT.fullmatch(number), _COMBINATION.fullmatch(number)
+        if (expert is None and combination is None) or (not layer and (colon or not ablations)):
             raise UsageError(
-                f"--ablate {text}: '{part.strip()}' is no expert of a layer", hint=_WRITTEN
+                f"--ablate {text}: '{part.strip()}' is no expert of a layer", hint=_ABLATE_SYNTAX
             )
         name = layer or ablations[-1].layer
         if expert is None:

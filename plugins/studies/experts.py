@@ -1,8 +1,8 @@
 """Class scores of a Soft MoE classifier for any choice of experts.
 
-There are two ways with equal scores. `Passes` runs the model for every choice. If the model has one
-MoE layer and the rest after it is affine, the scores are a sum of the experts' contributions:
-`ContributionSums` computes them in n + 1 passes, and every choice then takes only additions.
+There are two ways, which give equal scores. `Passes` runs the model for every choice. If the model
+has one MoE layer and the rest after it is affine, the scores are a sum of the experts'
+contributions: `ContributionSums` computes these in n + 1 passes, and a choice then takes additions.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Passes:
         for name, layer in self.layers.items():
             layer.keep = choice[name].shape[1]
             # The layer is called once a batch, and each batch has its own rows of the choice.
-            layer.chooser = lambda scores, k, of=choice[name]: of[self._rows]
+            layer.chooser = lambda scores, k, experts=choice[name]: experts[self._rows]
         return self._scores()
 
     def subsets(self, sets: Tensor) -> Iterator[Tensor]:
@@ -313,7 +313,7 @@ def studied(
 ) -> list[dict[str, Any]]:
     """Returns the studies of several models for `results.json`.
 
-    They cover each one's ks below n. The first `samples` inputs are kept in memory, or all for
+    They cover each model's ks below n. The first `samples` inputs are kept in memory, or all if
     None.
     """
     first = data.head(sys.maxsize if samples is None else samples)
@@ -353,7 +353,7 @@ def _correct(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def random_choice(model: Classifier, labels: Tensor, k: int, seeds: int) -> RandomChoice:
-    """Compares Algorithm 1 with k experts drawn per input and layer, seeds 0, 1, … (Table 10a)."""
+    """Compares Algorithm 1 with k random experts per input and layer, seeds 0, 1, … (Table 10a)."""
     accuracies = []
     for seed in range(seeds):
         choice = {
@@ -377,7 +377,7 @@ def random_choice(model: Classifier, labels: Tensor, k: int, seeds: int) -> Rand
 def best_subsets(model: Classifier, labels: Tensor, k: int, limit: int) -> BestSubsets:
     """Returns the results of all subsets of k experts on every input (Table 1).
 
-    It only counts them if there are more than `limit`, or if layers differ in n.
+    The subsets are only counted if there are more than `limit`, or if layers differ in n.
     """
     sizes = set(model.experts.values())
     n = max(sizes)
@@ -389,17 +389,17 @@ def best_subsets(model: Classifier, labels: Tensor, k: int, limit: int) -> BestS
     least = torch.full(labels.shape[:1], torch.inf)
     best = torch.zeros(len(labels), dtype=torch.int64)
     most_correct = torch.zeros(len(labels), dtype=torch.float64)
-    rights = []  # per subset, the number of inputs that it classifies correctly
+    totals = []  # per subset, the number of inputs that it classifies correctly
     done = 0
     for scores in model.subsets(sets):  # [s, b, c]
         loss, index = _losses(scores, labels).min(dim=0)
         better = loss < least
         least, best = torch.where(better, loss, least), torch.where(better, index + done, best)
-        right = _correct(scores, labels)
-        most_correct = torch.maximum(most_correct, right.max(dim=0).values)
-        rights.append(right.sum(dim=1))
+        correct = _correct(scores, labels)
+        most_correct = torch.maximum(most_correct, correct.max(dim=0).values)
+        totals.append(correct.sum(dim=1))
         done += len(scores)
-    shares = torch.cat(rights) / len(labels)
+    shares = torch.cat(totals) / len(labels)
     return BestSubsets(
         k=k,
         subsets=count,
@@ -412,11 +412,11 @@ def best_subsets(model: Classifier, labels: Tensor, k: int, limit: int) -> BestS
 
 
 def _losses(scores: Tensor, labels: Tensor) -> Tensor:
-    """Returns values [s, b] in the order of the cross-entropy, for scores [s, b, c] and labels [b].
+    """Returns losses [s, b] with the order of the cross-entropy, for scores [s, b, c], labels [b].
 
     These are log((1 - p) / p) of a label's probability p: the cross-entropy -log p itself rounds to
     0 if the label leads by far, so many sets of experts would seem equally good. For attributes
-    [b, c] it is the mean of their cross-entropies.
+    [b, c] the loss is the mean of their cross-entropies.
     """
     if labels.ndim == 2:
         towards = torch.where(labels == 1, scores, -scores)
@@ -427,7 +427,7 @@ def _losses(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def shares_of(layer: str, column_sums: Tensor) -> Shares:
-    """Returns the share of ΣC that the largest column sums s [b, n] have."""
+    """Returns the shares of ΣC that the j largest column sums s [b, n] make up, for every j."""
     ranked = column_sums.double().sort(dim=1, descending=True).values.cumsum(dim=1)
     shares = (ranked / ranked[:, -1:]).numpy()
     low, high = np.percentile(shares, [10, 90], axis=0)

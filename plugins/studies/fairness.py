@@ -1,9 +1,9 @@
 """How fair a classifier is to subgroups of its inputs, and the rewriting that helps one of them.
 
 Each class is a separate question, as an attribute is in the muMoE paper (§4.2): is this input of
-the class? A subgroup's accuracy is the share of its inputs with the correct answer, its
-true-positive rate the same over those of the class. A model that decides attributes has
-one such question for each: labels [s, o] of 0 and 1, and the sign of each logit.
+the class? A subgroup's accuracy is the share of its inputs with the correct answer; its
+true-positive rate is that share among its inputs of the class. A model that decides attributes
+has one such question for each: labels [s, o] are 0 or 1, and the sign of a logit is the answer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ Subgroup = int | bool | str
 """The name of a subgroup: a value of the array with each input's subgroup."""
 
 DRAWS = 4000
-"""The number of draws of each subgroup's shares, for intervals of figures that depend on several.
-"""
+"""The number of draws of each subgroup's shares, for the intervals of figures of several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +59,10 @@ class ClassFairness:
     """How often the answer for a class is correct in two or more subgroups.
 
     `target` is the examined subgroup, `target_accuracy` its accuracy. `equality_of_opportunity` is
-    |difference| of the true-positive rates of the target and of all other inputs; None if one of
-    them has no input of the class; `undefined` then has the reason. `std_bias` is the standard
-    deviation of the subgroups' accuracies and `max_min` the smallest of them; `accuracy` is that
-    over all inputs.
+    the absolute difference between the true-positive rates of the target and of all other inputs;
+    None if either has no input of the class, and `undefined` then has the reason. `std_bias` is the
+    standard deviation of the subgroups' accuracies and `max_min` the smallest of them; `accuracy`
+    is that over all inputs.
     """
 
     output: int
@@ -79,9 +78,9 @@ class ClassFairness:
 
 @dataclass(frozen=True, slots=True)
 class Fairness:
-    """The accuracy of a classifier (the share of inputs with the correct class), and each class.
+    """The accuracy of a classifier (the share of inputs with the correct class) and of each class.
 
-    With `attributes`, these replace the classes, and the accuracy is the mean over them.
+    With `attributes`, attributes replace the classes, and the accuracy is the mean over them.
     """
 
     accuracy: Estimate
@@ -93,7 +92,7 @@ class Fairness:
 class BlindThreshold:
     """The constant `value` added to an output of every input, whatever its subgroup.
 
-    It is the best by the rule that finds a rewriting, for the same cost; `tried` counts the values.
+    It is chosen by the same rule as a rewriting, with the same budget, from `tried` values.
     """
 
     value: float
@@ -107,8 +106,8 @@ class Rewriting:
     """The rewriting of a class's output for a subgroup (Eq. 5), and its effect.
 
     `strength` is λ and `coefficients` the subgroup's mean coefficients ā, by level. `tried` counts
-    the compared λ, 1 for a given one; `budget` is the accuracy that they may cost.
-    `before` and `after` are of that class, `accuracy_before` and `accuracy_after` of all.
+    the λ that were compared, 1 if λ was given; `budget` is the accuracy that it may cost. `before`
+    and `after` are for that class, `accuracy_before` and `accuracy_after` for all.
     `threshold` is None if no constant improves the lowest accuracy of a subgroup.
     """
 
@@ -140,8 +139,8 @@ class Rewriting:
 class ModelFairness:
     """A model of a benchmark, as trained and, if there are edits, `edited`.
 
-    Each class has the same target in both. `rewritten` are the classes whose outputs are rewritten,
-    `k` is that of the edited model.
+    Each class has the same target in both. `rewritten` are the classes whose outputs are rewritten;
+    `k` is the edited model's.
     """
 
     model: str
@@ -197,10 +196,10 @@ def fairness(
     decided = []
     for output in range(classes):
         answers, of_class = answers_of(predicted, output), answers_of(labels, output)
-        right = answers == of_class
-        rights = (inside & right).sum(axis=1)
+        is_correct = answers == of_class
+        correct_counts = (inside & is_correct).sum(axis=1)
         positives = (inside & of_class).sum(axis=1)
-        found_positives = (inside & of_class & right).sum(axis=1)
+        found_positives = (inside & of_class & is_correct).sum(axis=1)
         rates = tuple(
             SubgroupRates(
                 group=name,
@@ -210,14 +209,14 @@ def fairness(
                 true_positive_rate=share(int(hits), int(own)) if own else None,
             )
             for name, size, own, correct, hits in zip(
-                known, samples, positives, rights, found_positives, strict=True
+                known, samples, positives, correct_counts, found_positives, strict=True
             )
         )
-        accuracies = rights / samples
+        accuracies = correct_counts / samples
         at = int(np.lexsort((samples, accuracies))[0])
         if targets is not None:
             at = known.index(targets[output])
-        draws = _drawn(random, rights, samples)
+        draws = _drawn(random, correct_counts, samples)
         what = f"with attribute {output}" if predicted.ndim == 2 else f"of class {output}"
         opportunity, undefined = _opportunity(random, rates, at, what, found_positives, positives)
         decided.append(
@@ -230,7 +229,7 @@ def fairness(
                 undefined=undefined,
                 std_bias=_within(float(accuracies.std()), draws.std(axis=0)),
                 max_min=_within(float(accuracies.min()), draws.min(axis=0)),
-                accuracy=share(int(right.sum()), len(labels)),
+                accuracy=share(int(is_correct.sum()), len(labels)),
             )
         )
     return Fairness(overall(predicted, labels), tuple(decided), attributes=predicted.ndim == 2)
@@ -243,21 +242,21 @@ def predicted_by(scores: Array, labels: Labels) -> Array:
 
 
 def answers_of(classes: Array, output: int) -> Array:
-    """Returns which inputs are of a class, for classes [s], or have an attribute, for [s, o]."""
+    """Returns which inputs are of a class, given classes [s], or have an attribute, if [s, o]."""
     answers: Array = classes[:, output] == 1 if classes.ndim == 2 else classes == output
     return answers
 
 
 def overall(predicted: Array, labels: Labels) -> Estimate:
     """Returns the share of inputs whose class is correct, or the mean accuracy of attributes."""
-    right = predicted == labels
-    if right.ndim == 1:
-        return share(int(right.sum()), len(labels))
-    shares = right.mean(axis=1)
+    correct = predicted == labels
+    if correct.ndim == 1:
+        return share(int(correct.sum()), len(labels))
+    shares = correct.mean(axis=1)
     interval = mean_interval(
-        len(right), right.shape[1], float(shares.sum()), float(shares @ shares)
+        len(correct), correct.shape[1], float(shares.sum()), float(shares @ shares)
     )
-    return Estimate(float(right.mean()), interval.low, interval.high)
+    return Estimate(float(correct.mean()), interval.low, interval.high)
 
 
 def share(right: int, total: int) -> Estimate:
@@ -269,7 +268,7 @@ def share(right: int, total: int) -> Estimate:
 def _drawn(random: np.random.Generator, right: Array, total: Array) -> Array:
     """Draws shares [g, draws] from Jeffreys' posterior for the counts [g].
 
-    Unlike resampled inputs they vary even if all or none were right.
+    Unlike resampled inputs, they vary even if all or no answers were correct.
     """
     drawn: Array = random.beta(
         (right + 0.5)[:, None], (total - right + 0.5)[:, None], (len(total), DRAWS)
@@ -319,7 +318,7 @@ def find_group(text: Subgroup, groups: Array) -> Subgroup:
 
 @dataclass(frozen=True, slots=True)
 class Strength:
-    """A λ, and how many were compared to find it."""
+    """A λ, and how many values were compared to find it."""
 
     value: float
     tried: int
@@ -344,7 +343,7 @@ def sign_of(predicted: Labels, labels: Labels, inside: Array, output: int) -> in
 
 def best_strength(
     scores: Array,
-    alike: Array,
+    similarity: Array,
     labels: Labels,
     groups: Array,
     output: int,
@@ -353,10 +352,10 @@ def best_strength(
 ) -> Strength | None:
     """Returns the λ of the best max-min that costs no more than `budget` of the accuracy.
 
-    Scores [s, classes] of a class change by λ·`alike` [s], so each input changes its answer at its
-    own λ; between two of these nothing changes, and one λ from each interval is tried. The
-    smallest of equals wins; None if none improves it. An `alike` of 1 everywhere finds a blind
-    threshold.
+    Scores [s, classes] of a class change by λ·`similarity` [s], so each input changes its answer at
+    its own λ; between two of these nothing changes, and one λ from each interval is tried. Of
+    equally good ones the smallest wins; None if none improves max-min. A `similarity` of 1
+    everywhere finds a blind threshold.
     """
     predicted = predicted_by(scores, labels)
     answers, wanted = answers_of(predicted, output), answers_of(labels, output)
@@ -368,35 +367,35 @@ def best_strength(
         rival = np.delete(np.arange(scores.shape[1]), output)[others.argmax(axis=1)]
         limit = others.max(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        turn = sign * (limit - own) / alike
-    moved = np.flatnonzero(np.isfinite(turn) & (turn > 0) & (answers == (sign < 0)))
-    moved = moved[np.argsort(turn[moved], kind="stable")]
-    turns = turn[moved]
+        flips_at = sign * (limit - own) / similarity
+    moved = np.flatnonzero(np.isfinite(flips_at) & (flips_at > 0) & (answers == (sign < 0)))
+    moved = moved[np.argsort(flips_at[moved], kind="stable")]
+    flips = flips_at[moved]
     of_class = wanted[moved]
-    gain = np.where(of_class, sign, -sign)  # of one answer: is it of the class?
+    gain = np.where(of_class, sign, -sign)  # in correct answers for this class
     if labels.ndim == 2:
         change = gain / labels.shape[1]
     else:
         before = (predicted == labels)[moved].astype(int)
         after = of_class if sign > 0 else rival[moved] == labels[moved]
         change = after.astype(int) - before
-    right = answers == wanted
+    hits = answers == wanted
     subgroups = np.unique(groups)
     # Accuracy of each subgroup, [g, λ], after a number of inputs have changed their answer.
     shares = np.stack(
         [
-            (right[groups == g].sum() + np.r_[0, np.cumsum(np.where(groups[moved] == g, gain, 0))])
+            (hits[groups == g].sum() + np.r_[0, np.cumsum(np.where(groups[moved] == g, gain, 0))])
             / (groups == g).sum()
             for g in subgroups
         ]
     )
-    whole = (predicted == labels).mean() + np.r_[0, np.cumsum(change)] / len(labels)
-    # A λ between two changes; equal ones coincide.
-    ends = np.flatnonzero(np.r_[turns[1:] > turns[:-1], True]) if len(turns) else np.array([], int)
+    accuracy = (predicted == labels).mean() + np.r_[0, np.cumsum(change)] / len(labels)
+    # One λ between every two different flips.
+    ends = np.flatnonzero(np.r_[flips[1:] > flips[:-1], True]) if len(flips) else np.array([], int)
     stops = np.r_[0, ends + 1].astype(int)
-    following = np.r_[turns[ends[:-1] + 1], turns[-1] * 1.1] if len(turns) else np.array([])
-    values = np.r_[0.0, (turns[ends] + following) / 2]
-    allowed = whole[stops] >= whole[0] - budget - 1e-12
+    following = np.r_[flips[ends[:-1] + 1], flips[-1] * 1.1] if len(flips) else np.array([])
+    values = np.r_[0.0, (flips[ends] + following) / 2]
+    allowed = accuracy[stops] >= accuracy[0] - budget - 1e-12
     lowest = np.where(allowed, shares.min(axis=0)[stops], -1.0)
     best = int(lowest.argmax())  # the first of equals
     if not best:

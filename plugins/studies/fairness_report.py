@@ -18,7 +18,7 @@ FAIR_HEADS = (
 
 
 def fairness_text(result: Fairness) -> str:
-    """Returns a row per class, of the subgroup with its lowest accuracy; with 95% intervals."""
+    """Returns a table with each class's subgroup of the lowest accuracy, with 95% intervals."""
     what = "attribute" if result.attributes else "class"
     rows = [fair_row(str(decided.output), decided) for decided in result.classes]
     undefined = [str(decided.output) for decided in result.classes if decided.undefined]
@@ -60,29 +60,29 @@ def rewriting_text(rewriting: Rewriting) -> str:
     what = "attribute" if rewriting.attributes else "class"
     threshold = rewriting.threshold
     blind = "blind threshold: no constant improves the lowest accuracy of a subgroup"
-    whole = f"{before} as trained, {after} rewritten"
+    totals = f"{before} as trained, {after} rewritten"
     if threshold is not None:
         rows.append(fair_row("blind threshold", threshold.after))
         blind = (
             f"blind threshold: output {output} += {threshold.value:g} for every input (the best of "
             f"{threshold.tried})"
         )
-        whole += f", {threshold.accuracy_after} with the blind threshold"
+        totals += f", {threshold.accuracy_after} with the blind threshold"
     return "\n".join(
         (
             f"Output {output} of {rewriting.layer} += {rewriting.strength:g}·āᵀa for subgroup "
             f"{rewriting.group}{how}:",
             table((f"{what} {output}", *FAIR_HEADS), rows),
             blind,
-            f"{'mean of all attributes' if rewriting.attributes else 'all classes'}: {whole}",
+            f"{'mean of all attributes' if rewriting.attributes else 'all classes'}: {totals}",
         )
     )
 
 
 def compared_rows(model: ModelFairness) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields rows under `FAIR_HEADS`, each with its class: as trained and, if it has edits, edited.
+    """Yields rows under `FAIR_HEADS`, each with its class: as trained and, with edits, as edited.
 
-    For an edited model these are the classes whose outputs are rewritten, otherwise all.
+    An edited model has rows for the classes whose outputs are rewritten, other models for all.
     """
     for output in model.rewritten or range(len(model.untouched.classes)):
         yield str(output), fair_row("as trained", model.untouched.classes[output])
@@ -97,11 +97,11 @@ def subgroups_text(models: Sequence[ModelFairness]) -> str:
         rows = [(output, *row) for output, row in compared_rows(model)]
         attributes = model.untouched.attributes
         named = "mean of all attributes" if attributes else "all classes"
-        whole = f"{named}: {model.untouched.accuracy} as trained"
+        totals = f"{named}: {model.untouched.accuracy} as trained"
         if model.edited is not None:
-            whole += f", {model.edited.accuracy} edited"
+            totals += f", {model.edited.accuracy} edited"
         blocks.append(
             f"{model.model}, subgroups by {model.group_by}, k = {model.k}\n"
-            f"{table(('attribute' if attributes else 'class', '', *FAIR_HEADS), rows)}\n{whole}"
+            f"{table(('attribute' if attributes else 'class', '', *FAIR_HEADS), rows)}\n{totals}"
         )
     return "\n\n".join(blocks)

@@ -16,7 +16,7 @@ SUMS, PASSES = "sums", "passes"
 
 @dataclass(frozen=True, slots=True)
 class KeptAccuracy:
-    """Algorithm 1 with k experts: its accuracy, 0..1, and its share of all experts' accuracy.
+    """Algorithm 1 with k experts: its accuracy, 0..1, and the share of all experts' accuracy kept.
 
     `retention` is None if the untouched model gives no correct answer.
     """
@@ -30,8 +30,8 @@ class KeptAccuracy:
 class RandomChoice:
     """Algorithm 1 compared with k experts drawn at random for each input and layer.
 
-    `accuracies` has one value per seed; `std` is their sample standard deviation. `sigmas` is the
-    number of them by which Algorithm 1 is above `mean`; None if all seeds agree.
+    `accuracies` has one value per seed; `std` is their sample standard deviation. Algorithm 1 is
+    `sigmas` standard deviations above `mean`; None if all seeds agree.
     """
 
     k: int
@@ -49,7 +49,7 @@ class BestSubsets:
     `best` is the share of inputs that some set classifies correctly: the limit of an oracle.
     `distinct` counts the sets that have the least loss for at least one input. `average` is the
     exact mean accuracy over all sets; `fixed` that of the best single set for all inputs. If C(n,
-    k) is beyond the limit, nothing was tried and all are None.
+    k) is beyond the limit, nothing was tried and these are None.
     """
 
     k: int
@@ -63,9 +63,9 @@ class BestSubsets:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The share of ΣC, the sum of the scores s, that the j largest have, for j = 1 … n.
+    """The share of ΣC, the sum of the scores s, that the j largest make up, for j = 1 … n.
 
-    Over inputs: the mean and the 10th and 90th percentile. A uniform router has j/n.
+    They are the mean and the 10th and 90th percentile over inputs. A uniform router has j/n.
     """
 
     layer: str

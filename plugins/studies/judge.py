@@ -22,7 +22,7 @@ Judged = Literal["classes", "attributes", "targets"]
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Labels, and the credit of answers to them. `spread` [o] is the variance of targets."""
+    """Labels, by which answers get credit. `spread` [o] is the variance of targets."""
 
     judged: Judged
     labels: Labels
@@ -50,7 +50,7 @@ class Judge:
     def figures(self, credit: Array) -> tuple[float | None, ...]:
         """Returns the accuracy of each class or attribute, or R², from the credits of all inputs.
 
-        None for a class without inputs, and for an output whose targets are all the same.
+        It is None for a class without inputs, and for an output whose targets are all the same.
         """
         if self.judged == "classes":
             counts = self.samples

@@ -21,10 +21,7 @@ TableRows = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """A paper's numbers.
-
-    These are the share of the accuracy kept, by n/k and n, and for k = n/4 the accuracy by n.
-    """
+    """A paper's numbers: shares of the accuracy kept, by n/k and n; at k = n/4, accuracies by n."""
 
     retention: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     best_subset: Mapping[int, float] = field(default_factory=dict)
@@ -35,7 +32,7 @@ NOTHING = Printed()
 
 
 def text(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> str:
-    """Returns every table that has rows, under its title; the paper's numbers in brackets."""
+    """Returns every table that has rows, under its title, with the paper's numbers in brackets."""
     return "\n\n".join(
         f"{title}\n{table(header, rows)}"
         for title, (header, rows) in titled(studies, paper).items()
@@ -53,7 +50,7 @@ def titled(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> dict[str
 
 
 def retention_rows(studies: Sequence[ExpertStudy], paper: Printed) -> TableRows:
-    """Returns the share kept at n/2, n/4 and n/8, the paper's in brackets."""
+    """Returns the shares kept at n/2, n/4 and n/8, with the paper's in brackets."""
     rows: list[tuple[str, ...]] = []
     for study in [each for each in studies if each.retention]:
         cells = [study.model, percent(study.top1)]
@@ -65,7 +62,7 @@ def retention_rows(studies: Sequence[ExpertStudy], paper: Printed) -> TableRows:
 
 
 def random_rows(studies: Sequence[ExpertStudy]) -> TableRows:
-    """Returns Algorithm 1 and the random mean, by model and k."""
+    """Returns the accuracies of Algorithm 1 and of random experts, by model and k."""
     header = ("model", "k", "Algorithm 1", "random, mean", "std", "σ above")
     rows: list[tuple[str, ...]] = [
         (
@@ -100,7 +97,7 @@ def subset_rows(studies: Sequence[ExpertStudy], paper: Printed) -> TableRows:
 
 
 def share_rows(studies: Sequence[ExpertStudy]) -> TableRows:
-    """Returns the share of a half, a quarter and an eighth of each layer's experts, on average."""
+    """Returns the mean shares of the top half, quarter and eighth of each layer's experts."""
     header = ("model", "layer", *(f"top n/{fraction}" for fraction in FRACTIONS))
     rows: list[tuple[str, ...]] = []
     for study in studies:
@@ -116,7 +113,7 @@ def percent(share: float | None) -> str:
 
 
 def with_paper(ours: float | None, paper: float | None) -> str:
-    """Returns our number, with the paper's in brackets if there are both."""
+    """Returns our number, with the paper's in brackets if both are known."""
     return percent(ours) if ours is None or paper is None else f"{percent(ours)} ({percent(paper)})"
 
 
@@ -128,7 +125,7 @@ def sets(number: int) -> str:
 def figures(
     studies: Sequence[ExpertStudy], directory: Path, paper: Printed = NOTHING
 ) -> tuple[Path, ...]:
-    """Writes a chart for each analysis that was made; returns their paths.
+    """Writes a chart for each analysis that was made; returns the charts' paths.
 
     `experts_retention.png`, `experts_random.png`, `experts_subsets.png`, `experts_shares.png`.
     """
@@ -151,24 +148,24 @@ def figures(
 
 
 def _retention(studies: Sequence[ExpertStudy], path: Path, printed: Printed) -> None:
-    """Retention over the share of experts, a line per model; and over n, a line per share."""
+    """Draws retention over the share of experts, by model, and over n, by share."""
     left, right = [], []
     for study, ink in zip(studies, _shades(len(studies)), strict=True):
         label = f"n = {study.experts}" if _differ(studies) else study.model
         points = [(k.k / study.experts, k.retention) for k in study.retention]
         left += curve(0, label, points, ink=ink, symbol=BARE)
-    for place, fraction in enumerate(FRACTIONS):
+    for number, fraction in enumerate(FRACTIONS):
         ours = [
             (study.experts, kept)
             for study in studies
             if study.experts % fraction == 0
             and (kept := study.kept(study.experts // fraction)) is not None
         ]
-        right += curve(place, f"k = n/{fraction}", ours)
+        right += curve(number, f"k = n/{fraction}", ours)
         measured = {n for n, _ in ours}
         paper = [(n, v) for n, v in printed.retention.get(fraction, {}).items() if n in measured]
         label = f"k = n/{fraction}, the paper on MNIST"
-        right += curve(place, label, paper, dash=DOTTED, symbol=BARE)
+        right += curve(number, label, paper, dash=DOTTED, symbol=BARE)
     shares = axis("x", "x", "share of the experts kept, k/n", "k")
     panels = [
         (
@@ -182,7 +179,7 @@ def _retention(studies: Sequence[ExpertStudy], path: Path, printed: Printed) -> 
 
 
 def _random(studies: Sequence[ExpertStudy], path: Path) -> None:
-    """Algorithm 1 and random choices over n, a chart per share of experts."""
+    """Draws Algorithm 1 and random choices over n, in one chart per share of experts."""
     shares = [f for f in FRACTIONS if any(_random_at(study, f) for study in studies)]
     panels = []
     for fraction in shares:
@@ -205,7 +202,7 @@ def _random_at(study: ExpertStudy, fraction: int) -> Any:
 
 
 def _subsets(studies: Sequence[ExpertStudy], path: Path) -> None:
-    """The best accuracy of subsets, and the number of different best ones."""
+    """Draws the best accuracy of subsets, and the number of different best ones."""
     searches: list[tuple[ExpertStudy, BestSubsets]] = [
         (study, subset) for study in studies for subset in study.subsets if subset.best is not None
     ]
@@ -220,9 +217,9 @@ def _subsets(studies: Sequence[ExpertStudy], path: Path) -> None:
         for number, (name, values) in enumerate(kinds.items())
         for row in curve(number, name, enumerate(values), dash=[0, 9])
     ]
-    most = [min(search.subsets, study.samples) for study, search in searches]
-    possible = {"ink": "var(--faint)", "symbol": SYMBOLS[1]}
-    right = curve(0, "possible: sets, or inputs if fewer", enumerate(most), **possible)
+    possible = [min(search.subsets, study.samples) for study, search in searches]
+    style = {"ink": "var(--faint)", "symbol": SYMBOLS[1]}
+    right = curve(0, "possible: sets, or inputs if fewer", enumerate(possible), **style)
     found = [search.distinct for _, search in searches]
     right += curve(0, "best for at least one input", enumerate(found), symbol=SYMBOLS[1])
     named = {"labelExpr": "ticks[datum.value]", "labelAngle": -45, "labelOverlap": False}
@@ -240,7 +237,7 @@ def _subsets(studies: Sequence[ExpertStudy], path: Path) -> None:
 
 
 def _shares(studies: Sequence[ExpertStudy], path: Path) -> None:
-    """The top experts' share of ΣC, over their share of the experts."""
+    """Draws the top experts' share of ΣC over their share of the experts."""
     measured = [(study, layer) for study in studies for layer in study.shares]
     rows = []
     for (study, layer), ink in zip(measured, _shades(len(measured)), strict=True):
@@ -251,15 +248,15 @@ def _shares(studies: Sequence[ExpertStudy], path: Path) -> None:
         ):
             point = [((number + 1) / len(layer.mean), mean)]
             rows += curve(0, label, point, ink=ink, symbol=BARE, low=low, high=high)
-    alike = [(share / 64, share / 64) for share in range(1, 65)]
-    rows += curve(0, "all alike", alike, ink=REFERENCE, dash=DASHED, symbol=BARE)
+    uniform = [(share / 64, share / 64) for share in range(1, 65)]
+    rows += curve(0, "all alike", uniform, ink=REFERENCE, dash=DASHED, symbol=BARE)
     x = _shares_axis(axis("x", "x", "share of the experts", "k"))
     y = _percent("mean; 10th to 90th percentile of inputs")
     draw(path, [("The top experts' share of ΣC", curves(x, y), rows)], columns=1)
 
 
 def _differ(studies: Sequence[ExpertStudy]) -> bool:
-    """Whether the models differ in n."""
+    """Whether there are several models, all of which differ in n."""
     return len({study.experts for study in studies}) == len(studies) > 1
 
 

@@ -39,7 +39,6 @@ PANEL = Panel(
     "studies", "Experts", ("bench",), StudyOptions, "moexport.plugins.studies.cli:study_options"
 )
 
-
 NAMES = ("retention", "random", "subsets", "shares")
 
 SUBSETS_BY_SUMS, SUBSETS_BY_PASSES = 50_000, 200
@@ -81,18 +80,18 @@ def parse_analyses(text: str) -> tuple[str, ...]:
 
 def requested(options: StudyOptions) -> Analyses:
     """Returns the requested analyses; raises `UsageError` for unknown ones."""
-    most = options.max_subsets
+    limit = options.max_subsets
     names = parse_analyses(options.analysis) if options.analysis else ()
-    if most is not None and "subsets" not in names:
+    if limit is not None and "subsets" not in names:
         raise UsageError(
-            f"--max-subsets {most}: no subsets are tried", hint="add --analysis subsets"
+            f"--max-subsets {limit}: no subsets are tried", hint="add --analysis subsets"
         )
-    return Analyses(names, max_subsets=most)
+    return Analyses(names, max_subsets=limit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EditOptions:
-    """The experts that an export removes, rewrites or steers by (`edits.py`)."""
+    """The edits of an export (`edits.py`): experts to remove, rewrite or steer by."""
 
     ablate: str | Sequence[str] = option(
         (),
@@ -161,7 +160,7 @@ class SpecialiseRequest(Request):
     )
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for incomplete options of a rewriting or examples."""
+        """Raises `UsageError` for invalid options, and for those of an incomplete rewriting."""
         at_least(self, "examples", 1)
         if self.k is not None and parse_k(self.k) == "input":
             raise UsageError(

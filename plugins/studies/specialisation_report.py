@@ -1,4 +1,4 @@
-"""The result of `specialise` as JSON, as text and as figures, of one model or of several."""
+"""The result of `specialise` as JSON, as text and as figures, for one model or several."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REWRITE_FILE = "rewrite.json"
 SEVERAL_FILE, SEVERAL_FIGURE = "polysemanticity.json", "polysemanticity.png"
 
 SHOWN, DRAWN = 10, 40
-"""Experts in the text and in the figure, those of the largest change; the JSON has all."""
+"""The number of experts in the text and in the figure: those that change most. The JSON has all."""
 
 
 def to_json(result: Specialisation) -> str:
@@ -57,9 +57,9 @@ def several_json(several: Sequence[Specialisation]) -> str:
 
 
 def write(result: Specialisation, directory: Path) -> tuple[Path, ...]:
-    """Writes JSON and figures, a rewriting and examples if there are any; returns the paths.
+    """Writes JSON and figures, and a rewriting and examples if there are any; returns the paths.
 
-    Each file is written whole, or raises OutputError.
+    Each file is written whole or not at all. Raises OutputError.
     """
     written = () if result.examples is None else examples_report.write(result.examples, directory)
     if not result.samples and result.usage is None:
@@ -82,10 +82,10 @@ def write(result: Specialisation, directory: Path) -> tuple[Path, ...]:
 
 
 def write_several(several: Sequence[Specialisation], directory: Path) -> tuple[Path, ...]:
-    """Writes each model's files into a folder of its name, and a comparison; returns the latter.
+    """Writes each model's files into a folder with its name; returns the files of the comparison.
 
-    Models with only the use of experts have no figure. Raises UsageError for two models of one
-    name.
+    These have no figure if only the use of experts is known. Raises UsageError if two models have
+    the same name.
     """
     names = [Path(model.model).stem for model in several]
     for name in names:
@@ -106,10 +106,10 @@ def write_several(several: Sequence[Specialisation], directory: Path) -> tuple[P
 
 
 def text(result: Specialisation) -> str:
-    """Returns the experts of the largest effect, how many have none, and the load.
+    """Returns the experts with the largest effects, how many have any, and the load.
 
-    With subgroups, it adds each class's fairness, and the rewriting, if there is one; at the end,
-    how often every layer chooses each expert.
+    Subgroups add each class's fairness, and the rewriting if there is one. Last comes how often
+    every layer chooses each expert.
     """
     parts = [f"model       {result.model} ({result.family})"]
     if result.accuracy:
@@ -131,13 +131,13 @@ def text(result: Specialisation) -> str:
 
 
 def _effects_text(result: Specialisation) -> str:
-    """The layer, its load, and the experts of the largest effect."""
+    """The layer, its load, and the experts with the largest effects."""
     changing = result.ranked
     mean = result.mean_polysemanticity
     figure, what = FIGURES[result.judged], NAMES[result.judged]
     lines = [
         f"layer       {result.layer}: {' × '.join(map(str, result.levels))} experts, all kept",
-        _whole_line(result),
+        _overall_line(result),
         f"experts     {len(changing)} of {len(result.experts)} change the {figure} of "
         f"{ARTICLES[result.judged]} when removed",
         *(_load_line(level, result) for level in result.load),
@@ -181,13 +181,13 @@ def _figure(value: float | None, result: Specialisation) -> str:
     return f"{value:.4f}" if result.judged == "targets" else f"{value:.1%}"
 
 
-def _whole_line(result: Specialisation) -> str:
-    """The accuracy of all inputs, or the mean over attributes or outputs."""
-    whole = _figure(result.overall(result.accuracy), result)
+def _overall_line(result: Specialisation) -> str:
+    """The accuracy on all inputs, or the mean over attributes or outputs."""
+    overall = _figure(result.overall(result.accuracy), result)
     if result.judged == "classes":
-        return f"accuracy    {whole} of {result.inputs} inputs"
-    many = f"{len(result.accuracy)} {NAMES[result.judged]}s"
-    return f"{FIGURES[result.judged]:<12}{whole}, the mean of {many}; {result.inputs} inputs"
+        return f"accuracy    {overall} of {result.inputs} inputs"
+    outputs = f"{len(result.accuracy)} {NAMES[result.judged]}s"
+    return f"{FIGURES[result.judged]:<12}{overall}, the mean of {outputs}; {result.inputs} inputs"
 
 
 def _load_line(load: Load, result: Specialisation) -> str:
@@ -205,9 +205,9 @@ SEVERAL_HEADS = ("model", "experts", "change a class", "polysemanticity", "accur
 
 
 def several_text(several: Sequence[Specialisation]) -> str:
-    """Returns the mean polysemanticity of several models by their numbers of experts.
+    """Returns a table of several models' mean polysemanticity, by number of experts.
 
-    Models with only the use of experts, or examples, come after it.
+    The texts of models with only the use of experts, or only examples, follow it.
     """
     rows = [
         (
@@ -237,7 +237,7 @@ def _line(value: object) -> str:
 
 
 def _draw_effects(result: Specialisation, path: Path) -> None:
-    """Writes a PNG: a row per expert, its change of each class next to its polysemanticity."""
+    """Writes a PNG with a row per expert: the change of each class, and the polysemanticity."""
     changing = result.ranked
     shown = changing[:DRAWN]
     title = (
@@ -248,14 +248,14 @@ def _draw_effects(result: Specialisation, path: Path) -> None:
         title += f"; the {len(shown)} that change most"
     left = f"Change in {FIGURES[result.judged]}, by {NAMES[result.judged]}"
     if not shown:
-        why = nothing(f"no expert's removal changes {ARTICLES[result.judged]}")
-        draw(path, [(left, why, [{}])], title=title)
+        empty = nothing(f"no expert's removal changes {ARTICLES[result.judged]}")
+        draw(path, [(left, empty, [{}])], title=title)
         return
     height = 40 + 15 * len(shown)
     change: ChartRows = [
-        {"row": result.expert_name(effect), "x": place, "value": value}
+        {"row": result.expert_name(effect), "x": output, "value": value}
         for effect in shown
-        for place, value in enumerate(effect.change)
+        for output, value in enumerate(effect.change)
     ]
     largest = max(abs(cell["value"] or 0.0) for cell in change)
     classes = range(len(shown[0].change))
@@ -306,9 +306,9 @@ def _draw_several(several: Sequence[Specialisation], path: Path) -> None:
     known = [(n, mean) for n, e in ordered if (mean := e.mean_polysemanticity) is not None]
     changed = [(n, len(model.ranked) / n) for n, model in ordered]
     x = axis("x", "x", "experts", "k")
-    sense, share = curves(x, axis("y", "y", "")), curves(x, axis("y", "y", "", "percent"))
+    means, shares = curves(x, axis("y", "y", "")), curves(x, axis("y", "y", "", "percent"))
     panels = [
-        ("Mean class polysemanticity", sense, curve(0, "", known)),
-        ("Experts whose removal changes a class", share, curve(0, "", changed)),
+        ("Mean class polysemanticity", means, curve(0, "", known)),
+        ("Experts whose removal changes a class", shares, curve(0, "", changed)),
     ]
     draw(path, panels, ticks=sorted({n for n, _ in ordered}))

@@ -1,13 +1,13 @@
 """The role of each expert of a layer: the classes that lose accuracy when it is removed.
 
 For expert e, d_c = |ŷ_c − y_c| / y_c is the share of class c's accuracy that its removal changes.
-The distance of d to the one-hot vector of its largest entry is the expert's class polysemanticity
+The distance of d from the one-hot vector of its largest entry is the expert's class polysemanticity
 (Eq. 4 of the muMoE paper): 0 if without the expert one class is lost and no other changes. If
 labels have a number for each output (`judge.py`), outputs replace the classes: attributes with
-their accuracy, and for a regression each output's R².
+their accuracy, or a regression's outputs with their R².
 
-With subgroups it measures how fair the model is to them (`fairness`), and finds the rewriting that
-helps one of them. `specialisation_report` writes and draws the result.
+If there are subgroups, `fairness` measures how fair the model is to them, and finds the rewriting
+that helps one of them. `specialisation_report` writes and draws the result.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ class Load:
 class Specialisation:
     """The result of `moexport specialise`. `accuracy` and `samples` are by class.
 
-    `judged` is what replaces the classes: attributes, or the outputs of a regression, of which
-    `accuracy` is R². `fairness` is set if subgroups were named, `rewriting` if one was requested,
-    and `usage` covers all layers; models of texts have only that. Without labels there are only
+    `judged` is what the labels are: classes, attributes, or the outputs of a regression, for which
+    `accuracy` is R². `fairness` is set if subgroups were named, `rewriting` if one was requested.
+    `usage` covers all layers; models of texts have only that. Without labels there are only
     `examples`.
     """
 
@@ -149,7 +149,7 @@ class Specialisation:
 
     @property
     def inputs(self) -> int:
-        """The number of inputs: each is of one class, and has every attribute or output."""
+        """The number of inputs, each of which has one class, or every attribute or output."""
         if not self.samples and self.usage is not None:
             return self.usage.inputs
         return sum(self.samples) if self.judged == "classes" else max(self.samples, default=0)
@@ -173,7 +173,7 @@ class Specialisation:
         return f"{effect.level}.{effect.expert}" if len(self.levels) > 1 else str(effect.expert)
 
     def overall(self, accuracy: Sequence[float | None]) -> float:
-        """The accuracy over all inputs, from that by class; the mean over attributes or outputs."""
+        """The accuracy on all inputs, given that by class; the mean over attributes or outputs."""
         known = [(a, s) for a, s in zip(accuracy, self.samples, strict=True) if a is not None]
         return sum(a * s for a, s in known) / sum(s for _, s in known)
 
@@ -190,7 +190,7 @@ def usage_only(
     data: str | Path | LabelledData | Mapping[str, Any],
     request: SpecialiseRequest,
 ) -> Specialisation:
-    """Returns how the experts of such a model are used; by class if its data have labels.
+    """Returns only how a model's experts are used, by class if its data have labels.
 
     Raises `UsageError` for options that need an accuracy, `FeedError` for data that do not fit.
     """
@@ -232,11 +232,11 @@ def specialise(
 ) -> Specialisation:
     """Returns the effect of each expert of a layer, by default the last, on the accuracy by class.
 
-    It takes one pass over the data, and one per expert over the inputs with a nonzero coefficient;
-    the others cannot change. Mean coefficients are those of the subgroups in the request, which are
-    then compared, or those of the classes. One more pass, with k experts, counts the choices.
-    Raises UsageError for an unknown layer, class or subgroup, FeedError for data without labels or
-    a model that does not classify.
+    This takes one pass over the data, and one per expert over the inputs with a nonzero coefficient
+    for it; other inputs cannot change. Mean coefficients are those of the requested subgroups,
+    which are then compared, or those of the classes. Another pass, with k experts, counts the
+    choices. Raises UsageError for an unknown layer, class or subgroup, FeedError for data without
+    labels or a model that does not classify.
     """
     layer, group_by, progress = request.layer, request.group_by, request.progress or Silent()
     check_one_input(model, "specialise")
@@ -257,18 +257,18 @@ def specialise(
             "shows inputs without them",
         )
     module = sharing_weights(model.module)
-    watched = moe_layers(module)[name]
-    if group is not None and not watched.spec.rewritable:
+    moe_layer = moe_layers(module)[name]
+    if group is not None and not moe_layer.spec.rewritable:
         raise UsageError(
-            f"--rewrite-class: layer {name} is a {watched.spec.kind} layer, without coefficients "
+            f"--rewrite-class: layer {name} is a {moe_layer.spec.kind} layer, without coefficients "
             "to rewrite an output with",
             hint="only muMoE layers can be rewritten",
         )
     progress.step(f"accuracy by class of {model.source.path}", total=len(x))
-    results = _one_pass(module, watched, dataset, x, request.rewrite_class, progress)
+    results = _one_pass(module, moe_layer, dataset, x, request.rewrite_class, progress)
     judge = results.judge
     before = judge.figures(judge.credit(results.scores))
-    effects = tuple(_effects(module, watched, x, results, progress))
+    effects = tuple(_effects(module, moe_layer, x, results, progress))
     by_group = tuple(_groups(results.means, groups, judge))
     fair = rewriting = None
     if groups is not None and judge.judged != "targets":
@@ -276,13 +276,13 @@ def specialise(
         fair = fairness(predicted, judge.labels, groups, judge.outputs)
     if group is not None and groups is not None:
         rewriting = _rewriting(model, name, request, group, x, groups, results, by_group)
-    counted = replace(dataset, inputs=x)
+    counted_data = replace(dataset, inputs=x)
     return Specialisation(
         model=model.source.path,
         family=model.family,
         layer=name,
-        kind=watched.spec.kind,
-        levels=watched.spec.levels,
+        kind=moe_layer.spec.kind,
+        levels=moe_layer.spec.levels,
         accuracy=before,
         samples=judge.samples,
         experts=effects,
@@ -291,7 +291,7 @@ def specialise(
         fairness=fair,
         rewriting=rewriting,
         judged=judge.judged,
-        usage=usage_of(model, counted, k=request.k, subgroups=groups, progress=progress),
+        usage=usage_of(model, counted_data, k=request.k, subgroups=groups, progress=progress),
     )
 
 
@@ -299,8 +299,8 @@ def specialise(
 class _JudgedInputs:
     """The results of one pass over the inputs, and their judge.
 
-    `scores` [s, classes]; by level `means`, the mean coefficients of each input [s, n], and `taken`
-    [s, n], whether an input has a nonzero coefficient: True for a layer without coefficients.
+    `scores` is [s, classes]. By level, `means` [s, n] are the mean coefficients of each input, and
+    `taken` [s, n] is whether they are not all zero: True for a layer without coefficients.
     """
 
     scores: Array
@@ -312,7 +312,7 @@ class _JudgedInputs:
 
 def _one_pass(
     module: nn.Module,
-    watched: MoELayer,
+    moe_layer: MoELayer,
     dataset: LabelledData,
     x: Array,
     rewritten: int | None,
@@ -320,35 +320,35 @@ def _one_pass(
 ) -> _JudgedInputs:
     outputs: list[Array] = []
     means, nonzero, counts = [], [], []
-    # Coefficients mix the experts, so they are the layer's choices.
+    # A layer with coefficients records them as its choices.
     recorded: AbstractContextManager[Mapping[str, RoutingDecision]] = nullcontext({})
-    if watched.spec.rewritable:
-        recorded = recorded_choices(watched)
+    if moe_layer.spec.rewritable:
+        recorded = recorded_choices(moe_layer)
     with recorded as choices:
         for rows in dataset.batches(BATCH):
             scores = _scores(module, x[rows])
             coefficients = [choice.chosen.numpy() for choice in choices.values()]
             if rewritten is not None and not outputs:
-                _check_head(rewritten, watched, module, x[rows], scores)
+                _check_head(rewritten, moe_layer, module, x[rows], scores)
             outputs.append(scores)
             means.append([a.mean(axis=1, dtype=np.float64) for a in coefficients])
             nonzero.append([(a != 0).any(axis=1) for a in coefficients])
             counts.append([_counts(a) for a in coefficients])
             progress.advance(len(scores))
-    whole = np.concatenate(outputs)
+    scores = np.concatenate(outputs)
     return _JudgedInputs(
-        whole,
+        scores,
         list(map(np.concatenate, zip(*means, strict=True))),
         list(map(np.concatenate, zip(*nonzero, strict=True)))
-        or [np.ones((len(x), n), dtype=bool) for n in watched.spec.levels],
+        or [np.ones((len(x), n), dtype=bool) for n in moe_layer.spec.levels],
         tuple(_load(level, own) for level, own in enumerate(zip(*counts, strict=True), start=1)),
-        judge_of(dataset, whole),
+        judge_of(dataset, scores),
     )
 
 
 def _effects(
     module: nn.Module,
-    watched: MoELayer,
+    moe_layer: MoELayer,
     x: Array,
     results: _JudgedInputs,
     progress: Progress,
@@ -357,36 +357,35 @@ def _effects(
     judge = results.judge
     base = judge.credit(results.scores)
     before = judge.figures(base)
-    places = [(level, e) for level, n in enumerate(watched.spec.levels) for e in range(n)]
-    work = sum(int(results.taken[level][:, e].sum()) for level, e in places)
-    progress.step(f"removing each of {len(places)} experts of {watched.spec.name}", total=work)
-    for level, expert in places:
-        watched.edits = Edits((Ablation(watched.spec.name, expert, level + 1),))
+    experts = [(level, e) for level, n in enumerate(moe_layer.spec.levels) for e in range(n)]
+    work = sum(int(results.taken[level][:, e].sum()) for level, e in experts)
+    progress.step(f"removing each of {len(experts)} experts of {moe_layer.spec.name}", total=work)
+    for level, expert in experts:
+        moe_layer.edits = Edits((Ablation(moe_layer.spec.name, expert, level + 1),))
         inputs = np.flatnonzero(results.taken[level][:, expert])
-        right_now = base.copy()
+        credit = base.copy()
         for part in np.split(inputs, range(BATCH, len(inputs), BATCH)):
             if part.size:
-                right_now[part] = judge.credit(_scores(module, x[part]), part)
+                credit[part] = judge.credit(_scores(module, x[part]), part)
                 progress.advance(len(part))
-        after = judge.figures(right_now)
+        after = judge.figures(credit)
         change = tuple(
             None if was is None or now is None else now - was
             for was, now in zip(before, after, strict=True)
         )
-        moved = polysemanticity(before, change)
         yield ExpertEffect(
             level=level + 1,
             expert=expert,
             inputs=len(inputs),
             accuracy=after,
             change=change,
-            polysemanticity=moved,
+            polysemanticity=polysemanticity(before, change),
         )
-    watched.edits = NO_EDITS
+    moe_layer.edits = NO_EDITS
 
 
 def _counts(a: Array) -> tuple[Array, Array]:
-    """The tokens with a heavy coefficient of each expert [n], and with the largest in each bin."""
+    """Counts tokens with a heavy coefficient, by expert [n], and tokens by largest coefficient."""
     tokens = a.reshape(-1, a.shape[-1])
     # Rounding may make a coefficient a little more than 1.
     largest = np.histogram(tokens.max(axis=1).clip(0, 1), BINS, (0, 1))[0]
@@ -450,9 +449,9 @@ def _rewriting(
     sign = sign_of(predicted, labels, groups == group, output)
     budget = BUDGET if request.budget is None else request.budget
     if request.strength is None:
-        alike = math.prod(a @ np.array(mean) for a, mean in zip(results.means, means, strict=True))
-        places = (scores, np.asarray(alike), labels, groups, output, sign)
-        best = best_strength(*places, budget)
+        products = (a @ np.array(mean) for a, mean in zip(results.means, means, strict=True))
+        similarity = np.asarray(math.prod(products))
+        best = best_strength(scores, similarity, labels, groups, output, sign, budget)
         if best is None:
             raise UsageError(
                 f"--rewrite-class {output}: no strength improves the lowest accuracy of a subgroup "
@@ -496,7 +495,7 @@ def _subgroups(
     by: str | Sequence[Subgroup] | None,
     samples: int,
 ) -> Array | None:
-    """The subgroup of each input; None if none are named."""
+    """The subgroup of each input; None if there are no subgroups."""
     if isinstance(by, str):
         if isinstance(data, LabelledData):
             raise UsageError(
@@ -527,9 +526,9 @@ def polysemanticity(
 def _groups(
     means: Sequence[Array], groups: Array | None, judge: Judge
 ) -> Iterator[SubgroupCoefficients]:
-    """Each subgroup with its mean coefficients, from those [s, n] of each input, by level.
+    """Each subgroup with its mean coefficients by level, from those of each input [s, n].
 
-    Without subgroups, it is each class, or the inputs with each attribute.
+    Without subgroups, classes replace them, or the inputs that have each attribute.
     """
     members = Members.of(judge.labels, groups, None)
     for value, inside in zip(members.values, members.members.T, strict=True):

@@ -36,9 +36,9 @@ def _begin_experts(
 ) -> StudyRun:
     from .experts import studied
 
-    watcher = request.progress or Silent()
     each = [own for candidate in candidates for own in candidate.each]
-    found = studied(each, data, requested(request.asked(StudyOptions)), request.samples, watcher)
+    wanted = requested(request.asked(StudyOptions))
+    found = studied(each, data, wanted, request.samples, request.progress or Silent())
     return StudyRun(lambda: found)
 
 
@@ -64,9 +64,9 @@ def _begin_subgroups(
     source = given if isinstance(given, Mapping) else Path(given)
     groups = load_groups(source, name, labelled.skipped + len(labelled))[labelled.skipped :]
     sample = labelled.head(len(labelled) if request.samples is None else request.samples)
-    watcher = request.progress or Silent()
+    progress = request.progress or Silent()
     each = [own for candidate in candidates for own in candidate.each]
-    found = compared(each, sample, groups[: len(sample)], name, watcher)
+    found = compared(each, sample, groups[: len(sample)], name, progress)
     return StudyRun(lambda: found)
 
 

@@ -31,9 +31,9 @@ def compared(
 ) -> list[dict[str, Any]]:
     """Returns the fairness of several models for `results.json`.
 
-    An edited model has its first k. Its classes keep the targets of the model as trained, the
+    An edited model computes the first k. Its classes keep the targets of the model as trained: the
     subgroups with the lowest accuracy. Raises FeedError for data without labels, models that do not
-    classify and fewer than two subgroups.
+    classify, and fewer than two subgroups.
     """
     check_groups(groups, f"array '{group_by}'")
     if data.labels is None:

@@ -1,4 +1,4 @@
-"""The time limit of a search: the time left, and the time for a step and for the end."""
+"""The time limit of a search: the time left, and the time that a step and the end take."""
 
 from __future__ import annotations
 
@@ -11,34 +11,32 @@ from dataclasses import dataclass, replace
 from ...common.timing import Protocol
 
 TRIAL, RUN, OPEN, WAYS = "trial", "run", "open", "ways"
-"""Steps of a search: a whole graph; the run over the search's half; writing and opening a graph; a
-graph with other lowerings."""
+"""Steps of a search: trying a whole graph; running it over the search's half; writing and opening
+it; timing it with other lowerings."""
 
 TRACE, EFFECT = "trace", "effect"
 """Steps: tracing a model, and trying one choice of one layer."""
 
-
 UNTOUCHED_SHARE, RANGES_SHARE, TIMES_SHARE, EFFECTS_SHARE, TRIALS_SHARE = 0.1, 0.3, 0.5, 0.6, 0.85
-"""The share of the time limit that is over when each phase ends: the untouched model's outputs, the
-ranges, timing single layers, changing single layers, whole graphs. The rest is for training the
-most promising points. It excludes confirming and writing."""
+"""The share of the time limit that has passed when each phase ends: the untouched model's outputs,
+the ranges, timing single layers, changing single layers, whole graphs. The rest is for training the
+most promising points. The time for confirming and writing does not count."""
 
 LAST_SHARE = 0.5
 """The share of the remaining time that the last training takes."""
 
 FEWEST, END_SHARE = 4, 0.35
-"""Time is reserved to confirm `FEWEST` points, the model as trained included, up to `END_SHARE` of
-the time limit; time for two points is always reserved."""
+"""Time is reserved to confirm `FEWEST` points, including the model as trained, up to `END_SHARE` of
+the time left; time for two points is always reserved."""
 
 VERIFIED = 64
-"""Inputs of the search's half on which the bundle is compared with PyTorch, layer by layer."""
-
+"""The number of the search's inputs on which the bundle is compared with PyTorch, by layer."""
 
 EACH_SIDE = 4
-"""Points tried on each side of the place where a path ends."""
+"""The number of points tried on each side of the point where a path ends."""
 
 TRIALS = 24
-"""The largest number of whole graphs tried off the path, for each width of integers."""
+"""The largest number of neighbours of a path's best points that are tried as whole graphs."""
 
 INPUTS = 4
 """The number of batches that are timed in turn."""
@@ -60,7 +58,7 @@ take four fifths of a short round."""
 
 
 def protocol_for(ms: float, *, careful: bool = False) -> Protocol:
-    """Returns the timing protocol for graphs about as slow as that of the model as trained."""
+    """Returns the timing protocol for the graphs of a model that takes `ms` as trained."""
     if ms >= SHORT_MS:
         return CAREFUL if careful else QUICK
     return replace(QUICK, rounds=MORE_CAREFUL if careful else MORE_QUICK)
@@ -69,7 +67,7 @@ def protocol_for(ms: float, *, careful: bool = False) -> Protocol:
 def spin_for(ms: float) -> float | None:
     """Returns how long threads spin between calls of a graph that takes `ms` (None: the default).
 
-    Long graphs may run on one thread for longer than that, and the other threads would fall asleep.
+    A long graph may run on one thread for longer than `SPIN_MS`; the others would fall asleep.
     """
     return SPIN_MS if ms < SHORT_MS else None
 
@@ -123,7 +121,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The estimated time of the end of a search, in seconds: for each point, and once.
+    """The estimated time that the end of a search takes, in seconds: per point, and once.
 
     Each point is written, opened and timed, then opened again to run over the confirming half.
     """

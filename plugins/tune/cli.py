@@ -76,11 +76,11 @@ def tune(
     Searches on one half of the data and confirms the result on the other. After an interruption,
     repeat the command: it continues where it stopped.
     """
-    place = Path(request.report or output.with_name(f"{output.name}-report"))
+    report_folder = Path(request.report or output.with_name(f"{output.name}-report"))
     with printing.console() as console:
         images = Path(data).is_dir() or request.pixels is not None
         load = loader(reading, model, console, None if images else data)
-        request = replace(request, report=place, command=typed_command(), progress=console)
+        request = replace(request, report=report_folder, command=typed_command(), progress=console)
         if dry_run:
             planned = tune_plan(load, data, request)
             show(json_text(asdict(planned)) if printing.as_json else plan_text(planned))
@@ -94,7 +94,7 @@ def tune(
     manifest = tuned.bundle.manifest
     content = {
         "bundle": str(tuned.bundle.path),
-        "report": str(place / "report.html"),
+        "report": str(report_folder / "report.html"),
         "contract": manifest.contract,
         "layers": [asdict(layer) for layer in manifest.layers],
     }

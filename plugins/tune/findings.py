@@ -57,8 +57,8 @@ def results_of(tuned: Tuned) -> Results:
         )
         judged = _judged(tuned, untouched)
         rows.append(_row(tuned, UNTOUCHED, engine=PYTORCH_EAGER, k=n, **judged))
-    listed = {each.trial.point.key: each for each in (tuned.sequence[0], tuned.chosen)}
-    for key, confirmed in listed.items():
+    by_key = {point.trial.point.key: point for point in (tuned.sequence[0], tuned.chosen)}
+    for key, confirmed in by_key.items():
         point = confirmed.trial.point
         rows.append(
             _row(
@@ -122,37 +122,37 @@ def text(tuned: Tuned) -> str:
     ]
     header = ("", "ms", "bytes", "kept", "95% interval", "k, experts and precision of each layer")
     quality = tuned.chosen.quality
-    times = tuned.base.ms / tuned.chosen.trial.ms
-    why = [_record(tuned).why_runtime]
+    ratio = tuned.base.ms / tuned.chosen.trial.ms
+    sentences = [_record(tuned).why_runtime]
     if tuned.services is not None:
-        most = best([row for row in tuned.services.services if row.exported])
-        why += [] if most is None else [most.reached]
-    place, metric = tuned.bundle.path, tuned.metric
-    judged_by = metric.title if metric.each_output else metric.name
+        best_service = best([row for row in tuned.services.services if row.exported])
+        sentences += [] if best_service is None else [best_service.reached]
+    bundle, metric = tuned.bundle.path, tuned.metric
+    metric_name = metric.title if metric.each_output else metric.name
     if metric.name == "accuracy" and not metric.each_output:
         scores = f"PyTorch {quality.untouched:.1%}, the bundle {quality.score:.1%}"
-        why = [f"accuracy on the {quality.inputs} confirming inputs: {scores}", *why]
-    again = recipe_command(
+        sentences = [f"accuracy on the {quality.inputs} confirming inputs: {scores}", *sentences]
+    repeat_command = recipe_command(
         tuned.model.source.path,
-        str(place / RECIPE_FILE),
-        str(free_place(place)),
+        str(bundle / RECIPE_FILE),
+        str(free_place(bundle)),
         shlex.split(tuned.request.command),
     )
     folder = tuned.request.report
     report = "" if folder is None else f"\nreport: {Path(folder) / 'report.html'}"
     return (
         f"{table(header, rows)}\n\n"
-        f"{place}: {judged_by} kept {quality.kept:.2%}, between "
+        f"{bundle}: {metric_name} kept {quality.kept:.2%}, between "
         f"{quality.low:.2%} and {quality.high:.2%} on {quality.inputs} inputs that the search did "
-        f"not use;\n{tuned.chosen.trial.ms:.3g} ms a batch, {times:.3g} times as fast as k = n in "
+        f"not use;\n{tuned.chosen.trial.ms:.3g} ms a batch, {ratio:.3g} times as fast as k = n in "
         f"FP32; {tuned.trials} graphs in {tuned.seconds:.0f} s\n"
-        f"{''.join(f'{sentence}{chr(10)}' for sentence in why if sentence)}"
-        f"again: {again}{report}"
+        f"{''.join(f'{sentence}{chr(10)}' for sentence in sentences if sentence)}"
+        f"again: {repeat_command}{report}"
     )
 
 
 def _row(tuned: Tuned, key: str, **fields: Any) -> Row:
-    """A row of the results, with the latency of this `key`."""
+    """A row of the results, with the latency measured under `key`."""
     latency, batch = tuned.latencies.get(key), tuned.request.batches.opt
     return Row(
         experts=max(tuned.experts.values()),
@@ -165,7 +165,7 @@ def _row(tuned: Tuned, key: str, **fields: Any) -> Row:
 
 
 def _judged(tuned: Tuned, quality: Quality) -> dict[str, Any]:
-    """The metric's fields of a result row; empty for a metric without one."""
+    """The fields of a result row for the metric; empty if the metric has none."""
     score, kept, inputs = quality.score, quality.kept, quality.inputs
     interval = Interval(quality.low, quality.high)
     if tuned.metric.each_output:

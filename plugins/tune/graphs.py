@@ -152,32 +152,32 @@ class Graphs:
         return None if baseline is None else spin_for(baseline.ms)
 
     def _ms(self, sessions: Sequence[Session]) -> list[float]:
-        """The times of graphs, in turn, relative to the baseline's in the median round."""
+        """The times of graphs that run in turn, corrected by the baseline's if there is one."""
         calls = {str(index): self.call(session) for index, session in enumerate(sessions)}
         if self._baseline is None:
             latencies = measure(calls, QUICK, title="timing").latencies
             return [latencies[name].median for name in calls]
         base, session = self._baseline
-        both = {**calls, UNTOUCHED: self.call(session)}
-        latencies = measure(both, protocol_for(base.ms), title="timing").latencies
+        with_base = {**calls, UNTOUCHED: self.call(session)}
+        latencies = measure(with_base, protocol_for(base.ms), title="timing").latencies
         return [base.ms * median_ratio(latencies[name], latencies[UNTOUCHED]) for name in calls]
 
     def lowered(self, trial: Trial) -> Trial:
-        """Returns a trial with the fastest lowerings, timed as whole graphs.
+        """Returns a trial with its fastest lowerings, which are compared in whole graphs.
 
         The fastest lowering of a layer alone may be slower in a graph, where other layers fill the
         caches.
         """
-        ways = self.times[trial.point.target].ways(trial.point, trial.lowerings)
-        if len(ways) == 1:
+        variants = self.times[trial.point.target].ways(trial.point, trial.lowerings)
+        if len(variants) == 1:
             return trial
-        opened = self.opened([(trial.point, way) for way in ways], spin_ms=self._spin_ms(trial))
+        opened = self.opened([(trial.point, v) for v in variants], spin_ms=self._spin_ms(trial))
         with self.clock.step(WAYS), opened as sessions:
             times = self._ms(sessions)
-        at = int(np.argmin(times))
-        if times[at] > MOST_TIME_SHARE * times[0]:
+        fastest = int(np.argmin(times))
+        if times[fastest] > MOST_TIME_SHARE * times[0]:
             return trial
-        faster = replace(trial, lowerings=ways[at], ms=times[at])
+        faster = replace(trial, lowerings=variants[fastest], ms=times[fastest])
         self._add(faster)
         return faster
 
@@ -193,18 +193,18 @@ class Graphs:
         with scratch_folder("tune") as folder:
             sessions = []
             for index, (point, lowerings) in enumerate(listed):
-                place = folder / str(index)
-                place.mkdir()
+                subfolder = folder / str(index)
+                subfolder.mkdir()
                 job = job_of(self.base, point, lowerings, self.substitutes.trained_for(point))
                 traced = self.traces.of(job)
                 options = options_for(point.target, torch.get_num_threads(), spin_ms)
                 with self.clock.step(OPEN):
-                    write_graphs(plan_traced(job, traced, job.table), place)
-                    sessions.append(opened(place / MAIN_GRAPH, options))
+                    write_graphs(plan_traced(job, traced, job.table), subfolder)
+                    sessions.append(opened(subfolder / MAIN_GRAPH, options))
             yield sessions
 
     def whole(self, batches: Iterable[InputsAndLabels]) -> Iterator[InputsAndLabels]:
-        """Yields batches that graphs accept: of one size, if it is a constant of the graph."""
+        """Yields batches that graphs accept: all of one size if the graph has a fixed size."""
         size = self.base.whole_batch
         if size is not None:
             arrays = ((first_of(x), labels) for x, labels in batches)
@@ -216,7 +216,7 @@ class Graphs:
                 yield rows_of(x, rows), None if labels is None else labels[rows]
 
     def call(self, model: Session | PyTorch) -> Callable[[int], object]:
-        """Returns the call to time: batches of OPT from the search's half, in turn."""
+        """Returns the call to time: it runs batches of OPT from the search's half in turn."""
         size = self.base.options.batches.opt
         calls = [model.bound(self.data.batch(index, size)) for index in range(INPUTS)]
         return lambda index: calls[index % INPUTS]()
@@ -241,7 +241,7 @@ class Graphs:
     ) -> tuple[dict[str, float], ServiceFindings]:
         """Returns the requests a second of points, by their keys, and the findings with all rows.
 
-        The rate of a point that exceeds the latency bound is 0. Leaves LoadGen's logs in a folder.
+        The rate of a point that exceeds the latency bound is 0. LoadGen's logs stay in `folder`.
         """
         job, bound_ms = self.base, request.latency_ms
         assert bound_ms is not None, "--scenario needs a latency bound"
@@ -292,5 +292,5 @@ class Graphs:
 
 
 def median_ratio(latency: Latency, other: Latency) -> float:
-    """Returns the ratio of two latencies, as the median over rounds in turn."""
+    """Returns the ratio of two latencies: the median of the ratios of their rounds."""
     return float(np.median(np.array(latency.rounds) / np.array(other.rounds)))

@@ -2,7 +2,7 @@
 
 Every layer's inputs and outputs are computed once. When one layer is changed, the layers before it
 return their recorded outputs and those after it are computed again. A model whose routers choose k
-runs as a whole.
+experts is run as a whole.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from .substitutes.substitutes import Recording
 
 BATCH = 32
 
-MOST = 512
-"""Inputs on which single layers are tried: they only rank choices; whole graphs decide."""
+TRIED_INPUTS = 512
+"""The number of inputs on which single layers are tried: only to rank choices; graphs decide."""
 
 MOST_RECORDED, RECORDING_S = 8192, 5.0
-"""Inputs that substitutes are fitted to. Beyond `MOST` inputs, recording stops after `RECORDING_S`
-seconds."""
+"""The number of inputs that substitutes are fitted to. Beyond `TRIED_INPUTS`, recording stops after
+`RECORDING_S` seconds."""
 
 MOST_TOKENS = 1 << 14
-"""Tokens on which single layers of a language model are tried."""
+"""The number of tokens on which single layers of a language model are tried."""
 
 RECORDED_BYTES = 1 << 29
 """The largest size of the recorded inputs and outputs of all layers."""
@@ -68,7 +68,7 @@ class Replay:
         *,
         batch: int | None,
     ) -> None:
-        """Runs the model in batches of `batch`, by default of as many inputs as memory allows."""
+        """Runs the model in batches of `batch`, by default as large as memory allows."""
         self.model, self.routed = model, routed_layers(model)
         self.module = sharing_weights(model.module)
         self.layers = {name: moe_layers(self.module)[name] for name in model.layers}
@@ -78,14 +78,14 @@ class Replay:
         self.inputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
         self.outputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
         self._batches: list[tuple[Inputs, Array]] = []
-        recorded_bytes, of_tokens = 0, data.inputs.dtype.kind in "iu"
-        most = max(1, MOST_TOKENS // data.inputs[0].size) if of_tokens else MOST_RECORDED
+        recorded_bytes, takes_tokens = 0, data.inputs.dtype.kind in "iu"
+        limit = max(1, MOST_TOKENS // data.inputs[0].size) if takes_tokens else MOST_RECORDED
         size, began = batch or min(BATCH, batch_size(outputs)), time.monotonic()
-        count = min(most, MOST_RECORDED, len(data))
+        count = min(limit, MOST_RECORDED, len(data))
         count = max(size, count - count % size) if batch else count
         for rows, x, _ in in_batches(data.head(count), size):
-            long = rows.start >= MOST and time.monotonic() - began > RECORDING_S
-            if self._batches and (recorded_bytes > RECORDED_BYTES or long or over()):
+            slow = rows.start >= TRIED_INPUTS and time.monotonic() - began > RECORDING_S
+            if self._batches and (recorded_bytes > RECORDED_BYTES or slow or over()):
                 break
             if not self.routed:
                 with self._recorded():
@@ -105,13 +105,13 @@ class Replay:
         return Recording(tokens=self.inputs, samples=self._batches, scores=scores)
 
     def shift(self, name: str, choice: LayerRecipe, substitutes: Mapping[str, np.ndarray]) -> float:
-        """Returns how far the outputs move if one layer is changed, whatever its precision.
+        """Returns how far the outputs move if one layer is changed; precision does not count.
 
         `substitutes` replace the experts that the choice removes.
         """
         moved, inputs = 0.0, 0
         with self._changed(name, choice, substitutes) as run:
-            for index, (x, base) in enumerate(self._batches[: -(-MOST // BATCH)]):
+            for index, (x, base) in enumerate(self._batches[: -(-TRIED_INPUTS // BATCH)]):
                 self.batch_index = index
                 moved += self.metric.shift(one_per_sample(run(x)), one_per_sample(base))
                 inputs += len(base)
@@ -131,17 +131,17 @@ class Replay:
         replaced: dict[str, nn.Module] = {
             earlier: _RecordedOutputs(self, earlier) for earlier in names[: names.index(name)]
         }
-        chosen: AbstractContextManager[None] = nullcontext()
+        constants: AbstractContextManager[None] = nullcontext()
         if choice.merged:
             assert isinstance(layer, MuMoE), "only muMoE experts can be merged"
             replaced[name] = layer.merged([*map(torch.from_numpy, substitutes.values())])
         elif name in substitutes:
             assert isinstance(layer, SoftMoE), "only Soft MoE experts can be removed"
-            chosen = _constant_experts(layer, choice, substitutes[name])
+            constants = _constant_experts(layer, choice, substitutes[name])
         keep = {} if choice.k >= layer.spec.experts else {name: choice.k}
-        way: Algorithm = "selected" if layer.spec.chooses_sets else "masked"
-        computed = algorithm_1(self.module, keep, algorithm=way)
-        with computed, chosen, replaced_layers(self.module, replaced.get):
+        algorithm: Algorithm = "selected" if layer.spec.chooses_sets else "masked"
+        computed = algorithm_1(self.module, keep, algorithm=algorithm)
+        with computed, constants, replaced_layers(self.module, replaced.get):
             yield self._run
 
     @contextmanager
@@ -170,10 +170,10 @@ class _RecordedOutputs(nn.Module):
 
 @contextmanager
 def _constant_experts(layer: SoftMoE, choice: LayerRecipe, constants: np.ndarray) -> Iterator[None]:
-    """Within the context, all but a choice's experts return the constants [n − e, p, o]."""
+    """Within the context, experts outside the choice return the constants [n − e, p, o]."""
     others = [e for e in range(layer.spec.experts) if e not in {*choice.experts}]
     subset = torch.tensor(choice.experts)
-    layer.chooser = partial(_best_of, subset, all_of_them=choice.k >= len(subset))
+    layer.chooser = partial(_best_of, subset, whole_subset=choice.k >= len(subset))
     layer.unchosen = others, torch.from_numpy(constants)
     try:
         yield
@@ -181,9 +181,9 @@ def _constant_experts(layer: SoftMoE, choice: LayerRecipe, constants: np.ndarray
         layer.chooser = layer.unchosen = None
 
 
-def _best_of(subset: Tensor, scores: Tensor, k: int, *, all_of_them: bool) -> Tensor:
+def _best_of(subset: Tensor, scores: Tensor, k: int, *, whole_subset: bool) -> Tensor:
     """The k best-scored experts of a subset for each input, or the whole subset."""
-    if all_of_them:
+    if whole_subset:
         return subset.expand(len(scores), -1)
     best = scores[:, subset].topk(k, dim=1).indices
     return subset[best].sort(dim=1).values
@@ -192,7 +192,7 @@ def _best_of(subset: Tensor, scores: Tensor, k: int, *, all_of_them: bool) -> Te
 def in_turn(choices: Mapping[str, Sequence[LayerRecipe]]) -> Iterator[tuple[str, LayerRecipe]]:
     """Yields the choices of all layers, one of each layer at a time."""
     longest = max(map(len, choices.values()), default=0)
-    for index in range(longest):  # so that an early end leaves no layer out
+    for index in range(longest):  # if time runs out, no layer has been left out
         for name, listed in choices.items():
             if index < len(listed):
                 yield name, listed[index]

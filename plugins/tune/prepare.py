@@ -57,21 +57,21 @@ from .space import RANGED, Point, Space, Trial, computed_on, ks_of, space_of
 from .substitutes.substitutes import FOLDER
 
 CALIBRATED, CALIBRATED_FEW = 256, 32
-"""Inputs of the search's half that set the INT8 ranges; the second number applies if time is
-short."""
+"""The largest and the smallest number of the search's inputs that set the INT8 ranges; there are no
+ranges if time is too short for the smallest."""
 
-OBSERVED = 4.0
+OBSERVING_COST = 4.0
 """The estimated factor by which observing ranges slows the model down."""
 
-UNIFORM = (1, 2, 4, 8, 16)
-"""The first models that are tried compute these shares of the experts in every layer."""
+UNIFORM_DIVISORS = (1, 2, 4, 8, 16)
+"""The first models that are tried divide the k of every layer by one of these."""
 
 
 @dataclass(frozen=True)
 class SearchJob:
     """A prepared search: the halves, the untouched model's outputs, the ranges and the space.
 
-    `one_s` is the untouched model's time for an input.
+    `one_s` is the untouched model's time for one input, in seconds.
     """
 
     model: Model
@@ -99,10 +99,10 @@ class SearchJob:
         return Point(layers, self.request.targets[0])
 
     def fewer(self, name: str, kept: Callable[[int], tuple[int, ...]]) -> list[LayerRecipe]:
-        """Choices with fewer experts.
+        """Returns a layer's choices with fewer experts.
 
-        For Soft MoE halves and quarters, all computed or half of them; for muMoE one expert instead
-        of all. `kept` returns the experts of a subset of a given size.
+        For Soft MoE these are subsets, of which all or half are computed; for muMoE one expert
+        replaces all. `kept` returns the experts of a subset of a given size.
         """
         spec = self.model.layers[name].spec
         # If a router chooses for other layers, single layers' inputs are not recorded.
@@ -121,13 +121,13 @@ class SearchJob:
         return choices
 
     def uniform(self, precision: Precision, target: Target) -> list[Point]:
-        """The model as trained in a precision, then the same with smaller k."""
+        """The model as trained in one precision, then the same model with smaller k."""
         within = self.spaces[target].integers.get(precision, (*self.choices,))
         points = []
-        for share in UNIFORM:
+        for divisor in UNIFORM_DIVISORS:
             layers = []
             for name, listed in self.choices.items():
-                k = max(1, listed[0].k // share)
+                k = max(1, listed[0].k // divisor)
                 choice = next((option for option in listed if option.k <= k), listed[-1])
                 layers.append(
                     (name, replace(choice, precision=precision) if name in within else choice)
@@ -136,7 +136,7 @@ class SearchJob:
         return [*dict.fromkeys(points)]
 
     def within(self, trial: Trial) -> bool:
-        """Whether a trial meets the bounds of time and size."""
+        """Whether a trial meets the bounds on time and size."""
         slow = self.request.latency_ms is not None and trial.ms > self.request.latency_ms
         large = self.request.most_bytes is not None and trial.bytes > self.request.most_bytes
         return not (slow or large)
@@ -150,7 +150,7 @@ class SearchJob:
         longest, one_s, base_s = self.clock.longest, self.one_s, base.ms / 1e3
         searching = len(self.holdout.search)
         confirming = self.holdout.confirming_count or searching
-        # A resumed search did not run this step again; the untouched model is hardly faster.
+        # A resumed search may not have run this step: the untouched model takes about as long.
         run_s = longest.get(RUN, one_s * searching) / searching
         open_s, ways_s = longest.get(OPEN, 0.0), longest.get(WAYS, 0.0)
         careful = protocol_for(base.ms, careful=True)
@@ -160,7 +160,7 @@ class SearchJob:
         timed_s += careful.rounds * (WAIT_S if spin_for(base.ms) is None else LOOK_S)
         once_s = untouched_s + confirming * one_s + open_s + VERIFIED * (2 * one_s + run_s)
         if routed_layers(self.model):
-            # two traces to find the places of k, and one of the chosen k
+            # one trace with k = 1 to find the places of k, and one with the chosen k
             once_s += 2 * longest[TRACE]
         return End(
             timing_s=open_s + timed_s + ways_s,
@@ -196,15 +196,15 @@ def prepare(
     one_s = (time.monotonic() - began) / len(outputs)
     metric = metric_for(request.metric, outputs, holdout.search.inputs, holdout.search.labels)
     check_enough(metric, request.kept, holdout, outputs)
-    what = {
-        "pieces": 3,  # the manifest's format
+    identity = {
+        "pieces": 3,  # the version of the journal's pieces
         "environment": environment(),
         "model": fingerprint(model),
         "data": data.fingerprint,
         "request": request.searched,
     }
     make_folder(folder)
-    journal = Journal(folder / FILE, what)
+    journal = Journal(folder / FILE, identity)
     if journal.summary:
         progress.step(journal.summary)
     if not journal.resumed:
@@ -257,8 +257,8 @@ def _samples(clock: Clock, one_s: float) -> int:
     """The number of inputs that the time allows for ranges; 0 if there is too little time."""
     if not math.isfinite(clock.left):
         return CALIBRATED
-    until = RANGES_SHARE * (clock.seconds - clock.reserve) - (clock.seconds - clock.left)
-    fitting = until / (OBSERVED * one_s)
+    seconds = RANGES_SHARE * (clock.seconds - clock.reserve) - (clock.seconds - clock.left)
+    fitting = seconds / (OBSERVING_COST * one_s)
     return 0 if fitting < CALIBRATED_FEW else min(CALIBRATED, math.floor(fitting))
 
 
@@ -271,11 +271,10 @@ def prepared(
     progress: Progress,
     clock: Clock,
 ) -> Iterator[tuple[SearchJob, Threads]]:
-    """Yields a prepared search, with its threads; its folder is `work`, or a temporary one."""
-    whole_groups = base_job(model, request).options.batches
-    request = replace(request, batch=whole_groups)
+    """Yields a prepared search and its threads; it uses `work`, or a temporary folder."""
+    request = replace(request, batch=base_job(model, request).options.batches)
     sizes = (request.batches.opt,)
     threads = threads_for([model], data, sizes, count=request.threads, work=work, progress=progress)
-    place = scratch_folder("tune") if work is None else nullcontext(work)
-    with with_threads(threads.count), exclusive_folder(work), place as folder:
+    opened_folder = scratch_folder("tune") if work is None else nullcontext(work)
+    with with_threads(threads.count), exclusive_folder(work), opened_folder as folder:
         yield prepare(model, data, request, folder, progress, clock), threads

@@ -71,7 +71,7 @@ class LayerRecipe:
         return self.k, self.n, self.precision
 
     def text(self, experts: int) -> str:
-        """Describes the layer, of which the checkpoint has `experts` experts.
+        """Describes the layer, which has `experts` experts in the checkpoint.
 
         For example `k = 4 of 16, int8`, `8 of 16 experts kept, fp32`.
         """
@@ -174,18 +174,18 @@ def _checked_file(path: Path, digest: str, file: str) -> Path | None:
     """
     if not digest:
         return None
-    place = path.parent / file
-    if not place.is_file():
+    needed = path.parent / file
+    if not needed.is_file():
         mistake = f"{file}, which it needs, is not in its folder"
-    elif sha256(place) != digest:
-        mistake = f"{place} is not the file that this recipe was made with"
+    elif sha256(needed) != digest:
+        mistake = f"{needed} is not the file that this recipe was made with"
     else:
-        return place
+        return needed
     hint = f"copy {file} from the bundle of this recipe"
     raise UsageError(f"--recipe {path}: {mistake}", hint=hint)
 
 
-_LEFT_OPEN = frozenset(
+_NOT_IN_RECIPE = frozenset(
     {"recipe", "data", "atol", "rtol", "verify", "verify_samples", "steer", "engine", "force"}
     | {"expose_routing", "layout", "threads"}
 )
@@ -231,13 +231,13 @@ def recipe_in(options: ExportOptions) -> Recipe | None:
 
 
 def settings_of(model: Model) -> dict[str, Any]:
-    """Returns the fields of a recipe with which the model was read."""
+    """Returns the fields of a recipe that say how the model was read."""
     from ...exporter.families import FAMILIES  # loads PyTorch, as the model did
 
     config = json.loads(json.dumps(model.config))
     if model.family in FAMILIES:
         return {"family": model.family, "config": config}
-    # For a network made by user code these are the arguments of its factory.
+    # For a network made by user code, the configuration is its factory's arguments.
     return {"config": config} if names_code(model.source.path) else {}
 
 
@@ -261,7 +261,7 @@ def free_place(bundle: Path, suffix: str = "again") -> Path:
 
 
 def _reading(reading: LoadRequest, request: ExportOptions, source: str) -> LoadRequest:
-    """The recipe's settings, unless the command names a settings file; `--set` changes some."""
+    """Adds the recipe's settings for reading a model, unless the command names a settings file."""
     path = request.asked(RecipeOptions).recipe
     if path is None or reading.config is not None:
         return reading
@@ -280,7 +280,7 @@ def _refuses(options: ExportOptions) -> None:
     if options.asked(RecipeOptions).recipe is None:
         return
     for record in (options, *options.further):
-        names = {*changed(record)} - _LEFT_OPEN
+        names = {*changed(record)} - _NOT_IN_RECIPE
         refuse_changed(record, names, " with --recipe: the recipe already sets it")
 
 
@@ -309,25 +309,26 @@ def _check(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
 
 def _page(manifest: Manifest) -> Iterator[str]:
     """The bounds of the search and the confirmed result, for the bundle's page."""
-    found = manifest.contract
-    if not {"metric", "kept", "interval", "inputs", "asked"} <= found.keys():
+    contract = manifest.contract
+    if not {"metric", "kept", "interval", "inputs", "asked"} <= contract.keys():
         return  # a recipe written by hand or by an older version
     yield "## What it keeps"
-    low, high = found["interval"]
+    low, high = contract["interval"]
+    kept = f"{contract['kept']:.1%} of the {contract['metric']}"
     text = (
-        f"On {found['inputs']:,} inputs that the search of `moexport tune` did not use, it keeps "
-        f"{found['kept']:.1%} of the {found['metric']} (95% interval {low:.1%} to {high:.1%})"
+        f"On {contract['inputs']:,} inputs that the search of `moexport tune` did not use, it "
+        f"keeps {kept} (95% interval {low:.1%} to {high:.1%})"
     )
-    if "accuracy" in found:
-        low, high = found["accuracy_interval"]
+    if "accuracy" in contract:
+        low, high = contract["accuracy_interval"]
         text += (
-            f": an accuracy of {found['accuracy']:.1%} ({low:.1%} to {high:.1%}); PyTorch "
-            f"has {found['untouched_accuracy']:.1%}"
+            f": an accuracy of {contract['accuracy']:.1%} ({low:.1%} to {high:.1%}); PyTorch "
+            f"has {contract['untouched_accuracy']:.1%}"
         )
-    keep, latency_ms, most = (found["asked"].get(name) for name in ("keep", "latency_ms", "bytes"))
-    bounds = bounds_text(keep, found["metric"], latency_ms, most)
-    asked = f" The bundle had {bounds}." if bounds else ""
-    yield f"{text}.{asked}"
+    keep, latency_ms, max_bytes = map(contract["asked"].get, ("keep", "latency_ms", "bytes"))
+    bounds = bounds_text(keep, contract["metric"], latency_ms, max_bytes)
+    requirement = f" The bundle had {bounds}." if bounds else ""
+    yield f"{text}.{requirement}"
 
 
 def bounds_text(
@@ -342,10 +343,10 @@ def bounds_text(
 
 def _finish(export: Export, directory: Path, manifest: Manifest) -> Manifest:
     """Writes the recipe into its bundle, so that it can be exported again."""
-    recipe, place = recipe_in(export.options), directory / RECIPE_FILE
+    recipe, path = recipe_in(export.options), directory / RECIPE_FILE
     assert recipe is not None, "an export by a recipe has its options"
-    recipe.write(place)
-    files = {**manifest.files, place.name: FileRecord.of(place)}
+    recipe.write(path)
+    files = {**manifest.files, path.name: FileRecord.of(path)}
     return replace(manifest, contract=recipe.contract, files=dict(sorted(files.items())))
 
 

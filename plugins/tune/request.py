@@ -36,7 +36,7 @@ def no_such_recipe(path: Path, why: str | None) -> UsageError:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
-    """The options of an export for recipes."""
+    """The option of an export that applies a recipe."""
 
     recipe: AnyPath | None = option(
         None,
@@ -154,7 +154,7 @@ class TuneRequest(AxisSizes, Request):
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """The precisions to try, empty for all that a target serves; `check` refuses others."""
+        """The precisions to try, empty for all that a target supports; `check` refuses others."""
         names: Any = dict.fromkeys(split_list(self.precision or ""))
         return tuple(names)
 
@@ -164,7 +164,7 @@ class TuneRequest(AxisSizes, Request):
 
     @property
     def searched(self) -> dict[str, Any]:
-        """The options that must be equal for a search to be resumed: all but the time limit."""
+        """The options that must be the same to resume a search: all but the time limit."""
         return {
             "keep": self.kept,
             "latency_ms": self.latency_ms,
@@ -240,7 +240,7 @@ class TuneRequest(AxisSizes, Request):
 
 
 def _refusal(target: Target, precision: Precision) -> str | None:
-    """The reason why a precision is not tried on a target, None if it is."""
+    """The reason why a precision is not tried on a target; None if it is tried."""
     record = TARGETS[target]
     if precision in record.refused:
         return record.refused[precision][0]

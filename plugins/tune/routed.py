@@ -1,8 +1,8 @@
-"""Graphs of models whose routers choose k, made without a trace for every k.
+"""Graphs of models whose routers choose k experts, made without a trace for every k.
 
 k is a constant of the graph outside the experts. Tracing a language model takes seconds to minutes,
-so two traces, of two k, find the places of k, and any other k is written there. The point that a
-search chooses is traced again.
+so two traces with different k show where k is in the graph, and any other k is written there. The
+point that a search chooses is traced again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...exporter.trace import trace
 
 
 def routed_layers(model: Model) -> frozenset[str]:
-    """Returns the layers whose experts an outside router chooses."""
+    """Returns the layers whose experts are chosen by a router outside the layer."""
     return frozenset(name for name, layer in model.layers.items() if layer.spec.kind == "experts")
 
 
@@ -37,7 +37,7 @@ def can_choose_k(model: Model, layer: str, k: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place of k in a node: elements of a constant input, or axes of an output's shape."""
+    """Where k is in a node: elements of a constant input, or axes of an output's shape."""
 
     node: int
     index: int
@@ -64,7 +64,7 @@ class Traces:
 
     @cached_property
     def _places(self) -> dict[str, tuple[_Place, ...]] | None:
-        """The places of k, from the graph as trained and that of k = 1; None if unknown."""
+        """The places of k, from the graphs as trained and with k = 1; None if not found."""
         model = self._base.model
         try:
             ones = model.host.with_k(model, dict.fromkeys(model.layers, 1))
@@ -89,13 +89,13 @@ def _traced(job: ExportJob) -> ir.Model:
 
 
 def _places(
-    one: ir.Model, two: ir.Model, trained: Mapping[str, int]
+    first: ir.Model, second: ir.Model, trained: Mapping[str, int]
 ) -> dict[str, tuple[_Place, ...]] | None:
-    """The differences of two graphs, by layer; None if they differ in more than k.
+    """The places of k by layer, from two graphs; None if these differ in more than k.
 
     In the second graph k is 1.
     """
-    nodes, others = list(one.graph), list(two.graph)
+    nodes, others = list(first.graph), list(second.graph)
     if len(nodes) != len(others):
         return None
     modules = {name.rpartition(".")[0]: name for name in trained}
@@ -111,7 +111,7 @@ def _places(
                 places[layer].append(
                     _Place(node=at, index=index, of_shape=of_shape, elements=elements)
                 )
-            elif not of_shape:  # shapes are computed from other values
+            elif not of_shape:  # a shape that differs is computed from other values
                 return None
     if not all(any(not place.of_shape for place in listed) for listed in places.values()):
         return None
@@ -123,7 +123,7 @@ def _same_op(a: ir.Node, b: ir.Node) -> bool:
     same = (a.op_type, a.domain, a.name) == (b.op_type, b.domain, b.name)
     if not same or len(a.inputs) != len(b.inputs) or a.attributes.keys() != b.attributes.keys():
         return False
-    if a.op_type == "Constant":  # a subgraph is compared as an input
+    if a.op_type == "Constant":  # its value is compared as another node's input
         return True
     graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
     return all(
@@ -136,15 +136,15 @@ def _same_op(a: ir.Node, b: ir.Node) -> bool:
 def _differences(
     a: ir.Node, b: ir.Node
 ) -> Iterator[tuple[int, bool, np.ndarray | None, np.ndarray | None]]:
-    """Yields the constant inputs, and the output shapes (True), in which two nodes differ."""
+    """Yields the constant inputs, and (with True) the output shapes, in which two nodes differ."""
     for index, (here, there) in enumerate(zip(a.inputs, b.inputs, strict=True)):
-        one, two = _constant(here), _constant(there)
-        if not _same(one, two):
-            yield index, False, one, two
+        first, second = _constant(here), _constant(there)
+        if not _same(first, second):
+            yield index, False, first, second
     for index, (y, z) in enumerate(zip(a.outputs, b.outputs, strict=True)):
-        one, two = _sizes(y), _sizes(z)
-        if not _same(one, two):
-            yield index, True, one, two
+        first, second = _sizes(y), _sizes(z)
+        if not _same(first, second):
+            yield index, True, first, second
 
 
 def _sizes(value: ir.Value) -> np.ndarray | None:
@@ -163,24 +163,24 @@ def _constant(value: ir.Value | None) -> np.ndarray | None:
     return array
 
 
-def _same(one: np.ndarray | None, two: np.ndarray | None) -> bool:
-    if one is None or two is None:
-        return one is two
-    return one.shape == two.shape and bool((one == two).all())
+def _same(first: np.ndarray | None, second: np.ndarray | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return first.shape == second.shape and bool((first == second).all())
 
 
-def _k_elements(one: np.ndarray | None, two: np.ndarray | None, k: int) -> tuple[int, ...] | None:
-    """The elements that are k in one array and 1 in the other; None for other differences."""
-    if one is None or two is None or one.shape != two.shape:
+def _k_elements(a: np.ndarray | None, b: np.ndarray | None, k: int) -> tuple[int, ...] | None:
+    """The elements that are k in array a and 1 in array b; None if others differ."""
+    if a is None or b is None or a.shape != b.shape:
         return None
-    apart = np.flatnonzero(one.ravel() != two.ravel())
-    if not ((one.ravel()[apart] == k).all() and (two.ravel()[apart] == 1).all()):
+    differing = np.flatnonzero(a.ravel() != b.ravel())
+    if not ((a.ravel()[differing] == k).all() and (b.ravel()[differing] == 1).all()):
         return None
-    return tuple(map(int, apart))
+    return tuple(map(int, differing))
 
 
 def _write(model: ir.Model, node: ir.Node, place: _Place, k: int) -> None:
-    """Writes k at one of its places, in place."""
+    """Writes k into the model at one of its places."""
     if place.of_shape:
         value = node.outputs[place.index]
         assert value.shape is not None

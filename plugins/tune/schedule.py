@@ -32,7 +32,7 @@ PartOptions = Mapping[str, Sequence[Option]]
 
 
 def steps(start: Point, options: PartOptions) -> Iterator[Point]:
-    """Yields the points along the steps, those of the smallest loss per gain first."""
+    """Yields the points along the steps, in ascending order of loss per gain."""
     listed_steps = [
         (slope, part, index, option)
         for part, listed in options.items()
@@ -99,25 +99,24 @@ def with_option(point: Point, part: str, option: Option) -> Point:
 
 
 def _hull(options: Sequence[Option]) -> Iterator[tuple[float, Option]]:
-    """Yields the steps of one part from its first option on, each with its loss per gain.
+    """Yields the steps of one part, starting at its first option, each with its loss per gain.
 
     They are the lower convex hull of shift over cost: each step is cheaper and loses more.
     """
-    at = options[0]
+    last = options[0]
     while True:
-        cheaper = [option for option in options if option.cost < at.cost]
+        cheaper = [option for option in options if option.cost < last.cost]
         if not cheaper:
             return
-        here = at
         slopes = [
-            ((option.shift - here.shift) / (here.cost - option.cost), option) for option in cheaper
+            ((option.shift - last.shift) / (last.cost - option.cost), option) for option in cheaper
         ]
-        slope, at = min(slopes, key=lambda step: (step[0], step[1].cost))
-        yield slope, at
+        slope, last = min(slopes, key=lambda step: (step[0], step[1].cost))
+        yield slope, last
 
 
 def neighbours(point: Point, options: PartOptions) -> list[Point]:
-    """The points that differ in one part and cost less, the smallest shift first."""
+    """Returns the points that differ in one part and cost less, the smallest shift first."""
     points = []
     for part, listed in options.items():
         own = next((option for option in listed if option.choice == _choice(point, part)), None)

@@ -1,9 +1,9 @@
-"""The search: uniform models, a schedule of steps from the model as trained, then its neighbours.
+"""The search: uniform models, a schedule of steps from the model as trained, then single changes.
 
 Models with one k and one precision come first. The cost and the shift of each choice are known for
-each layer; the schedule takes steps of the smallest loss per gain first. Bisection finds how far
-along the schedule the bounds hold, each trial a whole graph. Single changes of the best point are
-then tried, the most likely first.
+each layer; the schedule takes the steps with the smallest loss per gain first. Bisection, in which
+each trial is a whole graph, finds how far along the schedule the bounds are met. Single changes of
+the best point are then tried, the most promising first.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ from .substitutes.substitutes import Substitutes
 from .times import LayerTimes
 
 WORTH_KEEPING = 0.9
-"""A model that keeps less is of no use; riskier ones are not tried."""
+"""A model that keeps less than this share is of no use; riskier ones are not tried."""
 
 TINY = 1e-9
 
 FINEST = 8
-"""The smallest step between sizes of a layer, as a part of the layer."""
+"""The smallest step between sizes of a layer is the size divided by this."""
 
 MOST_TRAININGS = 2
 """How often the substitutes of the most promising points are trained further."""
 
 NEIGHBOURS = 4
-"""The search ends after this many neighbours of the best point failed in turn."""
+"""A path ends when this many neighbours of the best point in a row were no better."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """Tries points of a target that may meet a request, until a `share` of the time is over.
+    """Tries points of a target that may meet a request, until a `share` of the time has passed.
 
     `choices` are those of each layer and `shifts` how far each moves the outputs if only that layer
     is changed; `moved` is the same for each part that computes in integers.
@@ -146,8 +146,8 @@ class Search:
     def _try_uniform(self) -> None:
         """Tries the models that `bench` compares: one k and one precision for all layers.
 
-        Smaller k in integers are tried only if integers are faster than floats at the largest k,
-        and only those that are faster in floats. These graphs correct the measured times of layers.
+        In integers, a smaller k is tried only if it is faster than the largest k in floats, and if
+        integers are faster at the largest k. These graphs correct the measured times of layers.
         """
         first, faster, job, space = None, set(), self.job, self.space
         for floats in space.floats:
@@ -157,8 +157,8 @@ class Search:
             faster |= {tuple(trial.point.k.items()) for trial in trials if trial.ms < trials[0].ms}
         for integer, parts in space.integers.items():
             uniform = job.uniform(integer, self.target)
-            around = [point.with_around(integer) for point in uniform if BACKBONE in parts]
-            for largest, *smaller in filter(None, (uniform, around)):
+            with_backbone = [point.with_around(integer) for point in uniform if BACKBONE in parts]
+            for largest, *smaller in filter(None, (uniform, with_backbone)):
                 trials = self._try_descending([largest])
                 if first is None or (trials and trials[0].ms < first.ms):
                     self._try_descending(p for p in smaller if tuple(p.k.items()) in faster)
@@ -182,7 +182,7 @@ class Search:
         """Bisects the schedule of some options, then tries points near its end."""
         path = [start, *steps(start, options)]
         first, last = 0, len(path)
-        # All points before `first` are on the start's side, none from `last` on.
+        # Points before `first` can shrink further, points from `last` on cannot.
         while first < last and not self.over():
             middle = (first + last) // 2
             trial = self.trial(path[middle])
@@ -200,7 +200,7 @@ class Search:
         self._try_spread([predicted for predicted in front if predicted.cost <= end])
 
     def _try_neighbours(self, options: PartOptions) -> None:
-        """Tries single changes of the best point, until several in turn are no better."""
+        """Tries single changes of the best point, until several in a row are no better."""
         failed = measured = 0
         tried: set[str] = set()
         while failed < NEIGHBOURS and measured < TRIALS and not self.over():
@@ -217,7 +217,7 @@ class Search:
             failed = 0 if trial is not None and self.best() is trial else failed + 1
 
     def _try_spread(self, points: Sequence[Predicted]) -> None:
-        """Tries some of the points, from the first on, spread evenly over the logarithm of cost.
+        """Tries some of the points in order, spread evenly over the logarithm of cost.
 
         If the fastest are not confirmed, the safer ones are the fallback; riskier ones show what a
         lower --keep would give.
@@ -226,13 +226,13 @@ class Search:
             return
         factors = np.log([max(point.cost / points[0].cost, TINY) for point in points])
         for step in range(1, EACH_SIDE + 1):
-            at = int(np.argmin(np.abs(factors - step / EACH_SIDE * factors[-1])))
-            trial = self.trial(points[at].point)
+            nearest = int(np.argmin(np.abs(factors - step / EACH_SIDE * factors[-1])))
+            trial = self.trial(points[nearest].point)
             if trial is not None and trial.quality.high < WORTH_KEEPING:
                 return
 
     def train_further(self) -> None:
-        """Trains the substitutes further: of the best point, and of faster ones.
+        """Continues to train the substitutes of the best point and of faster ones.
 
         The fastest that may still keep enough comes first; if that no longer helps, the next.
         """
@@ -267,10 +267,10 @@ class Search:
             current = best.point.choices[name]
             size = current.n or current.k
             subsets = current.k == size and any(choice.experts for choice in choices)
-            alike = (choice for choice in choices if bool(choice.experts) == subsets)
-            least = max((choice.k for choice in alike if choice.k < size), default=size)
-            while size - least > max(1, size // FINEST) and not self.over():
-                k = (size + least) // 2
+            same_kind = (choice for choice in choices if bool(choice.experts) == subsets)
+            lower = max((choice.k for choice in same_kind if choice.k < size), default=size)
+            while size - lower > max(1, size // FINEST) and not self.over():
+                k = (size + lower) // 2
                 experts = self.graphs.substitutes.kept(name, k) if subsets else ()
                 smaller = LayerRecipe(k, current.precision, experts=experts)
                 point = best.point.with_layer(name, smaller)
@@ -278,7 +278,7 @@ class Search:
                 if trial is not None and self.best() is trial:
                     best, size = trial, k
                 else:
-                    least = k
+                    lower = k
 
     def _try_integers(self, integer: Precision) -> None:
         """Measures how far each part alone moves the outputs in an integer precision."""
@@ -304,38 +304,38 @@ class Search:
     def _options(
         self, floats: Precision, integer: Precision | None, *, by_size: bool
     ) -> dict[str, list[Option]]:
-        """The options of each part in one float type, with one width of integers or none.
+        """The options of each part in one float type and, if given, in one width of integers.
 
-        Their cost is time, or bytes.
+        Their cost is bytes if `by_size`, otherwise time.
         """
         parts = () if integer is None else self.space.integers[integer]
-        both: tuple[Precision, ...] = (floats,) if integer is None else (floats, integer)
+        precisions: tuple[Precision, ...] = (floats,) if integer is None else (floats, integer)
         options: dict[str, list[Option]] = {}
         for name, choices in self.choices.items():
             options[name] = []
             for choice in choices:
-                for precision in both if name in parts else both[:1]:
+                for precision in precisions if name in parts else precisions[:1]:
                     own = replace(choice, precision=precision)
                     time, shift = self.times.known(name, own), self.shifts.get((name, choice))
-                    alone = 0.0 if precision == floats else self.moved.get((name, precision))
-                    if time is None or shift is None or alone is None:
+                    added = 0.0 if precision == floats else self.moved.get((name, precision))
+                    if time is None or shift is None or added is None:
                         continue  # there was no time to try it
                     layer = self.job.model.layers[name]
                     cost = weight_bytes(layer, own) if by_size else time.ms
-                    options[name].append(Option(choice=own, cost=cost, shift=shift + alone))
+                    options[name].append(Option(choice=own, cost=cost, shift=shift + added))
         around_ms = self.times.around_ms
         cost = 1.0 if by_size else around_ms["fp32"]
         options[BACKBONE] = [Option(choice=floats, cost=cost, shift=0.0)]
         if integer and (BACKBONE, integer) in self.moved:
             cost = 0.0 if by_size else around_ms[integer]
-            moving = self.moved[BACKBONE, integer]
-            options[BACKBONE].append(Option(choice=integer, cost=cost, shift=moving))
+            shift = self.moved[BACKBONE, integer]
+            options[BACKBONE].append(Option(choice=integer, cost=cost, shift=shift))
         return options
 
     def best(self) -> Trial | None:
         """Returns the fastest point so far that meets all bounds on the search's half.
 
-        Without a share to keep, it is the one that keeps most.
+        Without a share to keep, it is the point that keeps most.
         """
         within = [trial for trial in self.trials if self.job.within(trial)]
         if self.keep is None:
@@ -353,10 +353,10 @@ class Search:
         except MoexportError:
             return None
         if not known:
-            best, news = self.best(), f"searching: {len(self.trials)} graphs"
+            best, status = self.best(), f"searching: {len(self.trials)} graphs"
             if best is not None:
-                news += f", best so far {best.ms:.3g} ms, {best.quality.kept:.2%} kept"
-            self.progress.step(news)
+                status += f", best so far {best.ms:.3g} ms, {best.quality.kept:.2%} kept"
+            self.progress.step(status)
         return trial
 
     def _can_shrink(self, trial: Trial) -> bool:
@@ -378,8 +378,8 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
     times = {target: LayerTimes(target, substitutes) for target in job.spaces}
     tokens = replay.tokens()
     as_trained = {name: (choice,) for name, choice in job.start.layers}
-    for own in times.values():
-        own.measure(job, as_trained, tokens, progress)
+    for layer_times in times.values():
+        layer_times.measure(job, as_trained, tokens, progress)
     graphs = Graphs(job, times, substitutes, progress, evaluate)
     base = graphs.lowered(graphs.trial(job.start))
     times[job.start.target].corrected(job.start, base.ms)
@@ -389,9 +389,9 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
     if not clock.over(TIMES_SHARE):
         kept = {name: partial(substitutes.kept, name) for name in choices}
         choices = {n: (*known, *job.fewer(n, kept[n])) for n, known in choices.items()}
-    for target, own in times.items():
-        for few in _in_precisions(job.spaces[target], choices):
-            own.measure(job, few, tokens, progress)
+    for target, layer_times in times.items():
+        for in_precision in _in_precisions(job.spaces[target], choices):
+            layer_times.measure(job, in_precision, tokens, progress)
     shifts = _shifts(job, replay, substitutes, choices, progress)
     with graphs.timed_with(base):
         for index, target in enumerate(times, start=1):
@@ -405,7 +405,7 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
 def _in_precisions(
     space: Space, choices: Mapping[str, Sequence[LayerRecipe]]
 ) -> Iterator[dict[str, list[LayerRecipe]]]:
-    """Yields the choices to time in every precision: the largest and the smallest of each first."""
+    """Yields the choices to time in every precision, each layer's largest and smallest first."""
     precisions = (*space.floats, *space.integers)
     for ends, precision in itertools.product((True, False), precisions):
         within = space.integers.get(precision, (*choices,))
@@ -440,8 +440,8 @@ def _shifts(
         if job.clock.over(EFFECTS_SHARE, EFFECT):
             break
         with job.clock.step(EFFECT):
-            others = substitutes.fitted(name, choice)
-            shifts[name, choice] = shift = replay.shift(name, choice, others)
+            fitted = substitutes.fitted(name, choice)
+            shifts[name, choice] = shift = replay.shift(name, choice, fitted)
         plain = msgspec.to_builtins(choice)
         job.journal.add("effect", layer=name, choice=plain, shift=shift)
         progress.advance(1)

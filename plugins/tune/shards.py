@@ -1,4 +1,4 @@
-"""Sums of whole graphs over a half of the data."""
+"""Sums of the scores of whole graphs over one half of the data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .accuracy.quality import Metric, Tally
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Inputs with their labels and the untouched model's outputs, to judge graphs by."""
+    """Inputs, their labels and the untouched model's outputs, by which graphs are judged."""
 
     inputs: Inputs
     labels: Labels | None

@@ -1,4 +1,4 @@
-"""The search space: k, experts and precision of each MoE layer, and the rest of the network.
+"""The search space: k, experts and precision of each MoE layer, and the rest's precision.
 
 A `Point` is one model of a `Space`; a `Space` has the choices that a target supports.
 """
@@ -68,7 +68,7 @@ class Point:
         return next((name for name in ("int4", "int8", "fp16", "bf16") if name in names), "fp32")
 
     def text(self, experts: Mapping[str, int]) -> str:
-        """Describes each layer, given the number of `experts` in the checkpoint, and the runtime.
+        """Describes each layer and the runtime; `experts` are the layers' numbers as trained.
 
         Equal layers are described once; ONNX Runtime is not named.
         """
@@ -82,8 +82,8 @@ class Point:
         )
         rest = "" if self.around == "fp32" else f"; the rest {self.around}"
         runtime = runtime_of(self.target)
-        place = "" if runtime == "onnxruntime" else f"; in {RUNTIMES[runtime].title}"
-        return "; ".join(parts) + rest + place
+        where = "" if runtime == "onnxruntime" else f"; in {RUNTIMES[runtime].title}"
+        return "; ".join(parts) + rest + where
 
     @property
     def fewer(self) -> bool:
@@ -100,8 +100,8 @@ class Point:
 
     def with_around(self, precision: Precision) -> Point:
         """Returns the point with the network around the layers in another precision."""
-        whole: Scope = "all" if precision in INTEGERS else "experts"
-        return replace(self, around=precision, quantize=whole)
+        scope: Scope = "all" if precision in INTEGERS else "experts"
+        return replace(self, around=precision, quantize=scope)
 
     def in_precision(self, precision: Precision) -> Point:
         """Returns the point with all MoE layers in one precision; floats apply to everything."""
@@ -114,9 +114,9 @@ class Point:
 class Trial:
     """The measurements of one point as a whole graph.
 
-    `ms` is the median time of the usual batch, corrected for the machine's current speed: the graph
-    of the trained model is timed alternately. `bytes` is the size of the graph and its
-    weights. `substitutes` is the SHA-256 of the arrays that replace experts.
+    `ms` is the median time of the usual batch, corrected for the machine's current speed: the model
+    as trained is timed in turn with it. `bytes` is the size of the graph and its weights.
+    `substitutes` is the SHA-256 of the arrays that replace experts.
     """
 
     point: Point
@@ -133,7 +133,7 @@ FEW = 8
 
 
 def ks_of(n: int) -> tuple[int, ...]:
-    """Returns the values of k to try for n experts, from n down, two in each factor of 2."""
+    """Returns the values of k to try for n experts, from n down, two per factor of 2."""
     if n <= FEW:
         return tuple(range(n, 0, -1))
     steps = range(2 * n.bit_length())
@@ -146,7 +146,7 @@ def sizes_measured(listed: Sequence[LayerRecipe]) -> list[LayerRecipe]:
     if n <= FEW:
         return [*listed]
     sizes = [*ks_of(n)]
-    # The largest subset is also measured: otherwise it would get the next larger size's time.
+    # The second size is the largest subset's, which would otherwise get the time of a larger one.
     measured = {*sizes[::2], sizes[1], sizes[-1]}
     return [choice for choice in listed if (choice.n or choice.k) in measured]
 
@@ -257,7 +257,7 @@ def covering_models(choices: Mapping[str, Sequence[LayerRecipe]]) -> list[dict[s
 
 
 def weight_bytes(layer: MoELayer, choice: LayerRecipe) -> float:
-    """Returns about how many bytes a layer's weights take."""
+    """Returns the approximate size of a layer's weights, in bytes."""
     share = len(choice.experts) / layer.spec.experts if choice.experts else 1.0
     if choice.merged and isinstance(layer.spec, MuMoESpec):
         matrices = sum((tensor.dim + 1) * tensor.out for tensor in layer.spec.tensors)
@@ -269,7 +269,7 @@ def weight_bytes(layer: MoELayer, choice: LayerRecipe) -> float:
 
 
 def computed_on(target: Target, request: TuneRequest) -> list[Precision]:
-    """The precisions to try on a target, without those that this machine does not support."""
+    """Returns the precisions to try on a target, without those that this machine lacks."""
     computed: list[Precision] = []
     for precision in request.tried(target):
         try:

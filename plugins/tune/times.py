@@ -21,8 +21,7 @@ from .space import Point, covering_models, unlowered
 from .substitutes.substitutes import Substitutes
 
 BRIEF = Protocol(rounds=5, warmup=2, round_s=0.01, inputs=4)
-"""The protocol for one lowering of one layer: only its rank counts; whole graphs are timed longer.
-"""
+"""The protocol for one lowering of a layer: only its rank counts; whole graphs are timed longer."""
 
 MOST_PREDICTED_RATIO = 2.5
 """A lowering is not measured if its predicted time is more than this many times the fastest."""
@@ -34,7 +33,7 @@ graph."""
 MOST_WAYS = 6
 """The largest number of whole graphs that are compared for their lowerings."""
 
-LITTLE = 1e-4
+MIN_STEP = 1e-4
 """The relative step by which a larger size takes longer if no difference was measured."""
 
 FORMS = "forms"
@@ -56,7 +55,7 @@ class LayerTimes:
     """The time of each layer's forms on a target, and of a model made of them.
 
     `around_ms` is the time of the network around the layers, by its precision, once a whole graph
-    with it was timed. `substitutes` replace removed experts.
+    in that precision has been timed. `substitutes` replace removed experts.
     """
 
     def __init__(self, target: Target, substitutes: Substitutes | None = None) -> None:
@@ -74,11 +73,11 @@ class LayerTimes:
         near = self._near(layer, choice)
         if not near:
             return None
-        whole = self._whole(layer, choice.form)
-        alike = [time.ms for form, time in near if self._whole(layer, form) == whole]
-        # Beyond the largest size of which some are computed there is the one that computes all:
-        # larger, and often faster.
-        times = [*isotonic(alike), *(time.ms for _, time in near[len(alike) :])]
+        all_computed = self._computes_all(layer, choice.form)
+        same = [t.ms for form, t in near if self._computes_all(layer, form) == all_computed]
+        # If only some experts are computed, the layer as trained comes last: it is larger, but
+        # often faster, because it computes all.
+        times = [*isotonic(same), *(time.ms for _, time in near[len(same) :])]
         ms = float(np.interp(choice.k, [form[0] for form, _ in near], times))
         return replace(_nearest(near, choice.k), ms=ms * self._scale(layer, choice))
 
@@ -94,24 +93,24 @@ class LayerTimes:
         return sorted(near, key=lambda pair: pair[0])
 
     def _scale(self, layer: str, choice: LayerRecipe) -> float:
-        """The factor between such layers' time in a whole graph and alone (`corrected`)."""
-        whole = self._whole(layer, choice.form)
-        known = (self._ratios.get((choice.precision, computed)) for computed in (whole, True))
+        """The ratio of such layers' time in a whole graph to their time alone (`corrected`)."""
+        own = self._computes_all(layer, choice.form)
+        known = (self._ratios.get((choice.precision, computes)) for computes in (own, True))
         ratios = next((ratio for ratio in known if ratio), None)
         return 1.0 if ratios is None else geometric_mean(ratios.values())
 
     def _same_kind(self, layer: str, form: LayerForm, wanted: LayerForm) -> bool:
-        """Whether a form differs in size only: all computed, or k of all, or k of some.
+        """Whether a form differs in size only: both compute all, or k of all, or k of a subset.
 
         The layer as trained computes all, and is also the largest that computes k of all.
         """
-        if self._whole(layer, wanted):
-            return self._whole(layer, form)
+        if self._computes_all(layer, wanted):
+            return self._computes_all(layer, form)
         if not wanted[1]:
             return not form[1]
-        return bool(form[1]) and not self._whole(layer, form)
+        return bool(form[1]) and not self._computes_all(layer, form)
 
-    def _whole(self, layer: str, form: LayerForm) -> bool:
+    def _computes_all(self, layer: str, form: LayerForm) -> bool:
         """Whether all experts of the form are computed."""
         n = max(k for name, (k, subset, _) in self.forms if name == layer and not subset)
         return form[0] == (form[1] or n)
@@ -125,11 +124,11 @@ class LayerTimes:
     def corrected(self, point: Point, ms: float) -> None:
         """Corrects the layers' times by the time of a whole graph.
 
-        The correction applies to all layers of its precision which compute all experts, or some, if
-        the graph's layers agree in that; for several graphs it is the mean. The layers are assumed
-        to take at least half of the first graph's time.
+        It applies to all layers of the same precision that also compute all experts, or only some;
+        if the graph's layers differ in this, nothing is corrected. For several graphs it is the
+        mean. The layers are assumed to take at least half of the first graph's time.
         """
-        kinds = {(layer.precision, self._whole(name, layer.form)) for name, layer in point.layers}
+        kinds = {(c.precision, self._computes_all(name, c.form)) for name, c in point.layers}
         if len(kinds) > 1:
             return
         (kind,) = kinds
@@ -138,27 +137,27 @@ class LayerTimes:
         self._ratios.setdefault(kind, {})[point] = max(ms - around, ms / 10) / alone
 
     def ways(self, point: Point, lowerings: Mapping[str, str]) -> list[dict[str, str]]:
-        """Returns combinations of lowerings: the given one, and each other one that may be as fast.
+        """Returns combinations of lowerings: the given one, and others that may be as fast.
 
         Layers of one form are changed together.
         """
-        ways = [dict(lowerings)]
+        variants = [dict(lowerings)]
         for form in {choice.form: None for _, choice in point.layers}:
             names = [name for name, choice in point.layers if choice.form == form]
             times = [
                 _nearest(self._near(name, point.choices[name]), point.choices[name].k)
                 for name in names
             ]
-            alike = [{time.lowering: time.ms, **time.others} for time in times]
-            for other in alike[0]:
+            by_lowering = [{time.lowering: time.ms, **time.others} for time in times]
+            for other in by_lowering[0]:
                 near = all(
                     other in ms_of and ms_of[other] <= NEAR_FASTEST * min(ms_of.values())
-                    for ms_of in alike
+                    for ms_of in by_lowering
                 )
-                way = {**lowerings, **dict.fromkeys(names, other)}
-                if near and way not in ways:
-                    ways.append(way)
-        return ways[:MOST_WAYS]
+                variant = {**lowerings, **dict.fromkeys(names, other)}
+                if near and variant not in variants:
+                    variants.append(variant)
+        return variants[:MOST_WAYS]
 
     def layers_ms(self, point: Point) -> float:
         return sum(self._known_time(name, choice).ms for name, choice in point.layers)
@@ -182,8 +181,8 @@ class LayerTimes:
     ) -> None:
         """Measures every choice of every layer in one precision; skips what is known.
 
-        The largest and the smallest come first; at the end of the time the rest is skipped, except
-        the choices of the model as trained.
+        The largest and the smallest come first. When the time is up, the rest is skipped, except
+        for the choices of the model as trained.
         """
         for piece in job.journal.pieces("form", target=self.target):
             name, form = piece["layer"], (piece["k"], piece["n"], piece["precision"])
@@ -198,11 +197,11 @@ class LayerTimes:
             with job.clock.step(FORMS):
                 fitted = self._substitutes.fitted_to(point) if self._substitutes else None
                 export, traced = unlowered(job.base, point, fitted), job.traced.clone()
-                numbers = apply_precision(export, traced, export.table)
+                precisions = apply_precision(export, traced, export.table)
                 measuring = Measuring(
                     BRIEF, inputs, alone=True, within=MOST_PREDICTED_RATIO, spin_ms=SPIN_MS
                 )
-                tuning = measure_lowerings(export, traced, numbers, progress, measuring)
+                tuning = measure_lowerings(export, traced, precisions, progress, measuring)
             for name, choice in combination.items():
                 k, n, precision = choice.form
                 best, *slower = tuning.of(name).candidates
@@ -210,19 +209,19 @@ class LayerTimes:
                 time = FormTime(best.latency_ms.median, best.lowering, others)
                 self.forms[name, choice.form] = time
                 plain = msgspec.to_builtins(time)
-                of = {"target": self.target, "layer": name, "k": k, "n": n, "precision": precision}
-                job.journal.add("form", **of, time=plain)
+                key = {"target": self.target, "layer": name, "k": k, "n": n, "precision": precision}
+                job.journal.add("form", **key, time=plain)
 
 
 def _nearest(near: Sequence[tuple[LayerForm, FormTime]], k: int) -> FormTime:
-    """The form of the nearest size, the larger of two."""
+    """The time of the form nearest in size; of two, the larger."""
     return min(near, key=lambda pair: (abs(pair[0][0] - k), -pair[0][0]))[1]
 
 
 def isotonic(values: Sequence[float]) -> list[float]:
-    """Returns the nearest strictly isotonic numbers (isotonic regression).
+    """Returns the nearest strictly increasing numbers (isotonic regression).
 
-    Neighbours that fall are replaced by their mean.
+    Neighbours that decrease are replaced by their mean.
     """
     pools: list[tuple[float, int]] = []
     for value in values:
@@ -232,4 +231,4 @@ def isotonic(values: Sequence[float]) -> list[float]:
             mean, count = (mean * count + other * others) / (count + others), count + others
         pools.append((mean, count))
     means = [mean for mean, count in pools for _ in range(count)]
-    return [mean * (1 + LITTLE * index) for index, mean in enumerate(means)]
+    return [mean * (1 + MIN_STEP * index) for index, mean in enumerate(means)]

@@ -46,7 +46,7 @@ from .accuracy.confirm import (
 )
 from .accuracy.quality import Metric
 from .budget import EACH_SIDE, TRAINING_S, TRIALS, VERIFIED, Clock
-from .layers import BATCH, MOST
+from .layers import BATCH, TRIED_INPUTS
 from .prepare import CALIBRATED, SearchJob, prepared
 from .recipe import (
     RECIPE_FILE,
@@ -65,11 +65,10 @@ from .space import RANGED, Trial, recipe_of
 from .substitutes.distill import longest_s
 
 INPUTS_FILE = "inputs.npz"
-"""A few inputs in the folder of a stored recipe, if loading the model needs some."""
+"""The file of a few inputs in a stored recipe's folder, if loading the model needs inputs."""
 
 FINISH_S, REPORT_S = 1.5, 3.0
 """Estimated seconds to finish a bundle, without its graph and check, and to write a report."""
-
 
 FORM_S, GRAPH_S = 0.6, 0.5
 """Estimated seconds for a layer's form, and for a whole graph without running it."""
@@ -168,9 +167,8 @@ def export_best(
 ) -> tuple[Confirmed, Bundle]:
     """Writes the best point that can be exported; returns it with its bundle.
 
-    `recipe_folder` has the bundle's recipe until the bundle is complete. If an export refuses a
-    point because its graph is too far from PyTorch, the next is tried: the ranges are the untouched
-    model's, but the point's answers may still be correct.
+    `recipe_folder` has the bundle's recipe until the bundle is complete. If the export refuses a
+    point because its graph's outputs are too far from PyTorch's, the next point is tried.
     """
     # If k is part of the graph, the chosen k is traced.
     traced = None if routed_layers(job.model) else job.traced
@@ -179,7 +177,7 @@ def export_best(
         options = _point_options(job, chosen, result)
         options = replace(options, destination=destination, force=job.request.force)
         try:
-            with _recipe_kept(job.model, options, recipe_folder):
+            with _recipe_in_folder(job.model, options, recipe_folder):
                 return chosen, write_bundle(export_job(job.model, options), progress, traced)
         except ParityError as error:
             if chosen is ranked[-1]:
@@ -222,7 +220,7 @@ def _point_options(job: SearchJob, chosen: Confirmed, result: SearchResult) -> E
 
 
 @contextmanager
-def _recipe_kept(model: Model, options: ExportOptions, folder: Path) -> Iterator[None]:
+def _recipe_in_folder(model: Model, options: ExportOptions, folder: Path) -> Iterator[None]:
     """Writes the recipe to a folder, which is removed when the bundle is complete.
 
     A search takes minutes to hours: if the export fails, the confirmed result is not lost.
@@ -237,24 +235,24 @@ def _recipe_kept(model: Model, options: ExportOptions, folder: Path) -> Iterator
         if isinstance(options.calibration, Path):
             shutil.copyfile(options.calibration, folder / options.calibration.name)
         recipe.write(folder / RECIPE_FILE)
-        checked_on = []
+        data_option = []
         if names_code(source.path):  # loading such a network needs inputs
-            few = feed_inputs(model, options.data, SAMPLES) if options.data is not None else {}
-            np.savez(folder / INPUTS_FILE, **few)  # type: ignore[arg-type]
-            checked_on = ["--data", str(folder / INPUTS_FILE)]
+            inputs = feed_inputs(model, options.data, SAMPLES) if options.data is not None else {}
+            np.savez(folder / INPUTS_FILE, **inputs)  # type: ignore[arg-type]
+            data_option = ["--data", str(folder / INPUTS_FILE)]
     assert options.destination is not None, "a search has a destination"
-    place = options.destination
-    free = free_place(place) if place.exists() else place
+    target = options.destination
+    free = free_place(target) if target.exists() else target
     words = ["moexport", "export", source.path, "--recipe", str(folder / RECIPE_FILE)]
-    line = shlex.join([*words, "-o", str(free), *checked_on, *read_again(source)])
-    again = f"the result of the search is confirmed; this command exports it: `{line}`"
+    command = shlex.join([*words, "-o", str(free), *data_option, *read_again(source)])
+    note = f"the result of the search is confirmed; this command exports it: `{command}`"
     try:
         yield
     except MoexportError as error:
-        error.hint = f"{error.hint}; {again}" if error.hint else again
+        error.hint = f"{error.hint}; {note}" if error.hint else note
         raise
     except Exception as error:
-        error.add_note(again)
+        error.add_note(note)
         raise
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -264,7 +262,7 @@ class SearchPlan:
     """How large a search is: the number of models, and what will be measured.
 
     `choices` are those of single layers, `forms` those timed alone, and `graphs` the largest number
-    of whole graphs; `seconds` is about the total time.
+    of whole graphs; `seconds` is the estimated total time.
     """
 
     models: int
@@ -296,7 +294,7 @@ def plan_search(model: Model, data: Labelled, request: TuneRequest) -> SearchPla
     seconds = (
         preparing_s
         + forms * FORM_S
-        + choices * one_s * min(count, MOST)
+        + choices * one_s * min(count, TRIED_INPUTS)
         + graphs * (GRAPH_S + one_s * count + (trained_s if fewer else 0.0))
     )
     return SearchPlan(

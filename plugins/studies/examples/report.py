@@ -1,7 +1,7 @@
 """Examples of experts as JSON, as text and as a page with the images or texts.
 
-The page is self-contained. Each image is on it once, even if several experts have it; a map of its
-patches is drawn over it if the layer's tokens are patches.
+The page is self-contained. It contains each image once, even if several experts share the image. If
+the layer's tokens are patches, a map of their weights is drawn over the image.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ JSON_FILE, PAGE_FILE = "examples.json", "examples.html"
 SCHEMA = 1
 
 SHOWN, EXPERTS, ON_PAGE = 5, 20, 256
-"""Examples of an expert in the text, experts in the text, and experts on the page."""
+"""The most examples of an expert in the text, experts in the text, and experts on the page."""
 
 SIDE = 112
 """The longer side of an image on the page, in pixels."""
@@ -73,7 +73,7 @@ def _in_line(example: TopInput, found: Examples) -> str:
 
 
 def _words(example: TopInput, shown: Contents) -> tuple[str, str, str]:
-    """The text before a token, its own, and the text after it; for a whole input only its own."""
+    """The texts before a token, of the token, and after it; for a whole input, only its text."""
     if example.token is None:
         return "", shown.text(example.input), ""
     return shown.around(example.input, example.tokens[0][0])
@@ -122,8 +122,8 @@ def page(found: Examples) -> str:
             f" {len(experts) - len(listed)} experts of smaller weights are only in {JSON_FILE}."
         )
     if len(experts) < len(found.experts):
-        none = len(found.experts) - len(experts)
-        about += f" {none} experts have no example: no input gives them a weight."
+        without_examples = len(found.experts) - len(experts)
+        about += f" {without_examples} experts have no example: no input gives them a weight."
     rows = [
         f"<h2>Expert {found.name(expert)}</h2>\n<div class=row>"
         + "".join(_cells(found, expert, sizes))
@@ -191,8 +191,8 @@ def _png(image: Array, scale: float = 1.0) -> str:
 def _grid(found: Examples) -> tuple[int, int] | None:
     """The rows and columns of patches that are a layer's tokens; None if they are not patches.
 
-    One more token may come before them. The tokens of a layer that mixes patches are channels; the
-    number of patches is then its width.
+    Another token may come before the patches. If a layer mixes patches, its tokens are channels,
+    and its width is the number of patches.
     """
     if found.shown.pixels is None or not found.shares:
         return None
@@ -210,7 +210,7 @@ def _map(shares: Array, sizes: tuple[int, int]) -> str:
     """The weights of an image's patches as a red overlay, most opaque for the largest."""
     rows, columns = sizes
     weights = shares[len(shares) - rows * columns :].reshape(rows, columns)
-    veil = np.zeros((rows, columns, 4), np.uint8)
-    veil[..., 0] = 230
-    veil[..., 3] = (weights / max(weights.max(), 1e-30) * 160).clip(0, 160)
-    return f'<div class=map style="background-image:url({_png(veil)})"></div>'
+    overlay = np.zeros((rows, columns, 4), np.uint8)
+    overlay[..., 0] = 230
+    overlay[..., 3] = (weights / max(weights.max(), 1e-30) * 160).clip(0, 160)
+    return f'<div class=map style="background-image:url({_png(overlay)})"></div>'

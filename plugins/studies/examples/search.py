@@ -1,4 +1,4 @@
-"""Finds the inputs, and their tokens, with the largest weights of each expert.
+"""Finds the inputs, and their tokens, with the largest weights for each expert.
 
 An input's weight for an expert is the value by which the layer chooses. For Soft MoE it is the sum
 of the expert's columns of C, and a token's weight is its share of the expert's slots, D averaged
@@ -44,8 +44,8 @@ TOKENS = 3
 class TopInput:
     """An input with its number in the data and its weight for an expert.
 
-    `tokens` are the positions of the tokens of the largest weights, with these. `token` is the id
-    of the token that is the example, None if it is the whole input.
+    `tokens` are the positions of the tokens with the largest weights, and these weights. `token` is
+    the id of the token that is the example; None if the example is the whole input.
     """
 
     input: int
@@ -69,8 +69,8 @@ class Examples:
     """The examples of all experts of a layer, from `inputs` inputs.
 
     `weight` and `share` describe the weights of inputs and of tokens, `dim` is the width of the
-    layer's tokens. `shares` [count, n, m] has by level those of all tokens of each example, unless
-    a token is one (`by_token`); `labelled` is whether inputs have classes or attributes.
+    layer's tokens. `shares` has an array [count, n, m] per level: the weights of all tokens of each
+    example, unless examples are tokens (`by_token`). `labelled`: inputs have classes or attributes.
     """
 
     model: str
@@ -113,65 +113,65 @@ def examples_of(
     count: int = 9,
     progress: Progress | None = None,
 ) -> Examples:
-    """Returns the `count` inputs of the largest weights of each expert of a layer.
+    """Returns the `count` inputs with the largest weights for each expert of a layer.
 
-    By default it is the last layer. It takes one pass over the data. An expert without weight for
-    any input has no examples. Raises UsageError for an unknown layer, or one whose tokens are not
+    The default layer is the last. The data are read once. An expert to which no input gives a
+    weight has no examples. Raises UsageError for an unknown layer, or one whose tokens are not
     those of the inputs, and the errors of reading data.
     """
     name = found_layer(model, layer)
     dataset = inputs_for_examples(data, model)
-    watched = moe_layers(model.module)[name]
+    moe_layer = moe_layers(model.module)[name]
     by_token = np.issubdtype(np.dtype(model.input.dtype), np.integer)
     progress = progress or Silent()
     progress.step(f"examples of {name} in {model.source.path}", total=len(dataset))
-    best = [_Best(count) for _ in watched.spec.levels]
-    together = model.batch_of
-    if len(dataset) % together:
+    best = [_Best(count) for _ in moe_layer.spec.levels]
+    batch_of = model.batch_of
+    if len(dataset) % batch_of:
         raise FeedError(
-            f"--data: there are {len(dataset)} inputs, but the model computes {together} together",
-            hint=f"give a multiple of {together} inputs",
+            f"--data: there are {len(dataset)} inputs, but the model computes {batch_of} together",
+            hint=f"give a multiple of {batch_of} inputs",
         )
     done = 0
-    for inputs, _ in dataset.stream(max(1, BATCH // together) * together):
+    for inputs, _ in dataset.stream(max(1, BATCH // batch_of) * batch_of):
         arrays = fitted_arrays(inputs, model)
         rows = len(arrays[model.input.name])
-        with _weights(watched, rows) as levels:
+        with _weights(moe_layer, rows) as levels:
             model.module(*(torch.from_numpy(np.ascontiguousarray(a)) for a in arrays.values()))
         if not levels:
             raise UsageError(
                 f"--examples: these inputs do not reach layer {name}", hint="choose another --layer"
             )
         mask = arrays.get(MASK)
-        for kept, (scores, shares) in zip(best, levels, strict=True):
-            of_tokens = shares
+        for level_best, (scores, shares) in zip(best, levels, strict=True):
+            weights = shares
             if mask is not None and mask.shape == shares.shape[:2]:
-                of_tokens = np.where(mask[..., None] != 0, shares, 0)  # without padding
-            if by_token and of_tokens.shape[:2] != arrays[model.input.name].shape:
+                weights = np.where(mask[..., None] != 0, shares, 0)  # without padding
+            if by_token and weights.shape[:2] != arrays[model.input.name].shape:
                 raise _other_tokens(name)
-            kept.add(of_tokens if by_token else scores, of_tokens, done, by_token=by_token)
+            level_best.add(weights if by_token else scores, weights, done, by_token=by_token)
         done += rows
         progress.advance(rows)
-    share = _weight_of(watched)
-    if isinstance(watched, SoftMoE):  # a layer whose input is its slots has no D
-        share = COMBINED if watched.spec.external_routing else SLOTS
+    share = _weight_of(moe_layer)
+    if isinstance(moe_layer, SoftMoE):  # a layer whose input is its slots has no D
+        share = COMBINED if moe_layer.spec.external_routing else SLOTS
     return Examples(
         model=model.source.path,
         layer=name,
-        kind=watched.spec.kind,
-        levels=watched.spec.levels,
-        dim=watched.spec.dim,
+        kind=moe_layer.spec.kind,
+        levels=moe_layer.spec.levels,
+        dim=moe_layer.spec.dim,
         inputs=done,
-        weight=share if by_token else _weight_of(watched),
+        weight=share if by_token else _weight_of(moe_layer),
         share=share,
         by_token=by_token,
         labelled=dataset.labels is not None and benchmark_of(model) is None,
         experts=tuple(
-            ExpertExamples(level, expert, tuple(kept.examples(expert, dataset, by_token=by_token)))
-            for level, kept in enumerate(best, start=1)
-            for expert in range(watched.spec.levels[level - 1])
+            ExpertExamples(level, expert, tuple(own.examples(expert, dataset, by_token=by_token)))
+            for level, own in enumerate(best, start=1)
+            for expert in range(moe_layer.spec.levels[level - 1])
         ),
-        shares=() if by_token else tuple(kept.shares for kept in best),
+        shares=() if by_token else tuple(level_best.shares for level_best in best),
         shown=contents_of(dataset.inputs, model, data),
     )
 
@@ -195,7 +195,7 @@ def _weight_of(layer: MoELayer) -> str:
 
 @contextmanager
 def _weights(layer: MoELayer, batch: int) -> Iterator[list[tuple[Array, Array]]]:
-    """Records the weights of inputs [b, n] and tokens in each forward within the context."""
+    """Records, within the context, the weights of inputs [b, n] and tokens in each forward pass."""
     levels: list[tuple[Array, Array]] = []
 
     def record(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
@@ -224,9 +224,9 @@ def _weights_by_level(
         n = shares.shape[-1]
         if shares.size % (batch * n) or (sums is not None and len(sums) % batch):
             raise _other_tokens(layer.spec.name)
-        whole = shares.reshape(batch, -1, n)  # an input may be split into several windows
-        scores = whole.max(axis=1) if sums is None else sums.reshape(batch, -1, n).sum(axis=1)
-        by_input.append((scores, whole))
+        per_input = shares.reshape(batch, -1, n)  # an input may be split into several windows
+        scores = per_input.max(axis=1) if sums is None else sums.reshape(batch, -1, n).sum(axis=1)
+        by_input.append((scores, per_input))
     return by_input
 
 
@@ -238,7 +238,7 @@ def _other_tokens(layer: str) -> UsageError:
 
 
 def _dense_gates(layer: MoELayer, index: torch.Tensor, weights: torch.Tensor) -> Array:
-    """The gates [t, n] of all experts: 0 if a token did not choose one, or was dropped."""
+    """The gates [t, n] of all experts: 0 if a token did not choose the expert or was dropped."""
     n = layer.spec.experts
     kept = index < n
     gates = torch.zeros(len(index), n)
@@ -247,16 +247,16 @@ def _dense_gates(layer: MoELayer, index: torch.Tensor, weights: torch.Tensor) ->
 
 
 class _Best:
-    """The examples of the largest weights of a level's experts, updated batch by batch.
+    """The examples with the largest weights for a level's experts, updated batch by batch.
 
-    `scores` and `places` are [count, n]: the weights, and the number of the input or, if each token
-    is an example, of the token among those of all inputs. `shares` is [count, n, m].
+    `scores` [count, n] are the weights. `numbers` [count, n] are those of the inputs or, if tokens
+    are the examples, those of the tokens counted over all inputs. `shares` is [count, n, m].
     """
 
     def __init__(self, count: int) -> None:
         self.count, self.tokens = count, 1
         self.scores: Array = np.zeros(0)
-        self.places: Array = np.zeros(0)
+        self.numbers: Array = np.zeros(0)
         self.shares: Array = np.zeros(0)
 
     def add(self, scores: Array, shares: Array, first: int, *, by_token: bool) -> None:
@@ -266,22 +266,21 @@ class _Best:
         if by_token:
             first *= m
             scores, own = scores.reshape(-1, n), np.zeros((0, n, 0))
-        places = np.broadcast_to(np.arange(first, first + len(scores))[:, None], scores.shape)
+        numbers = np.broadcast_to(np.arange(first, first + len(scores))[:, None], scores.shape)
         if not self.scores.size:
             self.tokens = m
-            self.scores, self.places, self.shares = scores[:0], places[:0], own[:0]
+            self.scores, self.numbers, self.shares = scores[:0], numbers[:0], own[:0]
         if m != self.tokens:
             raise FeedError(
                 f"--examples: some inputs have {self.tokens} tokens, others {m}",
                 hint="give inputs of one length",
             )
-        scores, places = (
-            np.concatenate((self.scores, scores)),
-            np.concatenate((self.places, places)),
-        )
-        order = np.argsort(-scores, axis=0, kind="stable")[: self.count]  # the first of equals
+        scores = np.concatenate((self.scores, scores))
+        numbers = np.concatenate((self.numbers, numbers))
+        # Of equal weights, the first stay.
+        order = np.argsort(-scores, axis=0, kind="stable")[: self.count]
         self.scores = np.take_along_axis(scores, order, axis=0)
-        self.places = np.take_along_axis(places, order, axis=0)
+        self.numbers = np.take_along_axis(numbers, order, axis=0)
         if not by_token:
             both = np.concatenate((self.shares, own))
             self.shares = np.take_along_axis(both, order[..., None], axis=0)
@@ -292,9 +291,9 @@ class _Best:
         for row, weight in enumerate(self.scores[:, expert].tolist()):
             if weight <= 0:
                 return
-            place = int(self.places[row, expert])
-            number, position = divmod(place, self.tokens) if by_token else (place, 0)
+            number = int(self.numbers[row, expert])
             if by_token:
+                number, position = divmod(number, self.tokens)
                 token = int(data.inputs[number].reshape(-1)[position])
                 yield TopInput(number, weight, ((position, weight),), token=token)
                 continue

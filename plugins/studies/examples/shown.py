@@ -1,4 +1,4 @@
-"""Images, texts, or the texts of token ids that belong to inputs, if a feed has them."""
+"""The images or texts that belong to inputs, or the texts of their token ids, if there are any."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ....errors import FeedError
 from ....exporter.model import Model
 
 CONTEXT = 12
-"""Tokens that are shown before and after an example."""
+"""The number of tokens that are shown before and after an example."""
 
 IMAGES, TEXTS = ("image", "images"), ("text", "texts")
 """Arrays of a file with the images or texts of which the inputs are features."""
@@ -60,22 +60,22 @@ class Contents:
 def contents_of(inputs: Array, model: Model, data: Any) -> Contents:
     """Returns the contents to show of a model's inputs, as they come from `data`.
 
-    These are arrays `image` and `text` in the file of the inputs, or inputs that are images
-    themselves, and a tokenizer next to the model or the data. Raises `FeedError` for arrays that do
-    not fit.
+    They are the arrays `image` and `text` in the file of the inputs, or inputs that are images
+    themselves; token ids become text with the tokenizer next to the model or the data. Raises
+    `FeedError` for arrays that do not fit.
     """
     path = local(data) if isinstance(data, str | Path) else None
     if np.issubdtype(np.dtype(model.input.dtype), np.integer):
-        places = [local(model.source.path)] + ([] if path is None else [path])
-        return Contents(ids=inputs, decode=_decoder(places))
+        paths = [local(model.source.path)] + ([] if path is None else [path])
+        return Contents(ids=inputs, decode=_decoder(paths))
     arrays = _arrays(data if path is None else path, len(inputs))
     images = next((arrays[name] for name in IMAGES if name in arrays), None)
     texts = next((arrays[name] for name in TEXTS if name in arrays), None)
     pixels = None
     if len(model.input.shape) == 4:
         images = inputs if images is None else images
-        last = inputs.shape[3] in CHANNELS and inputs.shape[1] not in CHANNELS
-        height, width = inputs.shape[1:3] if last else inputs.shape[2:]
+        channels_last = inputs.shape[3] in CHANNELS and inputs.shape[1] not in CHANNELS
+        height, width = inputs.shape[1:3] if channels_last else inputs.shape[2:]
         pixels = (height, width)
     return Contents(
         images=None if images is None else as_bytes(images),
@@ -103,9 +103,9 @@ def _arrays(data: Any, count: int) -> dict[str, Array]:
     return arrays
 
 
-def _decoder(places: Sequence[Path]) -> Decode | None:
-    """A decoder by the tokenizer.json next to one of some files; None if there is none."""
-    folders = [place if place.is_dir() else place.parent for place in places]
+def _decoder(paths: Sequence[Path]) -> Decode | None:
+    """A decoder for the tokenizer.json in or next to one of the paths; None if there is none."""
+    folders = [path if path.is_dir() else path.parent for path in paths]
     file = next((f / "tokenizer.json" for f in folders if (f / "tokenizer.json").is_file()), None)
     if file is None:
         return None
@@ -126,10 +126,10 @@ def _decoder(places: Sequence[Path]) -> Decode | None:
 
 
 def as_bytes(images: Array) -> Array:
-    """Returns images as bytes [s, h, w, 3], of any usual layout and scale.
+    """Returns images of any usual layout and scale as bytes [s, h, w, 3].
 
-    Bytes stay as they are. Floats within 0..1 or −1..1 have that scale; others are scaled by each
-    channel's least and largest value, which undoes a standardisation.
+    Bytes stay as they are. Values within 0..1, 0..255 or −1..1 have that scale; others are scaled
+    by each channel's least and largest value, which undoes a standardisation.
     """
     if images.ndim == 3:
         images = images[..., None]

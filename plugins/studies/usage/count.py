@@ -1,11 +1,11 @@
 """Counts how often each expert is chosen, by class and layer, and how evenly.
 
-An input of a Soft MoE chooses k experts (Algorithm 1), and a token of token-routed experts those
-that its router chooses. f_e is the share of the tokens that choose expert e, before a capacity
-drops any, and P_e the mean of the router's probability for it: E · Σ f_e P_e is the balance loss of
-the Switch Transformer, which is k if all experts are used equally. If all experts are kept, nothing
-is chosen, and only the mean gates show which experts matter: an expert's share of the combine
-weights (Soft MoE), coefficients (muMoE) or weights (token-routed), over all tokens.
+In a Soft MoE, k experts are chosen for an input (Algorithm 1); with token-routed experts, a router
+chooses those of a token. f_e is the share of the tokens for which expert e is chosen, before a
+capacity drops any, and P_e the mean of its probability in the router: E · Σ f_e P_e is the balance
+loss of the Switch Transformer, which is k if all experts are used equally. If all experts are kept,
+nothing is chosen, and only the mean gates show which experts matter: an expert's share of the
+combine weights (Soft MoE), coefficients (muMoE) or weights (token-routed), over all tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ....graphs.layers.base import MoELayer, algorithm_1, moe_layers
 from .router import RouterProbabilities
 
 BATCH, BATCH_OF_TOKENS = 64, 8
-"""Inputs at once: fewer for models of texts, whose outputs are large."""
+"""The number of inputs in a batch: smaller for models of texts, whose outputs are large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class GroupUsage:
 class LayerUsage:
     """The use of the experts of a layer, or of one level of it.
 
-    `chosen` [n] is the share of the `of` inputs or tokens (`chosen_by`) that choose each expert,
-    `k` of them each; None if every expert is always used. `gates` [n] are the mean gates.
-    `probabilities` [n] is P, and `balance_loss` E·Σf·P, for routers of tokens, None if the router's
-    probabilities are unknown. For experts with a capacity `overflow` [n] is the share of each
-    expert's choices that is dropped, None for an expert without choices, `dropped` that of all
-    choices, and `uncomputed` the share of the tokens that no expert computes. `routed`: a router
-    chose for tokens.
+    `chosen` [n] is the share of the `of` inputs or tokens (`chosen_by`) that choose each expert;
+    each chooses `k`. It is None if every expert is always used. `gates` [n] are the mean gates.
+    `probabilities` [n] is P, and `balance_loss` E·Σf·P, for routers of tokens; None if the router's
+    probabilities are unknown. For experts with a capacity, `overflow` [n] is the dropped share of
+    each expert's choices, None for an expert without choices, `dropped` that of all choices, and
+    `uncomputed` the share of the tokens that no expert computes. `routed`: a router chose for
+    tokens.
     """
 
     layer: str
@@ -110,7 +110,7 @@ class Members:
 
     @staticmethod
     def of(labels: Labels | None, subgroups: Array | None, tokens: int | None) -> Members:
-        """Returns the groups of subgroups, or of labels: of each of the `tokens`, or of inputs."""
+        """Returns the members of each subgroup or, without any, of each label."""
         name = ""
         values: Array = np.zeros(0)
         members: Array = np.zeros((0, 0), bool)
@@ -146,37 +146,37 @@ class _LevelSums:
         self.chosen_of, self.gates_of = np.zeros((groups, n)), np.zeros((groups, n))
 
     def add(self, choices: _Choices, members: Array, counted: Array | None) -> None:
-        """Adds choices; `members` [s, g] or [s, m, g], `counted` [s, m] tokens."""
+        """Adds choices; `members` is [s, g] or [s, m, g], `counted` [s, m] the tokens to count."""
         rows = len(members)
         units = len(choices.chosen) // rows
-        of = np.ones(len(choices.chosen), bool)
+        kept = np.ones(len(choices.chosen), bool)
         if counted is not None and counted.shape == (rows, units):
-            of = counted.reshape(-1)
+            kept = counted.reshape(-1)
         if members.ndim == 3 and members.shape[1] == units:
             member = members.reshape(-1, members.shape[-1])
         else:
             member = np.repeat(members.reshape(rows, -1), units, axis=0)
-        member = member[of].astype(np.float64)
-        chosen, gates = choices.chosen[of], choices.gates[of]
-        self.of += int(of.sum())
+        member = member[kept].astype(np.float64)
+        chosen, gates = choices.chosen[kept], choices.gates[kept]
+        self.of += int(kept.sum())
         self.chosen += chosen.sum(axis=0)
         self.gates += gates.sum(axis=0)
         self.of_groups += member.sum(axis=0)
         self.chosen_of += member.T @ chosen
         self.gates_of += member.T @ gates
-        dropped = choices.dropped[of]
+        dropped = choices.dropped[kept]
         self.dropped += dropped.sum(axis=0)
         self.uncomputed += int((dropped.sum(axis=1) >= chosen.sum(axis=1)).sum())
         if choices.probabilities is None:
             self.probabilities = None
         elif self.probabilities is not None:
-            self.probabilities += choices.probabilities[of].sum(axis=0)
+            self.probabilities += choices.probabilities[kept].sum(axis=0)
 
     def usage(self, groups: Members) -> LayerUsage:
-        """Returns the usage from the sums, without groups that have no members."""
+        """Returns the usage that the sums give, without groups that have no members."""
         spec = self.layer.spec
         n = spec.levels[self.level]
-        every = bool((self.chosen == self.of).all())
+        all_used = bool((self.chosen == self.of).all())
         losses = zip(self.dropped.tolist(), self.chosen.tolist(), strict=True)
         drops = (bool(self.dropped.any()) or spec.drops) and not self.by_experts
         shares = self.chosen / self.of
@@ -186,7 +186,7 @@ class _LevelSums:
             GroupUsage(
                 value,
                 int(of),
-                None if every else tuple((chosen / of).tolist()),
+                None if all_used else tuple((chosen / of).tolist()),
                 tuple((gates / of).tolist()),
             )
             for value, of, chosen, gates in zip(
@@ -201,7 +201,7 @@ class _LevelSums:
             k=self.k,
             chosen_by="inputs" if self.per_input else "tokens",
             of=self.of,
-            chosen=None if every else tuple(shares.tolist()),
+            chosen=None if all_used else tuple(shares.tolist()),
             gates=tuple((self.gates / self.of).tolist()),
             probabilities=None if p is None else tuple(p.tolist()),
             balance_loss=loss,
@@ -215,9 +215,9 @@ class _LevelSums:
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """The choices of each input or token: whether each expert was chosen and dropped, and its gate.
+    """The choices of each input or token: whether each expert was chosen or dropped, and its gate.
 
-    All are [u, n], of u inputs or tokens. With `by_experts` each expert chose its tokens.
+    All are [u, n], for u inputs or tokens. With `by_experts`, the experts chose their tokens.
     """
 
     chosen: Array
@@ -237,27 +237,27 @@ def usage_of(
 ) -> Usage:
     """Returns how the experts of every layer are used by the inputs of some data.
 
-    `k` is that of an export, by default the trained one. Counts are by class, attribute or one of
-    the `subgroups`. Raises `UsageError` for an invalid k, `FeedError` without inputs.
+    `k` is as in an export; the default is the trained one. Counts are by class, attribute or one of
+    the `subgroups`. Raises `UsageError` for an invalid k, `FeedError` for too few inputs.
     """
     model, kept = _with_k(model, k)
     tokens = data.inputs.shape[1] if model.host.of_tokens and data.inputs.ndim > 1 else None
     groups = Members.of(data.labels, subgroups, tokens)
     sums: dict[tuple[str, int], _LevelSums] = {}
-    together = model.batch_of
+    multiple = model.batch_of
     usual = BATCH_OF_TOKENS if model.host.of_tokens else BATCH
-    size = together * max(1, usual // together)
-    count = len(data) // together * together
+    size = multiple * max(1, usual // multiple)
+    count = len(data) // multiple * multiple
     if not count:
         raise FeedError(
-            f"the model computes {together} inputs together, but the data have {len(data)}",
-            hint=f"give {together} or more",
+            f"the model computes {multiple} inputs together, but the data have {len(data)}",
+            hint=f"give {multiple} or more",
         )
     progress.step(f"counting the experts that {model.source.path} uses", total=count)
     with (
         torch.inference_mode(),
         algorithm_1(model.module, kept),
-        _watched(model.module) as recorded,
+        _recorded_choices(model.module) as recorded,
     ):
         for rows in data.batches(size, count):
             others = {name: array[rows] for name, array in data.others.items()}
@@ -289,7 +289,7 @@ def usage_of(
 
 
 def _with_k(model: Model, k: K | None) -> tuple[Model, dict[str, int]]:
-    """The model with a k, and that of each layer."""
+    """The model with the given k, and the k of each layer."""
     if k is None:
         return model, {name: layer.spec.trained_k for name, layer in model.layers.items()}
     job = export_job(model, ExportOptions(k=k, verify=False))
@@ -298,10 +298,9 @@ def _with_k(model: Model, k: K | None) -> tuple[Model, dict[str, int]]:
 
 
 @contextmanager
-def _watched(module: nn.Module) -> Iterator[dict[str, Sequence[_Choices]]]:
-    """Records, within the context, the choices of every layer in each forward, by level."""
+def _recorded_choices(module: nn.Module) -> Iterator[dict[str, Sequence[_Choices]]]:
+    """Records, within the context, the choices of every layer in each forward pass, by level."""
     found: dict[str, Sequence[_Choices]] = {}
-
     layers = moe_layers(module)
     widths = frozenset(layer.spec.experts for layer in layers.values() if layer.spec.flat)
     with RouterProbabilities(widths) as probabilities, ExitStack() as hooks:
@@ -320,7 +319,7 @@ def _watched(module: nn.Module) -> Iterator[dict[str, Sequence[_Choices]]]:
 
 
 def _mixed(layer: MoELayer, args: tuple[Tensor, ...]) -> Iterator[_Choices]:
-    """The weights of a layer that mixes experts: of each level, or of the experts of an input."""
+    """The choices of a layer that mixes experts: by token and level, or for each input."""
     for choice in layer.choices(*args).values():
         if choice.scores is None:  # coefficients [b, m, n]
             gates = choice.chosen.double().flatten(0, -2).numpy()
@@ -335,10 +334,10 @@ def _mixed(layer: MoELayer, args: tuple[Tensor, ...]) -> Iterator[_Choices]:
 def _routed(
     layer: MoELayer, index: Tensor, weights: Tensor, probabilities: Array | None
 ) -> _Choices:
-    """The choices of a layer whose router chose experts for tokens, and the dropped ones.
+    """The choices of a layer whose router chose experts for tokens, including dropped ones.
 
-    A dropped choice is expert + n, or a single expert with a weight of zero. If experts choose
-    their tokens, expert + n is one that did not.
+    The index of a dropped choice is expert + n; a single choice of weight zero is dropped as well.
+    If experts choose their tokens, expert + n is an expert that did not choose the token.
     """
     n = layer.spec.experts
     experts, lost, shares = (index % n).numpy(), (index >= n).numpy(), weights.double().numpy()

@@ -21,9 +21,9 @@ has all."""
 
 
 def usage_text(usage: Usage, layer: str | None = None) -> str:
-    """Returns a row for each layer, notes, and each class's experts.
+    """Returns a row for each layer, notes, and each class's experts in the given layer.
 
-    The experts are those of the named layer, or of the last.
+    The default is the last layer.
     """
     lines = [f"experts used by {usage.inputs:,} inputs", "", _layers(usage)]
     notes = [*_notes(usage)]
@@ -64,7 +64,7 @@ def _name(usage: Usage, layer: LayerUsage) -> str:
 
 
 def _extreme(layer: LayerUsage, *, most: bool) -> str:
-    """The expert that most, or fewest, inputs or tokens choose, and their share."""
+    """The expert that the most, or the fewest, inputs or tokens choose, and their share."""
     if layer.chosen is None:
         return "–"
     expert = int(np.argmax(layer.chosen) if most else np.argmin(layer.chosen))
@@ -73,10 +73,10 @@ def _extreme(layer: LayerUsage, *, most: bool) -> str:
 
 def _notes(usage: Usage) -> Iterator[str]:
     """Notes on the numbers."""
-    every = [_name(usage, layer) for layer in usage.layers if layer.chosen is None]
-    if every:
+    all_kept = [_name(usage, layer) for layer in usage.layers if layer.chosen is None]
+    if all_kept:
         yield (
-            f"all experts are kept in {_listed(every)}: nothing is chosen there, and only mean "
+            f"all experts are kept in {_listed(all_kept)}: nothing is chosen there, and only mean "
             "gates show which experts matter; --k K counts choices"
         )
     for layer in usage.layers:

@@ -1,9 +1,9 @@
 """The probabilities of a router, recorded while it computes them.
 
-A router is part of the network around the layer, and passes on only the chosen experts. Its
-operations on its logits are recorded from the calls of PyTorch. The first of these counts: a
-softmax over all experts; a sigmoid that is divided by its sum; the softmax of a linear layer's
-outputs, one for each expert, or of the values that are ranked.
+A router is part of the network around the layer, and passes on only the chosen experts. Its calls
+to PyTorch are recorded. The probabilities are the first in this list that is found: a softmax over
+all experts; a sigmoid, divided by its sum; the softmax of a linear layer's outputs, one for each
+expert; the softmax of the values that are ranked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KINDS: Mapping[str, tuple[Any, ...]] = {
 
 
 class RouterProbabilities(TorchFunctionMode):
-    """Records values that may be a router's probabilities, since the layer before.
+    """Records values that may be a router's probabilities, until its layer takes them.
 
     `experts` are the layers' numbers of experts: values of other widths are ignored.
     """
@@ -38,7 +38,7 @@ class RouterProbabilities(TorchFunctionMode):
     def __init__(self, experts: frozenset[int]) -> None:
         super().__init__()
         self._experts = experts
-        self._seen: dict[str, list[Tensor]] = {kind: [] for kind in _KINDS}
+        self._recorded: dict[str, list[Tensor]] = {kind: [] for kind in _KINDS}
 
     def __torch_function__(
         self, function: Any, _: Any, arguments: tuple[Any, ...] = (), keywords: Any = None
@@ -51,21 +51,21 @@ class RouterProbabilities(TorchFunctionMode):
             if kind == "ranked":
                 tensor = arguments[0] if arguments else named["input"]
             if tensor.shape[-1:] and tensor.shape[-1] in self._experts:
-                self._seen[kind].append(tensor)
+                self._recorded[kind].append(tensor)
         return result
 
     def take(self, rows: int, experts: int) -> np.ndarray | None:
         """Returns the probabilities [rows, n] of the tokens of a layer, and clears the record.
 
-        Returns None if the router computes them in another way.
+        Returns None if the router computes its probabilities in another way.
         """
         last: dict[str, np.ndarray] = {}
-        for kind, tensors in self._seen.items():
+        for kind, tensors in self._recorded.items():
             for tensor in tensors:
                 if tensor.shape[-1] == experts and tensor.numel() == rows * experts:
                     last[kind] = tensor.detach().double().numpy().reshape(rows, experts)
             tensors.clear()
-        # A probability of exactly zero was masked: the choice was made on others before.
+        # A probability of exactly zero was masked after the choice, which used earlier values.
         if "softmax" in last and (last["softmax"] > 0).all():
             return last["softmax"]
         found = last.get("sigmoid")

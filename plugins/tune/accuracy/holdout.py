@@ -27,18 +27,17 @@ data's length."""
 BATCH = 64
 
 BATCH_BYTES = 1 << 27
-"""The largest size of one batch of outputs: language models return scores of the whole vocabulary.
-"""
+"""The largest size of one batch of outputs: those of language models have the whole vocabulary."""
 
 OUTPUT_BYTES = 1 << 30
 """The largest size of the untouched model's outputs: those of language models are large."""
 
-LEAST = 512
-"""The search uses at least this many inputs, if there are as many, whatever its time limit."""
+MIN_INPUTS = 512
+"""The search uses at least this many inputs, if the data have them, whatever its time limit."""
 
-MANY, MANY_S = 4096, 20.0
-"""Beyond `MANY` inputs the search adds more only while the untouched model has run less than
-`MANY_S`."""
+ENOUGH_INPUTS, MAX_EXTRA_S = 4096, 20.0
+"""Beyond `ENOUGH_INPUTS` the search adds more inputs only while the untouched model has run for
+less than `MAX_EXTRA_S`."""
 
 MOST_SEARCHED = 8192
 MOST_SEARCHED_BYTES = 1 << 30
@@ -46,7 +45,7 @@ MOST_SEARCHED_BYTES = 1 << 30
 
 
 def searched(first: int, count: int) -> Array:
-    """Returns which of `count` inputs from `first` on are in the search's half, bool [count].
+    """Returns which of `count` inputs, starting at `first`, the search uses: bool [count].
 
     One input of each pair of neighbours is drawn, so data in any order are split evenly.
     """
@@ -55,15 +54,15 @@ def searched(first: int, count: int) -> Array:
         drawn = np.random.default_rng([SEED, block]).integers(0, 2, BLOCK // 2)
         sides.append(np.stack([drawn, 1 - drawn], axis=1).ravel())
     start = first % BLOCK
-    mine: Array = np.concatenate(sides)[start : start + count].astype(bool)
-    return mine
+    in_search: Array = np.concatenate(sides)[start : start + count].astype(bool)
+    return in_search
 
 
 @dataclass(frozen=True)
 class Holdout:
-    """Labelled data in two halves: `search` is in memory, `confirming` yields the other.
+    """Labelled data in two halves: `search` is in memory, `confirming` yields the other half.
 
-    If the search's half has more than `MOST_SEARCHED` inputs, only the first of them are kept.
+    If the search's half exceeds `MOST_SEARCHED` or `MOST_SEARCHED_BYTES`, the rest is left out.
     """
 
     data: Labelled
@@ -87,13 +86,13 @@ class Holdout:
         if count < 1:
             raise FeedError("--data: one half has no inputs", hint="give a few hundred inputs")
         searched_labels = np.concatenate(labels) if data.labelled else None
-        whole = {
+        joined = {
             name: np.concatenate([batch_arrays[name] for batch_arrays in inputs])
             for name in inputs[0]
         }
-        main = whole.pop(data.input_name)
-        searching = LabelledData(main, searched_labels, data.input_name, others=whole)
-        return Holdout(data=data, search=searching)
+        main = joined.pop(data.input_name)
+        search = LabelledData(main, searched_labels, data.input_name, others=joined)
+        return Holdout(data=data, search=search)
 
     def fewer(self, count: int) -> Holdout:
         """Returns the same halves with only the first `count` inputs in the search's half."""
@@ -113,10 +112,10 @@ class Holdout:
 def _half(data: Labelled, *, searching: bool) -> Iterator[InputsAndLabels]:
     first = 0
     for x, y in data.stream(2 * BATCH):
-        mine = searched(first, len(first_of(x))) == searching
-        first += len(mine)
-        if mine.any():
-            yield rows_of(x, mine), None if y is None else y[mine]
+        in_half = searched(first, len(first_of(x))) == searching
+        first += len(in_half)
+        if in_half.any():
+            yield rows_of(x, in_half), None if y is None else y[in_half]
 
 
 def rows_of(x: Inputs, rows: slice | Array) -> Inputs:
@@ -143,17 +142,17 @@ def untouched_outputs(
     If time is short or outputs are large, only the first inputs are run, in batches of a size that
     the graphs of `job` accept.
     """
-    together = job.least_batch
+    least_batch = job.least_batch
     base, parts = untouched(model), []
     progress.step("running the untouched model", total=len(data), unit="inputs")
-    parts.append(outputs_of(base, data.batch(0, together), model.source.path))
+    parts.append(outputs_of(base, data.batch(0, least_batch), model.source.path))
     size, began = batch_size(parts[0]), time.monotonic()
-    size = job.fixed_batch or max(together, size - size % together)
+    size = job.fixed_batch or max(least_batch, size - size % least_batch)
     nbytes = 0
-    for rows, x, _ in in_batches(data.head(len(data) - len(data) % together), size):
+    for rows, x, _ in in_batches(data.head(len(data) - len(data) % least_batch), size):
         if rows.start:
-            short = clock.over(UNTOUCHED_SHARE) and rows.start >= LEAST
-            slow = rows.start >= MANY and time.monotonic() - began > MANY_S
+            short = clock.over(UNTOUCHED_SHARE) and rows.start >= MIN_INPUTS
+            slow = rows.start >= ENOUGH_INPUTS and time.monotonic() - began > MAX_EXTRA_S
             if short or slow or nbytes > OUTPUT_BYTES:
                 break
         parts.append(outputs_of(base, x, model.source.path))

@@ -40,18 +40,17 @@ MetricName = Literal["accuracy", "r2", "perplexity", "agreement", "function"]
 R2 = "r2"
 
 Function = Callable[[Array, Labels | None], Array]
-"""A user's metric: maps outputs [b, …] and labels to a score of each input [b]; higher is better.
-"""
+"""A user's metric: maps outputs [b, …] and labels to scores of inputs [b]; higher is better."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The share of the untouched model's quality that is kept over some inputs: 1 is all.
+    """The share of the untouched model's quality that is kept on some inputs; 1 is all of it.
 
     `low` and `high` are the ends of the 95% interval, paired input by input. `shift` is how far the
     outputs moved: it ranks candidates that classify alike. `score` is the mean of the metric and
-    `untouched` that of the untouched model; `tokens` are those of token models. `answers` has the
-    metrics of labels with one number for each output.
+    `untouched` that of the untouched model; `tokens` counts the tokens of token models. `answers`
+    has the metrics if labels have one number for each output.
     """
 
     kept: float
@@ -68,10 +67,10 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Tally(PairedScores):
-    """Sums over some inputs of scores, and of how far the outputs moved.
+    """Sums, over some inputs, of the scores and of how far the outputs moved.
 
-    `tokens` are losses of token models, whose metric is perplexity; `base` is then the summed loss
-    of the untouched model. `answers` are the sums for labels with one number for each output.
+    `tokens` has the losses of token models, whose metric is perplexity; `base` is then the summed
+    loss of the untouched model. `answers` has the sums for labels with one number for each output.
     """
 
     shift: float = 0.0
@@ -201,11 +200,11 @@ class Metric:
         )
 
     def needed(self, keep: float, share: float) -> int | None:
-        """Returns how many confirming inputs are needed, if all agree, to show `keep`.
+        """Returns how many confirming inputs are needed to show `keep`, if all agree.
 
-        `share` is the untouched model's accuracy; None if the number is not known in advance.
+        `share` is the untouched model's accuracy. Returns None if the number depends on the data.
         """
-        # The information in an input of tokens depends on these.
+        # The score of an input is then not just right or wrong.
         if self.tokens or self.each_output or self.name == "function":
             return None
         correct = share if self.name == "accuracy" else 1.0
@@ -231,7 +230,7 @@ class Metric:
         if self.name == "r2":
             return float(((y - base).astype(np.float64) ** 2).reshape(len(y), -1).mean(1).sum())
         if self.each_output:
-            return _yes_or_no_divergence(base, y)
+            return _binary_divergence(base, y)
         if not self.tokens:
             return _divergence(base, y)
         # One input at a time: in float64 a language model's scores take twice the memory.
@@ -269,11 +268,11 @@ def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | Non
     """
     classes = one_per_sample(outputs)
     main = first_of(x)
-    of_ids = main.dtype.kind in "iu" and main.ndim == 2 and outputs.ndim == 3
-    tokens = of_ids and (labels is None or labels.ndim == 2)
+    takes_ids = main.dtype.kind in "iu" and main.ndim == 2 and outputs.ndim == 3
+    tokens = takes_ids and (labels is None or labels.ndim == 2)
     numbers = None
     if labels is not None and not (name is not None and ":" in name):
-        numbers = per_output(outputs, labels[: len(outputs)], ids=of_ids, where="--data")
+        numbers = per_output(outputs, labels[: len(outputs)], ids=takes_ids, where="--data")
     if numbers is not None and name in (None, "accuracy", R2):
         return _metric_per_output(name, numbers[1])
     if name is None:
@@ -312,8 +311,8 @@ def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | Non
                 "measured",
                 hint="give a mix of inputs of every class",
             )
-    of_metric: Any = name
-    return Metric(of_metric, title=name, tokens=tokens)
+    metric_name: Any = name
+    return Metric(metric_name, title=name, tokens=tokens)
 
 
 def _metric_per_output(name: str | None, labels: Labels) -> Metric:
@@ -355,17 +354,17 @@ def _score(answers: AnswerScores) -> float:
     return 0.0 if answers.regression is None else answers.regression.r2
 
 
-def _yes_or_no_divergence(base: Array, y: Array) -> float:
+def _binary_divergence(base: Array, y: Array) -> float:
     """The mean over attributes of the divergence of two binary decisions, summed over inputs."""
     p, q = (torch.from_numpy(x).double() for x in (base, y))
     yes = p.sigmoid() * (torch.nn.functional.logsigmoid(p) - torch.nn.functional.logsigmoid(q))
     no = (-p).sigmoid() * (torch.nn.functional.logsigmoid(-p) - torch.nn.functional.logsigmoid(-q))
-    apart = (yes + no).nan_to_num(nan=math.inf)
-    return float(apart.reshape(len(y), -1).mean(dim=1).sum())
+    divergences = (yes + no).nan_to_num(nan=math.inf)
+    return float(divergences.reshape(len(y), -1).mean(dim=1).sum())
 
 
 def _divergence(base: Array, y: Array) -> float:
     """The Kullback-Leibler divergence of scores [b, …] from the base's, summed over inputs."""
     log_p, log_q = (torch.from_numpy(x).double().log_softmax(dim=-1) for x in (base, y))
-    apart = (log_p.exp() * (log_p - log_q)).sum(dim=-1).nan_to_num(nan=math.inf)
-    return float(apart.reshape(len(y), -1).mean(dim=1).sum())
+    divergences = (log_p.exp() * (log_p - log_q)).sum(dim=-1).nan_to_num(nan=math.inf)
+    return float(divergences.reshape(len(y), -1).mean(dim=1).sum())

@@ -75,7 +75,7 @@ class TuningRecord:
 
     @property
     def why_runtime(self) -> str:
-        """A sentence on why the chosen point uses its runtime; empty if there was one runtime."""
+        """A sentence on why the chosen point uses its runtime; empty if only one was tried."""
         if len({point.runtime for point in self.points}) < 2:
             return ""
         reasons = (

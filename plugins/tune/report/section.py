@@ -115,7 +115,7 @@ def _point(index: int, point: FrontPoint) -> dict[str, Any]:
 
 
 def _precision(point: FrontPoint) -> str:
-    """The precision whose colour a point has: that of integers if any layer has them."""
+    """The precision that sets a point's colour: its layers' first that is not FP32, if any."""
     layers = point.layers.values() if isinstance(point.layers, dict) else ()
     names = [*(layer.precision for layer in layers), point.around]
     return next((name for name in names if name and name != "fp32"), "fp32")

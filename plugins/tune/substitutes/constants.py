@@ -16,20 +16,20 @@ from torch import Tensor
 from ....graphs.layers.soft_moe import SoftMoE
 
 RANKED = 64
-"""Inputs by which experts are ranked. Constants are fitted to at least as many."""
+"""The number of inputs by which experts are ranked. Constants are fitted to at least as many."""
 
 ROWS = 16
-"""Tokens that constants are fitted to, for each slot of the layer."""
+"""The number of tokens that constants are fitted to, per slot of the layer."""
 
 MOST_SLOTS = 4096
-"""Up to this many slots the constants are fitted together; beyond it, each alone."""
+"""The constants of up to this many slots are fitted together; those of more, one by one."""
 
 RIDGE = 1e-3
 """The ridge penalty of least squares, relative to the mean of the diagonal."""
 
 
 class ConstantExperts:
-    """The constants of a layer's experts, for any subset that stays.
+    """The constants that replace a layer's experts outside any given subset.
 
     `tokens` [b, m, d], in batches, are the layer's inputs.
     """
@@ -37,7 +37,7 @@ class ConstantExperts:
     def __init__(self, layer: SoftMoE, tokens: Sequence[Tensor]) -> None:
         self._layer, self._tokens = layer, tokens
         self._order: tuple[int, ...] = ()
-        self._alone: Tensor | None = None
+        self._separate: Tensor | None = None
 
     def kept(self, size: int) -> tuple[int, ...]:
         """Returns the experts that stay in a subset of `size`, ascending."""
@@ -50,15 +50,15 @@ class ConstantExperts:
         """Returns the outputs of the removed experts' slots, [n − e, p, o]."""
         spec = self._layer.spec
         dropped = [e for e in range(spec.experts) if e not in {*experts}]
-        alone = self._slot_constants()
-        constants = alone[dropped].flatten(0, 1)
+        separate = self._slot_constants()
+        constants = separate[dropped].flatten(0, 1)
         if len(constants) <= MOST_SLOTS:
             square = torch.zeros(len(constants), len(constants), dtype=torch.float64)
             missing = torch.zeros(len(constants), spec.out, dtype=torch.float64)
             for outputs, combine in self._batches():
                 shares = combine[:, :, dropped].flatten(2).flatten(0, 1).double()  # [b·m, d·p]
-                apart = (outputs - alone.to(outputs.dtype))[:, dropped].flatten(1, 2)
-                added = combine[:, :, dropped].flatten(2) @ apart  # [b, m, o]
+                errors = (outputs - separate.to(outputs.dtype))[:, dropped].flatten(1, 2)
+                added = combine[:, :, dropped].flatten(2) @ errors  # [b, m, o]
                 square += shares.T @ shares
                 missing += shares.T @ added.flatten(0, 1).double()
             constants = constants + ridge_solution(square, missing)
@@ -70,7 +70,7 @@ class ConstantExperts:
 
         It is the mean of the slot's outputs, each input weighted by the squares of its column of C.
         """
-        if self._alone is None:
+        if self._separate is None:
             spec = self._layer.spec
             total = torch.zeros(spec.experts, spec.slots, spec.out, dtype=torch.float64)
             weights = torch.full((spec.experts, spec.slots), 1e-300, dtype=torch.float64)
@@ -78,23 +78,23 @@ class ConstantExperts:
                 squares = combine.double().square().sum(dim=1)  # [b, n, p]
                 total += torch.einsum("bnpo,bnp->npo", outputs.double(), squares)
                 weights += squares.sum(dim=0)
-            self._alone = total / weights[..., None]
-        return self._alone
+            self._separate = total / weights[..., None]
+        return self._separate
 
     @torch.inference_mode()
-    def _products(self, alone: Tensor) -> Tensor:
-        """Products [n, n] of the errors when each expert is replaced by its constants.
+    def _products(self, separate: Tensor) -> Tensor:
+        """Inner products [n, n] of the errors when each expert is replaced by its constants.
 
         Outputs are sums over experts, so the products give the error of any set of experts.
         """
         n = self._layer.spec.experts
-        products, left = torch.zeros(n, n, dtype=torch.float64), RANKED
+        products, remaining = torch.zeros(n, n, dtype=torch.float64), RANKED
         for outputs, combine in self._batches():
-            for own, shares in zip(outputs[:left], combine[:left], strict=True):
-                apart = own - alone.to(own.dtype)
-                added = torch.einsum("npo,mnp->nmo", apart, shares).flatten(1)  # [n, m·o]
+            for own, shares in zip(outputs[:remaining], combine[:remaining], strict=True):
+                errors = own - separate.to(own.dtype)
+                added = torch.einsum("npo,mnp->nmo", errors, shares).flatten(1)  # [n, m·o]
                 products += (added @ added.T).double()
-            left = max(0, left - len(outputs))
+            remaining = max(0, remaining - len(outputs))
         return products
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -109,7 +109,7 @@ class ConstantExperts:
 
 
 def ridge_solution(square: Tensor, product: Tensor) -> Tensor:
-    """Returns X of square · X = product, for zᵀz and zᵀy, with a ridge penalty."""
+    """Solves `square` · X = `product` for X, with a ridge penalty, given zᵀz and zᵀy."""
     square = square.clone()
     ridge = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
     square.diagonal().add_(ridge)
@@ -118,17 +118,17 @@ def ridge_solution(square: Tensor, product: Tensor) -> Tensor:
 
 
 def removal_order(products: Tensor) -> tuple[int, ...]:
-    """The order of removal: at each step the expert that adds least to the error.
+    """Returns the order of removal: at each step the expert that adds least to the error.
 
-    `products` [n, n] are the errors' products; without a set R of experts the error is Σ
-    products[R, R].
+    `products` [n, n] are the errors' inner products: removing a set R of experts causes the error
+    Σ products[R, R].
     """
-    left = list(range(len(products)))
-    crossed = torch.zeros(len(products), dtype=products.dtype)  # Σ over R of products[e, R]
+    remaining = list(range(len(products)))
+    cross_terms = torch.zeros(len(products), dtype=products.dtype)  # Σ over R of products[e, R]
     order = []
-    while left:
-        costs = [float(products[e, e] + 2 * crossed[e]) for e in left]
-        gone = left.pop(int(np.argmin(costs)))
-        crossed += products[gone]
-        order.append(gone)
+    while remaining:
+        costs = [float(products[e, e] + 2 * cross_terms[e]) for e in remaining]
+        removed = remaining.pop(int(np.argmin(costs)))
+        cross_terms += products[removed]
+        order.append(removed)
     return tuple(order)

@@ -27,16 +27,16 @@ STEPS = 1200
 """The largest number of batches to train on."""
 
 FEWEST = 25
-"""With time for fewer steps than this, nothing is trained."""
+"""If there is time for fewer steps than this, nothing is trained."""
 
 STEP = 4.0
 """The estimated time of a training step, in runs of a batch."""
 
 RATE = 0.1
-"""The first steps' size, as a share of the numbers' mean size."""
+"""The size of the first steps, relative to the parameters' mean magnitude."""
 
 SMALLER = 4.0
-"""The factor for the step size after a training diverged."""
+"""The step size is divided by this if the training diverges."""
 
 EVALUATIONS, EVALUATIONS_SHARE = 4, 0.15
 """The number of evaluations on the held-out batches, and their share of the time."""
@@ -75,11 +75,11 @@ def distil(
     batch_s = min(timeit.repeat(first, number=1, repeat=2))
     affordable = int(EVALUATIONS_SHARE * seconds / ((1 + EVALUATIONS) * batch_s))
     held = held[: max(1, min(MOST_HELD, affordable))]
-    least = _mean_loss(model, held, scores=scores)
+    lowest = _mean_loss(model, held, scores=scores)
     if other is not None:
         _set(parameters, other)
         value = _mean_loss(model, held, scores=scores)
-        least, best = min((least, best), (value, _copied(parameters)), key=lambda pair: pair[0])
+        lowest, best = min((lowest, best), (value, _copied(parameters)), key=lambda pair: pair[0])
         _set(parameters, best)
     if seconds < FEWEST * STEP * batch_s or not fitted:
         return best
@@ -111,12 +111,12 @@ def distil(
         except RuntimeError:
             if not step:  # a network that does not support gradients
                 return best
-            value = math.nan  # some operations have none
+            value = math.nan  # some operations fail on the diverged parameters
         if not math.isfinite(value):  # the step was too large
             _set(parameters, best)
             optimiser, rate = _optimiser(parameters), rate / SMALLER
-        elif evaluating and value < least:
-            least, best = value, _copied(parameters)
+        elif evaluating and value < lowest:
+            lowest, best = value, _copied(parameters)
         elif not evaluating:
             optimiser.step()
         step += not evaluating

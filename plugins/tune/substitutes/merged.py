@@ -1,4 +1,4 @@
-"""One expert in place of all experts of a muMoE layer: the start of a training.
+"""One expert that replaces all experts of a muMoE layer, before it is trained.
 
 Xue et al., One Student Knows All Experts Know (2022), merge the experts of a trained mixture into
 one layer and train it on the mixture's outputs. A muMoE layer's experts are slices of one tensor,
@@ -21,7 +21,7 @@ WIDEST = 4096
 """For wider inputs the mean is taken without least squares."""
 
 ROWS = 16
-"""Tokens that a matrix is fitted to, for each of its rows."""
+"""The number of tokens that a matrix is fitted to, per row."""
 
 
 @torch.inference_mode()
@@ -32,7 +32,7 @@ def merged_matrices(layer: MuMoE, tokens: Iterable[Tensor]) -> tuple[np.ndarray,
     """
     specs = layer.spec.tensors
     totals = [torch.zeros(n, dtype=torch.float64) for n in layer.spec.levels]
-    # For inputs z [r, d + 1], the last of them 1, and outputs y [r, o]: zᵀz and zᵀy.
+    # For inputs z [r, d + 1], whose last column is 1, and outputs y [r, o]: zᵀz and zᵀy.
     sums = {
         index: [torch.zeros(spec.dim + 1, n, dtype=torch.float64) for n in (spec.dim + 1, spec.out)]
         for index, spec in enumerate(specs)
@@ -62,13 +62,13 @@ def merged_matrices(layer: MuMoE, tokens: Iterable[Tensor]) -> tuple[np.ndarray,
 
 
 def _mean(spec: FactorisedSpec, factors: Sequence[Tensor], means: list[Tensor]) -> Tensor:
-    """The matrix [d + 1, o] of fixed coefficients, [n] of each level."""
+    """The matrix [d + 1, o] for fixed coefficients: `means` [n] of each level."""
     inputs = torch.cat((torch.eye(spec.dim), torch.zeros(1, spec.dim))).double()[None]
-    rows = (1, spec.dim + 1)
+    shape = (1, spec.dim + 1)
     outputs = contract(
         spec,
         [factor.double() for factor in factors],
-        tuple(mean.expand(*rows, -1) for mean in means),
+        tuple(mean.expand(*shape, -1) for mean in means),
         inputs,
     )[0]
     return torch.cat((outputs[:-1] - outputs[-1], outputs[-1:]))

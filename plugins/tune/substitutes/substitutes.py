@@ -41,7 +41,7 @@ NamedArrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Recorded inputs and outputs of a model, in batches, to fit to.
+    """Recorded inputs and outputs of a model, in batches, to which substitutes are fitted.
 
     `tokens` [b, m, d] are each layer's inputs; `samples` the inputs with the untouched model's
     outputs; `scores` is whether those are class scores.
@@ -56,8 +56,8 @@ class Substitutes:
     """The arrays that replace a model's experts, fitted on first use.
 
     Trained arrays are kept in the search's `folder`, so a resumed search has the same ones; the
-    training for another model starts from them if they are nearer. `seconds` returns how long the
-    training for one point may take now.
+    training for another point starts from them if their loss is smaller. `seconds` returns how long
+    the training for one point may take now.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class Substitutes:
         """Returns the arrays for a whole model, trained for it."""
         if not point.fewer:
             return {}
-        path = self._place(point)
+        path = self._path(point)
         # large layers' arrays are not all kept in memory
         if self._last is None or self._last[0] != path:
             arrays = _read(path)
             if not arrays:
-                elsewhere = self._trained_in_others(point)
-                arrays = self._written(path, self._train(point, elsewhere, self._seconds()))
+                before = self._trained_for_others(point)
+                arrays = self._written(path, self._train(point, before, self._seconds()))
             self._last = path, arrays
         return self._last[1]
 
@@ -108,17 +108,17 @@ class Substitutes:
         after = self._train(point, before, seconds)
         if all(np.array_equal(after[name], before[name]) for name in before):
             return False
-        path = self._place(point)
+        path = self._path(point)
         self._last = path, self._written(path, after)
         return True
 
     def shared(self, point: Point, other: Point) -> bool:
         """Whether two points share trained arrays: they differ in precision only."""
-        return self._place(point) == self._place(other)
+        return self._path(point) == self._path(other)
 
     def digest(self, point: Point) -> str:
         """Returns the SHA-256 of a point's trained arrays; empty if there are none."""
-        path = self._place(point)
+        path = self._path(point)
         return sha256(path) if path.is_file() else ""
 
     def _fit(self, name: str, choice: LayerRecipe) -> NamedArrays:
@@ -154,12 +154,12 @@ class Substitutes:
                 seconds=seconds,
                 other=start | before if before else None,
             )
-        path = self._place(point)
+        path = self._path(point)
         self._trained |= {(n, c.experts): path for n, c in point.layers if c.fewer}
         return arrays
 
-    def _trained_in_others(self, point: Point) -> NamedArrays:
-        """The arrays last trained for each of these layers, in another model."""
+    def _trained_for_others(self, point: Point) -> NamedArrays:
+        """The arrays last trained for each layer of the point, as part of another point."""
         arrays: NamedArrays = {}
         for name, choice in point.layers:
             path = self._trained.get((name, choice.experts)) if choice.fewer else None
@@ -167,15 +167,15 @@ class Substitutes:
             arrays |= {key: before[key] for key in self.fitted(name, choice) if key in before}
         return arrays
 
-    def _place(self, point: Point) -> Path:
+    def _path(self, point: Point) -> Path:
         layers = [(name, layer.k, layer.experts, layer.merged) for name, layer in point.layers]
         key = json.dumps(layers)
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
 
     def _written(self, path: Path, arrays: NamedArrays) -> NamedArrays:
         make_folder(self._folder)
-        with whole_file(path) as place:
-            save_file(arrays, place)
+        with whole_file(path) as partial:
+            save_file(arrays, partial)
         return arrays
 
 
