@@ -189,7 +189,7 @@ REFUSED = {
     },
     "calibrate": {
         "--k 1.0": "--k 1.0: one expert, or all of them?",
-        "--k input": "--k input: ranges depend on the experts that are kept",
+        "--k input": "--k input: ranges depend on the number of kept experts",
         "--samples 0": "--samples 0: at least 1",
         "--batch 0": "--batch 0: at least 1",
         "--method mse --percentile 99": "--percentile 99: the method mse has",

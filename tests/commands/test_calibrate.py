@@ -114,7 +114,7 @@ def test_force_replaces_it(table: Path, feed: Path, tmp_path: Path) -> None:
         (("--samples", "0"), "--samples 0: at least 1"),
         (("--batch", "0"), "--batch 0: at least 1"),
         (("--k", "99"), "has 4 experts"),
-        (("--k", "input"), "--k input: ranges depend on the experts that are kept"),
+        (("--k", "input"), "--k input: ranges depend on the number of kept experts"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(

@@ -263,7 +263,7 @@ SEVENS = (*GROUPS, "--rewrite-class", "7", "--rewrite-group", RARE)
         ((*GROUPS, "--rewrite-class", "0", *SEVENS[4:]), "no wrong answer", "specialise"),
         ((*SEVENS, "--strength", "nan"), "--strength nan: it must be a finite number", "sign"),
         ((*SEVENS, "--strength", "0"), "--strength 0.0: it must be a finite number", "sign"),
-        ((*SEVENS, "--budget", "1.5"), "--budget 1.5: it must be a share", "0.01"),
+        ((*SEVENS, "--budget", "1.5"), "--budget 1.5: a share of the accuracy is", "0.01"),
         (
             (*SEVENS, "--budget", "0.1", "--strength", "3"),
             "--budget applies to a search",
