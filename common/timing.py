@@ -118,9 +118,9 @@ def measure(
 ) -> Measured:
     """Returns the latency of each case, measured in interleaved rounds.
 
-    A case that raises is dropped, and its message is kept in `failures`. Rounds that an interrupted
-    run has `done` count; each new one is passed to `keep`. A `TimedCall` that reports the time of
-    its device makes one more pass for that after each timed pass.
+    A case that raises is dropped, and its message is kept in `failures`. The rounds of an
+    interrupted run, `done`, count as well; each new round is passed to `keep`. A `TimedCall` that
+    reports the time of its device makes one more pass for that after each timed pass.
     """
     progress = progress or Silent()
     calls = {n: c if isinstance(c, TimedCall) else TimedCall(c) for n, c in cases.items()}

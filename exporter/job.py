@@ -98,7 +98,7 @@ class ExportJob:
 
     @property
     def whole_batch(self) -> int | None:
-        """The fixed size of batches, or a number that divides it; None if any size is valid."""
+        """The fixed batch size, or what every size must be a multiple of; None if any is valid."""
         return self.fixed_batch or self.groups_of
 
     @property
@@ -302,7 +302,7 @@ def _given_table(options: ExportOptions) -> tuple[CalibrationTable | None, str]:
 def _with_shares(model: Model, share: Fraction) -> Model:
     """Returns the model whose hierarchies keep a share of each level, weights shared.
 
-    Returns the model itself if one k, at most all experts of a level, already gives these shares.
+    Returns the model itself if a single k, at most the size of each level, gives these shares.
     """
     kept: dict[str, tuple[int, ...]] = {}
     for name, layer in model.layers.items():
@@ -388,7 +388,7 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
         )
     if table.origin.renormalize != job.options.renormalize:
         raise CalibrationError(
-            f"{where} was made {renormalised(table.origin)}, but this export is not", hint=again
+            f"{where} was made {renormalised(table.origin)}, unlike this export", hint=again
         )
     for layer, kept in _observed(job.k, job.model.specs).items():
         observed = table.origin.k.get(layer, 0)

@@ -378,13 +378,13 @@ def destination(options: ExportOptions) -> None:
 
 
 def groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
-    """A batch size that is no multiple of the number of inputs computed together."""
+    """A batch size that is not a multiple of the number of inputs computed together."""
     group, batch = model.batch_of, options.batches
     if batch != DEFAULT_BATCH and any(n % group for n in (batch.min, batch.opt, batch.max)):
         yield (
             f"--batch {batch}: the model routes the tokens of {group} inputs together",
-            f"--batch {group}:{group}:{4 * group}, or other multiples of {group}; one "
-            "input is routed alone with a smaller group_size, or without a capacity_factor",
+            f"--batch {group}:{group}:{4 * group}, or other multiples of {group}; a "
+            "model with a smaller group_size, or no capacity_factor, routes each input alone",
         )
 
 

@@ -84,8 +84,8 @@ class ReportSection:
     chart: PageChart | None = None
     decision: Callable[[Results], RowDecision | None] = lambda _: None
 
-    def is_of(self, results: Results) -> bool:
-        """Returns whether results have the section's data; a section of rows applies to all."""
+    def applies_to(self, results: Results) -> bool:
+        """Returns whether results have the section's data; without `shows` it applies to all."""
         return not self.shows or self.shows in results.analyses
 
 

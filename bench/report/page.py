@@ -179,7 +179,7 @@ def payload(
         "keep": shown[0].keep if shown else KEPT,
         "disagree": DISAGREE,
         **{
-            section.name: chart.points(results) if section.is_of(results) else None
+            section.name: chart.points(results) if section.applies_to(results) else None
             for section, chart in charts()
         },
         "gpu": GPU_MS if any(row.device_ms is not None for row in results.rows) else None,

@@ -241,7 +241,7 @@ def contents(
 ) -> Iterator[tuple[ReportSection, SectionContent]]:
     """Yields the sections of these results with their content, without empty tables."""
     for section in all_sections(comparison, runs):
-        content = section.content(results) if section.is_of(results) else None
+        content = section.content(results) if section.applies_to(results) else None
         if content is None:
             continue
         tables = (

@@ -140,7 +140,7 @@ def _appends(concat: ir.Node | None) -> bool:
     return axis in (-2, 2) and past is not None and past.is_graph_input()
 
 
-def appended_to(joined: ir.Node) -> ir.Value:
+def appended_by(joined: ir.Node) -> ir.Value:
     """Returns the new keys or values, which a node appends to cached ones."""
     value = joined.inputs[1]
     assert value is not None

@@ -20,7 +20,7 @@ from ..builder import Builder
 from ..lower import simplify
 from ..names import MICROSOFT, PAST
 from ..targets import FUSED_OPSET, FusedOps
-from .decomposed import DecomposedAttention, appended_to, attention_with_sinks, decomposed, is_plain
+from .decomposed import DecomposedAttention, appended_by, attention_with_sinks, decomposed, is_plain
 from .kernels import are_float32, takes_heads
 from .masks import fuse_cast, fuse_mask, fuse_none_seen, fuse_zero
 from .patterns import (
@@ -228,7 +228,7 @@ class _Fusion:
         past: list[ir.Value | None] = []
         if parts.joined is not None:
             past = [joined.inputs[0] for joined in parts.joined]
-            k, v = (appended_to(joined) for joined in parts.joined)
+            k, v = (appended_by(joined) for joined in parts.joined)
         flat = [self._flat(b, value) for value in (q, k, v)]
         if sizes is not None:  # the op that appends in place requires them
             flat = [join or _joined(b, value) for join, value in zip(flat, (q, k, v), strict=True)]
@@ -323,7 +323,7 @@ class _Fusion:
             )
         else:
             assert parts.joined is not None
-            heads_first = (parts.q, *(appended_to(joined) for joined in parts.joined))
+            heads_first = (parts.q, *(appended_by(joined) for joined in parts.joined))
             appended = attention_with_sinks(
                 otherwise, heads_first, past, parts.mask, parts.sinks, parts.scale
             )

@@ -104,8 +104,9 @@ def tune(
 def plan_text(planned: SearchPlan) -> str:
     confirming = "the rest" if planned.confirming is None else f"{planned.confirming} inputs"
     return (
-        f"{count(planned.models)} models in all: {planned.choices} choices of single layers, timed "
-        f"alone in {planned.forms} sizes and precisions, and up to {planned.graphs} whole graphs\n"
+        f"{count(planned.models)} possible models; the search tries {planned.choices} choices of "
+        f"single layers, times {planned.forms} of their sizes and precisions alone, and measures up to "
+        f"{planned.graphs} whole graphs\n"
         f"{planned.searching} inputs for the search, {confirming} to confirm\n"
         f"at most about {planned.seconds:.0f} s; nothing was written (--dry-run)"
     )
