@@ -105,8 +105,8 @@ def plan_text(planned: SearchPlan) -> str:
     confirming = "the rest" if planned.confirming is None else f"{planned.confirming} inputs"
     return (
         f"{count(planned.models)} possible models; the search tries {planned.choices} choices of "
-        f"single layers, times {planned.forms} of their sizes and precisions alone, and measures up to "
-        f"{planned.graphs} whole graphs\n"
+        f"single layers, times {planned.forms} of their sizes and precisions alone, and measures "
+        f"up to {planned.graphs} whole graphs\n"
         f"{planned.searching} inputs for the search, {confirming} to confirm\n"
         f"at most about {planned.seconds:.0f} s; nothing was written (--dry-run)"
     )
