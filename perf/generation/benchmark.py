@@ -153,7 +153,7 @@ def measure_speed(
     threads: int,
     deadline: float,
 ) -> dict[str, object]:
-    """Returns the seconds of the first and of further tokens of one model in every engine."""
+    """Returns the seconds of the first and of later tokens of one model in every engine."""
     library = transformers_library()
     progress.step(f"writing a Qwen3-MoE of {speed.layers} layers")
     with torch.device("meta"):
@@ -423,7 +423,7 @@ def _ratio_table(
                 (found[peer, theirs, trained, c], found["genai", precision, trained, c])
                 for c in contexts
             ]
-            for name, part in (("first token", "first_s"), ("further tokens", "token_s")):
+            for name, part in (("first token", "first_s"), ("later tokens", "token_s")):
                 cells = [f"{slow[part] / fast[part]:.2f}" for slow, fast in pairs]
                 lines.append((TITLES[peer], str(model["layers"]), precision, name, *cells))
     header = ("compared with", "layers", "precision", "", *(f"{c:,}" for c in contexts))
