@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from onnx import GraphProto, NodeProto, TensorProto, helper
+from onnx import GraphProto, TensorProto, helper
 
 
 def given_choice(value: str) -> str:
@@ -22,19 +22,19 @@ def own_choice(value: str) -> str:
 
 
 def can_be_given(graph: GraphProto, values: Iterable[str]) -> bool:
-    """Whether each choice consists of the indices that a TopK over the last axis returns."""
-    return {*values} <= {node.output[1] for node in graph.node if _is_choice(node)}
+    """Whether each choice consists of the indices that a TopK returns."""
+    return {*values} <= {node.output[1] for node in graph.node if node.op_type == "TopK"}
 
 
 def with_given_choices(graph: GraphProto, values: Collection[str]) -> None:
-    """Makes choices (`can_be_given`) inputs of a graph, int64 [s, m, k].
+    """Makes choices (`can_be_given`) inputs of a graph, int64 [s, m, k], where m may be 1.
 
     The scores that TopK returns become those of the given experts.
     """
     nodes = []
     for node in graph.node:
         nodes.append(node)
-        if not _is_choice(node) or node.output[1] not in values:
+        if node.op_type != "TopK" or node.output[1] not in values:
             continue
         scores, value = node.output
         own, given, shape = own_choice(value), given_choice(value), f"{value}/shape"
@@ -42,11 +42,8 @@ def with_given_choices(graph: GraphProto, values: Collection[str]) -> None:
         graph.input.append(helper.make_tensor_value_info(given, TensorProto.INT64, [None] * 3))
         nodes.append(helper.make_node("Shape", [own], [shape]))
         nodes.append(helper.make_node("Reshape", [given, shape], [value]))
-        nodes.append(helper.make_node("GatherElements", [node.input[0], value], [scores], axis=-1))
+        axis = next((each.i for each in node.attribute if each.name == "axis"), -1)
+        inputs = [node.input[0], value]
+        nodes.append(helper.make_node("GatherElements", inputs, [scores], axis=axis))
     del graph.node[:]
     graph.node.extend(nodes)
-
-
-def _is_choice(node: NodeProto) -> bool:
-    axes = [attribute.i for attribute in node.attribute if attribute.name == "axis"]
-    return node.op_type == "TopK" and axes in ([], [-1])

@@ -227,7 +227,8 @@ class Parity:
     @property
     def mostly_ties(self) -> bool:
         """Whether more choices were left out as ties than were compared."""
-        return self.choices is not None and self.tied > self.choices / 2
+        compared = self.choices is None or self.given_choices
+        return not compared and self.tied > self.choices / 2
 
     @property
     def what_chooses(self) -> str:
@@ -281,7 +282,7 @@ def describe(parity: Parity) -> str:
         article = "the " if p.chosen_by == "tokens" else ""
         text += f"; same experts in {p.agreeing:,} of {article}{p.choices:,} {p.what_chooses}"
     text += f" ({p.ties} tied, not compared)" if p.ties and not p.given_choices else ""
-    if p.mostly_ties and not p.given_choices:
+    if p.mostly_ties:
         text += (
             f"; MOST RESULTS WERE NOT COMPARED: {p.tied:,} of {p.choices:,} {p.what_chooses} are "
             f"ties (scores within {p.bounds.tie:g} of the k-th)"
@@ -765,8 +766,8 @@ class Comparison:
     def _compared(self, expected: Reference, batch: int) -> _PartResult:
         """Compares names and shapes, then values and choices (`_part_result`).
 
-        If tokens choose differently and their outputs miss the bounds, the result is that with
-        PyTorch's choices, if this one is within them.
+        If choices differ, and outputs miss the bounds or most are left out as ties, the result is
+        that with PyTorch's choices, unless it misses the bounds.
         """
         values, sets = self._run(expected, batch)
         references = {self.session.output_names[0]: expected.y, **expected.outputs}
@@ -777,7 +778,8 @@ class Comparison:
                     f"the graph's outputs are {actual.shape}, but the reference's {array.shape}"
                 )
         result = _part_result(expected, outputs, sets, self.tolerance)
-        if not (result.by_token and result.differing) or self._passes(result):
+        parity = _parity([result], self.tolerance)
+        if not result.differing or (parity.passed and not parity.mostly_ties):
             return result
         open_given = getattr(self.session, "with_given_choices", lambda _: None)
         compared = self._compared_values(expected).values()
@@ -787,10 +789,7 @@ class Comparison:
         values, sets = self._run(expected, batch, self._given)
         outputs = [(array, values[name]) for name, array in references.items()]
         given = _part_result(expected, outputs, sets, self.tolerance, result)
-        return given if self._passes(given) else result
-
-    def _passes(self, result: _PartResult) -> bool:
-        return _parity([result], self.tolerance).passed
+        return given if _parity([given], self.tolerance).passed else result
 
     def _compared_values(self, expected: Reference) -> dict[str, str]:
         """The graph's values with compared choices, by name of the choice.
@@ -935,6 +934,7 @@ def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
     same = max(outputs, key=lambda output: (not output.within(bounds), output.max_rel))
     numbers = sum(part.integers[1] for part in parts)
     wrong = sum(part.integers[0] for part in parts) / numbers if numbers else None
+    given = any(part.given_choices for part in parts)
     apart = _Rounding.times([part.rounding for part in parts if part.rounding is not None])
     return Parity(
         max_abs=same.max_abs,
@@ -949,7 +949,7 @@ def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
             all(output.within(bounds) for output in outputs)
             and agreeing / choices >= bounds.routing
             and same.inputs
-            and tied <= MOST_TIES * choices
+            and (given or tied <= MOST_TIES * choices)
             and (wrong is None or wrong <= 1 - bounds.routing)
             and (apart is None or apart <= bounds.roundings)
         ),
@@ -969,7 +969,7 @@ def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
         tied=tied,
         apart=apart,
         whole_differing=wrong,
-        given_choices=any(part.given_choices for part in parts),
+        given_choices=given,
     )
 
 
@@ -1047,11 +1047,10 @@ def _part_result(
         counted = {name: counted_choices(expected.selected[name], sets[name]) for name in sets}
         choices = sum(int(mask.sum()) for mask in counted.values())
         wrong_by_input = sum((counted[name] & wrong[name]).sum(axis=1) for name in sets)
-        if free is None:
-            same = _same_tokens([*differs.values()], expected.y.shape)
-        else:
-            same = np.ones(len(y), dtype=bool)
+        same = _same_tokens([*differs.values()], expected.y.shape)
         tied = sum(int((differs[name] & ~wrong[name]).sum()) for name in differs)
+    if free is not None:
+        same = np.ones(len(y), dtype=bool)
     # Classes and masks are never nearly correct, so those that differ are counted.
     samples = np.logical_and.reduce(same.reshape(len(y), -1), axis=1)
     integers = [(a[samples], b[samples]) for a, b in outputs if a.dtype.kind != "f"]
