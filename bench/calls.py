@@ -45,14 +45,14 @@ def bench(models: AnyMeasured | Sequence[AnyMeasured], request: BenchRequest) ->
     check_pytorch("a benchmark")
     from torch import nn
 
-    from .prepare import opened
+    from .prepare import open_sources
     from .run import sweep
 
     # Checked before anything is loaded.
     request = replace(request, batch=None if request.batch is None else request.batches)
     is_list = isinstance(models, Iterable) and not isinstance(models, str | nn.Module)
     sources: Sequence[AnyMeasured] = models if is_list else [models]  # type: ignore[list-item,assignment]
-    return sweep(opened(sources, request), request)
+    return sweep(open_sources(sources, request), request)
 
 
 def bench_on_nodes(
@@ -60,7 +60,7 @@ def bench_on_nodes(
 ) -> dict[str, Results]:
     """Measures models and bundles on other machines; returns results by kind of node.
 
-    Raises as the executor does, and `UsageError` before anything is measured.
+    Raises the errors of the executor, and `UsageError` before anything is measured.
     """
     request.check()
     check_pytorch("a benchmark")
@@ -80,7 +80,7 @@ def bench_on_nodes(
 def report(
     results: Results | AnyPath, output: AnyPath, request: ReportRequest
 ) -> tuple[tuple[Path, ...], ResultsComparison | None]:
-    """Rewrites the report of results; returns the files and the changes since `compare`.
+    """Writes the report of results; returns the files and the changes since `compare`.
 
     `results` is the result of `bench`, or its results.json. `output` is the page, an .html file;
     Markdown, CSV and figures go next to it. The page also shows the results in `beside`.

@@ -30,12 +30,12 @@ from .options import (
     typed_table,
 )
 from .printing import Printing
-from .reading import OF_MODEL
+from .reading import LOAD_SETTINGS
 
 OPTIONS = options_of(
     BenchRequest,
     {
-        READING: [*OF_MODEL],
+        READING: [*LOAD_SETTINGS],
         "What is measured": (
             *("k", "lowering", "precision", "engine", "target", "batch", "quantize"),
         ),
@@ -49,13 +49,13 @@ OPTIONS = options_of(
     samples={"min": 1},
     threads={"min": 1},
     tokens={"min": 1},
-    **OF_MODEL,
+    **LOAD_SETTINGS,
 )
 
 
 def bench(
     *,
-    output: Annotated[Path, output_option("DIR", "The folder for results and report.")],
+    output: Annotated[Path, output_option("DIR", "The folder for the results and the report.")],
     models: Annotated[
         list[str] | None,
         typer.Argument(

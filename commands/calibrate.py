@@ -74,7 +74,7 @@ def sensitivity_text(ranked: Sequence[LayerSensitivity]) -> str:
 
 
 def table_text(calibration: CalibrationTable) -> str:
-    """Returns a calibration table's ranges, the observed extremes, and its origin."""
+    """Returns a calibration table as text: ranges, observed extremes, and origin."""
     origin = calibration.origin
     rows = [
         (
@@ -87,9 +87,11 @@ def table_text(calibration: CalibrationTable) -> str:
         )
         for key, r in calibration.ranges.items()
     ]
-    how = origin.method if origin.percentile is None else f"{origin.method} {origin.percentile:g}"
+    method = (
+        origin.method if origin.percentile is None else f"{origin.method} {origin.percentile:g}"
+    )
     ks = ", ".join(f"{layer} {k}" for layer, k in origin.k.items())
     return (
         table(("tensor", "low", "high", "minimum", "maximum", "values"), rows)
-        + f"\n\n{how} over {origin.samples:,} inputs; k: {ks}"
+        + f"\n\n{method} over {origin.samples:,} inputs; k: {ks}"
     )

@@ -24,7 +24,7 @@ from .options import (
     typed_feed,
 )
 from .printing import Printing
-from .reading import OF_MODEL
+from .reading import LOAD_SETTINGS
 
 if TYPE_CHECKING:
     from ..exporter.bundle.manifest import Manifest, Tuning
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 OPTIONS = options_of(
     InspectRequest,
-    {READING: (*OF_MODEL, "data", "tokens")},
+    {READING: (*LOAD_SETTINGS, "data", "tokens")},
     data={"metavar": "FEED", "kind": str, "parser": typed_feed},
-    **OF_MODEL,
+    **LOAD_SETTINGS,
 )
 
 
@@ -203,7 +203,7 @@ def _equivalents_text(report: ModelReport) -> tuple[str, ...]:
 
 
 def _support_text(report: ModelReport) -> tuple[str, ...]:
-    """Returns the lines on nonzero coefficients, if they were counted."""
+    """Returns the table of nonzero coefficients, if they were counted."""
     if not report.support:
         return ()
     header = ("muMoE layer", "level", "experts n", "tokens", "mean", "p99", "max")
@@ -260,7 +260,7 @@ def not_replayed(path: str | Path, manifest: Manifest) -> Iterator[str]:
     from ..exporter.bundle.manifest import local_bundle
 
     on_cuda = {target.name for target in TARGETS if target.provider == CUDA_PROVIDER}
-    if manifest.target not in on_cuda:  # its plugin may be missing
+    if manifest.target not in on_cuda:  # or the plugin of the target is missing
         return
     for graph in manifest.graphs:
         reason = capture_refused(local_bundle(path) / graph.file)
@@ -290,7 +290,7 @@ def engine_text(facts: Mapping[str, Any]) -> str:
         layers = [(layer["name"], layer["kind"], layer["precision"]) for layer in facts["layers"]]
         layer_table = ["", table(("layer", "kind", "precision"), layers)]
     source = {
-        "header": "Read from the file's header; the rest needs its manifest or an NVIDIA GPU.",
+        "header": "Read from the file's header; other facts need its manifest or an NVIDIA GPU.",
         "record": "Recorded by the build; reading the engine itself needs an NVIDIA GPU.",
         "engine": "The engine was loaded; --json includes the report of TensorRT's inspector.",
     }[facts["read_from"]]

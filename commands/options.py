@@ -84,17 +84,17 @@ def typed_switch(text: str | bool) -> str | bool:
 
 
 def typed_feed(text: str) -> str:
-    """Parses the path of inputs; raises an error if they do not exist or cannot be read."""
+    """Parses the path of inputs, or the code that yields them; raises an error if missing."""
     from ..common.locations import no_such_feed
 
-    if _are_missing(text):
+    if _is_missing(text):
         raise no_such_feed(text)
     return text
 
 
 def typed_data(text: str) -> str:
-    """Parses the path of labelled inputs; raises an error if they cannot be read."""
-    if _are_missing(text):
+    """Parses the path of labelled inputs, or their code; raises an error if missing."""
+    if _is_missing(text):
         raise FeedError(
             f"{text}: no such file",
             hint="give an .npz file with inputs and labels; for a language model, a text file, "
@@ -103,8 +103,8 @@ def typed_data(text: str) -> str:
     return text
 
 
-def _are_missing(text: str) -> bool:
-    """Returns whether named inputs do not exist; raises an error for anything but inputs."""
+def _is_missing(text: str) -> bool:
+    """Returns whether inputs are missing; raises an error if they name code that is not there."""
     from ..common.locations import url_of
     from ..data.typed_code import check_code
     from ..data.user_code import names_code
@@ -172,7 +172,7 @@ def typed_code(text: str) -> str:
     from ..data.typed_code import check_code
     from ..data.user_code import names_code
 
-    if names_code(text):  # the caller reports other texts
+    if names_code(text):  # the caller reports any other text
         check_code(text)
     return text
 
@@ -226,11 +226,11 @@ def options_of(
     sections: Mapping[str, Sequence[str]] | None = None,
     **settings: Mapping[str, Any],
 ) -> Callable[..., T]:
-    """Returns a function for Typer, whose parameters are a record's options; it returns the record.
+    """Returns a function for Typer that takes a record's options and returns the record.
 
     `sections` has the names of the options under each heading of the help; the others follow.
-    `settings` has, by option, other arguments for `option_for`, and its `kind` if that does not
-    follow from the field.
+    `settings` has further arguments of `option_for` by option, and a `kind` if the field does not
+    determine it.
     """
     headings: dict[str, str | None] = {
         name: heading for heading, names in (sections or {}).items() for name in names
@@ -254,9 +254,9 @@ def options_of(
 def _parameter(
     request: type[Any], name: str, section: str | None, kind: Any = None, **settings: Any
 ) -> inspect.Parameter:
-    """Returns the parameter of Typer for an option."""
+    """Returns the parameter that declares an option to Typer."""
     field, declaration = declared(request)[name]
-    kind = kind or _typed_as(type_of(request, name), is_path=declaration.is_path)
+    kind = kind or _shell_type(type_of(request, name), is_path=declaration.is_path)
     if kind is Path:
         settings.setdefault("parser", typed_path)
     return inspect.Parameter(
@@ -267,7 +267,7 @@ def _parameter(
     )
 
 
-def _typed_as(kind: Any, *, is_path: bool) -> Any:
+def _shell_type(kind: Any, *, is_path: bool) -> Any:
     """Returns the type of an option in a shell: text if the field accepts text and other types."""
     parts = union_parts(kind)
     if is_path or {str, Path} <= {*parts} <= {str, Path, NoneType}:
@@ -284,9 +284,9 @@ READING = "Reading MODEL"
 
 
 def refuse_idle(*records: Any, why: str, but: Sequence[str] = ()) -> None:
-    """Raises `UsageError` for the first given option in the records that has no effect.
+    """Raises `UsageError` if an option of the records was given, except those in `but`.
 
-    The options in `but` have an effect.
+    The option would have no effect; `why` says why.
     """
     for record in records:
         for options in (record, *record.further):

@@ -1,4 +1,4 @@
-"""Adds the options of records, and those of plugins, to a command."""
+"""Adds the options of a command's records, and those of plugins, to the command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .options import READING
 T = TypeVar("T")
 
 LOAD = "load"
-"""The call whose panels are shown by every command that reads a model."""
+"""The call whose panels every command that reads a model shows."""
 
 
 class PanelOptions:
@@ -31,7 +31,7 @@ class PanelOptions:
                 groups = self._reading if LOAD in panel.calls else self._others
                 groups.append(_parsed(panel.function, panel.title))
 
-    def among(self, own: Sequence[Any]) -> list[Any]:
+    def merged_with(self, own: Sequence[Any]) -> list[Any]:
         """Returns the parameters of a command and of its plugins, in the order of the help."""
         sections = [getattr(parameter, "rich_help_panel", None) for parameter in own]
         last = max((index for index, title in enumerate(sections) if title == READING), default=-1)
@@ -59,8 +59,8 @@ def _parsed(function: str, title: str) -> Any:
     return group
 
 
-def further(context: typer.Context, request: type[Request]) -> tuple[Any, ...]:
-    """Returns the records of those panels of a request whose options were given."""
+def given_records(context: typer.Context, request: type[Request]) -> tuple[Any, ...]:
+    """Returns the records of the panels that apply to a request and had an option given."""
     panels = panels_for(request.offered, ())
     records = (record_in(context.obj, panel.options) for panel in panels)
     return tuple(record for record in records if record is not None and changed(record))
@@ -88,7 +88,7 @@ def expanded(function: Callable[..., T]) -> Callable[..., T]:
             options = inspect.signature(make).parameters
             record = make(**{option: typed.pop(option) for option in options})
             if isinstance(record, Request):
-                record = replace(record, further=further(typer_context, type(record)))
+                record = replace(record, further=given_records(typer_context, type(record)))
             typed[name] = record
         return function(**typed)
 

@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from ..data.batches import Feed
     from ..exporter.model import Model
 
-OF_MODEL = {
+LOAD_SETTINGS = {
     "family": {"metavar": "<text>", "parser": typed_family},
     "config": {"metavar": "FILE", "parser": typed_config},
     "sets": {"metavar": "KEY=VALUE", "parser": typed_setting},
 }
 """Typer's settings for the options of `LoadRequest`."""
 
-ReadingOptions = Annotated[LoadRequest, options_of(LoadRequest, {READING: [*OF_MODEL]}, **OF_MODEL)]
+ReadingOptions = Annotated[
+    LoadRequest, options_of(LoadRequest, {READING: [*LOAD_SETTINGS]}, **LOAD_SETTINGS)
+]
 
 
 def loader(
@@ -30,7 +32,7 @@ def loader(
 ) -> Callable[[], Model]:
     """Returns a function that loads the model of a command.
 
-    The network of a factory is checked on the first inputs of `data`.
+    A network that a factory returns is checked on the first inputs of `data`.
     """
 
     def read() -> Model:

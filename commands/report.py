@@ -22,7 +22,7 @@ def report(
         typer.Argument(
             metavar="RESULTS.JSON…",
             parser=typed_path,
-            help="Results of bench; the report shows further files next to the first.",
+            help="Results of bench; the report shows all files side by side.",
         ),
     ],
     output: Annotated[

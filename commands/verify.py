@@ -67,7 +67,7 @@ def check_json(check: Check) -> dict[str, Any]:
 
 
 def check_text(check: Check) -> str:
-    """Returns a line of `verify`; the hint of a passed check is printed as a note."""
+    """Returns the line that `verify` prints for a check."""
     if check.passed and check.hint:
         return lines(f"noted   {check.name}: {check.detail}; {check.hint}")
     return lines(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")
