@@ -136,7 +136,7 @@ class TopKCounts(Sums):
 
     @classmethod
     def of(cls, outputs: Array, labels: Labels, untouched: Array | None = None) -> Self:
-        """Returns counts for class scores [b, classes] and labels [b]; otherwise raises FeedError."""
+        """Returns counts for class scores [b, classes] and labels [b]; else raises FeedError."""
         outputs = one_per_sample(outputs)
         if outputs.ndim != 2:
             raise FeedError(

@@ -30,12 +30,12 @@ from .options import (
     typed_table,
 )
 from .printing import Printing
-from .reading import LOAD_SETTINGS
+from .reading import LOADING
 
 OPTIONS = options_of(
     BenchRequest,
     {
-        READING: [*LOAD_SETTINGS],
+        READING: [*LOADING],
         "What is measured": (
             *("k", "lowering", "precision", "engine", "target", "batch", "quantize"),
         ),
@@ -49,7 +49,7 @@ OPTIONS = options_of(
     samples={"min": 1},
     threads={"min": 1},
     tokens={"min": 1},
-    **LOAD_SETTINGS,
+    **LOADING,
 )
 
 

@@ -87,11 +87,9 @@ def table_text(calibration: CalibrationTable) -> str:
         )
         for key, r in calibration.ranges.items()
     ]
-    method = (
-        origin.method if origin.percentile is None else f"{origin.method} {origin.percentile:g}"
-    )
+    percentile = "" if origin.percentile is None else f" {origin.percentile:g}"
     ks = ", ".join(f"{layer} {k}" for layer, k in origin.k.items())
     return (
         table(("tensor", "low", "high", "minimum", "maximum", "values"), rows)
-        + f"\n\n{method} over {origin.samples:,} inputs; k: {ks}"
+        + f"\n\n{origin.method}{percentile} over {origin.samples:,} inputs; k: {ks}"
     )

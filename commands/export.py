@@ -154,10 +154,8 @@ def _print_exported(
     for note in manifest.notes[len(shown) :]:
         console.note(note)
     weights = manifest.files.get(WEIGHTS_FILE)
-    weights_bytes = 0 if weights is None else weights.bytes
-    advice = (
-        runtime.advice(manifest.target, manifest.precision, weights_bytes) for runtime in runtimes
-    )
+    nbytes = 0 if weights is None else weights.bytes
+    advice = (runtime.advice(manifest.target, manifest.precision, nbytes) for runtime in runtimes)
     first_advice = next(filter(None, advice), None)
     if first_advice is not None:
         console.note(first_advice)

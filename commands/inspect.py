@@ -24,7 +24,7 @@ from .options import (
     typed_feed,
 )
 from .printing import Printing
-from .reading import LOAD_SETTINGS
+from .reading import LOADING
 
 if TYPE_CHECKING:
     from ..exporter.bundle.manifest import Manifest, Tuning
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 OPTIONS = options_of(
     InspectRequest,
-    {READING: (*LOAD_SETTINGS, "data", "tokens")},
+    {READING: (*LOADING, "data", "tokens")},
     data={"metavar": "FEED", "kind": str, "parser": typed_feed},
-    **LOAD_SETTINGS,
+    **LOADING,
 )
 
 

@@ -15,16 +15,14 @@ if TYPE_CHECKING:
     from ..data.batches import Feed
     from ..exporter.model import Model
 
-LOAD_SETTINGS = {
+LOADING = {
     "family": {"metavar": "<text>", "parser": typed_family},
     "config": {"metavar": "FILE", "parser": typed_config},
     "sets": {"metavar": "KEY=VALUE", "parser": typed_setting},
 }
 """Typer's settings for the options of `LoadRequest`."""
 
-ReadingOptions = Annotated[
-    LoadRequest, options_of(LoadRequest, {READING: [*LOAD_SETTINGS]}, **LOAD_SETTINGS)
-]
+ReadingOptions = Annotated[LoadRequest, options_of(LoadRequest, {READING: [*LOADING]}, **LOADING)]
 
 
 def loader(

@@ -29,7 +29,7 @@ HEAT_NOTE = (
 )
 
 LOSING_NOTE = (
-    "Correct answers for the classes that lose most, on the inputs that measure accuracy; with few "
+    "Correct answers for the classes that lose the most, on the inputs for accuracy; with few "
     "inputs, differences are mostly chance."
 )
 

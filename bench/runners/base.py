@@ -100,7 +100,7 @@ class Loader(ABC):
         return False
 
     def profile(self, batches: Sequence[Inputs], calls: int) -> list[dict[str, Any]]:
-        """Returns the runtime's events (a Chrome trace) of `calls` calls with the batches in turn."""
+        """Returns the runtime's Chrome trace events of `calls` calls with the batches in turn."""
         return []
 
     @property

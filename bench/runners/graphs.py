@@ -1,4 +1,4 @@
-"""An exported graph in its runtime, open_graph here or in another process.
+"""An exported graph in its runtime, opened here or in another process.
 
 This module does not import PyTorch, which the process that measures memory must not load.
 """

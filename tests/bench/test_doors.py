@@ -163,7 +163,7 @@ def test_a_section_of_another_api_is_left_out_with_a_sentence(
 def test_findings_that_nothing_shows_stay_and_are_named(results: Results) -> None:
     again = from_json(to_json(replace(results, analyses={"nobody\x1b": {"a": 1}})))
     assert again.analyses == {"nobody\x1b": {"a": 1}}
-    sentence = "Left out: nobody\\u001b. No installed plugin shows this"
+    sentence = "Left out: nobody\\u001b. No installed plugin shows these findings"
     assert sentence in rows_table(again)
     assert any(sentence in line for line in payload(again)["method"])
     assert "Left out" not in to_markdown(results)

@@ -136,7 +136,7 @@ def test_the_summary_says_what_is_kept_when_nothing_keeps_99_percent(
     rows = (results.rows[0], row(8, 2.0, 0.95), row(4, 1.0, 0.9))
     (section,) = sections(replace(results, rows=rows))
     assert summary(section) == (
-        "Nothing here keeps 99%. Nearest: k = 8 of 16 in FP32: 1.6 times the speed of PyTorch; "
+        "No row keeps 99%. Closest: k = 8 of 16 in FP32: 1.6 times the speed of PyTorch; "
         "keeps 95% of the accuracy (at least 94.9%)."
     )
 
