@@ -59,9 +59,8 @@ class EngineKind:
     """An engine, as `--engine` names it.
 
     `engine` and `provider` identify its rows, and `title` is its name in reports. It can be
-    measured if every requirement in `requires` is met; each is a line of `moexport doctor`. If it
-    needs more than PyTorch and ONNX Runtime, the `extra` in pyproject.toml installs the other
-    packages.
+    measured if every requirement in `requires` is met; each is a line of `moexport doctor`. The
+    `extra` in pyproject.toml installs what it needs besides PyTorch and ONNX Runtime.
     """
 
     name: str
@@ -106,8 +105,7 @@ class ModelEngine(EngineKind):
 class GraphEngine(EngineKind):
     """An engine that runs graphs for `target`, or those of another exporter if it is None.
 
-    On a CPU, it computes products of the types in `short_products` in these types, and all other
-    products in FP32.
+    On a CPU, it computes products of a type in `short_products` in that type, and others in FP32.
     """
 
     loader: Callable[[GraphFile], Loader]

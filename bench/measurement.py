@@ -76,7 +76,7 @@ class Measurement:
         if self.request.limits and not self.candidate.phases:
             size = self.candidate.only_batch or self.candidate.model.batch_of
             limits = self._all_limits(self.head.batch(0, size), case_loaders)
-        runners = self._open_and_evaluate(case_loaders)
+        runners = self._open_cases(case_loaders)
         weights: dict[tuple[str, int, int], str] = {}
         hashes: dict[Path | None, str] = {
             file: graph_hash(file, weights)
@@ -95,7 +95,8 @@ class Measurement:
             measured = self._time_group(group, runners, limits)
             case_limits = self._limits(group, limits, measured)
             for case in group.cases:
-                levels, k_levels = self.candidate.for_case(case).by_levels(case.k)
+                own = self.candidate.for_case(case)
+                levels, k_levels = own.by_levels(case.k)
                 identity: dict[str, Any] = asdict(case) | {
                     "batch": group.batch,
                     "levels": levels,
@@ -131,9 +132,7 @@ class Measurement:
                         else _per_second(group.batch * group.phase.tokens, latency),
                         peak_memory_mb=None if memory is None else memory.peak_mb[group.batch],
                         runtime_memory_mb=None if memory is None else memory.runtime_mb,
-                        disk_bytes=_disk_bytes(
-                            case_loaders[case], self.candidate.for_case(case).model
-                        ),
+                        disk_bytes=_disk_bytes(case_loaders[case], own.model),
                         work=limit.work,
                         limit_ms=limit.limit_ms,
                         no_limit=limit.reason,
@@ -152,9 +151,7 @@ class Measurement:
         every = {"": self.candidate} | bundles
         return {name: Limits(each, x, cases) for name, each in every.items()}
 
-    def _open_and_evaluate(
-        self, case_loaders: Mapping[Case, Loader]
-    ) -> dict[Case, Runner | Loader]:
+    def _open_cases(self, case_loaders: Mapping[Case, Loader]) -> dict[Case, Runner | Loader]:
         """Opens and evaluates every case; returns the runners or loaders of successful ones.
 
         If all engines together exceed half of the memory, each is only open during its turn: a

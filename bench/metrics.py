@@ -125,14 +125,13 @@ class TopKCounts(Sums):
     """Counts of correctly classified samples, out of all `samples`.
 
     `in_top5` counts those whose class is among the five best scores (None for up to five classes),
-    and `right_in_both` those that the unmodified model also classifies correctly (None if
-    unknown).
+    and `in_both` those that the unmodified model also classifies correctly (None if unknown).
     """
 
     right: int = 0
     samples: int = 0
     in_top5: int | None = 0
-    right_in_both: int | None = 0
+    in_both: int | None = 0
 
     @classmethod
     def of(cls, outputs: Array, labels: Labels, untouched: Array | None = None) -> Self:
@@ -151,16 +150,14 @@ class TopKCounts(Sums):
         if outputs.shape[1] > TOP:
             best = np.argpartition(outputs, -TOP, axis=1)[:, -TOP:]
             in_top5 = int((best == labels[:, None]).any(axis=1).sum())
-        right_in_both = None
+        in_both = None
         if untouched is not None:
-            right_in_both = int(
-                (right & (one_per_sample(untouched).argmax(axis=1) == labels)).sum()
-            )
-        return cls(int(right.sum()), len(labels), in_top5, right_in_both)
+            in_both = int((right & (one_per_sample(untouched).argmax(axis=1) == labels)).sum())
+        return cls(int(right.sum()), len(labels), in_top5, in_both)
 
     def accuracy(self, untouched: TopKCounts) -> Accuracy:
         """Returns top-1 and top-5 accuracy, and the ratio of top-1 to the unmodified model's."""
-        right, samples, in_top5, both = self.right, self.samples, self.in_top5, self.right_in_both
+        right, samples, in_top5, both = self.right, self.samples, self.in_top5, self.in_both
         top1, base = right / samples, untouched.right / untouched.samples
         return Accuracy(
             top1,
@@ -384,8 +381,8 @@ class NegativeLogLikelihood(Sums):
     """Summed negative log-likelihood (nats) of the tokens of some sequences.
 
     `squares`, `cross` and `lengths` are Σ nll², Σ nll · tokens and Σ tokens² over the sequences,
-    for the spread between sequences. `difference_squares` and `difference_cross` are Σ d² and Σ d ·
-    tokens, where d is the unmodified model's nll minus this model's, of the same sequence.
+    for the spread between sequences. `gap_squares` and `gap_cross` are Σ d² and Σ d · tokens,
+    where d is the unmodified model's nll minus this model's for the same sequence.
     """
 
     nll: float = 0.0
@@ -394,8 +391,8 @@ class NegativeLogLikelihood(Sums):
     squares: float = 0.0
     cross: float = 0.0
     lengths: int = 0
-    difference_squares: float = 0.0
-    difference_cross: float = 0.0
+    gap_squares: float = 0.0
+    gap_cross: float = 0.0
 
     @staticmethod
     def of(losses: SequenceLosses, untouched: SequenceLosses) -> NegativeLogLikelihood:
@@ -409,8 +406,8 @@ class NegativeLogLikelihood(Sums):
             squares=float(nll @ nll),
             cross=float(nll @ tokens),
             lengths=int(tokens @ tokens),
-            difference_squares=float(difference @ difference),
-            difference_cross=float(difference @ tokens),
+            gap_squares=float(difference @ difference),
+            gap_cross=float(difference @ tokens),
         )
 
     @property
@@ -429,9 +426,7 @@ class NegativeLogLikelihood(Sums):
             retention=math.exp(difference),
             tokens=self.tokens,
             interval=self._interval(self.mean, self.squares, self.cross),
-            retention_interval=self._interval(
-                difference, self.difference_squares, self.difference_cross
-            ),
+            retention_interval=self._interval(difference, self.gap_squares, self.gap_cross),
         )
 
     def _interval(self, mean: float, squares: float, cross: float) -> Interval | None:

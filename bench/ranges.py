@@ -89,9 +89,7 @@ def _held_out(data: Labelled) -> Ranges:
     head = data.head(SHARE * CALIBRATION_INPUTS)
     count = min(CALIBRATION_INPUTS, len(head) // SHARE)
     if count == 0:
-        sentence = (
-            f"the {len(head)} inputs of the data, which are also measured, because they are few"
-        )
+        sentence = f"the {len(head)} inputs of the data, which are also measured (too few to split)"
         return Ranges(head.feed, data, text=sentence)
     sentence = f"the first {count} inputs of the data, which are excluded from all measurements"
     return Ranges(head.head(count).feed, data.after(count), held_out=count, text=sentence)

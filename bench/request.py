@@ -101,10 +101,8 @@ class BenchRequest(LoadRequest):
         5,
         "The number of rounds, at least 5; all engines take turns in each round.",
     )
-    round_s: float = option(0.2, "The seconds of each engine's turn.", in_shell=False)
-    warmup: int = option(
-        3, "The number of calls of each engine before it is timed.", in_shell=False
-    )
+    round_s: float = option(0.2, "The length of each engine's turn, in seconds.", in_shell=False)
+    warmup: int = option(3, "The number of untimed calls of each engine.", in_shell=False)
     inputs: int = option(8, "The number of batches that calls use in turn.", in_shell=False)
     samples: int | None = option(None, "The number of inputs for measuring accuracy.", unset="all")
     threads: int | None = option(
@@ -171,8 +169,7 @@ class BenchRequest(LoadRequest):
         if not ks or "input" in ks:
             raise UsageError(
                 "--k input: a benchmark measures numbers of experts" if ks else "--k is empty",
-                hint="for example --k n,0.5,0.25; a bundle with k as an input is measured with "
-                "each of them",
+                hint="for example --k n,0.5,0.25; a bundle with k as an input runs each of them",
             )
         return ks
 
@@ -206,9 +203,7 @@ class BenchRequest(LoadRequest):
 
         for name in _entries(self.engine):
             if name not in KINDS and name in runtime_names():
-                hint = (
-                    f"`moexport run BUNDLE --engine {name}` runs it; bench needs a target that does"
-                )
+                hint = f"`moexport run BUNDLE --engine {name}` works; bench needs a target for it"
                 raise UsageError(f"--engine {name}: a runtime that no target uses", hint=hint)
         names = _known_entries(self.engine, (*KINDS, ALL), "--engine", "engine")
         every = [engine for name in names for engine in (KINDS if name == ALL else (name,))]

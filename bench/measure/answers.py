@@ -136,8 +136,7 @@ class Moments:
 class AnswerCounts(Sums):
     """Sums over labels [b, o] for the accuracy per attribute, or R².
 
-    Which of them applies is known once all labels are counted: R² if any label is not 0 or 1
-    (`numeric`).
+    The result is R² if any label is not 0 or 1 (`numeric`), known once all are counted.
     `one_hot` counts the inputs with exactly one 1. For each output, `positives` and `right` are
     counts; `squared` and `absolute` are sums of squared and absolute errors. `shares` has sums of
     the correct share of an input's attributes, `errors` of an input's squared error.

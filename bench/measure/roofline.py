@@ -478,8 +478,7 @@ def why_below_limit(limit: Limit, median_ms: float, rates: Rates | str) -> str |
     if limit.work is None or limit.limit_ms is None or median_ms >= limit.limit_ms:
         return None
     assert isinstance(rates, Rates), "a limit has rates"
-    moved = limit.work.bytes
-    rate = rates.for_bytes(moved).stream_gb_s
+    moved, rate = limit.work.bytes, rates.for_bytes(limit.work.bytes).stream_gb_s
     if 1e-6 * moved / rate > limit.limit_ms / 2:
         return (
             f"limit does not apply: the {size(moved)} stay in a cache between calls, which is "

@@ -177,8 +177,7 @@ def over_k(field: str, title: str, kind: str, *, apart: bool = False) -> Spec:
     """Returns a chart of values over k with their bars, and the untouched model across it.
 
     On an axis of latencies from zero, an outlying bar ends in an arrow. With `apart`, lines of
-    equal values are drawn next to each other, except one that another of its
-    precision covers.
+    equal values are drawn side by side, unless one of the same precision covers the other.
     """
     ends: Spec = {"y": f"{field}_low", "y2": f"{field}_high"}
     layers = [layer("bars", "rule", f"isValid(datum['{field}_low']) && !datum.level", **ends)]

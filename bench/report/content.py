@@ -37,9 +37,8 @@ class SectionContent:
 class RowDecision:
     """The search that chose the last row, and the request it fulfils.
 
-    `keep` is the requested share, None if there was no request. `asked` is a sentence on the
-    request, and `keeps` what the chosen row keeps, if confirmed. `recipe` is the file from which it
-    is exported.
+    `keep` is the requested share, if any. `asked` is a sentence on the request, and `keeps` on what
+    the chosen row keeps, if confirmed. `recipe` is the file to export it with.
     """
 
     keep: float | None

@@ -273,9 +273,8 @@ def method_lines(results: Results) -> list[str]:
         lines.append(f"The INT8 ranges come from {protocol['ranges']['text']}.")
     if "samples" in protocol:
         labelled = "labelled" if protocol.get("labelled") else "unlabelled"
-        lines.append(
-            f"Accuracy, routing and parity use {protocol['samples']:,} {labelled} samples."
-        )
+        samples = f"{protocol['samples']:,} {labelled} samples"
+        lines.append(f"Accuracy, routing and parity were measured on {samples}.")
     lines += _rates(protocol.get("rates", ()))
     if protocol.get("waited"):
         largest = max(wait["share"] for wait in protocol["waited"])

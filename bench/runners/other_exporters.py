@@ -27,8 +27,7 @@ GRAPH, WEIGHTS = "model.onnx", "weights.bin"
 def with_other_exporters(candidate: Candidate, threads: int | None) -> Iterator[Candidate]:
     """Yields a candidate with the requested graphs of other exporters, in FP32.
 
-    The graphs are exported with the largest k to a temporary folder. A failure becomes a row with
-    the reason.
+    The graphs have the largest k, in a temporary folder. A failure becomes a row with the reason.
     """
     if TRANSFORMERS_ONNX not in candidate.engines or not candidate.routed:
         yield candidate
