@@ -120,9 +120,8 @@ def html(
 ) -> str:
     """Returns the page: the answer, charts, rows, environment, method and changes."""
     shown = sections(results)
-    names = [model.name for model in results.models]
     parts = {
-        "TITLE": escape(f"moexport benchmark: {', '.join(names)}"),
+        "TITLE": escape(f"moexport benchmark: {', '.join(model.name for model in results.models)}"),
         "STYLE": _asset("report.css"),
         "SUBJECT": escape(shown[0].model if shown else "moexport"),
         "MACHINE": escape(machine_of(results) if "cpu" in results.environment else ""),

@@ -421,20 +421,17 @@ def _bounds(
 
     An inexact lowering may add as much error as a GPU.
     """
-    known = next(
-        ((name, tolerance) for name, tolerance in TOLERANCES.items() if name == precision), None
-    )
-    if known is None:
+    numbers = next((name for name in TOLERANCES if name == precision), None)
+    if numbers is None:
         return None
-    numbers, default = known
     names, target = lowering.split("+"), runtime.target or "onnx"
     specs = [layer.spec for layer in model.layers.values()]
     records = ((spec, lowering_of(spec.kind, name)) for spec in specs for name in names)
     inexact = any(record and record.inexact(spec, numbers, target) for spec, record in records)
     on_cpu = runtime.provider == "cpu"
-    bounds = default
+    bounds = TOLERANCES[numbers]
     if inexact or not on_cpu:
-        bounds = on_gpu(default, precision, tf32=not on_cpu)
+        bounds = on_gpu(bounds, precision, tf32=not on_cpu)
     if parity is None:
         return bounds
     recorded_bounds = recorded(parity, precision)
