@@ -90,14 +90,14 @@ def report(
     from .report.runs import named_runs
     from .results import Results, read
 
-    def loaded(run: Results | AnyPath) -> Results:
+    def read_run(run: Results | AnyPath) -> Results:
         return run if isinstance(run, Results) else read(Path(run))
 
-    now = loaded(results)
-    before = None if request.compare is None else loaded(request.compare)
+    now = read_run(results)
+    before = None if request.compare is None else read_run(request.compare)
     comparison = None if before is None else compared(before, now)
     if request.progress is not None:
         request.progress.step(f"writing {output}")
     paths = [None if isinstance(run, Results) else Path(run) for run in request.beside]
-    runs = named_runs(paths, [loaded(run) for run in request.beside])
+    runs = named_runs(paths, [read_run(run) for run in request.beside])
     return write_views(now, Path(output), comparison, runs), comparison

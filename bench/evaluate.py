@@ -40,12 +40,12 @@ OUTPUT_BYTES = 256 << 20
 """The largest size of one batch's outputs: language models return a vocabulary per token."""
 
 
-LEAST_COSINE = {"int8": 0.8, "fp8": 0.8, "int4": 0.8}
+MIN_COSINE = {"int8": 0.8, "fp8": 0.8, "int4": 0.8}
 FLOAT_COSINE = 0.99
 """A smaller cosine with PyTorch's outputs indicates an error: neither rounding in the case's
 precision nor a different choice of experts changes outputs by that much."""
 
-LEAST_ROUTING = 0.9
+MIN_ROUTING = 0.9
 """The share of an FP32 graph's inputs, or tokens, that must choose the same experts as in PyTorch,
 apart from ties."""
 
@@ -68,7 +68,7 @@ def deviation_of(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str
     For graphs of moexport, `bounds` are those of `verify`.
     """
     cosine = sums.parity.parity().cosine
-    least = LEAST_COSINE.get(case.precision, FLOAT_COSINE)
+    least = MIN_COSINE.get(case.precision, FLOAT_COSINE)
     if cosine < least:
         return (
             f"wrong outputs: their cosine with PyTorch's for the same k is {cosine:.3f}, but "
@@ -77,7 +77,7 @@ def deviation_of(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str
     if bounds is None:
         return None
     routing, fp32 = sums.routing, bounds.routing == 1.0
-    disagrees = routing.exact < LEAST_ROUTING * routing.samples or not sums.parity.same
+    disagrees = routing.exact < MIN_ROUTING * routing.samples or not sums.parity.same
     if fp32 and routing.samples and disagrees:
         share = min(routing.exact / routing.samples, sums.parity.same / sums.parity.outputs)
         return f"wrong experts: only {share:.0%} match PyTorch's, but ties are rare in FP32"

@@ -15,7 +15,7 @@ from ..common.libraries import check_pytorch
 from ..common.text import count, table
 from ..exporter.executors import executor_of
 from ..exporter.requests import FEED, CalibrateRequest
-from .options import ModelArgument, json_text, options_of, output_option, typed_feed
+from .options import ModelArgument, json_text, options_of, output_option, parse_feed
 from .printing import Printing
 from .reading import ReadingOptions, loader
 
@@ -33,7 +33,7 @@ OPTIONS = options_of(
 def calibrate(
     *,
     model: ModelArgument,
-    data: Annotated[str, typer.Option(metavar="FEED", parser=typed_feed, help=FEED)],
+    data: Annotated[str, typer.Option(metavar="FEED", parser=parse_feed, help=FEED)],
     output: Annotated[Path, output_option("TABLE.JSON", "The table to write.")],
     reading: ReadingOptions,
     request: Annotated[CalibrateRequest, OPTIONS],

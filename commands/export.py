@@ -23,9 +23,9 @@ from .options import (
     json_text,
     options_of,
     output_option,
-    typed_feed,
-    typed_switch,
-    typed_table,
+    parse_feed,
+    parse_switch,
+    parse_table,
 )
 from .printing import Printing
 from .reading import ReadingOptions, loader
@@ -60,10 +60,10 @@ OPTIONS = options_of(
     target={"kind": AnyTarget},
     batch={"metavar": SIZES},
     tokens={"metavar": SIZES},
-    expose_routing={"metavar": "[=scores]", "kind": Any, "parser": typed_switch},
-    calibration={"metavar": "TABLE.JSON", "parser": typed_table},
+    expose_routing={"metavar": "[=scores]", "kind": Any, "parser": parse_switch},
+    calibration={"metavar": "TABLE.JSON", "parser": parse_table},
     min_retention={"metavar": "SHARE"},
-    data={"metavar": "FEED", "kind": str, "parser": typed_feed},
+    data={"metavar": "FEED", "kind": str, "parser": parse_feed},
     threads={"min": 1},
 )
 

@@ -20,8 +20,8 @@ from .options import (
     json_text,
     option_for,
     options_of,
+    parse_feed,
     refuse_idle,
-    typed_feed,
 )
 from .printing import Printing
 from .reading import LOADING
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 OPTIONS = options_of(
     InspectRequest,
     {READING: (*LOADING, "data", "tokens")},
-    data={"metavar": "FEED", "kind": str, "parser": typed_feed},
+    data={"metavar": "FEED", "kind": str, "parser": parse_feed},
     **LOADING,
 )
 

@@ -29,7 +29,7 @@ class PanelOptions:
         for panel in panels_for(calls, [parameter.name for parameter in own]):
             if panel.function is not None:
                 groups = self._reading if LOAD in panel.calls else self._others
-                groups.append(_parsed(panel.function, panel.title))
+                groups.append(_parse_panel(panel.function, panel.title))
 
     def merged_with(self, own: Sequence[Any]) -> list[Any]:
         """Returns the parameters of a command and of its plugins, in the order of the help."""
@@ -49,10 +49,10 @@ class PanelOptions:
         )
 
 
-def _parsed(function: str, title: str) -> Any:
+def _parse_panel(function: str, title: str) -> Any:
     """Returns a panel parsed by Typer; `title` is the section of options without one."""
     app = typer.Typer(add_completion=False)
-    app.command()(expanded(imported(function)))
+    app.command()(with_record_options(imported(function)))
     group: Any = typer.main.get_command(app)
     for option in group.params:
         option.rich_help_panel = option.rich_help_panel or title
@@ -66,7 +66,7 @@ def given_records(context: typer.Context, request: type[Request]) -> tuple[Any, 
     return tuple(record for record in records if record is not None and changed(record))
 
 
-def expanded(function: Callable[..., T]) -> Callable[..., T]:
+def with_record_options(function: Callable[..., T]) -> Callable[..., T]:
     """Returns a function for Typer, with a record's options in place of each record.
 
     A parameter for a record is annotated with its class and its `options_of`. Requests also

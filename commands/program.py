@@ -11,7 +11,7 @@ from ..common.option import PANELS
 from ..common.registry import Registry
 from .command import Command, summaries
 from .options import OPTIONAL, with_values
-from .panels import PanelOptions, expanded
+from .panels import PanelOptions, with_record_options
 
 LAST_SECTIONS = ("Engines", "Weights of engines", "Cluster", "Options")
 """The last sections of a command's help."""
@@ -150,7 +150,7 @@ def declared_command(command: Command) -> Any:
     """Returns a command with its options, for the parser; its help ends with the example."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(command.name, cls=SectionedCommand, epilog=f"Example: {command.example}")(
-        expanded(command.loaded)
+        with_record_options(command.loaded)
     )
     declared: Any = typer.main.get_command(app)
     declared.add(PanelOptions(command.calls, declared.params))

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 from ..common.console import Console
 from ..common.libraries import check_pytorch
 from ..exporter.requests import LoadRequest
-from .options import READING, options_of, typed_config, typed_family, typed_setting
+from .options import READING, options_of, parse_config, parse_family, parse_setting
 
 if TYPE_CHECKING:
     from ..data.batches import Feed
     from ..exporter.model import Model
 
 LOADING = {
-    "family": {"metavar": "<text>", "parser": typed_family},
-    "config": {"metavar": "FILE", "parser": typed_config},
-    "sets": {"metavar": "KEY=VALUE", "parser": typed_setting},
+    "family": {"metavar": "<text>", "parser": parse_family},
+    "config": {"metavar": "FILE", "parser": parse_config},
+    "sets": {"metavar": "KEY=VALUE", "parser": parse_setting},
 }
 """Typer's settings for the options of `LoadRequest`."""
 

@@ -191,8 +191,8 @@ def parts_of_profile(
     sums[None, "runtime"] = [
         max(0.0, end - start - busy) for (start, end), busy in zip(runs, inside, strict=True)
     ]
-    of_layers = ((layer, part) for layer in layers for part in PARTS)
-    order = (*of_layers, (None, "host"), (None, "runtime"))
+    layer_parts = ((layer, part) for layer in layers for part in PARTS)
+    order = (*layer_parts, (None, "host"), (None, "runtime"))
     return tuple(
         PartTime(layer, part, median(sums[layer, part]) / 1e3)
         for layer, part in order

@@ -165,7 +165,7 @@ def work_of(model: Model, x: Inputs) -> ModelWork:
             backbone.get_submodule(name).register_forward_pre_hook(partial(record_tokens, name))
             for name in routes
         ]
-        reads = _Reads(backbone)
+        reads = _ParameterReads(backbone)
         try:
             # The later mode is called first and decomposes operators for the earlier one.
             with reads, FlopCounterMode(display=False) as counter:
@@ -192,7 +192,7 @@ def _plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's is not annotated
+class _ParameterReads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's is not annotated
     """Records how much of each parameter is read, and uncounted operators that multiply.
 
     Of an embedding table, only the selected rows are read.

@@ -119,7 +119,7 @@ def _heat(values: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], Cell
     }
 
 
-def _losing(results: Results) -> SectionContent | None:
+def _losing_classes(results: Results) -> SectionContent | None:
     """Returns the classes whose accuracy falls at each k, compared with the untouched model."""
     groups: dict[str, list[Sequence[Cell]]] = {}
     for row in results.rows:
@@ -228,7 +228,7 @@ def all_sections(
             name="losing",
             title="Which classes lose at a smaller k",
             place=60,
-            content=_losing,
+            content=_losing_classes,
         ),
         ReportSection(name="outputs", title="Each output", place=55, content=outputs_section),
         ReportSection(name="parity", title="Parity with PyTorch", place=90, content=_parity),

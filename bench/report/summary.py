@@ -166,7 +166,7 @@ class Section:
             return ""
         if math.isinf(more):
             return f"Not proven: more {unit} needed"
-        return f"Not proven: about {_rounded(math.ceil(more)):,} more {unit} needed"
+        return f"Not proven: about {_round_up(math.ceil(more)):,} more {unit} needed"
 
 
 def proven_retention(row: Row, full_k: int) -> float | None:
@@ -192,7 +192,7 @@ def disagreement(*rows: Row | None) -> float | None:
     return largest if largest > DISAGREE else None
 
 
-def _rounded(number: int) -> int:
+def _round_up(number: int) -> int:
     """Returns a number rounded up to two digits: 1 to 99, then 110, 1,300."""
     step: int = 10 ** max(0, len(str(number)) - 2)
     return -(-max(1, number) // step) * step

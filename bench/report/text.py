@@ -357,9 +357,9 @@ def _k_changes(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.device_ms is not None and row.lowering is not None:
             by_engine.setdefault((row.model, line_name(row), row.sizes), []).append(row)
-    for (model, name, sizes), of_engine in by_engine.items():
-        full = max(of_engine, key=lambda row: row.k)
-        low = min(of_engine, key=lambda row: row.k)
+    for (model, name, sizes), engine_rows in by_engine.items():
+        full = max(engine_rows, key=lambda row: row.k)
+        low = min(engine_rows, key=lambda row: row.k)
         assert full.device_ms and low.device_ms and full.latency_ms and low.latency_ms
         if full.k == low.k:
             continue
@@ -390,9 +390,9 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
     }
     rates = []
     for on_gpu in (False, True):
-        of_device = [rate for rate in measured if rate.get("gpu", False) is on_gpu]
+        device_rates = [rate for rate in measured if rate.get("gpu", False) is on_gpu]
         for name, words in descriptions.items():
-            values = [rate[name] for rate in of_device if rate.get(name) is not None]
+            values = [rate[name] for rate in device_rates if rate.get(name) is not None]
             if values:
                 ends = dict.fromkeys((f"{min(values):.0f}", f"{max(values):.0f}"))
                 rates.append(words.format(" to ".join(ends)) + " on the GPU" * on_gpu)

@@ -144,8 +144,8 @@ def _run_arguments(
     arguments = ["run", str(bundle.path)]
     record = bundle.manifest
     arguments += ["--k", str(k)] if record.k == "input" else []
-    several = len(record.graphs) > 1 and not graph.batches
-    arguments += ["--graph", graph.file] if several else []
+    needs_name = len(record.graphs) > 1 and not graph.batches
+    arguments += ["--graph", graph.file] if needs_name else []
     if runtime.backend is not None:
         return (*arguments, "--engine", runtime.backend)
     if runtime.engine != TARGETS[record.target].runtime:
