@@ -136,7 +136,9 @@ class BenchRequest(LoadRequest):
         None, "A table of INT8 ranges from calibrate.", unset="none", compare=False
     )
     pixels: str | None = option(
-        None, "The scale of images: unit, symmetric or imagenet.", unset="none; images need it"
+        None,
+        "The pixel scale of images: unit, symmetric or imagenet.",
+        unset="none; images need it",
     )
     tokens: int | None = option(
         None,

@@ -204,12 +204,9 @@ def _lines(chosen: Sequence[Section]) -> list[list[Series]]:
     for section in chosen:
         lines: dict[str, list[Row]] = {}
         for row in section.rows:
-            with_precision = len(precisions) > 1 and not row.engine.startswith("pytorch")
-            name = (
-                f"{engine_name(row)}, {row.precision.upper()}"
-                if with_precision
-                else engine_name(row)
-            )
+            name = engine_name(row)
+            if len(precisions) > 1 and not row.engine.startswith("pytorch"):
+                name += f", {row.precision.upper()}"
             lines.setdefault(name, []).append(row)
         split = [name for name, line in lines.items() if len({row.k for row in line}) < len(line)]
         for row in (row for name in split for row in lines.pop(name)):
