@@ -1,4 +1,4 @@
-"""Reports what this machine can build and run, with reasons for the rest."""
+"""Reports what this machine can build and run, and the reasons for what it cannot."""
 
 from __future__ import annotations
 

@@ -468,7 +468,7 @@ def requirements() -> tuple[Requirement, ...]:
 
 
 def doctor(*, progress: Progress | None = None) -> Diagnosis:
-    """Returns what this machine can build and run, with reasons for the rest; builds nothing."""
+    """Returns what this machine can build and run, and why it cannot do more; builds nothing."""
     if progress is not None:
         progress.step("checking packages and hardware")
     return diagnose(requirements())

@@ -281,7 +281,7 @@ def select(
             continue
         reason = kind.missing()
         if reason is None and kind.name not in wanted:
-            reason = f"not asked for: --engine {kind.name}"
+            reason = f"not requested: --engine {kind.name}"
         if reason is None:
             present.append(kind)
         else:

@@ -147,7 +147,7 @@ def built_text(bundle: Path, engine: EnginePlan) -> str:
     how = {
         "bundle": "already there",
         "cache": "taken from the cache",
-        None: f"built in {record.seconds:.1f} s, {size(record.peak_memory_bytes)} at most",
+        None: f"built in {record.seconds:.1f} s with at most {size(record.peak_memory_bytes)}",
     }[engine.reused]
     path = bundle / record.file
     return f"{path}: {size(path.stat().st_size)}, {counts} products, {how}"

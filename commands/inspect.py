@@ -224,11 +224,13 @@ def bundle_text(path: str | Path, manifest: Manifest) -> str:
 
     edits = Edits.from_records(manifest.edits, "manifest.json")
     layers = [(r.name, r.of_experts, r.kept, r.lowering, r.reason) for r in manifest.layers]
-    ports = (
-        f"port        {port.name} {port.dtype} ({', '.join(map(str, port.shape))})"
-        for port in (*manifest.inputs, *manifest.outputs)
+    tensors = (
+        f"{label:12}{spec.name} {spec.dtype} ({', '.join(map(str, spec.shape))})"
+        for label, specs in (("input", manifest.inputs), ("output", manifest.outputs))
+        for spec in specs
     )
     files = [(name, record.bytes) for name, record in manifest.files.items()]
+    notes = (*manifest.notes, *backbone_departures(manifest), *not_replayed(path, manifest))
     peak = manifest.peak_memory_bytes
     return "\n".join(
         (
@@ -236,12 +238,10 @@ def bundle_text(path: str | Path, manifest: Manifest) -> str:
                 f"bundle      {path} (moexport {manifest.moexport}, {manifest.created})",
                 f"source      {manifest.source.path} ({manifest.source.family})",
                 f"target      {manifest.target}, {manifest.precision}, opset {manifest.opset}",
-                *([] if peak is None else [f"memory      {size(peak)} at most for one input"]),
+                *([] if peak is None else [f"memory      at most {size(peak)} for one input"]),
                 *(f"edited      {text}" for text in edits.texts()),
-                *ports,
-                *(f"note        {note}" for note in manifest.notes),
-                *(f"note        {note}" for note in backbone_departures(manifest)),
-                *(f"note        {note}" for note in not_replayed(path, manifest)),
+                *tensors,
+                *(f"note        {note}" for note in notes),
             ),
             "",
             table(("MoE layer", "experts n", "kept k", "lowering", "reason"), layers),
@@ -282,7 +282,7 @@ def engine_text(facts: Mapping[str, Any]) -> str:
         head += [
             f"from        {facts['graph']}",
             f"runs on     {facts['device'] or 'compute capability'} {cards}",
-            f"took        {facts['seconds']:.1f} s, {size(facts['peak_memory_bytes'])} at most",
+            f"took        {facts['seconds']:.1f} s, at most {size(facts['peak_memory_bytes'])}",
             *(f"profile     {Profile.from_json(profile)}" for profile in facts["profiles"]),
             f"settings    {', '.join(f'{k}={v}' for k, v in facts['settings'].items())}",
             "products    " + ", ".join(f"{n} in {name}" for name, n in facts["precision"].items()),
@@ -301,7 +301,7 @@ def engine_text(facts: Mapping[str, Any]) -> str:
 
 
 def precisions_text(layers: Iterable[tuple[str, str, str]]) -> str:
-    """Returns a table of the layers' precisions with reasons."""
+    """Returns a table of the layers' precisions, with the reasons."""
     return table(("MoE layer", "precision", "because"), list(layers))
 
 

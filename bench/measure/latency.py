@@ -26,7 +26,7 @@ from ..plan import Case, TimingGroup
 from ..results import PartTime
 from ..runners.base import Loader, Runner
 
-PREPARATIONS = 100  # of a call, to measure how long one takes: some microseconds
+PREPARATIONS = 100  # how often a call is prepared to time that: some microseconds each
 
 
 class TimedRunner(timing.TimedCall):

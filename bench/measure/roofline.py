@@ -374,7 +374,7 @@ class Limit:
 def arithmetic_of(case: Case) -> Arithmetic:
     """Returns the type in which a case computes products of floats.
 
-    On a CPU most runtimes multiply 16-bit numbers in FP32; on a GPU both types have the same rate.
+    On a CPU, most runtimes multiply 16-bit numbers in FP32; on a GPU both types have the same rate.
     """
     if case.provider != "cpu":
         return "fp16" if case.precision in ("fp16", "bf16") else "fp32"

@@ -50,8 +50,8 @@ class Runner(ABC):
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the call that is timed for inputs [b, …].
 
-        With `wraps`, it is the runtime's own call: the checks and names that `infer` adds to each
-        call are prepared once, here, which takes as long as in `infer`.
+        With `wraps`, it is the runtime's own call. The work that `infer` adds to each call is done
+        once, here, and takes as long.
         """
         return partial(self.infer, x)
 

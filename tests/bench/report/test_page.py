@@ -668,10 +668,10 @@ def test_what_is_no_precision_has_the_colour_of_none(scheme: str) -> None:
 def test_engines_that_are_absent_for_one_reason_stand_in_one_line(results: Results) -> None:
     names = ("pytorch-eager-cuda", "tensorrt")
     absent = [Absent(name, "there is no GPU") for name in names]
-    absent += [Absent(n, f"not asked for: --engine {n}") for n in ("openvino", "pytorch-compile")]
+    absent += [Absent(n, f"not requested: --engine {n}") for n in ("openvino", "pytorch-compile")]
     lines = [
         "pytorch-eager-cuda, tensorrt: there is no GPU",
-        "openvino, pytorch-compile: not asked for",
+        "openvino, pytorch-compile: not requested",
     ]
     changed = replace(results, absent=tuple(absent))
     assert absent_lines(changed) == lines
