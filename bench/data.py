@@ -142,7 +142,7 @@ def load_groups(data: Path | Mapping[str, Any], name: str, samples: int) -> Arra
         raise FeedError(
             f"{where}: array '{name}' is {groups.dtype} of shape {groups.shape}; subgroups are a "
             f"number or a string for each of the {samples} inputs",
-            hint="to compare one group with all other inputs, save True for its inputs only",
+            hint="to compare a group with all others, save True for its inputs and False otherwise",
         )
     return groups
 
@@ -237,7 +237,7 @@ def labelled(
     if not isinstance(data, LabelledData | Streamed):
         raise FeedError(
             f"--data: a {type(data).__name__} cannot be read as labelled inputs",
-            hint="give an array, a dict of arrays by name, or a path or URL as for --data",
+            hint="give an array, a dict of arrays by name, or a path or URL",
         )
     return _with_omitted_axis(data, model.input)
 

@@ -98,7 +98,7 @@ def _exports(gpu: Gpu | None) -> str:
     runtimes = versions(("onnxruntime", "onnxruntime-gpu"))
     if len(runtimes) == 2:
         return f"{' and '.join(runtimes)} overwrite each other: keep one of them"
-    return "PyTorch traces, ONNX Runtime checks parity"
+    return "PyTorch traces and ONNX Runtime checks parity"
 
 
 def has_provider(provider: str, gpu: Gpu | None) -> str:

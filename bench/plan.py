@@ -203,7 +203,7 @@ class Candidate:
             )
             if case in cases:
                 raise UsageError(
-                    f"two graphs are the same case: {case.label}",
+                    f"two graphs would have the same rows: {case.label}",
                     hint="give each graph once, or give the two models different names",
                 )
             cases[case] = graph

@@ -64,7 +64,7 @@ def _known_entries(
 def _engines() -> str:
     from .engines import KINDS
 
-    return f"A list of {', '.join(KINDS)}; or all."
+    return f"A list of engines, or all: {', '.join(KINDS)}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ class BenchRequest(LoadRequest):
         ks = tuple(map(parse_k, _entries(KS if self.k is None else self.k)))
         if not ks or "input" in ks:
             raise UsageError(
-                "--k input: a benchmark measures numbers of experts" if ks else "--k is empty",
+                "--k input: a benchmark needs numbers of experts" if ks else "--k is empty",
                 hint="for example --k n,0.5,0.25; a bundle with k as an input runs each of them",
             )
         return ks
@@ -279,7 +279,7 @@ class ReportRequest(Request):
 
     compare: Results | AnyPath | None = option(
         None,
-        "List changes that are larger than the spread.",
+        "List the changes since these results that are larger than the spread.",
         unset="none",
         compare=False,
         is_path=True,

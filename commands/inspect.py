@@ -290,7 +290,7 @@ def engine_text(facts: Mapping[str, Any]) -> str:
         layers = [(layer["name"], layer["kind"], layer["precision"]) for layer in facts["layers"]]
         layer_table = ["", table(("layer", "kind", "precision"), layers)]
     source = {
-        "header": "Read from the file's header; other facts need its manifest or an NVIDIA GPU.",
+        "header": "Read from the file's header; other facts need the manifest or an NVIDIA GPU.",
         "record": "Recorded by the build; reading the engine itself needs an NVIDIA GPU.",
         "engine": "The engine was loaded; --json includes the report of TensorRT's inspector.",
     }[facts["read_from"]]

@@ -35,7 +35,7 @@ LOSING_NOTE = (
 
 
 SIDE_BY_SIDE = (
-    "The answer for each model, by the rule of the page's first sentence. Each model is compared "
+    "The row to deploy of each model, chosen as in the page's first sentence. Each is compared "
     "with its own untouched PyTorch model."
 )
 
@@ -226,7 +226,7 @@ def all_sections(
         ReportSection(name="heat", title="Speed by k and batch", place=50, content=_by_k_and_batch),
         ReportSection(
             name="losing",
-            title="Which classes lose at a smaller k",
+            title="Classes that lose at a smaller k",
             place=60,
             content=_losing_classes,
         ),

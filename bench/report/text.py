@@ -300,15 +300,15 @@ PHASES = (
     "Prefill computes a whole prompt (the time to the first token). Decode computes one token "
     "after it, with the prompt's keys and values in the cache. Every engine does the same work and "
     "computes the logits of every new token. Outputs stay on the engine's device, where the next "
-    "call needs them. Same experts counts the choices of each token in each layer, without choices "
-    "between scores that are closer than rounding."
+    "call needs them. “Same experts” counts the choices of each token in each layer, but not those "
+    "between scores that differ by less than rounding."
 )
 
 GPU_CLOCK = (
     "On a GPU, wall-clock times include the copies to and from the GPU and the wait; the host "
     "waits as CUDA does by default, on most machines by spinning. TensorRT engines, graphs in ONNX "
     "Runtime's CUDA provider and compiled PyTorch are replayed as CUDA graphs if possible; other "
-    "rows of PyTorch launch kernel by kernel, and those in FP16 compute the whole network in it. "
+    "rows of PyTorch launch kernel by kernel, and those in FP16 compute the whole network in FP16. "
     "FP32 products do not use TF32, unless an engine was built with it."
 )
 
@@ -398,7 +398,7 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
                 rates.append(words.format(" to ".join(ends)) + " on the GPU" * on_gpu)
     return [
         "The limit is the least time that this machine needs to move a row's bytes or to compute "
-        "its operations, whichever takes longer, part by part. Rates measured in the same rounds: "
+        "its operations, whichever takes longer for each part. Rates measured in the same rounds: "
         f"{', '.join(rates)}."
     ]
 
