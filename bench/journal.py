@@ -16,7 +16,7 @@ from ..common.writing import output_errors, write_text
 
 FILE = "unfinished.jsonl"
 
-FORMAT = 5
+FORMAT = 4
 """The version of the pieces; files of other versions are discarded, as their keys may differ."""
 
 

@@ -124,14 +124,14 @@ TOP = 5
 class TopKCounts(Sums):
     """Counts of correctly classified samples, out of all `samples`.
 
-    `in_top5` counts those whose class is among the five best scores (None for up to five classes),
-    and `in_both` those that the unmodified model also classifies correctly (None if unknown).
+    `among` counts those whose class is among the five best scores (None for up to five classes),
+    and `both` those that the unmodified model also classifies correctly (None if unknown).
     """
 
     right: int = 0
     samples: int = 0
-    in_top5: int | None = 0
-    in_both: int | None = 0
+    among: int | None = 0
+    both: int | None = 0
 
     @classmethod
     def of(cls, outputs: Array, labels: Labels, untouched: Array | None = None) -> Self:
@@ -157,7 +157,7 @@ class TopKCounts(Sums):
 
     def accuracy(self, untouched: TopKCounts) -> Accuracy:
         """Returns top-1 and top-5 accuracy, and the ratio of top-1 to the unmodified model's."""
-        right, samples, in_top5, both = self.right, self.samples, self.in_top5, self.in_both
+        right, samples, in_top5, both = self.right, self.samples, self.among, self.both
         top1, base = right / samples, untouched.right / untouched.samples
         return Accuracy(
             top1,
@@ -381,7 +381,7 @@ class NegativeLogLikelihood(Sums):
     """Summed negative log-likelihood (nats) of the tokens of some sequences.
 
     `squares`, `cross` and `lengths` are Σ nll², Σ nll · tokens and Σ tokens² over the sequences,
-    for the spread between sequences. `gap_squares` and `gap_cross` are Σ d² and Σ d · tokens,
+    for the spread between sequences. `apart_squares` and `apart_cross` are Σ d² and Σ d · tokens,
     where d is the unmodified model's nll minus this model's for the same sequence.
     """
 
@@ -391,8 +391,8 @@ class NegativeLogLikelihood(Sums):
     squares: float = 0.0
     cross: float = 0.0
     lengths: int = 0
-    gap_squares: float = 0.0
-    gap_cross: float = 0.0
+    apart_squares: float = 0.0
+    apart_cross: float = 0.0
 
     @staticmethod
     def of(losses: SequenceLosses, untouched: SequenceLosses) -> NegativeLogLikelihood:
@@ -406,8 +406,8 @@ class NegativeLogLikelihood(Sums):
             squares=float(nll @ nll),
             cross=float(nll @ tokens),
             lengths=int(tokens @ tokens),
-            gap_squares=float(difference @ difference),
-            gap_cross=float(difference @ tokens),
+            apart_squares=float(difference @ difference),
+            apart_cross=float(difference @ tokens),
         )
 
     @property
@@ -426,7 +426,7 @@ class NegativeLogLikelihood(Sums):
             retention=math.exp(difference),
             tokens=self.tokens,
             interval=self._interval(self.mean, self.squares, self.cross),
-            retention_interval=self._interval(difference, self.gap_squares, self.gap_cross),
+            retention_interval=self._interval(difference, self.apart_squares, self.apart_cross),
         )
 
     def _interval(self, mean: float, squares: float, cross: float) -> Interval | None:
