@@ -424,14 +424,15 @@ def _bounds(
     numbers = next((name for name in TOLERANCES if name == precision), None)
     if numbers is None:
         return None
+    default = TOLERANCES[numbers]
     names, target = lowering.split("+"), runtime.target or "onnx"
     specs = [layer.spec for layer in model.layers.values()]
     records = ((spec, lowering_of(spec.kind, name)) for spec in specs for name in names)
     inexact = any(record and record.inexact(spec, numbers, target) for spec, record in records)
     on_cpu = runtime.provider == "cpu"
-    bounds = TOLERANCES[numbers]
+    bounds = default
     if inexact or not on_cpu:
-        bounds = on_gpu(bounds, precision, tf32=not on_cpu)
+        bounds = on_gpu(default, precision, tf32=not on_cpu)
     if parity is None:
         return bounds
     recorded_bounds = recorded(parity, precision)
