@@ -393,8 +393,7 @@ def _by_accuracy(section: Section, rows: Sequence[Row]) -> str:
     if likely:
         nearest = min(likely, key=lambda row: (section.missing(row), row.k))
         k = f"k = {nearest.k_of_n(' of ')}"
-        kept = keeps(section, nearest)
-        return f"By accuracy alone, {k} {kept}. {section.unproven(nearest)}."
+        return f"By accuracy alone, {k} {keeps(section, nearest)}. {section.unproven(nearest)}."
     return f"By accuracy alone, no smaller k keeps {percent(keep)}." if fewer else ""
 
 
