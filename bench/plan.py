@@ -59,11 +59,10 @@ class GraphSource:
 
     `scope` is what a call's time includes (`results.Row`). `k_by_layer` is set if k differs between
     layers. In an INT8 graph, the layers in `floating` still compute in floats, and `integers` are
-    the backbone's linear layers in integers. `batches` are the batch sizes at which it is timed;
-    None means all, unless other graphs serve other sizes. Another exporter's graph has an empty
-    `lowering`. `bounds` limit the error of moexport's graphs; other graphs have none. `bundle`,
-    `apart` and `deploy` are fields of its rows (`results.Row`), and `table` has the ranges with
-    which the graph was made.
+    the backbone's linear layers in integers. `batches` are the batch sizes at which the graph is
+    timed; None means all of them. Another exporter's graph has an empty `lowering`. `bounds` limit
+    the error of moexport's graphs; other graphs have none. `bundle`, `apart` and `deploy` are
+    fields of its rows (`results.Row`), and `table` has the ranges with which the graph was made.
     """
 
     k: int
@@ -95,9 +94,9 @@ class Candidate:
 
     `ks` are the k of its Algorithm 2 rows in PyTorch; each graph has its own k. `engines` are the
     PyTorch engines to measure, by their names in `engines.KINDS`, besides the unmodified model,
-    which is always measured. If a router is part of the model, `routed` has an export job for each
-    k: in the job's model, the router chooses k experts. A language model is timed in `phases`. If
-    the graphs run only one batch size, `only_batch`, everything is measured in such batches.
+    which is always measured. `routed` has an export job for each k whose model differs: its router
+    chooses k experts, or k is a share of each level of a hierarchy. A language model is timed in
+    `phases`. If the graphs run only one batch size, `only_batch`, everything is measured in it.
 
     A candidate may be one `bundle`, or several `bundles` of one model, which are measured together
     but each as it would be alone; `graphs` then has the graphs of all bundles.

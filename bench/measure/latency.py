@@ -26,7 +26,7 @@ from ..plan import Case, TimingGroup
 from ..results import PartTime
 from ..runners.base import Loader, Runner
 
-PREPARATIONS = 100  # how often a call is prepared to time that: some microseconds each
+PREPARATIONS = 100  # repetitions that measure how long it takes to prepare a call
 
 
 class TimedRunner(timing.TimedCall):

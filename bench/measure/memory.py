@@ -89,7 +89,7 @@ def measure_memory(
     """Returns the memory of a pickled loader's engine when it runs these batches, by batch size.
 
     Sizes run in ascending order, so that each has its own peak. Raises RuntimeError with the last
-    line of the process's errors if it fails.
+    line of the process's error output if it fails.
     """
     try:
         done = subprocess.run(

@@ -246,8 +246,8 @@ def layer_parts(
 
     The tokens [b, m, d] are read once and the outputs [b, m, o] are written once. Unused experts
     are not read: with b·k ≥ n all experts are assumed to be used, and with routed tokens as many as
-    uniform choices would use. A layer without sets of experts is one step, or two with INT8: the
-    quantised part and the other one. Routing is computed in FP32.
+    uniform choices would use. A layer without sets of experts is one step, or two with INT8: a
+    quantised and an unquantised one. Routing is computed in FP32.
     """
     spec, macs = plan.spec, plan.spec.macs(plan.tokens, plan.typical_k)
     active = min(spec.experts, plan.selections) if spec.chooses_sets else plan.typical_k

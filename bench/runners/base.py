@@ -51,7 +51,7 @@ class Runner(ABC):
         """Returns the call that is timed for inputs [b, …].
 
         With `wraps`, it is the runtime's own call. The work that `infer` adds to each call is done
-        once, here, and takes as long.
+        once, here, which takes as long as in `infer`.
         """
         return partial(self.infer, x)
 

@@ -459,7 +459,7 @@ def _exactly(size: int) -> AxisRange:
 
 
 def with_distinct_lowerings(sources: Sequence[GraphSource]) -> tuple[GraphSource, ...]:
-    """Adds the batch size to names of lowerings that graphs use in different layers."""
+    """Adds the batch size to a graph's lowering if another graph would have the same row."""
     named: list[GraphSource] = []
     for source in sources:
         lowering = source.lowering
