@@ -60,7 +60,7 @@ def _parse_panel(function: str, title: str) -> Any:
 
 
 def given_records(context: typer.Context, request: type[Request]) -> tuple[Any, ...]:
-    """Returns the records of a request's panels of which an option was given."""
+    """Returns the records of a request's panels for which options were given."""
     panels = panels_for(request.offered, ())
     records = (record_in(context.obj, panel.options) for panel in panels)
     return tuple(record for record in records if record is not None and changed(record))

@@ -458,7 +458,7 @@ def kept_text(kept: float, low: float | None, metric: str) -> str:
 
 
 def floored(share: float) -> float:
-    """Returns a share rounded down to a tenth of a percent, so that it never seems to suffice."""
+    """Returns a share rounded down to a tenth of a percent: rounding up could seem to suffice."""
     return math.floor(1e3 * share + 1e-9) / 1e3
 
 
