@@ -45,14 +45,14 @@ def bench(models: AnyMeasured | Sequence[AnyMeasured], request: BenchRequest) ->
     check_pytorch("a benchmark")
     from torch import nn
 
-    from .prepare import opened
+    from .prepare import open_sources
     from .run import sweep
 
     # Checked before anything is loaded.
     request = replace(request, batch=None if request.batch is None else request.batches)
     is_list = isinstance(models, Iterable) and not isinstance(models, str | nn.Module)
     sources: Sequence[AnyMeasured] = models if is_list else [models]  # type: ignore[list-item,assignment]
-    return sweep(opened(sources, request), request)
+    return sweep(open_sources(sources, request), request)
 
 
 def bench_on_nodes(
@@ -60,7 +60,7 @@ def bench_on_nodes(
 ) -> dict[str, Results]:
     """Measures models and bundles on other machines; returns results by kind of node.
 
-    Raises as the executor does, and `UsageError` before anything is measured.
+    Raises the errors of the executor, and `UsageError` before anything is measured.
     """
     request.check()
     check_pytorch("a benchmark")
@@ -80,7 +80,7 @@ def bench_on_nodes(
 def report(
     results: Results | AnyPath, output: AnyPath, request: ReportRequest
 ) -> tuple[tuple[Path, ...], ResultsComparison | None]:
-    """Rewrites the report of results; returns the files and the changes since `compare`.
+    """Writes the report of results; returns the files and the changes since `compare`.
 
     `results` is the result of `bench`, or its results.json. `output` is the page, an .html file;
     Markdown, CSV and figures go next to it. The page also shows the results in `beside`.
@@ -90,14 +90,14 @@ def report(
     from .report.runs import named_runs
     from .results import Results, read
 
-    def loaded(run: Results | AnyPath) -> Results:
+    def read_run(run: Results | AnyPath) -> Results:
         return run if isinstance(run, Results) else read(Path(run))
 
-    now = loaded(results)
-    before = None if request.compare is None else loaded(request.compare)
+    now = read_run(results)
+    before = None if request.compare is None else read_run(request.compare)
     comparison = None if before is None else compared(before, now)
     if request.progress is not None:
         request.progress.step(f"writing {output}")
     paths = [None if isinstance(run, Results) else Path(run) for run in request.beside]
-    runs = named_runs(paths, [loaded(run) for run in request.beside])
+    runs = named_runs(paths, [read_run(run) for run in request.beside])
     return write_views(now, Path(output), comparison, runs), comparison

@@ -142,7 +142,7 @@ def load_groups(data: Path | Mapping[str, Any], name: str, samples: int) -> Arra
         raise FeedError(
             f"{where}: array '{name}' is {groups.dtype} of shape {groups.shape}; subgroups are a "
             f"number or a string for each of the {samples} inputs",
-            hint="for one group and the rest, save True for its inputs and False for the others",
+            hint="to compare a group with all others, save True for its inputs and False otherwise",
         )
     return groups
 
@@ -161,7 +161,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM")
 """The only formats to read: for some others Pillow starts programs, whatever the file name."""
 
 PIXELS = 1 << 26
-"""The most pixels in an image, before and after resizing to the model's size: 200 MB."""
+"""The largest number of pixels in an image, also after resizing to the model's size: 200 MB."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def labelled(
     if not isinstance(data, LabelledData | Streamed):
         raise FeedError(
             f"--data: a {type(data).__name__} cannot be read as labelled inputs",
-            hint="give an array, a dict of arrays by name, or a path or URL as for --data",
+            hint="give an array, a dict of arrays by name, or a path or URL",
         )
     return _with_omitted_axis(data, model.input)
 
@@ -245,7 +245,7 @@ def labelled(
 def ids_of(
     data: str | Path | Array | Mapping[str, Any] | None, model: Model
 ) -> str | Path | Array | None:
-    """Returns the path or array of a model's sequences; in a dict, the main input."""
+    """Returns the path or array of a model's sequences; from a dict, the main input."""
     given = in_memory(data)
     if isinstance(given, Mapping):
         return fields_of(given, [model.input.name])[model.input.name]
@@ -348,7 +348,7 @@ def open_labelled(
     if pixels is not None:
         raise UsageError(
             f"--pixels {pixels}: {where} is not a folder of images",
-            hint="leave it out: other inputs are used unchanged",
+            hint="leave --pixels out: inputs other than images are used unchanged",
         )
     if shards is None and not path.is_dir() and not names_code(where):
         if not path.is_file():
@@ -423,8 +423,8 @@ def _image_scale(where: str, spec: TensorSpec, pixels: str | None) -> Pixels:
     if len(spec.shape) != 4 or not all(isinstance(size, int) for size in spec.shape[1:]):
         raise UsageError(
             f"{where}, but the model's input is {spec.shape}",
-            hint="images need a model of (batch, channels, height, width), or with the channels "
-            "last; use an .npz",
+            hint="images need a model with inputs (batch, channels, height, width), or with the "
+            "channels last; use an .npz",
         )
     if pixels is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Reports what this machine can build and run, with reasons for the rest."""
+"""Reports what this machine can build and run, and the reasons for what it cannot."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def _exports(gpu: Gpu | None) -> str:
     check_pytorch("export")
     runtimes = versions(("onnxruntime", "onnxruntime-gpu"))
     if len(runtimes) == 2:
-        return f"but {' and '.join(runtimes)} overwrite each other: keep one of them"
-    return "PyTorch traces, ONNX Runtime checks parity"
+        return f"{' and '.join(runtimes)} overwrite each other: keep one of them"
+    return "PyTorch traces and ONNX Runtime checks parity"
 
 
 def has_provider(provider: str, gpu: Gpu | None) -> str:
@@ -107,11 +107,11 @@ def has_provider(provider: str, gpu: Gpu | None) -> str:
     from ..exporter.session import CPU, PROVIDERS, TENSORRT
 
     provider = PROVIDERS[provider]
-    cpu = provider == CPU
+    on_cpu = provider == CPU
     if provider not in ort.get_available_providers():
         message = f"this ONNX Runtime was built without {provider}"
-        raise MissingExtraError(message, hint=None if cpu else GPU_PACKAGE)
-    if not cpu and not gpu:
+        raise MissingExtraError(message, hint=None if on_cpu else GPU_PACKAGE)
+    if not on_cpu and not gpu:
         raise MissingExtraError(f"{provider} is installed, but there is no NVIDIA GPU")
     if provider == TENSORRT:
         # Imported late: the module loads everything that builds engines.

@@ -59,8 +59,8 @@ class EngineKind:
     """An engine, as `--engine` names it.
 
     `engine` and `provider` identify its rows, and `title` is its name in reports. It can be
-    measured if every requirement in `requires` is met; each is a line of `moexport doctor`. If it
-    needs more than PyTorch and ONNX Runtime, the `extra` in pyproject.toml installs the rest.
+    measured if every requirement in `requires` is met; each is a line of `moexport doctor`. The
+    `extra` in pyproject.toml installs what it needs besides PyTorch and ONNX Runtime.
     """
 
     name: str
@@ -76,7 +76,7 @@ class EngineKind:
         return self.name.removesuffix(f"-{self.provider}")
 
     def missing(self) -> str | None:
-        """Returns why it cannot run here, or None."""
+        """Returns why the engine cannot run here; None if it can."""
         abilities = map(_ability, self.requires)
         return next((ability.detail for ability in abilities if not ability.available), None)
 
@@ -105,7 +105,7 @@ class ModelEngine(EngineKind):
 class GraphEngine(EngineKind):
     """An engine that runs graphs for `target`, or those of another exporter if it is None.
 
-    On a CPU, it computes products of the types in `short_products` in them, and others in FP32.
+    On a CPU, it computes products of a type in `short_products` in that type, and others in FP32.
     """
 
     loader: Callable[[GraphFile], Loader]
@@ -309,7 +309,7 @@ def _tensorrt_engine(backend: Target, title: str, extra: str) -> GraphEngine:
     )
 
 
-_KINDS: tuple[EngineKind, ...] = (
+_LISTED_FIRST: tuple[EngineKind, ...] = (
     _EAGER,
     _COMPILED,
     _STACKED,
@@ -365,7 +365,7 @@ _KINDS: tuple[EngineKind, ...] = (
     ),
 )
 
-_ENGINES: tuple[EngineKind, ...] = (
+_LISTED_LAST: tuple[EngineKind, ...] = (
     _tensorrt_engine("tensorrt", "TensorRT", "tensorrt"),
     _tensorrt_engine("tensorrt-rtx", "TensorRT-RTX", "rtx"),
     GraphEngine(
@@ -380,21 +380,21 @@ _ENGINES: tuple[EngineKind, ...] = (
 )
 
 
-class _Kinds(Mapping[str, EngineKind]):
+class _EngineKinds(Mapping[str, EngineKind]):
     """The built-in engines, and the plugins' runtimes that targets name.
 
     The names come from the targets' records; a runtime's record is loaded when it is requested.
     """
 
     def __init__(self) -> None:
-        self._built_in = {kind.name: kind for kind in (*_KINDS, *_ENGINES)}
+        self._built_in = {kind.name: kind for kind in (*_LISTED_FIRST, *_LISTED_LAST)}
 
     def __iter__(self) -> Iterator[str]:
         runtimes = (record.runtime for record in TARGETS)
         from_plugins = dict.fromkeys(name for name in runtimes if name not in self._built_in)
-        yield from (kind.name for kind in _KINDS)
+        yield from (kind.name for kind in _LISTED_FIRST)
         yield from from_plugins
-        yield from (kind.name for kind in _ENGINES)
+        yield from (kind.name for kind in _LISTED_LAST)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -429,7 +429,7 @@ def _runtime_engine(name: str) -> GraphEngine:
     )
 
 
-KINDS: Mapping[str, EngineKind] = _Kinds()
+KINDS: Mapping[str, EngineKind] = _EngineKinds()
 """Every engine, by its name.
 
 The unmodified model is always measured on the CPU (`pytorch-eager`), and also on the GPU
@@ -463,12 +463,12 @@ def requirements() -> tuple[Requirement, ...]:
     try:
         kinds = tuple(KINDS.values())
     except PluginError:
-        kinds = (*_KINDS, *_ENGINES)
+        kinds = (*_LISTED_FIRST, *_LISTED_LAST)
     return tuple(requirement for kind in kinds for requirement in kind.requires)
 
 
 def doctor(*, progress: Progress | None = None) -> Diagnosis:
-    """Returns what this machine can build and run, with reasons for the rest; builds nothing."""
+    """Returns what this machine can build and run, and why it cannot do more; builds nothing."""
     if progress is not None:
         progress.step("checking packages and hardware")
     return diagnose(requirements())

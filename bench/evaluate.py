@@ -37,15 +37,15 @@ from .runners.pytorch import Expected, PyTorch, outputs_of, untouched
 SAVE_S = 10.0  # seconds between saves of the sums, for resuming after a kill
 
 OUTPUT_BYTES = 256 << 20
-"""The largest outputs of one batch; language models return a vocabulary per token."""
+"""The largest size of one batch's outputs: language models return a vocabulary per token."""
 
 
-LEAST_COSINE = {"int8": 0.8, "fp8": 0.8, "int4": 0.8}
+MIN_COSINE = {"int8": 0.8, "fp8": 0.8, "int4": 0.8}
 FLOAT_COSINE = 0.99
 """A smaller cosine with PyTorch's outputs indicates an error: neither rounding in the case's
 precision nor a different choice of experts changes outputs by that much."""
 
-LEAST_ROUTING = 0.9
+MIN_ROUTING = 0.9
 """The share of an FP32 graph's inputs, or tokens, that must choose the same experts as in PyTorch,
 apart from ties."""
 
@@ -62,26 +62,26 @@ class QualitySums(Sums):
     parity: ParityStatistics = field(default_factory=ParityStatistics)
 
 
-def wrong(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None:
+def deviation_of(case: Case, sums: QualitySums, bounds: Tolerance | None) -> str | None:
     """Returns how outputs differ from PyTorch's by more than a case's precision allows, or None.
 
     For graphs of moexport, `bounds` are those of `verify`.
     """
     cosine = sums.parity.parity().cosine
-    least = LEAST_COSINE.get(case.precision, FLOAT_COSINE)
+    least = MIN_COSINE.get(case.precision, FLOAT_COSINE)
     if cosine < least:
         return (
-            f"wrong outputs: their cosine to PyTorch's with the same k is {cosine:.3f}, but "
+            f"wrong outputs: their cosine with PyTorch's for the same k is {cosine:.3f}, but "
             f"{case.precision} needs at least {least}"
         )
     if bounds is None:
         return None
     routing, fp32 = sums.routing, bounds.routing == 1.0
-    disagrees = routing.exact < LEAST_ROUTING * routing.samples or not sums.parity.same
+    disagrees = routing.exact < MIN_ROUTING * routing.samples or not sums.parity.same
     if fp32 and routing.samples and disagrees:
         share = min(routing.exact / routing.samples, sums.parity.same / sums.parity.outputs)
-        return f"wrong experts: only {share:.0%} are PyTorch's, but ties are rare in FP32"
-    error = sums.parity.off(bounds)
+        return f"wrong experts: only {share:.0%} match PyTorch's, but ties are rare in FP32"
+    error = sums.parity.error_beyond(bounds)
     if error is None:
         return None
     return (
@@ -142,10 +142,10 @@ def evaluate(
     """Returns the sums of a candidate's successful cases, and the failures of the others.
 
     One pass covers the first `limit` samples, in batches of at most `batch`. If a candidate's
-    graphs have one size, all batches are full, and the last samples may be left out. The reference
-    of a case is PyTorch with the same k: the unmodified model for k = n, Algorithm 1 by masking for
-    fewer, the model whose routers choose k, or the edited model if graphs are edited. An
-    interrupted pass continues from `state`, which `keep` receives regularly. Raises FeedError if
+    graphs run one batch size, all batches are full, and the last samples may be left out. The
+    reference of a case is PyTorch with the same k: the unmodified model for k = n, Algorithm 1 by
+    masking for fewer, the model whose routers choose k, or the edited model if graphs are edited.
+    An interrupted pass continues from `state`, which `keep` receives regularly. Raises FeedError if
     PyTorch cannot run the data.
     """
     progress = progress or Silent()
@@ -156,7 +156,7 @@ def evaluate(
     only, title = candidate.only_batch, f"{candidate.name}: accuracy, routing and parity"
     if only is not None and total is not None and total % only:
         title += (
-            f" of {total - total % only} inputs: {total % only} more do not fill a batch of {only}"
+            f" of {total - total % only} inputs; {total % only} left over: each batch has {only}"
         )
     progress.step(title, total=total or limit)
     progress.advance(state.samples)
@@ -206,7 +206,7 @@ def _batches(
     keys = {case: _reference_key(case, candidate) for case in runners}
     references: dict[ReferenceKey, PyTorch] = {}
     for case, key in keys.items():
-        source = candidate.of(case)
+        source = candidate.for_case(case)
         if key is not None and key not in references and _has_own_reference(case, source):
             references[key] = reference_of(source, case.k)
     first = data.head(1)
@@ -246,7 +246,7 @@ def _reference_key(case: Case, candidate: Candidate) -> ReferenceKey | None:
     kind = engine_of(case.engine, case.provider)
     if isinstance(kind, ModelEngine) and kind.untouched:
         return None
-    source = candidate.of(case)
+    source = candidate.for_case(case)
     return "" if source is candidate else source.name, case.k
 
 
@@ -263,8 +263,8 @@ class _Evaluator:
     """Runs and scores batches: by the class of an input or token, or by the predicted tokens.
 
     `keys` has the key of each case's reference, None for the unmodified model, `base`.
-    `predicts_tokens`: the outputs predict the next tokens, out of `vocabulary` if the model
-    defines it. `output` is the index of the scored output.
+    `predicts_tokens` says whether the outputs predict the next tokens, out of `vocabulary` if the
+    model defines it. `output` is the index of the scored output.
     """
 
     runners: Mapping[Case, Runner]

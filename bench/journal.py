@@ -1,7 +1,7 @@
 """The results so far of an unfinished sweep, from which a killed run continues.
 
 It is a file of JSON lines next to the results: the first line describes the measurement, and each
-further line is a complete piece. The file is removed when the results are written.
+of the other lines is one complete piece. The file is removed when the results are written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..common.writing import output_errors, write_text
 FILE = "unfinished.jsonl"
 
 FORMAT = 4
-"""The version of the pieces; others are ignored, because their keys may mean something else."""
+"""The version of the pieces; files of other versions are discarded, as their keys may differ."""
 
 
 class Journal:

@@ -23,7 +23,7 @@ from ..exporter.inputs import Inputs
 from ..exporter.model import Model
 from .data import Labelled, LabelledData
 from .engines import PYTORCH_COMPILE
-from .evaluate import EvaluationState, evaluate, wrong
+from .evaluate import EvaluationState, deviation_of, evaluate
 from .graph_hash import graph_hash
 from .journal import Journal
 from .measure.latency import group_batches, measure_group, parts_of, scheduled_ns, waited_share
@@ -51,7 +51,7 @@ class Measurement:
 
     Entries for the protocol are added to `entries`: the machine's `rates` as measured with each
     group, the share of time that threads `waited` for a core, and the time in ms that the `wrapper`
-    adds to a graph's bare call. `samples` is the number that was evaluated.
+    adds to a graph's bare call. `samples` is the number of samples that were evaluated.
     """
 
     candidate: Candidate
@@ -76,7 +76,7 @@ class Measurement:
         if self.request.limits and not self.candidate.phases:
             size = self.candidate.only_batch or self.candidate.model.batch_of
             limits = self._all_limits(self.head.batch(0, size), case_loaders)
-        runners = self._evaluated(case_loaders)
+        runners = self._open_cases(case_loaders)
         weights: dict[tuple[str, int, int], str] = {}
         hashes: dict[Path | None, str] = {
             file: graph_hash(file, weights)
@@ -92,10 +92,11 @@ class Measurement:
                 first = self.head.batch(0, 1)
                 x = phase_inputs(self.candidate.model, group.phase, first)
                 limits = self._all_limits(x, case_loaders)
-            measured = self._measured(group, runners, limits)
+            measured = self._time_group(group, runners, limits)
             case_limits = self._limits(group, limits, measured)
             for case in group.cases:
-                levels, k_levels = self.candidate.of(case).by_levels(case.k)
+                own = self.candidate.for_case(case)
+                levels, k_levels = own.by_levels(case.k)
                 identity: dict[str, Any] = asdict(case) | {
                     "batch": group.batch,
                     "levels": levels,
@@ -131,7 +132,7 @@ class Measurement:
                         else _per_second(group.batch * group.phase.tokens, latency),
                         peak_memory_mb=None if memory is None else memory.peak_mb[group.batch],
                         runtime_memory_mb=None if memory is None else memory.runtime_mb,
-                        disk_bytes=_disk_bytes(case_loaders[case], self.candidate.of(case).model),
+                        disk_bytes=_disk_bytes(case_loaders[case], own.model),
                         work=limit.work,
                         limit_ms=limit.limit_ms,
                         no_limit=limit.reason,
@@ -150,14 +151,14 @@ class Measurement:
         every = {"": self.candidate} | bundles
         return {name: Limits(each, x, cases) for name, each in every.items()}
 
-    def _evaluated(self, case_loaders: Mapping[Case, Loader]) -> dict[Case, Runner | Loader]:
+    def _open_cases(self, case_loaders: Mapping[Case, Loader]) -> dict[Case, Runner | Loader]:
         """Opens and evaluates every case; returns the runners or loaders of successful ones.
 
         If all engines together exceed half of the memory, each is only open during its turn: a
         graph's weights are mapped, and copied if the runtime reorders them.
         """
         needed = self.candidate.weights_bytes * (1 + 2 * len(self.candidate.graphs))
-        together = needed < memory_bytes() / 2
+        all_open = needed < memory_bytes() / 2
         runners: dict[Case, Runner] = {}
         for case, loader in case_loaders.items():
             try:
@@ -167,15 +168,15 @@ class Measurement:
                 continue
             self.computed_in[case] = runner.computed_in
             self.no_cuda_graph[case] = runner.no_cuda_graph
-            if together:
+            if all_open:
                 runners[case] = runner
             else:
                 with runner:
                     self._evaluate(case.label, {case: runner})
-        if together:
+        if all_open:
             self._evaluate("all", runners)
-        timed = runners if together else case_loaders
-        return {case: source for case, source in timed.items() if case not in self.failures}
+        sources = runners if all_open else case_loaders
+        return {case: source for case, source in sources.items() if case not in self.failures}
 
     def _evaluate(self, group: str, runners: Mapping[Case, Runner]) -> None:
         keys = {"model": self.candidate.name, "group": group}
@@ -200,11 +201,11 @@ class Measurement:
                 self.qualities[case] = state.quality(case)
                 graph = self.candidate.cases[case]
                 bounds = None if graph is None else graph.bounds
-                reason = wrong(case, state.sums[case.label], bounds)
+                reason = deviation_of(case, state.sums[case.label], bounds)
                 if reason is not None:
                     self.failures[case] = reason
 
-    def _measured(
+    def _time_group(
         self,
         group: TimingGroup,
         runners: Mapping[Case, Runner | Loader],
@@ -232,9 +233,9 @@ class Measurement:
             self.journal.add("waited", **keys, share=share)
             shares.append(share)
         if shares:
-            self._add("waited", {**keys, "share": max(shares)})
+            self._add_entry("waited", {**keys, "share": max(shares)})
         for label, ms in wrapper_ms.items():
-            self._add("wrapper", {**keys, "case": label, "ms": ms})
+            self._add_entry("wrapper", {**keys, "case": label, "ms": ms})
         return measured
 
     def _limits(
@@ -250,7 +251,7 @@ class Measurement:
                 entry = asdict(rates)
                 if not rates.gpu:
                     del entry["gpu"], entry["fp16_gflop_s"]
-                self._add("rates", group.keys | entry)
+                self._add_entry("rates", group.keys | entry)
         by_case = {}
         for case, graph in self.candidate.cases.items():
             if case in group.cases:
@@ -262,7 +263,7 @@ class Measurement:
                 by_case[case] = limit if reason is None else replace(limit, reason=reason)
         return by_case
 
-    def _add(self, name: str, entry: dict[str, Any]) -> None:
+    def _add_entry(self, name: str, entry: dict[str, Any]) -> None:
         self.entries.setdefault(name, []).append(entry)
 
     def _memories(self, case_loaders: Mapping[Case, Loader]) -> dict[str, PeakMemory]:
@@ -271,7 +272,7 @@ class Measurement:
             return {}
         keys = {"model": self.candidate.name}
         done = {
-            # JSON keys are strings
+            # `strict=False`, because JSON keys are strings
             piece["label"]: msgspec.convert(piece, PeakMemory, strict=False)
             for piece in self.journal.pieces("memory", **keys)
         }
@@ -301,7 +302,7 @@ class Measurement:
             return msgspec.convert(done[-1]["parts"], tuple[PartTime, ...])
         what = f"{case.label}{group.title.removeprefix(group.model)}"
         self.progress.step(f"{what}: profiling")
-        layers = tuple(self.candidate.of(case).model.layers)
+        layers = tuple(self.candidate.for_case(case).model.layers)
         try:
             parts = parts_of(loader, timed_inputs(group, self.candidate, self.head), layers)
         except Exception as error:  # noqa: BLE001  only the parts are missing from the row

@@ -20,7 +20,7 @@ from ..errors import FeedError, ParityError
 from ..exporter.bundle.parity import Tolerance, jaccard
 from ..exporter.checks.accuracy import one_per_sample
 from .results import (
-    MOST_LOSING,
+    MAX_LOSING_CLASSES,
     Accuracy,
     ClassChange,
     Interval,
@@ -29,7 +29,7 @@ from .results import (
     RoutingAgreement,
 )
 
-Z = 1.959963984540054  # the normal quantile of 97.5%
+Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
 
 
 def wilson(right: float, count: float) -> Interval:
@@ -96,8 +96,8 @@ def _score(both: int, lost: int, won: int, ratio: float) -> float:
 class Sums:
     """Sums over samples; `a + b` adds them field by field.
 
-    A field that is None in either is None in the result; fields in `LARGEST` take the maximum. A
-    tuple has a sum per output and is empty without samples; a dict has counts.
+    A field that is None in either operand is None in the result; fields in `LARGEST` take the
+    maximum. A tuple has a sum per output and is empty without samples; a dict has counts.
     """
 
     __slots__ = ()
@@ -146,26 +146,26 @@ class TopKCounts(Sums):
         if len(outputs) != len(labels):
             raise FeedError(f"{len(outputs)} outputs for {len(labels)} labels")
         right = outputs.argmax(axis=1) == labels
-        among = None
+        in_top5 = None
         if outputs.shape[1] > TOP:
             best = np.argpartition(outputs, -TOP, axis=1)[:, -TOP:]
-            among = int((best == labels[:, None]).any(axis=1).sum())
-        both = None
+            in_top5 = int((best == labels[:, None]).any(axis=1).sum())
+        in_both = None
         if untouched is not None:
-            both = int((right & (one_per_sample(untouched).argmax(axis=1) == labels)).sum())
-        return cls(int(right.sum()), len(labels), among, both)
+            in_both = int((right & (one_per_sample(untouched).argmax(axis=1) == labels)).sum())
+        return cls(int(right.sum()), len(labels), in_top5, in_both)
 
     def accuracy(self, untouched: TopKCounts) -> Accuracy:
-        """Returns top-1 and top-5 accuracy, and top-1 over that of the unmodified model."""
-        right, samples, among, both = self.right, self.samples, self.among, self.both
+        """Returns top-1 and top-5 accuracy, and the ratio of top-1 to the unmodified model's."""
+        right, samples, in_top5, both = self.right, self.samples, self.among, self.both
         top1, base = right / samples, untouched.right / untouched.samples
         return Accuracy(
             top1,
             top1 / base if base > 0 else None,
             samples,
-            top5=None if among is None else among / samples,
+            top5=None if in_top5 is None else in_top5 / samples,
             top1_interval=wilson(right, samples),
-            top5_interval=None if among is None else wilson(among, samples),
+            top5_interval=None if in_top5 is None else wilson(in_top5, samples),
             retention_interval=None
             if both is None or not untouched.right
             else score_interval(both, untouched.right - both, right - both),
@@ -193,7 +193,7 @@ class ClassCounts(Sums):
         ]
         changes = [change for change in changes if change.right < change.untouched]
         changes.sort(key=lambda change: (change.right - change.untouched, change.label))
-        return tuple(changes[:MOST_LOSING])
+        return tuple(changes[:MAX_LOSING_CLASSES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class RoutingOverlap(Sums):
             if chosen[name].shape != expected.shape:
                 raise ParityError(
                     f"layer {name}: chosen experts have shape {chosen[name].shape}, "
-                    f"the reference's {expected.shape}"
+                    f"but the reference's have {expected.shape}"
                 )
         if len({experts.shape[0] for experts in reference.values()}) > 1:
             raise ParityError(
@@ -270,8 +270,8 @@ class RoutingOverlap(Sums):
 class ParityStatistics(Sums):
     """Sums for the largest difference and the cosine of all outputs.
 
-    `same` and the fields `same_…` cover the inputs, or tokens, with the same experts as the
-    reference: the number of outputs, the largest difference and output, and the sums of squares.
+    `same` is the number of outputs of inputs, or tokens, with the same experts as the reference.
+    The fields `same_…` are their largest difference and output, and their sums of squares.
     """
 
     LARGEST = frozenset({"max_abs", "same_max_abs", "same_largest"})
@@ -295,7 +295,7 @@ class ParityStatistics(Sums):
         """
         if outputs.shape != reference.shape:
             raise ParityError(
-                f"outputs have shape {outputs.shape}, the PyTorch reference's {reference.shape}"
+                f"outputs have shape {outputs.shape}, but PyTorch's have {reference.shape}"
             )
         a, b = outputs.astype(np.float64).ravel(), reference.astype(np.float64).ravel()
         if not np.isfinite(a).all():
@@ -316,11 +316,11 @@ class ParityStatistics(Sums):
             same_reference_squares=float(expected @ expected),
         )
 
-    def off(self, bounds: Tolerance) -> float | None:
-        """Returns the error of outputs with the same experts, if it is beyond the bounds.
+    def error_beyond(self, bounds: Tolerance) -> float | None:
+        """Returns the error of outputs with the same experts, if it exceeds the bounds.
 
-        In FP32 it is the largest difference divided by max|y|. At lower precision that would grow
-        with the data; it is the norm of the differences divided by that of the outputs. None if
+        In FP32, it is the largest difference divided by max|y|. At lower precision that would grow
+        with the data, so it is the norm of the differences divided by that of the outputs. None if
         fewer than half of the outputs have the same experts.
         """
         if 2 * self.same < self.outputs or not self.same_largest:
@@ -382,7 +382,7 @@ class NegativeLogLikelihood(Sums):
 
     `squares`, `cross` and `lengths` are Σ nll², Σ nll · tokens and Σ tokens² over the sequences,
     for the spread between sequences. `apart_squares` and `apart_cross` are Σ d² and Σ d · tokens,
-    where d is the unmodified model's nll minus this model's, of the same sequence.
+    where d is the unmodified model's nll minus this model's for the same sequence.
     """
 
     nll: float = 0.0

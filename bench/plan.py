@@ -57,13 +57,12 @@ class Phase:
 class GraphSource:
     """An exported graph that is not opened yet.
 
-    `scope` is what a call's time includes (`results.Row`). `k_by_layer` is set if k differs.
-    In an INT8 graph the layers in `floating` still compute in floats, and `integers` are the linear
-    layers of the backbone in integers. `batches` are the sizes at which it is timed: None for
-    all, or its own if other graphs serve other sizes. Another exporter's graph has an empty
-    `lowering`. `bounds` limit the error of moexport's graphs; other graphs have none. `bundle`,
-    `apart` and `deploy` are fields of its rows (`results.Row`), and `table` has the ranges that it
-    was made with.
+    `scope` is what a call's time includes (`results.Row`). `k_by_layer` is set if k differs between
+    layers. In an INT8 graph, the layers in `floating` still compute in floats, and `integers` are
+    the backbone's linear layers in integers. `batches` are the batch sizes at which the graph is
+    timed; None means all of them. Another exporter's graph has an empty `lowering`. `bounds` limit
+    the error of moexport's graphs; other graphs have none. `bundle`, `apart` and `deploy` are
+    fields of its rows (`results.Row`), and `table` has the ranges with which the graph was made.
     """
 
     k: int
@@ -93,14 +92,14 @@ class GraphSource:
 class Candidate:
     """A model to measure, with the graphs that were made from it.
 
-    `ks` are those of its Algorithm 2 rows in PyTorch; each graph has its own k. `engines` are the
+    `ks` are the k of its Algorithm 2 rows in PyTorch; each graph has its own k. `engines` are the
     PyTorch engines to measure, by their names in `engines.KINDS`, besides the unmodified model,
-    which is always measured. `routed` has, for each k of a router that is part of the model, the
-    job of its export, whose model chooses k. A language model is timed in `phases`. If the graphs
-    run only one batch size, `only_batch`, everything is measured in batches of that size.
+    which is always measured. `routed` has an export job for each k whose model differs: its router
+    chooses k experts, or k is a share of each level of a hierarchy. A language model is timed in
+    `phases`. If the graphs run only one batch size, `only_batch`, everything is measured in it.
 
-    A candidate may be one `bundle`, or several `bundles` of one model, measured together but each
-    as it would be alone; `graphs` then has the graphs of all bundles.
+    A candidate may be one `bundle`, or several `bundles` of one model, which are measured together
+    but each as it would be alone; `graphs` then has the graphs of all bundles.
     """
 
     name: str
@@ -115,7 +114,7 @@ class Candidate:
     bundle: BundleInfo | None = None
     bundles: tuple[Candidate, ...] = ()
 
-    def of(self, case: Case) -> Candidate:
+    def for_case(self, case: Case) -> Candidate:
         """Returns the candidate with a case's model and k: a distinct bundle, or this candidate."""
         return next((each for each in self.distinct_bundles if each.name == case.bundle), self)
 
@@ -177,8 +176,8 @@ class Candidate:
         """Returns the cases to measure, with their graphs: the unmodified PyTorch model first.
 
         Algorithm 2 is a loop over a layer's experts. It has no row for k = n, which is the model
-        itself, nor for layers that choose no sets. Raises UsageError for two graphs with identical
-        rows.
+        itself, nor for layers that do not choose sets of experts. Raises UsageError for two graphs
+        with identical rows.
         """
         distinct = {bundle.name: bundle for bundle in self.distinct_bundles}
         cases: dict[Case, GraphSource | None] = {}
@@ -203,7 +202,7 @@ class Candidate:
             )
             if case in cases:
                 raise UsageError(
-                    f"two graphs are the same case: {case.label}",
+                    f"two graphs would have the same rows: {case.label}",
                     hint="give each graph once, or give the two models different names",
                 )
             cases[case] = graph
@@ -212,7 +211,7 @@ class Candidate:
     def k_by_layer(self, k: int) -> dict[str, int]:
         """Returns each layer's k if the largest is `k`; empty if it is the same in all layers."""
         if k in self.routed:
-            return whole_k(self.routed[k])
+            return constant_k(self.routed[k])
         distinct = {bundle.name for bundle in self.distinct_bundles}
         graphs = (graph for graph in self.graphs if graph.bundle not in distinct)
         return next((dict(graph.k_by_layer) for graph in graphs if graph.k == k), {})
@@ -242,7 +241,7 @@ class Candidate:
 
 
 NOT_SERVED: dict[Serves, str] = {
-    "one-input": "it runs models with one input, but these models have several",
+    "one-input": "it only runs models with one input, but these models have several",
     "transformers": "it only runs models of transformers",
 }
 
@@ -281,7 +280,7 @@ def select(
             continue
         reason = kind.missing()
         if reason is None and kind.name not in wanted:
-            reason = f"not asked for: --engine {kind.name}"
+            reason = f"not requested: --engine {kind.name}"
         if reason is None:
             present.append(kind)
         else:
@@ -290,11 +289,11 @@ def select(
 
 
 def token_routed(model: Model) -> bool:
-    """Returns whether a model has experts whose router is outside the layer."""
+    """Returns whether a model has a layer whose router is outside the layer."""
     return any(layer.spec.flat for layer in model.layers.values())
 
 
-def whole_k(job: ExportJob) -> dict[str, int]:
+def constant_k(job: ExportJob) -> dict[str, int]:
     """Returns a job's k by layer, for the layers that have one."""
     return {layer: k for layer, k in job.k.items() if k is not None}
 
@@ -410,7 +409,7 @@ def plan(candidates: Sequence[Candidate], request: BenchRequest) -> tuple[Timing
 
 
 def describe(groups: Sequence[TimingGroup], duration: str = "") -> str:
-    """Returns the plan as text, with its `duration`."""
+    """Returns the plan as text, with the `duration` or, if that is empty, the least time."""
     rows = sum(len(group.cases) for group in groups)
     least = math.ceil(sum(group.seconds(0.0) for group in groups))
     duration = duration or f"the timing takes at least {least} s"

@@ -34,7 +34,7 @@ from .runners.candidates import batch_sizes, candidates_of, check_exported, with
 from .runners.pytorch import outputs_of, untouched
 
 
-def opened(
+def open_sources(
     sources: Sequence[Model | Bundle | nn.Module | str | Path],
     request: BenchRequest,
 ) -> list[Model | Bundle]:
@@ -83,8 +83,8 @@ def prepared(sources: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterato
     models = with_sources(sources)
     first, bundles = models[0][0], [bundle for _, group in models for bundle in group]
     data = data_of(first, request, fixed_sizes(first, bundles))
-    of_arrays = request.pixels is None and benchmark_of(first) is None
-    if len(models) == 1 and of_arrays and isinstance(request.data, str | Path | Mapping):
+    reads_arrays = request.pixels is None and benchmark_of(first) is None
+    if len(models) == 1 and reads_arrays and isinstance(request.data, str | Path | Mapping):
         check_own_outputs(first, request.data)
     exports = not all(group for _, group in models)
     ranges = ranges_of(request, first, data, exports=exports, bundles=bundles)
@@ -100,7 +100,7 @@ def prepared(sources: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterato
         )
     if absent and wanted.engine == ALL:
         names = ", ".join(engine.engine for engine in absent)
-        progress.step(f"not measured (the report has the reasons): {names}")
+        progress.step(f"not measured (the report gives the reasons): {names}")
     else:
         for engine in absent:
             progress.step(f"not measured: {engine.engine}: {engine.reason}")
@@ -137,9 +137,9 @@ def threads_for(
     """
     if count is not None:
         return Threads(count)
-    begun = unfinished(work, "threads", of=models[0].source.path)
-    if begun is not None:
-        return msgspec.convert(begun, Threads, strict=False)
+    recorded = unfinished(work, "threads", of=models[0].source.path)
+    if recorded is not None:
+        return msgspec.convert(recorded, Threads, strict=False)
     head = data.head(max(batches))
     if not len(head):
         return Threads(torch.get_num_threads())
@@ -193,7 +193,7 @@ def data_of(model: Model, request: BenchRequest, sizes: Mapping[str, int]) -> La
 
 
 def in_phases(candidate: Candidate, data: Labelled, tokens: int | None) -> Candidate:
-    """Returns a candidate with its timed calls, if it is a sequence model."""
+    """Returns the candidate, with the phases in which it is timed if it is a sequence model."""
     benchmark = benchmark_of(candidate.model)
     if benchmark is None:
         return candidate

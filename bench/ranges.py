@@ -26,7 +26,7 @@ CALIBRATION_INPUTS = 256
 """The largest number of inputs taken from the data for INT8 ranges."""
 
 SHARE = 4
-"""At most one in this many samples of the data is held out."""
+"""At most one in this many inputs of the data is held out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def ranges_of(
         sentence = f"the table {path}{_overlap_text(table, model, data, request.samples)}"
         return Ranges(example, data, table, source=str(path), text=sentence)
     if request.calibrate_data is not None:
-        return _from_given(request, model, data)
+        return _from_feed(request, model, data)
     if request.data is None:
         head = data.head(CALIBRATION_INPUTS)
         sentence = f"{len(head)} random inputs, which are also measured"
@@ -89,13 +89,13 @@ def _held_out(data: Labelled) -> Ranges:
     head = data.head(SHARE * CALIBRATION_INPUTS)
     count = min(CALIBRATION_INPUTS, len(head) // SHARE)
     if count == 0:
-        sentence = f"the {len(head)} inputs of the data, which are also measured: there are too few"
+        sentence = f"the {len(head)} inputs of the data, which are also measured (too few to split)"
         return Ranges(head.feed, data, text=sentence)
     sentence = f"the first {count} inputs of the data, which are excluded from all measurements"
     return Ranges(head.head(count).feed, data.after(count), held_out=count, text=sentence)
 
 
-def _from_given(request: BenchRequest, model: Model, data: Labelled) -> Ranges:
+def _from_feed(request: BenchRequest, model: Model, data: Labelled) -> Ranges:
     feed = request.calibrate_data
     assert feed is not None, "inputs were given"
     text = str(feed) if isinstance(feed, str | Path) else "the given inputs"

@@ -1,4 +1,4 @@
-"""The options of benchmarks and reports. Imports nothing heavy."""
+"""The options of benchmarks and reports. The module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CpuTarget = Literal["onnx", "ort-cpu"]
 """The targets of graphs that ONNX Runtime runs on the CPU."""
 
 RANGED: tuple[Precision, ...] = ("int8", "fp8")
-"""The precisions that need ranges, which are measured on inputs."""
+"""The precisions that need the value ranges of tensors."""
 
 KS = "n,0.5,0.25,0.125"
 """The numbers of experts that are measured without `--k`."""
@@ -41,7 +41,7 @@ UNMEASURED = ("command", "out")
 
 
 def _entries(entries: str | float | Sequence[Any]) -> Sequence[Any]:
-    """Returns the items of a list, which may be text, `n,0.5`, or a single number."""
+    """Returns the items of a list, which may be text (`n,0.5`) or a single number."""
     if isinstance(entries, int | float):
         return [entries]
     return split_list(entries) if isinstance(entries, str) else entries
@@ -50,7 +50,7 @@ def _entries(entries: str | float | Sequence[Any]) -> Sequence[Any]:
 def _known_entries(
     entries: str | Sequence[str], known: Sequence[str], option: str, what: str
 ) -> list[str]:
-    """Returns a list's names without duplicates; `UsageError` for none or an unknown name."""
+    """Returns a list's names without duplicates; `UsageError` if empty, or for an unknown name."""
     names = list(dict.fromkeys(_entries(entries)))
     if not names:
         raise UsageError(f"{option} is empty", hint=near_miss("", known))
@@ -64,7 +64,7 @@ def _known_entries(
 def _engines() -> str:
     from .engines import KINDS
 
-    return f"A list of {', '.join(KINDS)}; or all."
+    return f"A list of engines, or all: {', '.join(KINDS)}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class BenchRequest(LoadRequest):
         None, "A list of lowerings, or auto.", unset="auto"
     )
     precision: str | Sequence[str] | None = option(
-        None, "A list: fp32,fp16,bf16,int8,int4.", unset="fp32"
+        None, "A list of precisions: fp32,fp16,bf16,int8,int4.", unset="fp32"
     )
     engine: str | Sequence[str] = option("all", _engines)
     target: CpuTarget | None = option(
@@ -92,23 +92,23 @@ class BenchRequest(LoadRequest):
     data: AnyPath | Labelled | np.ndarray | Mapping[str, Any] | None = option(
         None,
         "Labelled inputs: an .npz, .tar or .parquet shards, a folder of images by class, "
-        "package.module:iterable; for a language model a text file or token ids.",
-        unset="random inputs, which only measure latency and parity; for a language model the "
-        "text of Python's help",
+        "package.module:iterable; for a language model, a text file or token ids.",
+        unset="random inputs, for latency and parity only; for a language model, the text of "
+        "Python's help",
         compare=False,
     )
     rounds: int = option(
         5,
-        "Rounds, at least 5; all engines take turns in each.",
+        "The number of rounds, at least 5; all engines take turns in each round.",
     )
-    round_s: float = option(0.2, "Seconds of each engine's turn.", in_shell=False)
-    warmup: int = option(3, "Calls of each engine that are not timed.", in_shell=False)
-    inputs: int = option(8, "Number of inputs that calls use in turn.", in_shell=False)
-    samples: int | None = option(None, "Number of inputs for measuring accuracy.", unset="all")
+    round_s: float = option(0.2, "The length of each engine's turn, in seconds.", in_shell=False)
+    warmup: int = option(3, "The number of untimed calls of each engine.", in_shell=False)
+    inputs: int = option(8, "The number of batches that calls use in turn.", in_shell=False)
+    samples: int | None = option(None, "The number of inputs for measuring accuracy.", unset="all")
     threads: int | None = option(
         None,
-        "Threads of every engine.",
-        unset="those with which the untouched model is fastest",
+        "The number of threads for every engine.",
+        unset="the number with which the untouched model is fastest",
     )
     memory: bool = option(
         True,
@@ -117,7 +117,7 @@ class BenchRequest(LoadRequest):
     )
     parts: bool = option(True, "Measure the time of the parts of a graph.", in_shell=False)
     limits: bool = option(
-        True, "Measure the machine's rates, for the least time of each row.", in_shell=False
+        True, "Measure the machine's rates, and derive the least time of each row.", in_shell=False
     )
     evaluation_batch: int = option(64, "The batch size for measuring accuracy.", in_shell=False)
     renormalize: bool = option(
@@ -128,7 +128,7 @@ class BenchRequest(LoadRequest):
     )
     calibrate_data: Feed | None = option(
         None,
-        "Inputs for INT8 ranges, other than those that are measured.",
+        "Inputs for INT8 ranges, distinct from the measured ones.",
         unset="the first inputs of the data, up to 256, which are not measured",
         compare=False,
     )
@@ -136,12 +136,12 @@ class BenchRequest(LoadRequest):
         None, "A table of INT8 ranges from calibrate.", unset="none", compare=False
     )
     pixels: str | None = option(
-        None, "Pixel scale of images: unit, symmetric or imagenet.", unset="none; images need it"
+        None, "The scale of pixels: unit, symmetric or imagenet.", unset="none; images need it"
     )
     tokens: int | None = option(
         None,
-        "Tokens of a language model's prompt.",
-        unset="128, fewer if it has fewer positions",
+        "The number of tokens in a language model's prompt.",
+        unset="128, or fewer if the model has fewer positions",
     )
     out: AnyPath | None = option(
         None,
@@ -168,8 +168,8 @@ class BenchRequest(LoadRequest):
         ks = tuple(map(parse_k, _entries(KS if self.k is None else self.k)))
         if not ks or "input" in ks:
             raise UsageError(
-                "--k input: a benchmark measures numbers of experts" if ks else "--k is empty",
-                hint="for example --k n,0.5,0.25; a bundle with k as an input is measured at each",
+                "--k input: a benchmark needs numbers of experts" if ks else "--k is empty",
+                hint="for example --k n,0.5,0.25; a bundle with k as an input runs each of them",
             )
         return ks
 
@@ -203,7 +203,7 @@ class BenchRequest(LoadRequest):
 
         for name in _entries(self.engine):
             if name not in KINDS and name in runtime_names():
-                hint = f"`moexport run BUNDLE --engine {name}` runs it; bench needs a TargetRecord"
+                hint = f"`moexport run BUNDLE --engine {name}` works; bench needs a target for it"
                 raise UsageError(f"--engine {name}: a runtime that no target uses", hint=hint)
         names = _known_entries(self.engine, (*KINDS, ALL), "--engine", "engine")
         every = [engine for name in names for engine in (KINDS if name == ALL else (name,))]
@@ -241,7 +241,7 @@ class BenchRequest(LoadRequest):
             )
         if len(given) == len(sources):
             raise UsageError(
-                "--calibrate-data with --calibration: the table has the ranges already",
+                "--calibrate-data with --calibration: the table already has the ranges",
                 hint="leave one of them out",
             )
         if self.quantize not in (None, "experts") and "int8" not in self.precisions:
@@ -279,7 +279,7 @@ class ReportRequest(Request):
 
     compare: Results | AnyPath | None = option(
         None,
-        "List changes that are larger than the spread.",
+        "List the changes since these results that are larger than the spread.",
         unset="none",
         compare=False,
         is_path=True,

@@ -15,12 +15,12 @@ from ..errors import ResultsError
 from .engines import PYTORCH_EAGER
 
 SCHEMA = 1
-MOST_LOSING = 10
-DISTURBED = 0.1  # times count as disturbed if this share was spent waiting for a core
+MAX_LOSING_CLASSES = 10
+DISTURBED = 0.1  # times count as disturbed if threads spent this share of them waiting for a core
 
 
 PhaseName = Literal["decode", "prefill"]
-"""The call of a language model: one new token of each input, or a whole prompt."""
+"""A call of a language model computes one new token of each input, or a whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +163,10 @@ class Row:
     (`measure.roofline`), and `no_limit` is why it is unknown. `throughput` is inputs per second.
     `peak_memory_mb` is the largest resident set of a process that opens the engine and runs batches
     of this size, `runtime_memory_mb` that of the process before it opened anything. `disk_bytes` is
-    the size of the graph with its weights, or of the checkpoint. `losing` has up to `MOST_LOSING`
-    classes that lose most. `computed_in` is the type of the matrix products, for engines that
-    report it, and `no_cuda_graph` why a runtime with CUDA graphs did not replay one. A failed row
-    has `error` and no numbers, except for the `parity` of wrong outputs.
+    the size of the graph with its weights, or of the checkpoint. `losing` has up to
+    `MAX_LOSING_CLASSES` classes that lose most. `computed_in` is the type of the matrix products,
+    for engines that report it, and `no_cuda_graph` why a runtime with CUDA graphs did not replay
+    one. A failed row has `error` and no numbers, except for the `parity` of wrong outputs.
 
     `bundle` names the bundle of the measured graph; if `apart`, the row is named after it, because
     another bundle's row is otherwise the same or because it computes an edited model.
@@ -347,8 +347,8 @@ class Results:
         if largest < DISTURBED:
             return ""
         return (
-            "Other work on the machine disturbed these times: threads waited for a core up to "
-            f"{largest:.0%} of the time that they needed one. Measure again on a quiet machine."
+            "Other work on the machine disturbed these times: threads spent up to "
+            f"{largest:.0%} of their time waiting for a core. Measure again on a quiet machine."
         )
 
 

@@ -36,7 +36,7 @@ from .request import BenchRequest
 from .results import Absent, ModelInfo, Results, Row
 from .runners.exported import table_file
 from .runners.pytorch import CUDA, without_tf32
-from .studies import begun, check_studies
+from .studies import begin_studies, check_studies
 
 
 def bench(
@@ -55,8 +55,8 @@ def bench(
 
     It writes results.json, the report and figures to `request.out`, if given. A case that cannot be
     opened, evaluated or timed becomes a row with its error. `absent` names the engines that are not
-    measured, and `analyses` are further findings for the results. With `only`, just that batch size
-    is timed; the qualities in `known`, by the names of candidates, are not measured again.
+    measured, and `analyses` are additional findings for the results. With `only`, just that batch
+    size is timed; the qualities in `known`, by the names of candidates, are not measured again.
     `ranges` describes the source of INT8 ranges (`Ranges.record`), and `threads` how the number of
     threads was chosen. Raises UsageError and FeedError, before anything is opened, for an
     impossible benchmark.
@@ -68,7 +68,7 @@ def bench(
         groups = tuple(group for group in groups if group.batch == only)
         request = replace(request, batch=(only,))
     _check_inputs(candidates, head)
-    studies = begun(candidates, data, request)
+    studies = begin_studies(candidates, data, request)
     on_gpu = any(case.provider == CUDA for group in groups for case in group.cases)
     tf32 = without_tf32() if on_gpu else nullcontext()
     # Only one benchmark at a time may use the folder.
@@ -207,11 +207,11 @@ def _ranges(setup: Prepared) -> dict[str, Any]:
     return record | {"found": found}
 
 
-def analysed(sources: Sequence[Model | Bundle], request: BenchRequest) -> dict[str, Any]:
-    """Returns the findings of studies that need no rows; measures nothing else."""
+def study_findings(sources: Sequence[Model | Bundle], request: BenchRequest) -> dict[str, Any]:
+    """Returns the findings of those studies that need no rows; measures nothing else."""
     check_studies(request, sources)
     with prepared(sources, request) as setup:
-        runs = begun(setup.candidates, setup.data, request)
+        runs = begin_studies(setup.candidates, setup.data, request)
         return {name: run.findings() for name, run in runs.items() if run.follow is None}
 
 

@@ -1,4 +1,4 @@
-"""The registry of studies: further analyses in a benchmark, requested by options."""
+"""The registry of studies: additional analyses in a benchmark, requested by options."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class StudyRun:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """One study: its name is the key of its findings among the analyses of `results.json`.
+    """A study: its name is the key of its findings among the analyses of `results.json`.
 
     `asked` returns whether a plugin's options request it (`Request.asked`). `check` raises a
     `MoexportError` for options that do not fit these models and bundles, before anything is
     measured. `begin` measures what does not need the rows; it raises a `MoexportError` for data
-    that do not fit. `on_nodes` is whether a node of a cluster can run it.
+    that do not fit. `on_nodes` says whether a node of a cluster can run it.
     """
 
     name: str
@@ -64,7 +64,7 @@ def check_studies(request: BenchRequest, sources: Sequence[Model | Bundle] = ())
         study.check(request, sources)
 
 
-def begun(
+def begin_studies(
     candidates: Sequence[Candidate], data: Labelled, request: BenchRequest
 ) -> dict[str, StudyRun]:
     """Begins the requested studies and returns them by name.

@@ -19,48 +19,48 @@ from ..exporter.executors import Executor, executor_of
 from ..exporter.requests import LoadRequest
 from .options import (
     READING,
+    command_line,
     json_text,
     options_of,
     output_option,
-    typed_command,
-    typed_data,
-    typed_feed,
-    typed_path,
-    typed_source,
-    typed_table,
+    parse_data,
+    parse_feed,
+    parse_path,
+    parse_source,
+    parse_table,
 )
 from .printing import Printing
-from .reading import OF_MODEL
+from .reading import LOADING
 
 OPTIONS = options_of(
     BenchRequest,
     {
-        READING: [*OF_MODEL],
+        READING: [*LOADING],
         "What is measured": (
             *("k", "lowering", "precision", "engine", "target", "batch", "quantize"),
         ),
         "Data": ("data", "calibrate_data", "calibration"),
         "How it is measured": ("rounds", "samples", "threads", "memory", "pixels", "tokens"),
     },
-    data={"metavar": "DATA", "kind": str, "parser": typed_data},
-    calibrate_data={"metavar": "FEED", "kind": str, "parser": typed_feed},
-    calibration={"metavar": "TABLE.JSON", "parser": typed_table},
+    data={"metavar": "DATA", "kind": str, "parser": parse_data},
+    calibrate_data={"metavar": "FEED", "kind": str, "parser": parse_feed},
+    calibration={"metavar": "TABLE.JSON", "parser": parse_table},
     rounds={"min": 5},
     samples={"min": 1},
     threads={"min": 1},
     tokens={"min": 1},
-    **OF_MODEL,
+    **LOADING,
 )
 
 
 def bench(
     *,
-    output: Annotated[Path, output_option("DIR", "The folder for results and report.")],
+    output: Annotated[Path, output_option("DIR", "The folder for the results and the report.")],
     models: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="MODEL|BUNDLE…",
-            parser=typed_source,
+            parser=parse_source,
             help="A model, bundles, or a model and its bundles.",
         ),
     ] = None,
@@ -69,7 +69,7 @@ def bench(
         Path | None,
         typer.Option(
             metavar="OLD.JSON",
-            parser=typed_path,
+            parser=parse_path,
             rich_help_panel="Comparison",
             help="Compare with these results [default: those in -o].",
         ),
@@ -89,7 +89,7 @@ def bench(
     After an interruption, run the same command again to continue where it stopped.
     """
     console = printing.console()
-    request = replace(request, out=output, command=typed_command(), progress=console)
+    request = replace(request, out=output, command=command_line(), progress=console)
     if not models:
         raise UsageError("bench: no model to measure", hint="moexport bench vit.pt -o report")
     from ..exporter.bundle.manifest import is_bundle

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..exporter.tensorrt.records import EnginePlan
 
 
-def cached(options: EngineOptions) -> EngineOptions:
+def with_cache(options: EngineOptions) -> EngineOptions:
     """Returns options with the engine cache on, unless `--engine-cache off` was given."""
     from ..common.writing import check_folder
     from ..exporter.tensorrt.cache import default_cache
@@ -49,7 +49,7 @@ def engines_requested(
     if engine is False:
         names = declared(EngineOptions).keys()
         refuse_changed(options, names, " and --no-engine exclude each other")
-    return cached(options) if engine or changed(options) else engine
+    return with_cache(options) if engine or changed(options) else engine
 
 
 Engines = Annotated[
@@ -92,7 +92,7 @@ def build(
     from ..exporter.calls import build_engines, build_plan
     from ..exporter.tensorrt.engines import precision_notes
 
-    options = replace(cached(engines), expose_routing=expose_routing)
+    options = replace(with_cache(engines), expose_routing=expose_routing)
     request = replace(request, options=options)
     plans = build_plan(bundle, request)
     if dry_run:
@@ -147,7 +147,7 @@ def built_text(bundle: Path, engine: EnginePlan) -> str:
     how = {
         "bundle": "already there",
         "cache": "taken from the cache",
-        None: f"built in {record.seconds:.1f} s, {size(record.peak_memory_bytes)} at most",
+        None: f"built in {record.seconds:.1f} s with at most {size(record.peak_memory_bytes)}",
     }[engine.reused]
     path = bundle / record.file
     return f"{path}: {size(path.stat().st_size)}, {counts} products, {how}"

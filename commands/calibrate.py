@@ -15,7 +15,7 @@ from ..common.libraries import check_pytorch
 from ..common.text import count, table
 from ..exporter.executors import executor_of
 from ..exporter.requests import FEED, CalibrateRequest
-from .options import ModelArgument, json_text, options_of, output_option, typed_feed
+from .options import ModelArgument, json_text, options_of, output_option, parse_feed
 from .printing import Printing
 from .reading import ReadingOptions, loader
 
@@ -33,7 +33,7 @@ OPTIONS = options_of(
 def calibrate(
     *,
     model: ModelArgument,
-    data: Annotated[str, typer.Option(metavar="FEED", parser=typed_feed, help=FEED)],
+    data: Annotated[str, typer.Option(metavar="FEED", parser=parse_feed, help=FEED)],
     output: Annotated[Path, output_option("TABLE.JSON", "The table to write.")],
     reading: ReadingOptions,
     request: Annotated[CalibrateRequest, OPTIONS],
@@ -74,7 +74,7 @@ def sensitivity_text(ranked: Sequence[LayerSensitivity]) -> str:
 
 
 def table_text(calibration: CalibrationTable) -> str:
-    """Returns a calibration table's ranges, the observed extremes, and its origin."""
+    """Returns a calibration table as text: ranges, observed extremes, and origin."""
     origin = calibration.origin
     rows = [
         (
@@ -87,9 +87,9 @@ def table_text(calibration: CalibrationTable) -> str:
         )
         for key, r in calibration.ranges.items()
     ]
-    how = origin.method if origin.percentile is None else f"{origin.method} {origin.percentile:g}"
+    percentile = "" if origin.percentile is None else f" {origin.percentile:g}"
     ks = ", ".join(f"{layer} {k}" for layer, k in origin.k.items())
     return (
         table(("tensor", "low", "high", "minimum", "maximum", "values"), rows)
-        + f"\n\n{how} over {origin.samples:,} inputs; k: {ks}"
+        + f"\n\n{origin.method}{percentile} over {origin.samples:,} inputs; k: {ks}"
     )

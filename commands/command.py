@@ -1,4 +1,4 @@
-"""The registry entry of a command: its function is imported when it is called."""
+"""The registry entry of a command, whose function is imported only when the command runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..errors import PluginError
 class Command:
     """A command of the program.
 
-    `summary` is its line in the list of commands, and `example` ends its help. `function` is
+    `summary` describes it in the list of commands, and `example` ends its help. `function` is
     `package.module:function`; Typer reads its parameters as arguments and options. The command
-    also has plugins' options for `calls`. The list of commands is sorted by `order`.
+    also has the options that plugins add to `calls`. The list of commands is sorted by `order`.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Command:
 
 
 def summaries(commands: Registry[Command]) -> dict[str, str]:
-    """Returns the line of each command, in the order of the list.
+    """Returns the summary of each command, sorted for the list of commands.
 
-    The lines of other packages' commands come from their metadata, without an import.
+    The summaries of other packages' commands come from their metadata, without an import.
     """
     lines: dict[str, tuple[float, str]] = {}
     for name in commands.names:

@@ -23,9 +23,9 @@ from .options import (
     json_text,
     options_of,
     output_option,
-    typed_feed,
-    typed_switch,
-    typed_table,
+    parse_feed,
+    parse_switch,
+    parse_table,
 )
 from .printing import Printing
 from .reading import ReadingOptions, loader
@@ -60,10 +60,10 @@ OPTIONS = options_of(
     target={"kind": AnyTarget},
     batch={"metavar": SIZES},
     tokens={"metavar": SIZES},
-    expose_routing={"metavar": "[=scores]", "kind": Any, "parser": typed_switch},
-    calibration={"metavar": "TABLE.JSON", "parser": typed_table},
+    expose_routing={"metavar": "[=scores]", "kind": Any, "parser": parse_switch},
+    calibration={"metavar": "TABLE.JSON", "parser": parse_table},
     min_retention={"metavar": "SHARE"},
-    data={"metavar": "FEED", "kind": str, "parser": typed_feed},
+    data={"metavar": "FEED", "kind": str, "parser": parse_feed},
     threads={"min": 1},
 )
 
@@ -84,7 +84,7 @@ def export(
     from ..exporter.bundle.steps import read_as
 
     console = printing.console()
-    shown: list[str] = []  # notes printed before the work, and not again after it
+    shown: list[str] = []  # notes printed before the export, not to be repeated after it
 
     def load() -> Model:
         loaded = read()
@@ -107,7 +107,7 @@ def export(
 
     if dry_run:
         planned = plan(load, output, request)
-        for note in (*_edited(planned.job.model.edits.texts()), *planned.notes):
+        for note in (*_edit_notes(planned.job.model.edits.texts()), *planned.notes):
             console.note(note)
         show(json_text(plan_json(planned)) if printing.as_json else plan_text(planned))
         return
@@ -129,12 +129,12 @@ def _print_exported(
     shown: Sequence[str],
     runtimes: Sequence[RuntimeRecord],
 ) -> None:
-    """Prints a summary of the bundle, without the notes that were `shown` before."""
+    """Prints a summary of the bundle, without the notes that were already `shown`."""
     from ..exporter.bundle.parity import Parity, describe
     from ..exporter.bundle.weights import WEIGHTS_FILE
     from ..graphs.edits import Edits
 
-    for text in _edited(Edits.from_records(manifest.edits, "manifest.json").texts()):
+    for text in _edit_notes(Edits.from_records(manifest.edits, "manifest.json").texts()):
         console.note(text)
     by_choice: dict[str, list[str]] = {}
     for layer in manifest.layers:
@@ -154,8 +154,8 @@ def _print_exported(
     for note in manifest.notes[len(shown) :]:
         console.note(note)
     weights = manifest.files.get(WEIGHTS_FILE)
-    large = 0 if weights is None else weights.bytes
-    advice = (runtime.advice(manifest.target, manifest.precision, large) for runtime in runtimes)
+    nbytes = 0 if weights is None else weights.bytes
+    advice = (runtime.advice(manifest.target, manifest.precision, nbytes) for runtime in runtimes)
     first_advice = next(filter(None, advice), None)
     if first_advice is not None:
         console.note(first_advice)
@@ -163,7 +163,7 @@ def _print_exported(
     show(f"{output}: {', '.join(manifest.files)} ({size(total)})")
 
 
-def _edited(texts: Sequence[str]) -> list[str]:
+def _edit_notes(texts: Sequence[str]) -> list[str]:
     return [f"edited: {text}" for text in texts]
 
 

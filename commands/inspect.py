@@ -20,11 +20,11 @@ from .options import (
     json_text,
     option_for,
     options_of,
+    parse_feed,
     refuse_idle,
-    typed_feed,
 )
 from .printing import Printing
-from .reading import OF_MODEL
+from .reading import LOADING
 
 if TYPE_CHECKING:
     from ..exporter.bundle.manifest import Manifest, Tuning
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 OPTIONS = options_of(
     InspectRequest,
-    {READING: (*OF_MODEL, "data", "tokens")},
-    data={"metavar": "FEED", "kind": str, "parser": typed_feed},
-    **OF_MODEL,
+    {READING: (*LOADING, "data", "tokens")},
+    data={"metavar": "FEED", "kind": str, "parser": parse_feed},
+    **LOADING,
 )
 
 
@@ -203,7 +203,7 @@ def _equivalents_text(report: ModelReport) -> tuple[str, ...]:
 
 
 def _support_text(report: ModelReport) -> tuple[str, ...]:
-    """Returns the lines on nonzero coefficients, if they were counted."""
+    """Returns the table of nonzero coefficients, if they were counted."""
     if not report.support:
         return ()
     header = ("muMoE layer", "level", "experts n", "tokens", "mean", "p99", "max")
@@ -224,11 +224,13 @@ def bundle_text(path: str | Path, manifest: Manifest) -> str:
 
     edits = Edits.from_records(manifest.edits, "manifest.json")
     layers = [(r.name, r.of_experts, r.kept, r.lowering, r.reason) for r in manifest.layers]
-    ports = (
-        f"port        {port.name} {port.dtype} ({', '.join(map(str, port.shape))})"
-        for port in (*manifest.inputs, *manifest.outputs)
+    tensors = (
+        f"{label:12}{spec.name} {spec.dtype} ({', '.join(map(str, spec.shape))})"
+        for label, specs in (("input", manifest.inputs), ("output", manifest.outputs))
+        for spec in specs
     )
     files = [(name, record.bytes) for name, record in manifest.files.items()]
+    notes = (*manifest.notes, *backbone_departures(manifest), *not_replayed(path, manifest))
     peak = manifest.peak_memory_bytes
     return "\n".join(
         (
@@ -236,12 +238,10 @@ def bundle_text(path: str | Path, manifest: Manifest) -> str:
                 f"bundle      {path} (moexport {manifest.moexport}, {manifest.created})",
                 f"source      {manifest.source.path} ({manifest.source.family})",
                 f"target      {manifest.target}, {manifest.precision}, opset {manifest.opset}",
-                *([] if peak is None else [f"memory      {size(peak)} at most for one input"]),
+                *([] if peak is None else [f"memory      at most {size(peak)} for one input"]),
                 *(f"edited      {text}" for text in edits.texts()),
-                *ports,
-                *(f"note        {note}" for note in manifest.notes),
-                *(f"note        {note}" for note in backbone_departures(manifest)),
-                *(f"note        {note}" for note in not_replayed(path, manifest)),
+                *tensors,
+                *(f"note        {note}" for note in notes),
             ),
             "",
             table(("MoE layer", "experts n", "kept k", "lowering", "reason"), layers),
@@ -260,7 +260,7 @@ def not_replayed(path: str | Path, manifest: Manifest) -> Iterator[str]:
     from ..exporter.bundle.manifest import local_bundle
 
     on_cuda = {target.name for target in TARGETS if target.provider == CUDA_PROVIDER}
-    if manifest.target not in on_cuda:  # its plugin may be missing
+    if manifest.target not in on_cuda:  # or the plugin of the target is missing
         return
     for graph in manifest.graphs:
         reason = capture_refused(local_bundle(path) / graph.file)
@@ -282,7 +282,7 @@ def engine_text(facts: Mapping[str, Any]) -> str:
         head += [
             f"from        {facts['graph']}",
             f"runs on     {facts['device'] or 'compute capability'} {cards}",
-            f"took        {facts['seconds']:.1f} s, {size(facts['peak_memory_bytes'])} at most",
+            f"took        {facts['seconds']:.1f} s, at most {size(facts['peak_memory_bytes'])}",
             *(f"profile     {Profile.from_json(profile)}" for profile in facts["profiles"]),
             f"settings    {', '.join(f'{k}={v}' for k, v in facts['settings'].items())}",
             "products    " + ", ".join(f"{n} in {name}" for name, n in facts["precision"].items()),
@@ -290,7 +290,7 @@ def engine_text(facts: Mapping[str, Any]) -> str:
         layers = [(layer["name"], layer["kind"], layer["precision"]) for layer in facts["layers"]]
         layer_table = ["", table(("layer", "kind", "precision"), layers)]
     source = {
-        "header": "Read from the file's header; the rest needs its manifest or an NVIDIA GPU.",
+        "header": "Read from the file's header; other facts need the manifest or an NVIDIA GPU.",
         "record": "Recorded by the build; reading the engine itself needs an NVIDIA GPU.",
         "engine": "The engine was loaded; --json includes the report of TensorRT's inspector.",
     }[facts["read_from"]]
@@ -301,7 +301,7 @@ def engine_text(facts: Mapping[str, Any]) -> str:
 
 
 def precisions_text(layers: Iterable[tuple[str, str, str]]) -> str:
-    """Returns a table of the layers' precisions with reasons."""
+    """Returns a table of the layers' precisions, with the reasons."""
     return table(("MoE layer", "precision", "because"), list(layers))
 
 

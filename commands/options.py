@@ -20,7 +20,7 @@ from ..errors import FeedError, UsageError
 T = TypeVar("T")
 
 
-def typed_path(text: str | Path) -> Path:
+def parse_path(text: str | Path) -> Path:
     """Parses a path; refuses an empty one, which would mean `.`."""
     if text == "":
         raise typer.BadParameter("it is empty: name a file or a folder (. is the current folder)")
@@ -29,17 +29,17 @@ def typed_path(text: str | Path) -> Path:
     return Path(text) if url_of(text) is not None else path_of(text)
 
 
-def typed_output(text: str | Path) -> Path:
+def parse_output(text: str | Path) -> Path:
     """Parses the path of a result; refuses a URL, which cannot be written."""
     from ..common.locations import url_of
 
-    path = typed_path(text)
+    path = parse_path(text)
     if url_of(text) is not None:
         raise typer.BadParameter(f"{text} is a URL: write to a local file, then copy it there")
     return path
 
 
-def typed_source(text: str) -> str:
+def parse_source(text: str) -> str:
     """Parses MODEL; raises an error if it is empty or does not exist."""
     if not text:
         raise UsageError("MODEL is empty", hint="name a checkpoint or package.module:factory")
@@ -52,7 +52,7 @@ def typed_source(text: str) -> str:
         return text
     if is_missing_checkpoint(text):
         raise no_such_checkpoint(Path(text))
-    return str(typed_path(text)) if text.startswith("file:") else text
+    return str(parse_path(text)) if text.startswith("file:") else text
 
 
 OPTIONAL = "[="
@@ -78,23 +78,23 @@ def with_values(args: Sequence[str], optional: Mapping[str, str]) -> list[str]:
     return result
 
 
-def typed_switch(text: str | bool) -> str | bool:
+def parse_switch(text: str | bool) -> str | bool:
     """Parses an option with an optional value: True if it has none."""
     return text or text == ""
 
 
-def typed_feed(text: str) -> str:
-    """Parses the path of inputs; raises an error if they do not exist or cannot be read."""
+def parse_feed(text: str) -> str:
+    """Parses the path of inputs, or the code that yields them; raises an error if missing."""
     from ..common.locations import no_such_feed
 
-    if _are_missing(text):
+    if _is_missing(text):
         raise no_such_feed(text)
     return text
 
 
-def typed_data(text: str) -> str:
-    """Parses the path of labelled inputs; raises an error if they cannot be read."""
-    if _are_missing(text):
+def parse_data(text: str) -> str:
+    """Parses the path of labelled inputs, or their code; raises an error if missing."""
+    if _is_missing(text):
         raise FeedError(
             f"{text}: no such file",
             hint="give an .npz file with inputs and labels; for a language model, a text file, "
@@ -103,8 +103,8 @@ def typed_data(text: str) -> str:
     return text
 
 
-def _are_missing(text: str) -> bool:
-    """Returns whether named inputs do not exist; raises an error for anything but inputs."""
+def _is_missing(text: str) -> bool:
+    """Returns whether inputs are missing; raises an error if they name code that is not there."""
     from ..common.locations import url_of
     from ..data.typed_code import check_code
     from ..data.user_code import names_code
@@ -119,16 +119,16 @@ def _are_missing(text: str) -> bool:
     return not is_there(text)
 
 
-def typed_config(text: str | Path) -> Path:
+def parse_config(text: str | Path) -> Path:
     """Parses the path of a settings file; raises `UsageError` if it cannot be read."""
     from ..exporter.checkpoints.settings import read_config
 
-    path = typed_path(text)
+    path = parse_path(text)
     read_config(path)
     return path
 
 
-def typed_family(text: str) -> str:
+def parse_family(text: str) -> str:
     """Parses the name of a family; raises `FamilyError` if there is no such family."""
     from ..exporter.families import check_family
 
@@ -136,7 +136,7 @@ def typed_family(text: str) -> str:
     return text
 
 
-def typed_setting(text: str) -> str:
+def parse_setting(text: str) -> str:
     """Parses a setting; raises `UsageError` if it is not `KEY=VALUE`."""
     from ..exporter.checkpoints.settings import split_setting
 
@@ -144,11 +144,11 @@ def typed_setting(text: str) -> str:
     return text
 
 
-def typed_table(text: str | Path) -> Path:
+def parse_table(text: str | Path) -> Path:
     """Parses the path of a table of INT8 ranges; raises `CalibrationError` if it is invalid."""
     from ..common.locations import url_of
 
-    path = typed_path(text)
+    path = parse_path(text)
     if url_of(text) is None:
         check_pytorch("calibration")
         from ..calibration.table import CalibrationTable
@@ -157,22 +157,22 @@ def typed_table(text: str | Path) -> Path:
     return path
 
 
-def typed_weights(text: str | Path) -> Path:
+def parse_weights(text: str | Path) -> Path:
     """Parses the path of weights; raises `CheckpointError` if they do not exist."""
     from ..common.locations import is_missing_checkpoint, no_such_checkpoint
 
-    path = typed_path(text)
+    path = parse_path(text)
     if is_missing_checkpoint(text):
         raise no_such_checkpoint(path)
     return path
 
 
-def typed_code(text: str) -> str:
+def parse_code(text: str) -> str:
     """Parses the name of code; raises `UsageError` if it does not exist."""
     from ..data.typed_code import check_code
     from ..data.user_code import names_code
 
-    if names_code(text):  # the caller reports other texts
+    if names_code(text):  # the caller reports any other text
         check_code(text)
     return text
 
@@ -181,17 +181,17 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        parser=typed_source,
+        parser=parse_source,
         help="A checkpoint file or folder, its URL, or package.module:factory.",
     ),
 ]
 
 BundleArgument = Annotated[
-    Path, typer.Argument(metavar="BUNDLE", parser=typed_path, help="A folder that export wrote.")
+    Path, typer.Argument(metavar="BUNDLE", parser=parse_path, help="A folder that export wrote.")
 ]
 
 
-def typed_command() -> str:
+def command_line() -> str:
     """Returns the command line, quoted for a shell."""
     return shlex.join(["moexport", *sys.argv[1:]])
 
@@ -205,7 +205,7 @@ def json_text(content: Any) -> str:
 
 def output_option(metavar: str, text: str) -> Any:
     """Declares `--output`, for every command that writes."""
-    return typer.Option("--output", "-o", metavar=metavar, parser=typed_output, help=text)
+    return typer.Option("--output", "-o", metavar=metavar, parser=parse_output, help=text)
 
 
 def option_for(request: type[Any], name: str, section: str | None = None, **settings: Any) -> Any:
@@ -226,11 +226,11 @@ def options_of(
     sections: Mapping[str, Sequence[str]] | None = None,
     **settings: Mapping[str, Any],
 ) -> Callable[..., T]:
-    """Returns a function for Typer, whose parameters are a record's options; it returns the record.
+    """Returns a function for Typer that takes a record's options and returns the record.
 
     `sections` has the names of the options under each heading of the help; the others follow.
-    `settings` has, by option, other arguments for `option_for`, and its `kind` if that does not
-    follow from the field.
+    `settings` has further arguments of `option_for` by option, and a `kind` if the field does not
+    determine it.
     """
     headings: dict[str, str | None] = {
         name: heading for heading, names in (sections or {}).items() for name in names
@@ -254,11 +254,11 @@ def options_of(
 def _parameter(
     request: type[Any], name: str, section: str | None, kind: Any = None, **settings: Any
 ) -> inspect.Parameter:
-    """Returns the parameter of Typer for an option."""
+    """Returns the parameter that declares an option to Typer."""
     field, declaration = declared(request)[name]
-    kind = kind or _typed_as(type_of(request, name), is_path=declaration.is_path)
+    kind = kind or _shell_type(type_of(request, name), is_path=declaration.is_path)
     if kind is Path:
-        settings.setdefault("parser", typed_path)
+        settings.setdefault("parser", parse_path)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -267,7 +267,7 @@ def _parameter(
     )
 
 
-def _typed_as(kind: Any, *, is_path: bool) -> Any:
+def _shell_type(kind: Any, *, is_path: bool) -> Any:
     """Returns the type of an option in a shell: text if the field accepts text and other types."""
     parts = union_parts(kind)
     if is_path or {str, Path} <= {*parts} <= {str, Path, NoneType}:
@@ -284,9 +284,9 @@ READING = "Reading MODEL"
 
 
 def refuse_idle(*records: Any, why: str, but: Sequence[str] = ()) -> None:
-    """Raises `UsageError` for the first given option in the records that has no effect.
+    """Raises `UsageError` if an option of the records was given, except those in `but`.
 
-    The options in `but` have an effect.
+    The option would have no effect; `why` says why.
     """
     for record in records:
         for options in (record, *record.further):

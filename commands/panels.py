@@ -1,4 +1,4 @@
-"""Adds the options of records, and those of plugins, to a command."""
+"""Adds the options of a command's records, and those of plugins, to the command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .options import READING
 T = TypeVar("T")
 
 LOAD = "load"
-"""The call whose panels are shown by every command that reads a model."""
+"""The call whose panels every command that reads a model shows."""
 
 
 class PanelOptions:
@@ -29,9 +29,9 @@ class PanelOptions:
         for panel in panels_for(calls, [parameter.name for parameter in own]):
             if panel.function is not None:
                 groups = self._reading if LOAD in panel.calls else self._others
-                groups.append(_parsed(panel.function, panel.title))
+                groups.append(_parse_panel(panel.function, panel.title))
 
-    def among(self, own: Sequence[Any]) -> list[Any]:
+    def merged_with(self, own: Sequence[Any]) -> list[Any]:
         """Returns the parameters of a command and of its plugins, in the order of the help."""
         sections = [getattr(parameter, "rich_help_panel", None) for parameter in own]
         last = max((index for index, title in enumerate(sections) if title == READING), default=-1)
@@ -49,24 +49,24 @@ class PanelOptions:
         )
 
 
-def _parsed(function: str, title: str) -> Any:
+def _parse_panel(function: str, title: str) -> Any:
     """Returns a panel parsed by Typer; `title` is the section of options without one."""
     app = typer.Typer(add_completion=False)
-    app.command()(expanded(imported(function)))
+    app.command()(with_record_options(imported(function)))
     group: Any = typer.main.get_command(app)
     for option in group.params:
         option.rich_help_panel = option.rich_help_panel or title
     return group
 
 
-def further(context: typer.Context, request: type[Request]) -> tuple[Any, ...]:
-    """Returns the records of those panels of a request whose options were given."""
+def given_records(context: typer.Context, request: type[Request]) -> tuple[Any, ...]:
+    """Returns the records of a request's panels for which options were given."""
     panels = panels_for(request.offered, ())
     records = (record_in(context.obj, panel.options) for panel in panels)
     return tuple(record for record in records if record is not None and changed(record))
 
 
-def expanded(function: Callable[..., T]) -> Callable[..., T]:
+def with_record_options(function: Callable[..., T]) -> Callable[..., T]:
     """Returns a function for Typer, with a record's options in place of each record.
 
     A parameter for a record is annotated with its class and its `options_of`. Requests also
@@ -88,7 +88,7 @@ def expanded(function: Callable[..., T]) -> Callable[..., T]:
             options = inspect.signature(make).parameters
             record = make(**{option: typed.pop(option) for option in options})
             if isinstance(record, Request):
-                record = replace(record, further=further(typer_context, type(record)))
+                record = replace(record, further=given_records(typer_context, type(record)))
             typed[name] = record
         return function(**typed)
 

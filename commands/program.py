@@ -11,16 +11,16 @@ from ..common.option import PANELS
 from ..common.registry import Registry
 from .command import Command, summaries
 from .options import OPTIONAL, with_values
-from .panels import PanelOptions, expanded
+from .panels import PanelOptions, with_record_options
 
-LAST = ("Engines", "Weights of engines", "Cluster", "Options")
+LAST_SECTIONS = ("Engines", "Weights of engines", "Cluster", "Options")
 """The last sections of a command's help."""
 
-FURTHER = ("Numbers", "Engines", "Weights of engines")
+RARE_SECTIONS = ("Numbers", "Engines", "Weights of engines")
 """Sections shown only by --help-all, like rare panels, if the help is over two screens long."""
 
-SCREENS = 80
-"""Lines on two screens."""
+TWO_SCREENS = 80
+"""The number of lines on two screens."""
 
 EXIT_CODES = "Exit codes: 0 success, 1 failure, 2 wrong usage, 3 a check failed, 130 interrupted."
 
@@ -34,7 +34,7 @@ class SectionedCommand(TyperCommand):
     def add(self, panels: PanelOptions) -> None:
         """Adds the options of plugins."""
         self.panels = panels
-        self.params = panels.among(self.params)
+        self.params = panels.merged_with(self.params)
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command, with the records of plugins in the context."""
@@ -58,11 +58,11 @@ class SectionedCommand(TyperCommand):
                 heading = getattr(parameter, "rich_help_panel", None)
                 heading = "Arguments" if argument else heading or "Options"
                 sections.setdefault(heading, []).append(record)
-        long = sum(map(len, sections.values())) > SCREENS / 2  # about two lines per option
+        long = sum(map(len, sections.values())) > TWO_SCREENS / 2  # about two lines per option
         rare: set[str] = set()
         if long and not self.show_all:  # a short help shows everything
-            rare = {*FURTHER, *(panel.title for panel in PANELS if panel.rare)}
-        titles = [*(title for title in sections if title not in LAST), *LAST]
+            rare = {*RARE_SECTIONS, *(panel.title for panel in PANELS if panel.rare)}
+        titles = [*(title for title in sections if title not in LAST_SECTIONS), *LAST_SECTIONS]
         left_out = [title for title in titles if title in rare and title in sections]
         for heading in titles:
             if heading in sections and heading not in rare:
@@ -83,7 +83,7 @@ def _print_version(value: bool) -> None:
 
 
 def _note_untested_versions() -> None:
-    """Prints which packages are outside the tested versions; they may still work."""
+    """Prints which packages have untested versions; they may still work."""
     from ..common.console import Console
     from ..common.libraries import outside_of_what_was_run
 
@@ -106,7 +106,7 @@ def _before_command(
         bool, typer.Option("--quiet", "-q", help="Print only results and errors.")
     ] = False,
 ) -> None:
-    """Declares the options before the command; `program` uses them."""
+    """Declares the options that may precede a command; `program` reads them."""
 
 
 def program(name: str, about: str, commands: Registry[Command]) -> typer.Typer:
@@ -150,7 +150,7 @@ def declared_command(command: Command) -> Any:
     """Returns a command with its options, for the parser; its help ends with the example."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(command.name, cls=SectionedCommand, epilog=f"Example: {command.example}")(
-        expanded(command.loaded)
+        with_record_options(command.loaded)
     )
     declared: Any = typer.main.get_command(app)
     declared.add(PanelOptions(command.calls, declared.params))

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 from ..common.console import Console
 from ..common.libraries import check_pytorch
 from ..exporter.requests import LoadRequest
-from .options import READING, options_of, typed_config, typed_family, typed_setting
+from .options import READING, options_of, parse_config, parse_family, parse_setting
 
 if TYPE_CHECKING:
     from ..data.batches import Feed
     from ..exporter.model import Model
 
-OF_MODEL = {
-    "family": {"metavar": "<text>", "parser": typed_family},
-    "config": {"metavar": "FILE", "parser": typed_config},
-    "sets": {"metavar": "KEY=VALUE", "parser": typed_setting},
+LOADING = {
+    "family": {"metavar": "<text>", "parser": parse_family},
+    "config": {"metavar": "FILE", "parser": parse_config},
+    "sets": {"metavar": "KEY=VALUE", "parser": parse_setting},
 }
 """Typer's settings for the options of `LoadRequest`."""
 
-ReadingOptions = Annotated[LoadRequest, options_of(LoadRequest, {READING: [*OF_MODEL]}, **OF_MODEL)]
+ReadingOptions = Annotated[LoadRequest, options_of(LoadRequest, {READING: [*LOADING]}, **LOADING)]
 
 
 def loader(
@@ -30,7 +30,7 @@ def loader(
 ) -> Callable[[], Model]:
     """Returns a function that loads the model of a command.
 
-    The network of a factory is checked on the first inputs of `data`.
+    A network that a factory returns is checked on the first inputs of `data`.
     """
 
     def read() -> Model:

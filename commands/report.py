@@ -11,7 +11,7 @@ import typer
 from ..bench.calls import report as write_report
 from ..bench.request import ReportRequest
 from ..common.console import show
-from .options import json_text, options_of, output_option, typed_path
+from .options import json_text, options_of, output_option, parse_path
 from .printing import Printing
 
 
@@ -21,8 +21,8 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RESULTS.JSON…",
-            parser=typed_path,
-            help="Results of bench; the report shows further files next to the first.",
+            parser=parse_path,
+            help="Results of bench; the report shows all files side by side.",
         ),
     ],
     output: Annotated[

@@ -58,5 +58,5 @@ def run(
     if written.not_finite:
         console.note(
             f"{written.not_finite} values of the output are NaN or infinite: check the inputs; "
-            "a 16-bit graph overflows beyond the calibrated range"
+            "a 16-bit graph can overflow outside the calibrated range"
         )

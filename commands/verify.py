@@ -47,13 +47,12 @@ def verify(
         printing.console().note(
             f"not checked, because they are not part of the bundle: {', '.join(others[:6])}"
         )
-    passed = all(check.passed for check in checks)
+    failed = [check for check in checks if not check.passed]
     if printing.as_json:
-        show(json_text({"passed": passed, "checks": [check_json(check) for check in checks]}))
-    if not passed:
+        show(json_text({"passed": not failed, "checks": [check_json(check) for check in checks]}))
+    if failed:
         from ..common.locations import url_of
 
-        failed = [check for check in checks if not check.passed]
         first = f"{failed[0].name}: {failed[0].detail}"
         raise CheckError(
             f"{url_of(bundle) or bundle}: {len(failed)} of {len(checks)} checks failed; {first}",
@@ -67,7 +66,7 @@ def check_json(check: Check) -> dict[str, Any]:
 
 
 def check_text(check: Check) -> str:
-    """Returns a line of `verify`; the hint of a passed check is printed as a note."""
+    """Returns the line that `verify` prints for a check."""
     if check.passed and check.hint:
         return lines(f"noted   {check.name}: {check.detail}; {check.hint}")
     return lines(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")

@@ -266,7 +266,7 @@ class Zeros(Runner):
 class ZerosLoader(GraphLoader[Zeros]):
     """Opens no file."""
 
-    def opened(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> Zeros:
+    def open_graph(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> Zeros:
         """Returns the runner, which chooses nothing."""
         return Zeros()
 '''

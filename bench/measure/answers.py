@@ -58,7 +58,7 @@ def are_attributes(labels: Labels) -> bool:
 def mean_interval(count: int, answers: int, total: float, squares: float) -> Interval:
     """Returns the 95% interval of the mean of `count` shares, from their sum and sum of squares.
 
-    Each is the share of an input's `answers` that are correct. The interval is Wilson's for the
+    A share counts the correct ones of an input's `answers`. The interval is Wilson's for the
     number of independent answers that matches the observed spread: from one per input to all.
     """
     mean = min(1.0, float(total) / count)
@@ -93,8 +93,8 @@ class PairedScores(Sums):
     def kept_interval(self) -> Interval | None:
         """The 95% interval of `kept`, a ratio of two means over the same inputs.
 
-        It uses the delta method. An input is added that only one of the two models gets right, so
-        that the interval has a width even if they agree on every input.
+        It uses the delta method. One input that only one of the two models gets right is added, so
+        that the interval has a width even if the models agree on every input.
         """
         ratio = self.kept
         if ratio is None:
@@ -136,10 +136,10 @@ class Moments:
 class AnswerCounts(Sums):
     """Sums over labels [b, o] for the accuracy per attribute, or R².
 
-    The choice is made when all labels are counted: `numeric` is true if any is not 0 or 1.
+    The result is R² if any label is not 0 or 1 (`numeric`), known once all are counted.
     `one_hot` counts the inputs with exactly one 1. For each output, `positives` and `right` are
-    counts; `squared` and `absolute` are sums of such errors. `shares` has sums over the correct
-    share of an input's attributes, `errors` over its squared error.
+    counts; `squared` and `absolute` are sums of squared and absolute errors. `shares` has sums of
+    the correct share of an input's attributes, `errors` of an input's squared error.
     """
 
     LARGEST = frozenset({"numeric"})
@@ -199,7 +199,7 @@ class AnswerCounts(Sums):
         )
 
     def answers(self, untouched: AnswerCounts) -> AnswerScores:
-        """Returns the accuracy or regression, whichever the labels allow; may raise FeedError."""
+        """Returns the accuracy or regression scores, as the labels allow; may raise FeedError."""
         return AnswerScores(self.accuracy(untouched), self.regression())
 
     def regression(self) -> Regression | None:

@@ -12,7 +12,7 @@ from ...common import timing
 
 GIB = 1 << 30
 SQUARES = {"fp32": 4096, "fp16": 8192}
-"""Rows of the matrices for timed products, which take milliseconds on a large GPU."""
+"""The sizes of the square matrices in timed products, which take milliseconds on a large GPU."""
 
 
 def device_ms(call: Callable[[], object], device: str = "cuda") -> float:
@@ -51,7 +51,7 @@ class Probe(timing.TimedCall):
 
 
 class GpuProbes:
-    """Calls that measure a GPU in turn with other cases, under the same disturbances.
+    """Calls that measure a GPU, timed in turn with the cases and so under the same disturbances.
 
     One call sums `stream_bytes`, one copies them, and two multiply matrices of `squares` rows.
     """

@@ -26,13 +26,13 @@ from ..plan import Case, TimingGroup
 from ..results import PartTime
 from ..runners.base import Loader, Runner
 
-PREPARATIONS = 100  # repetitions to measure the preparation of a call, some microseconds each
+PREPARATIONS = 100  # repetitions that measure how long it takes to prepare a call
 
 
 class TimedRunner(timing.TimedCall):
     """The runtime's own call on the batches of a group in turn, prepared before it is timed.
 
-    `wrapper_ms` is the time that moexport's own call adds, if it is not timed. A loader's
+    `wrapper_ms` is the time that moexport's own call adds, if that is not timed. A loader's
     runner is only open during its part of each round, to save memory.
     """
 
@@ -45,14 +45,14 @@ class TimedRunner(timing.TimedCall):
 
     def __call__(self, index: int) -> object:
         if not self._calls:
-            runner = self._opened()
+            runner = self._open_runner()
             self._calls = [runner.bound(batch) for batch in self._batches]
             if runner.wraps and self.wrapper_ms is None:
-                self.wrapper_ms = preparing_ms(runner, self._batches[0])
+                self.wrapper_ms = preparation_ms(runner, self._batches[0])
         return self._calls[index % len(self._calls)]()
 
     def device_ms(self, index: int) -> float | None:
-        return self._opened().device_ms(self._batches[index % len(self._batches)])
+        return self._open_runner().device_ms(self._batches[index % len(self._batches)])
 
     def rest(self) -> None:
         """Closes a runner that is opened again in every round."""
@@ -61,14 +61,14 @@ class TimedRunner(timing.TimedCall):
             self._runner = None
             self._calls.clear()  # they keep the engine alive
 
-    def _opened(self) -> Runner:
+    def _open_runner(self) -> Runner:
         if self._runner is None:
             source = self._source
             self._runner = source() if isinstance(source, Loader) else source
         return self._runner
 
 
-def preparing_ms(runner: Runner, x: Inputs) -> float:
+def preparation_ms(runner: Runner, x: Inputs) -> float:
     """Returns the median time in ms to prepare a call, which is the time a wrapper adds."""
     times_ns = []
     for _ in range(PREPARATIONS):
@@ -191,8 +191,8 @@ def parts_of_profile(
     sums[None, "runtime"] = [
         max(0.0, end - start - busy) for (start, end), busy in zip(runs, inside, strict=True)
     ]
-    of_layers = ((layer, part) for layer in layers for part in PARTS)
-    order = (*of_layers, (None, "host"), (None, "runtime"))
+    layer_parts = ((layer, part) for layer in layers for part in PARTS)
+    order = (*layer_parts, (None, "host"), (None, "runtime"))
     return tuple(
         PartTime(layer, part, median(sums[layer, part]) / 1e3)
         for layer, part in order

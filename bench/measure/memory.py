@@ -89,7 +89,7 @@ def measure_memory(
     """Returns the memory of a pickled loader's engine when it runs these batches, by batch size.
 
     Sizes run in ascending order, so that each has its own peak. Raises RuntimeError with the last
-    line of the process's output if it fails.
+    line of the process's error output if it fails.
     """
     try:
         done = subprocess.run(
@@ -101,10 +101,10 @@ def measure_memory(
             env=of_python(),
         )
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"it did not end within {TIMEOUT_S:.0f} s") from None
+        raise RuntimeError(f"the process did not end within {TIMEOUT_S:.0f} s") from None
     if done.returncode != 0:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise RuntimeError(lines[-1] if lines else f"it ended with code {done.returncode}")
+        raise RuntimeError(lines[-1] if lines else f"the process ended with code {done.returncode}")
     answer = json.loads(done.stdout.splitlines()[-1])
     return PeakMemory(answer["runtime"] / MB, {int(b): v / MB for b, v in answer["peak"].items()})
 

@@ -60,10 +60,10 @@ SHARES = (4, 16)
 """Parts of a stream that are timed separately: a quarter and a sixteenth."""
 
 SQUARE = 1024
-"""Rows of the matrices for timed products: 20 ms on a core, at the rate of larger ones."""
+"""The size of the square matrices in timed products: 20 ms on a core, as fast as larger ones."""
 
-INT4_UNCOUNTED = "the least time of INT4 weights is not counted"
-FEWER_EXPERTS = "the work is that of the layers of the bundle, which have fewer experts"
+INT4_UNCOUNTED = "the least time is not computed for INT4 weights"
+FEWER_EXPERTS = "the work is only known for the bundle's layers, which have fewer experts"
 
 NO_GPU_RATES = "the rates of a GPU are measured with PyTorch, but this PyTorch has no CUDA"
 NO_GPU_INTEGERS = "the rate of a GPU's products in this precision is not measured"
@@ -96,7 +96,7 @@ NO_PRODUCTS = Products()
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The work for one input: the backbone's multiply-adds and weights, each layer's tokens."""
+    """The work for one input: the backbone's multiply-adds and weights, and each layer's tokens."""
 
     model: Model
     backbone_macs: float
@@ -144,7 +144,7 @@ class ModelWork:
 
 
 def work_of(model: Model, x: Inputs) -> ModelWork:
-    """Returns the work of a model for one of the inputs x [b, …]: the first of each.
+    """Returns the work of a model for one input: the first of the batch x [b, …].
 
     PyTorch counts the multiply-adds of matrix products, convolutions and attention. Raises
     `TraceError` naming other operators of the backbone that multiply.
@@ -165,7 +165,7 @@ def work_of(model: Model, x: Inputs) -> ModelWork:
             backbone.get_submodule(name).register_forward_pre_hook(partial(record_tokens, name))
             for name in routes
         ]
-        reads = _Reads(backbone)
+        reads = _ParameterReads(backbone)
         try:
             # The later mode is called first and decomposes operators for the earlier one.
             with reads, FlopCounterMode(display=False) as counter:
@@ -192,7 +192,7 @@ def _plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's is not annotated
+class _ParameterReads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's is not annotated
     """Records how much of each parameter is read, and uncounted operators that multiply.
 
     Of an embedding table, only the selected rows are read.
@@ -206,7 +206,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's i
 
     @property
     def numbers(self) -> int:
-        """Numbers of parameters that were read, each once."""
+        """The number of parameter values that were read, each counted once."""
         return sum(self._read.values())
 
     def __torch_dispatch__(
@@ -246,8 +246,8 @@ def layer_parts(
 
     The tokens [b, m, d] are read once and the outputs [b, m, o] are written once. Unused experts
     are not read: with b·k ≥ n all experts are assumed to be used, and with routed tokens as many as
-    uniform choices would use. A layer without sets of experts is one step, or two with INT8: the
-    quantised part and the rest. Routing is computed in FP32.
+    uniform choices would use. A layer without sets of experts is one step, or two with INT8: a
+    quantised and an unquantised one. Routing is computed in FP32.
     """
     spec, macs = plan.spec, plan.spec.macs(plan.tokens, plan.typical_k)
     active = min(spec.experts, plan.selections) if spec.chooses_sets else plan.typical_k
@@ -334,7 +334,7 @@ class Rates:
     fp16_gflop_s: float | None = None
     gpu: bool = False
 
-    def of(self, moved: float) -> Rates:
+    def for_bytes(self, moved: float) -> Rates:
         """Returns the rates for moving this many bytes, which may stay in a cache between calls."""
         known = {int(streamed): rate for streamed, rate in self.cached_gb_s.items()}
         least = min((streamed for streamed in known if streamed >= moved), default=None)
@@ -374,7 +374,7 @@ class Limit:
 def arithmetic_of(case: Case) -> Arithmetic:
     """Returns the type in which a case computes products of floats.
 
-    On a CPU most runtimes multiply 16-bit numbers in FP32; on a GPU both types have the same rate.
+    On a CPU, most runtimes multiply 16-bit numbers in FP32; on a GPU both types have the same rate.
     """
     if case.provider != "cpu":
         return "fp16" if case.precision in ("fp16", "bf16") else "fp32"
@@ -416,7 +416,7 @@ class Limits:
         except TraceError as error:
             self._work = error.message
         except Exception as error:  # noqa: BLE001  the user's code: the row has the reason
-            self._work = f"the backbone's work: {one_line(error)}"
+            self._work = f"the backbone's work cannot be counted: {one_line(error)}"
 
     def rates(self, measured: timing.Measured) -> Rates | str:
         """Returns the rates from the benchmarks, or why there are none."""
@@ -436,7 +436,7 @@ class Limits:
         return Rates(**self._gpu.rates(ms), gpu=True)
 
     def of(self, case: Case, graph: GraphSource | None, batch: int, rates: Rates | str) -> Limit:
-        """Returns the work of a row and the least time for it; `graph` is the row's, if any.
+        """Returns the work of a row and the least time for it; `graph` is the row's graph, if any.
 
         `rates` are those of the row's device. 16-bit numbers count as two bytes; `arithmetic_of`
         determines the rate of their products.
@@ -470,7 +470,7 @@ class Limits:
             rates = NO_GPU_INTEGERS
         if isinstance(rates, str):
             return Limit(work, reason=rates)
-        return Limit(work, limit_ms(parts, rates.of(work.bytes)))
+        return Limit(work, limit_ms(parts, rates.for_bytes(work.bytes)))
 
 
 def why_below_limit(limit: Limit, median_ms: float, rates: Rates | str) -> str | None:
@@ -478,11 +478,11 @@ def why_below_limit(limit: Limit, median_ms: float, rates: Rates | str) -> str |
     if limit.work is None or limit.limit_ms is None or median_ms >= limit.limit_ms:
         return None
     assert isinstance(rates, Rates), "a limit has rates"
-    moved = limit.work.bytes
-    if 1e-6 * moved / rates.of(moved).stream_gb_s > limit.limit_ms / 2:
+    moved, rate = limit.work.bytes, rates.for_bytes(limit.work.bytes).stream_gb_s
+    if 1e-6 * moved / rate > limit.limit_ms / 2:
         return (
             f"limit does not apply: the {size(moved)} stay in a cache between calls, which is "
-            f"faster than the {rates.of(moved).stream_gb_s:.0f} GB/s of a sum over as many bytes"
+            f"faster than the {rate:.0f} GB/s of a sum over as many bytes"
         )
     return (
         f"limit does not apply: its products are faster than the timed product of two {SQUARE} × "
@@ -491,10 +491,10 @@ def why_below_limit(limit: Limit, median_ms: float, rates: Rates | str) -> str |
 
 
 class Microbenchmarks:
-    """Calls that measure the machine in turn with other cases, under the same disturbances.
+    """Calls that measure the machine, timed in turn with the cases, under the same disturbances.
 
-    They stream `stream_bytes` and multiply matrices of `square` rows and columns, in integers and
-    BF16 only with `integer` and `bf16`.
+    They stream `stream_bytes` and multiply matrices of `square` rows and columns, also in integers
+    with `integer` and in BF16 with `bf16`.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ def axis(channel: str, field: str, title: str, kind: str = "zero") -> Spec:
 
 
 def layer(name: str, mark: str, where: str = "", /, style: Spec = PLAIN, **channels: Any) -> Spec:
-    """Returns the marks of the rows for which an expression is true.
+    """Returns the marks of the rows for which the expression `where` is true.
 
     A channel is a field of the rows; "=field" is used without a scale. All marks have the chart's
     axes, the row's `ink` and its text, unless a channel changes that.
@@ -137,7 +137,7 @@ def _calc(**fields: str) -> list[Spec]:
     return [{"calculate": expression, "as": name} for name, expression in fields.items()]
 
 
-def _joined(by: Sequence[str] = (), **fields: str) -> Spec:
+def _join_aggregate(by: Sequence[str] = (), **fields: str) -> Spec:
     parts = [(name, *each.split()) for name, each in fields.items()]
     ops = [{"op": op, "as": name, **({"field": of[0]} if of else {})} for name, op, *of in parts]
     return {"joinaggregate": ops, "groupby": list(by)}
@@ -152,7 +152,7 @@ def threshold(channel: str, name: str) -> Spec:
 
 
 def _points(where: str, solid: str) -> list[Spec]:
-    """Returns the points (hollow, except for solid ones), the ring and the labels."""
+    """Returns the points, which are filled if `solid` is true, the ring and the labels."""
     fill = {"expr": f"{solid} ? datum.ink : 'transparent'"}
     style = {"fill": fill, "size": {"expr": "datum.front ? 100 : 62"}}
     ring = {"size": 330, "strokeWidth": 2.5}
@@ -177,7 +177,7 @@ def over_k(field: str, title: str, kind: str, *, apart: bool = False) -> Spec:
     """Returns a chart of values over k with their bars, and the untouched model across it.
 
     On an axis of latencies from zero, an outlying bar ends in an arrow. With `apart`, lines of
-    equal values are drawn next to each other, except a line that one of its precision covers.
+    equal values are drawn side by side, unless one of the same precision covers the other.
     """
     ends: Spec = {"y": f"{field}_low", "y2": f"{field}_high"}
     layers = [layer("bars", "rule", f"isValid(datum['{field}_low']) && !datum.level", **ends)]
@@ -203,7 +203,7 @@ def _limited_axis() -> list[Spec]:
     top = "1.06 * max(datum.highest, min(1.5 * datum.highest, datum.reach))"
     cut = _calc(top=top, cut="datum.ms_high > datum.top", arrow="0.965 * datum.top")
     high = _calc(ms_high="min(datum.ms_high, datum.top)")
-    return [_joined(highest="max ms", reach="max ms_high"), *cut, *high]
+    return [_join_aggregate(highest="max ms", reach="max ms_high"), *cut, *high]
 
 
 def _offset(field: str) -> list[Spec]:
@@ -212,16 +212,16 @@ def _offset(field: str) -> list[Spec]:
     turn, place = {"op": "row_number", "as": "turn"}, {"op": "dense_rank", "as": "place"}
     return [
         *_calc(same=same),
-        _joined(["line"], length="count", first="min index"),
+        _join_aggregate(["line"], length="count", first="min index"),
         {"window": [turn], "groupby": ["same"], "sort": [longest, first]},
-        _joined(["line"], turn="min turn"),
+        _join_aggregate(["line"], turn="min turn"),
         {"filter": "datum.level || datum.turn === 1 || datum.index === chosen"},
         {"window": [place], "groupby": ["level"], "sort": [first]},
         *_calc(x=f"datum.k * pow({OFFSET}, datum.place - 1)"),
     ]
 
 
-def trade(title: str) -> Spec:
+def trade_off(title: str) -> Spec:
     """Returns the chart of retention over latency, with the Pareto front."""
     front = {"interpolate": "step-after", "strokeWidth": 1.5}
     channels = {"color": "=front_ink", "strokeDash": "=front_dash", "detail": "run"}
@@ -270,7 +270,7 @@ def core_charts(quality: str) -> dict[str, Spec]:
     """Returns the page's own charts by name, for models that are judged by `quality`."""
     batch, rate = axis("x", "batch", "batch", "k"), axis("y", "rate", "of", "log")
     return {
-        "deploy": trade(f"{quality} kept"),
+        "deploy": trade_off(f"{quality} kept"),
         "ms": over_k("ms", "median latency, ms", "zero"),
         "ms_log": over_k("ms", "median latency, ms (log)", "log"),
         "kept": over_k("kept", f"{quality} kept", "share", apart=True),
@@ -284,7 +284,7 @@ def core_charts(quality: str) -> dict[str, Spec]:
     }
 
 
-def nothing(why: str) -> Spec:
+def empty_chart(why: str) -> Spec:
     """Returns a chart that shows only a sentence."""
     return {"mark": {"type": "text", "text": why, "color": "var(--ink)"}}
 
@@ -350,7 +350,7 @@ def _palette() -> dict[str, str]:
 
 
 def write_pictures(spec: Mapping[str, Any], paths: Sequence[Path]) -> None:
-    """Writes a chart to files, as PNG or SVG by their suffixes."""
+    """Writes a chart to files, as PNG or SVG depending on their suffixes."""
     import vl_convert
 
     text = re.sub(r"var\(--([\w-]+)\)", lambda name: _palette()[name[1]], json.dumps(spec))

@@ -14,14 +14,14 @@ from .summary import line_name, milliseconds
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One row before and now."""
+    """A row in the earlier results and in the new ones."""
 
     before: Row
     now: Row
 
     @property
     def ratio(self) -> float | None:
-        """The latency now over that before: above 1 is slower. None if one of them failed."""
+        """The new latency divided by the old: above 1 is slower. None if one of the rows failed."""
         old, new = self.before.median_ms, self.now.median_ms
         return None if old is None or new is None else new / old
 
@@ -125,7 +125,7 @@ def compare(before: Results, now: Results) -> ResultsComparison:
         notes.append(f"Different weights: {', '.join(edited)}.")
     moved = sum(_host(change.before) != _host(change.now) for change in changes)
     if moved:
-        notes.append(f"{moved} rows were timed on a different machine: compare ratios.")
+        notes.append(f"{moved} rows were timed on a different machine: compare ratios, not times.")
     if only_before or only_now:
         notes.append(
             f"{only_before} rows are only in the earlier file, {only_now} only in this one."
@@ -168,7 +168,7 @@ def check_regression(before: Results, now: Results, share: float | None) -> tupl
     worse = () if share is None else comparison.failures(share)
     if share is not None and not comparison.changes:
         raise MoexportError(
-            "--fail-if-slower: the earlier results have no row in common with these",
+            "--fail-if-slower: the earlier and the new results have no row in common",
             hint="compare runs of the same models, engines, k and batch sizes",
         )
     if worse:
@@ -177,6 +177,6 @@ def check_regression(before: Results, now: Results, share: float | None) -> tupl
         raise CheckError(
             f"{len(worse)} of {len(comparison.changes)} rows are slower by more than {share:.0%} "
             f"or fail: {listed}{more}",
-            hint="if the machine is noisy, see the spreads in the report, or allow a larger share",
+            hint="see the spreads in the report; if the machine is noisy, allow a larger share",
         )
     return lines

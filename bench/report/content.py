@@ -37,8 +37,8 @@ class SectionContent:
 class RowDecision:
     """The search that chose the last row, and the request it fulfils.
 
-    `keep` is the requested share, None if there was no request. `asked` is a sentence on the
-    request, and `keeps` what the chosen row keeps, if confirmed. `recipe` is the file to export it.
+    `keep` is the requested share, if any. `asked` is a sentence on the request, and `keeps` on what
+    the chosen row keeps, if confirmed. `recipe` is the file to export it with.
     """
 
     keep: float | None
@@ -60,7 +60,7 @@ class PageChart:
     assets: Path
 
     def asset(self, name: str) -> str:
-        """Returns the text of one of its files."""
+        """Returns the text of one of the chart's files."""
         return (self.assets / name).read_text(encoding="utf-8").strip()
 
 
@@ -93,7 +93,7 @@ SECTIONS = Registry("moexport.sections", ReportSection)
 """The sections of plugins; the built-in ones are in `sections.py`."""
 
 
-def showing(results: Results) -> list[ReportSection]:
+def plugin_sections(results: Results) -> list[ReportSection]:
     """Returns the sections of plugins that show findings of these results, in their order."""
     if not results.analyses:
         return []
@@ -103,15 +103,15 @@ def showing(results: Results) -> list[ReportSection]:
 
 def decision_of(results: Results) -> RowDecision | None:
     """Returns the search that chose the last row of these results, if any."""
-    decisions = (section.decision(results) for section in showing(results))
+    decisions = (section.decision(results) for section in plugin_sections(results))
     return next((decision for decision in decisions if decision is not None), None)
 
 
 def left_out(results: Results) -> str:
     """Returns a sentence on findings that no section shows; empty if all are shown."""
-    shown = {section.shows for section in showing(results)}
+    shown = {section.shows for section in plugin_sections(results)}
     names = [name for name in results.analyses if name not in shown]
     if not names:
         return ""
     listed = printable(", ".join(names))
-    return f"Left out: {listed}. No installed plugin shows this; it is in results.json."
+    return f"Left out: {listed}. No installed plugin shows these findings; results.json has them."

@@ -1,4 +1,4 @@
-"""The report's main chart as PNG and SVG files, for a README or a paper, with all models in one."""
+"""The report's main chart, with all models, as PNG and SVG files for a README or a paper."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .charts import (
     STAR,
     SYMBOLS,
     Spec,
+    empty_chart,
     ink_of,
-    nothing,
     over_k,
     side_by_side,
     write_pictures,
@@ -96,7 +96,7 @@ def _hover(section: Section, row: Row) -> Iterator[str]:
 def figures(results: Results, directory: Path) -> tuple[Path, ...]:
     """Writes a figure per batch size, as PNG and SVG; returns the files.
 
-    It shows latency and accuracy over k. The figure of the smallest batch size is
+    Each shows latency and accuracy over k. The figure of the smallest batch size is
     `latency_accuracy`, others are `latency_accuracy_batch{b}`; all models share a pair of axes. For
     language models, `tokens_perplexity` has tokens per second in each phase, and perplexity.
     """
@@ -147,7 +147,7 @@ def _picture(chosen: Sequence[Section]) -> Spec:
             panel = over_k("ppl", "perplexity, lower is better", "near", apart=True)
             panels.append((f"{prefix}perplexity", panel, drawn))
         else:
-            panel = nothing("not measured: no labels")
+            panel = empty_chart("not measured: no labels")
             if quality:
                 panel = over_k("kept", f"share of PyTorch's {quality} kept", "share", apart=True)
             panels.append((f"{prefix}{quality or 'accuracy'} kept", panel, drawn))
@@ -204,8 +204,9 @@ def _lines(chosen: Sequence[Section]) -> list[list[Series]]:
     for section in chosen:
         lines: dict[str, list[Row]] = {}
         for row in section.rows:
-            precise = len(precisions) > 1 and not row.engine.startswith("pytorch")
-            name = f"{engine_name(row)}, {row.precision.upper()}" if precise else engine_name(row)
+            name = engine_name(row)
+            if len(precisions) > 1 and not row.engine.startswith("pytorch"):
+                name += f", {row.precision.upper()}"
             lines.setdefault(name, []).append(row)
         split = [name for name, line in lines.items() if len({row.k for row in line}) < len(line)]
         for row in (row for name in split for row in lines.pop(name)):

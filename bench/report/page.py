@@ -33,7 +33,7 @@ from ..engines import PYTORCH_EAGER
 from ..results import ModelInfo, Results, Row, as_json, write
 from .charts import STAR, SYMBOLS, core_charts
 from .compare import ResultsComparison
-from .content import PageChart, ReportSection, decision_of, showing
+from .content import PageChart, ReportSection, decision_of, plugin_sections
 from .figures import figures, marks
 from .runs import NamedRun, machine_of, run_points
 from .sections import all_sections, contents
@@ -82,14 +82,15 @@ def write_views(
     comparison: ResultsComparison | None = None,
     runs: Sequence[NamedRun] = (),
 ) -> tuple[Path, ...]:
-    """Writes the page (.html, else UsageError), and Markdown, CSV and figures next to it.
+    """Writes the page, and Markdown, CSV and figures next to it.
 
-    The page shows other `runs` next to the results. Without vl-convert there are no figures.
+    The page shows other `runs` next to the results. Without vl-convert there are no figures. Raises
+    UsageError unless the page is an .html file.
     """
     check_file(page)
     if page.suffix not in (".html", ".htm"):
         raise UsageError(
-            f"--output {page}: the page is HTML",
+            f"--output {page}: the page must be an .html file",
             hint=f"for example -o {page.stem or 'report'}.html",
         )
     write_text(html(results, comparison, runs), page)
@@ -98,10 +99,11 @@ def write_views(
     write_text(to_csv(results), rows)
     if not can_draw():
         return (page, markdown, rows)
-    with output_errors(page.parent):
+    folder = page.parent
+    with output_errors(folder):
         drawn = (
-            *figures(results, page.parent),
-            *(path for each in showing(results) for path in each.figures(results, page.parent)),
+            *figures(results, folder),
+            *(path for each in plugin_sections(results) for path in each.figures(results, folder)),
         )
     return (page, markdown, rows, *drawn)
 
@@ -118,9 +120,8 @@ def html(
 ) -> str:
     """Returns the page: the answer, charts, rows, environment, method and changes."""
     shown = sections(results)
-    names = [model.name for model in results.models]
     parts = {
-        "TITLE": escape(f"moexport benchmark: {', '.join(names)}"),
+        "TITLE": escape(f"moexport benchmark: {', '.join(model.name for model in results.models)}"),
         "STYLE": _asset("report.css"),
         "SUBJECT": escape(shown[0].model if shown else "moexport"),
         "MACHINE": escape(machine_of(results) if "cpu" in results.environment else ""),
@@ -222,7 +223,7 @@ def _description(results: Results, section: Section, row: Row) -> dict[str, Any]
         "engine_name": engine_name(row),
         "on_gpu": row.on_gpu,
         "base": next((i for i, other in enumerate(results.rows) if other is base), None),
-        "against": f"PyTorch{section.place(row)}",
+        "against": f"PyTorch{section.base_device(row)}",
         "speed": section.speedup(row),
         "waited": section.waited if section.disturbed else None,
         "gain": section.gain(row),
@@ -254,8 +255,8 @@ def _limit(row: Row) -> str:
 def export_command(results: Results, row: Row) -> str | None:
     """Returns the command that exports the graph of a row again, or runs its bundle.
 
-    It is None for rows of PyTorch, and if the results were not made by a command, which shows how
-    the model is read.
+    It is None for rows of PyTorch, and if the results were not made by a command: only the command
+    shows how the model is read.
     """
     model = next((info for info in results.models if info.name == row.model), ModelInfo(""))
     source = model.source
@@ -352,21 +353,21 @@ def _environment(results: Results) -> Iterator[tuple[str, str]]:
         elif name == "cpu" and isinstance(value, dict):
             cpu = dict(value)
             model, instructions = cpu.pop("model", ""), cpu.pop("instructions", None)
-            words = [str(model), *([_plain(instructions)] if instructions else [])]
-            yield name, "; ".join((*words, _plain(cpu)) if cpu else words)
+            words = [str(model), *([_text_of(instructions)] if instructions else [])]
+            yield name, "; ".join((*words, _text_of(cpu)) if cpu else words)
         elif name == "memory_bytes" and isinstance(value, int):
             yield "memory", f"{value / 2**30:.1f} GiB"
         else:
-            yield name, _plain(value)
+            yield name, _text_of(value)
 
 
-def _plain(value: Any) -> str:
+def _text_of(value: Any) -> str:
     match value:
         case None:
             return "none"
         case dict():
             return ", ".join(f"{key} {item}" for key, item in value.items())
         case list():
-            return "; ".join(map(_plain, value))
+            return "; ".join(map(_text_of, value))
         case _:
             return str(value)

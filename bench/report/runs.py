@@ -13,8 +13,8 @@ from .summary import headline, line_name, milliseconds, percent, row_name, secti
 HEADS = ("Run", "Machine", "ms", "Kept", "Row", "Answer")
 
 NOTE = (
-    "The row of each run that its own report recommends; the chart of what can be deployed has the "
-    "Pareto front of each run. Times on different machines do not compare software."
+    "For each run, the row that its own report recommends; the chart of what can be deployed shows "
+    "the Pareto front of each run. Times on different machines say nothing about software."
 )
 
 

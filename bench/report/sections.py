@@ -29,13 +29,13 @@ HEAT_NOTE = (
 )
 
 LOSING_NOTE = (
-    "Correct answers for the classes that lose most, on the inputs that measure accuracy; with few "
+    "Correct answers for the classes that lose the most, on the inputs for accuracy; with few "
     "inputs, differences are mostly chance."
 )
 
 
 SIDE_BY_SIDE = (
-    "The answer for each model, by the rule of the page's first sentence. Each model is compared "
+    "The row to deploy of each model, chosen as in the page's first sentence. Each is compared "
     "with its own untouched PyTorch model."
 )
 
@@ -119,7 +119,7 @@ def _heat(values: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], Cell
     }
 
 
-def _losing(results: Results) -> SectionContent | None:
+def _losing_classes(results: Results) -> SectionContent | None:
     """Returns the classes whose accuracy falls at each k, compared with the untouched model."""
     groups: dict[str, list[Sequence[Cell]]] = {}
     for row in results.rows:
@@ -226,9 +226,9 @@ def all_sections(
         ReportSection(name="heat", title="Speed by k and batch", place=50, content=_by_k_and_batch),
         ReportSection(
             name="losing",
-            title="Which classes lose at a smaller k",
+            title="Classes that lose at a smaller k",
             place=60,
-            content=_losing,
+            content=_losing_classes,
         ),
         ReportSection(name="outputs", title="Each output", place=55, content=outputs_section),
         ReportSection(name="parity", title="Parity with PyTorch", place=90, content=_parity),

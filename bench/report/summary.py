@@ -29,7 +29,7 @@ GPU_MS = "GPU ms"  # the heading of the times by CUDA events, in every table tha
 class Series:
     """The rows of one engine, lowering, precision and provider at one batch size, by k.
 
-    `style` is the line's number in a results file: it has the same colour and marker everywhere.
+    `style` is the line's number in a results file, which determines its symbol in every figure.
     """
 
     name: str
@@ -100,8 +100,8 @@ class Section:
             return self.gpu_reference
         return self.reference
 
-    def place(self, row: Row) -> str:
-        """Returns where the base of a row ran, for a sentence; empty if no row ran on a GPU."""
+    def base_device(self, row: Row) -> str:
+        """Returns where the base of a row ran: ` on the GPU`; empty if no row ran on a GPU."""
         base = self.base(row)
         if base is None or not any(other.on_gpu for other in self.rows):
             return ""
@@ -160,13 +160,13 @@ class Section:
         return max(1, math.ceil(inputs_needed(count, kept, low, self.keep)) - count)
 
     def unproven(self, row: Row) -> str:
-        """Describes how many more inputs would prove it; empty if it is proven."""
+        """Describes how many more inputs would prove that a row keeps enough; empty if proven."""
         more, (_, unit) = self.missing(row), row.samples
         if not more:
             return ""
         if math.isinf(more):
             return f"Not proven: more {unit} needed"
-        return f"Not proven: about {_rounded(math.ceil(more)):,} more {unit} needed"
+        return f"Not proven: about {_round_up(math.ceil(more)):,} more {unit} needed"
 
 
 def proven_retention(row: Row, full_k: int) -> float | None:
@@ -192,7 +192,7 @@ def disagreement(*rows: Row | None) -> float | None:
     return largest if largest > DISAGREE else None
 
 
-def _rounded(number: int) -> int:
+def _round_up(number: int) -> int:
     """Returns a number rounded up to two digits: 1 to 99, then 110, 1,300."""
     step: int = 10 ** max(0, len(str(number)) - 2)
     return -(-max(1, number) // step) * step
@@ -287,7 +287,7 @@ def headline(section: Section) -> Row | None:
     It is the fastest row that is proven, by the lower end of its interval, to keep at least 99% of
     the untouched model's accuracy, or the requested share. If none is proven, it is the row that
     needs the fewest additional inputs for a proof; if none seems to keep enough, the row that keeps
-    most; without labels, the fastest. It is never the untouched model itself.
+    the most; without labels, the fastest. It is never the untouched model itself.
     """
 
     def order(row: Row) -> tuple[float, float]:
@@ -323,7 +323,7 @@ def summary(section: Section) -> str:
     if row.kept is None:
         return f"{unknown(row)}. Fastest: {answer}."
     if row.kept < section.keep:
-        return f"Nothing here keeps {percent(section.keep)}. Nearest: {answer}."
+        return f"No row keeps {percent(section.keep)}. Closest: {answer}."
     unproven = section.unproven(row)
     return f"{answer}. {unproven}." if unproven else f"Deploy {answer}."
 
@@ -370,8 +370,8 @@ def _other_rows(section: Section, row: Row) -> str:
     keep, unproven = section.keep, section.unproven
     faster = [r for r in others if _median(r) < _median(row) and r.kept and r.kept >= keep]
     if any(map(unproven, faster)) and not unproven(row):
-        following = min(filter(unproven, faster), key=lambda r: (section.missing(r), _median(r)))
-        return f"Faster: {claim(section, following)}. {unproven(following)}."
+        next_row = min(filter(unproven, faster), key=lambda r: (section.missing(r), _median(r)))
+        return f"Faster: {claim(section, next_row)}. {unproven(next_row)}."
     fewer = [r for r in others if r.k < row.k]
     if row.k < section.full_k or not fewer:
         return ""
@@ -393,8 +393,7 @@ def _by_accuracy(section: Section, rows: Sequence[Row]) -> str:
     if likely:
         nearest = min(likely, key=lambda row: (section.missing(row), row.k))
         k = f"k = {nearest.k_of_n(' of ')}"
-        kept = keeps(section, nearest)
-        return f"By accuracy alone, {k} {kept}. {section.unproven(nearest)}."
+        return f"By accuracy alone, {k} {keeps(section, nearest)}. {section.unproven(nearest)}."
     return f"By accuracy alone, no smaller k keeps {percent(keep)}." if fewer else ""
 
 
@@ -422,7 +421,7 @@ def _speed(section: Section, row: Row) -> str:
     runtime = engine_name(row)
     against = {
         f"all experts in {runtime}": section.all_experts(row),
-        f"PyTorch{section.place(row)}{phase}": section.base(row),
+        f"PyTorch{section.base_device(row)}{phase}": section.base(row),
         "PyTorch with stacked experts": section.stacked(row),
     }
     phrases: list[str] = []
@@ -459,7 +458,7 @@ def kept_text(kept: float, low: float | None, metric: str) -> str:
 
 
 def floored(share: float) -> float:
-    """Returns a share rounded down to a tenth of a percent, never up to the requested one."""
+    """Returns a share rounded down to a tenth of a percent: rounding up could seem to suffice."""
     return math.floor(1e3 * share + 1e-9) / 1e3
 
 
@@ -474,7 +473,7 @@ def times(ratio: float) -> str:
     return f"{ratio:.{digits}f}×"
 
 
-def over(ratio: float) -> str:
+def excess(ratio: float) -> str:
     """Returns a time divided by the least time: `1.4`, `31`; below 1 the limit does not apply."""
     return (
         f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 1 else "limit does not apply"

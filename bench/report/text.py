@@ -16,7 +16,7 @@ from ...common.threads import Threads
 from ..engines import PYTORCH_EAGER, titles
 from ..results import Results, Row
 from .compare import ResultsComparison
-from .content import SectionContent, left_out, showing
+from .content import SectionContent, left_out, plugin_sections
 from .outputs import outputs_text
 from .runs import NamedRun
 from .sections import contents
@@ -24,10 +24,10 @@ from .summary import (
     GPU_MS,
     Section,
     caveat,
+    excess,
     floored,
     line_name,
     milliseconds,
-    over,
     row_name,
     sections,
     summary,
@@ -55,17 +55,17 @@ def rows_table(results: Results) -> str:
     ranges = results.protocol.get("ranges")
     if ranges:
         blocks.append(f"The INT8 ranges come from {ranges['text']}.")
-    findings = (section.text(results) for section in showing(results))
+    findings = (section.text(results) for section in plugin_sections(results))
     texts = (*blocks, outputs_text(results), _failures(results), *findings, left_out(results))
     return "\n\n".join(filter(None, texts))
 
 
 def _limits(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields a line for each reason why limits do not hold."""
+    """Yields a line for each reason why limits do not apply."""
     by_reason: dict[str, list[str]] = {}
     for row in rows:
         if row.over_limit is not None and row.over_limit < 1:
-            reason = row.no_limit or f"{over(row.over_limit)}: the weights may stay in a cache"
+            reason = row.no_limit or "limit does not apply: the weights may stay in a cache"
             by_reason.setdefault(reason, []).append(f"{line_name(row)}, k = {row.k}")
     for reason, names in by_reason.items():
         yield f"{'; '.join(names)}: {reason}"
@@ -91,7 +91,7 @@ def _cells(section: Section, row: Row, devices: int) -> tuple[str, ...]:
         *[_number(row.device_ms and row.device_ms.median, ".3f")] * devices,
         *(() if row.phase is None else (_number(row.tokens_per_s, ",.0f"),)),
         "–" if speedup is None else f"{speedup:.2f}×",
-        "–" if row.over_limit is None else over(row.over_limit) if row.over_limit >= 1 else "<1",
+        "–" if row.over_limit is None else excess(row.over_limit) if row.over_limit >= 1 else "<1",
         quality,
         _number(row.kept, ".1%"),
         "–" if low is None else f"{floored(low):.1%}",
@@ -122,7 +122,7 @@ def to_markdown(
     comparison: ResultsComparison | None = None,
     runs: Sequence[NamedRun] = (),
 ) -> str:
-    """Returns the summary of each section, its rows, and how they were measured."""
+    """Returns the report as Markdown: each section's summary and rows, and the method."""
     lines = []
     device = _device_heading(results)
     for section in sections(results):
@@ -182,7 +182,7 @@ def _markdown_cells(row: Row, speedup: float | None, devices: int) -> tuple[str,
         *[on_gpu] * devices,
         *(() if row.phase is None else (_number(row.tokens_per_s, ",.0f", ""),)),
         "" if speedup is None else times(speedup),
-        "" if row.over_limit is None else over(row.over_limit),
+        "" if row.over_limit is None else excess(row.over_limit),
         _number(row.latency_ms and row.latency_ms.spread, ".0%", ""),
         quality,
         _number(row.kept, ".1%", ""),
@@ -262,9 +262,9 @@ def method_lines(results: Results) -> list[str]:
         sentence = threads if isinstance(threads, str) else Threads(threads).sentence
         lines.append(f"Every engine: {sentence}.")
     lines.append(
-        "Latencies with scope gpu are device time; the others are wall clock, host to host."
+        "Latencies with scope gpu are device time; the others are wall-clock time, host to host."
         if any(row.scope == "gpu" for row in results.rows)
-        else "Latency is wall clock, with input and output in host memory, on real inputs in turn."
+        else "Latency is wall-clock time on real inputs, with inputs and outputs in host memory."
     )
     lines += _on_gpu(results)
     if any(row.phase is not None for row in results.rows):
@@ -273,7 +273,8 @@ def method_lines(results: Results) -> list[str]:
         lines.append(f"The INT8 ranges come from {protocol['ranges']['text']}.")
     if "samples" in protocol:
         labelled = "labelled" if protocol.get("labelled") else "unlabelled"
-        lines.append(f"Accuracy, routing and parity on {protocol['samples']:,} {labelled} samples.")
+        samples = f"{protocol['samples']:,} {labelled} samples"
+        lines.append(f"Accuracy, routing and parity were measured on {samples}.")
     lines += _rates(protocol.get("rates", ()))
     if protocol.get("waited"):
         largest = max(wait["share"] for wait in protocol["waited"])
@@ -299,21 +300,21 @@ PHASES = (
     "Prefill computes a whole prompt (the time to the first token). Decode computes one token "
     "after it, with the prompt's keys and values in the cache. Every engine does the same work and "
     "computes the logits of every new token. Outputs stay on the engine's device, where the next "
-    "call needs them. Same experts counts the choices of each token in each layer, without choices "
-    "between scores that are closer than rounding."
+    "call needs them. “Same experts” counts the choices of each token in each layer, but not those "
+    "between scores that differ by less than rounding."
 )
 
 GPU_CLOCK = (
     "On a GPU, wall-clock times include the copies to and from the GPU and the wait; the host "
     "waits as CUDA does by default, on most machines by spinning. TensorRT engines, graphs in ONNX "
     "Runtime's CUDA provider and compiled PyTorch are replayed as CUDA graphs if possible; other "
-    "rows of PyTorch launch kernel by kernel, and those in FP16 compute the whole network in it. "
+    "rows of PyTorch launch kernel by kernel, and those in FP16 compute the whole network in FP16. "
     "FP32 products do not use TF32, unless an engine was built with it."
 )
 
 GPU_EVENTS = (
     f"{GPU_MS} is the time between two CUDA events around the computation, one pair per call, on a "
-    "stream of its own. It includes gaps between kernels but no copies. It comes from separate "
+    "separate stream. It includes gaps between kernels but no copies. It comes from separate "
     "calls in the same rounds, with buffers that already exist."
 )
 
@@ -356,9 +357,9 @@ def _k_changes(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.device_ms is not None and row.lowering is not None:
             by_engine.setdefault((row.model, line_name(row), row.sizes), []).append(row)
-    for (model, name, sizes), of_engine in by_engine.items():
-        full = max(of_engine, key=lambda row: row.k)
-        low = min(of_engine, key=lambda row: row.k)
+    for (model, name, sizes), engine_rows in by_engine.items():
+        full = max(engine_rows, key=lambda row: row.k)
+        low = min(engine_rows, key=lambda row: row.k)
         assert full.device_ms and low.device_ms and full.latency_ms and low.latency_ms
         if full.k == low.k:
             continue
@@ -366,7 +367,7 @@ def _k_changes(rows: Sequence[Row]) -> list[str]:
         changes = [
             f"{title} {a.median:.3f} → {b.median:.3f}"
             if differs(a, b)
-            else f"{title} the same within the spread ({a.median:.3f}, {b.median:.3f})"
+            else f"{title} unchanged within the spread ({a.median:.3f}, {b.median:.3f})"
             for title, a, b in pairs
         ]
         lines.append(f"{model}, {name}, {sizes}, k {full.k} → {low.k}: {'; '.join(changes)}.")
@@ -389,15 +390,15 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
     }
     rates = []
     for on_gpu in (False, True):
-        of_device = [rate for rate in measured if rate.get("gpu", False) is on_gpu]
+        device_rates = [rate for rate in measured if rate.get("gpu", False) is on_gpu]
         for name, words in descriptions.items():
-            values = [rate[name] for rate in of_device if rate.get(name) is not None]
+            values = [rate[name] for rate in device_rates if rate.get(name) is not None]
             if values:
                 ends = dict.fromkeys((f"{min(values):.0f}", f"{max(values):.0f}"))
                 rates.append(words.format(" to ".join(ends)) + " on the GPU" * on_gpu)
     return [
         "The limit is the least time that this machine needs to move a row's bytes or to compute "
-        "its operations, whichever takes longer, part by part. Rates measured in the same rounds: "
+        "its operations, whichever takes longer for each part. Rates measured in the same rounds: "
         f"{', '.join(rates)}."
     ]
 
@@ -405,7 +406,7 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
 def reproduce(results: Results) -> str:
     """Returns what a repetition needs: versions, hashes of models and data, and the command.
 
-    Each name and version stays on its line and is one word to a shell.
+    Each name and version stays on its line and is one word in a shell.
     """
     packages = results.environment.get("packages")
     versions = dict(packages) if isinstance(packages, dict) else {}

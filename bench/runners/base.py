@@ -1,6 +1,6 @@
 """`Runner` and `Loader`: the interface of every runtime in a benchmark.
 
-It loads no runtime: the process that measures a graph's memory must not load PyTorch.
+This module loads no runtime: the process that measures a graph's memory must not load PyTorch.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Runner(ABC):
     def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the call that is timed for inputs [b, …].
 
-        With `wraps` it is the runtime's own call, without the checks and names that `infer` adds;
-        preparing the call takes as long as they do.
+        With `wraps`, it is the runtime's own call. The work that `infer` adds to each call is done
+        once, here, which takes as long as in `infer`.
         """
         return partial(self.infer, x)
 
@@ -88,10 +88,10 @@ class Loader(ABC):
 
     @abstractmethod
     def __call__(self) -> Runner:
-        """Opens the runner with further outputs for the layers' choices."""
+        """Opens the runner with additional outputs for the experts that layers choose."""
 
     def deployed(self) -> Runner:
-        """Opens the runner as in deployment, without those outputs."""
+        """Opens the runner as in deployment, without the additional outputs."""
         return self()
 
     @property
@@ -100,12 +100,12 @@ class Loader(ABC):
         return False
 
     def profile(self, batches: Sequence[Inputs], calls: int) -> list[dict[str, Any]]:
-        """Returns the runtime's own events (Chrome trace) of `calls` calls, batches in turn."""
+        """Returns the runtime's Chrome trace events of `calls` calls with the batches in turn."""
         return []
 
     @property
     def file(self) -> Path | None:
-        """The graph's file, if it opens one."""
+        """The graph's file, if the loader opens one."""
         return None
 
 
@@ -114,8 +114,8 @@ class GraphFile:
     """A graph to open, as plain data, so that another process can also open it.
 
     `selected` names the values with the chosen experts [b, k] of the layers that choose, and
-    `experts` is n by layer. `k` is given if it is a graph input. With `options` an engine is
-    compiled from it in its bundle, unless the engine exists.
+    `experts` is n by layer. `k` is given if it is a graph input. With `options`, an engine is
+    compiled from the graph and added to its bundle, unless the bundle has one.
     """
 
     path: Path
@@ -152,14 +152,14 @@ class GraphLoader(Loader, Generic[R]):
     def __call__(self) -> R:
         selected, experts = self.graph.selected, self.graph.experts
         sets = {layer: value for layer, value in selected.items() if layer in experts}
-        return self.opened(sets, experts)
+        return self.open_graph(sets, experts)
 
     def deployed(self) -> R:
-        return self.opened({}, {})
+        return self.open_graph({}, {})
 
     @abstractmethod
-    def opened(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> R:
-        """Opens the graph with the `observed` values, by layer, as further outputs."""
+    def open_graph(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> R:
+        """Opens the graph with the `observed` values, by layer, as additional outputs."""
 
     @property
     def file(self) -> Path:

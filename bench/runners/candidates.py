@@ -28,7 +28,7 @@ from ...graphs.k import KOption, parse_k
 from ...graphs.targets import TARGETS
 from ..engines import GraphEngine
 from ..measure.roofline import integer_linears
-from ..plan import Candidate, GraphSource, token_routed, whole_k
+from ..plan import Candidate, GraphSource, constant_k, token_routed
 from ..ranges import Ranges
 from ..request import BenchRequest
 from ..results import BundleInfo
@@ -40,7 +40,7 @@ from .exported import (
     model_name,
     with_distinct_lowerings,
 )
-from .models import loaded_again
+from .models import reload_model
 from .other_exporters import with_other_exporters
 
 
@@ -63,7 +63,7 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
     job = export_job(model, ExportOptions(edits=edits, k=k))
     model = job.model
     wanted = request.ks if takes_k else ()
-    ks = [largest_k(whole_k(export_job(model, ExportOptions(k=k)))) for k in wanted]
+    ks = [largest_k(constant_k(export_job(model, ExportOptions(k=k)))) for k in wanted]
     ks = ks or [largest_k(constant_ks)]
     graphs = [
         source
@@ -87,7 +87,7 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
 def _k_of(record: Manifest, constant_ks: Mapping[str, int], model: Model) -> tuple[KOption, bool]:
     """Returns the k of a bundle's model, and whether that model differs from the loaded one.
 
-    It differs if a router chooses experts, and for a share of each level of a hierarchy.
+    It differs if a router chooses the experts, or if k is a share of each level of a hierarchy.
     """
     if any(layer.k_levels for layer in record.layers):
         return parse_k(record.k), True
@@ -129,7 +129,7 @@ def _sources_of(
             batches=sizes if len(request.batches) > 1 and runtime.backend is None else None,
             parity=graph.parity,
             missed=missed,
-            deploy=_deployed(bundle, graph, runtime, k, request.threads),
+            deploy=_run_arguments(bundle, graph, runtime, k, request.threads),
         )
         for k, runtime in product(ks, graph_engines(request))
         # Graphs for some batch sizes are timed at those; an engine belongs to the main graph.
@@ -137,15 +137,15 @@ def _sources_of(
     ]
 
 
-def _deployed(
+def _run_arguments(
     bundle: Bundle, graph: GraphRecord, runtime: GraphEngine, k: int, threads: int | None
 ) -> tuple[str, ...]:
     """Returns the command that runs a bundle's graph as measured, without the inputs."""
     arguments = ["run", str(bundle.path)]
     record = bundle.manifest
     arguments += ["--k", str(k)] if record.k == "input" else []
-    several = len(record.graphs) > 1 and not graph.batches
-    arguments += ["--graph", graph.file] if several else []
+    needs_name = len(record.graphs) > 1 and not graph.batches
+    arguments += ["--graph", graph.file] if needs_name else []
     if runtime.backend is not None:
         return (*arguments, "--engine", runtime.backend)
     if runtime.engine != TARGETS[record.target].runtime:
@@ -180,7 +180,7 @@ def batch_sizes(sources: Sequence[Model | Bundle], request: BenchRequest) -> tup
         if request.batch is not None and {*request.batches} != {model.batch_of}:
             raise UsageError(
                 f"--batch {','.join(map(str, request.batches))}: {model.source.path} routes the "
-                f"tokens of {model.batch_of} inputs together, and needs a batch of that size",
+                f"tokens of {model.batch_of} inputs together and needs a batch of that size",
                 hint=f"use --batch {model.batch_of}, or a group_size of one input",
             )
     if request.batch is None:
@@ -194,7 +194,7 @@ def batch_sizes(sources: Sequence[Model | Bundle], request: BenchRequest) -> tup
             raise UsageError(
                 f"--batch {typed}: {bundle.path} was exported with --batch {size} and only runs "
                 "batches of that size",
-                hint=f"use --batch {','.join(map(str, sizes))}, or export it with a range: "
+                hint=f"use --batch {','.join(map(str, sizes))}, or export the bundle with a range: "
                 f"--batch 1:{size}:32",
             )
     return request.batches
@@ -239,9 +239,9 @@ def check_exported(sources: Sequence[Model | Bundle], request: BenchRequest) -> 
 def with_sources(sources: Sequence[Model | Bundle]) -> list[tuple[Model, list[Bundle]]]:
     """Returns every model with its bundles, in the order in which they were first named.
 
-    A bundle belongs to the model with the same weights and settings, wherever that is named; else
-    to its own source, if that exists, or to the model before it. Raises `UsageError` if a bundle is
-    named twice or its model is neither named nor available.
+    A bundle belongs to the model with the same weights and settings, wherever it is named;
+    otherwise to its own source, if that exists, or to the model before the bundle. Raises
+    `UsageError` if a bundle is named twice or its model is neither named nor available.
     """
     models: list[tuple[Model, str, list[Bundle]]] = []
     paths: set[Path] = set()
@@ -306,7 +306,7 @@ def candidates_of(
 def side_by_side(
     bundles: Sequence[Bundle], request: BenchRequest, model: Model, *, name: str | None = None
 ) -> list[Candidate]:
-    """Returns the bundles of a model as one candidate: they are timed in turn, in one table.
+    """Returns the bundles of a model as one candidate: they are timed in turn and share a table.
 
     If some bundles run only one batch size, each size has a candidate with the bundles that run it.
     """
@@ -316,10 +316,10 @@ def side_by_side(
     }
     running = {size: group for size, group in running.items() if group}
     if all(group == list(bundles) for group in running.values()):
-        return [_together(bundles, request, model, name)]
+        return [_joint_candidate(bundles, request, model, name)]
     candidates = []
     for size, group in running.items():
-        candidate = _together(group, replace(request, batch=(size,)), model, name)
+        candidate = _joint_candidate(group, replace(request, batch=(size,)), model, name)
         if candidate.only_batch is None or len(group) > 1:
             sized_name = f"{name or model_name(model.source.path)}, {size} at once"
             candidate = replace(candidate, name=sized_name, only_batch=size)
@@ -327,7 +327,7 @@ def side_by_side(
     return candidates
 
 
-def _together(
+def _joint_candidate(
     bundles: Sequence[Bundle], request: BenchRequest, model: Model, name: str | None
 ) -> Candidate:
     """Returns the bundles as one candidate; a single bundle stays unchanged."""
@@ -337,7 +337,7 @@ def _together(
 
 
 def joined(bundles: Sequence[Candidate], model: Model, name: str | None = None) -> Candidate:
-    """Returns bundles of a model as one candidate, which names the rows."""
+    """Returns bundles of a model as one candidate, whose name the rows have."""
     first = bundles[0]
     sizes = (each.only_batch for each in bundles if each.only_batch is not None)
     joint = Candidate(
@@ -363,16 +363,16 @@ def joined(bundles: Sequence[Candidate], model: Model, name: str | None = None) 
     )
 
 
-def with_distinct_names(candidates: Sequence[Candidate], places: Sequence[Path]) -> list[Candidate]:
+def with_distinct_names(candidates: Sequence[Candidate], paths: Sequence[Path]) -> list[Candidate]:
     """Returns candidates with distinct names, by adding the folders that distinguish them.
 
-    `places` are their paths: `a/vit.pt` and `b/vit.pt` become `a/vit` and `b/vit`. A path that is
-    given twice keeps its name, which the plan rejects.
+    `paths` are those of the candidates: `a/vit.pt` and `b/vit.pt` become `a/vit` and `b/vit`. A
+    path that is given twice keeps its name, which the plan rejects.
     """
     names = [candidate.name for candidate in candidates]
     # from the innermost folder outwards
-    folders = [place.absolute().parts[-2::-1] for place in places]
-    for parents in zip_longest(*folders):  # the folders of all places at each depth
+    folders = [path.absolute().parts[-2::-1] for path in paths]
+    for parents in zip_longest(*folders):  # the folders of all paths at one depth
         repeated = {name for name in names if names.count(name) > 1}
         names = [
             f"{folder}/{name}" if name in repeated and folder is not None else name
@@ -380,10 +380,10 @@ def with_distinct_names(candidates: Sequence[Candidate], places: Sequence[Path])
         ]
     if len(set(names)) < len(names):
         return list(candidates)
-    return [_renamed(each, name) for each, name in zip(candidates, names, strict=True)]
+    return [_with_name(each, name) for each, name in zip(candidates, names, strict=True)]
 
 
-def _renamed(candidate: Candidate, name: str) -> Candidate:
+def _with_name(candidate: Candidate, name: str) -> Candidate:
     """Returns a candidate with another name, also in the graphs of a single bundle."""
     if candidate.bundle is None:
         return replace(candidate, name=name)
@@ -423,7 +423,7 @@ def _source_of(bundle: Bundle) -> Model:
             hint=f"name the checkpoint before the bundle: moexport bench CHECKPOINT {bundle.path}",
         )
     request = LoadRequest(family=source.family, config=source.config)
-    model = loaded_again(source.path, request)
+    model = reload_model(source.path, request)
     if model.source.sha256() != source.sha256:
         raise UsageError(
             f"{path} is not the checkpoint that {bundle.path} was made from (SHA-256 differs)",

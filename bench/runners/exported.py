@@ -40,7 +40,7 @@ from ...graphs.sizes import PARITY_BATCHES, AxisRange
 from ...graphs.targets import Precision
 from ..engines import KINDS, GraphEngine
 from ..measure.roofline import integer_linears
-from ..plan import Candidate, GraphSource, token_routed, whole_k
+from ..plan import Candidate, GraphSource, constant_k, token_routed
 from ..request import RANGED, BenchRequest
 from .base import GraphFile, Refused
 from .other_exporters import with_other_exporters
@@ -81,9 +81,9 @@ def exported(
     jobs = _jobs(model, request.ks)
     # For a router's k, or a share of each level of a hierarchy, the model is a different one.
     changed = [job for job in jobs if token_routed(model) or job.model is not model]
-    routed = {largest_k(whole_k(job)): job for job in changed}
-    ks = [largest_k(whole_k(job)) for job in jobs]
-    only = one_batch(model, request)
+    routed = {largest_k(constant_k(job)): job for job in changed}
+    ks = [largest_k(constant_k(job)) for job in jobs]
+    only = required_batch(model, request)
     exporter = _Exporter(model, request, inputs, table, only)
     with ExitStack() as stack:
         folder = stack.enter_context(scratch_folder("bench"))
@@ -118,11 +118,11 @@ def exported(
         yield stack.enter_context(with_other_exporters(candidate, request.threads))
 
 
-def one_batch(model: Model, request: BenchRequest) -> int | None:
+def required_batch(model: Model, request: BenchRequest) -> int | None:
     """Returns the only batch size of a model; None if any works.
 
-    It is the number of inputs that it computes together, or the requested size if outputs depend on
-    the rest of the batch: the graphs then have that size.
+    It is the number of inputs that the model computes together, or the requested size if outputs
+    depend on the rest of the batch: the graphs then have that size.
     """
     if model.batch_of > 1:
         return model.batch_of
@@ -157,12 +157,12 @@ def _jobs(model: Model, ks: Sequence[KOption]) -> list[ExportJob]:
         job = export_job(model, ExportOptions(k=k))
         if any(_same_layers(job, other) for other in jobs):
             continue
-        largest = largest_k(whole_k(job))
-        same = next((o.options.k for o in jobs if largest_k(whole_k(o)) == largest), None)
+        largest = largest_k(constant_k(job))
+        same = next((o.options.k for o in jobs if largest_k(constant_k(o)) == largest), None)
         if same is not None:
             raise UsageError(
                 f"--k {same} and --k {k}: both keep {largest} experts in the layer or level that "
-                "keeps most, and that number identifies rows",
+                "keeps the most, but that number identifies the rows",
                 hint="measure them in two runs",
             )
         jobs.append(job)
@@ -233,8 +233,8 @@ class _Exporter:
         options = _options(request, runtime, precision, planned_k)
         if self.only is not None and model.batch_of == 1:
             options = replace(options, batch=_exactly(self.only))
-        planned = self._planned(options, jobs[0].model)
-        chosen, reasons = self._chosen(planned, jobs, options)
+        planned = self._plan_export(options, jobs[0].model)
+        chosen, reasons = self._choose_graphs(planned, jobs, options)
         refused = _refused(reasons, runtime, precision)
         if not chosen:
             return refused
@@ -266,7 +266,7 @@ class _Exporter:
             for (k, names), each in chosen.items()
         ]
 
-    def _planned(self, options: ExportOptions, computed: Model) -> Plan:
+    def _plan_export(self, options: ExportOptions, computed: Model) -> Plan:
         """Returns the plan of an export of all experts, with its ranges.
 
         `computed` is the jobs' model, whose layers are planned unless tokens are routed.
@@ -284,7 +284,7 @@ class _Exporter:
             self.traces[key] = trace(job.model, opset=job.options.least_opset, fixed=job.fixed)
         return plan_traced(job, self.traces[key], found_ranges(job, self.traces[key]))
 
-    def _chosen(
+    def _choose_graphs(
         self, planned: Plan, jobs: Sequence[ExportJob], options: ExportOptions
     ) -> tuple[
         dict[tuple[int, tuple[str, ...]], _GraphChoice], dict[tuple[int, str], MoexportError]
@@ -294,7 +294,7 @@ class _Exporter:
         chosen: dict[tuple[int, tuple[str, ...]], _GraphChoice] = {}
         reasons: dict[tuple[int, str], MoexportError] = {}
         for requested, lowering, batch in product(jobs, request.lowerings, request.batches):
-            k = whole_k(requested)
+            k = constant_k(requested)
             sized = replace(options, batch=_exactly(batch))
             layers = layers_to_plan(planned.job.model, k, sized)
             job = replace(planned.job, options=sized, layers=layers)
@@ -341,7 +341,7 @@ def _export_arguments(
 
 def _k_argument(job: ExportJob) -> str:
     """Returns k as an argument of export: one number if all layers share it, or as requested."""
-    ks, k = {*whole_k(job).values()}, job.options.kept
+    ks, k = {*constant_k(job).values()}, job.options.kept
     if k == "n" or isinstance(k, tuple) or len(ks) > 1:
         return ",".join(map(str, k)) if isinstance(k, tuple) else str(k)
     return str(ks.pop())
@@ -379,8 +379,8 @@ def graph_source(
 ) -> GraphSource:
     """Returns a graph's `file` for a runtime; `given_k` is set if k is an input of the graph.
 
-    `parity` is a bundle's record, whose bounds may be wider than the default. `missed` is how the
-    graph now fails that comparison; such a graph is not measured.
+    `parity` is a bundle's record, whose bounds may be wider than the default. `missed` says how
+    the graph now fails that comparison; such a graph is not measured.
     """
     specs = {name: layer.spec for name, layer in model.layers.items()}
     opened = GraphFile(
@@ -421,12 +421,10 @@ def _bounds(
 
     An inexact lowering may add as much error as a GPU.
     """
-    known = next(
-        ((name, tolerance) for name, tolerance in TOLERANCES.items() if name == precision), None
-    )
-    if known is None:
+    numbers = next((name for name in TOLERANCES if name == precision), None)
+    if numbers is None:
         return None
-    numbers, default = known
+    default = TOLERANCES[numbers]
     names, target = lowering.split("+"), runtime.target or "onnx"
     specs = [layer.spec for layer in model.layers.values()]
     records = ((spec, lowering_of(spec.kind, name)) for spec in specs for name in names)
@@ -461,7 +459,7 @@ def _exactly(size: int) -> AxisRange:
 
 
 def with_distinct_lowerings(sources: Sequence[GraphSource]) -> tuple[GraphSource, ...]:
-    """Adds the batch to the names of graphs with equal lowerings in different layers."""
+    """Adds the batch size to a graph's lowering if another graph would have the same row."""
     named: list[GraphSource] = []
     for source in sources:
         lowering = source.lowering

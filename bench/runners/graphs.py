@@ -1,6 +1,6 @@
 """An exported graph in its runtime, opened here or in another process.
 
-It does not import PyTorch, which the process that measures memory must not load.
+This module does not import PyTorch, which the process that measures memory must not load.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class GraphRunner(SessionRunner):
 class SessionLoader(GraphLoader[GraphRunner]):
     """Opens a graph file with `options` and the threads of the graph.
 
-    If nodes are not named by layer, as in graphs of other exporters, a profile has no `parts`.
+    `parts` is False if nodes are not named by layer, as in graphs of other exporters.
     """
 
     options: SessionOptions = SessionOptions()
@@ -104,7 +104,7 @@ class SessionLoader(GraphLoader[GraphRunner]):
     def profiles(self) -> bool:
         return self.parts and "profile" in RUNTIMES[self.options.runtime].takes
 
-    def opened(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> GraphRunner:
+    def open_graph(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> GraphRunner:
         session = self._session(observe=dict.fromkeys(observed.values(), INT64))
         return GraphRunner(session, self.graph.k, observed, experts)
 

@@ -76,11 +76,11 @@ class TorchLoader(Loader):
 
 
 def _loaded_on(source: str, provider: str, request: LoadRequest) -> Model:
-    model = loaded_again(source, request)
+    model = reload_model(source, request)
     return on_device(model, CUDA) if provider == CUDA else model
 
 
-def loaded_again(source: str, request: LoadRequest) -> Model:
+def reload_model(source: str, request: LoadRequest) -> Model:
     """Returns the model of a source with a known family and configuration."""
     found = None if request.family is None else loader_of(Path(source))
     if found is not None and found[1] == request.family:  # the files have other settings
@@ -95,7 +95,7 @@ def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, L
     models = {id(own): _by_provider(own.model) for own in (candidate, *candidate.distinct_bundles)}
     opening: dict[Case, Loader] = {}
     for case, graph in candidate.cases.items():
-        own = candidate.of(case)
+        own = candidate.for_case(case)
         opening[case] = (
             graph.loader
             if graph is not None
@@ -112,9 +112,9 @@ def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, L
 
 
 def _by_provider(model: Model) -> dict[str, Callable[[], Model]]:
-    """Returns a function for each provider that returns the model there."""
+    """Returns, for each provider, a function that returns the model on its device."""
     return {
         "cpu": lambda: model,
-        # One copy on the GPU, made on first use and shared by all engines there.
+        # One copy on the GPU, made on first use and shared by all engines on it.
         CUDA: functools.cache(lambda: on_device(model, CUDA)),
     }

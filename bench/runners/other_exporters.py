@@ -27,7 +27,7 @@ GRAPH, WEIGHTS = "model.onnx", "weights.bin"
 def with_other_exporters(candidate: Candidate, threads: int | None) -> Iterator[Candidate]:
     """Yields a candidate with the requested graphs of other exporters, in FP32.
 
-    They are made for its largest k in a temporary folder. A failure becomes a row with the reason.
+    The graphs have the largest k, in a temporary folder. A failure becomes a row with the reason.
     """
     if TRANSFORMERS_ONNX not in candidate.engines or not candidate.routed:
         yield candidate
@@ -42,7 +42,7 @@ def with_other_exporters(candidate: Candidate, threads: int | None) -> Iterator[
         except MoexportError as error:
             loader = Refused(error)
         except Exception as error:  # noqa: BLE001  experimental, so it may fail in any way
-            loader = Refused(TraceError(f"transformers cannot export it: {one_line(error)}"))
+            loader = Refused(TraceError(f"transformers cannot export the model: {one_line(error)}"))
         source = GraphSource(k, "", loader, engine=TRANSFORMERS_ONNX)
         yield replace(candidate, graphs=(*candidate.graphs, source))
 

@@ -261,7 +261,7 @@ def has_stacked_form(model: Model) -> bool:
 
 
 def outputs_of(base: PyTorch, x: Inputs, name: str, output: int = 0) -> Array:
-    """Returns a candidate's PyTorch outputs; FeedError if it cannot run the inputs."""
+    """Returns a candidate's PyTorch outputs; FeedError if the model cannot run the inputs."""
     try:
         return base.infer(x, output)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:

@@ -24,10 +24,10 @@ import msgspec
 from ...bench.evaluate import EvaluationState, evaluate_share
 from ...bench.journal import FILE, Journal
 from ...bench.plan import Case
-from ...bench.prepare import opened, prepared
+from ...bench.prepare import open_sources, prepared
 from ...bench.request import BenchRequest
 from ...bench.results import Results
-from ...bench.run import analysed, sweep
+from ...bench.run import study_findings, sweep
 from ...bench.runners.base import Runner
 from ...bench.runners.models import loaders
 from ...bench.runners.pytorch import CUDA, without_tf32
@@ -330,7 +330,7 @@ def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
 
 def analyse_cells(cells: Cells) -> dict[str, Any]:
     """Returns the studies of the experts of a model and its bundles, and of subgroups."""
-    return analysed(_opened(cells), cells.request)
+    return study_findings(_opened(cells), cells.request)
 
 
 def time_cells(
@@ -349,4 +349,4 @@ def _plain(request: BenchRequest) -> BenchRequest:
 
 
 def _opened(cells: Cells) -> list[Model | Bundle]:
-    return opened(cells.models, cells.request)
+    return open_sources(cells.models, cells.request)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...commands.options import options_of, typed_code, typed_weights
+from ...commands.options import options_of, parse_code, parse_weights
 from .request import NetworkOptions
 
 network_options = options_of(
     NetworkOptions,
-    weights={"metavar": "FILE", "kind": Path, "parser": typed_weights},
-    adapter={"metavar": "MODULE:FUNCTION", "kind": list[str], "parser": typed_code},
+    weights={"metavar": "FILE", "kind": Path, "parser": parse_weights},
+    adapter={"metavar": "MODULE:FUNCTION", "kind": list[str], "parser": parse_code},
 )

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ...commands.options import options_of, output_option, typed_data, typed_source
+from ...commands.options import options_of, output_option, parse_data, parse_source
 from ...commands.printing import Printing
 from ...commands.reading import ReadingOptions, loader
 from ...common.console import show
@@ -39,14 +39,14 @@ def specialise(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODEL…", parser=typed_source, help="A checkpoint, or several to compare."
+            metavar="MODEL…", parser=parse_source, help="A checkpoint, or several to compare."
         ),
     ],
     data: Annotated[
         str,
         typer.Option(
             metavar="X.NPZ",
-            parser=typed_data,
+            parser=parse_data,
             help="An .npz with the arrays input and label, for --examples also image or text; a "
             "file of text for a language model.",
         ),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ...bench.report.charts import DASHED, ChartPanel, axis, chart, layer, nothing
+from ...bench.report.charts import DASHED, ChartPanel, axis, chart, empty_chart, layer
 from ...common.text import table
 from ...common.writing import write_text
 from ...errors import UsageError
@@ -248,7 +248,7 @@ def _draw_effects(result: Specialisation, path: Path) -> None:
         title += f"; the {len(shown)} that change most"
     left = f"Change in {FIGURES[result.judged]}, by {NAMES[result.judged]}"
     if not shown:
-        empty = nothing(f"no expert's removal changes {ARTICLES[result.judged]}")
+        empty = empty_chart(f"no expert's removal changes {ARTICLES[result.judged]}")
         draw(path, [(left, empty, [{}])], title=title)
         return
     height = 40 + 15 * len(shown)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...commands.options import json_text, options_of, output_option, typed_path
+from ...commands.options import json_text, options_of, output_option, parse_path
 from ...commands.printing import Printing
 from ...common.console import show
 from ...common.text import lines
@@ -31,7 +31,7 @@ def triton(
     *,
     bundles: Annotated[
         list[Path],
-        typer.Argument(metavar="BUNDLE…", parser=typed_path, help="Folders that export wrote."),
+        typer.Argument(metavar="BUNDLE…", parser=parse_path, help="Folders that export wrote."),
     ],
     output: Annotated[Path, output_option("REPOSITORY", "The model repository to write.")],
     request: Annotated[TritonRequest, OPTIONS],

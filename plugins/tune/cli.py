@@ -10,13 +10,13 @@ import typer
 
 from ...commands.options import (
     ModelArgument,
+    command_line,
     json_text,
     options_of,
     output_option,
-    typed_code,
-    typed_command,
-    typed_data,
-    typed_path,
+    parse_code,
+    parse_data,
+    parse_path,
 )
 from ...commands.printing import Printing
 from ...commands.reading import ReadingOptions, loader
@@ -42,7 +42,7 @@ OPTIONS = options_of(
     keep={"metavar": "SHARE"},
     max_latency={"metavar": "TIME"},
     max_bytes={"metavar": "BYTES"},
-    metric={"metavar": "<text>", "kind": str, "parser": typed_code},
+    metric={"metavar": "<text>", "kind": str, "parser": parse_code},
     batch={"metavar": SIZES},
     tokens={"metavar": SIZES},
     time={"metavar": "TIME"},
@@ -58,7 +58,7 @@ def tune(
         str,
         typer.Option(
             metavar="DATA",
-            parser=typed_data,
+            parser=parse_data,
             help="Labelled inputs: an .npz, .tar or .parquet shards, a folder of images by class, "
             "package.module:iterable.",
         ),
@@ -80,7 +80,7 @@ def tune(
     with printing.console() as console:
         images = Path(data).is_dir() or request.pixels is not None
         load = loader(reading, model, console, None if images else data)
-        request = replace(request, report=report_folder, command=typed_command(), progress=console)
+        request = replace(request, report=report_folder, command=command_line(), progress=console)
         if dry_run:
             planned = tune_plan(load, data, request)
             show(json_text(asdict(planned)) if printing.as_json else plan_text(planned))
@@ -114,7 +114,7 @@ def plan_text(planned: SearchPlan) -> str:
 
 def typed_recipe(text: str | Path) -> Path:
     """Parses the path of a recipe; raises `UsageError` if the file does not exist."""
-    path = typed_path(text)
+    path = parse_path(text)
     if is_missing(text):
         raise no_such_recipe(path, "No such file or directory")
     return path

@@ -72,7 +72,7 @@ from moexport.bench.report.page import payload
 from moexport.bench.report.text import rows_table, to_markdown
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, read, to_json
-from moexport.bench.studies import begun, check_studies
+from moexport.bench.studies import begin_studies, check_studies
 from moexport.common.option import requested
 
 def refused(**options):
@@ -85,7 +85,7 @@ results = read(Path(sys.argv[1]))
 data = LabelledData(np.zeros((1, 1), np.float32), None)
 runs = {}
 if len(sys.argv) > 2:
-    runs = begun([], data, requested(BenchRequest, {"answer": True}))
+    runs = begin_studies([], data, requested(BenchRequest, {"answer": True}))
 shown = Results((), (), analyses={name: run.findings() for name, run in runs.items()
                                   if name == "mine"})
 print(json.dumps({
@@ -163,7 +163,7 @@ def test_a_section_of_another_api_is_left_out_with_a_sentence(
 def test_findings_that_nothing_shows_stay_and_are_named(results: Results) -> None:
     again = from_json(to_json(replace(results, analyses={"nobody\x1b": {"a": 1}})))
     assert again.analyses == {"nobody\x1b": {"a": 1}}
-    sentence = "Left out: nobody\\u001b. No installed plugin shows this"
+    sentence = "Left out: nobody\\u001b. No installed plugin shows these findings"
     assert sentence in rows_table(again)
     assert any(sentence in line for line in payload(again)["method"])
     assert "Left out" not in to_markdown(results)

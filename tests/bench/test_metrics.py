@@ -43,12 +43,12 @@ def test_outputs_of_the_same_experts_have_the_bounds_of_their_precision() -> Non
     alike = np.array([True, True, False])
     sums = ParityStatistics.of(found[:2], wanted[:2], alike[:2])
     sums += ParityStatistics.of(found[2:], wanted[2:], alike[2:])
-    assert sums.off(TOLERANCES["fp32"]) == pytest.approx(0.001 / 4)
-    assert sums.off(TOLERANCES["int8"]) is None
-    assert ParityStatistics.of(found, wanted).off(TOLERANCES["int8"]) == pytest.approx(
+    assert sums.error_beyond(TOLERANCES["fp32"]) == pytest.approx(0.001 / 4)
+    assert sums.error_beyond(TOLERANCES["int8"]) is None
+    assert ParityStatistics.of(found, wanted).error_beyond(TOLERANCES["int8"]) == pytest.approx(
         1.15, abs=0.01
     )
-    assert ParityStatistics.of(found, wanted, ~alike).off(TOLERANCES["fp32"]) is None
+    assert ParityStatistics.of(found, wanted, ~alike).error_beyond(TOLERANCES["fp32"]) is None
 
 
 def test_parity_by_hand() -> None:

@@ -177,7 +177,7 @@ def found_file(protocol: dict[str, Any]) -> Path:
         (("--precision", "fp32", "--quantize", "all"), "belongs to --precision int8"),
         (
             ("--calibrate-data", __file__, "--calibration", TABLE),
-            "the table has the ranges already",
+            "the table already has the ranges",
         ),
     ],
 )

@@ -389,7 +389,7 @@ def test_a_bundle_of_one_batch_size_is_measured_in_whole_batches_of_it(tmp_path:
     quick = ("--engine", "onnxruntime", "--rounds", "5", "--threads", "1")
     done = run("bench", out, "-o", report, "--data", data, *quick)
     assert done.code == 0, done.err
-    assert "of 6 inputs: 1 more do not fill a batch of 3" in done.err
+    assert "of 6 inputs; 1 left over: each batch has 3" in done.err
     results = read(report / "results.json")
     assert {row.batch for row in results.rows} == {3}
     assert results.protocol["samples"] == 6
@@ -410,7 +410,7 @@ def test_other_batch_sizes_than_the_one_of_a_bundle_are_refused(sizes: str, tmp_
     refused = run("bench", out, "-o", tmp_path / "report", "--batch", sizes)
     assert refused.code == 2
     assert f"--batch {sizes}: {out} was exported with --batch 3" in refused.error
-    assert refused.hint == "use --batch 3, or export it with a range: --batch 1:3:32"
+    assert refused.hint == "use --batch 3, or export the bundle with a range: --batch 1:3:32"
     assert not [*(tmp_path / "report").glob("*.json")]
 
 

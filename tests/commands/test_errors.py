@@ -164,7 +164,7 @@ def test_bad_usage_of_any_command_exits_with_2(arguments: tuple[str, ...], messa
 
 @pytest.mark.parametrize(
     ("k", "message"),
-    [("input", "--k input: a benchmark measures numbers"), ("", "--k is empty"), ("n,9", "--k 9")],
+    [("input", "--k input: a benchmark needs numbers"), ("", "--k is empty"), ("n,9", "--k 9")],
 )
 def test_a_benchmark_of_no_number_of_experts(k: str, message: str, tmp_path: Path) -> None:
     outcome = run("bench", LAYER, "-o", tmp_path / "out", "--k", k, "--engine", "onnxruntime", "-q")

@@ -443,9 +443,9 @@ def test_the_command_that_a_report_shows_can_be_typed_again(
 ) -> None:
     typed = ["moexport", "bench", "my models/vit.pt", "--k", "n,0.5", "--data", "größe.npz"]
     monkeypatch.setattr(sys, "argv", typed)
-    from moexport.commands.options import typed_command
+    from moexport.commands.options import command_line
 
-    assert shlex.split(typed_command()) == typed
+    assert shlex.split(command_line()) == typed
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")

@@ -24,7 +24,7 @@ def test_a_page_describes_every_family(name: str) -> None:
 
 def test_the_help_of_bench_lists_every_engine() -> None:
     _, said = declared(BenchRequest)["engine"]
-    assert said.help == f"A list of {', '.join(KINDS)}; or all."
+    assert said.help == f"A list of engines, or all: {', '.join(KINDS)}."
 
 
 def test_doctor_has_the_lines_of_every_engine() -> None:

@@ -13,7 +13,7 @@ const FILTERS = { engine: "engine_name", precision: "precision", lowering: "lowe
 const DIGITS = { accuracy: 1, latency: 3 };
 
 const unique = values => [...new Set(values)];
-const least = (list, of) => list.reduce((a, b) => (of(b) < of(a) ? b : a));
+const minBy = (list, value) => list.reduce((a, b) => (value(b) < value(a) ? b : a));
 const shown = value => value >= 100 ? value.toFixed(0) : value.toPrecision(3);
 const percent = share => (100 * share).toFixed(1).replace(/\.0$/, "") + "%";
 // The two ends of an interval, with more digits if it is narrow.
@@ -24,9 +24,9 @@ const number = value => value.toLocaleString("en", { maximumFractionDigits: 0 })
 const style = row => row.engine_name + (row.lowering ? ", " + row.lowering : "");
 
 function element(tag, properties, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...children);
+  return node;
 }
 
 // State: the page shows what the address contains.
@@ -76,8 +76,8 @@ function answer() {
   const found = list.find(row => row.index === rows.length - 1);
   if (data.search && found && state.at === "" && goal() === state.goal) return { row: found, text: data.search.answer };
   const at = threshold(), known = list.filter(row => row.kept !== null);
-  const fastest = some => least(some, row => row.ms);
-  const best = some => { // Most kept, then fastest; without labels the largest k.
+  const fastest = some => minBy(some, row => row.ms);
+  const best = some => { // The most kept, then the fastest; without labels, the largest k.
     const value = row => known.length ? row.kept ?? -1 : row.k;
     const most = Math.max(...some.map(value));
     return fastest(some.filter(row => value(row) === most));
@@ -87,7 +87,7 @@ function answer() {
     const fit = list.filter(row => row.ms <= at);
     const row = !fit.length || at === Infinity && !known.length ? fastest(list) : best(fit);
     if (!fit.length) {
-      return deploy([row], row, `Nothing here takes ${at} ms or less. Nearest: ${row.claim}, in ${shown(row.ms)} ms.`);
+      return deploy([row], row, `No row takes ${at} ms or less. Closest: ${row.claim}, in ${shown(row.ms)} ms.`);
     }
     if (known.length) return deploy([row], row, `Deploy ${row.claim}.`);
     const which = at === Infinity ? "Fastest" : `Most experts within ${at} ms`;
@@ -100,7 +100,7 @@ function answer() {
     return deploy([row], row, `${row.claim}. ${unproven(row)}.`);
   }
   const row = best(known);
-  return deploy([row], row, `Nothing here keeps ${percent(at / 100)}. Nearest: ${row.claim}.`);
+  return deploy([row], row, `No row keeps ${percent(at / 100)}. Closest: ${row.claim}.`);
 }
 
 const enough = row => row.kept >= threshold() / 100 - 1e-9;
@@ -115,10 +115,10 @@ function noVerdict(row, others) {
 
 // How many more inputs would prove that a row keeps enough: 0 if it is proven.
 function missing(row) {
-  const keep = threshold() / 100, [seen] = row.samples;
+  const keep = threshold() / 100, [count] = row.samples;
   if (row.kept === null || row.shown === null || row.shown >= keep - 1e-9) return 0;
-  return row.kept <= keep || !seen ? Infinity
-    : Math.max(1, Math.ceil(seen * ((row.kept - row.shown) / (row.kept - keep)) ** 2) - seen);
+  return row.kept <= keep || !count ? Infinity
+    : Math.max(1, Math.ceil(count * ((row.kept - row.shown) / (row.kept - keep)) ** 2) - count);
 }
 
 function unproven(row) {
@@ -139,30 +139,30 @@ function caveat(row) {
     const smaller = [row, ...others].filter(each => each.k < each.full_k);
     const fit = smaller.filter(shownEnough), likely = smaller.filter(enough);
     if (fit.length) {
-      const fewest = least(fit, each => each.k);
+      const fewest = minBy(fit, each => each.k);
       return `By accuracy alone, k = ${fewest.k} of ${fewest.experts} is enough: ${fewest.keeps}.`;
     }
     if (likely.length) {
       const nearest = Math.min(...likely.map(missing));
-      const next = least(likely.filter(each => missing(each) === nearest), each => each.k);
+      const next = minBy(likely.filter(each => missing(each) === nearest), each => each.k);
       return `By accuracy alone, k = ${next.k} of ${next.experts} ${next.keeps}. ${unproven(next)}.`;
     }
     return smaller.length ? `By accuracy alone, no smaller k keeps ${percent(threshold() / 100)}.` : "";
   }
   const faster = others.filter(each => each.ms < row.ms && enough(each) && unproven(each));
   if (faster.length && !unproven(row)) {
-    const fewest = Math.min(...faster.map(missing)), next = least(faster.filter(each => missing(each) === fewest), each => each.ms);
+    const fewest = Math.min(...faster.map(missing)), next = minBy(faster.filter(each => missing(each) === fewest), each => each.ms);
     return `Faster: ${next.claim}. ${unproven(next)}.`;
   }
   const fewer = others.filter(each => each.k < row.k);
   if (row.k < row.full_k || !fewer.length) return "";
   const next = Math.max(...fewer.map(each => each.k));
-  const claim = least(fewer.filter(each => each.k === next), each => each.ms).claim;
+  const claim = minBy(fewer.filter(each => each.k === next), each => each.ms).claim;
   return fewer.some(enough) ? `Fewer experts are not faster here: ${claim}.`
     : `No smaller k keeps ${percent(threshold() / 100)}. The next: ${claim}.`;
 }
 
-// Calls that take this many times the median are due to the machine, not to the row.
+// Calls that take this many times the median are slow because of the machine, not of the row.
 const FAR = 10;
 const far = row => row.latency_ms && row.latency_ms.p99 > FAR * row.ms;
 
@@ -213,7 +213,7 @@ const CHOICES = [ // A phone shows the first three.
 function decision(chosen) {
   byId("decision-card").hidden = !timed().length;
   const list = candidates(), ks = unique(list.map(row => row.k)).sort((a, b) => b - a);
-  const own = ks.map(k => chosen?.k === k ? chosen : least(list.filter(row => row.k === k), row => row.ms));
+  const own = ks.map(k => chosen?.k === k ? chosen : minBy(list.filter(row => row.k === k), row => row.ms));
   const all = [...references(), ...own];
   const told = CHOICES.filter(([, value]) => own.some(row => value(row) !== null));
   const same = own.length > 1 ? told.filter(([, value]) => own.every(row => value(row) === value(own[0]))) : [];
@@ -254,12 +254,12 @@ function draw(id, spec, list, params, label) {
   if (!size.width) return; // folded
   if (host.spec !== spec) {
     host.view?.finalize();
-    const made = vegaLite.compile({ ...spec, ...size, autosize: { type: "fit", contains: "padding" } }).spec;
-    const names = made.marks.map(mark => mark.name);
+    const compiled = vegaLite.compile({ ...spec, ...size, autosize: { type: "fit", contains: "padding" } }).spec;
+    const names = compiled.marks.map(mark => mark.name);
     const labelled = list.some(row => row.label) && names.includes(BESIDE);
-    if (labelled) place(made.marks.find(mark => mark.name === "chart_labels_marks"), names);
+    if (labelled) placeLabels(compiled.marks.find(mark => mark.name === "chart_labels_marks"), names);
     host.spec = spec;
-    host.view = new vega.View(vega.parse(made), { renderer: "svg" }).tooltip(point).initialize(host);
+    host.view = new vega.View(vega.parse(compiled), { renderer: "svg" }).tooltip(point).initialize(host);
     // Vega cannot place labels next to marks until it has drawn at least one.
     if (labelled) host.view.data("rows", [{ ...list[0], index: -1, level: false }]).width(size.width).height(size.height).run();
     host.view.addEventListener("click", (_, item) => {
@@ -274,7 +274,7 @@ function draw(id, spec, list, params, label) {
 
 // A label is placed where it hides no mark, bar or other label.
 const BESIDE = "chart_points_marks";
-function place(mark, names) {
+function placeLabels(mark, names) {
   const sides = ["top-right", "top-left", "bottom-right", "bottom-left", "right", "left", "top", "bottom"];
   mark.from = { data: BESIDE };
   mark.encode = { update: { text: { signal: "datum.datum.label || ''" }, fill: { signal: "datum.datum.label_ink || datum.datum.ink" }, fontSize: { value: 12 } } };
@@ -297,7 +297,7 @@ const shownThreshold = () => goal() === "accuracy" && threshold() >= 50 ? thresh
 
 // What can be deployed: rows that keep about the requested share, and faster ones that come close.
 const NEAR = 0.05;
-const LISTED = 4; // The most rows that are named below the chart.
+const LISTED = 4; // The largest number of rows that are named below the chart.
 const near = row => row.kept >= (shownThreshold() ?? 1) - NEAR;
 function zoomed(known, chosen) {
   const own = known.filter(row => !row.engine.startsWith("pytorch") && (near(row) || row === chosen));
@@ -315,7 +315,7 @@ function frontOf(list) {
   return found;
 }
 
-const RUN_INKS = ["--dispatch", "--router", "--combine", "--host"]; // No precision has them.
+const RUN_INKS = ["--dispatch", "--router", "--combine", "--host"]; // No precision has these colours.
 
 function deploy(chosen) {
   const judged = timed().filter(row => row.kept !== null);
@@ -388,13 +388,13 @@ function throughput(chosen) {
   const rate = row => row.tokens_per_s ?? row.throughput ?? 1000 * row.batch / row.ms;
   const unit = chosen.tokens_per_s === null ? "inputs/s" : "tokens/s";
   const usable = sized().filter(row => row.ms !== null && inPhase(row) && fits(row));
-  const alike = row => row.engine_name === chosen.engine_name && row.precision === chosen.precision;
-  const lines = [[`k = ${chosen.k}`, row => row.k === chosen.k && alike(row), chosen.ink, [1, 0]],
+  const sameKind = row => row.engine_name === chosen.engine_name && row.precision === chosen.precision;
+  const lines = [[`k = ${chosen.k}`, row => row.k === chosen.k && sameKind(row), chosen.ink, [1, 0]],
     [chosen.full_k < chosen.experts ? "as trained" : "all experts",
-      row => row.k === row.full_k && chosen.k < row.full_k && alike(row), chosen.ink, [2, 3]],
+      row => row.k === row.full_k && chosen.k < row.full_k && sameKind(row), chosen.ink, [2, 3]],
     ["PyTorch", row => row.untouched && row.on_gpu === (rows[chosen.base]?.on_gpu ?? false), "var(--reference)", [5, 4]]];
   const all = lines.flatMap(([line, wanted, ink, dash]) => batches.map(batch => usable.filter(row => row.batch === batch && wanted(row)))
-    .filter(here => here.length).map(here => here.includes(chosen) ? chosen : least(here, row => -rate(row)))
+    .filter(here => here.length).map(here => here.includes(chosen) ? chosen : minBy(here, row => -rate(row)))
     .map((row, i, best) => ({ ...row, line, ink, dash, rate: rate(row), symbol: data.symbols[0], label: i === best.length - 1 ? line : "",
       hover: `${row.hover}\n${number(rate(row))} ${unit}` })));
   draw("throughput", data.charts.throughput, all, { chosen: chosen.index, ticks: batches, of: `${unit} (log)` },
@@ -445,7 +445,7 @@ function routing() {
   const list = candidates(), exports = list.filter(row => !row.engine.startsWith("pytorch"));
   const known = list.filter(row => row.routing);
   if (known.length) {
-    const worst = least(known, row => row.same), tokens = worst.routing.choices != null;
+    const worst = minBy(known, row => row.same), tokens = worst.routing.choices != null;
     return worst.same >= 1
       ? `Routing: every row selected the same experts as PyTorch for every ${tokens ? "token in every layer" : "sample"}.`
       : `Routing: the same experts as PyTorch for ${percent(worst.same)} (k = ${worst.k}, ${worst.short}) `
@@ -484,9 +484,9 @@ const REFERENCE = ["PyTorch, untouched", `<svg width="14" height="12" aria-hidde
   stroke="var(--reference)" stroke-width="2" stroke-dasharray="4 2.5"/></svg>`];
 
 function legend() {
-  const list = candidates(), one = of => unique(list.map(of)).map(value => list.find(row => of(row) === value));
-  key("legend", [...one(row => row.precision).map(row => [row.precision.toUpperCase(), box(row.ink)]),
-    ...one(style).map(row => [style(row), glyph(row.symbol)]), ...references().length ? [REFERENCE] : [],
+  const list = candidates(), distinctBy = field => unique(list.map(field)).map(value => list.find(row => field(row) === value));
+  key("legend", [...distinctBy(row => row.precision).map(row => [row.precision.toUpperCase(), box(row.ink)]),
+    ...distinctBy(style).map(row => [style(row), glyph(row.symbol)]), ...references().length ? [REFERENCE] : [],
     ...data.runs.map((run, i) => [run.name, box(`var(${RUN_INKS[i % RUN_INKS.length]})`)])]);
 }
 
@@ -602,11 +602,11 @@ function table(chosen) {
   byId("rows").replaceChildren(element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body));
 }
 
-// Longer texts are broken into lines.
+// Texts with more characters are broken into lines.
 const LONG = 32;
 
 // Fills the parts that do not change with the controls.
-function still() {
+function renderFixedParts() {
   byId("disturbed").textContent = data.disturbed;
   byId("environment").replaceChildren(...data.environment.flatMap(([name, value]) =>
     [element("dt", { textContent: name }), element("dd", { textContent: value })]));
@@ -729,7 +729,7 @@ byId("json").onclick = () => save("results.json", "application/json", JSON.strin
 let resized = 0;
 addEventListener("resize", () => { cancelAnimationFrame(resized); resized = requestAnimationFrame(render); });
 addEventListener("hashchange", () => { restore(); render(); });
-// Print is light and as wide as A4 on every screen.
+// A print is light and as wide as A4, whatever the screen.
 let folded = [];
 for (const [name, on] of [["beforeprint", true], ["afterprint", false]]) {
   addEventListener(name, () => {
@@ -745,7 +745,7 @@ document.addEventListener("toggle", event => event.target.open && render(), true
 // Vega and Vega-Lite are compressed in the page, to a third of their size.
 async function start() {
   restore();
-  still();
+  renderFixedParts();
   const packed = Uint8Array.from(atob(byId("vega").textContent), letter => letter.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   document.head.append(element("script", { textContent: await new Response(stream).text() }));

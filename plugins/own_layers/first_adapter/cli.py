@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ....commands.options import options_of, output_option, typed_setting, typed_source
+from ....commands.options import options_of, output_option, parse_setting, parse_source
 from ....commands.printing import Messages
 from ....common.console import show
 from ....errors import CheckError, OutputError
@@ -18,7 +18,7 @@ from .request import AdaptRequest
 
 OPTIONS = options_of(
     AdaptRequest,
-    sets={"metavar": "KEY=VALUE", "parser": typed_setting},
+    sets={"metavar": "KEY=VALUE", "parser": parse_setting},
     batch={"metavar": SIZES},
     tokens={"metavar": SIZES},
     time={"metavar": "TIME"},
@@ -30,7 +30,7 @@ def adapt(
     layer: Annotated[
         str,
         typer.Argument(
-            metavar="LAYER", parser=typed_source, help="The layer: package.module:Class."
+            metavar="LAYER", parser=parse_source, help="The layer: package.module:Class."
         ),
     ],
     request: Annotated[AdaptRequest, OPTIONS],

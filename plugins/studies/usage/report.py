@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ....bench.report.charts import ChartPanel, axis, nothing
+from ....bench.report.charts import ChartPanel, axis, empty_chart
 from ....common.text import table
 from ..figures import INKS, ChartRows, bars, cells, draw
 from ..report import percent
@@ -146,5 +146,5 @@ def draw_usage(usage: Usage, path: Path) -> None:
             labels=len(layer.groups) <= MOST_GROUPS,
         )
         by = f"By {usage.grouped_by}" if colours else ""
-        panels.append((by, groups if colours else nothing(""), colours))
+        panels.append((by, groups if colours else empty_chart(""), colours))
     draw(path, panels)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ....bench.report.charts import SYMBOLS, ink_of, trade
+from ....bench.report.charts import SYMBOLS, ink_of, trade_off
 from ....bench.report.content import (
     Cell,
     PageChart,
@@ -91,7 +91,7 @@ def _points(results: Results) -> dict[str, Any] | None:
     return {
         "keep": search.keep,
         "keys": [(name.upper(), ink_of(name)) for name in precisions],
-        "chart": trade(f"{search.metric} kept"),
+        "chart": trade_off(f"{search.metric} kept"),
         "points": [_point(index, point) for index, point in enumerate(search.points)],
         "chosen": next((i for i, point in enumerate(search.points) if point.chosen), None),
         "answer": summary(shown[0]) if shown else "",

@@ -51,7 +51,7 @@ def test_disturbed_times_are_called_so_wherever_they_are_shown(results: Results)
     assert "disturbed" not in to_markdown(calm)
     waits = [{"share": 0.02}, {"share": 0.75}]
     shared = replace(results, protocol=results.protocol | {"waited": waits})
-    said = "threads waited for a core up to 75% of the time that they needed one"
+    said = "threads spent up to 75% of their time waiting for a core"
     assert said in shared.disturbance
     assert said in to_markdown(shared)
     assert said in html(shared)

@@ -136,7 +136,7 @@ def test_the_summary_says_what_is_kept_when_nothing_keeps_99_percent(
     rows = (results.rows[0], row(8, 2.0, 0.95), row(4, 1.0, 0.9))
     (section,) = sections(replace(results, rows=rows))
     assert summary(section) == (
-        "Nothing here keeps 99%. Nearest: k = 8 of 16 in FP32: 1.6 times the speed of PyTorch; "
+        "No row keeps 99%. Closest: k = 8 of 16 in FP32: 1.6 times the speed of PyTorch; "
         "keeps 95% of the accuracy (at least 94.9%)."
     )
 
@@ -668,10 +668,10 @@ def test_what_is_no_precision_has_the_colour_of_none(scheme: str) -> None:
 def test_engines_that_are_absent_for_one_reason_stand_in_one_line(results: Results) -> None:
     names = ("pytorch-eager-cuda", "tensorrt")
     absent = [Absent(name, "there is no GPU") for name in names]
-    absent += [Absent(n, f"not asked for: --engine {n}") for n in ("openvino", "pytorch-compile")]
+    absent += [Absent(n, f"not requested: --engine {n}") for n in ("openvino", "pytorch-compile")]
     lines = [
         "pytorch-eager-cuda, tensorrt: there is no GPU",
-        "openvino, pytorch-compile: not asked for",
+        "openvino, pytorch-compile: not requested",
     ]
     changed = replace(results, absent=tuple(absent))
     assert absent_lines(changed) == lines

@@ -34,7 +34,7 @@ def test_engines_that_are_not_there_are_named_with_the_reason() -> None:
     selection = select(BenchRequest(engine="onnxruntime").engines)
     assert [kind.name for kind in selection.present] == ["pytorch-eager", "onnxruntime"]
     reasons = {each.engine: each.reason for each in selection.absent}
-    assert reasons["pytorch-algorithm-2"] == "not asked for: --engine pytorch-algorithm-2"
+    assert reasons["pytorch-algorithm-2"] == "not requested: --engine pytorch-algorithm-2"
     assert set(reasons) | {"pytorch-eager", "onnxruntime"} == set(KINDS)
     assert "tensorrt" in reasons
     with pytest.raises(UsageError, match="--engine tvm: there is no such engine"):

@@ -153,7 +153,7 @@ def test_the_method_says_which_time_a_smaller_k_changes(results: Results, row: R
     )
     told = method_lines(replace(results, rows=(*results.rows, *rows)))
     (changed,) = [line for line in told if "k 16 → 4" in line]
-    assert "GPU ms 0.500 → 0.125; array to array ms the same within the spread" in changed
+    assert "GPU ms 0.500 → 0.125; array to array ms unchanged within the spread" in changed
     assert "ONNX Runtime, grouped, cuda: launched kernel by kernel: it has an If." in told
 
 

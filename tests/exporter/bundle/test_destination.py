@@ -331,7 +331,7 @@ def test_a_report_does_not_take_the_place_of_its_results(
     for name in ("results.json", "page.md", "page.csv", "page"):
         outcome = run(*writers["report.html"], "-o", tmp_path / name)
         assert (outcome.code, outcome.out) == (2, "")
-        assert "the page is HTML" in outcome.error
+        assert "the page must be an .html file" in outcome.error
     assert contents(tmp_path) == before
 
 

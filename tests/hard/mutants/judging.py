@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import torch
 from moexport.bench.data import LabelledData
-from moexport.bench.evaluate import evaluate, wrong
+from moexport.bench.evaluate import deviation_of, evaluate
 from moexport.bench.request import BenchRequest
 from moexport.bench.runners.candidates import from_bundle
 from moexport.common.files import sha256
@@ -290,7 +290,7 @@ def by_bench(base: Base, bundle: Bundle) -> str | None:
         state = evaluate({case: runner}, candidate, data, len(base.expected.x))
     if case.label in state.failures:
         return state.failures[case.label]
-    return wrong(case, state.sums[case.label], graph.bounds)
+    return deviation_of(case, state.sums[case.label], graph.bounds)
 
 
 def _as_exact(one: Reference) -> Reference:
