@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...common.registry import OnUse, Registry, left_out
+from ...common.registry import LazyRecords, Registry, left_out
 from ...common.text import near_miss
 from ...errors import FamilyError
 
@@ -31,7 +31,7 @@ _OWN = {
 }
 
 FAMILIES: Registry[Family] = Registry(
-    "moexport.families", f"{__name__}.base:Family", OnUse(__name__, _OWN)
+    "moexport.families", f"{__name__}.base:Family", LazyRecords(__name__, _OWN)
 )
 
 OTHER_BACKBONES = (

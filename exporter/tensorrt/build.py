@@ -22,7 +22,7 @@ from typing import Any
 
 from ...common.console import Progress
 from ...common.documents import from_data
-from ...common.environment import memory_bytes, of_python
+from ...common.environment import memory_bytes, python_environment
 from ...common.text import size
 from ...errors import EngineError
 from . import cuda
@@ -89,7 +89,7 @@ def _run(request: Mapping[str, Any], progress: Progress) -> tuple[dict[str, Any]
             stdout=subprocess.PIPE,
             stderr=printed,
             text=True,
-            env=of_python(),
+            env=python_environment(),
             start_new_session=True,  # Ctrl-C reaches this process only, which stops the worker
         )
         assert process.stdin is not None and process.stdout is not None

@@ -11,7 +11,7 @@ from typing import Any
 from ...common.documents import from_data
 from ...common.files import sha256
 from ...common.text import markdown
-from ...common.writing import locked, temporary_folder, to_disk, write_text
+from ...common.writing import locked, sync_to_disk, temporary_folder, write_text
 from ...errors import BundleError
 from ...graphs.names import K_INPUT
 from ..bundle.manifest import MANIFEST_FILE, FileRecord, Manifest, is_plain_name
@@ -152,7 +152,7 @@ def add_to_bundle(
     names = sorted({name for engine in new for name in engine.files})
     with _write_errors(directory), locked(directory):
         for name in names:
-            to_disk(staged / name)
+            sync_to_disk(staged / name)
         before = Manifest.read(directory)
         if not is_as_listed(directory, PAGE, before):
             describe = None  # a page that a user wrote stays unchanged
