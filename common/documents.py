@@ -73,8 +73,7 @@ def document(
 ) -> Any:
     """Returns the plain data in a text; `kind` is `json`, `toml` or `yaml`.
 
-    Whole numbers may have up to `bits` bits. Raises `error`, which names the document and the
-    fault.
+    Whole numbers may have up to `bits` bits. Raises `error` with the document and the fault.
     """
     try:
         match kind:
@@ -118,9 +117,7 @@ def _check_events(yaml: Any, events: Iterator[Any]) -> None:
         tag = getattr(event, "tag", None)
         is_tuple = isinstance(event, yaml.SequenceStartEvent) and tag == TUPLE
         if anchor is not None and not is_tuple and anchor not in sizes:
-            raise ValueError(
-                f"{line}: anchors and aliases (&, *) are not supported; repeat the value"
-            )
+            raise ValueError(f"{line}: anchors and aliases (&, *) are refused; repeat the value")
         if tag is not None and not is_tuple:
             raise ValueError(f"{line}: tags ({tag}) are not supported")
         values += 1

@@ -138,10 +138,10 @@ def untested_versions() -> list[str]:
     for name, (oldest, newest) in TESTED.items():
         version = release(name)
         if version is not None and not oldest <= version <= newest:
-            newer = version > newest
-            edge = "newer than the newest" if newer else "older than the oldest"
-            limit = _text(newest if newer else oldest)
-            lines.append(f"{name} {_text(version)} is {edge} tested one, {limit}")
+            word, tested = "newer" if version > newest else "older", map(_text, (oldest, newest))
+            lines.append(
+                f"{name} {_text(version)} is {word} than those tested: {' to '.join(tested)}"
+            )
     return lines
 
 

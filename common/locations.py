@@ -66,7 +66,7 @@ UNKNOWN_BYTES = 16 << 30
 RESERVED_BYTES = 256 << 20
 """Space that the copies leave free on their disk."""
 
-NO_SPACE = "free some space, or name another folder for copies: TMPDIR=/folder"
+ROOM = "free some space, or name another folder for copies: TMPDIR=/folder"
 
 VERSION = (
     *("size", "ETag", "etag", "Content-MD5", "Digest", "Last-Modified", "LastModified"),
@@ -97,8 +97,7 @@ def is_missing(where: AnyPlace) -> bool:
 def is_missing_checkpoint(where: AnyPlace) -> bool:
     """Whether neither a path nor any file with this path as a prefix exists.
 
-    In some formats a checkpoint is named by the prefix of its files: `PREFIX.index`,
-    `PREFIX.data-…`.
+    Some formats name a checkpoint by the prefix of its files: `PREFIX.index`, `PREFIX.data-…`.
     """
     path = path_of(where)
     return is_missing(where) and not any(path.parent.glob(f"{glob.escape(path.name)}.*"))
@@ -154,8 +153,7 @@ def path_of(where: AnyPlace) -> Path:
 def local(where: AnyPlace) -> Path:
     """Returns the path of a file or folder; for a URL, its copy, made once per process.
 
-    Raises `LocationError` if the URL cannot be read, `MissingExtraError` if the library of its
-    scheme is missing.
+    Raises `LocationError` on failure, `MissingExtraError` if the scheme's library is missing.
     """
 
     def copy(system: Any, path: str, url: str, target: Path) -> None:
@@ -324,8 +322,7 @@ def _copy_once(system: Any, path: str, target: Path) -> None:
     free = max(0, shutil.disk_usage(target.parent).free - RESERVED_BYTES)
     if length is not None and length > free:
         raise LocationError(
-            f"{url} has {length} bytes, but only {free} are free in {target.parent}",
-            hint=NO_SPACE,
+            f"{url} has {length} bytes, but only {free} are free in {target.parent}", hint=ROOM
         )
     max_bytes = min(free, UNKNOWN_BYTES) if length is None else length
 
@@ -341,8 +338,7 @@ def _copy_once(system: Any, path: str, target: Path) -> None:
         if value > max_bytes:
             limit = "it announced" if length is not None else "are allowed if the size is unknown"
             raise LocationError(
-                f"{url}: the server sends more than the {max_bytes} bytes that {limit}",
-                hint=NO_SPACE,
+                f"{url}: the server sends more than the {max_bytes} bytes that {limit}", hint=ROOM
             )
 
     limit = _time_limit(system, 2 * STALLED_S + max_bytes / MIN_RATE)

@@ -41,10 +41,9 @@ DECLARED = "option"
 class Declared:
     """The description of an option, next to its type and default.
 
-    `words` is the help text, or a function that returns it if it lists records that are loaded
-    late. `unset` describes the behaviour for None or an empty value. `flag` is the spelling in a
-    shell, or None for an option that exists in Python only. The value of an option with `is_path`
-    names a file or folder.
+    `words` is the help text, or a function that returns it, for lists of records that load late.
+    `unset` describes the behaviour for None or an empty value. `flag` is the spelling in a shell,
+    or None for an option of Python only. With `is_path`, the value names a file or folder.
     """
 
     words: str | Callable[[], str]
@@ -174,10 +173,8 @@ def at_least(request: Request, name: str, least: int) -> None:
     """Raises `UsageError` if a number is below `least`."""
     number = getattr(request, name)
     if number is not None and number < least:
-        spelling = spelled(type(request), name)
-        raise UsageError(
-            f"{spelling} {number}: must be at least {least}", hint=f"leave {spelling} out"
-        )
+        flag = spelled(type(request), name)
+        raise UsageError(f"{flag} {number}: must be at least {least}", hint=f"leave {flag} out")
 
 
 Mistake = tuple[str, str] | MoexportError

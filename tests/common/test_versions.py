@@ -13,7 +13,7 @@ from moexport.docs.sources import ROOT
 from moexport.plugins.token_routed.trace import _of_cache
 from moexport.tests.command import run
 
-NEWER = "torch 2.99 is newer than the newest tested one, 2.15"
+NEWER = "torch 2.99 is newer than those tested: 2.9 to 2.15"
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
@@ -35,8 +35,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
     ("version", "said"),
     [
         ("2.99.0+cu130", [NEWER]),
-        ("2.8.1", ["torch 2.8 is older than the oldest tested one, 2.9"]),
-        ("3.0.0a0", ["torch 3.0 is newer than the newest tested one, 2.15"]),
+        ("2.8.1", ["torch 2.8 is older than those tested: 2.9 to 2.15"]),
+        ("3.0.0a0", ["torch 3.0 is newer than those tested: 2.9 to 2.15"]),
         ("2.9.1", []),
         ("2.15.7", []),
         (None, []),
