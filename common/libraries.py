@@ -139,9 +139,8 @@ def untested_versions() -> list[str]:
         version = release(name)
         if version is not None and not oldest <= version <= newest:
             word, tested = "newer" if version > newest else "older", map(_text, (oldest, newest))
-            lines.append(
-                f"{name} {_text(version)} is {word} than those tested: {' to '.join(tested)}"
-            )
+            text = " to ".join(tested)
+            lines.append(f"{name} {_text(version)} is {word} than those tested: {text}")
     return lines
 
 
@@ -184,10 +183,10 @@ def older_tracer() -> str | None:
 
     PyTorch 2.9 cannot trace a network with inputs declared as `*past`: mumoe-gpt2 with a cache.
     """
-    if not older("torch", TRACES):
-        return None
     from importlib import metadata
 
+    if not older("torch", TRACES):
+        return None
     return (
         f"PyTorch {metadata.version('torch')} cannot trace everything that {_text(TRACES)} can: "
         f"pip install 'torch>={_text(TRACES)}', or export without a cache (--set use_cache=false)"

@@ -195,9 +195,7 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
         _check_ends(path, archive)
         for member in archive.infolist():
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise NotImplementedError(
-                    f"NumPy does not use the compression of {member.filename}"
-                )
+                raise NotImplementedError(f"unsupported compression of {member.filename}")
             unpacked += member.file_size
         if unpacked > allowed_bytes(size):
             raise FeedError(
@@ -254,8 +252,7 @@ def _inputs_name(
 
 
 def _may_label(archive: zipfile.ZipFile, name: str) -> bool:
-    """Returns whether an array may be labels; if it is named after an output, it may be that
-    output."""
+    """Returns whether an array may be labels; one named like an output may be that output."""
     if name in LABEL_NAMES:
         return True
     with _member(archive, name) as (file, size):

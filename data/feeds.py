@@ -472,8 +472,8 @@ def _checked_attributes(labels: Labels, where: str, *, whole: bool) -> Labels:
             f"[{row}, {column}]; attributes are 0 or 1",
             hint="save labels.ravel() for classes"
             if labels.shape[1] == 1 and not signs
-            else "save labels > 0 for attributes of -1 and 1, floats for a regression, or one number "
-            "per sample for classes",
+            else "save labels > 0 for attributes of -1 and 1, floats for a regression, and one "
+            "number per sample for classes",
         )
     if whole and not len(invalid):
         check_not_one_hot(labels.shape, int((labels.sum(axis=1) == 1).sum()), where)

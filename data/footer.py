@@ -23,8 +23,7 @@ _WIDTHS = {0: 1, 1: 4, 2: 8, 3: 12, 4: 4, 5: 8}
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """The declared sizes of a row group: rows, bytes of values, bytes of the largest text
-    column."""
+    """Declared sizes of a row group: rows, bytes of values, bytes of the largest text column."""
 
     rows: int
     value_bytes: int
@@ -63,16 +62,13 @@ def _declared(data: bytes, pages: _Pages) -> Iterator[RowGroup]:
             for column in columns:
                 pages.check(column)
         if rows != footer[3]:
-            raise ValueError(
-                f"its footer declares {footer[3]} rows, but its row groups have {rows}"
-            )
+            raise ValueError(f"its footer declares {footer[3]} rows, but row groups have {rows}")
     except (IndexError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ValueError("its footer is damaged") from error
 
 
 class _Pages:
-    """The pages of a file, which must end before `end`; those of different columns do not
-    overlap."""
+    """The pages of a file, which must end before `end`; columns must not share pages."""
 
     def __init__(self, file: BinaryIO, end: int) -> None:
         self._file, self.end, self._left = file, end, end

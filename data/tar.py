@@ -44,9 +44,7 @@ def tar_files(file: BinaryIO) -> Iterator[tuple[str, IO[bytes]]]:
             if not member.isreg():
                 continue
             if not 0 <= member.size <= total - member.offset_data:
-                raise tarfile.ReadError(
-                    f"truncated: {member.name!r} should have {member.size} bytes"
-                )
+                raise tarfile.ReadError(f"truncated: {member.name!r} has {member.size} bytes")
             if (content := archive.extractfile(member)) is not None:
                 yield member.name, content
         _check_end(file, archive.offset)
@@ -61,7 +59,7 @@ def _check_header(header: tarfile.TarInfo, file: BinaryIO) -> None:
     if header.type not in known:
         raise tarfile.ReadError(f"{header.name!r} is of the unsupported type {header.type!r}")
     if header.size < 0 or (header.type in EXTENDED and header.size > MAX_EXTENDED):
-        raise tarfile.ReadError(f"a damaged header that declares {header.size} bytes")
+        raise tarfile.ReadError(f"a damaged header of {header.size} bytes")
     if header.type in RECORDS:
         start = file.tell()
         _check_records(file.read(header.size))

@@ -287,8 +287,8 @@ def bomb(path: Path, kind: int, copies: int) -> None:
     ("kind", "copies", "said"),
     [
         pytest.param(zipfile.ZIP_DEFLATED, 100, "would unpack to", id="overlapping"),
-        pytest.param(zipfile.ZIP_BZIP2, 1, "NumPy does not use the compression of", id="bzip2"),
-        pytest.param(zipfile.ZIP_LZMA, 1, "NumPy does not use the compression of", id="lzma"),
+        pytest.param(zipfile.ZIP_BZIP2, 1, "unsupported compression of", id="bzip2"),
+        pytest.param(zipfile.ZIP_LZMA, 1, "unsupported compression of", id="lzma"),
     ],
 )
 def test_an_archive_that_unpacks_to_far_more_than_its_size_is_refused_unread(

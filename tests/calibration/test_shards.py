@@ -275,7 +275,7 @@ def test_a_footer_that_tells_of_other_rows_than_its_groups_is_refused(tmp_path: 
     rows = b"\x16" + bytes([140, 1])  # a field of 64 bits, and 70 in zigzag
     at = data.index(rows, start)  # the file's own count comes before those of its groups
     path.write_bytes(data[:at] + b"\x16" + bytes([142, 1]) + data[at + 3 :])
-    refused(path, "its footer declares 71 rows, but its row groups have 70")
+    refused(path, "its footer declares 71 rows, but row groups have 70")
 
 
 # --- archives that are damaged, or ill meant -----------------------------------------------------
