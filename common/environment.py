@@ -81,7 +81,7 @@ def cpu_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def _cpu_fact(cpuinfo: Path, *keys: str) -> str:
-    """The first nonempty value of one of the keys; empty on systems other than Linux."""
+    """Returns the first nonempty value of one of the keys; empty on systems other than Linux."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

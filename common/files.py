@@ -149,7 +149,7 @@ class Watched:
 
 
 def _state(file: Path) -> tuple[int, ...]:
-    """The identity, size and times of change of a file; empty for a missing file."""
+    """Returns the identity, size and times of change of a file; empty for a missing file."""
     try:
         status = file.stat()
     except OSError:
@@ -201,7 +201,7 @@ _HASHES: dict[str, str] = {}
 
 
 def _remembered() -> dict[str, str]:
-    """The hashes cached by earlier processes; empty if others may have written the file."""
+    """Returns the hashes cached by earlier processes; empty if others may have written the file."""
     folder = cache_folder()
     if folder is None or why_not_private(folder) is not None:
         return {}

@@ -60,7 +60,7 @@ BINS = 24
 
 
 def _counts(calls: np.ndarray) -> tuple[int, ...]:
-    """A histogram with logarithmic bins; empty if all times are equal, or if one is zero."""
+    """Returns a histogram with logarithmic bins; empty if all times are equal or one is zero."""
     import numpy as np
 
     if calls.min() <= 0 or calls.min() == calls.max():

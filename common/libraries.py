@@ -68,7 +68,7 @@ def keep_compiled_code_private() -> None:
 
 
 def _private_folder(name: str) -> Path | None:
-    """A folder in the user's cache that nobody else may write to; None if there is none."""
+    """Returns a folder in the user's cache that nobody else may write to; None if there is none."""
     from .files import cache_folder, why_not_private
 
     cache = cache_folder()

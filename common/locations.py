@@ -261,7 +261,7 @@ def with_urls(text: str) -> str:
 
 
 def _new_target(url: str) -> Path:
-    """The path for the copy of a URL: its last part, in a new folder."""
+    """Returns the path for the copy of a URL: its last part, in a new folder."""
     if not _FOLDERS:
         _FOLDERS.append(scratch_until_exit("downloads"))
     folder = Path(mkdtemp(dir=_FOLDERS[0]))
@@ -270,7 +270,7 @@ def _new_target(url: str) -> Path:
 
 
 def _inside(folder: Path, name: str, url: str) -> Path:
-    """The path of a file in a folder; raises `LocationError` for a name that leads outside."""
+    """Returns the path of a file in a folder; raises `LocationError` if it would be outside."""
     parts = name.split("/")
     if not name or {"", ".", ".."} & {*parts} or re.search(r"[\\:\x00]", name):
         raise LocationError(f"{url} contains a file that cannot be copied: its name is {name!r}")
@@ -352,12 +352,12 @@ def _copy_once(system: Any, path: str, target: Path) -> None:
 
 
 def _version(info: Mapping[str, Any]) -> list[str]:
-    """The size, hash and time of a file, as the server reports them."""
+    """Returns the size, hash and time of a file, as the server reports them."""
     return [f"{key} {info[key]}" for key in VERSION if info.get(key) is not None]
 
 
 def _options(scheme: str) -> dict[str, Any]:
-    """Options for fsspec: time limits for HTTP, and no decompression.
+    """Returns options for fsspec: time limits for HTTP, and no decompression.
 
     If replies were decompressed, a small one could unpack to any size.
     """
@@ -376,7 +376,7 @@ def _options(scheme: str) -> dict[str, Any]:
 
 
 def _time_limit(system: Any, seconds: float | None = None) -> dict[str, Any]:
-    """The time limit for a whole HTTP call, because headers may arrive slowly as well."""
+    """Returns the time limit for a whole HTTP call, because headers may arrive slowly as well."""
     if "http" not in system.protocol:
         return {}
     return {"timeout": 2 * STALLED_S if seconds is None else seconds}

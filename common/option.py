@@ -222,7 +222,7 @@ def unknown_call(call: str) -> str:
 
 
 def _misplaced(panel: Panel) -> str:
-    """Why a panel cannot extend its calls; empty if it can."""
+    """Returns why a panel cannot extend its calls; empty if it can."""
     for call in panel.calls:
         command = None if call in CALLS else record_of_plugin(COMMANDS_GROUP, call)
         if command is not None and call not in command.calls:
@@ -435,7 +435,7 @@ def requested(request: type[Request], named: Mapping[str, Any]) -> Any:
 
 
 def _records(request: type[Request], named: dict[str, Any]) -> Iterator[Any]:
-    """A record for each panel whose keywords are among those given."""
+    """Yields a record for each panel whose keywords are among those given."""
     panels = panels_of(request) if named else []
     for panel in panels:
         names = declared(panel.options).keys() & named.keys()

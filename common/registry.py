@@ -90,7 +90,7 @@ def plugin_problems() -> tuple[str, ...]:
 
 
 def _clash(group: str, name: str) -> str:
-    """The sources of a name that more than one package claims; otherwise empty."""
+    """Returns the sources of a name that more than one package claims; otherwise empty."""
     sources = ["moexport itself"] if name in _OWN_NAMES.get(group, ()) else []
     sources += [entry.distribution for entry in _by_group().get(group, {}).get(name, ())]
     return f"{group}: '{name}' comes from {' and from '.join(sources)}" if sources[1:] else ""
@@ -124,7 +124,7 @@ class Entry:
 
 @cache
 def _found() -> tuple[Entry, ...]:
-    """The entry points of all plugins, sorted by name, read once.
+    """Returns the entry points of all plugins, sorted by name, read once.
 
     Of two installed copies of a package, the first one counts, as in an import. Only the metadata
     of packages with plugins is parsed: parsing all of it takes as long as the rest of `--help`.
@@ -145,7 +145,7 @@ def _found() -> tuple[Entry, ...]:
 
 
 def _by_group() -> dict[str, dict[str, list[Entry]]]:
-    """The entry points by group and name; more than one if packages clash."""
+    """Returns the entry points by group and name; more than one if packages clash."""
     return _grouped(_found())
 
 
@@ -158,7 +158,7 @@ def _grouped(entries: tuple[Entry, ...]) -> dict[str, dict[str, list[Entry]]]:
 
 
 def _entries_of(distribution: Distribution) -> tuple[str, list[Entry]]:
-    """The name of a package, and its entry points in moexport's groups."""
+    """Returns the name of a package, and its entry points in moexport's groups."""
     metadata = distribution.metadata
     name = metadata["Name"]
     about = f"{name} {metadata['Version']}", metadata["Summary"] or "", name == OWN
@@ -307,7 +307,7 @@ class Registry(Generic[R]):
 
 
 def _loaded(entry: Entry, kind: type[Any] | str) -> Any:
-    """The record of an entry point; None if loading fails, with the reason recorded."""
+    """Returns the record of an entry point; None if loading fails, with the reason recorded."""
     point = entry.point
     if entry.reason:
         return None

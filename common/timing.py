@@ -166,7 +166,7 @@ def measure(
 
 
 def _order(cases: Mapping[str, IndexedCall], seed: int, number: int) -> list[str]:
-    """The order in a round: random, and independent of earlier rounds."""
+    """Returns the order in a round: random, and independent of earlier rounds."""
     names = list(cases)
     random.Random(f"{seed}, {number}").shuffle(names)
     return names

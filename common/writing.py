@@ -428,7 +428,7 @@ def remove_leftovers(target: Path, suffix: str = "") -> None:
 
 
 def _idle_s(path: Path) -> float:
-    """The seconds since a file, or anything in a folder, was last written to."""
+    """Returns the seconds since a file, or anything in a folder, was last written to."""
     return time.time() - max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
 
 

@@ -177,7 +177,7 @@ class _FieldRequest:
     strict: bool
 
     def targets(self, item: object, inputs: Array, where: str) -> Fields:
-        """The labels and the user's own outputs in an item of an iterable."""
+        """Returns the labels and the user's own outputs in an item of an iterable."""
         found = self.labels(lambda: _labels_of(item, inputs, where, self.names))
         if isinstance(item, dict):
             text = f"{where}: a batch's"
@@ -185,7 +185,7 @@ class _FieldRequest:
         return found
 
     def labels(self, read: Callable[[], Fields], *, named: bool = False) -> Fields:
-        """The field of labels, if requested; empty if the array may be something else.
+        """Returns the field of labels, if requested; empty if the array may be something else.
 
         If the array's name can only mean labels (`named`), invalid labels raise `FeedError`.
         """
@@ -199,7 +199,7 @@ class _FieldRequest:
             return {}
 
     def own_names(self, known: Iterable[str]) -> dict[str, str]:
-        """The names that the requested outputs have in a feed, by output."""
+        """Returns the names that the requested outputs have in a feed, by output."""
         reserved = {*self.names, *LABEL_NAMES}
         found: dict[str, str] = {}
         for index, name in enumerate(self.own):
@@ -211,7 +211,7 @@ class _FieldRequest:
     def own_outputs(
         self, known: Iterable[str], count: int, where: str, read: Callable[[str], Any]
     ) -> Fields:
-        """The fields of a user's own outputs for `count` inputs."""
+        """Returns the fields of a user's own outputs for `count` inputs."""
         found: Fields = {}
         for name, key in self.own_names(known).items():
             array = found[name] = np.asarray(read(key))
@@ -231,7 +231,7 @@ class _FieldRequest:
 
 
 def _dict_batch(arrays: Mapping[str, Any], request: _FieldRequest) -> Fields:
-    """The inputs in a dict as one batch, with the requested labels and outputs."""
+    """Returns the inputs in a dict as one batch, with the requested labels and outputs."""
     outputs = request.own_names(arrays).values()
     others = {name: value for name, value in arrays.items() if name not in outputs}
     fields = fields_of(others, request.names, request.outputs)
@@ -242,7 +242,7 @@ def _dict_batch(arrays: Mapping[str, Any], request: _FieldRequest) -> Fields:
 
 
 def _file_batches(path: Path, request: _FieldRequest) -> Iterator[Fields]:
-    """The batches of a file or folder; labels and outputs in an `.npz` are read all at once."""
+    """Yields the batches of a file or folder; reads all labels and outputs of an `.npz` at once."""
     first, *others = request.names
     arrays: Fields = {}
     if path.suffix == ".npz" and path.is_file() and (others or request.labelled or request.own):
@@ -320,7 +320,7 @@ def has_inputs(where: str) -> bool:
 
 
 def _files(path: Path) -> list[Path]:
-    """The file itself, or the files of a folder."""
+    """Returns the file itself, or the files of a folder."""
     if not path.is_dir():
         return [path]
     files = sorted(path.glob("*.npy"))
@@ -358,7 +358,7 @@ def _imported_items(where: str) -> Iterator[object]:
 
 
 def _array_of(item: object, name: str, where: str) -> np.ndarray:
-    """The batch in an item of an iterable: an array, a tensor, or a dict or tuple with one."""
+    """Returns the batch in an iterable's item: an array or tensor, or a dict or tuple with one."""
     if isinstance(item, Mapping):
         if name not in item:
             raise FeedError(f"{where} yields a dict without '{name}'", hint=FEED_HINT)
@@ -389,7 +389,7 @@ def _labels_of(item: object, inputs: Array, where: str, names: Sequence[str]) ->
 
 
 def _shard_inputs(fields: Fields, name: str, where: str) -> Array:
-    """The field of the input `name`: the one with that name, or the only candidate."""
+    """Returns the field of the input `name`: the one with that name, or the only candidate."""
     main = main_name(fields, name, (*LABEL_NAMES, IMAGE))
     if main is not None:
         return fields[main]

@@ -158,7 +158,7 @@ def _no_such_shard(name: str, shards: Sequence[AnyPlace]) -> FeedError:
 
 
 def _tar(path: Path, name: str) -> Iterator[Fields]:
-    """The batches of a WebDataset; files with the same name up to the first dot are one sample."""
+    """Yields a WebDataset's batches; files with one name up to the first dot are one sample."""
     batch: list[dict[str, Any]] = []
     for sample in _samples(path, name):
         if batch and (len(batch) == SHARD_BATCH or not _same_shapes(batch[0], sample)):
@@ -192,7 +192,7 @@ def _samples(path: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _field(ending: str, content: IO[bytes], where: str) -> dict[str, Any]:
-    """The field in a file of a sample, by the file's suffix; empty for other files, unread."""
+    """Returns the field that a sample's file contains, by its suffix; reads no other files."""
     if f".{ending}" in IMAGES:
         return {IMAGE: content.read()}
     if ending == "cls":
@@ -274,7 +274,7 @@ def _parquet_batch(path: Path, name: str) -> int:
 
 
 def _column(column: Any, where: str) -> Array | None:
-    """A column's numbers [b, …], or its bytes as objects [b]; None for other columns."""
+    """Returns a column's numbers [b, …], or its bytes as objects [b]; None for other columns."""
     import pyarrow as pa
 
     if column.null_count:

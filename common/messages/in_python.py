@@ -113,7 +113,7 @@ class Words:
         return _joined(SHORT.sub(lambda match: ARGUMENTS[match[1]], text))
 
     def _keyword(self, flag: str) -> tuple[Keyword, bool]:
-        """The keyword of an option, and whether a switch is on."""
+        """Returns the keyword of an option, and whether a switch is on."""
         positive = flag.removeprefix("no-")
         if flag == SET and CONFIG.name in self.keywords:
             return CONFIG, True
@@ -189,7 +189,7 @@ class Words:
 
 
 def _positional_count(function: Callable[..., Any]) -> int:
-    """The number of positional arguments of a call."""
+    """Returns the number of positional arguments of a call."""
     parameters = inspect.signature(function).parameters.values()
     return sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
 
@@ -203,7 +203,7 @@ def _is_value(word: str, keyword: Keyword, gap: str) -> bool:
 
 
 def _assigned(value: str, keyword: Keyword) -> str:
-    """A keyword and its value as code."""
+    """Returns a keyword and its value as code."""
     key, equals, setting = value.partition("=")
     if not keyword.pairs:
         return f"{keyword.name}={_literal(value, keyword)}"
@@ -216,7 +216,7 @@ def _assigned(value: str, keyword: Keyword) -> str:
 
 
 def _literal(value: str, keyword: Keyword) -> str:
-    """A value as Python source; a placeholder in capitals stays a name."""
+    """Returns a value as Python source; a placeholder in capitals stays a name."""
     if keyword.several:
         return f"[{json.dumps(value, ensure_ascii=False)}]"
     if SIZES.fullmatch(value):
@@ -238,7 +238,7 @@ REPEATED = (
 
 
 def _joined(text: str) -> str:
-    """The text with consecutive lists or dicts joined into one: `config={"a": 1, "b": 2}`."""
+    """Joins consecutive lists or dicts of one keyword: `config={"a": 1, "b": 2}`."""
     for repeated, joined in REPEATED:
         while (longer := repeated.sub(joined, text)) != text:
             text = longer

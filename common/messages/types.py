@@ -63,7 +63,7 @@ class _Names(dict[str, Any]):
 
 @cache
 def _type_checking_imports(module: str) -> dict[str, tuple[str, bool]]:
-    """The names that a module imports only for type checkers, with the modules that define them.
+    """Returns the names that a module imports only for type checkers, with their modules.
 
     The flag is true for a name that is itself a module.
     """
@@ -133,7 +133,7 @@ def type_name(kind: Any) -> str:
 
 
 def _all_parts(kind: Any) -> list[Any]:
-    """The parts of a type; those imported only for type checkers are looked up."""
+    """Returns the parts of a type; those imported only for type checkers are looked up."""
     parts = (part.type if isinstance(part, _Later) else part for part in union_parts(kind))
     return [inner for part in parts for inner in union_parts(part)]
 
@@ -143,7 +143,7 @@ def _base(kind: Any) -> Any:
 
 
 def _part_name(kind: Any) -> str:
-    """The name of a type in a message; for a list, also the type of its items."""
+    """Returns the name of a type in a message; for a list, also the type of its items."""
     base = _base(kind)
     if base is Sequence and (inner := type_name(get_args(kind)[0])):
         return f"a list in which each entry is {inner}"

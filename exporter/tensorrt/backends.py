@@ -126,7 +126,7 @@ class Backend:
         return install(self.extra, index=self.index)
 
     def install_version(self, versions: str) -> str:
-        """The command that installs these `versions`, such as `==10.16.1`."""
+        """Returns the command that installs these `versions`, such as `==10.16.1`."""
         index = f"--extra-index-url {self.index} " if self.index else ""
         return f"pip install {index}'{self.distributions[0]}{versions}'"
 
@@ -289,5 +289,5 @@ def instead(compute_capability: str) -> str:
 
 
 def _number(compute_capability: str) -> tuple[int, ...]:
-    """A compute capability as a sort key: 12.0 is after 8.9."""
+    """Returns a compute capability as a sort key: 12.0 is after 8.9."""
     return tuple(int(part) for part in compute_capability.split("."))

@@ -85,7 +85,7 @@ def rewritten(
 
 
 def _gathered(graph: onnx.GraphProto, layers: Sequence[str]) -> Iterator[onnx.TensorProto]:
-    """The experts' weights in the weights file that are used only through a Gather."""
+    """Yields the experts' weights in the weights file that are used only through a Gather."""
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
         for name in node.input:

@@ -80,7 +80,7 @@ def driver_problem() -> str | None:
 
 
 def _supported_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the driver's loaded library supports; None if none was loaded."""
+    """Returns the newest CUDA that the loaded driver library supports; None without one."""
     error, supported = runtime().cudaDriverGetVersion()
     if error != runtime().cudaError_t.cudaSuccess or not supported:
         return None

@@ -300,7 +300,7 @@ def _key(plan: EnginePlan, weights: Mapping[str, str]) -> str:
 def _in_bundle(
     directory: Path, manifest: Manifest, plan: EnginePlan, key: str
 ) -> EngineRecord | None:
-    """The bundle's own engine, if its key and its files match."""
+    """Returns the bundle's own engine, if its key and its files match."""
     for record in engines_of(manifest):
         listed = manifest.files.get(record.file)
         own = listed is not None and is_own(record.signature, listed.sha256)
@@ -381,7 +381,7 @@ LISTED = ("layers", "inspector")
 def _rewritten(
     plan: EnginePlan, directory: Path, manifest: Manifest
 ) -> tuple[bytes | None, list[BoundWeight]]:
-    """The graph after the options' changes, None if there are none; and the bound weights."""
+    """Returns the graph as changed by the options, None if unchanged, and the bound weights."""
     options = plan.options
     if not options.bind_weights and not options.expose_routing:
         return None, []

@@ -131,7 +131,7 @@ def _reason(
 
 
 def _asymmetry(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> str | None:
-    """Why a quantisation is refused, or None: only symmetric ones are supported."""
+    """Returns why a quantisation is refused, or None: only symmetric ones are supported."""
     name = node.input[2] if len(node.input) > 2 else ""
     if not name:
         return None

@@ -107,7 +107,7 @@ class EngineOptions:
     )
 
     def changed(self) -> list[str]:
-        """The names of options whose values are not the defaults, except for the engine cache."""
+        """Returns the names of options that differ from the defaults, except the engine cache."""
         return [
             field.name
             for field in fields(self)
@@ -200,7 +200,7 @@ class EngineOptions:
             )
 
     def as_json(self) -> dict[str, Any]:
-        """The options that affect the engine, as plain data."""
+        """Returns the options that affect the engine, as plain data."""
         plain = asdict(replace(self, profiles=tuple(map(dict, self.profiles))))
         content = {name: plain[name] for name in self.changed() if name != "timing_cache"}
         as_read: dict[str, Any] = json.loads(json.dumps(content))

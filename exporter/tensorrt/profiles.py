@@ -114,7 +114,7 @@ def profile(
 
 
 def _clipped(axis: str, requested: AxisRanges, defaults: AxisRanges, spec: TensorSpec) -> AxisRange:
-    """The requested range, or the default within the model's limits."""
+    """Returns the requested range, or the default within the model's limits."""
     limit = spec.limits.get(axis)
     if axis in requested:
         if limit is not None and requested[axis].max > limit:
@@ -197,7 +197,7 @@ def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> 
     if fitting:
 
         def distance(index: int) -> float:
-            """The distance from a profile's optimum, in factors of size."""
+            """Returns the distance from a profile's optimum, in factors of size."""
             optimum = profiles[index]
             sizes = list(zip(optimum.opt, shape, strict=True))
             if optimum.k is not None and k is not None:

@@ -259,7 +259,7 @@ def gpus(record: EngineRecord) -> str:
 
 
 def _without_moexport(manifest: Manifest, record: EngineRecord) -> str:
-    """Python code that runs an engine without moexport, if the plan contains the weights."""
+    """Returns Python code that runs an engine without moexport if the plan has all weights."""
     title = BACKENDS[record.flavour].title
     outside = ("strip_plan", "weight_streaming")
     if record.bound or any(record.options.get(name) for name in outside):

@@ -340,7 +340,7 @@ class LoadedEngine:
         return self._engine.create_execution_context(settings)
 
     def _saved_kernels(self, settings: Any) -> Any:
-        """The kernels that TensorRT-RTX compiled here earlier, saved when the engine closes.
+        """Returns the kernels that TensorRT-RTX compiled here earlier; they are saved on closing.
 
         Without saved kernels, each start compiles them again (the page "Working with Runtime Cache"
         of TensorRT-RTX 1.7). The runtime refuses those of another GPU, driver or version, and then
@@ -465,7 +465,7 @@ class LoadedEngine:
         )
 
     def _read_profiles(self) -> list[Profile]:
-        """The profiles of an engine without a record, from the engine itself."""
+        """Returns the profiles of an engine without a record, from the engine itself."""
         profiles = []
         for index in range(self._engine.num_optimization_profiles):
             shapes = self._engine.get_tensor_profile_shape(self.input_name, index)
@@ -486,7 +486,7 @@ class LoadedEngine:
 
 
 def _aligned_number(dtype: np.dtype[Any]) -> np.ndarray:
-    """One number in host memory whose address is a multiple of `ALIGNMENT`."""
+    """Returns one number in host memory whose address is a multiple of `ALIGNMENT`."""
     buffer = np.zeros(2 * ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % ALIGNMENT
     return buffer[start : start + dtype.itemsize].view(dtype)
@@ -504,7 +504,7 @@ KINDS = {"f": "real", "i": "whole", "u": "whole", "b": "whole"}
 
 
 def _array(x: np.ndarray, wanted: str) -> AddressedArray | None:
-    """The array converted to a type; None for numbers of another kind."""
+    """Returns the array converted to a type; None for numbers of another kind."""
     target = np.dtype(wanted)
     if KINDS.get(x.dtype.kind) != KINDS["f" if wanted == BF16 else target.kind]:
         return None
@@ -512,12 +512,12 @@ def _array(x: np.ndarray, wanted: str) -> AddressedArray | None:
 
 
 def _widened(y: Any, dtype: str) -> Any:
-    """The output unchanged; BF16 in numpy as FP32, without loss."""
+    """Returns the output unchanged; BF16 in numpy as FP32, without loss."""
     return y.astype(np.float32) if dtype == BF16 and isinstance(y, np.ndarray) else y
 
 
 def _tensor(x: Any, wanted: str) -> AddressedArray | None:
-    """The tensor converted to a type, from torch or DLPack; None for anything else."""
+    """Returns the tensor converted to a type, from torch or DLPack; None for anything else."""
     tensor = tensor_of(x)
     if tensor is None:
         return None

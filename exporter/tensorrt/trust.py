@@ -47,7 +47,7 @@ class PlanFile:
 
 
 def _header(path: Path) -> tuple[Backend, str, int] | None:
-    """The backend, version and size in a plan's header; None if the header is unknown."""
+    """Returns the backend, version and size in a plan's header; None if the header is unknown."""
     with path.open("rb") as file:
         start = file.read(HEADER_BYTES)
     backend = MAGIC.get(start[:4])

@@ -108,7 +108,7 @@ def engine_parity(
 
 
 def _exposed(session: EngineSession, manifest: Manifest, record: EngineRecord) -> dict[str, str]:
-    """The engine's outputs that are choices of its layers, by choice."""
+    """Returns the engine's outputs that are choices of its layers, by choice."""
     graph = next((entry for entry in manifest.graphs if entry.file == record.graph), None)
     named = {} if graph is None else graph.selected
     return {choice: value for choice, value in named.items() if value in session.output_names}
@@ -117,7 +117,7 @@ def _exposed(session: EngineSession, manifest: Manifest, record: EngineRecord) -
 def _run_arguments(
     manifest: Manifest, record: EngineRecord, expected: Reference, tie: float
 ) -> tuple[Reference, int, int | None]:
-    """The arguments of an engine's run: the reference without ties, the batch size and k."""
+    """Returns the arguments of an engine's run: the reference without ties, batch size and k."""
     clear = settled(expected, tie)
     count, *rest = clear.x.shape
     batch = min(record.ranges[0].max[0], count)

@@ -152,7 +152,7 @@ def compile_engine(
 
 
 def _network(loaders: ModuleType, trt: Any, request: Mapping[str, Any]) -> Any:
-    """The parsed graph; a rewritten one reads the weights file next to the original graph."""
+    """Returns the parsed graph; a rewritten one uses the weights file of the original graph."""
     if not request["model"]:
         return loaders.network_from_onnx_path(request["graph"], strongly_typed=True)
     builder, network = loaders.create_network(strongly_typed=True)
