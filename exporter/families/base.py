@@ -458,7 +458,7 @@ class SeparateExperts:
     def shapes(
         self, tensors: Tensors, n: int, d: int, out: int | None = None
     ) -> dict[str, TensorShape]:
-        """Returns the keys and shapes of n experts from d to `out` (or d); biases if any has one."""
+        """Returns the keys and shapes of n experts from d to `out` (or d), and of any biases."""
         if n > len(tensors):
             raise CheckpointError(
                 f"the shapes imply {n} experts, but there are only {len(tensors)} tensors in total",

@@ -114,8 +114,8 @@ SKIPPED = (
 def published(family: str, known: Collection[str], config: Config) -> dict[str, Any]:
     """Returns the options for a run's configuration: the complete one, or only its `model`.
 
-    `known` has the options of the family. Settings that are not such a configuration are returned
-    unchanged. Raises FamilyError for an unknown setting, which may change the computation.
+    `known` has the options of the family. Settings in another form are returned unchanged. Raises
+    FamilyError for an unknown setting, which may change the computation.
     """
     complete = isinstance(config.get("model"), Mapping)
     model = config["model"] if complete else config
@@ -388,9 +388,7 @@ class VmoeTransformer(VisionTransformer):
 def sincos2d(height: int, width: int, dim: int, temperature: float) -> Tensor:
     """Returns the patches' positions [1, height·width, d]: sine and cosine of x, then of y."""
     if dim % 4 or dim < 8:
-        raise FamilyError(
-            f"{SOFT}: position_emb=sincos2d needs a multiple of 4 as width, not {dim}"
-        )
+        raise FamilyError(f"{SOFT}: sincos2d needs a width that is a multiple of 4, not {dim}")
     frequencies = temperature ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4 - 1))
     y, x = torch.meshgrid(
         torch.arange(height, dtype=torch.float64),
@@ -472,7 +470,7 @@ def settled(
     if expected is not None and tokens != expected:
         raise FamilyError(
             f"{family}: image_size={image[0]},{image[1]} gives {tokens} tokens, but "
-            f"{POSITIONS if POSITIONS in tensors else 'group_size'} has {expected}",
+            f"{POSITIONS + ' has' if POSITIONS in tensors else 'group_size is'} {expected}",
             hint="give the size that the model was trained for: --set image_size=224 or 224,192",
         )
     return config, grid

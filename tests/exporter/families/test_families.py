@@ -115,7 +115,7 @@ def test_an_unknown_checkpoint_is_answered_with_what_was_seen_and_what_is_known(
 
 def test_known_layers_in_an_unknown_network_are_pointed_out() -> None:
     state = random_state(vit_layer_shapes("encoder.3.moe.", d=8, n=2, p=1, h=4))
-    with pytest.raises(FamilyError, match=r"as soft-moe-vit saves them, at encoder\.3\.moe"):
+    with pytest.raises(FamilyError, match=r"Soft MoE layers as in soft-moe-vit at encoder\.3\.moe"):
         detect({**state, "stem.weight": torch.ones(1)})
 
 
