@@ -41,8 +41,8 @@ def checks(
 ) -> Iterator[Check]:
     """Yields the parity of a bundle's engines, or why they were not run.
 
-    `bounds` returns the bounds of an engine with or without TF32. Engines that were built elsewhere
-    only run with `trust`.
+    `bounds` returns the bounds for an engine with or without TF32. Engines that were built
+    elsewhere run only with `trust`.
     """
     for record in engines_of(manifest):
         tolerance = bounds(bool(record.options.get("tf32")))
@@ -53,8 +53,8 @@ def checks(
         except (FeedError, UsageError) as error:
             why_not = error.message
         if why_not is not None:
-            built = f"the file that {backend_named(record.flavour).title} {record.version} built"
-            yield Check(f"engine {record.file}", True, f"{built}; not run: {why_not}")
+            builder = f"{backend_named(record.flavour).title} {record.version}"
+            yield Check(f"engine {record.file}", True, f"built by {builder}; not run: {why_not}")
             continue
         if expected is None:
             continue
@@ -81,7 +81,7 @@ def engine_parity(
     expected: Reference,
     tolerance: Tolerance | None = None,
 ) -> Parity:
-    """Runs an engine on the reference's inputs and returns how far it is off.
+    """Runs an engine on the reference's inputs, and returns how far its outputs are off.
 
     The layers' choices are compared if the engine was built with `--expose-routing`; otherwise,
     inputs with a tie are left out. Raises `FeedError` or `UsageError` if the profiles do not
@@ -101,14 +101,14 @@ def engine_parity(
     for k, reference in {expected.main_k: expected, **expected.at_other_k}.items():
         try:
             parities[k] = compared(reference)
-        except (FeedError, UsageError):  # its profiles do not contain this k, or all choices tie
+        except (FeedError, UsageError):  # no profile contains this k, or all inputs have ties
             if reference is expected:
                 raise
     return furthest_off(parities)
 
 
 def _exposed(session: EngineSession, manifest: Manifest, record: EngineRecord) -> dict[str, str]:
-    """Returns the engine's outputs that are choices of its layers, by choice."""
+    """Returns the engine's outputs that are choices of its layers, by the name of the choice."""
     graph = next((entry for entry in manifest.graphs if entry.file == record.graph), None)
     named = {} if graph is None else graph.selected
     return {choice: value for choice, value in named.items() if value in session.output_names}
@@ -118,7 +118,7 @@ def _run_arguments(
     manifest: Manifest, record: EngineRecord, expected: Reference, tie: float
 ) -> tuple[Reference, int, int | None]:
     """Returns the arguments of an engine's run: the reference without ties, batch size and k."""
-    clear = settled(expected, tie)
+    clear = without_ties(expected, tie)
     count, *rest = clear.x.shape
     batch = min(record.ranges[0].max[0], count)
     k = clear.main_k if manifest.k == "input" else None
@@ -127,11 +127,11 @@ def _run_arguments(
     return clear, batch, k
 
 
-def settled(expected: Reference, tie: float) -> Reference:
-    """Returns the reference without the samples in which some choice is a tie.
+def without_ties(expected: Reference, tie: float) -> Reference:
+    """Returns the reference without the samples in which any choice is a tie.
 
-    Runtimes that do not report choices need this: in a tie, either choice would be correct.
-    Raises `FeedError` if no sample is left.
+    Runtimes that do not report choices need this, because either choice in a tie is correct. Raises
+    `FeedError` if no sample is left.
     """
     clear = np.ones(len(expected.x), dtype=bool)
     for margin in expected.margin.values():
@@ -139,6 +139,6 @@ def settled(expected: Reference, tie: float) -> Reference:
     if not clear.any():
         raise FeedError(
             "in every reference input, rounding may change the choice of some experts",
-            hint="export again with other or more --data",
+            hint="export again with different or more --data",
         )
     return expected.rows(clear)

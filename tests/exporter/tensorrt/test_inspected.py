@@ -9,7 +9,7 @@ import pytest
 from moexport.errors import EngineError
 from moexport.exporter.bundle.manifest import LayerRecord, Manifest
 from moexport.exporter.tensorrt.engines import check_precision, kernel_types, precision_notes
-from moexport.exporter.tensorrt.worker import Compiled, Product, inspected
+from moexport.exporter.tensorrt.worker import Compiled, Product, parse_report
 from moexport.tests.exporter.tensorrt.engines import export
 
 LAYER = "soft_moe_fkodom"
@@ -56,9 +56,9 @@ def test_experts_without_a_product_in_the_network_are_a_failure(manifest: Manife
 
 
 def test_an_inspector_that_writes_no_json_does_not_undo_the_build(manifest: Manifest) -> None:
-    assert inspected('{"Layers": []}') == {"Layers": []}
+    assert parse_report('{"Layers": []}') == {"Layers": []}
     for text in ("", '{"Layers": [', "[]"):
-        kernels = check(manifest, built(products(manifest.layers[0]), inspected(text)))
+        kernels = check(manifest, built(products(manifest.layers[0]), parse_report(text)))
         assert kernels == {manifest.layers[0].name: []}
         assert "only the network's types prove" in precision_notes("e.plan", kernels)[0]
 
