@@ -270,7 +270,7 @@ def backend_named(name: str) -> Backend:
     """Returns the backend of a target; `UsageError` for a target without engines."""
     if name not in BACKENDS:
         raise UsageError(
-            f"--target {name}: only {' and '.join(BACKENDS)} have engines",
+            f"--target {name}: engines are built for {' and '.join(BACKENDS)}",
             hint="ONNX Runtime runs the graph without an engine",
         )
     return BACKENDS[name]

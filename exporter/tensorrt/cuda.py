@@ -70,7 +70,7 @@ def driver_problem() -> str | None:
     elif driver is None or driver >= needed:
         return None
     number = " older" if driver is None else f" {driver}"
-    supports = "" if supported is None else f", which supports CUDA {supported[0]}.{supported[1]}"
+    supports = "" if supported is None else f" and supports CUDA {supported[0]}.{supported[1]}"
     return (
         f"cuda-bindings {installed} needs driver {needed} or newer, but this one is{number}"
         f"{supports}: update the driver, or install cuda-compat-{installed}-0 (data-centre cards), "

@@ -98,9 +98,9 @@ def profile(
             fixed = first if axis == "batch" and isinstance(first, int) else None
             if fixed is not None and (wanted.min, wanted.max) == (fixed, fixed):
                 continue
-            state = f"fixed at {fixed}" if fixed is not None else "not an axis"
+            state = f"fixed at {fixed} in" if fixed is not None else "not an axis of"
             raise UsageError(
-                f"--profile {axis}={wanted}: {axis} is {state} in the graph's input '{spec.name}'",
+                f"--profile {axis}={wanted}: {axis} is {state} the graph's input '{spec.name}'",
                 hint=f"its dynamic axes are {', '.join(names) or 'none'}; export again for others",
             )
     ranges = {axis: _clipped(axis, requested, defaults, spec) for axis in names}

@@ -135,7 +135,7 @@ def test_a_build_for_a_gpu_that_is_not_served_is_refused(bundle: Path, tmp_path:
         (
             Gpu("NVIDIA GeForce RTX 5090", "12.0", "580.65.06"),
             "built for cards of compute capability 8.9, but this machine has NVIDIA GeForce RTX",
-            "--compute-capability builds one for several",
+            "--compute-capability builds an engine for several GPUs",
         ),
     ],
     ids=["not served", "another card"],

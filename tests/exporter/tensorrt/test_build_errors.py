@@ -76,7 +76,7 @@ NO_KERNEL = (
         ([NO_KERNEL], "the workspace is too small", "--lowering conditional"),
         (
             ["OSError: [Errno 28] No space left on device: '/b/engine.plan'"],
-            "no room for the engine on the disk",
+            "the disk has no space for the engine",
             "free some space",
         ),
         (["Unable to load library: libnvinfer_lean.so.1"], "lean runtime", "--version-compatible"),
@@ -85,7 +85,11 @@ NO_KERNEL = (
             "there is no NVIDIA GPU, or its driver is too old",
             "moexport doctor",
         ),
-        (["DishonouredError: tf32: requested True, got False"], "did not apply", "leave that"),
+        (
+            ["DishonouredError: tf32: requested True, got False"],
+            "an option was not applied",
+            "leave this",
+        ),
         (["No importer registered for op: NonZero"], "its ONNX importer refused", "--target"),
         (["something new"], "cannot compile the graph: something new", "another --lowering"),
     ],
@@ -179,4 +183,4 @@ def test_a_built_engine_that_cannot_be_loaded_says_why() -> None:
     assert "the GPU's memory ran out" in build_failed([words, ours], about()).message
     unknown = build_failed([ours], about())
     assert "cannot be loaded" in unknown.message
-    assert "leave that option out" not in str(unknown.hint)
+    assert "leave this option out" not in str(unknown.hint)

@@ -51,7 +51,7 @@ def check(manifest: Manifest, made: Compiled) -> dict[str, list[str]]:
 
 def test_experts_without_a_product_in_the_network_are_a_failure(manifest: Manifest) -> None:
     others = [Product(name="head/MatMul", kind="matrix_multiply", precision="fp32")]
-    with pytest.raises(EngineError, match="built in no product at all"):
+    with pytest.raises(EngineError, match="built in no product"):
         check(manifest, built(others))
 
 
@@ -94,7 +94,7 @@ def test_the_engines_own_types_are_kept_and_compared(manifest: Manifest) -> None
     good = {"Layers": [engine_layer(names, "Row major linear FP32")], "Bindings": ["input"]}
     assert check(manifest, built(layers, good)) == {layer.name: ["fp32"]}
     bad = {"Layers": [engine_layer(names, "Row major linear FP16 format")]}
-    with pytest.raises(EngineError, match="the engine's own layers compute them in fp16"):
+    with pytest.raises(EngineError, match="the engine computes them in fp16"):
         check(manifest, built(layers, bad))
 
 

@@ -57,9 +57,9 @@ def test_a_profile_that_cannot_be_meant(text: str) -> None:
     [
         (IMAGES, "tokens=4", None, "tokens is not an axis of the graph's input 'input'"),
         (IMAGES, "k=2", None, "the graph's k is baked in"),
-        (IMAGES, "k=1:2:17", 16, "k is at most 16, the fewest experts of a layer"),
+        (IMAGES, "k=1:2:17", 16, "k is at most 16, the fewest experts in a layer"),
         (IMAGES, "k=1:2:5000", 6000, "k is at most 3840 in TensorRT"),
-        (TOKENS, "tokens=1:2:65", None, "the model accepts at most 64 tokens"),
+        (TOKENS, "tokens=1:2:65", None, "tokens is at most 64 in this model"),
         (TensorSpec("input", "float32", (4, 3)), "batch=8", None, "batch is fixed at 4"),
     ],
 )

@@ -174,7 +174,7 @@ def test_doctor_says_which_binding_an_older_driver_needs(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     problem = cuda.driver_problem()
     assert problem is not None
-    assert "cuda-bindings 13 needs a driver of 580 or newer, but this one is 535" in problem
+    assert "cuda-bindings 13 needs driver 580 or newer, but this one is 535" in problem
     assert "pip install 'cuda-bindings>=12,<13' and tensorrt-cu12 or tensorrt-rtx-cu12" in problem
     card = Gpu("NVIDIA GeForce RTX 4090", "8.9", "535.104.05")
     by_name = {each.name: each.ability(card) for each in requirements()}
@@ -199,7 +199,7 @@ def test_the_drivers_library_is_believed_before_its_number(
     problem = cuda.driver_problem()
     assert (problem is None) == fits
     if problem is not None:
-        assert "this one is 535, which supports CUDA 12.2: update the driver" in problem
+        assert "this one is 535 and supports CUDA 12.2: update the driver" in problem
         assert "cuda-compat-13-0" in problem
         assert "'cuda-bindings>=12,<13'" in problem
 
@@ -209,7 +209,7 @@ def test_a_compatibility_package_for_another_card_is_told(monkeypatch: pytest.Mo
     monkeypatch.setattr(cuda, "runtime", lambda: stand_in)
     with pytest.raises(EngineError, match=r"cuda-compat\) does not support this card") as caught:
         cuda.call("cudaMalloc", 8)
-    assert "update the driver: CUDA 13 needs a driver of 580" in str(caught.value.hint)
+    assert "update the driver: CUDA 13 needs driver 580" in str(caught.value.hint)
 
 
 def test_bounds_on_a_gpu_are_stated_once() -> None:
