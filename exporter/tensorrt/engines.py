@@ -81,7 +81,7 @@ def plan_engines(
         duplicate = next(profile for profile in profiles if profiles.count(profile) > 1)
         raise UsageError(
             f"--profile: two profiles are the same ({duplicate})",
-            hint="give each only once: every profile makes the engine larger",
+            hint="give each once: every profile makes the engine larger",
         )
     default_cards = FP8_CARDS if manifest.precision == "fp8" else DEFAULT_CARDS
     cards = (options.compute_capabilities or default_cards) if chosen.cards else ()

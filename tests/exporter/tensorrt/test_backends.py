@@ -82,7 +82,7 @@ def test_a_driver_that_is_too_old_for_an_engine_is_told_with_what_it_needs() -> 
     reason = reason_of(trt, int(flags.OLD_CUDA_DRIVER))
     assert reason is not None and reason.foreign
     assert reason.meaning == "the NVIDIA driver is too old for it"
-    assert "a driver of 580 or newer" in reason.hint
+    assert "driver 580 or newer" in reason.hint
     assert "'cuda-bindings>=12,<13' and tensorrt-cu12 or tensorrt-rtx-cu12" in reason.hint
 
 
