@@ -32,9 +32,9 @@ def with_pages(text: str) -> str:
 
 
 def _file_of(named: re.Match[str]) -> str:
-    here = Path(named[0])
+    relative = Path(named[0])
     file = page_file(named[1])
-    if file is None or (here.is_file() and here.samefile(file)):
+    if file is None or (relative.is_file() and relative.samefile(file)):
         return named[0]
     return str(file)
 

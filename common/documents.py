@@ -73,7 +73,7 @@ def document(
 ) -> Any:
     """Returns the plain data in a text; `kind` is `json`, `toml` or `yaml`.
 
-    Whole numbers may have up to `bits` bits. Raises `error` with the document and the fault.
+    Whole numbers may have up to `bits` bits. Errors name the document and the fault.
     """
     try:
         match kind:
@@ -186,7 +186,7 @@ def read_json(
 
 
 LARGE_BITS = 1024
-"""The limit for files in which 10³⁰ may mean "no limit", or with large counts."""
+"""The limit for files that may contain large counts, or 10³⁰ for "no limit"."""
 
 
 def object_in(file: Path, most: int | None = None) -> dict[str, Any]:

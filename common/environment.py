@@ -111,7 +111,7 @@ def cpu_features() -> str:
 
 
 def python_environment(**extra: str) -> dict[str, str]:
-    """Returns environment variables for a Python process that imports from the same paths as this.
+    """Returns environment variables for a Python process with the import paths of this one.
 
     The package's own folder is left out, since its modules are not top-level modules.
     """
@@ -169,9 +169,9 @@ class Growth:
 @contextmanager
 def grown_memory() -> Iterator[Growth]:
     """Measures the growth of memory within the block; 0 if the system does not report it."""
-    growth, resets = Growth(), Path("/proc/self/clear_refs")
+    growth, clear_refs = Growth(), Path("/proc/self/clear_refs")
     try:
-        resets.write_text("5", encoding="utf-8")  # the peak becomes the current use
+        clear_refs.write_text("5", encoding="utf-8")  # resets the peak to the current use
     except OSError:  # another system, or a kernel that forbids it
         yield growth
         return

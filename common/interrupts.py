@@ -141,7 +141,7 @@ def _watch(reader: int, caught: list[int], raised_at: list[float], end: Callable
 
 
 def _stuck(reader: int, raised_at: list[float], since: float) -> bool:
-    """Whether Python has raised no exception since `since` in time, or before another signal."""
+    """Whether Python fails to raise an exception after `since`, in time or before a new signal."""
     sent = time.monotonic()
     while raised_at[0] < since:
         waited = time.monotonic() - sent

@@ -135,7 +135,7 @@ def no_such_feed(where: str) -> FeedError:
 def path_of(where: AnyPlace) -> Path:
     """Returns the path of a location that is not a URL: `/a b.pt` for `file:///a%20b.pt`.
 
-    Raises `LocationError` for a file: URL of another machine, `UsageError` for what is no path.
+    Raises `LocationError` for a file: URL of another machine, `UsageError` if it is not a path.
     """
     if not isinstance(where, str | PathLike):
         raise UsageError(f"{where!r:.60}: not a path", hint="give a string or a pathlib.Path")

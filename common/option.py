@@ -242,7 +242,7 @@ def panels_of(request: type[Request]) -> list[Panel]:
 
 
 def panels_for(calls: Collection[str], own: Iterable[str]) -> list[Panel]:
-    """Returns the panels of `calls`, which have the options `own` without plugins.
+    """Returns the panels of `calls`; `own` are the options that these have without plugins.
 
     Raises `PluginError` if two plugins, or a plugin and the core, claim one option.
     """
@@ -275,7 +275,7 @@ Result = TypeVar("Result")
 
 
 def speaks_python(function: Callable[P, A]) -> Callable[P, A]:
-    """Makes the errors of a public function name Python arguments; calls take no longer."""
+    """Makes the errors of a public function name Python arguments, at no cost to other calls."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> A:

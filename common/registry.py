@@ -90,7 +90,7 @@ def plugin_problems() -> tuple[str, ...]:
 
 
 def _clash(group: str, name: str) -> str:
-    """Returns the sources of a name that more than one package claims; otherwise empty."""
+    """Returns a line on a name that more than one package claims; otherwise empty."""
     sources = ["moexport itself"] if name in _OWN_NAMES.get(group, ()) else []
     sources += [entry.distribution for entry in _by_group().get(group, {}).get(name, ())]
     return f"{group}: '{name}' comes from {' and from '.join(sources)}" if sources[1:] else ""

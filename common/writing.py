@@ -46,7 +46,7 @@ OLD = ".old"
 """The suffix of folders that are moved aside during a replacement."""
 
 STALE_S = 24 * 3600.0
-"""Partial output older than this is taken for that of a killed process."""
+"""Partial output older than this is assumed to come from a killed process."""
 
 
 def is_partial(path: Path) -> bool:
@@ -348,7 +348,7 @@ def exclusive_folder(folder: Path | None) -> Iterator[None]:
 
 @contextmanager
 def exclusive_place(place: Path) -> Iterator[None]:
-    """Locks a file or folder to be written, as `exclusive_folder` does, by a file next to it."""
+    """Locks a file or folder to be written, as `exclusive_folder` does, with a file next to it."""
     target = place.resolve()
     with (
         made_folder(target.parent),

@@ -44,12 +44,12 @@ def check_inputs(
 
 
 def label_names(inputs: Sequence[str], outputs: Sequence[str] = ()) -> list[str]:
-    """Returns the names that labels may have in an archive, likeliest first; none is an input."""
+    """Returns the names that labels may have in an archive, most likely first; none is an input."""
     return [name for name in (*LABEL_NAMES, *outputs) if name not in inputs]
 
 
 def main_name(names: Collection[str], name: str, others: Collection[str]) -> str | None:
-    """Returns `name` if `names` has it, or the only name that is not in `others`, nor `OUTPUT`."""
+    """Returns `name` if it is in `names`, or the only name neither in `others` nor `OUTPUT`."""
     if name in names:
         return name
     candidates = [candidate for candidate in names if candidate not in others]

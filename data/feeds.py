@@ -458,15 +458,15 @@ def checked_labels(
 
 
 MIN_SIGNS = 8
-"""With this many labels or more, all −1 or 1, they are taken for attributes, which are 0 or 1."""
+"""If there are this many labels or more, all −1 or 1, they are assumed to be attributes."""
 
 
 def _checked_attributes(labels: Labels, where: str, *, whole: bool) -> Labels:
-    """Returns labels [b, o] unchanged; raises `FeedError` for implausible ones."""
-    invalid = np.argwhere((labels != 0) & (labels != 1))
+    """Returns labels [b, o] unchanged; raises `FeedError` for implausible labels."""
+    not_binary = np.argwhere((labels != 0) & (labels != 1))
     signs = labels.size >= MIN_SIGNS and bool((np.abs(labels) == 1).all())
-    if len(invalid) and (labels.dtype.kind != "f" or signs):
-        row, column = (int(index) for index in invalid[0])
+    if len(not_binary) and (labels.dtype.kind != "f" or signs):
+        row, column = (int(index) for index in not_binary[0])
         raise FeedError(
             f"{where} has shape {labels.shape} and the value {labels[row, column]:g} at index "
             f"[{row}, {column}]; attributes are 0 or 1",
@@ -475,7 +475,7 @@ def _checked_attributes(labels: Labels, where: str, *, whole: bool) -> Labels:
             else "save labels > 0 for attributes of -1 and 1, floats for a regression, and one "
             "number per sample for classes",
         )
-    if whole and not len(invalid):
+    if whole and not len(not_binary):
         check_not_one_hot(labels.shape, int((labels.sum(axis=1) == 1).sum()), where)
     return labels
 

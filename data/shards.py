@@ -129,10 +129,10 @@ def _indexes(folder: str) -> Iterator[dict[str, int]]:
 def _check_complete(folder: Path, names: set[str]) -> None:
     """Raises FeedError if a folder lacks a shard that an index or the other names imply."""
     parts = {match.groups() for match in map(NUMBERED.fullmatch, names) if match is not None}
-    series = {(start, len(number), of, total, end) for start, number, of, total, end in parts}
+    series = {(start, len(number), mid, total, end) for start, number, mid, total, end in parts}
     implied: list[Collection[str]] = [
-        [f"{start}{i:0{width}d}{of}{total}{end}" for i in range(min(int(total), MAX_SHARDS))]
-        for start, width, of, total, end in series
+        [f"{start}{i:0{width}d}{mid}{total}{end}" for i in range(min(int(total), MAX_SHARDS))]
+        for start, width, mid, total, end in series
     ]
     for group in (*implied, *(_indexes(str(folder)) if names else ())):
         missing = [name for name in group if name not in names]
@@ -158,7 +158,7 @@ def _no_such_shard(name: str, shards: Sequence[AnyPlace]) -> FeedError:
 
 
 def _tar(path: Path, name: str) -> Iterator[Fields]:
-    """Yields a WebDataset's batches; files with one name up to the first dot are one sample."""
+    """Yields WebDataset batches; files with the same name up to the first dot are one sample."""
     batch: list[dict[str, Any]] = []
     for sample in _samples(path, name):
         if batch and (len(batch) == SHARD_BATCH or not _same_shapes(batch[0], sample)):

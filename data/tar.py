@@ -1,7 +1,7 @@
 """Reads tar archives with `tarfile`, and rejects incomplete ones.
 
-`tarfile` takes a damaged header in the middle for the end of the archive. Extended headers can also
-fill memory, or take quadratic time (before Python 3.11.10), so they are checked first.
+`tarfile` mistakes a damaged header in the middle of an archive for its end. Extended headers can
+also fill memory, or take quadratic time (before Python 3.11.10), so they are checked first.
 """
 
 from __future__ import annotations

@@ -380,15 +380,15 @@ def with_layers(
     weights or a layer do not fit the backbone.
     """
     prefixes = tuple(f"{path}." for path in layers)
-    own = {key: tensor for key, tensor in tensors.items() if not key.startswith(prefixes)}
-    check_tensors(name, own, shapes_of(backbone))
+    others = {key: tensor for key, tensor in tensors.items() if not key.startswith(prefixes)}
+    check_tensors(name, others, shapes_of(backbone))
     for path, layer in layers.items():
         if (layer.spec.dim, layer.spec.out) != (widths[path], widths[path]):
             raise CheckpointError(
                 f"{path}: the layer maps {layer.spec.dim} to {layer.spec.out}, but the network is "
                 f"{widths[path]} wide"
             )
-    return filled(backbone, own, layers)
+    return filled(backbone, others, layers)
 
 
 # --- layers and heads as models -------------------------------------------------------------------

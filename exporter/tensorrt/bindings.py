@@ -175,8 +175,8 @@ def check_weights(folder: Path, bound: Sequence[BoundWeight]) -> None:
     """Raises `EngineError` for a weights file that differs from the bundle's manifest."""
     files = Manifest.read(folder).files
     for name in {weight.file for weight in bound}:
-        path, known = folder / name, files.get(name)
-        if not path.is_file() or known is None or known_sha256(path) != known.sha256:
+        path, record = folder / name, files.get(name)
+        if not path.is_file() or record is None or known_sha256(path) != record.sha256:
             raise EngineError(
                 f"{path}: the engine's experts are in this file, which is missing or has changed",
                 hint="keep the bundle together; export it again if the file is damaged",

@@ -281,12 +281,12 @@ def make_engines(
 
 def _key(plan: EnginePlan, weights: Mapping[str, str]) -> str:
     gpu = first_gpu()
-    own = {n: h for n, h in weights.items() if n.endswith(".bin") or n == plan.graph}
+    files = {n: h for n, h in weights.items() if n.endswith(".bin") or n == plan.graph}
     device = None if plan.backend.builds_without_gpu or gpu is None else asdict(gpu)
     current = asdict(gpu) if gpu is not None and CURRENT in plan.cards else None
     return cache.engine_key(
         {
-            "files": own,
+            "files": files,
             "flavour": plan.backend.name,
             "version": plan.backend.version(),
             "profiles": [profile.as_json() for profile in plan.profiles],
@@ -303,8 +303,8 @@ def _existing_engine(
     """Returns the bundle's own engine, if its key and its files match."""
     for record in engines_of(manifest):
         listed = manifest.files.get(record.file)
-        own = listed is not None and is_own(record.signature, listed.sha256)
-        if own and record.key == key and record.file == plan.file:
+        trusted = listed is not None and is_own(record.signature, listed.sha256)
+        if trusted and record.key == key and record.file == plan.file:
             names = (record.layers, record.file)
             if all(is_as_listed(directory, name, manifest) for name in names):
                 return record
@@ -348,9 +348,9 @@ def _fetch_or_build(
     if reused is None and folder is not None:
         cache.store(folder, key, path, digest, compiled)
     gpu = first_gpu()
-    own = None if plan.backend.builds_without_gpu or gpu is None else gpu
+    device = None if plan.backend.builds_without_gpu or gpu is None else gpu
     cards = plan.cards
-    if gpu is not None and (own is not None or CURRENT in cards):
+    if gpu is not None and (device is not None or CURRENT in cards):
         cards = (gpu.compute_capability,)
     record = EngineRecord(
         file=plan.file,
@@ -358,7 +358,7 @@ def _fetch_or_build(
         flavour=plan.backend.name,
         version=compiled.version,
         compute_capabilities=list(cards),
-        device=None if own is None else own.name,
+        device=None if device is None else device.name,
         precision=compiled.precision,
         profiles=[profile.as_json() for profile in plan.profiles],
         options=plan.options.as_json(),
@@ -416,10 +416,10 @@ def check_precision(manifest: Manifest, graph: str, compiled: Compiled) -> dict[
     for layer in manifest.layers:
         # If no product is named after the experts, all products in their part of the layer count;
         # products of floats that mix the experts' results are ignored.
-        own = [p for p in compiled.layers if f"{layer.name}/{EXPERTS}/" in p.name]
-        products = own or [p for p in compiled.layers if part_of(p.name, layer.name) == EXPERTS]
+        named = [p for p in compiled.layers if f"{layer.name}/{EXPERTS}/" in p.name]
+        products = named or [p for p in compiled.layers if part_of(p.name, layer.name) == EXPERTS]
         precisions = {product.precision for product in products}
-        if layer.precision not in precisions or (own and len(precisions) > 1):
+        if layer.precision not in precisions or (named and len(precisions) > 1):
             names = ", ".join(sorted(precisions)) or "no product"
             raise EngineError(
                 f"{graph}: the experts of layer {layer.name} were requested in "
@@ -427,11 +427,11 @@ def check_precision(manifest: Manifest, graph: str, compiled: Compiled) -> dict[
                 hint="export again with this --target and --precision, or another --lowering",
             )
         if compiled.inspector is not None:
-            named = [product.name for product in products]
-            types = kernel_types(compiled.inspector, named)
+            nodes = [product.name for product in products]
+            types = kernel_types(compiled.inspector, nodes)
             if types and layer.precision not in (*types, *QUANTISED):
                 # A layer with a fused Cast reads and writes types other than that of its product.
-                unfused = kernel_types(compiled.inspector, named, alone=True)
+                unfused = kernel_types(compiled.inspector, nodes, alone=True)
                 if not unfused:
                     kernels[layer.name] = []
                     continue
@@ -488,8 +488,8 @@ def kernel_types(
     layers = [layer for layer in inspector.get("Layers", ()) if isinstance(layer, dict)]
     if alone:
         layers = [layer for layer in layers if {*_nodes_of(layer)} <= {*products}]
-    words = [
-        _type_words(tensor)
+    texts = [
+        _type_text(tensor)
         for layer in layers
         if not {*_nodes_of(layer)}.isdisjoint(products)
         for tensor in (*layer.get("Inputs", ()), *layer.get("Outputs", ()))
@@ -497,7 +497,7 @@ def kernel_types(
     return {
         name
         for name, pattern in KERNEL_TYPES.items()
-        if any(re.search(rf"\b({pattern})\b", text, re.IGNORECASE) for text in words)
+        if any(re.search(rf"\b({pattern})\b", text, re.IGNORECASE) for text in texts)
     }
 
 
@@ -505,6 +505,6 @@ def _nodes_of(layer: Mapping[str, Any]) -> list[str]:
     return re.findall(r"\[ONNX Layer: ([^\]]*)\]", str(layer.get("Metadata")))
 
 
-def _type_words(tensor: Mapping[str, Any]) -> str:
-    words = {key.lower(): str(value) for key, value in tensor.items()}
-    return next((words[key] for key in TYPE_KEYS if words.get(key)), "")
+def _type_text(tensor: Mapping[str, Any]) -> str:
+    texts = {key.lower(): str(value) for key, value in tensor.items()}
+    return next((texts[key] for key in TYPE_KEYS if texts.get(key)), "")

@@ -169,8 +169,8 @@ def add_to_bundle(
 
 def is_as_listed(directory: Path, name: str, manifest: Manifest) -> bool:
     """Returns whether a file of a bundle is the one that the manifest lists."""
-    known, path = manifest.files.get(name), directory / name
-    return known is not None and path.is_file() and sha256(path) == known.sha256
+    record, path = manifest.files.get(name), directory / name
+    return record is not None and path.is_file() and sha256(path) == record.sha256
 
 
 @contextmanager

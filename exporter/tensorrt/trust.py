@@ -68,11 +68,11 @@ def find_plan(path: Path, *, trust: bool = False) -> PlanFile:
         raise EngineError(
             f"{path}: there is no such engine", hint="`moexport build BUNDLE` builds one"
         )
-    record, known = _listed(path)
+    record, listed = _listed(path)
     header_backend, version, expected_bytes = _header(path) or (None, None, None)
     size = path.stat().st_size
     if expected_bytes is None:
-        expected_bytes = size if known is None else known.bytes
+        expected_bytes = size if listed is None else listed.bytes
     if size < expected_bytes:
         raise EngineError(
             f"{path} is truncated: {size} of {expected_bytes} bytes",
@@ -80,14 +80,14 @@ def find_plan(path: Path, *, trust: bool = False) -> PlanFile:
         )
     if record is None and not trust:
         raise EngineError(f"{path}: no manifest next to it lists this engine", hint=TRUST)
-    if known is not None and not trust and known_sha256(path) != known.sha256:
+    if listed is not None and not trust and known_sha256(path) != listed.sha256:
         raise EngineError(
             f"{path} is not the engine in {MANIFEST_FILE} (SHA-256 differs): it is "
             "damaged or was replaced",
             hint=f"build it again with `moexport build`; {TRUST}",
         )
-    own = record is not None and known is not None and is_own(record.signature, known.sha256)
-    expected_sha256 = known.sha256 if known is not None and not trust else None
+    own = record is not None and listed is not None and is_own(record.signature, listed.sha256)
+    expected_sha256 = listed.sha256 if listed is not None and not trust else None
     return PlanFile(
         path=path,
         record=record,

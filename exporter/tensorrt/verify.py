@@ -69,9 +69,9 @@ def checks(
             yield Check(name, False, error.message)
         else:
             total = f" of {len(expected.x)}" if parity.samples < len(expected.x) else ""
-            where = f"in {parity.samples}{total} inputs; built without --expose-routing"
+            suffix = f"in {parity.samples}{total} inputs; built without --expose-routing"
             detail = differences(parity.max_abs, parity.max_rel, parity.cosine)
-            yield Check(name, parity.passed, describe(parity) if exposed else f"{detail} {where}")
+            yield Check(name, parity.passed, describe(parity) if exposed else f"{detail} {suffix}")
 
 
 def engine_parity(
