@@ -222,7 +222,7 @@ def first_keys(keys: Sequence[str]) -> str:
 
 
 def filled(network: AnyNetwork, tensors: Tensors, layers: Mapping[str, nn.Module]) -> AnyNetwork:
-    """Gives a network from the meta device its weights, and sets layers at their paths."""
+    """Loads weights into a network from the meta device, and sets layers at their paths."""
     network.load_state_dict({key: tensors[key] for key in network.state_dict()}, assign=True)
     for path, layer in layers.items():
         network.set_submodule(path, layer)

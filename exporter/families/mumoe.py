@@ -74,7 +74,7 @@ ACTIVATION_QUESTION = Question("entmax15", f"the gate's activation: {ACTIVATIONS
 
 
 def _without_modes(settings: Config, _: Config) -> Config:
-    """Replaces the middle of each triple of ranks by None: the code ignores what is given there."""
+    """Replaces the middle of each triple of ranks with None: the code ignores what is given there."""
     ranks = settings.get("ranks")
     if isinstance(ranks, list) and all(isinstance(r, list) and len(r) == 3 for r in ranks):
         return {**settings, "ranks": [[r[0], None, r[2]] for r in ranks]}
@@ -374,7 +374,7 @@ def with_layers(
     layers: Mapping[str, MuMoE],
     widths: Mapping[str, int],
 ) -> AnyNetwork:
-    """Gives a backbone from the meta device its weights, and sets layers at their paths.
+    """Loads weights into a backbone from the meta device, and sets layers at their paths.
 
     `widths` has the width of each layer's input and output, by path. Raises CheckpointError if
     weights or a layer do not fit the backbone.

@@ -63,7 +63,7 @@ NAME, CONV_NAME = "soft-moe-vit", "soft-moe-conv"
 
 STACKED = "stacked_expert_fc1_weight"
 COSINE_EPS = 1e-12
-"""The eps of F.normalize: a vector is divided by its length, or by this if it is shorter."""
+"""The eps of F.normalize: a vector is divided by its length, or by this if that is larger."""
 
 
 EXPERTS = SeparateExperts("experts.{}.fc1", "experts.{}.fc2")

@@ -38,7 +38,7 @@ from .trust import check_private, is_own, own_signature
 from .worker import Compiled
 
 DEFAULT_CARDS = ("8.6", "8.9", "12.0")
-"""TensorRT-RTX's default in its support matrix; it is explicit for the engine's record."""
+"""TensorRT-RTX's default in its support matrix; explicit, so that the engine's record has it."""
 
 FP8_CARDS = ("8.9", "12.0")
 """The default cards that multiply 8-bit floats: Ada and newer."""
@@ -171,7 +171,7 @@ def exported_ranges(manifest: Manifest) -> dict[str, AxisRange]:
 
 
 def engine_file(chosen: Backend, graph: GraphRecord) -> str:
-    """Returns `engine-tensorrt-rtx.plan`, including the lowering for a graph that names one."""
+    """Returns `engine-tensorrt-rtx.plan`, with the lowering if the graph's file name has one."""
     suffix = "" if graph.file == MAIN_GRAPH else "-" + Path(graph.file).stem.removeprefix("model-")
     return f"engine-{chosen.name}{suffix}.plan"
 
