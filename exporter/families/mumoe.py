@@ -74,7 +74,7 @@ ACTIVATION_QUESTION = Question("entmax15", f"the gate's activation: {ACTIVATIONS
 
 
 def _without_modes(settings: Config, _: Config) -> Config:
-    """Replaces the middle of each triple of ranks with None: the code ignores what is given there."""
+    """Replaces the middle of each triple of ranks with None, because the code ignores it."""
     ranks = settings.get("ranks")
     if isinstance(ranks, list) and all(isinstance(r, list) and len(r) == 3 for r in ranks):
         return {**settings, "ranks": [[r[0], None, r[2]] for r in ranks]}

@@ -272,7 +272,7 @@ MODULE_NAMES = {
     "pre_logits": ("pre_logits",),
     "head": ("head",),
 }
-"""The checkpoint's names for the network's modules; weights with several are concatenated."""
+"""The checkpoint's names for the network's modules; weights with several names are joined."""
 
 TENSOR_NAMES = {"cls_token": "cls", "pos_embed": POSITIONS, "map_head.probe": PROBE}
 

@@ -129,7 +129,7 @@ def _listed(path: Path) -> tuple[EngineRecord | None, FileRecord | None]:
 
 
 def trusted_content(plan: PlanFile) -> bytes:
-    """Returns the content of an engine that may run; its hash is that of these very bytes."""
+    """Returns the content of an engine that may run; exactly these bytes have the listed hash."""
     if not plan.trusted:
         raise UntrustedEngineError(
             f"{plan.path} was not built by you on this machine, and an engine is code",
