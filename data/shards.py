@@ -84,7 +84,7 @@ def shard_batches(shards: Sequence[AnyPlace]) -> Iterator[tuple[str, Fields]]:
         if not samples:
             raise FeedError(
                 f"{name} contains nothing that can be read",
-                hint="tar: sample.npy or an image, and sample.cls; Parquet: such columns",
+                hint="a tar needs sample.npy, sample.jpg or sample.cls; Parquet, such columns",
             )
         folder = name.rpartition("/")[0] if url_of(shard) else str(path.parent)
         if folder not in sizes:

@@ -77,7 +77,7 @@ FAMILY = layer_family(
         questions={
             "version": Question(
                 "0.2.0",
-                "of soft-mixture-of-experts in training: 0.1 saved the same keys but "
+                "the package's version in training: 0.1 saved the same keys but "
                 "computes differently",
                 fits=False,
             )

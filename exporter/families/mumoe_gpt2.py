@@ -196,7 +196,7 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     if not isinstance(cached, bool):
         raise FamilyError(
             f"{NAME}: use_cache={cached} is neither true nor false",
-            hint="--set use_cache=true makes the keys and values of earlier tokens inputs",
+            hint="--set use_cache=true adds the keys and values of earlier tokens as inputs",
         )
     limits = {"tokens": block_size}
     pasts: tuple[TensorSpec, ...] = ()

@@ -137,7 +137,7 @@ def published(family: str, known: Collection[str], config: Config) -> dict[str, 
             raise FamilyError(f"{family}: {path}=False adds noise to the router at inference")
         elif path not in SKIPPED and not TRAINING_ONLY.fullmatch(last):
             raise FamilyError(
-                f"{family}: the configuration's {path}={str(value)[:60]} is not known",
+                f"{family}: the configuration's {path}={str(value)[:60]} is unknown",
                 hint="leave it out if it changes nothing at inference",
             )
     options |= {key: options.get(key) or 0 for key in ("num_classes", "representation_size")}

@@ -61,7 +61,7 @@ class EngineOptions:
     )
     compute_capabilities: tuple[str, ...] = option(
         (),
-        "GPUs that a TensorRT-RTX engine supports, or current.",
+        "Compute capabilities for TensorRT-RTX, or current.",
         unset="8.6,8.9,12.0",
         flag="--compute-capability",
     )
@@ -82,7 +82,7 @@ class EngineOptions:
         "Also run on other GPUs: ampere-plus or same-compute-capability.",
         unset="none",
     )
-    tf32: bool = option(False, "Compute FP32 products in TF32: faster, 10-bit mantissa.")
+    tf32: bool = option(False, "Compute FP32 products in TF32: faster, less precise.")
     cache: Path | None = option(
         None,
         "The folder that caches finished engines; off disables it.",
@@ -92,11 +92,11 @@ class EngineOptions:
     )
     strip_plan: bool = option(
         False,
-        "Leave the weights out of the engine; load the bundle's.",
+        "Leave the weights out of the engine, and load the bundle's.",
     )
     weight_streaming: str | None = option(
         None,
-        "Keep weights in host memory, and this much on the GPU.",
+        "Keep weights in host memory, except this much on the GPU.",
         unset="off",
     )
     bind_weights: bool = option(

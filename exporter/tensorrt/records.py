@@ -222,7 +222,7 @@ def engine_page(manifest: Manifest) -> Iterator[str]:
     headers = ("engine", "graph", "GPUs", "built with", "sizes, min : opt : max", "products")
     first, spec = records[0], manifest.inputs[0]
     k = f" --k {_example_k(manifest, first)}" if manifest.k == "input" else ""
-    yield "## Run its engine"
+    yield "## Run the engine"
     yield markdown(headers, rows)
     yield NEVER_RUN
     yield (

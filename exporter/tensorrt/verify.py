@@ -138,7 +138,7 @@ def without_ties(expected: Reference, tie: float) -> Reference:
         clear &= (margin.reshape(len(clear), -1) > tie).all(axis=1)
     if not clear.any():
         raise FeedError(
-            "in every reference input, rounding may change the choice of some experts",
+            "for every reference input, rounding may change the choice of some experts",
             hint="export again with different or more --data",
         )
     return expected.rows(clear)

@@ -424,7 +424,7 @@ def test_a_configuration_is_held_against_the_shapes() -> None:
     with pytest.raises(FamilyError, match="num_layers=8 was given, but the shapes"):
         load(case.index, config={**case.config, "encoder": encoder})
     for path, value, words in (
-        ("normalizer", "rms", r"encoder\.normalizer=rms is not known"),
+        ("normalizer", "rms", r"encoder\.normalizer=rms is unknown"),
         ("name", "x", None),
     ):
         encoder = {**case.config["encoder"], path: value}
