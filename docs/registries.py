@@ -23,7 +23,7 @@ def targets() -> str:
     rows = []
     for each in TARGETS:
         precisions = ", ".join(name for name in PRECISIONS if name not in each.refused)
-        ops = "standard" if each.standard_ops else "and ONNX Runtime's own"
+        ops = "standard" if each.standard_ops else "standard, ONNX Runtime's own"
         rows.append(
             (f"`{each.name}`", each.summary or RUNTIMES[each.runtime].title, ops, precisions)
         )
@@ -52,7 +52,7 @@ def engines() -> str:
 
 def families() -> str:
     """Returns every family with its description."""
-    return _table(("family", "what"), [(f"`{each.name}`", each.summary) for each in FAMILIES])
+    return _table(("family", "model"), [(f"`{each.name}`", each.summary) for each in FAMILIES])
 
 
 LISTED: Mapping[str, Mapping[str, Callable[[], str]]] = {

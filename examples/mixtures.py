@@ -1,13 +1,13 @@
 """Mixtures of experts from the literature, each as one module written from its formulas.
 
-Each layer selects experts for tokens in its own way, and the two adapters at the end of the file
-export all of them. Copy this file into an empty folder, and there:
+Each layer selects experts for tokens in its own way; the two adapters at the end of the file
+export all of them. Copy this file into an empty folder and run there:
 
     moexport export mixtures:build --set mixture=noisy-top-k --k 1 -o noisy-top-k
     moexport verify noisy-top-k
 
-docs/own-layer.md explains adapters for experts with a router. Letters: b sequences of m
-tokens, d wide; n experts, of which a token gets k.
+The page own-layer.md explains adapters for experts with a router. In shapes, b is the number of
+sequences, m of tokens, d of the width, n of experts, and k of the experts for each token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Choice = tuple[Tensor, Tensor]
-"""Which experts each token gets, (b, m, k) whole numbers, and the weight of each, (b, m, k)."""
+"""The indices of each token's experts, (b, m, k), and their weights, (b, m, k)."""
 
 
 class Expert(nn.Module):
@@ -39,7 +39,7 @@ class Expert(nn.Module):
 
 
 class Bank(nn.Module):
-    """n experts, one after the other: y_t = Σ_j weights[t, j] · E_i(x_t), i = index[t, j]."""
+    """n experts, one after another: y_t = Σ_j weights[t, j] · E_i(x_t), i = index[t, j]."""
 
     def __init__(self, dim: int, hidden: int, experts: int) -> None:
         super().__init__()
@@ -49,9 +49,9 @@ class Bank(nn.Module):
         """Returns outputs (b, m, d) for tokens x (b, m, d) and selected experts (b, m, k)."""
         y = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
-            share = (weights * (index == number)).sum(dim=-1)
+            weight = (weights * (index == number)).sum(dim=-1)
             chosen = (index == number).any(dim=-1)
-            y[chosen] += share[chosen].unsqueeze(-1) * expert(x[chosen])
+            y[chosen] += weight[chosen].unsqueeze(-1) * expert(x[chosen])
         return y
 
 
@@ -75,8 +75,8 @@ class Mixture(nn.Module):
 class Continuous(Mixture):
     """y = Σ_i softmax(x·W)_i · E_i(x), as in "Adaptive mixtures of local experts".
 
-    Jacobs, Jordan, Nowlan and Hinton, 1991. There is no k: every expert has its share of every
-    token, and leaving one out is another model.
+    Jacobs, Jordan, Nowlan and Hinton, 1991. There is no k: every expert contributes to every token,
+    and leaving one out changes the model.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int) -> None:
@@ -84,19 +84,19 @@ class Continuous(Mixture):
         self.gate = nn.Linear(dim, experts, bias=False)
 
     def route(self, x: Tensor, ids: Tensor) -> Choice:
-        """All experts, by a softmax over them."""
+        """Returns all experts, weighted by a softmax."""
         gates = self.gate(x).softmax(dim=-1)
-        everyone = torch.arange(gates.shape[-1]).expand_as(gates)
-        return everyone, gates
+        index = torch.arange(gates.shape[-1]).expand_as(gates)
+        return index, gates
 
 
 class NoisyTopK(Mixture):
     """y = Σ_{i in T} softmax(H_T)_i · E_i(x), T the k largest of H(x) = x·W + noise.
 
     "Outrageously large neural networks: the sparsely-gated mixture-of-experts layer", Shazeer et
-    al., 2017. The noise, normal with the deviation softplus(x·W_noise), balances training and is
-    absent at inference. k is the number of experts per token: a smaller k omits those with the
-    smallest logits, and the softmax is over the others.
+    al., 2017. The noise, normal with the standard deviation softplus(x·W_noise), balances the
+    experts in training and is absent at inference. k is the number of experts per token: a smaller
+    k omits those with the smallest logits, and the softmax is over the remaining ones.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int, k: int = 2) -> None:
@@ -106,7 +106,7 @@ class NoisyTopK(Mixture):
         self.trained_k = k
 
     def route(self, x: Tensor, ids: Tensor, k: int | None = None) -> Choice:
-        """The k largest logits."""
+        """Returns the experts with the k largest logits."""
         logits = self.gate(x)
         if self.training:
             logits = logits + torch.randn_like(logits) * F.softplus(self.noise(x))
@@ -119,7 +119,7 @@ class Switch(Mixture):
 
     "Switch transformers: scaling to trillion parameter models with simple and efficient sparsity",
     Fedus, Zoph and Shazeer, 2022. k is 1, as the paper proposes: there is no smaller k, and a
-    second expert was never trained to add to the first.
+    larger one is no use, because a second expert was never trained to add to the first.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int) -> None:
@@ -127,19 +127,19 @@ class Switch(Mixture):
         self.gate = nn.Linear(dim, experts, bias=False)
 
     def route(self, x: Tensor, ids: Tensor) -> Choice:
-        """The most probable expert, with its probability."""
+        """Returns the most probable expert, with its probability."""
         best, index = self.gate(x).softmax(dim=-1).max(dim=-1, keepdim=True)
         return index, best
 
 
 class GShard(Mixture):
-    """y = Σ of two experts g_i/(g_1 + g_2) · E_i(x), as far as each expert has seats.
+    """y = Σ over two experts of g_i/(g_1 + g_2) · E_i(x), as long as the expert has seats.
 
     "GShard: scaling giant models with conditional computation and automatic sharding", Lepikhin et
-    al., 2021, its Algorithm 1: in a group of m tokens, here a sequence, an expert has C seats; the
-    tokens' first choices take them in order, then their second ones, and who finds none gets
-    nothing of that expert. (In training a second choice is dropped at random, too.) k is 2: the two
-    weights are a share of their sum, so that one of them alone is another model.
+    al., 2021, Algorithm 1: in a group of m tokens, here a sequence, an expert has C seats; the
+    tokens' first choices take them in order, then their second choices, and a token that finds none
+    gets nothing from that expert. (In training, second choices are also dropped at random.) k is 2:
+    the two weights are divided by their sum, so one expert alone would be a different model.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int, seats: float = 2.0) -> None:
@@ -148,30 +148,31 @@ class GShard(Mixture):
         self.seats = seats
 
     def route(self, x: Tensor, ids: Tensor) -> Choice:
-        """The two largest gates; a token without a seat has the weight 0 there."""
+        """Returns the experts with the two largest gates; without a seat, the weight is 0."""
         gates = self.gate(x).softmax(dim=-1)
         n = gates.shape[-1]
         capacity = math.ceil(self.seats * x.shape[1] / n)
         best, index = gates.topk(2, dim=-1)
         first, second = F.one_hot(index[..., 0], n), F.one_hot(index[..., 1], n)  # (b, m, n)
-        asked = first.sum(dim=1, keepdim=True)  # the first choices of all tokens
-        place = torch.stack(
+        taken = first.sum(dim=1, keepdim=True)  # the first choices of all tokens
+        seat = torch.stack(
             [
                 (first.cumsum(dim=1) * first).sum(dim=-1),
-                ((asked + second.cumsum(dim=1)) * second).sum(dim=-1),
+                ((taken + second.cumsum(dim=1)) * second).sum(dim=-1),
             ],
             dim=-1,
         )
         weights = best / best.sum(dim=-1, keepdim=True)
-        return index, weights * (place <= capacity)
+        return index, weights * (seat <= capacity)
 
 
 class Base(Mixture):
     """y = sigmoid(x·w_a) · E_a(x), a the expert with the largest x·w_a.
 
     "BASE layers: simplifying training of large, sparse models", Lewis, Bhosale, Dettmers, Goyal and
-    Zettlemoyer, 2021. In training a is a balanced assignment of a batch's tokens; at inference it
-    is the greedy one. k is 1: one expert per token, weighted by the sigmoid.
+    Zettlemoyer, 2021. In training, a balanced assignment of a batch's tokens determines a; at
+    inference, each token takes its best expert. k is 1: one expert per token, weighted by the
+    sigmoid.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int) -> None:
@@ -179,16 +180,16 @@ class Base(Mixture):
         self.embeddings = nn.Parameter(torch.randn(experts, dim) / dim**0.5)
 
     def route(self, x: Tensor, ids: Tensor) -> Choice:
-        """The nearest expert's embedding."""
+        """Returns the expert with the nearest embedding."""
         score, index = (x @ self.embeddings.T).max(dim=-1, keepdim=True)
         return index, score.sigmoid()
 
 
 class Hash(Mixture):
-    """y = E_h(x), h the number that a fixed table has for the token's word.
+    """y = E_h(x), h the expert that a fixed table assigns to the token's word.
 
     "Hash layers for large sparse models", Roller, Sukhbaatar, Szlam and Weston, 2021: nothing is
-    learned and nothing is ranked. There is no k: a word has its expert, and the router no second.
+    learned or ranked. There is no k: a word has one expert, and there is no second choice.
     """
 
     table: Tensor
@@ -198,20 +199,20 @@ class Hash(Mixture):
         self.register_buffer("table", torch.randperm(words) % experts)
 
     def route(self, x: Tensor, ids: Tensor) -> Choice:
-        """The word's expert, with the weight 1."""
+        """Returns the word's expert, with the weight 1."""
         index = self.table[ids].unsqueeze(-1)
         return index, torch.ones_like(index, dtype=x.dtype)
 
 
 class ExpertChoice(nn.Module):
-    """y = Σ over the experts that chose x of G·E(x): each expert takes its c best tokens.
+    """y = Σ of G·E(x) over the experts that chose x: each expert takes its c best tokens.
 
     "Mixture-of-experts with expert choice routing", Zhou et al., 2022: S = softmax(x·W) over the
-    experts; an expert takes the c = m·f/n tokens of a sequence with its largest S, and a token gets
-    as many experts as chose it. There is no k: f, the mean number of experts per token, sets c.
+    experts; an expert takes the c = m·f/n tokens of a sequence with the largest S, and any number
+    of experts may choose a token. There is no k: f, the mean number of experts per token, sets c.
 
-    Here no router selects k experts for a token, so the adapter describes only the bank, which is
-    called with rows and experts; the selection around it is the network's own code.
+    No router selects k experts for a token, so the adapter describes only the bank, which is
+    called with rows and experts; the selection remains the network's own code.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int, mean: float = 2.0) -> None:
@@ -225,20 +226,20 @@ class ExpertChoice(nn.Module):
         b, m, d = x.shape
         scores = self.gate(x).softmax(dim=-1).transpose(1, 2)  # (b, n, m)
         n = scores.shape[1]
-        taken, place = scores.topk(max(1, int(m * self.mean / n)), dim=-1)  # (b, n, c)
-        place = place.flatten(1).unsqueeze(-1).expand(-1, -1, d)  # (b, n·c, d)
-        expert = torch.arange(n).view(1, n, 1).expand_as(taken).reshape(b, -1, 1)
-        rows = self.bank(x.gather(1, place), expert, taken.reshape(b, -1, 1))
-        return torch.zeros_like(x).scatter_add(1, place, rows)
+        gates, token = scores.topk(max(1, int(m * self.mean / n)), dim=-1)  # (b, n, c)
+        token = token.flatten(1).unsqueeze(-1).expand(-1, -1, d)  # (b, n·c, d)
+        expert = torch.arange(n).view(1, n, 1).expand_as(gates).reshape(b, -1, 1)
+        rows = self.bank(x.gather(1, token), expert, gates.reshape(b, -1, 1))
+        return torch.zeros_like(x).scatter_add(1, token, rows)
 
 
 class Hierarchical(Mixture):
-    """y = Σ_i Σ_j G(x)_i · G_i(x)_j · E_ij(x): a gate over groups, and one in each group.
+    """y = Σ_i Σ_j G(x)_i · G_i(x)_j · E_ij(x): one gate over groups, and one within each group.
 
     Shazeer et al., 2017, appendix B; the tree of gates is that of "Hierarchical mixtures of experts
     and the EM algorithm", Jordan and Jacobs, 1994. Each gate is the softmax of its largest logits.
-    k counts experts, over both levels: an even k is k/2 experts in each of two groups, an odd one
-    all in the best group.
+    k is the number of experts over both levels: if k is even, k/2 in each of the two best groups,
+    otherwise all k in the best group.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int, groups: int = 4, k: int = 4) -> None:
@@ -248,25 +249,25 @@ class Hierarchical(Mixture):
         self.groups, self.trained_k = groups, k
 
     def route(self, x: Tensor, ids: Tensor, k: int | None = None) -> Choice:
-        """The best experts of the best groups; a weight is the product of both gates."""
+        """Returns the best experts of the best groups, weighted by the product of both gates."""
         k = self.trained_k if k is None else k
         groups = 2 if k % 2 == 0 else 1
         kept, group = self.gate(x).topk(groups, dim=-1)  # (b, m, groups)
-        logits = self.gates(x).unflatten(-1, (self.groups, -1))  # (b, m, groups of all, each)
+        logits = self.gates(x).unflatten(-1, (self.groups, -1))  # (b, m, all groups, each)
         own = logits.gather(2, group.unsqueeze(-1).expand(*group.shape, logits.shape[-1]))
-        inner, place = own.topk(k // groups, dim=-1)
+        inner, member = own.topk(k // groups, dim=-1)
         weights = kept.softmax(dim=-1).unsqueeze(-1) * inner.softmax(dim=-1)
-        index = group.unsqueeze(-1) * logits.shape[-1] + place
+        index = group.unsqueeze(-1) * logits.shape[-1] + member
         return index.flatten(2), weights.flatten(2)
 
 
 class Deep(nn.Module):
-    """z = Σ_i g_i(x) · E_i(x), then y = Σ_j g'_j(z) · E'_j(z): two layers in turn.
+    """z = Σ_i g_i(x) · E_i(x), then y = Σ_j g'_j(z) · E'_j(z): two layers in sequence.
 
     "Learning factored representations in a deep mixture of experts", Eigen, Ranzato and Sutskever,
-    2013: the second gate sees what the first layer returned, so that pairs of experts are chosen.
-    The paper mixes all experts of a layer; here each has a top-k gate. k is a number per layer:
-    `--k 2,1`.
+    2013: the second gate sees the output of the first layer, so pairs of experts are chosen.
+    The paper mixes all experts of a layer; here, each layer has a top-k gate, and there is one k
+    per layer: `--k 2,1`.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int) -> None:
@@ -301,12 +302,12 @@ WORDS, LENGTH = 96, 32
 
 
 class Words(nn.Module):
-    """The same small network around each mixture: words (b, m) to scores of words (b, m, words)."""
+    """A small network around a mixture, from words (b, m) to scores of words (b, m, words)."""
 
     def __init__(self, mixture: nn.Module, words: int, dim: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, dim)
-        self.places = nn.Parameter(torch.randn(LENGTH, dim) / 2)
+        self.positions = nn.Parameter(torch.randn(LENGTH, dim) / 2)
         self.norm = nn.LayerNorm(dim)
         self.mixture = mixture
         self.head = nn.Linear(dim, words)
@@ -318,7 +319,7 @@ class Words(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Returns the scores."""
-        x = self.embed(ids) + self.places
+        x = self.embed(ids) + self.positions
         x = x + self.mixture(self.norm(x), ids)
         scores: Tensor = self.head(x)
         return scores
@@ -340,6 +341,6 @@ MIXTURES: dict[str, Callable[[int, int, int], nn.Module]] = {
 def build(
     mixture: str = "noisy-top-k", dim: int = 32, hidden: int = 64, experts: int = 16
 ) -> nn.Module:
-    """Returns the network with random weights; --weights fills it, --set mixture=base chooses."""
+    """Returns the network with random weights, for --weights to replace; --set sets `mixture`."""
     torch.manual_seed(0)
     return Words(MIXTURES[mixture](dim, hidden, experts), WORDS, dim)

@@ -1,11 +1,11 @@
-"""A Soft MoE layer with names of its own: a digit classifier, its training, and the adapter.
+"""A digit classifier with a custom Soft MoE layer, its training, and the layer's adapter.
 
-Copy this file into an empty folder, and there:
+Copy this file into an empty folder and run there:
 
     python own_layer.py
     moexport export own_layer:build --weights digits.pt --data test.npz --k 8 -o digits-k8
 
-docs/own-layer.md goes through it step by step.
+The page own-layer.md explains it step by step.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class DigitNet(nn.Module):
 
 
 def build(experts: int = 16) -> nn.Module:
-    """Returns the network, which moexport fills with --weights; --set experts=8 is an argument."""
+    """Returns the network, which moexport fills with --weights; --set experts=8 is possible."""
     return DigitNet(experts=experts)
 
 

@@ -1,13 +1,13 @@
 """Sixteen layers of public code, each with its adapter: find one similar to yours.
 
-The layers are rebuilt from the formulas of public code. Copy this file into an empty folder, and
+The layers are rebuilt from the formulas of public code. Copy this file into an empty folder and run
 there:
 
     moexport export own_layers:build --set layer=masked --k 2 -o masked
     moexport verify masked
 
-docs/own-layer-examples.md goes through them. Letters: b inputs of m tokens, d wide; n experts with
-p slots each, of which k are computed.
+The page own-layer-examples.md explains them. In shapes, b is the number of inputs, m of tokens, d
+of the width, n of experts, p of slots per expert, and k of the experts that are computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DIM, HIDDEN, EXPERTS, SLOTS = 16, 24, 4, 2
 
 
 class Mlp(nn.Module):
-    """An expert of two maps."""
+    """An expert of two linear maps."""
 
     def __init__(self, activation: Callable[[Tensor], Tensor] = F.gelu, bias: bool = True) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Mlp(nn.Module):
 
 
 class SwiGlu(nn.Module):
-    """An expert whose first map is gated by a second one."""
+    """An expert with a gated first map."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class SwiGlu(nn.Module):
         return y
 
 
-def experts_of(expert: Callable[[], nn.Module], count: int = EXPERTS) -> nn.ModuleList:
-    """Returns experts that differ in their weights."""
+def make_experts(expert: Callable[[], nn.Module], count: int = EXPERTS) -> nn.ModuleList:
+    """Returns experts with different weights."""
     return nn.ModuleList(expert() for _ in range(count))
 
 
@@ -61,23 +61,23 @@ def dispatch(x: Tensor, shares: Tensor) -> Tensor:
     return torch.einsum("bmd,bmnp->bnpd", x, shares)
 
 
-def over_slots(logits: Tensor) -> Tensor:
+def softmax_over_slots(logits: Tensor) -> Tensor:
     """Returns a softmax of logits (b, m, n, p) over all slots of all experts."""
     return logits.flatten(2).softmax(dim=-1).view_as(logits)
 
 
-def each_on_its_slots(experts: nn.ModuleList, slots: Tensor) -> Tensor:
-    """Returns outputs (b, n, p, o) of slots (b, n, p, d)."""
+def apply_experts(experts: nn.ModuleList, slots: Tensor) -> Tensor:
+    """Returns the experts' outputs (b, n, p, o) for their slots (b, n, p, d)."""
     return torch.stack([expert(slots[:, e]) for e, expert in enumerate(experts)], dim=1)
 
 
-def combined(outputs: Tensor, combine: Tensor) -> Tensor:
-    """Returns tokens (b, m, o) of outputs (b, n, p, o) and C (b, m, n, p)."""
+def combine_outputs(outputs: Tensor, combine: Tensor) -> Tensor:
+    """Returns tokens (b, m, o) from outputs (b, n, p, o) and C (b, m, n, p)."""
     return torch.einsum("bnpo,bmnp->bmo", outputs, combine)
 
 
-def weighted(experts: nn.ModuleList, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Returns y = Σ_k weights · expert(x) for experts index (…, k)."""
+def mix_experts(experts: nn.ModuleList, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Returns y = Σ_k weights · expert(x) for the experts `index` (…, k)."""
     y = torch.zeros_like(x)
     for number, expert in enumerate(experts):
         y = y + ((index == number) * weights).sum(-1, keepdim=True) * expert(x)
@@ -94,13 +94,13 @@ class Tempered(nn.Module):
         super().__init__()
         self.phi = nn.Parameter(torch.randn(DIM, EXPERTS, SLOTS))
         self.temperature = nn.Parameter(torch.tensor(0.7))
-        self.experts = experts_of(SwiGlu)
+        self.experts = make_experts(SwiGlu)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns tokens (b, m, d)."""
         logits = torch.einsum("bmd,dnp->bmnp", x, self.phi) / self.temperature
-        outputs = each_on_its_slots(self.experts, dispatch(x, logits.softmax(dim=1)))
-        return x + combined(outputs, over_slots(logits))
+        outputs = apply_experts(self.experts, dispatch(x, logits.softmax(dim=1)))
+        return x + combine_outputs(outputs, softmax_over_slots(logits))
 
 
 @moexport.adapts(Tempered)
@@ -111,20 +111,23 @@ def adapt_tempered(layer: Tempered) -> moexport.SoftMoE:
 
 
 class Biased(nn.Module):
-    """A router that is a linear layer with a bias, on normalised tokens; returns a dict."""
+    """A router with a bias, on normalised tokens; the layer returns a dict."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.router = nn.LayerNorm(DIM), nn.Linear(DIM, EXPERTS * SLOTS)
         self.router.weight.data.mul_(3)
-        self.experts = experts_of(lambda: Mlp(F.silu, bias=False))
+        self.experts = make_experts(lambda: Mlp(F.silu, bias=False))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Returns tokens (b, m, d) as `output`, and a loss."""
-        seen = self.norm(x)
-        logits = self.router(seen).unflatten(-1, (EXPERTS, SLOTS))
-        outputs = each_on_its_slots(self.experts, dispatch(seen, logits.softmax(dim=1)))
-        return {"output": x + combined(outputs, over_slots(logits)), "loss": logits.logsumexp(1)}
+        normed = self.norm(x)
+        logits = self.router(normed).unflatten(-1, (EXPERTS, SLOTS))
+        outputs = apply_experts(self.experts, dispatch(normed, logits.softmax(dim=1)))
+        return {
+            "output": x + combine_outputs(outputs, softmax_over_slots(logits)),
+            "loss": logits.logsumexp(1),
+        }
 
 
 @moexport.adapts(Biased)
@@ -159,13 +162,13 @@ class NormedExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.phi = nn.Parameter(torch.randn(DIM, EXPERTS, SLOTS))
-        self.experts = experts_of(Normed)
+        self.experts = make_experts(Normed)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns tokens (b, m, d)."""
         logits = torch.einsum("bmd,dnp->bmnp", x, self.phi)
-        outputs = each_on_its_slots(self.experts, dispatch(x, logits.softmax(dim=1)))
-        return combined(outputs, over_slots(logits))
+        outputs = apply_experts(self.experts, dispatch(x, logits.softmax(dim=1)))
+        return combine_outputs(outputs, softmax_over_slots(logits))
 
 
 @moexport.adapts(NormedExperts)
@@ -174,25 +177,25 @@ def adapt_normed(layer: NormedExperts) -> moexport.SoftMoE:
 
 
 class OneMap(nn.Module):
-    """A Soft MoE as agents have it: an expert is one map with a ReLU, to another width."""
+    """A Soft MoE as in reinforcement learning: an expert is a ReLU of a map to another width."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phi = nn.Parameter(torch.randn(DIM, EXPERTS, SLOTS))
         self.scale = nn.Parameter(torch.tensor(4.0))
-        self.experts = experts_of(lambda: nn.Sequential(nn.Linear(DIM, 20), nn.ReLU()))
+        self.experts = make_experts(lambda: nn.Sequential(nn.Linear(DIM, 20), nn.ReLU()))
 
     @staticmethod
     def unit(x: Tensor, dim: int) -> Tensor:
-        """Returns x over its length."""
+        """Returns x divided by its length."""
         return x / (x.square().sum(dim, keepdim=True).sqrt() + 1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns tokens (b, m, o)."""
         phi = self.scale * self.unit(self.phi, 0)
         logits = torch.einsum("bmd,dnp->bmnp", self.unit(x, -1), phi)
-        outputs = each_on_its_slots(self.experts, dispatch(x, logits.softmax(dim=1)))
-        return combined(outputs, over_slots(logits))
+        outputs = apply_experts(self.experts, dispatch(x, logits.softmax(dim=1)))
+        return combine_outputs(outputs, softmax_over_slots(logits))
 
 
 @moexport.adapts(OneMap)
@@ -204,13 +207,13 @@ def adapt_one_map(layer: OneMap) -> moexport.SoftMoE:
 
 
 class Mixed(nn.Module):
-    """A Soft MoE whose phi is mixed over the experts by a graph of them."""
+    """A Soft MoE whose phi is mixed over the experts by a graph."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phi = nn.Parameter(torch.randn(DIM, EXPERTS, SLOTS))
         self.register_buffer("graph", torch.rand(EXPERTS, EXPERTS) / EXPERTS)
-        self.experts = experts_of(Mlp)
+        self.experts = make_experts(Mlp)
 
     def router(self) -> Tensor:
         """Returns the matrix by which tokens are multiplied, (d, n, p)."""
@@ -220,10 +223,10 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns tokens (b, m, d)."""
-        seen = F.normalize(x, dim=-1)
-        logits = torch.einsum("bmd,dnp->bmnp", seen, self.router())
-        outputs = each_on_its_slots(self.experts, dispatch(seen, logits.softmax(dim=1)))
-        return combined(outputs, over_slots(logits))
+        normed = F.normalize(x, dim=-1)
+        logits = torch.einsum("bmd,dnp->bmnp", normed, self.router())
+        outputs = apply_experts(self.experts, dispatch(normed, logits.softmax(dim=1)))
+        return combine_outputs(outputs, softmax_over_slots(logits))
 
 
 @moexport.adapts(Mixed)
@@ -231,23 +234,23 @@ def adapt_mixed(layer: Mixed) -> moexport.SoftMoE:
     return moexport.SoftMoE(phi=layer.router(), experts=layer.experts, norm="l2")
 
 
-# --- layers whose own forward gives the experts their slots ---------------------------------------
+# --- layers whose own forward computes the experts' slots -----------------------------------------
 
 
 class Masked(nn.Module):
-    """A Soft MoE with a mask: padding is in no slot, and comes out as zeros."""
+    """A Soft MoE with a mask: padding is in no slot, and its outputs are zeros."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phi = nn.Parameter(torch.randn(DIM, EXPERTS, SLOTS))
-        self.experts = experts_of(Mlp)
+        self.experts = make_experts(Mlp)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """Returns tokens (b, m, d); `mask` (b, m) is False for padding."""
         logits = torch.einsum("bmd,dnp->bmnp", x, self.phi)
         hidden = logits.masked_fill(~mask[:, :, None, None], float("-inf"))
-        outputs = each_on_its_slots(self.experts, dispatch(x, hidden.softmax(dim=1)))
-        return combined(outputs, over_slots(logits)).masked_fill(~mask[..., None], 0)
+        outputs = apply_experts(self.experts, dispatch(x, hidden.softmax(dim=1)))
+        return combine_outputs(outputs, softmax_over_slots(logits)).masked_fill(~mask[..., None], 0)
 
 
 @moexport.adapts(Masked)
@@ -256,78 +259,78 @@ def adapt_masked(layer: Masked) -> moexport.Experts:
         logits = torch.einsum("bmd,dnp->bmnp", x, layer.phi)
         hidden = logits.masked_fill(~mask[:, :, None, None], float("-inf"))
         slots = dispatch(x, hidden.softmax(dim=1))
-        y: Tensor = experts(slots, combine=over_slots(logits))
+        y: Tensor = experts(slots, combine=softmax_over_slots(logits))
         return y.masked_fill(~mask[..., None], 0)
 
     return moexport.Experts(experts=layer.experts, forward=forward)
 
 
 class Swapped(nn.Module):
-    """Dispatch by a softmax over the slots, combine by one over the tokens."""
+    """Dispatch by a softmax over the slots, combine by a softmax over the tokens."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phi = nn.Parameter(0.5 * torch.randn(DIM, EXPERTS, SLOTS))
-        self.experts = experts_of(Mlp)
+        self.experts = make_experts(Mlp)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns tokens (b, m, d)."""
         logits = torch.einsum("bmd,dnp->bmnp", x, self.phi)
-        outputs = each_on_its_slots(self.experts, dispatch(x, over_slots(logits)))
-        return combined(outputs, logits.softmax(dim=1))
+        outputs = apply_experts(self.experts, dispatch(x, softmax_over_slots(logits)))
+        return combine_outputs(outputs, logits.softmax(dim=1))
 
 
 @moexport.adapts(Swapped)
 def adapt_swapped(layer: Swapped) -> moexport.Experts:
     def forward(experts: Any, x: Tensor) -> Any:
         logits = torch.einsum("bmd,dnp->bmnp", x, layer.phi)
-        return experts(dispatch(x, over_slots(logits)), combine=logits.softmax(dim=1))
+        return experts(dispatch(x, softmax_over_slots(logits)), combine=logits.softmax(dim=1))
 
     return moexport.Experts(experts=layer.experts, forward=forward)
 
 
 class ExpertChoice(nn.Module):
-    """Each expert takes its best tokens of a sequence, and adds its outputs for them."""
+    """Each expert selects its best tokens of a sequence and adds its outputs to them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.gate = nn.LayerNorm(DIM), nn.Linear(DIM, EXPERTS, bias=False)
         self.gate.weight.data.mul_(4)
-        self.experts = experts_of(lambda: Mlp(F.silu, bias=False))
-        self.taken = 5
+        self.experts = make_experts(lambda: Mlp(F.silu, bias=False))
+        self.capacity = 5
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns tokens (b, m, d)."""
-        seen = self.norm(x)
-        best, index = self.gate(seen).topk(self.taken, dim=1)
+        normed = self.norm(x)
+        best, index = self.gate(normed).topk(self.capacity, dim=1)
         shares = torch.zeros(*x.shape[:2], EXPERTS).scatter(1, index, best.softmax(dim=1))
         y = x
         for e, expert in enumerate(self.experts):
-            y = y + shares[..., e, None] * expert(seen)
+            y = y + shares[..., e, None] * expert(normed)
         return y
 
 
 @moexport.adapts(ExpertChoice)
 def adapt_expert_choice(layer: ExpertChoice) -> moexport.Experts:
     def forward(experts: Any, x: Tensor) -> Any:
-        seen = layer.norm(x)
-        best, index = layer.gate(seen).topk(layer.taken, dim=1)  # (b, p, n)
+        normed = layer.norm(x)
+        best, index = layer.gate(normed).topk(layer.capacity, dim=1)  # (b, p, n)
         taken = F.one_hot(index, x.shape[1]).to(x)  # (b, p, n, m)
-        slots = torch.einsum("bpnm,bmd->bnpd", taken, seen)
+        slots = torch.einsum("bpnm,bmd->bnpd", taken, normed)
         return x + experts(slots, combine=torch.einsum("bpnm,bpn->bmnp", taken, best.softmax(1)))
 
     return moexport.Experts(experts=layer.experts, forward=forward)
 
 
 class Outside(nn.Module):
-    """A layer that is given its logits, with softmaxes over an expert's slots and all tokens."""
+    """A layer that receives its logits; its softmaxes are over an expert's slots and all tokens."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = experts_of(SwiGlu)
+        self.experts = make_experts(SwiGlu)
 
     def forward(self, x: Tensor, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns rows (t, d) of rows x (t, d) and logits (t, n, p), and what was used."""
+        """Returns rows (t, d) for rows x (t, d) and logits (t, n, p), and the combine weights."""
         shares, combine = logits.softmax(dim=-1), logits.softmax(dim=0)
         slots = torch.einsum("tnp,td->npd", shares, x)
         outputs = torch.stack([f(slots[e]) for e, f in enumerate(self.experts)])
@@ -347,13 +350,13 @@ def adapt_outside(layer: Outside) -> moexport.Experts:
 
 
 class Dense(nn.Module):
-    """All experts on all tokens: an expert is one linear map."""
+    """All experts on all tokens; an expert is one linear map."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(DIM, EXPERTS)
         self.gate.weight.data.mul_(4)
-        self.experts = experts_of(lambda: nn.Linear(DIM, DIM))
+        self.experts = make_experts(lambda: nn.Linear(DIM, DIM))
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns tokens (…, d)."""
@@ -373,13 +376,13 @@ def adapt_dense(layer: Dense) -> moexport.Experts:
 
 
 class Shared(nn.Module):
-    """A shared expert in addition to the selected ones, the input added; returns more than y."""
+    """A shared expert in addition to the selected ones, and a residual; returns more than y."""
 
     def __init__(self) -> None:
         super().__init__()
         self.router, self.shared = nn.Linear(DIM, EXPERTS, bias=False), SwiGlu()
         self.router.weight.data.mul_(4)
-        self.experts = experts_of(SwiGlu)
+        self.experts = make_experts(SwiGlu)
 
     def route(self, x: Tensor, k: int = 2) -> tuple[Tensor, Tensor]:
         """Returns the experts of tokens x (…, d) and their weights, (…, k)."""
@@ -387,8 +390,8 @@ class Shared(nn.Module):
         return index, weights / (weights.sum(dim=-1, keepdim=True) + 1e-9)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None, None]:
-        """Returns tokens (…, d), and nothing."""
-        return x + self.shared(x) + weighted(self.experts, x, *self.route(x)), None, None
+        """Returns tokens (…, d), and None twice."""
+        return x + self.shared(x) + mix_experts(self.experts, x, *self.route(x)), None, None
 
 
 @moexport.adapts(Shared)
@@ -400,7 +403,7 @@ def adapt_shared(layer: Shared) -> moexport.Experts:
 
 
 class Sigmoid(nn.Module):
-    """Sigmoid scores as weights, stacked matrices, one bias for what all experts give."""
+    """Sigmoid scores as weights, stacked matrices, and one bias for the sum of all experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -428,14 +431,14 @@ def adapt_sigmoid(layer: Sigmoid) -> moexport.Experts:
 
 
 class Heads(nn.Module):
-    """The width is split in heads, each of which has a router and experts of its own."""
+    """The width is split into heads, each of which has its own router and experts."""
 
     def __init__(self, heads: int = 2) -> None:
         super().__init__()
         dim, self.heads = DIM // heads, heads
         self.routers = nn.ModuleList(nn.Linear(dim, EXPERTS, bias=False) for _ in range(heads))
         self.sets = nn.ModuleList(
-            experts_of(lambda: nn.Sequential(nn.Linear(dim, 12), nn.GELU(), nn.Linear(12, dim)))
+            make_experts(lambda: nn.Sequential(nn.Linear(dim, 12), nn.GELU(), nn.Linear(12, dim)))
             for _ in range(heads)
         )
 
@@ -447,25 +450,25 @@ class Heads(nn.Module):
         ):
             best, index = router(part).topk(2, dim=-1)
             assert isinstance(experts, nn.ModuleList)
-            outputs.append(weighted(experts, part, index, best.softmax(dim=-1)))
+            outputs.append(mix_experts(experts, part, index, best.softmax(dim=-1)))
         return torch.cat(outputs, dim=-1)
 
 
 @moexport.adapts(Heads)
 def adapt_heads(layer: Heads) -> moexport.Experts:
     def forward(experts: Any, x: Tensor, k: int = 2) -> Any:
-        parts = x.view(*x.shape[:-1], layer.heads, -1)  # a head is a token of its own
+        parts = x.view(*x.shape[:-1], layer.heads, -1)  # each head is a separate token
         logits = torch.stack([r(parts[..., h, :]) for h, r in enumerate(layer.routers)], dim=-2)
         best, index = logits.topk(k, dim=-1)
         index = index + EXPERTS * torch.arange(layer.heads)[:, None]
         return experts(parts, index, best.softmax(dim=-1)).flatten(-2)
 
-    every = [expert for experts in layer.sets for expert in experts]  # type: ignore[attr-defined]
-    return moexport.Experts(experts=every, forward=forward)
+    flat = [expert for experts in layer.sets for expert in experts]  # type: ignore[attr-defined]
+    return moexport.Experts(experts=flat, forward=forward)
 
 
 class Convolved(nn.Module):
-    """Channels first: experts are 1×1 convolutions in groups, the input is added."""
+    """Channels first: experts are grouped 1×1 convolutions, with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -512,8 +515,8 @@ class Capacity(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the experts of rows x (t, d) and their weights, 0 if there is no room."""
         best, index = self.gate(x).topk(2, dim=-1)
-        taken = F.one_hot(index, EXPERTS).flatten(0, 1)  # (2t, n)
-        before = ((taken.cumsum(dim=0) - 1) * taken).sum(dim=-1).view_as(index)
+        chosen = F.one_hot(index, EXPERTS).flatten(0, 1)  # (2t, n)
+        before = ((chosen.cumsum(dim=0) - 1) * chosen).sum(dim=-1).view_as(index)
         return index, best.softmax(dim=-1) * (before < 2 * x.shape[0] // EXPERTS)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -535,11 +538,11 @@ def adapt_capacity(layer: Capacity) -> moexport.Experts:
     return moexport.Experts(w1=w1, b1=b1, w2=w2, b2=b2, activation="relu2", forward=forward)
 
 
-# --- a muMoE layer whose gate sees something else -------------------------------------------------
+# --- a muMoE layer whose gate has a different input -----------------------------------------------
 
 
 class Backbone(nn.Module):
-    """A CP tensor that sees what a small network makes of x, and a gate that sees x itself."""
+    """A CP tensor on the output of a small network, with a gate on that network's input x."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -564,11 +567,11 @@ def adapt_backbone(layer: Backbone) -> moexport.MuMoE:
     return moexport.MuMoE(weights=factors, forward=forward)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- a layer that is refused ----------------------------------------------------------------------
 
 
 class Specialised(nn.Module):
-    """An expert that adds a normalised third map of its own output."""
+    """An expert that adds a normalised third map of its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -582,11 +585,11 @@ class Specialised(nn.Module):
 
 
 class SpecialisedExperts(Shared):
-    """A mixture of them."""
+    """A mixture of specialised experts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = experts_of(Specialised)
+        self.experts = make_experts(Specialised)
 
 
 @moexport.adapts(SpecialisedExperts)
@@ -594,11 +597,11 @@ def adapt_specialised(layer: SpecialisedExperts) -> moexport.Experts:
     return moexport.Experts(experts=layer.experts, router=layer.route)
 
 
-# --- a small network around each ------------------------------------------------------------------
+# --- a small network around each layer ------------------------------------------------------------
 
 
 class Host(nn.Module):
-    """Calls a layer as its network does, and returns tokens (b, m, o)."""
+    """Calls a layer as its network does and returns tokens (b, m, o)."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -624,7 +627,7 @@ class Host(nn.Module):
 
 
 class Net(nn.Module):
-    """Scores (b, 5) of 12 tokens (b, 12, 6)."""
+    """A network from 12 tokens (b, 12, 6) to scores (b, 5)."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -663,10 +666,10 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(layer: str = "tempered") -> nn.Module:
-    """Returns the network with random weights around a layer."""
+    """Returns a network with random weights around the named layer."""
     torch.manual_seed(1)
     net = Net(LAYERS[layer]())
     for weight in net.parameters():
-        if weight.ndim < 2 and weight.numel() > 1:  # away from 0 and 1, as after training
+        if weight.ndim < 2 and weight.numel() > 1:  # not exactly 0 or 1, as after training
             weight.data.add_(0.3 * torch.randn_like(weight))
     return net.eval()

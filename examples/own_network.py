@@ -33,7 +33,7 @@ class SoftMoE(nn.Module):
     """A Soft MoE layer on tokens (b, m, d).
 
     moexport recognises a layer of the family soft-moe-vit by the names `phi`, `scale` and
-    `experts.{i}.fc1`, `.fc2`, and their shapes; the arithmetic must then also be that family's.
+    `experts.{i}.fc1`, `.fc2`, and by their shapes; the arithmetic must also be that family's.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int, slots: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import inf
 from numbers import Integral
@@ -69,7 +69,8 @@ class SessionOptions:
     runtime decide at the start which values share a buffer, as by default. The time for this grows
     with the square of the number of nodes and dominates the opening of large graphs, so it is off
     for graphs that are only checked. `observe` names inner values to return in addition to the
-    outputs, with their ONNX element type. `profile` is the prefix of the file to which the runtime
+    outputs, with their ONNX element type; `given` names choices of experts that become inputs
+    (`given_choices`). `profile` is the prefix of the file to which the runtime
     writes the time of each node. `spin_ms` is how long the runtime's threads spin after a call
     (None: the default, about 35 ms): the next call finds them awake, but other threads in between
     wait for a core. `rounded` runs 16-bit graphs in FP32 with their own rounding, for checks only
@@ -88,6 +89,7 @@ class SessionOptions:
     prepack: bool = True
     plan_memory: bool = True
     observe: Mapping[str, int] | None = None
+    given: tuple[str, ...] = ()
     profile: Path | str | None = None
     spin_ms: float | None = None
     rounded: bool = False
@@ -334,6 +336,22 @@ class Session:
             return [results[0].numpy(), *results[1:]]
 
         return call
+
+    def with_given_choices(self, values: Collection[str]) -> Session | None:
+        """Returns a session whose choices of experts are inputs; it observes its own as well.
+
+        None if the graph's choices cannot be inputs, or in another runtime.
+        """
+        import onnx
+
+        from .bundle.given_choices import can_be_given, own_choice
+
+        graph = onnx.load(self.path, load_external_data=False).graph
+        if type(self) is not Session or not can_be_given(graph, values):
+            return None
+        observe = dict.fromkeys(map(own_choice, values), onnx.TensorProto.INT64)
+        options = replace(self.options, observe=observe, given=tuple(values), prepack=False)
+        return Session(self.path, options)
 
     def end_profile(self) -> Path:
         """Ends the profile of `SessionOptions.profile`; returns its file (JSON)."""
@@ -642,6 +660,10 @@ def _changed(path: Path, options: SessionOptions) -> ModelProto | None:
         from .bundle.fp16_emulation import fp16_emulation
 
         model = fp16_emulation(model)
+    if options.given:
+        from .bundle.given_choices import with_given_choices
+
+        with_given_choices(model.graph, options.given)
     outputs = {output.name for output in model.graph.output}
     for name, element_type in (options.observe or {}).items():
         if name not in outputs:

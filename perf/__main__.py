@@ -37,8 +37,8 @@ def main(arguments: list[str]) -> None:
     """Runs the named benchmarks, or all without a name.
 
     `tables` prints the saved results; `fit` and `cuda` print their findings on the cost model.
-    `--minutes=12` limits the time of `auto`; `tune --network=vit` measures one network, and keeps
-    the rows of the others; `generation --quick` runs everything at tiny sizes, and saves nothing.
+    `--minutes=12` limits the time of `auto`; `tune --network=vit` measures one network and keeps
+    the rows of the others; `generation --quick` runs everything at tiny sizes and saves nothing.
     """
     if arguments == ["generation", QUICK]:
         with tempfile.TemporaryDirectory() as folder, Console() as console:
@@ -85,7 +85,7 @@ def _network(name: str) -> None:
 
 
 def _rows(
-    name: str, run: Callable[[Progress], Iterable[Results]], *of: Callable[[Results], str]
+    name: str, run: Callable[[Progress], Iterable[Results]], *tables: Callable[[Results], str]
 ) -> Benchmark:
     """Returns a benchmark whose results are rows; it writes intermediate results repeatedly."""
 
@@ -95,7 +95,7 @@ def _rows(
 
     def shown(file: Path) -> str:
         results = read(file)
-        return "\n\n".join(table(results) for table in of)
+        return "\n\n".join(table(results) for table in tables)
 
     return Benchmark(RESULTS / f"{name}-cpu.json", measure, shown)
 
@@ -106,7 +106,7 @@ def _figures(
     found: Callable[[Progress], Mapping[str, object] | None],
     table: Callable[[Any], str],
 ) -> Benchmark:
-    """Returns a benchmark with its own figures; it has none if it cannot run."""
+    """Returns a benchmark with its own figures; `found` returns None if it cannot run."""
 
     def measure(file: Path, progress: Progress) -> None:
         figures = found(progress)

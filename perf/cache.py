@@ -1,7 +1,7 @@
 """Measures the tokens per second of a muMoE GPT-2 with a cache, by the number of earlier tokens.
 
-It generates one token at a time at the size of GPT-2 small with CP blocks: with the exported graph
-and its cache, with PyTorch and the same cache, and with PyTorch on the whole sequence.
+The model has the size of GPT-2 small, with CP blocks, and generates one token at a time: as an
+exported graph with its cache, in PyTorch with the same cache, and in PyTorch without a cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def measure(
     sizes: tuple[int, int, int] = (EXPERTS, HIDDEN, RANK),
     protocol: Protocol = PROTOCOL,
 ) -> dict[str, object]:
-    """Times the step to the next token; the three take turns.
+    """Times the step to the next token in the three forms, which take turns.
 
     `tokens_per_s` is computed from the medians of all calls.
     """
@@ -45,8 +45,8 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="moexport-cache-") as folder, with_threads(threads()):
         progress.step("a GPT-2 with random weights")
         checkpoint = Path(folder) / "gpt2.pt"
-        made = trainable_gpt2(spec, experts, hidden, rank)
-        save(made, checkpoint, n_layer=spec.depth, n_head=spec.heads, n_embd=spec.dim)
+        network = trainable_gpt2(spec, experts, hidden, rank)
+        save(network, checkpoint, n_layer=spec.depth, n_head=spec.heads, n_embd=spec.dim)
         model = moexport.load(checkpoint, config={"use_cache": True})
         progress.step("exporting it with a cache")
         bundle = moexport.export(model, Path(folder) / "out", verify=False, target="ort-cpu")

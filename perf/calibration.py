@@ -58,7 +58,7 @@ Row = Mapping[str, object]
 
 
 def measure(progress: Progress) -> dict[str, object]:
-    """Trains the networks and measures both: `methods`, and `tools` with all experts."""
+    """Trains the networks and measures `methods` and, with all experts, `tools`."""
     data = digits.load_digits()
     methods: list[Row] = []
     tools: list[Row] = []
@@ -95,14 +95,15 @@ def compare_methods(
     """Yields the effect of INT8 on the test set at one k, for each method of finding ranges.
 
     `same_experts` is the share of images for which the same experts were chosen, `max_error` the
-    largest difference from FP32 at the same k over the largest output. The model is observed once.
+    largest difference from FP32 at the same k, divided by the largest output. The model is observed
+    once.
     """
-    seen = observe_model(calibration_job(model, feed, CalibrateRequest(k=k)))
+    observed = observe_model(calibration_job(model, feed, CalibrateRequest(k=k)))
     (layer,) = model.layers.values()
     name = f"n{layer.spec.experts}-{k.replace('/', '-')}"
     single = export(model, place / f"{name}-fp32", k=k, target="ort-cpu", verify=False)
     expected, routed = _answers(single, test.inputs)
-    for label, ranges in ranges_of(seen):
+    for label, ranges in ranges_of(observed):
         bundle = export(
             model,
             place / f"{name}-{label}",
@@ -118,7 +119,7 @@ def compare_methods(
             same = float((jaccard(chosen, routed) == 1).mean())
         yield {
             "experts": layer.spec.experts,
-            "k": seen.origin.k[layer.spec.name],
+            "k": observed.origin.k[layer.spec.name],
             "method": label,
             "fp32_top1": _top1(expected, test),
             "int8_top1": _top1(y, test),
@@ -127,14 +128,14 @@ def compare_methods(
         }
 
 
-def ranges_of(seen: Observed) -> Iterator[tuple[str, CalibrationTable]]:
-    """Yields the table of every method, and of several percentiles."""
+def ranges_of(observed: Observed) -> Iterator[tuple[str, CalibrationTable]]:
+    """Yields the table of every method; for percentiles, one table each."""
     for method in METHODS:
         if method != "percentile":
-            yield method, seen.table(method)
+            yield method, observed.table(method)
             continue
         for percentile in PERCENTILES:
-            yield f"{method} {percentile:g}", seen.table(method, percentile)
+            yield f"{method} {percentile:g}", observed.table(method, percentile)
 
 
 def _answers(bundle: Bundle, x: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
@@ -151,11 +152,11 @@ def _top1(y: np.ndarray, test: LabelledData) -> float:
 
 
 def compare_tools(checkpoint: Path, feed: Path, test: LabelledData, place: Path) -> Iterator[Row]:
-    """Yields accuracy, times and memory of FP32, ours, and `quantize_static` in its two formats.
+    """Yields accuracy, times and memory of FP32, moexport, and both formats of `quantize_static`.
 
-    `calibration_s` and `peak_mb` are those of a process that calibrates and quantises, from the
-    start of its work; `base_mb` is the memory before. `failure` is the runtime's message for a
-    graph that it does not run.
+    `calibration_s` and `peak_mb` are the time and the peak memory of a process that calibrates and
+    quantises; `base_mb` is its memory before that. `failure` is the runtime's message for a graph
+    that it does not run.
     """
     experts = load(checkpoint).layers["layer"].spec.experts
     dense = export(load(checkpoint), place / f"dense-{experts}", lowering="dense", verify=False)
@@ -201,13 +202,13 @@ def compare_tools(checkpoint: Path, feed: Path, test: LabelledData, place: Path)
 
 
 def _bytes(path: Path) -> int:
-    """Returns the size of a graph and its weights in a folder."""
+    """Returns the size of a graph and of the weights in its folder."""
     weights = path.parent / "weights.bin"
     return path.stat().st_size + (weights.stat().st_size if weights.exists() else 0)
 
 
 def _child(*arguments: object) -> dict[str, float]:
-    """Runs one quantiser in its own process; returns its cost."""
+    """Runs a quantiser in its own process and returns its time and memory."""
     command = [sys.executable, "-m", "perf.calibration", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     cost: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -215,7 +216,7 @@ def _child(*arguments: object) -> dict[str, float]:
 
 
 class _Feed(quantization.CalibrationDataReader):  # type: ignore[misc]
-    """The feed as `quantize_static` reads it, in batches."""
+    """Reads a feed in batches for `quantize_static`."""
 
     def __init__(self, feed: Path) -> None:
         x = np.load(feed)["input"]
@@ -225,7 +226,7 @@ class _Feed(quantization.CalibrationDataReader):  # type: ignore[misc]
         )
 
     def get_next(self) -> dict[str, np.ndarray] | None:
-        """The next batch by input name, or None at the end."""
+        """Returns the next batch by input name, or None at the end."""
         batch = next(self._batches, None)
         return None if batch is None else {"input": batch}
 
@@ -236,7 +237,7 @@ def ours(checkpoint: Path, feed: Path, out: Path) -> None:
 
 
 def theirs(graph: Path, feed: Path, out: Path, form: str, method: str) -> None:
-    """Runs `quantize_static` with uint8 activations and int8 weights per channel, as ours."""
+    """Runs `quantize_static` with uint8 activations and int8 weights per channel, like moexport."""
     quantization.quantize_static(
         graph,
         out,
@@ -250,7 +251,7 @@ def theirs(graph: Path, feed: Path, out: Path, form: str, method: str) -> None:
 
 
 def methods_table(found: Any) -> str:
-    """Returns the methods as Markdown: the largest error of an output, and points of accuracy."""
+    """Returns the methods as Markdown: an output's largest error, and the change in accuracy."""
     networks = sorted({(row["experts"], -row["k"]) for row in found["methods"]})
     rows = {(row["method"], row["experts"], -row["k"]): row for row in found["methods"]}
     return markdown(
@@ -265,12 +266,12 @@ def methods_table(found: Any) -> str:
 
 def _loss(row: Mapping[str, Any]) -> str:
     points = 100 * (row["int8_top1"] - row["fp32_top1"])
-    told = f"{points:+.2f}".replace("-", "−") if abs(points) > 1e-9 else "0"
-    return f"{row['max_error']:.4f} ({told})"
+    text = f"{points:+.2f}".replace("-", "−") if abs(points) > 1e-9 else "0"
+    return f"{row['max_error']:.4f} ({text})"
 
 
 def tools_table(found: Any) -> str:
-    """Returns the quantisers whose graphs run as Markdown."""
+    """Returns the quantisers whose graphs run, as Markdown."""
     batches = tuple(f"ms, batch {batch}" for batch in BATCHES)
     costs = ("s to quantise", "peak MB, of which imports", "kB")
     rows = []

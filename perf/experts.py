@@ -1,4 +1,4 @@
-"""Compares a layer of token-routed experts in PyTorch's forms with our graphs."""
+"""Compares a layer of token-routed experts in PyTorch's forms with moexport's graphs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .measure import measured_on
 SPEC = ExpertsSpec("moe.experts", experts=32, k=8, dim=1024, hidden=512, out=1024)
 TOKENS = (1, 16, 256)
 SLOW = {"batched_mm": 1}
-"""The largest number of tokens for `batched_mm`, which gathers the weights of every pair."""
+"""The largest number of tokens for `batched_mm`, which gathers weights for every pair."""
 
 GRAPHS = (
     ("grouped", "fp32"),
@@ -42,7 +42,7 @@ GRAPHS = (
 
 
 class Layer(nn.Module):
-    """A softmax router that normalises over the k selected experts, and the experts."""
+    """Experts with a softmax router that normalises over the k selected experts."""
 
     def __init__(self, router: Tensor, experts: nn.Module) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Layer(nn.Module):
 
 
 def measured(progress: Progress) -> dict[str, object] | None:
-    """Returns the median milliseconds of each case by tokens, and of reading the active weights."""
+    """Returns the median ms of each case, and of reading the active weights, by tokens."""
     if importlib.util.find_spec("transformers") is None:
         progress.step(f"transformers is not installed: {install('transformers')}")
         return None
@@ -94,7 +94,7 @@ def _published(gate_up: Tensor, down: Tensor, form: str) -> nn.Module:
     """Returns the experts of a published architecture in one of the available forms."""
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-    made = MixtralExperts(
+    mixtral = MixtralExperts(
         SimpleNamespace(
             num_local_experts=SPEC.experts,
             hidden_size=SPEC.dim,
@@ -103,9 +103,9 @@ def _published(gate_up: Tensor, down: Tensor, form: str) -> nn.Module:
             _experts_implementation=form,
         )
     )
-    made.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
-    made.down_proj = nn.Parameter(down, requires_grad=False)
-    experts: nn.Module = made
+    mixtral.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
+    mixtral.down_proj = nn.Parameter(down, requires_grad=False)
+    experts: nn.Module = mixtral
     return experts
 
 
@@ -143,7 +143,7 @@ def _call(call: Any, inputs: list[np.ndarray], index: int) -> None:
 
 
 def table(body: Any) -> str:
-    """The results as Markdown."""
+    """Returns the results as Markdown."""
     names = list(body["times"]["1"])
     rows = [
         (tokens, *(f"{times[name]:.3g}" if name in times else "–" for name in names))

@@ -1,15 +1,15 @@
 """Runs the checks that need a GPU, in ten minutes on one card: `make gpu-check`.
 
 First, `perf.gpu_rows` compares graphs of `ort-cuda` with PyTorch's outputs and times. Then, for
-each backend, precision and lowering that the machine supports, the engine's outputs are compared
-with the reference in its bundle, and every k is timed, on the GPU and from array to array. ONNX
+each backend, precision and lowering that the machine supports, this module compares the engine's
+outputs with the reference in the bundle and times every k, on the GPU and from array to array. ONNX
 Runtime's providers follow in the same way, and finally the tests that need a GPU. The most
 informative checks come first: FP16 of a small and of a large model before the other precisions. A
-fault on the GPU ends a process or makes its CUDA unusable, so each of these units has its own
+fault on the GPU ends a process or makes CUDA unusable in it, so each of these units has its own
 process (`--unit`), with its request as JSON on stdin and its answer on the last line of stdout.
 Results are written after each unit, including the output of TensorRT's inspector for an engine; the
-same command continues where it stopped. The results list every omitted check with its reason, such
-as a missing TensorRT, and every failure with its message and traceback.
+same command continues an interrupted check. The results list every omitted check with its reason,
+such as a missing TensorRT, and every failure with its message and traceback.
 """
 
 from __future__ import annotations
@@ -68,28 +68,28 @@ PROVIDER_TARGETS: Mapping[str, Target] = {
 }
 PROVIDER_PRECISIONS: tuple[Precision, ...] = ("fp16", "fp32")
 UNIT = (sys.executable, "-m", f"{__package__}.gpu_check", "--unit")
-MOST_S = 900.0
+UNIT_LIMIT_S = 900.0
 """The time limit of a unit."""
 
 TESTS = "pytest -m gpu"
 """The tests that need a GPU: the last unit, which shares the check's time and engines."""
 
 ROWS = "perf.gpu_rows"
-"""The times and values of ONNX Runtime and PyTorch, which come first."""
+"""The module that measures ONNX Runtime and PyTorch, whose rows come first."""
 
 ROWS_SHARE = 0.75
-"""Their share of the time if engines and tests follow."""
+"""The rows' share of the time, because engines and tests follow."""
 
 SIZES = ("small", "large")
 SMALL = {"dim": 192, "experts": 8, "hidden": 192, "depth": 2}
-"""The model that comes first."""
+"""The small model, which comes first."""
 
 SAMPLES = 16
 BATCHES = (1, 8)
 WARM_UPS, RUNS, ROUNDS = 3, 20, 5
 
 Row = Mapping[str, Any]
-"""A `Checked`, a `Passed` or a `Trouble` as JSON."""
+"""A `Checked`, `Passed` or `Trouble` as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The time of one run: of the GPU alone, and from array to array with both copies."""
+    """The time of one run: on the GPU alone, and from array to array, with both copies."""
 
     k: int
     batch: int
@@ -115,8 +115,8 @@ class Unit:
     """A unit to check: a graph of a bundle, in a backend or a provider of ONNX Runtime.
 
     `runner` is a backend's name, `onnxruntime-cuda` or `onnxruntime-tensorrt`; `size` is small or
-    large; `graph` is the file in the folder `bundle`; `ks` are timed. The output of the inspector
-    for an engine is written to the file `inspector`.
+    large; `graph` is a file in the folder `bundle`; `ks` are the values of k to time. The output of
+    the inspector for an engine is written to the file `inspector`.
     """
 
     runner: str
@@ -143,8 +143,8 @@ def named(*parts: str) -> str:
 class Checked:
     """One engine or graph on the GPU: its difference from PyTorch, and its times.
 
-    `recorded` tells whether the runner could record its work as a CUDA graph (null: the runtime
-    does this itself). `types` counts the types of tensors, named as in TensorRT's inspector.
+    `recorded` is whether the runner could record its work as a CUDA graph (null: the runtime does
+    this itself). `types` counts the tensors of each type, named as in TensorRT's inspector.
     """
 
     runner: str
@@ -175,7 +175,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """An omitted part and the reason; a failure has a traceback."""
+    """An omitted or failed part and the reason; a failure may have a traceback."""
 
     what: str
     why: str
@@ -184,7 +184,7 @@ class Trouble:
 
     @staticmethod
     def of(what: str, error: Exception) -> Trouble:
-        """Returns a failure: our own errors with their hints, others with their tracebacks."""
+        """Returns a failure: moexport's errors with their hints, others with their tracebacks."""
         if isinstance(error, MoexportError):
             return Trouble(what, "; ".join(filter(None, (error.message, error.hint))), failure=True)
         why = f"{type(error).__name__}: {error}"
@@ -212,7 +212,8 @@ def exports(
 ) -> Iterator[Export]:
     """Yields the exports for these runners, the most informative first.
 
-    That is FP16 of both sizes, then the other precisions of the small model, then of the large one.
+    The order is FP16 of both sizes, then the other precisions of the small model, then of the large
+    one.
     """
     first, *others = PRECISIONS
     order = [(size, first) for size in SIZES] + list(itertools.product(SIZES, others))
@@ -220,7 +221,7 @@ def exports(
         if precision not in asked.precision:
             continue
         for target in dict.fromkeys(map(target_of, runners)):
-            left = {
+            remaining = {
                 lowering: [
                     runner
                     for runner in runners
@@ -231,9 +232,9 @@ def exports(
                 for lowering in LOWERINGS
                 if lowering in asked.lowering
             }
-            left = {lowering: found for lowering, found in left.items() if found}
-            if left:
-                yield Export(size=size, precision=precision, target=target, runners=left)
+            remaining = {lowering: found for lowering, found in remaining.items() if found}
+            if remaining:
+                yield Export(size=size, precision=precision, target=target, runners=remaining)
 
 
 def target_of(runner: str) -> Target:
@@ -242,7 +243,7 @@ def target_of(runner: str) -> Target:
 
 
 def offered(runner: str, precision: Precision, lowering: str) -> bool:
-    """Whether a runner is checked with a precision and lowering; providers only with usual ones."""
+    """Whether a runner is checked with these; providers only with common ones."""
     return runner in BACKENDS or (precision in PROVIDER_PRECISIONS and lowering == "gather")
 
 
@@ -253,7 +254,7 @@ Graph = tuple[str, str]
 def exported(
     wanted: Export, lowerings: Sequence[str], model: moexport.Model, x: np.ndarray, folder: Path
 ) -> Iterator[tuple[str, Graph | Exception]]:
-    """Exports lowerings together; yields each with its graph, or with the reason for none."""
+    """Exports lowerings together; yields each with its graph, or with the error of its export."""
     place = folder / "-".join((wanted.target, wanted.size, wanted.precision, *lowerings))
     try:
         bundle = moexport.export(
@@ -266,7 +267,7 @@ def exported(
             data=x,
             engine=False,
         )
-    except Exception as error:  # noqa: BLE001  the others are still to be checked
+    except Exception as error:  # noqa: BLE001  the other exports must still be checked
         if len(lowerings) == 1:
             yield lowerings[0], error
             return
@@ -282,17 +283,17 @@ def rows(
 ) -> Iterator[Row]:
     """Yields each unit that was checked or omitted, except those in `done`.
 
-    Units are omitted if there is no time left. The tests that need a GPU come last.
+    Units are omitted if no time is left. The tests that need a GPU come last.
     """
     until = time.monotonic() + 60 * asked.minutes
     if gpu is not None and ROWS not in done:
         yield card_rows(asked, 60 * asked.minutes * ROWS_SHARE)
     missing = {name: absent(name, gpu) for name in (*BACKENDS, *PROVIDER_TARGETS)}
     yield from (asdict(trouble) for trouble in missing.values() if trouble is not None)
-    here = [name for name, trouble in missing.items() if trouble is None]
+    available = [name for name, trouble in missing.items() if trouble is None]
     x = np.random.default_rng(0).standard_normal((SAMPLES, 3, 224, 224), np.float32)
     models: dict[str, moexport.Model] = {}
-    for wanted in exports(asked, here, done):
+    for wanted in exports(asked, available, done):
         why = no_units(wanted.precision, gpu) or (NO_TIME if time.monotonic() > until else None)
         if why is not None:
             for what in itertools.chain.from_iterable(map(wanted.names, wanted.runners)):
@@ -324,7 +325,7 @@ def rows(
         yield tests(until - time.monotonic())
 
 
-NO_TIME = "no time is left of --minutes: the same command continues here"
+NO_TIME = "the time of --minutes is over: repeat the command to continue"
 
 
 def _shape(asked: argparse.Namespace) -> dict[str, int]:
@@ -356,7 +357,7 @@ def absent(runner: str, gpu: Gpu | None) -> Trouble | None:
     if backend is None:
         return None
     if gpu is not None and not backend.serves(gpu.compute_capability):
-        why = f"it serves {backend.served}, but {gpu.name} is {gpu.compute_capability}"
+        why = f"it supports {backend.served}, but {gpu.name} is {gpu.compute_capability}"
         return Trouble(runner, why, failure=False)
     if not backend.installed():
         return Trouble(runner, f"not installed: {backend.install}", failure=False)
@@ -368,14 +369,14 @@ def no_units(precision: Precision, gpu: Gpu | None) -> str | None:
     least = {"bf16": 8.0, "fp8": 8.9}.get(precision, 0.0)
     if gpu is None or float(gpu.compute_capability) >= least:
         return None
-    return f"{gpu.name} has no units for {precision.upper()}: {least} is the first that does"
+    return f"{gpu.name} has no units for {precision.upper()}, which need compute capability {least}"
 
 
 def outcome(
     what: str,
     command: Sequence[str],
     request: str,
-    most_s: float = MOST_S,
+    most_s: float = UNIT_LIMIT_S,
     left_s: float = math.inf,
 ) -> Row:
     """Runs a unit in its own process and returns its answer, or how it ended without one.
@@ -399,9 +400,9 @@ def outcome(
         if left_s < most_s:
             return no_time
         return asdict(Trouble(what, f"it took longer than {most_s:.0f} s", failure=True))
-    said = done.stdout.splitlines()[-1:]
-    if done.returncode == 0 and said:
-        answer: Row = json.loads(said[0])
+    last = done.stdout.splitlines()[-1:]
+    if done.returncode == 0 and last:
+        answer: Row = json.loads(last[0])
         return answer
     end = "\n".join(done.stderr.splitlines()[-20:])
     why = f"its process ended with status {done.returncode}"
@@ -409,21 +410,21 @@ def outcome(
 
 
 def card_rows(asked: argparse.Namespace, left_s: float, *more: str) -> Row:
-    """Measures the rows of `perf.gpu_rows`, whose table goes to stdout, and returns its output.
+    """Measures the rows of `perf.gpu_rows`, prints their table, and returns the outcome.
 
-    If a row ended the process, the others follow in another one.
+    If a row ends the process, another process measures the remaining rows.
     """
     if left_s <= 0:
         return asdict(Trouble(ROWS, NO_TIME, failure=False))
     output = asked.output.with_name(f"{asked.output.stem}-rows.json")
-    begun, end, status, said = time.monotonic(), time.monotonic() + left_s, -1, ""
+    begun, end, status, printed = time.monotonic(), time.monotonic() + left_s, -1, ""
     module = f"{__package__}.gpu_rows"
     while status < 0 and time.monotonic() < end:
         minutes = str((end - time.monotonic()) / 60)
         command = (sys.executable, "-m", module, "-o", str(output), "--minutes", minutes, *more)
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        status, said = done.returncode, done.stdout
-    print(said)
+        status, printed = done.returncode, done.stdout
+    print(printed)
     seconds = round(time.monotonic() - begun, 1)
     if status:
         return asdict(Trouble(ROWS, f"a row failed: see {output}", failure=True))
@@ -443,10 +444,10 @@ def tests(left_s: float, command: Sequence[str] = (sys.executable, "-m", *TESTS.
     except subprocess.TimeoutExpired:
         return no_time
     lines = (done.stdout or done.stderr).splitlines()
-    said = lines[-1] if lines else f"status {done.returncode}"
+    last = lines[-1] if lines else f"status {done.returncode}"
     if done.returncode:
-        return asdict(Trouble(TESTS, said, failure=True, traceback="\n".join(lines[-200:])))
-    return asdict(Passed(TESTS, summary=said, seconds=round(time.monotonic() - begun, 1)))
+        return asdict(Trouble(TESTS, last, failure=True, traceback="\n".join(lines[-200:])))
+    return asdict(Passed(TESTS, summary=last, seconds=round(time.monotonic() - begun, 1)))
 
 
 def run(asked: argparse.Namespace, gpu: Gpu | None) -> bool:
@@ -470,7 +471,7 @@ def run(asked: argparse.Namespace, gpu: Gpu | None) -> bool:
 
 
 def _unfinished(asked: argparse.Namespace, gpu: Gpu | None) -> list[Row]:
-    """Returns the units that passed in an interrupted run; failed ones are tried again."""
+    """Returns the units that passed in an interrupted run; failed ones are checked again."""
     if not asked.output.exists():
         return []
     content = json.loads(asked.output.read_text(encoding="utf-8"))
@@ -490,7 +491,7 @@ def _name(row: Row) -> str:
 
 def _line(row: Row) -> str:
     if "passed" not in row:
-        return f"{'FAILED' if row['failure'] else 'left out'} {row['what']}: {row['why']}"
+        return f"{'FAILED' if row['failure'] else 'omitted'} {row['what']}: {row['why']}"
     if "summary" in row:
         return f"passed {row['what']}: {row['summary']}"
     name = _name(row)
@@ -504,7 +505,7 @@ def _line(row: Row) -> str:
 
 
 def _about(asked: argparse.Namespace, gpu: Gpu | None) -> dict[str, Any]:
-    """Returns the subject and the machine of a check, which identify an interrupted run."""
+    """Returns the model, protocol and machine of a check, which identify an interrupted run."""
     return {
         "model": _shape(asked),
         "protocol": {"warm_ups": WARM_UPS, "runs": RUNS, "rounds": ROUNDS},
@@ -528,7 +529,7 @@ def _write(
 
 
 def check(unit: Unit) -> Checked:
-    """Checks a unit; raises the errors of building, loading and running."""
+    """Checks a unit; raises any error of building, loading and running."""
     bundle = moexport.Bundle.open(unit.bundle)
     if unit.runner in BACKENDS:
         return check_engine(bundle, unit)
@@ -613,7 +614,7 @@ def answer_request() -> None:
     answer: Checked | Trouble
     try:
         answer = check(unit)
-    except Exception as error:  # noqa: BLE001  a defect is a result, too
+    except Exception as error:  # noqa: BLE001  a defect is also a result
         answer = Trouble.of(unit.name, error)
     print(f"\n{json.dumps(asdict(answer))}", flush=True)
 
@@ -624,7 +625,7 @@ def timed(
     ks: Sequence[int],
     gpu_ms: Callable[[np.ndarray, int], float] | None,
 ) -> Iterator[Timed]:
-    """Yields the times of every k and batch; they take turns in a new order each round."""
+    """Yields the times of every k and batch, which take turns in a new order each round."""
     cases = [(k, batch) for k in ks for batch in BATCHES if batch <= len(x)]
     order = random.Random(0)
     gpu: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
@@ -693,13 +694,13 @@ def main() -> None:
     if asked.unit:
         answer_request()
         return
-    # Engines are cached, so that neither the next run nor another test builds them again.
+    # Engines are cached, so that neither the next run nor a test builds them again.
     os.environ.setdefault(cache.CACHE_ENV, str(asked.output.with_suffix(".engines").absolute()))
     gpu = first_gpu()
     if gpu is None:
-        sys.exit("error: there is no NVIDIA GPU here\nhint: `moexport doctor` lists what there is")
+        sys.exit("error: there is no NVIDIA GPU here\nhint: `moexport doctor` lists the hardware")
     try:
-        cuda.check_device()  # with too old a driver, every unit would fail after minutes
+        cuda.check_device()  # if the driver is too old, every unit would fail after minutes
     except MoexportError as error:
         sys.exit(f"error: {error.message}\nhint: {error.hint}")
     if not run(asked, gpu):

@@ -1,12 +1,12 @@
 """Measures times and values of ONNX Runtime's CUDA provider and PyTorch on one card.
 
-The subjects are a ViT-S/16 whose last six blocks are Soft MoE, single layers at the sizes of the
-papers, and every recorded case. Outputs are compared with PyTorch's, and replayed CUDA graphs with
-plain runs. Times are the GPU's, by CUDA events, and those from array to array; each is compared
-with the limit of the card at the rates that are measured first. The most informative rows come
-first. Results are written after each row, and the same command continues where it stopped; a row
-that ended the process is then a failure. `--tiny` runs everything at small sizes, even on a CPU.
-`make gpu-check` runs this module first.
+The subjects are a ViT-S/16 with Soft MoE layers in its last six blocks, single layers at the sizes
+of the papers, and every recorded case. Outputs are compared with PyTorch's, and replayed CUDA
+graphs with plain runs. Times are measured on the GPU, by CUDA events, and from array to array; the
+GPU's are compared with the limit at the card's rates, which are measured first. The most
+informative rows come first. Results are written after each row, and the same command continues an
+interrupted run; a row that ended the process then counts as a failure. `--tiny` runs everything at
+small sizes, even on a CPU. `make gpu-check` runs this module first.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from .scale import vit_checkpoint
 TARGET = "ort-cuda"
 FLOATS: tuple[Precision, ...] = ("fp16", "fp32")
 FORMS = ("pytorch-compile", "pytorch-stacked", "pytorch-grouped-mm", "pytorch-eager")
-"""PyTorch's rows, the fastest first."""
+"""The forms of PyTorch, the fastest first."""
 
 RECORDED = 0.5
-"""The share of the time in which recorded cases must begin, since other rows follow."""
+"""The share of the time within which recorded cases must begin, because other rows follow."""
 
 Result = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes and the number of the measurements."""
+    """The sizes and numbers of the measurements."""
 
     vit: Mapping[str, Any]  # the arguments of `vit_checkpoint`
     heads: int
@@ -103,9 +103,10 @@ TINY = Sizes(
 class Measured:
     """One row: milliseconds on the GPU and from array to array, with the range of the rounds.
 
-    `limit_ms` is the least time at the card's measured rates, and `over_limit` the GPU's time over
-    it. `off` is the largest difference to PyTorch's outputs, `replay_off` that of a replayed CUDA
-    graph to a plain run, both of max|y|; `plain` is the reason if runs were not replayed.
+    `limit_ms` is the least time at the card's measured rates, and `over_limit` the GPU's time
+    divided by it. `off` is the largest difference from PyTorch's outputs, `replay_off` that of a
+    replayed CUDA graph from a plain run, both relative to max|y|; `plain` is why runs were not
+    replayed.
     """
 
     part: str
@@ -169,14 +170,14 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The settings of this run: sizes, the device, a folder for bundles."""
+    """The settings of this run: sizes, device, and a folder for bundles."""
 
     sizes: Sizes
     device: str
     folder: Path
 
     def timed(self, gpu_ms: Callable[[], float | None], call: Callable[[], object]) -> Result:
-        """Returns the times of a call: medians of rounds, the device's and the wall clock's."""
+        """Returns the times of a call: medians of rounds, on the device and by the wall clock."""
         for _ in range(self.sizes.warm_ups):
             call()
         gpu: list[float] = []
@@ -214,19 +215,19 @@ def bound_of(precision: Precision) -> float:
 class Graphs:
     """The graphs of a model in a precision, exported on demand and opened on a device.
 
-    Only those of one lowering and k are open at a time, because large layers fill a card.
+    Only the graphs of one lowering and k are open at a time, because large layers fill a card.
     """
 
     def __init__(self, check: Check, subject: Subject, precision: Precision) -> None:
         self.check, self.subject, self.precision = check, subject, precision
         self._open: dict[bool, Session] = {}
-        self._of: tuple[str, int | None] | None = None
-        self._together: moexport.Bundle | None = None
+        self._opened: tuple[str, int | None] | None = None
+        self._combined: moexport.Bundle | None = None
 
     def session(self, lowering: str, k: int | None, *, graphs: bool) -> Session:
         """Returns a graph that replays CUDA graphs if `graphs`; without k, k is an input."""
-        if self._of != (lowering, k):
-            self._open, self._of = {}, (lowering, k)
+        if self._opened != (lowering, k):
+            self._open, self._opened = {}, (lowering, k)
         if graphs not in self._open:
             bundle = self._exported(lowering, k)
             graph = lowering if k is None else None
@@ -236,18 +237,18 @@ class Graphs:
     def _exported(self, lowering: str, k: int | None) -> moexport.Bundle:
         if k is not None:
             return self._export(lowering, k)
-        if self._together is None:
+        if self._combined is None:
             try:
-                self._together = self._export(",".join(lowerings()), None)
+                self._combined = self._export(",".join(lowerings()), None)
             except (
                 moexport.MoexportError
-            ):  # one lowering does not fit this model: try each separately
+            ):  # a lowering does not support this model: export each separately
                 return self._export(lowering, None)
-        return self._together
+        return self._combined
 
     def _export(self, lowering: str, k: int | None) -> moexport.Bundle:
-        place = f"{self.subject.name}-{self.precision}-{lowering}-{k}".replace(" ", "")
-        folder = self.check.folder / place
+        name = f"{self.subject.name}-{self.precision}-{lowering}-{k}".replace(" ", "")
+        folder = self.check.folder / name
         if (folder / "manifest.json").exists():
             return moexport.Bundle.open(folder)
         return moexport.export(
@@ -275,7 +276,7 @@ def graph_items(
     auto: bool = False,
     named: Sequence[str] = (),
 ) -> Iterator[Item]:
-    """Yields a model's rows: the choice of `auto` for each k, and lowerings with any k."""
+    """Yields a model's rows: the choice of `auto` for each k, and lowerings with k as an input."""
     opened = Graphs(check, subject, precision)
     plans = [("auto", k, k) for k in ks if auto] + [(name, None, k) for name in named for k in ks]
     for lowering, fixed, k in plans:
@@ -297,7 +298,7 @@ def _graph_row(
     y = session(graphs=False)(x, k)
     replaying = session(graphs=True)
     for _ in range(3):  # plain, captured, replayed
-        again = replaying(x, k)
+        replayed = replaying(x, k)
     call = replaying.bound(x, k)
     on_device = (
         functools.partial(replaying.gpu_ms, x, k)
@@ -306,7 +307,7 @@ def _graph_row(
     )
     times = check.timed(on_device, call)
     off = largest(y, subject.expected[: row.batch]) if row.k == subject.experts else None
-    replay_off = largest(again, y)
+    replay_off = largest(replayed, y)
     return {
         **times,
         "limit_ms": subject.limit(row.k or subject.experts, row.batch, precision),
@@ -372,7 +373,7 @@ def _torch_row(
     return {
         **check.timed(on_device, call),
         "limit_ms": subject.limit(subject.experts, row.batch, row.precision),
-        "off": off,  # reported, not judged: PyTorch's FP16 is not ours
+        "off": off,  # reported, but not judged: it is the error of PyTorch's FP16
     }
 
 
@@ -403,9 +404,9 @@ def _recorded_row(check: Check, row: Measured, case: Any) -> Result:
     x = x[:, None] if len(bundle.manifest.inputs[0].shape) == x.ndim + 1 else x
     y = plain(x)
     for _ in range(3):
-        again = replaying(x)
+        replayed = replaying(x)
     wanted = case.y(row.k)
-    off, replay_off = largest(y.reshape(wanted.shape), wanted), largest(again, y)
+    off, replay_off = largest(y.reshape(wanted.shape), wanted), largest(replayed, y)
     bound = bound_of(precision)
     return {
         "off": off,
@@ -419,7 +420,7 @@ def _recorded_row(check: Check, row: Measured, case: Any) -> Result:
 
 
 def items(check: Check, rates: Rates | None) -> Iterator[tuple[Item, float]]:
-    """Yields all rows, the most informative first, each with the share of time it must begin in.
+    """Yields all rows, the most informative first, each with the share of the time to begin within.
 
     A model is created when its first row is measured.
     """
@@ -454,7 +455,7 @@ def _all(rows: Iterator[Item], share: float = 1.0) -> Iterator[tuple[Item, float
 
 
 def measured_rates(check: Check) -> dict[str, Any]:
-    """Returns the rates that the device reaches: medians of a few calls each."""
+    """Returns the rates that the device reaches, as medians of a few calls each."""
     probes = GpuProbes(
         check.device, stream_bytes=check.sizes.stream_bytes, squares=check.sizes.squares
     )
@@ -466,9 +467,9 @@ def measured_rates(check: Check) -> dict[str, Any]:
 
 
 class Kept:
-    """The file of results, which is written after each row; a later run continues it.
+    """The file of results, which is written after each row, so that a later run can continue.
 
-    `begun` is the row that is being measured: if a file has one, that row ended the process.
+    `begun` is the row that is being measured: if an earlier file has one, it ended the process.
     """
 
     def __init__(self, output: Path, about: Mapping[str, Any]) -> None:
@@ -524,17 +525,17 @@ def run(output: Path, sizes: Sizes, device: str, minutes: float) -> bool:
     kept.write(None, complete=not left_out)
     print(results_table(kept.rows, kept.rates))
     if left_out:
-        print(f"no time was left for {left_out} rows: the same command continues with them")
+        print(f"no time was left for {left_out} rows: repeat the command to measure them")
     return all(row["passed"] for row in kept.rows)
 
 
 def measured(row: Measured, measure: Callable[[], Mapping[str, Any]]) -> Measured:
-    """Measures a row and returns it; after a failure, it has the error."""
+    """Measures a row and returns it, with the error after a failure."""
     facts = asdict(row)
     try:
         facts |= measure()
-    except Exception as error:  # noqa: BLE001  a defect is a result, too
-        refused = isinstance(error, moexport.UsageError)  # the lowering or form does not fit
+    except Exception as error:  # noqa: BLE001  a defect is also a result
+        refused = isinstance(error, moexport.UsageError)  # the model is not supported
         return Measured(**{**facts, "error": one_line(error), "passed": refused})
     if facts["gpu_ms"] and facts["limit_ms"]:
         facts["over_limit"] = facts["gpu_ms"] / facts["limit_ms"]
@@ -544,7 +545,7 @@ def measured(row: Measured, measure: Callable[[], Mapping[str, Any]]) -> Measure
 def line(row: Measured) -> str:
     """Returns a row in one line."""
     if row.error is not None:
-        return f"{'not for it' if row.passed else 'FAILED'} {row.name}: {row.error}"
+        return f"{'unsupported' if row.passed else 'FAILED'} {row.name}: {row.error}"
     facts = [
         *([f"{row.gpu_ms:.3g} ms on the device"] if row.gpu_ms is not None else []),
         *([f"{row.off:.1e} off"] if row.off is not None else []),
@@ -555,7 +556,7 @@ def line(row: Measured) -> str:
 def results_table(rows: Sequence[Mapping[str, Any]], rates: Mapping[str, float] | None) -> str:
     """Returns all rows as one table, with the rates of the card below it."""
     heads = (
-        *("of", "what", "precision", "batch", "k", "GPU ms", "± ms", "array to array ms"),
+        *("subject", "form", "precision", "batch", "k", "GPU ms", "± ms", "array to array ms"),
         *("× limit", "off", "replay off", ""),
     )
     cells = [
@@ -569,8 +570,8 @@ def results_table(rows: Sequence[Mapping[str, Any]], rates: Mapping[str, float] 
         )
         for row in rows
     ]
-    said = ", ".join(f"{name} {value:,.0f}" for name, value in (rates or {}).items())
-    return f"{table(heads, cells)}\n\nmeasured rates: {said}"
+    listed = ", ".join(f"{name} {value:,.0f}" for name, value in (rates or {}).items())
+    return f"{table(heads, cells)}\n\nmeasured rates: {listed}"
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -578,7 +579,7 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def main() -> None:
-    """Measures; exits with 1 if a row failed, or without a GPU unless it is `--tiny`."""
+    """Measures all rows; exits with 1 if one failed, or if there is no GPU and no `--tiny`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, default=Path("gpu-rows.json"))
     parser.add_argument("--minutes", type=float, default=8.0, help="the time limit")

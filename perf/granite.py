@@ -1,10 +1,10 @@
 """Measures the export and the decoding of a language model with 24 layers of routed experts.
 
-The model is a Granite-MoE of 1.3 B with random weights, compared with the graph of `transformers`'
-own exporter. Each step runs in its own process, which then frees its memory: `python -m
-perf.granite ours FOLDER OUT` exports a folder in each precision, `theirs` exports it with
-`transformers`, and `decode GRAPH LAYERS THREADS` times one token. Each prints its figures as its
-last line.
+The model is a Granite-MoE of 1.3 B parameters with random weights, compared with the graph of
+`transformers`' own exporter. Each step runs in its own process, which then frees its memory:
+`python -m perf.granite ours FOLDER OUT` exports a folder in each precision, `theirs` exports it
+with `transformers`, and `decode GRAPH LAYERS THREADS` times one token. Each prints its figures as
+its last line.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ CONFIG: Mapping[str, Any] = {
     "attention_multiplier": 0.015625,
     "logits_scaling": 6.0,
 }
-"""The multipliers of granite-3.0-1b-a400m. With those of `transformers`, all 1, random weights
-double a rounding error every few tokens."""
+"""The sizes and multipliers of granite-3.0-1b-a400m. With the multipliers of `transformers`, all 1,
+random weights double a rounding error every few tokens."""
 
 LAYERS = 24
 PAST = 128
@@ -55,10 +55,10 @@ PAST = 128
 
 THEIRS = "OnnxExporter"
 BYTES: Mapping[str, float] = {THEIRS: 4, "fp32": 4, "int8": 1, "int4": 4.5 / 8}
-"""The bytes of a weight in each graph; for four bits, with its share of a block's scale."""
+"""The bytes per weight in each graph; for four bits, with the share of its block's scale."""
 
 TURNS = 3
-"""How often each graph is opened and timed, in turn with the others, because memory may be faster
+"""How often each graph is opened and timed, in turn with the others, because memory can be faster
 or slower by a fifth for minutes."""
 
 GRAPHS: Mapping[str, tuple[str, str]] = {
@@ -117,7 +117,7 @@ def write_checkpoint(folder: Path, layers: int) -> int:
 
 
 def save_random(model: Any, folder: Path) -> int:
-    """Writes a model of the device `meta` in bfloat16 with random weights; returns their count."""
+    """Writes a model of the device `meta` with random bfloat16 weights; returns their count."""
     model.to(torch.bfloat16).to_empty(device="cpu").tie_weights()
     random = torch.Generator().manual_seed(0)
     for weight in model.parameters():
@@ -149,7 +149,7 @@ class _Steps(Silent):
         self._name, self._began = "loading", time.monotonic()
 
     def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
-        """Ends the previous step and starts another."""
+        """Ends the previous step and starts the next one."""
         del total, unit
         self.end()
         self._name = text.split(maxsplit=1)[0]
@@ -162,7 +162,7 @@ class _Steps(Silent):
 
 
 def ours(folder: Path, place: Path) -> dict[str, object]:
-    """Exports in each precision from one trace; verifies FP32, and times its steps."""
+    """Exports in each precision from one trace; verifies FP32 and times the steps of its export."""
     import moexport
     from moexport.exporter.export import write_bundle
     from moexport.exporter.job import export_job
@@ -246,8 +246,8 @@ def table(body: Any) -> str:
     """Returns the results as Markdown."""
     stream, active = body["stream_gb_s"], body["active"]
     least = {name: 1e-6 * active * size / stream for name, size in BYTES.items()}
-    found = {name: one["ms"] for name, one in body["decode"].items()}
-    turns = {name: one["turns_ms"] for name, one in body["decode"].items()}
+    found = {name: each["ms"] for name, each in body["decode"].items()}
+    turns = {name: each["turns_ms"] for name, each in body["decode"].items()}
     rows = [
         (
             name,
@@ -268,13 +268,13 @@ def table(body: Any) -> str:
     return (
         f"Measured on {measured_on(body)}, {body['threads']} threads. A Granite-MoE of "
         f"{body['layers']} layers and {body['parameters'] / 1e9:.2f} B parameters, random weights; "
-        f"one token after {PAST}, medians of {TURNS} turns, each in a process of its own. "
-        "`× its bytes` is that time divided by the time to read the weights of one token at "
+        f"one token after {PAST}, medians of {TURNS} turns, each in a separate process. "
+        "`× its bytes` is that time divided by the time to read the weights for one token at "
         f"{stream:.0f} GB/s.\n\n"
         f"{markdown(header, rows)}"
         f"\n\nThe verified FP32 export took {seconds:.0f} s ({listed}) and at most "
         f"{body['ours']['peak_bytes'] / weights:.2f} times the FP32 weights in memory; "
-        f"{THEIRS} {body['theirs']['seconds']:.0f} s and "
+        f"{THEIRS} took {body['theirs']['seconds']:.0f} s and "
         f"{body['theirs']['peak_bytes'] / weights:.2f} times."
     )
 

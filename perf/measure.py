@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Opened(Loader):
-    """A runner that is already open, so that several measurements can use it."""
+    """A loader of a runner that is already open, so that several measurements can use it."""
 
     runner: Runner
 
@@ -185,7 +185,7 @@ def measured_on(body: Any) -> str:
 def peak_bytes() -> int:
     """Returns the largest resident set of this process so far.
 
-    This does not use getrusage, whose largest resident set includes that of the parent process.
+    This does not use getrusage, whose peak includes the parent process's.
     """
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     peak = re.search(r"VmHWM:\s+(\d+) kB", status)

@@ -42,7 +42,7 @@ def run(
     batches: tuple[int, ...] = BATCHES,
     protocol: timing.Protocol = PROTOCOL,
 ) -> Iterator[Results]:
-    """Yields a row per model, batch, engine and k: all so far, after each model and batch.
+    """Yields a row per model, batch, engine and k: all rows so far, after each model and batch.
 
     All cases of a batch take turns in one process, which needs memory for several models.
     """
@@ -77,11 +77,11 @@ def measure(
             threads=count,
         )
         integers = replace(floats, precision="int8", quantize="all")
-        seen = _images(CALIBRATION_IMAGES)
+        images = _images(CALIBRATION_IMAGES)
         plain = stack.enter_context(plain_onnx(model, _images(2), count))
         graphs = [plain]
         for name, asked in ((AUTO, floats), (INT8, integers)):
-            candidate = stack.enter_context(exported(model, asked, inputs=seen, name=info.name))
+            candidate = stack.enter_context(exported(model, asked, inputs=images, name=info.name))
             graphs += [replace(graph, lowering=name) for graph in candidate.graphs]
         rows, rates = timed(
             replace(candidate, graphs=tuple(graphs)),
@@ -100,7 +100,7 @@ def _images(batch: int) -> np.ndarray:
 def table(results: Results, batch: int | None = None) -> str:
     """Returns whole models as Markdown: medians in ms for every k, with their limits.
 
-    If a batch size is given, the table has only that.
+    With `batch`, only for that batch size.
     """
     lines = []
     found = {(row.model, row.batch, row.lowering, row.k): row for row in results.rows}

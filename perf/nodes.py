@@ -22,7 +22,7 @@ from moexport.plugins.cluster.ray import Task, connected, kinds_of
 STORE_BYTES = 80 << 20
 
 CONFIG = {
-    "memory_monitor_refresh_ms": 0,  # every node would watch the memory of all
+    "memory_monitor_refresh_ms": 0,  # every node would monitor the memory of all nodes
     "health_check_timeout_ms": 60_000,  # a node that waits for a core is not lost
     "health_check_period_ms": 30_000,
     "worker_register_timeout_seconds": 900,
@@ -44,24 +44,24 @@ def main(nodes: int, cells: int) -> None:
     head |= {"include_dashboard": False, "_system_config": CONFIG}
     started: Any = Cluster(initialize_head=True, head_node_args=head, connect=False)
     with TemporaryDirectory() as folder, connected(started.address, Silent()) as cluster:
-        for _ in range(nodes - 1):  # each starts its process for tasks at once
+        for _ in range(nodes - 1):  # each immediately starts its process for tasks
             started.add_node(wait=False, num_cpus=1, object_store_memory=STORE_BYTES)
         started.wait_for_nodes(timeout=600)
         took = time.monotonic() - began
         print(f"{nodes} nodes started in {took:.0f} s, load {_load()}", flush=True)
         (kind,) = kinds_of(cluster.ray.nodes(), ["CPU"])
-        # The first run starts the processes that are missing.
+        # The first run starts the missing processes.
         for name, count in (("first", kind.nodes), ("again", cells), ("again", cells)):
             journal = Journal(Path(folder) / FILE, {"name": name})
             tasks = [Task(f"cell {i}", nothing, (i,)) for i in range(count)]
-            began, own = time.monotonic(), time.process_time()
+            began, cpu_s = time.monotonic(), time.process_time()
             for number, found in cluster.finished(kind, tasks):
                 journal.add("timed", on=kind.name, part=number, found=found)
-            took, own = time.monotonic() - began, time.process_time() - own
+            took, cpu_s = time.monotonic() - began, time.process_time() - cpu_s
             print(
                 f"{name}: {count} cells on {kind.nodes} nodes in {took:.1f} s, "
-                f"{1e3 * took / count:.2f} ms each, {1e3 * own / count:.2f} ms of them here, "
-                f"load {_load()}, {_memory_mb() / nodes:.0f} MB a node",
+                f"{1e3 * took / count:.2f} ms each, {1e3 * cpu_s / count:.2f} ms in this process, "
+                f"load {_load()}, {_memory_mb() / nodes:.0f} MB per node",
                 flush=True,
             )
     started.shutdown()

@@ -1,7 +1,7 @@
-"""Measures the time of whole models by kinds of ops, in ONNX Runtime and in OpenVINO.
+"""Measures the time of whole models by kind of op, in ONNX Runtime and in OpenVINO.
 
-The time of a call is measured without a profile, which adds microseconds to every op; the profile
-shows the shares. A product of large matrices in FP32 is also measured.
+The time of a call is measured without a profile, which adds microseconds to every op; only the
+shares are from the profile. A product of large FP32 matrices is also measured.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     ),
     "rounding": ("QuantizeLinear", "FakeQuantize", "Convert", "Cast"),
 }
-"""The parts of op names that identify each kind; the first match counts, and `other` has none."""
+"""The parts of op names that identify each kind; the longest match counts, and `other` has none."""
 
 REST = "other"
 
@@ -67,7 +67,7 @@ class Profiled:
 
 
 def vit(folder: Path, *, experts: int, hidden: int, dim: int, heads: int, depth: int = 12) -> Model:
-    """Returns a Soft MoE ViT with random weights, its last half of blocks with experts."""
+    """Returns a Soft MoE ViT with random weights and experts in the second half of its blocks."""
     file = folder / "vit.pt"
     shape = {"experts": experts, "hidden": hidden, "dim": dim, "depth": depth}
     vit_checkpoint(file, moe_from=depth // 2, stacked=True, **shape)  # type: ignore[arg-type]
@@ -84,25 +84,25 @@ def mixer(folder: Path, spec: MixerSpec, experts: int, hidden: tuple[int, int], 
 def gpt2(folder: Path, spec: GPT2Spec, experts: int, hidden: int, rank: int) -> Model:
     """Returns a muMoE GPT-2 with a cache and random weights."""
     file = folder / "gpt2.pt"
-    made = trainable_gpt2(spec, experts, hidden, rank)
-    save(made, file, n_layer=spec.depth, n_head=spec.heads, n_embd=spec.dim)
+    network = trainable_gpt2(spec, experts, hidden, rank)
+    save(network, file, n_layer=spec.depth, n_head=spec.heads, n_embd=spec.dim)
     return moexport.load(file, config={"use_cache": True})
 
 
 def images(bundle: Bundle, batch: int) -> dict[str, np.ndarray]:
     """Returns random images."""
-    (port,) = bundle.manifest.inputs
-    shape = [batch, *(size for size in port.shape[1:] if isinstance(size, int))]
-    return {port.name: np.random.default_rng(1).standard_normal(shape).astype(np.float32)}
+    (spec,) = bundle.manifest.inputs
+    shape = [batch, *(size for size in spec.shape[1:] if isinstance(size, int))]
+    return {spec.name: np.random.default_rng(1).standard_normal(shape).astype(np.float32)}
 
 
 def next_token(bundle: Bundle, batch: int, context: int = 128) -> dict[str, np.ndarray]:
-    """Returns a token for each input, after a number of earlier ones."""
+    """Returns one token for each input, with a cache of `context` earlier ones."""
     ids, *past = bundle.manifest.inputs
     heads, width = past[0].shape[1], past[0].shape[3]
     assert isinstance(heads, int) and isinstance(width, int)
     cache = np.random.default_rng(0).standard_normal((batch, heads, context, width))
-    feed = {port.name: cache.astype(np.float32) for port in past}
+    feed = {spec.name: cache.astype(np.float32) for spec in past}
     return {ids.name: np.zeros((batch, 1), np.int64), **feed}
 
 
@@ -145,8 +145,8 @@ def measure(
     """Returns the milliseconds of each kind of op, by model, precision, runtime and batch."""
     count, rows = threads(), []
     for each in models:
-        with tempfile.TemporaryDirectory(prefix="moexport-profile-") as place:
-            folder = Path(place)
+        with tempfile.TemporaryDirectory(prefix="moexport-profile-") as directory:
+            folder = Path(directory)
             progress.step(each.name)
             model = each.make(folder)
             for precision in each.precisions:
@@ -169,15 +169,15 @@ def _exported(
     for runtime, target in TARGETS.items():
         options: dict[str, Any] = {"target": target, "precision": precision, "verify": False}
         if precision == "int8":
-            seen = np.random.default_rng(0).standard_normal((8, 3, 224, 224)).astype(np.float32)
-            np.savez(folder / "seen.npz", **{model.input.name: seen})  # type: ignore[arg-type]
-            options |= {"quantize": "all", "data": folder / "seen.npz"}
-        place = folder / f"{runtime}-{precision}"
-        yield runtime, moexport.export(model, place, k=each.k, **options)
+            x = np.random.default_rng(0).standard_normal((8, 3, 224, 224)).astype(np.float32)
+            np.savez(folder / "data.npz", **{model.input.name: x})  # type: ignore[arg-type]
+            options |= {"quantize": "all", "data": folder / "data.npz"}
+        destination = folder / f"{runtime}-{precision}"
+        yield runtime, moexport.export(model, destination, k=each.k, **options)
 
 
 Opened = tuple[Callable[[Mapping[str, np.ndarray]], object], Callable[..., dict[str, float]]]
-"""A function that runs a graph, and one that returns each op's milliseconds over its calls."""
+"""A function that runs a graph, and one that returns the mean milliseconds of each op per call."""
 
 
 def in_onnxruntime(file: Path, count: int) -> Opened:
@@ -205,7 +205,7 @@ def in_onnxruntime(file: Path, count: int) -> Opened:
 
 
 def in_openvino(file: Path, count: int) -> Opened:
-    """Opens a graph in OpenVINO, which keeps the graph's types."""
+    """Opens a graph in OpenVINO, without changing the graph's types."""
     core = openvino_package().Core()
     settings = {"INFERENCE_NUM_THREADS": count, "INFERENCE_PRECISION_HINT": "f32"}
     network = core.read_model(file)
@@ -256,12 +256,12 @@ def kind_of(op: str) -> str:
 
 
 def table(body: Any) -> str:
-    """Returns the shares as Markdown."""
+    """Returns the shares of each kind of op as Markdown."""
     kinds = (*KINDS, REST)
     rows = []
     for row in body["profiles"]:
-        whole = sum(row["kinds"].values())
-        shares = (f"{row['kinds'].get(kind, 0) / whole:.0%}" for kind in kinds)
+        total = sum(row["kinds"].values())
+        shares = (f"{row['kinds'].get(kind, 0) / total:.0%}" for kind in kinds)
         named = (row["model"], row["precision"].upper(), RUNTIMES[row["runtime"]].title)
         rows.append((*named, str(row["batch"]), f"{row['ms']:.1f}", *shares))
     head = (

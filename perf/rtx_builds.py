@@ -1,7 +1,7 @@
-"""Compiles every family, lowering and precision that supports TensorRT-RTX; records sizes.
+"""Compiles every family, lowering and precision that TensorRT-RTX supports, and records sizes.
 
 `python -m perf.rtx_builds -o FILE` needs no GPU. The models are the recorded cases of the tests,
-which are small, so that sizes show what an engine adds to its weights.
+which are so small that the sizes show what an engine adds to its weights.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -51,31 +51,30 @@ def builds(case: RecordedCase, place: Path) -> Iterator[Build]:
     specs = [layer.spec for layer in model.layers.values()]
     for lowering, record in lowerings_of(specs[0].kind).items():
         for precision in get_args(Precision):
-            one = Build(case.name, lowering, precision)
             if not any(record.problem(spec, precision, "tensorrt-rtx") for spec in specs):
-                yield _built(model, case, one, place)
+                yield _built(model, case, Build(case.name, lowering, precision), place)
 
 
-def _built(model: moexport.Model, case: RecordedCase, one: Build, place: Path) -> Build:
+def _built(model: moexport.Model, case: RecordedCase, build: Build, place: Path) -> Build:
     try:
         bundle = moexport.export(
             model,
             place / "out",
             k=min(case.ks),
             target="tensorrt-rtx",
-            lowering=one.lowering,
-            precision=one.precision,
-            opset=OPSETS.get(one.precision, 20),
-            data=case.x if one.precision in ("int8", "fp8") else None,
+            lowering=build.lowering,
+            precision=build.precision,
+            opset=OPSETS.get(build.precision, 20),
+            data=case.x if build.precision in ("int8", "fp8") else None,
             verify=False,
             force=True,
             engine=EngineOptions(),
         )
     except MoexportError as error:
-        return Build(one.case, one.lowering, one.precision, refused=error.message)
+        return replace(build, refused=error.message)
     (record,) = engines_of(bundle.manifest)
     size = (bundle.path / record.file).stat().st_size
-    return Build(one.case, one.lowering, one.precision, record.seconds, size)
+    return replace(build, seconds=record.seconds, nbytes=size)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Compares a whole Soft MoE ViT-S/16 in ONNX Runtime and OpenVINO, in each precision, with peers.
+"""Compares a whole Soft MoE ViT-S/16 in ONNX Runtime and OpenVINO with peers, in each precision.
 
-The peers are PyTorch eager and compiled, `torch.onnx` in both runtimes, OpenVINO's own conversion
-from PyTorch, and its INT8 by NNCF if NNCF is installed.
+The peers are PyTorch, eager and compiled, `torch.onnx` in both runtimes, OpenVINO's own conversion
+from PyTorch and, if NNCF is installed, the INT8 version that NNCF makes of it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CALIBRATION_IMAGES = 8
 PROTOCOL = timing.Protocol(warmup=1, inputs=2)
 
 EAGER, CONVERTED, NNCF = "eager", "ov.convert_model", "NNCF"
-WHOLE, QUARTER = "k = n", "k = n/4"
+ALL, QUARTER = "k = n", "k = n/4"
 
 
 def run(
@@ -54,7 +54,7 @@ def run(
     protocol: timing.Protocol = PROTOCOL,
     depth: int = 12,
 ) -> Iterator[Results]:
-    """Yields a row per batch, engine, precision and k: all so far, after each batch."""
+    """Yields a row per batch, engine, precision and k: all rows so far, after each batch."""
     rows: list[Row] = []
     rates: list[Rates] = []
     for batch in batches:
@@ -82,13 +82,13 @@ def measure(
         )
         model = moexport.load(folder / "vit.pt", config={"num_heads": HEADS, "rest": "default"})
         info = random_weights(model, f"ViT-S/16, {EXPERTS} experts")
-        seen = _images(CALIBRATION_IMAGES)
+        images = _images(CALIBRATION_IMAGES)
         plain = stack.enter_context(plain_onnx(model, _images(2), count))
         assert plain.loader.file is not None
         graph = GraphFile(path=plain.loader.file, threads=count)
         in_openvino = SessionLoader(graph, SessionOptions(runtime=OPENVINO))
         peers = [plain, replace(plain, loader=in_openvino, engine=OPENVINO)]
-        peers += converted(model, seen, count)
+        peers += converted(model, images, count)
         asked = BenchRequest(
             k=("n", EXPERTS // 4),
             batch=(batch,),
@@ -98,9 +98,9 @@ def measure(
             target="ort-cpu",
             threads=count,
         )
-        candidate = stack.enter_context(exported(model, asked, inputs=seen, name=info.name))
+        candidate = stack.enter_context(exported(model, asked, inputs=images, name=info.name))
         named = [
-            replace(each, lowering=WHOLE if each.k == EXPERTS else QUARTER)
+            replace(each, lowering=ALL if each.k == EXPERTS else QUARTER)
             for each in candidate.graphs
             if each.engine in (ONNXRUNTIME, OPENVINO) and not isinstance(each.loader, Refused)
         ]
@@ -116,30 +116,30 @@ def measure(
         return info, known, rates
 
 
-def converted(model: Model, seen: np.ndarray, count: int) -> Iterator[GraphSource]:
-    """Yields a model as converted from PyTorch by OpenVINO, and the same in NNCF's INT8."""
-    load = partial(_converted, model, seen)
+def converted(model: Model, images: np.ndarray, count: int) -> Iterator[GraphSource]:
+    """Yields a model as OpenVINO converts it from PyTorch, and the same model in NNCF's INT8."""
+    load = partial(_converted, model, images)
     yield GraphSource(EXPERTS, CONVERTED, ConvertedLoader(load, count), engine=OPENVINO)
     if importlib.util.find_spec("nncf") is not None:
-        load = partial(_nncf, model, seen)
+        load = partial(_nncf, model, images)
         loader = ConvertedLoader(load, count)
         yield GraphSource(EXPERTS, NNCF, loader, precision="int8", engine=OPENVINO)
 
 
-def _converted(model: Model, seen: np.ndarray) -> Any:
-    example = torch.from_numpy(seen[:2])
+def _converted(model: Model, images: np.ndarray) -> Any:
+    example = torch.from_numpy(images[:2])
     with torch.no_grad():
         return openvino_package().convert_model(
-            model.untouched, example_input=example, input=[[-1, *seen.shape[1:]]]
+            model.untouched, example_input=example, input=[[-1, *images.shape[1:]]]
         )
 
 
-def _nncf(model: Model, seen: np.ndarray) -> Any:
+def _nncf(model: Model, images: np.ndarray) -> Any:
     import nncf
 
-    data = nncf.Dataset([each[None] for each in seen])
+    data = nncf.Dataset([each[None] for each in images])
     kind = nncf.ModelType.TRANSFORMER
-    return nncf.quantize(_converted(model, seen), data, model_type=kind)
+    return nncf.quantize(_converted(model, images), data, model_type=kind)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class ConvertedRunner(Runner):
 
 @dataclass(frozen=True)
 class ConvertedLoader(Loader):
-    """Converts a network and compiles it as `OpenVinoSession` compiles a graph."""
+    """Converts a network and compiles it in the way that `OpenVinoSession` compiles a graph."""
 
     load: Callable[[], Any]
     threads: int
@@ -181,9 +181,9 @@ def _images(batch: int) -> np.ndarray:
 
 
 def table(results: Results) -> str:
-    """Returns the medians in ms as Markdown, relative to FP32 in ONNX Runtime at k = n/4.
+    """Returns the medians in ms as Markdown, also relative to FP32 in ONNX Runtime at k = n/4.
 
-    They are also divided by the least time that this machine needs at the rates of its products.
+    A last column has them divided by the least time that this machine needs for the products.
     """
     medians = {(_key(row), row.batch): row.median_ms for row in results.rows}
     limits = {(_key(row), row.batch): row.limit_ms for row in results.rows}

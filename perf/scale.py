@@ -1,7 +1,7 @@
 """Measures the time and memory of exporting large models, and of building an engine.
 
-Each export runs in its own process, which measures itself: `python -m perf.scale`, with the
-arguments of `moexport`, prints seconds and peak memory as its last line.
+Each export runs in its own process, which measures itself: `python -m perf.scale`, with arguments
+of `moexport`, prints seconds and peak memory in its last line.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from moexport.exporter.tensorrt.backends import TENSORRT_RTX
 
 from .measure import peak_bytes
 
-SAYS = "moexport: "
-"""The start of the line that `moexport export` prints when a step begins."""
+PREFIX = "moexport: "
+"""The start of each line that `moexport export` prints when a step begins."""
 
 START = "start"
-"""The part before the first step: Python and the imports."""
+"""The time before the first step: Python's start and the imports."""
 
 STEPS = ("loading", "tracing", "writing", "checking", "hashing")
 """The steps of a verified export, by the first word of their messages."""
 
-SAID = ("--set", "num_heads=12", "--set", "rest=default")
+SETTINGS = ("--set", "num_heads=12", "--set", "rest=default")
 EXPORT = ("--k", "0.25", "--precision", "fp16", "--target", "tensorrt-rtx", "--lowering", "gather")
 BUILD = ("--compute-capability", "8.9", "--profile", "batch=1", "--engine-cache", "off")
-"""The options of the engine."""
+"""The options of the engine's export and build."""
 
 
 def measure(progress: Progress) -> dict[str, object]:
-    """Exports ViT-B/16: small experts (513 M, stored in 32 and 16 bits) and Table 3's (2.3 B).
+    """Exports a ViT-B/16 with small experts (513 M, in 32 and 16 bits) and with Table 3's (2.3 B).
 
-    Each export has its total `seconds` and those of its `steps`. `weights_bytes` is the size of the
-    written FP32 weights, whatever type the checkpoint has (`stored`). `peak_bytes` is the process's
-    largest resident set, including pages of mapped files.
+    Each export has its total `seconds` and the seconds of its `steps`. `weights_bytes` is the size
+    of the written FP32 weights, whatever type the checkpoint has (`stored`). `peak_bytes` is the
+    process's largest resident set, including pages of mapped files.
     """
     exports = []
     for experts, hidden, stored in (
@@ -72,32 +72,32 @@ def measure(progress: Progress) -> dict[str, object]:
 def export(
     checkpoint: Path, bundle: Path, *options: str
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Exports through the command line; returns its steps' seconds, and its report."""
+    """Exports with the command line; returns the seconds of its steps, and its own measurements."""
     command = [sys.executable, "-m", "perf.scale", "export", str(checkpoint), "-o", str(bundle)]
-    command += [*SAID, *options]
+    command += [*SETTINGS, *options]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         steps = seconds_by_step(process.stderr)
-        said = process.stdout.read()
+        output = process.stdout.read()
     if process.returncode != 0:
-        raise subprocess.CalledProcessError(process.returncode, command, said)
-    itself: dict[str, float] = json.loads(said.splitlines()[-1])
+        raise subprocess.CalledProcessError(process.returncode, command, output)
+    itself: dict[str, float] = json.loads(output.splitlines()[-1])
     return steps, itself
 
 
 def seconds_by_step(lines: Iterable[str]) -> dict[str, float]:
-    """Prints an export's messages until it ends; returns the time of each step."""
+    """Prints an export's messages until it ends; returns the seconds of each step."""
     steps: dict[str, float] = {}
     step, began = START, time.monotonic()
     for line in lines:
         print(line, end="", file=sys.stderr, flush=True)
-        if line.startswith(SAYS):
+        if line.startswith(PREFIX):
             now = time.monotonic()
             # A step repeats its name when it reports progress.
             steps[step] = steps.get(step, 0.0) + now - began
-            step, began = line.removeprefix(SAYS).split()[0], now
+            step, began = line.removeprefix(PREFIX).split()[0], now
     steps[step] = steps.get(step, 0.0) + time.monotonic() - began
     return steps
 
@@ -110,20 +110,24 @@ def table(body: Any) -> str:
     )
     rows = (
         (
-            *(f"n={one['experts']}, h={one['hidden']}", one["stored"], count(one["parameters"])),
-            *(size(one["weights_bytes"]), f"{one['seconds']:.0f} s"),
-            *(f"{one['steps'][step]:.1f} s" for step in STEPS),
-            *(size(one["peak_bytes"]), f"{one['peak_bytes'] / one['weights_bytes']:.2f}"),
+            *(
+                f"n={each['experts']}, h={each['hidden']}",
+                each["stored"],
+                count(each["parameters"]),
+            ),
+            *(size(each["weights_bytes"]), f"{each['seconds']:.0f} s"),
+            *(f"{each['steps'][step]:.1f} s" for step in STEPS),
+            *(size(each["peak_bytes"]), f"{each['peak_bytes'] / each['weights_bytes']:.2f}"),
         )
-        for one in body["exports"]
+        for each in body["exports"]
     )
     return markdown(header, rows)
 
 
 def measure_engine(progress: Progress) -> dict[str, object] | None:
-    """Exports 8 experts of width 30,720 in six of twelve blocks (2.3 B) in FP16, and compiles them.
+    """Exports a model with 8 experts of width 30,720 in six blocks (2.3 B) in FP16 and compiles it.
 
-    Peaks are the largest resident sets of export and build.
+    Peaks are the largest resident sets of the export and of the build.
     """
     if not TENSORRT_RTX.installed():
         progress.step(f"{TENSORRT_RTX.title} is not installed: {TENSORRT_RTX.install}")
@@ -155,13 +159,13 @@ def engine_table(body: Any) -> str:
     """Returns the engines as Markdown."""
     rows = (
         (
-            f"{one['experts']} × {one['hidden']}",
-            f"{one['parameters'] / 1e9:.2f} B",
-            f"{one['export_s']:.0f} s, {one['export_peak_bytes'] / 1e9:.1f} GB",
-            f"{one['build_s']:.0f} s, {one['build_peak_bytes'] / 1e9:.1f} GB",
-            f"{one['plan_bytes'] / 1e9:.1f} GB",
+            f"{each['experts']} × {each['hidden']}",
+            f"{each['parameters'] / 1e9:.2f} B",
+            f"{each['export_s']:.0f} s, {each['export_peak_bytes'] / 1e9:.1f} GB",
+            f"{each['build_s']:.0f} s, {each['build_peak_bytes'] / 1e9:.1f} GB",
+            f"{each['plan_bytes'] / 1e9:.1f} GB",
         )
-        for one in body["engines"]
+        for each in body["engines"]
     )
     return markdown(
         ("experts × hidden", "parameters", "export, peak", "build, peak", "engine"), rows

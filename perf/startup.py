@@ -1,4 +1,4 @@
-"""Measures how soon the program shows its help, and the contents of a large checkpoint."""
+"""Measures how quickly the program shows its help and the contents of a large checkpoint."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Compares `tune` with the best uniform k and precision of `bench`, and with Optuna.
+"""Compares `tune` with the best uniform k and precision, and with Optuna.
 
-Each network is trained on one part of its data; `tune` and all others get the other part, half of
-which confirms. Their results are timed in turn. A whole run takes about forty minutes.
+Each network is trained on one part of its data; `tune` and the others use the other part, half of
+which confirms the results. These are timed in turn. A whole run takes about forty minutes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from .measure import keep, kept, measured_on, threads
 KEEP = 0.99
 
 SHARES = ("n", "n/2", "n/4", "n/8", "n/16")
-"""The k for `bench`."""
+"""The k of the uniform exports."""
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "int8", "int4")
 
@@ -64,34 +64,34 @@ PROTOCOL = Protocol(rounds=21, warmup=5, round_s=0.02, inputs=8)
 """Many short rounds, because the machine changes its speed within tenths of a second."""
 
 FASTEST, OPENED = 3, 3
-"""The number of uniform exports, the fastest in a first measurement, that are timed again together
-with `tune`'s bundle, and how often each is opened: sessions of one graph differ by 5%, so the
+"""How many uniform exports, the fastest in a first measurement, are timed again together with
+`tune`'s bundle, and how often each is opened: sessions of one graph differ by 5%, so being the
 fastest of ten is partly luck."""
 
-AGAIN = replace(PROTOCOL, rounds=45)
-"""Of that."""
+SECOND_PROTOCOL = replace(PROTOCOL, rounds=45)
+"""The protocol of the second measurement."""
 
 TUNE_S, OPTUNA_S = 150.0, 500.0
-"""The time limits of the two searches for a network. `tune` has three times as much for the
-language model, which is traced again for another k. Optuna's is enough for all its graphs."""
+"""The time limits of the two searches for a network. `tune` has three times as long for the
+language model, which is traced again for each k. Optuna's limit is enough for all its graphs."""
 
 COPIES = 16
 """The number of copies of each digit among the inputs; MNIST has 10,000 test images."""
 
-TURNED, SCALED, SHIFTED = 0.09, 0.05, 0.07
+ROTATED, SCALED, SHIFTED = 0.09, 0.05, 0.07
 """The rotation of a copy in radians, its scaling, and its shift in halves of the image."""
 
 FLOOR = 0.9
-"""The retention from which a point counts in the comparison of fronts."""
+"""The minimum retention of a point in the comparison of fronts."""
 
 SLACK = 1.25
-"""The error of times in a search, because the machine changes its speed."""
+"""The factor by which times in a search may be wrong, because the machine changes its speed."""
 
-REPEATED = 10
-"""Optuna proposes known points again. They do not count as graphs, but this many end the search."""
+PROPOSALS = 10
+"""The limit of Optuna's proposals per graph: known points, which it repeats, are no new graphs."""
 
-MORE = 3
-"""The factor by which Optuna may evaluate more graphs."""
+OPTUNA_GRAPHS = 3
+"""The number of graphs that Optuna may evaluate for each graph of `tune`."""
 
 VIT = Path(__file__).parents[1] / "tests" / "data" / "soft_moe_vit" / "weights.pt"
 """Random weights of a ViT with two MoE layers of 8 experts, the start of its training."""
@@ -110,10 +110,10 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The results for one network: milliseconds, retention on the confirming half, fronts.
+    """The results for one network: milliseconds, retention on the confirming half, and fronts.
 
-    `uniform` is the fastest confirmed uniform export. `area` is the area that our front dominates
-    after a number of `graphs`, and `optuna_area` that of Optuna's front (`_area`).
+    `uniform` is the fastest confirmed uniform export. `area` is the area that the front of `tune`
+    dominates after a number of `graphs`, and `optuna_area` that of Optuna's front (`_area`).
     """
 
     name: str
@@ -132,7 +132,7 @@ class Row:
 
 
 def measure(file: Path, progress: Progress, only: str = "") -> None:
-    """Writes a row for each network, after each of them.
+    """Measures the networks, and writes the rows after each.
 
     With `only`, replaces the saved row of one network. Without Optuna, nothing is measured.
     """
@@ -198,10 +198,10 @@ def fronts_table(body: Any) -> str:
         )
         for row in body["networks"]
     ]
-    header = ("network", "s", "graphs", "area", "Optuna's graphs", "its area")
+    header = ("network", "s", "graphs", "area", "Optuna's graphs", "Optuna's area")
     return (
-        "The area that each front dominates, of log time and of the share kept above "
-        f"{FLOOR:.0%}, compared with Optuna's (TPE) with three times as many graphs.\n\n"
+        "The area that the front of `tune` dominates, over log time and the share kept above "
+        f"{FLOOR:.0%}, compared with that of Optuna (TPE) with three times as many graphs.\n\n"
         f"{markdown(header, rows)}"
     )
 
@@ -209,7 +209,7 @@ def fronts_table(body: Any) -> str:
 def _digits() -> digits.Digits:
     """Returns half of the digits for training and half for `tune`, each in `COPIES` moved copies.
 
-    Of 900 digits, 450 would confirm: too few to tell 99% from 98% in most cases.
+    Without copies, 450 digits would confirm: too few to tell 99% from 98% in most cases.
     """
     plain = digits.load_digits(test_share=0.5)
     generator = torch.Generator().manual_seed(0)
@@ -222,7 +222,7 @@ def _moved(data: LabelledData, generator: torch.Generator) -> LabelledData:
     images = torch.from_numpy(data.inputs).repeat(COPIES, 1, 1, 1)
     angle, scale, *shift = (
         limit * (2 * torch.rand(len(images), generator=generator) - 1)
-        for limit in (TURNED, SCALED, SHIFTED, SHIFTED)
+        for limit in (ROTATED, SCALED, SHIFTED, SHIFTED)
     )
     cos, sin = (each / (1 + scale) for each in (angle.cos(), angle.sin()))
     rows = (torch.stack(each, dim=1) for each in ((cos, -sin, shift[0]), (sin, cos, shift[1])))
@@ -243,16 +243,16 @@ def _vit(_: Path, progress: Progress, epochs: int = VIT_EPOCHS) -> Network:
     progress.step("training a ViT")
     data = _digits()
     model = moexport.load(VIT, config={"num_heads": 4, "rest": "default"})
-    wide = [replace(each, inputs=_as_colour(each.inputs)) for each in (data.train, data.test)]
+    train, test = (replace(e, inputs=_as_colour(e.inputs)) for e in (data.train, data.test))
     module = model.module.requires_grad_(True)
     torch.manual_seed(0)
     for name, weight in module.named_parameters():
-        # The recorded weights do not learn from so few images.
+        # Training from the recorded weights does not work with so few images.
         if weight.ndim in (2, 4):
             nn.init.xavier_uniform_(weight.flatten(1))
         elif name.endswith("bias"):
             nn.init.zeros_(weight)
-    images, labels = torch.from_numpy(wide[0].inputs), torch.from_numpy(wide[0].labels)
+    images, labels = torch.from_numpy(train.inputs), torch.from_numpy(train.labels)
     optimiser = torch.optim.AdamW(module.parameters(), lr=VIT_RATE, weight_decay=0.01)
     batches = -(-len(images) // 64)
     steps = epochs * batches
@@ -265,7 +265,7 @@ def _vit(_: Path, progress: Progress, epochs: int = VIT_EPOCHS) -> Network:
             optimiser.step()
             schedule.step()
     module.requires_grad_(False).eval()
-    return Network("digits ViT, two layers of 8", model, wide[1])
+    return Network("digits ViT, two layers of 8", model, test)
 
 
 def _as_colour(images: np.ndarray) -> np.ndarray:
@@ -319,7 +319,7 @@ NETWORKS: Mapping[str, Callable[[Path, Progress], Network]] = {
 def row_of(
     network: Network, folder: Path, progress: Progress, tune_s: float, optuna_s: float
 ) -> Row:
-    """Returns the results of searches of these lengths, in seconds, for a network."""
+    """Returns the results for a network of two searches with these limits in seconds."""
     place = Path(folder) / network.title.replace(" ", "-").replace(",", "")
     request = TuneRequest(keep=KEEP, time=tune_s)
     began = time.monotonic()
@@ -332,11 +332,11 @@ def row_of(
     first = {name: bundle for name, (bundle, _) in uniform.items()}
     times = _times(first, network, PROTOCOL, progress)
     fastest = sorted(first, key=times.__getitem__)[:FASTEST]
-    again = {"tuned": tuned, **{name: first[name] for name in fastest}}
-    times = _times(again, network, AGAIN, progress, opened=OPENED)
+    finalists = {"tuned": tuned, **{name: first[name] for name in fastest}}
+    times = _times(finalists, network, SECOND_PROTOCOL, progress, opened=OPENED)
     best = min(fastest, key=times.__getitem__)
     trials = list(found.trials)
-    theirs = _optuna(found, job, MORE * len(trials), optuna_s, progress)
+    theirs = _optuna(found, job, OPTUNA_GRAPHS * len(trials), optuna_s, progress)
     area, optuna_area = _areas(trials, theirs, found, progress)
     sizes = {name: layer.spec.experts for name, layer in network.model.layers.items()}
     return Row(
@@ -363,7 +363,7 @@ def _times(
     progress: Progress,
     opened: int = 1,
 ) -> dict[str, float]:
-    """Times bundles in turn, in ms (`_typical`), each in a number of sessions."""
+    """Times bundles in turn, each in `opened` sessions; returns ms (`_typical`)."""
     calls: dict[str, Callable[[int], object]] = {
         f"{index} {name}": _call(bundle, network.data)
         for name, bundle in bundles.items()
@@ -428,8 +428,8 @@ def _qualities(
     progress.step("confirming uniform exports")
     metric, graphs = job.metric, found.graphs
     tallies = {name: Tally() for name in bundles}
-    resting = SessionOptions(spin_ms=0)
-    sessions = {name: bundle.session(options=resting) for name, bundle in bundles.items()}
+    no_spinning = SessionOptions(spin_ms=0)
+    sessions = {name: bundle.session(options=no_spinning) for name, bundle in bundles.items()}
     base = untouched(job.model)
     for x, labels in graphs.whole(job.holdout.confirming()):
         outputs = base.infer(x)
@@ -441,7 +441,7 @@ def _qualities(
 def _optuna(
     found: SearchResult, job: SearchJob, limit: int, seconds: float, progress: Progress
 ) -> list[Trial]:
-    """Returns Optuna's points over the same choices; both searches know the layers' lowerings."""
+    """Returns Optuna's points for the same choices; both searches know the layers' lowerings."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -451,10 +451,10 @@ def _optuna(
         width = trial.suggest_categorical("width", ["fp32", *job.spaces["ort-cpu"].integers])
         layers = []
         for name, listed in found.choices.items():
-            at = trial.suggest_int(name, 0, len(listed) - 1)
+            index = trial.suggest_int(name, 0, len(listed) - 1)
             integer = trial.suggest_categorical(f"{name} in integers", [False, True])
             serves = width != "fp32" and name in job.spaces["ort-cpu"].integers[width]
-            choice: LayerRecipe = listed[at]
+            choice: LayerRecipe = listed[index]
             layers.append(
                 (name, replace(choice, precision=width if integer and serves else "fp32"))
             )
@@ -463,7 +463,7 @@ def _optuna(
         if around and width != "fp32" and BACKBONE in job.spaces["ort-cpu"].integers[width]:
             point = point.with_around(width)
         if not found.graphs.times["ort-cpu"].knows(point):
-            raise optuna.TrialPruned  # there was no time to time such a layer
+            raise optuna.TrialPruned  # there was no time to measure such a layer
         known = point.key in trials
         trials[point.key] = trial = found.graphs.trial(point)
         progress.advance(not known)
@@ -471,13 +471,14 @@ def _optuna(
             study.stop()
         return trial.ms, trial.quality.kept
 
-    job.clock.seconds = math.inf  # substitutes of experts are trained as long
+    job.clock.seconds = math.inf  # no limit shortens the training of experts' substitutes
     sampler = optuna.samplers.TPESampler(seed=0)
     study = optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
     progress.step(f"Optuna: {limit} graphs", total=limit)
     with found.graphs.timed_with(found.base):
-        most = REPEATED * limit
-        study.optimize(objective, n_trials=most, timeout=seconds, catch=(MoexportError,))
+        study.optimize(
+            objective, n_trials=PROPOSALS * limit, timeout=seconds, catch=(MoexportError,)
+        )
     return [*trials.values()]
 
 
@@ -487,8 +488,8 @@ def _areas(
     """Returns the areas that two fronts dominate, with times that are measured again, in turn.
 
     The machine was in another state while the second search ran, and both searches measured only
-    briefly, so new times decide which points are on a front. Its area is computed from times that
-    are measured once more, because with more graphs, more are on a front by luck.
+    briefly, so new times decide which points are on a front. The area is computed from times that
+    are measured once more, because the more graphs there are, the more are on a front by luck.
     """
     base, *points = _timed(
         (found.base, *_maybe_on_front(ours, found.base), *_maybe_on_front(theirs, found.base)),
@@ -499,19 +500,19 @@ def _areas(
         {each.point.key for each in _worth_keeping([p for p in points if p.point.key in own], base)}
         for own in keys
     ]
-    again = [each for each in points if each.point.key in fronts[0] | fronts[1]]
-    base, *points = _timed((base, *again), found, AGAIN, progress)
-    area, other = (
+    on_fronts = [each for each in points if each.point.key in fronts[0] | fronts[1]]
+    base, *points = _timed((base, *on_fronts), found, SECOND_PROTOCOL, progress)
+    area, optuna_area = (
         round(_area([each for each in points if each.point.key in front], base), 4)
         for front in fronts
     )
-    return area, other
+    return area, optuna_area
 
 
 def _timed(
     trials: Sequence[Trial], found: SearchResult, protocol: Protocol, progress: Progress
 ) -> list[Trial]:
-    """Returns distinct trials, with times that are measured in turn."""
+    """Returns distinct trials with new times, measured in turn."""
     points = {trial.point.key: trial for trial in trials}
     listed = [(each.point, each.lowerings) for each in points.values()]
     with found.graphs.opened(listed, spin_ms=spin_for(trials[0].ms)) as opened:
@@ -521,7 +522,7 @@ def _timed(
 
 
 def _maybe_on_front(trials: Sequence[Trial], base: Trial) -> list[Trial]:
-    """Returns the trials that no other beats by more than the error of their times."""
+    """Returns the trials that no other trial beats by more than the error of their times."""
     enough = [trial for trial in trials if trial.quality.kept >= FLOOR]
     return [
         trial
@@ -539,7 +540,7 @@ def _worth_keeping(trials: Sequence[Trial], base: Trial) -> list[Trial]:
 
 
 def _area(trials: Sequence[Trial], base: Trial) -> float:
-    """Returns the area that a front dominates, over time relative to the trained model, and share.
+    """Returns the area that a front dominates, over log time, up to the trained model's, and share.
 
     A model that keeps less than `FLOOR` adds nothing: it would not be deployed.
     """

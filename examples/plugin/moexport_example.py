@@ -32,7 +32,7 @@ FAMILY = renamed(  # the checkpoints of a known network, under other key names
 
 
 def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
-    """Adds every expert after the other, each with products of its own."""
+    """Adds the experts one after another, each with separate products."""
     n, p, d, o = layer.spec.experts, layer.spec.slots, layer.spec.dim, layer.spec.out
     slots, _ = masked_slots(b, layer, route(b, layer, x))
     rows = expert_rows(b, layer, slots.rows)  # [b, n·p, d]
@@ -49,19 +49,19 @@ def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
-    """A rough time: all experts compute all inputs."""
+    """Returns a rough time, for all experts on all inputs."""
     macs = 2 * plan.batch * plan.spec.experts * plan.spec.slots * plan.spec.dim * plan.spec.hidden
     return macs / machine.macs_per_us
 
 
 LOWERING = FurtherLowering(
     "soft-moe",
-    Lowering("in-turn", "every expert after the other", build=build, predict_us=predict_us),
+    Lowering("in-turn", "one expert after another", build=build, predict_us=predict_us),
 )
 
 
 class ReferenceSession(Session):
-    """A graph in ONNX's reference implementation: slow, and written to be read."""
+    """A graph in ONNX's reference implementation, which is readable but slow."""
 
     def __init__(self, path: Path | str, options: SessionOptions | None = None) -> None:
         self.path, self.options = Path(path), options or SessionOptions()

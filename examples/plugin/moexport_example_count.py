@@ -1,4 +1,4 @@
-"""A command: a module of its own, so that `moexport count --help` imports no more than it needs."""
+"""A command in a separate module, so that `moexport count --help` imports only what it needs."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Runs a study of the papers from a clone: `python examples/studies mnist -o DIR`."""
+"""Runs an experiment of the papers from a clone: `python examples/studies mnist -o DIR`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import moexport
 
 
 def main() -> int:
-    """Runs the program, which is only in a clone, not in an installed moexport."""
+    """Runs the program, which exists only in a clone, not in an installed moexport."""
     if find_spec("moexport.examples") is None:
         moexport.__path__.append(str(Path(__file__).resolve().parents[2]))
     from moexport.examples.studies.program import main as run

@@ -1,4 +1,4 @@
-"""Appendix B of the Soft MoE paper: one expert cannot learn a norm, several smaller ones can.
+"""Appendix B of the Soft MoE paper: several small experts can learn a norm, one large one cannot.
 
 A Soft MoE layer with one expert and one slot sees only a single average of the tokens, whatever the
 expert computes; the paper proves that it cannot compute even the L2 norm of the input. This study
@@ -29,7 +29,7 @@ from moexport.plugins.studies.figures import curve, curves
 from moexport.plugins.studies.figures import draw as plot
 from torch import Tensor, nn
 
-FOUND = "l2norm"
+ANALYSIS = "l2norm"
 FIGURE = "l2norm.png"
 
 
@@ -37,9 +37,9 @@ FIGURE = "l2norm.png"
 class NormTask:
     """The trained layer: n experts of h = `width`·d/n units, on inputs of m tokens of width d.
 
-    The `shapes` are m × d. Every network is trained on `steps` batches of the `samples` inputs of
-    its training set, and tested on as many others, once for each of the `seeds`. Its losses are
-    computed before the first step and `points` times after it.
+    The `shapes` are m × d. For each of the `seeds`, every network is trained on `steps` batches of
+    a training set of `samples` inputs and tested on as many unseen ones. Its losses are computed
+    before the first step and `points` times after it.
     """
 
     experts: tuple[int, ...] = (1, 2, 5, 10)
@@ -58,7 +58,7 @@ class NormTask:
                 if self.width * dim % n:
                     raise UsageError(
                         f"{n} experts: {self.width}·{dim} units cannot be divided equally",
-                        hint=f"n divides {self.width * dim}",
+                        hint=f"use a divisor of {self.width * dim}",
                     )
 
     def hidden(self, experts: int, dim: int) -> int:
@@ -74,9 +74,9 @@ QUICK = replace(TASK, steps=300, seeds=1, points=6)
 class NormLoss:
     """The losses of n experts with h units each, on inputs of m tokens of width d.
 
-    `train` and `test` are the losses after each of the `steps`, on training inputs and on others,
-    as means over the seeds. A loss is the mean squared error divided by the variance of the norm;
-    always predicting the mean norm gives 1.
+    `train` and `test` are the losses after each of the `steps`, on training inputs and on unseen
+    ones, as means over the seeds. A loss is the mean squared error divided by the variance of the
+    norm; always predicting the mean norm gives 1.
     """
 
     tokens: int
@@ -90,7 +90,7 @@ class NormLoss:
 
 
 class NormLayer(nn.Module):
-    """A Soft MoE layer of one slot per expert on (b, m, d), whose outputs add up to a number.
+    """A Soft MoE layer with one slot per expert on (b, m, d); the sum of its outputs is returned.
 
     An expert is two linear maps, d to h to d, with ReLU between them.
     """
@@ -129,7 +129,7 @@ def run_l2norm(
     """Returns the losses of every shape and n as analyses of a results file, and as a table.
 
     Writes `results.json` and `l2norm.png`, the losses over the steps, to `out`. `quick` is a test
-    run of seconds, too short for the networks to learn.
+    run of a few seconds, too short for the networks to learn.
     """
     task = task or (QUICK if quick else TASK)
     make_folder(out)
@@ -143,7 +143,7 @@ def run_l2norm(
         protocol={},
         command=command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        analyses={FOUND: {"task": asdict(task), "losses": [asdict(each) for each in found]}},
+        analyses={ANALYSIS: {"task": asdict(task), "losses": [asdict(each) for each in found]}},
     )
     write(results, out / "results.json")
     with whole_file(out / FIGURE) as partial:
@@ -177,22 +177,22 @@ def _marks(task: NormTask) -> list[int]:
 def _trained(
     experts: int, tokens: int, dim: int, task: NormTask, seed: int
 ) -> list[tuple[float, float]]:
-    """Trains a network; returns its losses on training inputs and on others."""
+    """Trains a network; returns its losses on training inputs and on unseen ones."""
     random = torch.Generator().manual_seed(seed)
-    seen, other = (torch.randn(task.samples, tokens, dim, generator=random) for _ in range(2))
+    train, test = (torch.randn(task.samples, tokens, dim, generator=random) for _ in range(2))
     model = NormLayer(experts, dim, task.hidden(experts, dim), random)
     optimiser = torch.optim.Adam(model.parameters(), lr=task.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, task.steps)
-    target, marks = _norm(seen), {*_marks(task)}
+    target, marks = _norm(train), {*_marks(task)}
     losses = []
     for step in range(task.steps + 1):
         if step in marks:
-            losses.append((_loss(model, seen), _loss(model, other)))
+            losses.append((_loss(model, train), _loss(model, test)))
         if step == task.steps:
             break
         rows = torch.randint(task.samples, (task.batch,), generator=random)
         optimiser.zero_grad()
-        (model(seen[rows]) - target[rows]).square().mean().backward()
+        (model(train[rows]) - target[rows]).square().mean().backward()
         optimiser.step()
         schedule.step()
     return losses
@@ -200,8 +200,8 @@ def _trained(
 
 @torch.no_grad()
 def _loss(model: NormLayer, x: Tensor) -> float:
-    wanted = _norm(x)
-    return float((model(x) - wanted).square().mean() / wanted.var(correction=0))
+    target = _norm(x)
+    return float((model(x) - target).square().mean() / target.var(correction=0))
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -221,13 +221,13 @@ def norm_rows(analyses: Mapping[str, Any]) -> list[tuple[str, ...]]:
             *(str(each["experts"]), str(each["hidden"]), f"{each['parameters']:,}"),
             *(f"{each[losses][-1]:.3f}" for losses in ("train", "test")),
         )
-        for each in analyses[FOUND]["losses"]
+        for each in analyses[ANALYSIS]["losses"]
     ]
 
 
 def norm_table(results: Results) -> str:
-    """Returns the table, under a line on the training."""
-    task = results.analyses[FOUND]["task"]
+    """Returns the table, under a line that describes the training."""
+    task = results.analyses[ANALYSIS]["task"]
     seeds = "one seed" if task["seeds"] == 1 else f"mean of {task['seeds']} seeds"
     return (
         f"The L2 norm of tokens × width random numbers after {task['steps']:,} steps: squared "
@@ -238,14 +238,14 @@ def norm_table(results: Results) -> str:
 
 def draw(found: Sequence[NormLoss], path: Path) -> None:
     """Writes a PNG of the losses on unseen inputs over the steps, a chart for each shape."""
-    charts = [list(each) for _, each in groupby(found, lambda one: (one.tokens, one.dim))]
+    charts = [list(each) for _, each in groupby(found, lambda each: (each.tokens, each.dim))]
     error = curves(axis("x", "x", "steps", "near"), axis("y", "y", "error over variance", "log"))
     panels = []
     for losses in charts:
         rows = [
             row
-            for place, one in enumerate(losses)
-            for row in curve(place, f"n = {one.experts}", zip(one.steps, one.test, strict=True))
+            for index, each in enumerate(losses)
+            for row in curve(index, f"n = {each.experts}", zip(each.steps, each.test, strict=True))
         ]
         title = f"Learning the norm of {losses[0].tokens} × {losses[0].dim} numbers"
         panels.append((title, error, rows))

@@ -1,10 +1,10 @@
-"""Table 3 of the Soft MoE paper: milliseconds by k for a stack of large experts, random data.
+"""Table 3 of the Soft MoE paper: milliseconds by k for a stack of large experts on random data.
 
 The paper timed 2.27 B parameters of experts on a GPU. This study runs the same stack on the
 available machine, in two ways. `run_latency` times all engines in turn, each with its weights in
 memory: the hidden width is halved until that number of copies fits. `run_whole` keeps the paper's
-size if two copies of the weights fit, and opens one engine at a time. There are fewer passes if a
-hundred would take too long. The results record these choices.
+size if two copies of the weights fit, and opens one engine at a time. If a hundred passes would
+take too long, there are fewer. The results record these choices.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ ASKED = BenchRequest(
     parts=False,
 )
 COPIES = 64
-"""The copies of the weights that must fit: PyTorch's, for each k a mapped file and a runtime's
-repacked weights, and the same again several times for a batch of 100 and for other programs. This
-number also limits the whole protocol to minutes."""
+"""The number of copies of the weights that must fit: PyTorch's, for each k a mapped file and a
+runtime's repacked weights, and several times as much for a batch of 100 and for other programs.
+This number also limits the whole protocol to minutes."""
 
 WHOLE_COPIES = 2
-"""The copies of the weights that one engine at a time needs: PyTorch's and the written file, and
-later that file, mapped, and the runtime's repacked weights."""
+"""The number of copies of the weights that one engine at a time needs: PyTorch's and the written
+file, and later the mapped file and the runtime's repacked weights."""
 
 SPARE = 1.1
 """The memory for tokens, slots and the program itself, as a factor of the weights."""
@@ -69,7 +69,7 @@ SPARE = 1.1
 BUDGET_S = 60.0
 """The time limit for the passes of one batch size, if every engine were as fast as PyTorch."""
 
-FEWEST = 5
+MIN_PASSES = 5
 
 
 class Stack(nn.Module):
@@ -88,7 +88,7 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LatencyTable:
-    """The shape that is timed, and the passes, for each engine and k."""
+    """The shape that is timed, and the number of passes for each engine and k."""
 
     layers: int = 6
     experts: int = 8
@@ -129,7 +129,7 @@ def fitting(shape: LatencyTable, memory: int, copies: float = COPIES) -> Latency
 
 
 def copies_in(memory: int, shape: LatencyTable) -> float:
-    """Returns how many copies of a shape's FP32 weights fit in a memory."""
+    """Returns how many copies of a shape's FP32 weights fit in `memory` bytes."""
     return memory / (4 * parameters(shape))
 
 
@@ -152,10 +152,10 @@ def stack_model(shape: LatencyTable) -> Model:
 
 
 def passes_for(shape: LatencyTable, call_s: float, cases: int) -> Passes:
-    """Returns the paper's passes, or as many as the budget allows: at least 1 and 5."""
+    """Returns the paper's passes, or as many as the budget allows: at least 1 for warm-up and 5."""
     affordable = int(BUDGET_S / (2 * call_s * cases))
-    if affordable < FEWEST:
-        return Passes(1, FEWEST)
+    if affordable < MIN_PASSES:
+        return Passes(1, MIN_PASSES)
     timed = min(shape.timed, affordable) // MIN_ROUNDS * MIN_ROUNDS
     return Passes(min(shape.warmup, timed), timed)
 
@@ -212,11 +212,11 @@ def run_whole(
     memory: int | None = None,
     command: str = "",
 ) -> tuple[Results, str]:
-    """Returns Table 3 at the paper's size, or the largest of which two copies fit, and its text.
+    """Returns Table 3 at the paper's size, or at the largest of which two copies fit, and its text.
 
     One engine is open at a time, and its calls are consecutive, so a disturbance of the machine
-    affects only one engine, unlike in `run_latency`. `memory` is that of the machine (None:
-    measured).
+    affects only one engine, unlike in `run_latency`. `memory` is the machine's memory in bytes
+    (None: measured).
     """
     room = memory_bytes() if memory is None else memory
     shape = fitting(shape, room, WHOLE_COPIES * SPARE)
@@ -310,27 +310,29 @@ def latency_rows(results: Results) -> Iterator[tuple[str, ...]]:
     for batch in sorted({row.batch for row in results.rows}):
         rows = [row for row in results.rows if row.batch == batch]
         untouched = _best(rows, PYTORCH_EAGER, 8)
-        whole, paper = _best(rows, ONNXRUNTIME, 8), TABLE_3_MS.get(batch, {})
+        dense, paper = _best(rows, ONNXRUNTIME, 8), TABLE_3_MS.get(batch, {})
         for k in KEPT:
             looped = untouched if k == 8 else _best(rows, PYTORCH_ALGORITHM_2, k)
             ours = _best(rows, ONNXRUNTIME, k)
             yield (
                 *(str(batch), str(k), _ms(untouched), _ms(looped), _ms(ours)),
-                "–" if ours is None or whole is None else f"{ours / whole:.2f}",
+                "–" if ours is None or dense is None else f"{ours / dense:.2f}",
                 _ms(paper.get(k)),
                 f"{paper[k] / paper[8]:.2f}" if k in paper else "–",
             )
 
 
 def latency_table(results: Results) -> str:
-    """Returns the table as text, under a line on the scaling."""
+    """Returns the table as text, under lines that describe the shape and the passes."""
     found = results.analyses["latency"]
     shape = LatencyTable(**found["shape"])
     passes = "; ".join(
-        f"batch {batch}: {each['warmup']} passes of warm-up, {each['timed']} timed"
+        f"batch {batch}: {each['warmup']} warm-up passes, {each['timed']} timed passes"
         for batch, each in found["passes"].items()
     )
-    title = f"{describe(shape)}, {shape.tokens} tokens (the paper: {describe(TABLE_3)})\n{passes}"
+    title = (
+        f"{describe(shape)}, {shape.tokens} tokens (in the paper: {describe(TABLE_3)})\n{passes}"
+    )
     return f"{title}\n{table(HEADER, list(latency_rows(results)))}"
 
 

@@ -1,7 +1,7 @@
 """The Soft MoE paper's MNIST suite, trained, exported, analysed and measured.
 
 There is one network per n, with h = int(784 / n), so that all have about the same size. The data is
-a user's MNIST, or scikit-learn's handwritten digits if none is given. The paper trains on MNIST for
+the user's MNIST or, by default, scikit-learn's handwritten digits. The paper trains on MNIST for
 15 epochs of 235 updates; the digits have 6 updates per epoch, so the same number takes 588 epochs.
 """
 
@@ -32,8 +32,7 @@ RETENTION = {
     4: (0.477, 0.608, 0.762, 0.864, 0.884, 0.902, 0.932),
     8: (0.403, 0.519, 0.716, 0.762, 0.804, 0.859),
 }
-"""Algorithm 1's share of the accuracy on MNIST by n/k, for n from the first number, doubled to 256.
-"""
+"""Algorithm 1's share of the accuracy on MNIST by n/k, for n = n/k and its doubles up to 256."""
 
 PRINTED = Printed(
     retention={
@@ -54,9 +53,10 @@ ALL = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 class Suite:
     """Which networks are trained, and how.
 
-    On the digits, `epochs` is enough for the layer of the paper's Eq. 1. With `normalise`, tokens
-    and phi are normalised and the scale of the logits is learned, starting at 1, as in the released
-    experiments, which takes longer. `samples` limits the training images and the test images.
+    On the digits, the default of `epochs` is enough for the layer of the paper's Eq. 1. With
+    `normalise`, tokens and phi are normalised and the scale of the logits is learned, starting at
+    1, as in the released experiments; this takes longer. `samples` limits the number of training
+    images and of test images.
     """
 
     experts: tuple[int, ...] = ALL
@@ -73,7 +73,7 @@ class Suite:
 
     @property
     def quick(self) -> Suite:
-        """Returns a test suite of a minute or two, too short for networks to learn."""
+        """Returns a test suite of a minute or two, too short for the networks to learn."""
         return replace(self, experts=(4, 16), epochs=2, seeds=2, samples=512)
 
 
@@ -83,7 +83,7 @@ NORMALISED = Suite((16, 64, 128), normalise=True, epochs=588)
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The data, the prefixes of model and file names, and a note for readers."""
+    """The data, the prefixes of model and file names, and a description for readers."""
 
     name: str
     file: str
@@ -92,19 +92,19 @@ class _Source:
 
 
 def _source(mnist: Path | None, samples: int | None) -> _Source:
-    whole = digits.load_digits() if mnist is None else read_mnist(mnist)
-    most = samples or len(whole.train)
-    data = digits.Digits(whole.train.head(most), whole.test.head(most))
+    complete = digits.load_digits() if mnist is None else read_mnist(mnist)
+    limit = samples or len(complete.train)
+    data = digits.Digits(complete.train.head(limit), complete.test.head(limit))
     # A checkpoint in the folder must have been trained on the same data.
     file = f"{data.train.fingerprint[:8]}-" if mnist is not None or samples is not None else ""
     name = "digits" if mnist is None else "MNIST"
     where = (
-        f"{mnist}. The paper's numbers are in brackets."
+        f"{mnist}. The paper's numbers are in parentheses."
         if mnist is not None
-        else "scikit-learn's handwritten digits (--data: your MNIST). In brackets are the paper's "
-        "numbers, of MNIST."
+        else "scikit-learn's handwritten digits (--data: your MNIST). The paper's numbers, for "
+        "MNIST, are in parentheses."
     )
-    about = f"Trained on {len(data.train):,} images and tested with {len(data.test):,}, of {where}"
+    about = f"Trained on {len(data.train):,} images and tested on {len(data.test):,}, from {where}"
     return _Source(name, f"{name.lower()}-{file}", about, data)
 
 
@@ -120,7 +120,7 @@ def run_mnist(
 ) -> tuple[Results, str]:
     """Returns the results of a suite and the tables next to the paper's, as text.
 
-    `data` is a user's MNIST, on which a suite trains as in the paper; by default, it uses the
+    `data` is the user's MNIST, on which the suite trains as in the paper; the default is the
     digits. Checkpoints, results.json, report and figures are written to `out`.
     """
     suite = suite if data is None else suite.on_mnist
@@ -159,7 +159,7 @@ def run_mnist(
 
 
 def _trained(n: int, suite: Suite, source: _Source, out: Path, progress: Progress) -> Path:
-    """Returns the checkpoint of n experts; trains it, deterministically, if it is missing."""
+    """Returns the checkpoint for n experts, which is trained deterministically if it is missing."""
     normalised = "-normalised" * suite.normalise
     checkpoint = out / f"{source.file}n{n}-{suite.epochs}-epochs{normalised}.pt"
     if not checkpoint.is_file():
@@ -171,5 +171,5 @@ def _trained(n: int, suite: Suite, source: _Source, out: Path, progress: Progres
 
 
 def kept(n: int) -> tuple[int, ...]:
-    """Returns the paper's k: those of n/2, n/4 and n/8 that are whole numbers."""
+    """Returns the paper's values of k: n/2, n/4 and n/8, as far as they are whole numbers."""
     return tuple(n // fraction for fraction in FRACTIONS if n % fraction == 0)

@@ -39,13 +39,13 @@ FILES = (
 """The names of the IDX files, and the number of axes of each."""
 
 FOLDERS = ("", "raw", "MNIST/raw")
-"""The subfolders in which files are looked up: the folder itself, and torchvision's."""
+"""The subfolders that are searched: the folder itself, and those of torchvision."""
 
 TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 HINT = (
-    "give the folder of train-images-idx3-ubyte, train-labels-idx1-ubyte and the two of t10k (also "
-    f".gz), or an .npz with {', '.join(ARRAYS[0])}"
+    "pass the folder with train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k files "
+    f"(plain or .gz), or an .npz with {', '.join(ARRAYS[0])}"
 )
 
 Array = npt.NDArray[Any]
@@ -53,7 +53,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """An array, and its name in messages."""
+    """An array and its name in messages."""
 
     where: str
     array: Array
@@ -62,7 +62,7 @@ class Named:
 def read_mnist(path: Path) -> Digits:
     """Returns MNIST from a user's files, with standardised images [b, 1, 28, 28].
 
-    `path` is a folder of IDX files, one of them, or an `.npz`. Raises FeedError for other files.
+    `path` is a folder of IDX files, one of these files, or an `.npz`. Raises FeedError otherwise.
     """
     if not path.exists():
         raise FeedError(f"{path}: no such file or folder", hint=HINT)
@@ -76,12 +76,12 @@ def read_mnist(path: Path) -> Digits:
 
 def _of_npz(path: Path) -> Iterator[Named]:
     """Yields the four arrays: images and labels for training, and for testing."""
-    there = {*npz_names(path)}
-    names = next((names for names in ARRAYS if there.issuperset(names)), None)
+    present = {*npz_names(path)}
+    names = next((names for names in ARRAYS if present.issuperset(names)), None)
     if names is None:
         ways = " or ".join(", ".join(names) for names in ARRAYS)
         raise FeedError(
-            f"{path} has {', '.join(sorted(there)) or 'no arrays'}, not the four arrays of MNIST",
+            f"{path} has {', '.join(sorted(present)) or 'no arrays'}, not the four arrays of MNIST",
             hint=f"name them {ways}",
         )
     return (Named(f"{path}: array '{name}'", npz_array(path, name)) for name in names)
@@ -91,8 +91,8 @@ def _of_idx_files(path: Path) -> Iterator[Named]:
     """Yields the arrays of the four IDX files in a folder, or next to a file, in `FILES` order."""
     folder = path if path.is_dir() else path.parent
     problem = f"{path} has none of MNIST's IDX files"
-    for place in FOLDERS:
-        files = {name: _idx_file(folder / place, *name) for name in FILES}
+    for subfolder in FOLDERS:
+        files = {name: _idx_file(folder / subfolder, *name) for name in FILES}
         found = [file for file in files.values() if file is not None]
         if len(found) == len(FILES):
             return (Named(str(file), read_idx(file)) for file in found)
@@ -110,9 +110,9 @@ def _idx_file(folder: Path, stem: str, axes: int) -> Path | None:
 
 
 def read_idx(path: Path) -> Array:
-    """Returns the array of an IDX file, which may be compressed: a type, the sizes, the numbers.
+    """Returns the array of an IDX file, which may be compressed: a type, sizes and numbers.
 
-    Raises FeedError for another file, and if it is damaged or has more than 1 GiB.
+    Raises FeedError if it is another kind of file, damaged or larger than 1 GiB.
     """
     try:
         with path.open("rb") as plain:
@@ -130,32 +130,32 @@ def _idx(file: IO[bytes], path: Path) -> Array:
     shape = struct.unpack(f">{len(sizes) // 4}I", sizes[: len(sizes) // 4 * 4])
     dtype = np.dtype(TYPES[start[2]])
     wanted = math.prod(shape) * dtype.itemsize
-    if len(shape) < start[3] or wanted > MOST_BYTES:
+    if len(shape) < start[3] or wanted > MAX_BYTES:
         raise FeedError(
-            f"{path} is not an IDX file of images: its sizes are {shape}", hint="download it again"
+            f"{path} is not an IDX file of images: its shape is {shape}", hint="download it again"
         )
     data = file.read(wanted + 1)
     if len(data) != wanted:
         more = "more" if len(data) > wanted else f"{len(data):,}"
         raise FeedError(
-            f"{path} should have {wanted:,} bytes of numbers of shape {shape}, but has {more}",
+            f"{path} should have {wanted:,} bytes of numbers for the shape {shape}, but has {more}",
             hint="download it again",
         )
     return np.frombuffer(data, dtype).reshape(shape)
 
 
 def _labelled(images: Named, labels: Named) -> LabelledData:
-    """Checks and scales images and labels; raises FeedError unless they are 28×28 and 0..9."""
+    """Checks images and labels and scales the images; raises FeedError unless 28×28 and 0..9."""
     sizes = tuple(size for size in images.array.shape[1:] if size != 1)
     if not len(images.array) or sizes not in ((SIDE, SIDE), (SIDE * SIDE,)):
         raise FeedError(
-            f"{images.where} has shape {images.array.shape}, but images of MNIST are {SIDE}×{SIDE}",
-            hint=f"give images (b, {SIDE}, {SIDE})",
+            f"{images.where} has shape {images.array.shape}, but MNIST's images are {SIDE}×{SIDE}",
+            hint=f"pass images of shape (b, {SIDE}, {SIDE})",
         )
     if labels.array.ndim != 1:
         raise FeedError(
             f"{labels.where} has shape {labels.array.shape}, but each image has one label, 0 to 9",
-            hint="for one-hot rows, give labels.argmax(axis=1)",
+            hint="for one-hot rows, pass labels.argmax(axis=1)",
         )
     shape = images.array.shape
     classes = checked_labels(
@@ -168,15 +168,15 @@ def _labelled(images: Named, labels: Named) -> LabelledData:
 
 
 def _from_0_to_1(images: Named) -> Array:
-    """Returns pixels from 0 to 1: integers from 0 to 255 are divided, others unchanged."""
+    """Returns pixels from 0 to 1: integers from 0 to 255 are divided, floats unchanged."""
     where, array = images.where, images.array
     if array.dtype.kind not in "uif":
-        raise FeedError(f"{where} has dtype {array.dtype}, but pixels are numbers")
-    most = 1.0 if array.dtype.kind == "f" else 255.0
-    if not (array.min() >= 0 and array.max() <= most):  # nor NaN
+        raise FeedError(f"{where} has dtype {array.dtype}, but pixels must be numbers")
+    largest = 1.0 if array.dtype.kind == "f" else 255.0
+    if not (array.min() >= 0 and array.max() <= largest):  # also if NaN
         raise FeedError(
             f"{where} has pixels from {array.min():g} to {array.max():g}, but with dtype "
-            f"{array.dtype} they must be from 0 to {most:g}",
+            f"{array.dtype} they must be from 0 to {largest:g}",
             hint="save the images as uint8, from 0 to 255",
         )
-    return array.astype(np.float32) / np.float32(most)
+    return array.astype(np.float32) / np.float32(largest)

@@ -1,8 +1,8 @@
 """Tables 6 and 8 of the muMoE paper: a layer's memory and time for one input, and its work.
 
-Table 6 is for a classifier's head with 128 experts, 768 inputs and 1000 outputs: a dense layer of
-weights for each expert, compared with factors. Table 8 is for a layer with 512 experts and 768
-inputs and outputs; the paper does not state this, but these sizes give its numbers.
+Table 6 is for a classifier's head with 128 experts, 768 inputs and 1000 outputs: one dense weight
+matrix per expert, compared with factors. Table 8 is for a layer with 512 experts and 768 inputs and
+outputs; the paper does not state these sizes, but they reproduce its numbers.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ TABLE_6: Mapping[str, tuple[float, float]] = {
 """The paper's peak MB and ms for one input, by layer."""
 
 TABLE_8: Mapping[str, tuple[float, float]] = {"CP": (155.1e9, 1.4e6), "TR": (622.8e9, 3.5e6)}
-"""The paper's FLOPs, which are multiply-adds: with the whole tensor, and in factors."""
+"""The paper's FLOPs, which are multiply-adds: with the whole tensor, and with factors."""
 
 
 class Experts(nn.Module):
-    """One matrix per expert, [n, d + 1, o], the last row its bias: (b, 1, d) to (b, 1, o).
+    """One matrix per expert, [n, d + 1, o], with the bias as last row: (b, 1, d) to (b, 1, o).
 
-    All are mixed by entmax coefficients, or only the `chosen` largest are gathered and mixed.
+    Entmax coefficients mix all matrices, or only the `chosen` with the largest coefficients.
     """
 
     def __init__(self, chosen: int | None = None) -> None:
         super().__init__()
         random = torch.Generator().manual_seed(0)
 
-        def drawn(*size: int) -> nn.Parameter:
+        def random_weights(*size: int) -> nn.Parameter:
             weights = torch.randn(*size, generator=random).mul_(DIM**-0.5)
             return nn.Parameter(weights, requires_grad=False)
 
-        self.gate = drawn(DIM, EXPERTS)
-        self.weight = drawn(EXPERTS, DIM + 1, OUT)
+        self.gate = random_weights(DIM, EXPERTS)
+        self.weight = random_weights(EXPERTS, DIM + 1, OUT)
         self.chosen = chosen
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def head_spec(form: str) -> MuMoESpec:
 
 
 def open_layer(name: str) -> nn.Module:
-    """Returns one of Table 6's layers with random weights, by its name there."""
+    """Returns a layer of Table 6, by its name in the table, with random weights."""
     match name:
         case "linear":
             return nn.Linear(DIM, OUT).requires_grad_(False)
@@ -105,7 +105,7 @@ def open_layer(name: str) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class LayerLoader(Loader):
-    """Opens a layer of Table 6 in PyTorch; it can be sent to another process."""
+    """Opens a layer of Table 6 in PyTorch; the loader can be sent to another process."""
 
     name: str
 
@@ -116,7 +116,7 @@ class LayerLoader(Loader):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The multiply-adds for one token, with a whole tensor and in factors."""
+    """The multiply-adds for one token, with the whole tensor and with factors."""
 
     layer: str
     naive: int
@@ -126,19 +126,19 @@ class Work:
 def work(form: str) -> Work:
     """Returns the work of Table 8's layer.
 
-    With a whole tensor, it is computed from its factors, then contracted with the coefficients and
-    the input. Elementwise products do not count, as in the paper.
+    In the naive form, the whole tensor is computed from its factors, then contracted with the
+    coefficients and the input. Elementwise products do not count, as in the paper.
     """
     n, d = TABLE_8_EXPERTS, TABLE_8_DIM
     tensor = FactorisedSpec(FORMS[form], (n,), d, d, RANKS[form], bias=True)
     inputs = d + 1
     if form == "CP":
-        made = prod((n, inputs, *RANKS[form], d))
+        expansion = prod((n, inputs, *RANKS[form], d))
     else:
         r1, r2, r3 = RANKS[form]
-        made = r1 * n * r2 * inputs * r3 + n * inputs * r1 * r3 * d
+        expansion = r1 * n * r2 * inputs * r3 + n * inputs * r1 * r3 * d
     spec = MuMoESpec("layer", (tensor,))
-    return Work(form, made + (n + 1) * inputs * d, sum(spec.macs(1, n).values()))
+    return Work(form, expansion + (n + 1) * inputs * d, sum(spec.macs(1, n).values()))
 
 
 def run_multilinear(
@@ -204,7 +204,7 @@ HEADER_8 = ("layer", "whole tensor", "in factors", "fewer", "paper", "paper, in 
 
 
 def memory_rows(results: Results) -> list[tuple[str, ...]]:
-    """Returns Table 6: the growth of the process, and the median time of one input."""
+    """Returns Table 6: how much the process grows, and the median time of one input."""
     sizes = {model.name: model.parameters or 0 for model in results.models}
     rows = []
     for name, paper in TABLE_6.items():
@@ -219,12 +219,12 @@ def memory_rows(results: Results) -> list[tuple[str, ...]]:
 def work_rows(results: Results) -> list[tuple[str, ...]]:
     """Returns Table 8."""
     rows: list[tuple[str, ...]] = []
-    for one in (Work(**each) for each in results.analyses["work"]):
-        naive, factorised = TABLE_8[one.layer]
+    for measured in (Work(**each) for each in results.analyses["work"]):
+        naive, factorised = TABLE_8[measured.layer]
         rows.append(
             (
-                *(one.layer, count(one.naive), count(one.factorised)),
-                f"{one.naive / one.factorised:,.0f}×",
+                *(measured.layer, count(measured.naive), count(measured.factorised)),
+                f"{measured.naive / measured.factorised:,.0f}×",
                 *(count(naive), count(factorised)),
             )
         )
@@ -234,7 +234,7 @@ def work_rows(results: Results) -> list[tuple[str, ...]]:
 def multilinear_tables(results: Results) -> str:
     """Returns both tables as text."""
     return (
-        f"One input, {EXPERTS} experts, {DIM} to {OUT} (the paper's on a GPU)\n"
+        f"One input, {EXPERTS} experts, {DIM} to {OUT} (the paper's figures are from a GPU)\n"
         f"{table(HEADER_6, memory_rows(results))}\n\n"
         f"Multiply-adds per token, {TABLE_8_EXPERTS} experts, {TABLE_8_DIM} to {TABLE_8_DIM}\n"
         f"{table(HEADER_8, work_rows(results))}"

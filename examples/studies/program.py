@@ -31,12 +31,12 @@ from moexport.examples.studies.multilinear import run_multilinear
 class Study:
     """A study: its title, its function, and its optional arguments.
 
-    The function returns results, and its tables as text.
+    The function returns results, and their tables as text.
     """
 
     about: str
     run: Callable[..., tuple[Results, str]]
-    takes: frozenset[str] = frozenset()
+    options: frozenset[str] = frozenset()
 
 
 DATA, QUICK = "data", "quick"
@@ -48,32 +48,32 @@ STUDIES = {
         frozenset({DATA, QUICK}),
     ),
     "mnist-normalised": Study(
-        "the same in the released code's form",
+        "the Soft MoE paper's MNIST suite in the released code's normalised form",
         partial(run_mnist, NORMALISED),
         frozenset({DATA, QUICK}),
     ),
-    "latency": Study("its Table 3, with as much of it as fits", run_latency),
-    "latency-whole": Study("its Table 3 at the paper's size", run_whole),
-    "l2norm": Study("its Appendix B", run_l2norm, frozenset({QUICK})),
+    "latency": Study("Table 3 of the Soft MoE paper, as large as fits in memory", run_latency),
+    "latency-whole": Study("Table 3 of the Soft MoE paper at the paper's size", run_whole),
+    "l2norm": Study("Appendix B of the Soft MoE paper", run_l2norm, frozenset({QUICK})),
     "mumoe": Study("Tables 6 and 8 of the muMoE paper", run_multilinear),
 }
 
 
 def options_of(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Returns the given options of a study; raises UsageError for one that it does not have."""
+    """Returns a study's options as given; raises UsageError for an option that it does not have."""
     asked = {DATA: given.data, QUICK: given.quick}
     for option, value in asked.items():
-        if value and option not in STUDIES[name].takes:
-            taken = [other for other, study in STUDIES.items() if option in study.takes]
+        if value and option not in STUDIES[name].options:
+            supported_by = [other for other, study in STUDIES.items() if option in study.options]
             raise UsageError(
                 f"--{option}: the study {name} has no such option",
-                hint=f"omit it; only {', '.join(taken)} have it",
+                hint=f"omit it; only {', '.join(supported_by)} have it",
             )
-    return {option: asked[option] for option in STUDIES[name].takes} | {"threads": given.threads}
+    return {option: asked[option] for option in STUDIES[name].options} | {"threads": given.threads}
 
 
 def main() -> int:
-    """Runs a study and prints its tables; writes results, report and figures to a folder."""
+    """Runs a study, prints its tables, and writes results, report and figures to a folder."""
     listed = "; ".join(f"{name}: {study.about}" for name, study in STUDIES.items())
     parser = argparse.ArgumentParser(prog="python examples/studies", description=listed)
     parser.add_argument("name", choices=STUDIES, metavar="NAME", help=", ".join(STUDIES))
@@ -83,8 +83,8 @@ def main() -> int:
         "--data",
         type=Path,
         metavar="MNIST",
-        help="Your MNIST, for mnist and mnist-normalised: a folder of the four IDX files (or .gz) "
-        "or an .npz. Default: scikit-learn's digits.",
+        help="Your MNIST, for mnist and mnist-normalised: a folder with the four IDX files (plain "
+        "or .gz), or an .npz. Default: scikit-learn's digits.",
     )
     parser.add_argument(
         "--quick",

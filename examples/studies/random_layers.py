@@ -1,4 +1,4 @@
-"""MoE layers with random weights of a plausible scale, alone as models, and inputs for them."""
+"""MoE layers with random weights of a plausible scale, models of one layer, and inputs for them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def soft_moe_weights(spec: SoftMoESpec, seed: int = 0) -> SoftMoEWeights:
     n, p, d, h = spec.experts, spec.slots, spec.dim, spec.hidden
     return SoftMoEWeights(
         # The scale of phi spreads the routing over the experts.
-        phi=nn.functional.normalize(_drawn(random, d, n, p), dim=0) * 10.0,
-        w1=_drawn(random, n, h, d, scale=d**-0.5).transpose(1, 2),
-        b1=_drawn(random, n, h, scale=0.1),
-        w2=_drawn(random, n, d, h, scale=h**-0.5).transpose(1, 2),
-        b2=_drawn(random, n, d, scale=0.1),
+        phi=nn.functional.normalize(_random(random, d, n, p), dim=0) * 10.0,
+        w1=_random(random, n, h, d, scale=d**-0.5).transpose(1, 2),
+        b1=_random(random, n, h, scale=0.1),
+        w2=_random(random, n, d, h, scale=h**-0.5).transpose(1, 2),
+        b2=_random(random, n, d, scale=0.1),
     )
 
 
@@ -52,21 +52,21 @@ def random_mumoe(spec: MuMoESpec) -> MuMoE:
     random = torch.Generator().manual_seed(0)
     levels = spec.levels if spec.norm == "bn" else ()
     weights = MuMoEWeights(
-        tuple(_drawn(random, spec.dim, n, scale=2 * spec.dim**-0.5) for n in spec.levels),
-        tuple(tuple(_drawn(random, *s, scale=0.05) for s in t.shapes) for t in spec.tensors),
-        tuple(_drawn(random, n, scale=0.1) for n in levels),
+        tuple(_random(random, spec.dim, n, scale=2 * spec.dim**-0.5) for n in spec.levels),
+        tuple(tuple(_random(random, *s, scale=0.05) for s in t.shapes) for t in spec.tensors),
+        tuple(_random(random, n, scale=0.1) for n in levels),
         tuple(torch.ones(n) for n in levels),
     )
     return MuMoE(spec, weights)
 
 
 def layer_model(name: str, layer: MoELayer, tokens: int) -> Model:
-    """Returns a layer alone as a model; its token count is a constant, as in a ViT."""
+    """Returns a model of one layer; its number of tokens is a constant, as in a ViT."""
     return tokens_model(name, TokenBackbone(layer), layer.spec, tokens)
 
 
 def tokens_model(name: str, module: nn.Module, spec: MoESpec, tokens: int) -> Model:
-    """Returns a module of such layers, from tokens [b, m, d] to [b, m, o], as a model."""
+    """Returns a module from tokens [b, m, d] to [b, m, o] as a model."""
     return Model(
         module.eval(),
         "mumoe" if spec.kind == "mumoe" else "soft-moe-vit",
@@ -78,12 +78,12 @@ def tokens_model(name: str, module: nn.Module, spec: MoESpec, tokens: int) -> Mo
 
 
 def random_tokens(samples: int, tokens: int, dim: int) -> LabelledData:
-    """Returns inputs [samples, m, d], each around another direction, so that routing differs."""
+    """Returns inputs [samples, m, d] around different directions, so that routing differs."""
     random = np.random.default_rng(1)
-    own = random.standard_normal((samples, 1, dim), np.float32)
+    centres = random.standard_normal((samples, 1, dim), np.float32)
     noise = random.standard_normal((samples, tokens, dim), np.float32)
-    return LabelledData(own + noise, None)
+    return LabelledData(centres + noise, None)
 
 
-def _drawn(random: torch.Generator, *size: int, scale: float = 1.0) -> Tensor:
+def _random(random: torch.Generator, *size: int, scale: float = 1.0) -> Tensor:
     return torch.randn(*size, generator=random).mul_(scale)

@@ -1,6 +1,6 @@
 // Runs a bundle in Node: node node.js BUNDLE INPUT.f32 SHAPE [K] [onnxruntime-web]
-// INPUT.f32 holds little-endian float32 values; SHAPE is 1,1,28,28. Prints JSON.
-// CALLS=100 in the environment times so many calls, after ten.
+// INPUT.f32 contains little-endian float32 values; SHAPE is, for example, 1,1,28,28. Prints JSON.
+// With CALLS=100 in the environment, it also times 100 calls, after ten untimed ones.
 
 import { readFile } from "node:fs/promises";
 import { join } from "node:path";

@@ -1,20 +1,20 @@
-// The page: draw a digit, see the class and the chosen experts, move k.
-// Its address may say ?bundle=FOLDER&report=RESULTS.JSON&provider=webgpu&threads=4
+// The page: draw a digit, see its class and the selected experts, change k.
+// The address may contain ?bundle=FOLDER&report=RESULTS.JSON&provider=webgpu&threads=4
 
 import { missing, open } from "./bundle.js";
 
-const asked = new URLSearchParams(location.search);
-const folder = asked.get("bundle") ?? "bundle";
-const report = asked.get("report") ?? "report/results.json";
-const provider = asked.get("provider") ?? "wasm";
-const CALLS_MS = 100; // how long calls are repeated for the time of one
+const parameters = new URLSearchParams(location.search);
+const folder = parameters.get("bundle") ?? "bundle";
+const report = parameters.get("report") ?? "report/results.json";
+const provider = parameters.get("provider") ?? "wasm";
+const CALLS_MS = 100; // how long calls are repeated to measure the time of one
 
-const part = (id) => document.getElementById(id);
-const canvas = part("canvas");
+const element = (id) => document.getElementById(id);
+const canvas = element("canvas");
 const pen = canvas.getContext("2d", { willReadFrequently: true });
 
-function tell(problem) {
-  part("problem").textContent = problem;
+function showProblem(problem) {
+  element("problem").textContent = problem;
 }
 
 async function read(name) {
@@ -22,14 +22,14 @@ async function read(name) {
   try {
     answer = await fetch(`${folder}/${name}`);
   } catch {
-    throw new Error(`${folder}/${name} cannot be read: is the server still there?`);
+    throw new Error(`${folder}/${name} cannot be read: is the server still running?`);
   }
   if (!answer.ok)
-    throw new Error(`${folder}/${name} is not there (${answer.status}): put a bundle into ${folder}/.`);
+    throw new Error(`${folder}/${name} was not found (${answer.status}): put a bundle into ${folder}/.`);
   return new Uint8Array(await answer.arrayBuffer());
 }
 
-/** Returns the accuracy by k of a benchmark's rows of graphs in this precision; none without a file. */
+/** Returns the accuracy by k of a report's graphs in this precision; empty without a report. */
 async function accuracies(precision) {
   const found = new Map();
   const answer = await fetch(report).catch(() => null);
@@ -40,7 +40,7 @@ async function accuracies(precision) {
   return found;
 }
 
-/** The drawing as the network was trained to see digits: cut out, filling the image, 0 to 1. */
+/** Returns the drawing as in training: cropped, filling the image, with pixels from 0 to 1. */
 function pixels(height, width) {
   const { data } = pen.getImageData(0, 0, canvas.width, canvas.height);
   let [left, top, right, bottom] = [canvas.width, canvas.height, -1, -1];
@@ -61,86 +61,86 @@ function pixels(height, width) {
 }
 
 function show(bundle, found, k) {
-  const most = Math.max(...found.output);
-  part("answer").textContent = found.output.indexOf(most);
-  part("layers").replaceChildren(
+  const best = Math.max(...found.output);
+  element("answer").textContent = found.output.indexOf(best);
+  element("layers").replaceChildren(
     ...bundle.layers.flatMap(({ name, experts }) => {
       const title = document.createElement("p");
       const list = document.createElement("ul");
       const chosen = found.experts[name];
       title.textContent = chosen
-        ? `${name}: ${chosen.length} of ${experts} experts, chosen for this image`
-        : `${name}: the graph does not tell its experts (export --expose-routing)`;
+        ? `${name}: ${chosen.length} of ${experts} experts, selected for this image`
+        : `${name}: the graph does not output its selected experts (export with --expose-routing)`;
       list.className = "experts";
       for (let i = 0; chosen && i < experts; i++) {
         const item = document.createElement("li");
         item.textContent = i;
         if (chosen.includes(i)) {
           item.className = "chosen";
-          item.ariaLabel = `expert ${i}, chosen`;
+          item.ariaLabel = `expert ${i}, selected`;
         }
         list.append(item);
       }
       return [title, list];
     }),
   );
-  part("latency").textContent = `${found.ms.toFixed(3)} ms (${provider})`;
+  element("latency").textContent = `${found.ms.toFixed(3)} ms (${provider})`;
   const known = bundle.accuracy.get(k);
-  part("accuracy").textContent = known
+  element("accuracy").textContent = known
     ? `${(100 * known.top1).toFixed(1)}% of ${known.n} test images`
     : "not in the report";
 }
 
 async function start() {
   const problem = missing();
-  if (problem) return tell(problem);
+  if (problem) return showProblem(problem);
   const file = provider === "webgpu" ? "ort.webgpu.min.mjs" : "ort.wasm.min.mjs";
   let ort;
   try {
     ort = await import(`./node_modules/onnxruntime-web/dist/${file}`);
   } catch {
-    return tell("onnxruntime-web is not there: run `npm ci` in this folder.");
+    return showProblem("onnxruntime-web is not installed: run `npm ci` in this folder.");
   }
-  ort.env.wasm.numThreads = Number(asked.get("threads") ?? 1);
+  ort.env.wasm.numThreads = Number(parameters.get("threads") ?? 1);
   const bundle = await open(ort, read, { executionProviders: [provider] });
   bundle.accuracy = await accuracies(bundle.precision);
   const [channels, height, width] = bundle.input.shape.slice(1);
   if (channels !== 1 || !Number.isInteger(height) || !Number.isInteger(width))
-    throw new Error(`This page draws (1, height, width), and the model takes (${bundle.input.shape}).`);
+    throw new Error(`This page draws (1, height, width), but the model expects (${bundle.input.shape}).`);
 
-  const slider = part("k");
+  const slider = element("k");
   slider.max = bundle.experts;
   slider.value = bundle.takesK ? Math.max(1, bundle.experts >> 2) : (bundle.k ?? bundle.experts);
   slider.disabled = !bundle.takesK;
-  const count = () => (part("count").textContent = `${slider.value} of ${bundle.experts}`);
+  const count = () => (element("count").textContent = `${slider.value} of ${bundle.experts}`);
   count();
 
-  let waiting = false;
-  let again = false;
+  let running = false;
+  let outdated = false;
   async function update() {
     count();
-    if (waiting) return void (again = true);
+    if (running) return void (outdated = true);
     const values = pixels(height, width);
     if (!values) return;
-    waiting = true;
+    running = true;
     try {
       do {
-        again = false;
-        const [k, seen] = [Number(slider.value), pixels(height, width)];
-        const call = () => bundle.run(seen, [1, 1, height, width], k);
+        outdated = false;
+        const [k, drawn] = [Number(slider.value), pixels(height, width)];
+        const call = () => bundle.run(drawn, [1, 1, height, width], k);
         const found = await call();
         let calls = 0;
         const began = performance.now();
-        while (performance.now() - began < CALLS_MS && !again) {
+        while (performance.now() - began < CALLS_MS && !outdated) {
           await call();
           calls++;
         }
         found.ms = (performance.now() - began) / Math.max(calls, 1);
         show(bundle, found, k);
-        window.last = { ...found, k, values: Array.from(seen) }; // for the console
-      } while (again);
+        window.last = { ...found, k, values: Array.from(drawn) }; // for the console
+      } while (outdated);
     } finally {
-      waiting = false;
+      running = false;
     }
   }
 
@@ -159,14 +159,14 @@ async function start() {
     pen.lineTo(event.offsetX, event.offsetY);
     pen.stroke();
   });
-  const safely = () => update().catch((error) => tell(error.message));
+  const safely = () => update().catch((error) => showProblem(error.message));
   canvas.addEventListener("pointerup", safely);
   slider.addEventListener("input", safely);
-  part("clear").addEventListener("click", () => {
+  element("clear").addEventListener("click", () => {
     pen.clearRect(0, 0, canvas.width, canvas.height);
-    part("answer").textContent = "";
+    element("answer").textContent = "";
   });
   document.documentElement.dataset.ready = "1";
 }
 
-start().catch((error) => tell(error.message));
+start().catch((error) => showProblem(error.message));

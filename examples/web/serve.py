@@ -1,6 +1,6 @@
-"""Serves this folder on http://127.0.0.1:8000 (or the port given), with the headers for threads.
+"""Serves this folder on http://127.0.0.1:8000 (or the given port), with the headers for threads.
 
-A browser lets WASM use several threads only in a page that is isolated from others.
+A browser lets WASM use several threads only on a page that is isolated from other origins.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 
 class Isolated(SimpleHTTPRequestHandler):
-    """Serves files; every answer isolates the page."""
+    """Serves files, with headers that isolate the page."""
 
-    extensions_map = {  # noqa: RUF012  it is a plain attribute in the base class
+    extensions_map = {  # noqa: RUF012  a plain attribute in the base class
         **SimpleHTTPRequestHandler.extensions_map,
         ".js": "text/javascript",
         ".mjs": "text/javascript",
@@ -22,14 +22,14 @@ class Isolated(SimpleHTTPRequestHandler):
     }
 
     def end_headers(self) -> None:
-        """Adds the two headers."""
+        """Adds the two headers that isolate the page."""
         self.send_header("Cross-Origin-Opener-Policy", "same-origin")
         self.send_header("Cross-Origin-Embedder-Policy", "require-corp")
         super().end_headers()
 
 
 def server(port: int, folder: Path) -> ThreadingHTTPServer:
-    """Returns a server of a folder on this machine alone."""
+    """Returns a server of a folder that only this machine can reach."""
     return ThreadingHTTPServer(("127.0.0.1", port), partial(Isolated, directory=str(folder)))
 
 

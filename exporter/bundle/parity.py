@@ -220,6 +220,9 @@ class Parity:
     """The type in which the runtime reports that it computed matrix products."""
     whole_differing: float | None = None
     """The share of numbers that differ in outputs of whole numbers (classes, masks)."""
+    given_choices: bool = False
+    """Whether outputs and choices are those of the graph with PyTorch's choices as inputs: with its
+    own, a choice that rounding changes also changes the outputs of other tokens."""
 
     @property
     def mostly_ties(self) -> bool:
@@ -235,7 +238,8 @@ class Parity:
         """Returns the manifest's entry, with the bounds among the results."""
         entry: dict[str, Any] = {}
         for name, value in asdict(self).items():
-            entry |= {} if name == "bounds" else {name: value}
+            is_unset = name == "bounds" or (name == "given_choices" and not value)
+            entry |= {} if is_unset else {name: value}
             entry |= {bound: getattr(self.bounds, bound) for bound in _BOUNDS_AFTER.get(name, ())}
         return entry
 
@@ -268,14 +272,16 @@ def describe(parity: Parity) -> str:
         text = values
     else:
         over_all = differences(p.all_max_abs, p.all_max_rel, p.all_cosine)
-        text = f"{values} where the experts are the same; {over_all} over all {inputs}"
+        same = "with PyTorch's choices" if p.given_choices else "where the experts are the same"
+        text = f"{values} {same}; {over_all} over all {inputs}"
+        text += " with the graph's own" * p.given_choices
     if p.choices is None:
         text += f"; same experts in {p.routing_agreement:.0%}"
     else:
         article = "the " if p.chosen_by == "tokens" else ""
         text += f"; same experts in {p.agreeing:,} of {article}{p.choices:,} {p.what_chooses}"
-    text += f" ({p.ties} tied, not compared)" if p.ties else ""
-    if p.mostly_ties:
+    text += f" ({p.ties} tied, not compared)" if p.ties and not p.given_choices else ""
+    if p.mostly_ties and not p.given_choices:
         text += (
             f"; MOST RESULTS WERE NOT COMPARED: {p.tied:,} of {p.choices:,} {p.what_chooses} are "
             f"ties (scores within {p.bounds.tie:g} of the k-th)"
@@ -690,6 +696,8 @@ class Comparison:
     _first: Reference = field(init=False, repr=False)
     _worst: Reference = field(init=False, repr=False)
     _furthest: float = field(default=0.0, init=False)
+    _given: GraphSession | None = field(default=None, init=False)
+    """The graph with choices as inputs, once it was needed."""
 
     def add(self, expected: Reference) -> None:
         """Runs the graph on the reference's inputs, with each k for which it has outputs."""
@@ -755,7 +763,11 @@ class Comparison:
         return furthest_off(parities)
 
     def _compared(self, expected: Reference, batch: int) -> _PartResult:
-        """Compares names and shapes, then values and choices (`_part_result`)."""
+        """Compares names and shapes, then values and choices (`_part_result`).
+
+        If tokens choose differently and their outputs miss the bounds, the result is that with
+        PyTorch's choices, if this one is within them.
+        """
         values, sets = self._run(expected, batch)
         references = {self.session.output_names[0]: expected.y, **expected.outputs}
         outputs = [(array, values[name]) for name, array in references.items()]
@@ -764,21 +776,53 @@ class Comparison:
                 raise ParityError(
                     f"the graph's outputs are {actual.shape}, but the reference's {array.shape}"
                 )
-        return _part_result(expected, outputs, sets, self.tolerance)
+        result = _part_result(expected, outputs, sets, self.tolerance)
+        if not (result.by_token and result.differing) or self._passes(result):
+            return result
+        open_given = getattr(self.session, "with_given_choices", lambda _: None)
+        compared = self._compared_values(expected).values()
+        self._given = self._given or open_given(compared)
+        if self._given is None or sets.keys() != expected.selected.keys():
+            return result
+        values, sets = self._run(expected, batch, self._given)
+        outputs = [(array, values[name]) for name, array in references.items()]
+        given = _part_result(expected, outputs, sets, self.tolerance, result)
+        return given if self._passes(given) else result
+
+    def _passes(self, result: _PartResult) -> bool:
+        return _parity([result], self.tolerance).passed
+
+    def _compared_values(self, expected: Reference) -> dict[str, str]:
+        """The graph's values with compared choices, by name of the choice.
+
+        With k as an input a layer may choose at run time, even if it keeps all at the compared k.
+        """
+        return {n: v for n, v in self.selected_values.items() if n in expected.selected}
 
     def _run(
-        self, expected: Reference, batch: int
+        self, expected: Reference, batch: int, given: GraphSession | None = None
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """The graph's outputs by name, and the choices of its layers."""
-        # With k as an input a layer may choose at run time, even if it keeps all at the compared k.
-        compared = {n: v for n, v in self.selected_values.items() if n in expected.selected}
+        """The graph's outputs by name, and the choices of its layers.
+
+        The `given` session gets the reference's choices as inputs.
+        """
+        session, compared = given or self.session, self._compared_values(expected)
         names = dict.fromkeys((self.session.output_names[0], *expected.outputs))
         outputs: dict[str, list[np.ndarray]] = {name: [] for name in names}
         chosen: dict[str, list[np.ndarray | None]] = {name: [] for name in compared}
         first = self.session.input_name
-        for part in rebatched([expected.feeds(first)], batch):
+        feeds = expected.feeds(first)
+        if given is not None:
+            from .given_choices import given_choice, own_choice  # rarely needed
+
+            for name, value in compared.items():
+                sets = expected.selected[name]
+                by_token = sets.reshape(len(sets), -1, sets.shape[-1])
+                feeds[given_choice(value)] = by_token.astype(np.int64)
+            compared = {name: own_choice(value) for name, value in compared.items()}
+        for part in rebatched([feeds], batch):
             x = part[first]
-            values = self.session.run(part if len(part) > 1 else x, self.k)
+            values = session.run(part if len(part) > 1 else x, self.k)
             for name in names:
                 outputs[name].append(values[name])
             for name, value in compared.items():
@@ -925,6 +969,7 @@ def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
         tied=tied,
         apart=apart,
         whole_differing=wrong,
+        given_choices=any(part.given_choices for part in parts),
     )
 
 
@@ -961,6 +1006,8 @@ class _PartResult:
     rounding: _Rounding | None
     integers: tuple[int, int]
     """The count of numbers that differ in outputs of whole numbers, and the count of all."""
+    given_choices: bool = False
+    """Whether `same` and the choices are those with the reference's choices as inputs."""
 
 
 def _part_result(
@@ -968,12 +1015,13 @@ def _part_result(
     outputs: Sequence[tuple[np.ndarray, np.ndarray]],
     sets: Mapping[str, np.ndarray],
     tolerance: Tolerance,
+    free: _PartResult | None = None,
 ) -> _PartResult:
     """Compares values, each output with its expected values, and choices.
 
     After the first difference of a sample its later layers get other inputs, so only the first
     counts as a tie or a miss; all count for the overlap. If tokens choose for themselves, each
-    token counts separately.
+    token counts separately. `free` is the result without PyTorch's choices as inputs of the graph.
     """
     y = outputs[0][1]
     # By layer, each [s, choices]; a difference by more than a tie is wrong.
@@ -984,7 +1032,7 @@ def _part_result(
     first: str | None = None
     margin = 0.0
     for name in sets:
-        new = differs[name] & ~(ties | misses)[:, None]
+        new = differs[name] if free else differs[name] & ~(ties | misses)[:, None]
         margin = max(margin, float(margins[name][new].max(initial=0.0)))
         missed = (new & wrong[name]).any(axis=1)
         if first is None and missed.any():
@@ -999,13 +1047,16 @@ def _part_result(
         counted = {name: counted_choices(expected.selected[name], sets[name]) for name in sets}
         choices = sum(int(mask.sum()) for mask in counted.values())
         wrong_by_input = sum((counted[name] & wrong[name]).sum(axis=1) for name in sets)
-        same = _same_tokens([*differs.values()], expected.y.shape)
+        if free is None:
+            same = _same_tokens([*differs.values()], expected.y.shape)
+        else:
+            same = np.ones(len(y), dtype=bool)
         tied = sum(int((differs[name] & ~wrong[name]).sum()) for name in differs)
     # Classes and masks are never nearly correct, so those that differ are counted.
     samples = np.logical_and.reduce(same.reshape(len(y), -1), axis=1)
     integers = [(a[samples], b[samples]) for a, b in outputs if a.dtype.kind != "f"]
     overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
-    return _PartResult(
+    result = _PartResult(
         samples=len(y),
         ties=int(ties.sum()),
         differing=int(different.sum()),
@@ -1026,6 +1077,11 @@ def _part_result(
         rounding=_Rounding.of(expected, y, sets, tolerance),
         integers=(sum(int((a != b).sum()) for a, b in integers), sum(a.size for a, b in integers)),
     )
+    if free is None:
+        return result
+    names = ("differing", "jaccard", "everything", "untouched_cosine", "rounding")
+    of_own_choices = {name: getattr(free, name) for name in names}
+    return replace(result, **of_own_choices, given_choices=True)
 
 
 def _same_tokens(differs: Sequence[np.ndarray], output: tuple[int, ...]) -> np.ndarray:

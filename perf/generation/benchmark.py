@@ -1,7 +1,7 @@
 """Time to the first token and tokens per second of a bundle in GenAI, compared with other engines.
 
-Speed is that of Qwen3-MoE models with random weights; quality is that of the demo's small Mixtral.
-All engines are open at once and take turns; llama.cpp and OpenVINO GenAI where they are installed.
+Speed is measured on Qwen3-MoE models with random weights, quality on the demo's small Mixtral. All
+engines are open at once and take turns; llama.cpp and OpenVINO GenAI only if they are installed.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ SHAPE: Mapping[str, Any] = {
 }
 
 GGUF_TYPES: Mapping[str, GGUFType] = {"int8": "Q8_0", "int4": "Q4_0"}
-"""The type of llama.cpp to compare with each precision."""
+"""The type of GGUF file to compare with each precision."""
 
 PEERS: tuple[EngineName, ...] = ("llama.cpp", "openvino-genai")
-"""Engines that are measured where they are."""
+"""Engines that are measured if they are installed."""
 
 WIDTHS = {"hidden_size": 128, "intermediate_size": 128}
-"""Of the model whose quality is measured: whole blocks of the size that a larger model has."""
+"""The widths of the model whose quality is measured: multiples of a large model's blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedCase:
     """The number of layers of a model, and its measurements.
 
-    `graphs` are precisions and k. Batches are of prompts of the first context.
+    `graphs` are pairs of precision and k. `batches` are measured with prompts of the first context.
     """
 
     layers: int
@@ -77,7 +77,7 @@ class SpeedCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSizes:
-    """The measurements and their time: a part begins no round after its share of `minutes`."""
+    """The measurements and their time: no part begins a round after its share of `minutes`."""
 
     shape: Mapping[str, Any] = field(default_factory=lambda: SHAPE)
     speed: tuple[SpeedCase, ...] = (
@@ -116,7 +116,7 @@ QUICK = GenerationSizes(
     ks=(4, 1),
     windows=2,
 )
-"""A run of the code only; its figures mean nothing."""
+"""A run that only tests the code; its figures mean nothing."""
 
 
 def measure(progress: Progress, sizes: GenerationSizes = GenerationSizes()) -> dict[str, object]:
@@ -127,9 +127,9 @@ def measure(progress: Progress, sizes: GenerationSizes = GenerationSizes()) -> d
     speed, threads = [], usable_cores()
     with tempfile.TemporaryDirectory(prefix="moexport-generation-") as folder:
         quality = measure_quality(Path(folder), progress, sizes, threads)
-    for place, case in enumerate(sizes.speed, 1):
-        # A model of more layers takes longer: its share is larger.
-        deadline = began + 60 * sizes.minutes * (place + 1) / (parts + 1)
+    for part, case in enumerate(sizes.speed, 1):
+        # The quality, which was measured before, has the first share of the time.
+        deadline = began + 60 * sizes.minutes * (part + 1) / (parts + 1)
         with tempfile.TemporaryDirectory(prefix="moexport-generation-") as folder:
             speed.append(measure_speed(Path(folder), progress, sizes, case, threads, deadline))
     peers = {name: missing(name) for name in PEERS}
@@ -153,7 +153,7 @@ def measure_speed(
     threads: int,
     deadline: float,
 ) -> dict[str, object]:
-    """Returns the seconds of the first and of further tokens of one model in every engine."""
+    """Returns the seconds of the first and of later tokens of one model in every engine."""
     library = transformers_library()
     progress.step(f"writing a Qwen3-MoE of {speed.layers} layers")
     with torch.device("meta"):
@@ -179,19 +179,19 @@ def in_rounds(
 ) -> list[dict[str, object]]:
     """Returns a row per engine and load: the medians over the rounds in which they take turns.
 
-    The longest prompts are computed only in the first round. No other round begins that would end
-    after the deadline.
+    The longest prompts are computed only in the first round. Another round begins only if it would
+    end before the deadline.
     """
     longest = max(prompts, key=lambda load: load[1])
     turns = [(process, load) for process in processes for load in prompts]
-    again = [(process, load) for process, load in turns if load != longest]
+    later_turns = [(process, load) for process, load in turns if load != longest]
     seconds: dict[tuple[int, tuple[int, int]], list[tuple[float, float]]] = {}
     order = random.Random(0)
     for process in processes:
         process.seconds(next(iter(prompts.values()))[:, :8], 3)  # warm
     for number in range(1, sizes.rounds + 1):
         progress.step(f"round {number} of {sizes.rounds}")
-        listed, repeated = (turns if number == 1 else again), 0.0
+        listed, repeated = (turns if number == 1 else later_turns), 0.0
         order.shuffle(listed)
         for process, load in listed:
             began = time.monotonic()
@@ -210,15 +210,15 @@ def in_rounds(
             "token_s": statistics.median(token for _, token in rounds),
             "rounds": rounds,
         }
-        for (place, (batch, context)), rounds in sorted(seconds.items())
-        for process in [processes[place]]
+        for (index, (batch, context)), rounds in sorted(seconds.items())
+        for process in [processes[index]]
     ]
 
 
 def measure_quality(
     folder: Path, progress: Progress, sizes: GenerationSizes, threads: int
 ) -> list[dict[str, object]]:
-    """Returns a row per engine: its perplexity, and how often its top token is PyTorch's."""
+    """Returns a row per engine: its perplexity, and how often its top token equals PyTorch's."""
     demo.trained(folder, progress, steps=sizes.steps, config={**demo.CONFIG, **WIDTHS})
     (folder / demo.NAME).rename(folder / "model")
     windows = np.load(folder / "test.npz")["input_ids"][: sizes.windows]
@@ -242,7 +242,7 @@ def measure_quality(
 
 
 def perplexity(logits: np.ndarray, targets: np.ndarray) -> float:
-    """Returns that of targets [s, m] by scores [s, m, v], in float64."""
+    """Returns the perplexity of targets [s, m] from scores [s, m, v], in float64."""
     scores = torch.from_numpy(logits.astype(np.float64)).flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(scores, torch.from_numpy(targets).flatten())
     return math.exp(float(loss))
@@ -273,16 +273,16 @@ def text_cases(
     if missing("openvino-genai") is None:
         for precision in GGUF_TYPES:
             progress.step(f"converting to {precision} for OpenVINO")
-            place = folder / f"openvino-{precision}"
-            convert_for_openvino(model, place, precision)
-            cases.append(TextCase("openvino-genai", precision, trained, place, threads))
+            converted = folder / f"openvino-{precision}"
+            convert_for_openvino(model, converted, precision)
+            cases.append(TextCase("openvino-genai", precision, trained, converted, threads))
     return cases
 
 
 def convert_for_openvino(model: Path, place: Path, precision: str) -> None:
-    """Writes a model of transformers as OpenVINO GenAI opens it, with the converter's defaults."""
+    """Converts a transformers model for OpenVINO GenAI, with the converter's defaults."""
     options = ["--task", "text-generation-with-past", "--weight-format", precision]
-    if precision == "int4":  # blocks of 128, and smaller ones where a matrix is narrower
+    if precision == "int4":  # blocks of 128, and smaller ones for narrower matrices
         options += ["--group-size-fallback", "adjust"]
     command = (CONVERTER, "export", "openvino", "--model", str(model), *options, str(place))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -293,7 +293,7 @@ def convert_for_openvino(model: Path, place: Path, precision: str) -> None:
 def exports(
     folder: Path, place: Path, graphs: Iterable[tuple[str, int]], progress: Progress
 ) -> Iterator[tuple[str, int, Path]]:
-    """Yields each precision and k with its bundle; a k is traced once."""
+    """Yields each precision and k with its bundle; the model is traced once per k."""
     model = moexport.load(folder)
     traced: dict[int, Any] = {}
     for precision, k in graphs:
@@ -368,11 +368,11 @@ def table(body: Any) -> str:
             "the whole batch:"
         )
         parts.append(_speed_table(first, contexts[:1], batches))
-    there = [name for name in PEERS if name not in body["absent"]]
-    if there:
-        names = " and over ".join(TITLES[name] for name in there)
+    present = [name for name in PEERS if name not in body["absent"]]
+    if present:
+        names = " and over ".join(TITLES[name] for name in present)
         parts.append(f"Speed-up over {names}, INT8 against Q8_0 and INT4 against Q4_0, batch 1:")
-        parts.append(_ratio_table(body["speed"], contexts, there))
+        parts.append(_ratio_table(body["speed"], contexts, present))
     tokens = body["quality"][0]["tokens"]
     parts.append(
         f"Quality: the demo's Mixtral, trained longer, on {tokens:,} tokens that it was not "
@@ -423,7 +423,7 @@ def _ratio_table(
                 (found[peer, theirs, trained, c], found["genai", precision, trained, c])
                 for c in contexts
             ]
-            for name, part in (("first token", "first_s"), ("further tokens", "token_s")):
+            for name, part in (("first token", "first_s"), ("later tokens", "token_s")):
                 cells = [f"{slow[part] / fast[part]:.2f}" for slow, fast in pairs]
                 lines.append((TITLES[peer], str(model["layers"]), precision, name, *cells))
     header = ("compared with", "layers", "precision", "", *(f"{c:,}" for c in contexts))

@@ -1,6 +1,6 @@
-"""One language model in each engine that generates text, in its own process.
+"""A language model in each engine that generates text; each engine has its own process.
 
-An engine stays open while the others take their turns; its threads sleep by then.
+An engine stays open while the others take their turns, but its threads are then asleep.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ PACKAGES: Mapping[EngineName, tuple[str, ...]] = {
     "openvino-genai": ("openvino_genai",),
     "transformers": ("transformers",),
 }
-"""The modules of each engine; for llama.cpp also the one that writes its files."""
+"""The modules of each engine; for llama.cpp also the module that writes its files."""
 
 CONVERTER = "optimum-cli"
-"""Converts models for OpenVINO GenAI; a program of another environment, where it needs one."""
+"""The program that converts models for OpenVINO GenAI, from another environment if necessary."""
 
 DISTRIBUTIONS = ("onnxruntime-genai", "llama-cpp-python", "openvino-genai", "transformers")
 
@@ -48,7 +48,7 @@ def missing(name: EngineName) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class TextCase:
-    """A model as an engine opens it: a bundle, a GGUF file or a folder."""
+    """A model in the form that an engine opens: a bundle, a GGUF file or a folder."""
 
     engine: EngineName
     precision: str
@@ -58,13 +58,13 @@ class TextCase:
 
 
 class TextEngine(ABC):
-    """A language model that is open."""
+    """An open language model."""
 
     @abstractmethod
     def generate(self, prompts: Ids, new: int) -> tuple[Ids, list[float]]:
         """Returns the next tokens [b, new] of prompts [b, m], greedily, and the seconds of each.
 
-        Those of the first hold what the prompts took, and not what made room for the cache.
+        The time of the first token includes computing the prompts, but not allocating the cache.
         """
 
     @abstractmethod
@@ -73,17 +73,17 @@ class TextEngine(ABC):
 
 
 class SteppedEngine(TextEngine):
-    """An engine whose tokens are asked for one by one."""
+    """An engine that generates one token per call."""
 
     @abstractmethod
     def steps(self, prompts: Ids, new: int) -> Callable[[], Ids]:
         """Returns a function that generates the next token [b] of every prompt [b, m], greedily.
 
-        Its first call computes the prompts; `new` calls are made.
+        The first call computes the prompts; there are `new` calls in all.
         """
 
     def generate(self, prompts: Ids, new: int) -> tuple[Ids, list[float]]:
-        """Returns the tokens of the steps, and what each took."""
+        """Returns the tokens of the steps and the seconds of each step."""
         step = self.steps(prompts, new)
         sleep(WAIT_S)
         tokens, times = [], []
@@ -109,7 +109,7 @@ class GenAIEngine(SteppedEngine):
     def _generator(self, prompts: Ids, new: int) -> Any:
         b, m = prompts.shape
         params = self._genai.GeneratorParams(self._model)
-        # Random weights may yield an end token: it is ignored, and all tokens are generated.
+        # Random weights may yield an end token, which is ignored, so that all tokens are generated.
         length = m + new
         params.set_search_options(
             batch_size=b, max_length=length, min_length=length, do_sample=False
@@ -130,7 +130,7 @@ class GenAIEngine(SteppedEngine):
         return step
 
     def logits(self, ids: Ids) -> NDArray[np.float32]:
-        """Returns the graph's own output."""
+        """Returns the graph's output."""
         generator = self._generator(ids[None], 1)
         generator.append_tokens(ids[None].astype(np.int32))
         scores: NDArray[np.float32] = np.array(generator.get_output("logits")[0])
@@ -138,7 +138,7 @@ class GenAIEngine(SteppedEngine):
 
 
 class TransformersEngine(SteppedEngine):
-    """The untouched model in float32, token by token with the cache of `transformers`."""
+    """The untouched model in float32, one token at a time with the cache of `transformers`."""
 
     def __init__(self, case: TextCase) -> None:
         import torch
@@ -149,7 +149,7 @@ class TransformersEngine(SteppedEngine):
         self._model = AutoModelForCausalLM.from_pretrained(case.path, dtype=torch.float32).eval()
 
     def steps(self, prompts: Ids, new: int) -> Callable[[], Ids]:
-        """Returns a call of the model with the scores of the last token alone."""
+        """Returns a call of the model that computes only the last token's scores."""
         given, cache = self._torch.from_numpy(prompts), None
 
         def step() -> Ids:
@@ -171,9 +171,9 @@ class TransformersEngine(SteppedEngine):
 
 
 class LlamaCppEngine(SteppedEngine):
-    """A GGUF file in llama.cpp, by the calls of its C interface; its settings are the defaults.
+    """A GGUF file in llama.cpp through its C interface, with the default settings.
 
-    Its cache is of 16 bits.
+    The cache has 16 bits.
     """
 
     def __init__(self, case: TextCase) -> None:
@@ -193,14 +193,14 @@ class LlamaCppEngine(SteppedEngine):
         self._contexts: dict[tuple[int, int, int], Any] = {}
 
     def _open(self, sequences: int, length: int, tokens: int) -> None:
-        """An empty context for sequences of a length, with at most `tokens` tokens in a call."""
+        """Opens an empty context for sequences of a length; a call has at most `tokens` tokens."""
         key = sequences, length, tokens
         if key not in self._contexts:
-            self._contexts[key] = self._made(sequences, length, tokens)
+            self._contexts[key] = self._new_context(sequences, length, tokens)
         self._context = self._contexts[key]
         self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
 
-    def _made(self, sequences: int, length: int, tokens: int) -> Any:
+    def _new_context(self, sequences: int, length: int, tokens: int) -> Any:
         params = self._lib.llama_context_default_params()
         params.n_ctx = sequences * (-(-length // 256) * 256)
         params.n_batch, params.n_seq_max = max(tokens, 32), sequences
@@ -211,30 +211,30 @@ class LlamaCppEngine(SteppedEngine):
         return context
 
     def _call(self, ids: Ids, start: int, *, every: bool = False) -> NDArray[np.float32]:
-        """The scores after ids [b, m] from a position on: of the last ones [b, v], or of all."""
+        """Returns the scores after ids [b, m] from `start` on: after the last [b, v], or all."""
         m = ids.shape[1]
         batch = self._lib.llama_batch_init(ids.size, 0, 1)
         batch.n_tokens = ids.size
-        at = np.arange(ids.size) % m
+        column = np.arange(ids.size) % m
         for array, values in (
             (batch.token, ids.ravel()),
-            (batch.pos, start + at),
+            (batch.pos, start + column),
             (batch.n_seq_id, 1),
-            (batch.logits, every | (at == m - 1)),
+            (batch.logits, every | (column == m - 1)),
         ):
             np.ctypeslib.as_array(array, (ids.size,))[:] = values
-        for place in range(ids.size):
-            batch.seq_id[place][0] = place // m
+        for index in range(ids.size):
+            batch.seq_id[index][0] = index // m
         status = self._lib.llama_decode(self._context, batch)
         self._lib.llama_batch_free(batch)
         if status:
             raise RuntimeError(f"llama.cpp: decode failed with {status}")
-        places = range(ids.size) if every else range(m - 1, ids.size, m)
-        rows = [self._lib.llama_get_logits_ith(self._context, place) for place in places]
+        wanted = range(ids.size) if every else range(m - 1, ids.size, m)
+        rows = [self._lib.llama_get_logits_ith(self._context, index) for index in wanted]
         return np.array([np.ctypeslib.as_array(row, (self._words,)) for row in rows])
 
     def steps(self, prompts: Ids, new: int) -> Callable[[], Ids]:
-        """Returns a decode of the prompts in one batch, and then of a token of each."""
+        """Returns a function that decodes the prompts in one batch, and then one token of each."""
         self._open(len(prompts), prompts.shape[1] + new, prompts.size)
         given, start = prompts, 0
 
@@ -248,16 +248,16 @@ class LlamaCppEngine(SteppedEngine):
         return step
 
     def logits(self, ids: Ids) -> NDArray[np.float32]:
-        """Returns the scores at every place of one batch."""
+        """Returns the scores at every position of one batch."""
         self._open(1, len(ids), len(ids))
         return self._call(ids[None], 0, every=True)
 
 
 class OpenVinoGenAIEngine(TextEngine):
-    """A folder of `optimum-cli export openvino` in OpenVINO GenAI.
+    """A folder that `optimum-cli export openvino` wrote, in OpenVINO GenAI.
 
-    Its settings are the defaults, BF16 where the CPU has it among them, but that it keeps no
-    prompts: each is given in several rounds.
+    Its settings are the defaults, including BF16 if the CPU has it, except that it caches no
+    prompts, because the same prompts come in several rounds.
     """
 
     def __init__(self, case: TextCase) -> None:
@@ -268,7 +268,9 @@ class OpenVinoGenAIEngine(TextEngine):
         self._settings = {"INFERENCE_NUM_THREADS": case.threads}
         schedule = openvino_genai.SchedulerConfig()
         schedule.enable_prefix_caching = False
-        schedule.max_num_batched_tokens = 1 << 20  # a prompt is computed at once, as elsewhere
+        schedule.max_num_batched_tokens = (
+            1 << 20
+        )  # a prompt is computed in one call, as in the other engines
         self._folder = case.path
         self._pipeline = openvino_genai.LLMPipeline(
             case.path, "CPU", scheduler_config=schedule, **self._settings
@@ -276,7 +278,7 @@ class OpenVinoGenAIEngine(TextEngine):
         self._graph: Any = None
 
     def generate(self, prompts: Ids, new: int) -> tuple[Ids, list[float]]:
-        """Returns its tokens, and the times between those that it notes itself."""
+        """Returns the tokens, and the times between them as OpenVINO GenAI records them."""
         config = self._genai.GenerationConfig()
         config.max_new_tokens = config.min_new_tokens = new
         config.ignore_eos, config.do_sample = True, False
@@ -288,7 +290,7 @@ class OpenVinoGenAIEngine(TextEngine):
         return np.array(found.tokens), [first_us / 1e6, *(np.diff(ms) / 1e3).tolist()]
 
     def logits(self, ids: Ids) -> NDArray[np.float32]:
-        """Returns the outputs of the same graph file in OpenVINO without the pipeline."""
+        """Returns the outputs of the same graph file in OpenVINO, without the pipeline."""
         if self._graph is None:
             file = self._folder / "openvino_model.xml"
             compiled = self._openvino.Core().compile_model(file, "CPU", self._settings)
@@ -314,11 +316,11 @@ ENGINES: Mapping[EngineName, Callable[[TextCase], TextEngine]] = {
 }
 
 _OPEN: list[TextEngine] = []
-"""The engine of this process."""
+"""The engine of this process, once it is open."""
 
 
 class EngineProcess:
-    """An engine in its own process, which ends with `close` and gives its memory back."""
+    """An engine in its own process, which ends with `close` and then frees its memory."""
 
     def __init__(self, case: TextCase) -> None:
         self.case = case
@@ -330,7 +332,7 @@ class EngineProcess:
         return self._pool.submit(_seconds, prompts, new).result()
 
     def logits(self, ids: Ids) -> NDArray[np.float32]:
-        """Returns the scores of the token after each."""
+        """Returns the scores of the token after each of ids [m]."""
         return self._pool.submit(_logits, ids).result()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""A folder of transformers as llama.cpp's GGUF file, of the same weights.
+"""Writes the model in a transformers folder as a GGUF file for llama.cpp, with the same weights.
 
-All matrices but the router's become blocks of 32 weights with a scale, the embedding and the head
-too, as `--quantize all` does it.
+All matrices except the router's become blocks of 32 weights with a scale, including the embedding
+and the head, as with `--quantize all`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ GGUFType = Literal["F32", "Q8_0", "Q4_0"]
 class GGUFForm:
     """The name of an architecture in llama.cpp, and the checkpoint's names of a layer's experts.
 
-    `interleaved`: it turns neighbours, where transformers turns halves, so that rows of queries and
-    keys change places. `hidden` is the field of an expert's width, `merged` what gguf's own list of
-    names calls the experts of a layer together.
+    If `interleaved`, its rotary embedding rotates neighbours instead of halves as in transformers,
+    so the rows of queries and keys are reordered. `hidden` is the configuration's field for an
+    expert's width, `merged` the name of all experts of a layer together in gguf's list of names.
     """
 
     name: str
@@ -53,11 +53,11 @@ FORMS: Mapping[str, GGUFForm] = {
         interleaved=True,
     ),
 }
-"""By the type in `config.json`."""
+"""The forms by the `model_type` in `config.json`."""
 
 
 def write_gguf(folder: Path, file: Path, kind: GGUFType) -> None:
-    """Writes a model of a folder, in blocks of 8 or 4 bits or as it is."""
+    """Writes the model in a folder, in blocks of 8 or 4 bits or in FP32."""
     import gguf
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -101,23 +101,23 @@ def _write_sizes(writer: Any, config: Mapping[str, Any], form: GGUFForm) -> None
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config[form.hidden])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")  # it is given tokens
+    writer.add_tokenizer_model("none")  # the input is tokens
 
 
 def _weights(folder: Path, config: Mapping[str, Any], form: GGUFForm) -> dict[str, Tensor]:
-    """The checkpoint's weights; those of a layer's experts as one."""
+    """Returns the checkpoint's weights, with those of a layer's experts as one tensor."""
     found: dict[str, Tensor] = {}
     pattern = rf"model\.layers\.(\d+)\.{re.escape(form.experts)}\.(\d+)\.(.*)"
     experts: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as archive:
-            for name in archive.keys():  # noqa: SIM118  # it is no mapping
-                weight, at = archive.get_tensor(name), re.fullmatch(pattern, name)
-                if at is not None:
-                    experts[form.merged.format(at[1], at[3])][int(at[2])] = weight
+            for name in archive.keys():  # noqa: SIM118  # not a mapping
+                weight, match = archive.get_tensor(name), re.fullmatch(pattern, name)
+                if match is not None:
+                    experts[form.merged.format(match[1], match[3])][int(match[2])] = weight
                 elif form.interleaved and re.search(r"\.[qk]_proj\.", name):
                     kind = "num_attention_heads" if ".q_" in name else "num_key_value_heads"
-                    found[name] = _neighbours(weight, config[kind])
+                    found[name] = _interleaved(weight, config[kind])
                 else:
                     found[name] = weight
     for name, by_expert in experts.items():
@@ -125,7 +125,7 @@ def _weights(folder: Path, config: Mapping[str, Any], form: GGUFForm) -> dict[st
     return found
 
 
-def _neighbours(weight: Tensor, heads: int) -> Tensor:
-    """Rows [heads·w, d], of which pairs that are turned together come to lie side by side."""
+def _interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Returns rows [heads·w, d] in an order in which pairs that rotate together are neighbours."""
     rows = weight.reshape(heads, 2, -1, weight.shape[-1])
     return rows.transpose(1, 2).reshape(weight.shape)

@@ -1,9 +1,9 @@
-"""How well `auto` chooses: single Soft MoE layers of many sizes, every lowering that may serve.
+"""Measures how well `auto` chooses, with every possible lowering of Soft MoE layers of many sizes.
 
-Half of the layers are there to fit the cost model to (`python -m perf fit`), the other half only to
-judge it: no constant has seen them. What was measured is kept after every layer, and an
-interrupted run goes on where it stopped: `python -m perf auto --minutes=12`. Once all layers are
-measured, the time goes to those that other work disturbed most, of which the least times count.
+The cost model is fitted to half of the layers (`python -m perf fit`); the others only judge it. The
+results are saved after every layer, and `python -m perf auto --minutes=12` continues an interrupted
+run. Once all layers are measured, the remaining time goes to those that other work disturbed most;
+the smallest times count.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BATCHES = (1, 8, 32)
 PROTOCOL = timing.Protocol(warmup=2, round_s=0.01)
 
 COPY_LIMIT_BYTES = 256 << 20
-"""`gather` is left out if one batch would copy more weights than this."""
+"""`gather` is not measured if one batch would copy more weights than this."""
 
 CALIBRATION_INPUTS = 8
 
@@ -69,7 +69,7 @@ FITTED = (
     Layer(768, 8, 1536, 4, 197, "gelu"),
     Layer(768, 64, 384, 1, 196, "relu"),
 )
-"""Layers that the constants may be fitted to."""
+"""Layers to which the constants may be fitted."""
 
 HELD_OUT = (
     Layer(196, 16, 49, 1, 4, "relu"),  # the demo's own
@@ -90,13 +90,13 @@ HELD_OUT = (
 
 
 def ks_of(layer: Layer) -> tuple[int, ...]:
-    """Returns every k that is measured."""
+    """Returns the values of k that are measured."""
     n = layer.experts
     return tuple(sorted({n, max(1, n // 4), max(1, n // 16)}, reverse=True))
 
 
 def named(layer: Layer) -> str:
-    """Returns how tables call a layer."""
+    """Returns a layer's name in tables."""
     return (
         f"d={layer.dim}, n={layer.experts}, h={layer.hidden}, p={layer.slots}, "
         f"m={layer.tokens}, {layer.activation}"
@@ -104,18 +104,18 @@ def named(layer: Layer) -> str:
 
 
 SAME_GRAPH = ("dense", "gather")
-"""With every expert kept nothing is to gather, and these are the same graph."""
+"""These are the same graph if every expert is kept, because nothing is gathered."""
 
 DISTURBED = 1.3
-"""If the median is this many times the least time, other work disturbed the measurement."""
+"""If the median exceeds the least time by this factor, other work disturbed the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One layer, k, batch and form: milliseconds of each lowering that may serve.
+    """One layer, k, batch and form: the milliseconds of each possible lowering.
 
-    `ms` are the least that a call took, which other work on the machine disturbs least, and
-    `medians` those of all calls.
+    `ms` are the shortest calls, which other work on the machine disturbs least; `medians` are the
+    medians of all calls.
     """
 
     layer: Layer
@@ -133,38 +133,38 @@ class Cell:
 
     @property
     def best(self) -> float:
-        """The fastest lowering's time."""
+        """The time of the fastest lowering."""
         return min(self.ms.values())
 
     def ratio(self, name: str) -> float:
-        """A lowering's time over the fastest's; infinite if it took too long to be measured."""
+        """Returns a lowering's time over the fastest's; infinite if it was too slow to measure."""
         names = SAME_GRAPH if self.same_graph is not None and name in SAME_GRAPH else (name,)
         return min(self.ms.get(each, float("inf")) for each in names) / self.best
 
     @property
     def same_graph(self) -> float | None:
-        """How far apart two times of the same graph are; None if something is gathered."""
+        """The ratio of two times of the same graph; None if weights are gathered."""
         if self.k < self.layer.experts or not all(name in self.ms for name in SAME_GRAPH):
             return None
         times = [self.ms[name] for name in SAME_GRAPH]
         return max(times) / min(times)
 
     def disturbance(self, name: str | None = None) -> float:
-        """A lowering's median over its least time, the fastest's unless told."""
+        """Returns the median over the least time of a lowering, by default the fastest one."""
         name = name or min(self.ms, key=self.ms.__getitem__)
         return self.medians[name] / self.ms[name] if name in self.ms else 1.0
 
-    def tells(self, name: str) -> bool:
-        """Whether neither a lowering's time nor the fastest's was disturbed."""
+    def undisturbed(self, name: str) -> bool:
+        """Returns whether neither a lowering's time nor the fastest's was disturbed."""
         return max(self.disturbance(), self.disturbance(name), self.same_graph or 1.0) <= DISTURBED
 
     @property
-    def place(self) -> tuple[object, ...]:
-        """Where in the grid it stands."""
+    def key(self) -> tuple[object, ...]:
+        """The cell's position in the grid."""
         return self.layer, self.target, self.precision, self.k, self.batch
 
-    def again(self, other: Cell) -> Cell:
-        """Returns the least of two measurements."""
+    def merged(self, other: Cell) -> Cell:
+        """Returns the smaller times of two measurements of this cell."""
         return replace(
             self,
             ms={name: min(ms, other.ms.get(name, ms)) for name, ms in self.ms.items()},
@@ -184,16 +184,16 @@ SPAN = (BATCHES[0], BATCHES[-1])
 
 
 def chosen_by_batch(cell: Cell) -> str:
-    """Returns the choice of `auto` for a cell's batch if it writes graphs for the whole range."""
+    """Returns the choice of `auto` for a cell's batch among its graphs for the whole range."""
     spans = batch_spans([replace(cell.plan, batch=SPAN[0])], cell.target, *SPAN)
     return chosen(cell, next(span for span in spans if span[0] <= cell.batch <= span[1]))
 
 
 def least_ratios(cells: Sequence[Cell]) -> list[float]:
-    """Returns for each cell of batch 1 how far the best single graph is off at its worst batch."""
+    """Returns the best single graph's ratio at its worst batch, for each layer, form and k."""
     batches: dict[object, list[Cell]] = {}
     for cell in cells:
-        batches.setdefault(cell.place[:-1], []).append(cell)
+        batches.setdefault(cell.key[:-1], []).append(cell)
     return [
         min(max(each.ratio(name) for each in same) for name in same[0].ms)
         for same in batches.values()
@@ -202,7 +202,7 @@ def least_ratios(cells: Sequence[Cell]) -> list[float]:
 
 
 def read_cells(file: Path, layers: Sequence[Layer] = (*FITTED, *HELD_OUT)) -> list[Cell]:
-    """Returns the measurements of some layers, batches rising."""
+    """Returns the measurements of some layers, sorted by batch."""
     if not file.exists():
         return []
     cells = [Cell(**{**each, "layer": Layer(**each["layer"])}) for each in kept(file)["cells"]]
@@ -210,8 +210,8 @@ def read_cells(file: Path, layers: Sequence[Layer] = (*FITTED, *HELD_OUT)) -> li
 
 
 def measure(file: Path, progress: Progress, minutes: float = MINUTES) -> None:
-    """Measures missing cells, in random order; then disturbed ones, worst first."""
-    cells = {cell.place: cell for cell in read_cells(file)}
+    """Measures missing cells in random order, then disturbed ones, the worst first."""
+    cells = {cell.key: cell for cell in read_cells(file)}
     forms = [(layer, *form) for layer in (*FITTED, *HELD_OUT) for form in FORMS]
     random.Random(0).shuffle(forms)
     visits = dict.fromkeys(forms, 0)
@@ -225,23 +225,23 @@ def measure(file: Path, progress: Progress, minutes: float = MINUTES) -> None:
         visits[form] += 1
         progress.step(f"{named(layer)}: {target}, {precision}")
         for cell in measured(layer, target, precision, count):
-            before = cells.get(cell.place)
-            cells[cell.place] = cell if before is None else before.again(cell)
+            before = cells.get(cell.key)
+            cells[cell.key] = cell if before is None else before.merged(cell)
         body: list[dict[str, Any]] = [asdict(cell) for cell in cells.values()]
         load: float | None = None
         if sys.platform != "win32":
             load = os.getloadavg()[0]
         keep(file, "auto", batches=BATCHES, threads=count, load=load, cells=body)
-    progress.step("the time is over")
+    progress.step("no time is left")
 
 
 Form = tuple[Layer, CpuTarget, Precision]
 
 
 def _next(forms: Sequence[Form], visits: Mapping[Form, int], cells: Iterable[Cell]) -> Form | None:
-    """Returns the next cell: a missing one, else the most disturbed of the least measured.
+    """Returns the next form: a missing one, otherwise the most disturbed of the least visited.
 
-    None if nothing was disturbed.
+    Returns None if no measurement was disturbed.
     """
     worst: dict[Form, float] = {}
     for cell in cells:
@@ -255,7 +255,7 @@ def _next(forms: Sequence[Form], visits: Mapping[Form, int], cells: Iterable[Cel
 
 
 def measured(layer: Layer, target: CpuTarget, precision: Precision, count: int) -> Iterator[Cell]:
-    """Yields a layer's cells in one form, every lowering of a batch interleaved."""
+    """Yields a layer's cells in one form; the lowerings of a batch are interleaved."""
     ks = ks_of(layer)
     names = [each.name for each in able(layer.plan(1, 1, precision), target)]
     asked = BenchRequest(
@@ -266,8 +266,8 @@ def measured(layer: Layer, target: CpuTarget, precision: Precision, count: int) 
         threads=count,
         target=target,
     )
-    seen = layer.inputs(CALIBRATION_INPUTS).inputs if precision == "int8" else None
-    with exported(layer.models()[0], asked, inputs=seen) as candidate:
+    inputs = layer.inputs(CALIBRATION_INPUTS).inputs if precision == "int8" else None
+    with exported(layer.models()[0], asked, inputs=inputs) as candidate:
         graphs = {(str(each.lowering), each.k): each.loader().infer for each in candidate.graphs}
         for batch in BATCHES:
             x = layer.inputs(batch).inputs
@@ -289,7 +289,7 @@ def _called(infer: Callable[[np.ndarray], object], x: np.ndarray, index: int) ->
 
 
 Choice = Callable[[Cell], str]
-"""A lowering for a cell."""
+"""A function that chooses a lowering for a cell."""
 
 CHOICES: Mapping[str, Choice] = MappingProxyType(
     {
@@ -298,19 +298,19 @@ CHOICES: Mapping[str, Choice] = MappingProxyType(
         "1:1:32, one graph": partial(chosen, batches=SPAN),
     }
 )
-"""The choice of `auto` for the cell's own batch, or for a range: with the graphs
-that it writes, and where it is to be one."""
+"""The choices of `auto` for a cell's own batch, and for a range: with the graphs that it writes,
+and with a single graph."""
 
 
 def table(file: Path) -> str:
-    """Returns the ratio of the choice to the best as Markdown: of all cells, and of quiet ones."""
+    """Returns the ratios of the choice to the best as Markdown: of all and of undisturbed cells."""
     rows = []
     for title, layers in (("fitted to", FITTED), ("held out", HELD_OUT)):
         for precision in ("fp32", "int8"):
             cells = [cell for cell in read_cells(file, layers) if cell.precision == precision]
             for asked, choice in CHOICES.items() if cells else ():
                 found = [(cell.ratio(choice(cell)), cell) for cell in cells]
-                quiet = [(ratio, cell) for ratio, cell in found if cell.tells(choice(cell))]
+                quiet = [(ratio, cell) for ratio, cell in found if cell.undisturbed(choice(cell))]
                 rows.append((title, precision, asked, *_summary(found), *_summary(quiet)))
     counts = ("cells", "median", "95%", "worst")
     header = (
@@ -325,19 +325,19 @@ def table(file: Path) -> str:
     body = kept(file)
     return (
         f"{measured_on(body)}; load average {body['load']:.1f}. Two measurements of the same graph "
-        f"are apart by {apart}: no ratio below that tells anything. Undisturbed are cells where "
-        f"the medians of the choice and of the best are within {DISTURBED:g} times their least.\n\n"
+        f"differ by {apart}: smaller ratios mean nothing. A cell is undisturbed if the medians of "
+        f"the choice and of the best are at most {DISTURBED:g} times their least times.\n\n"
         f"{markdown(header, rows)}\n\n"
-        f"One graph for all of these batches, chosen by these times, would take {one_graph}."
+        f"The best single graph for all of these batches would take {one_graph}."
     )
 
 
 def _summary(ratios: Sequence[tuple[float, Cell]]) -> tuple[str, ...]:
-    """How many, the median, 95%, the worst, and where that is."""
+    """Returns the number of ratios, their median, 95% quantile and maximum, and the worst cell."""
     if not ratios:
         return ("0", *4 * ("–",))
     found = [ratio for ratio, _ in ratios]
     worst, where = max(ratios, key=lambda each: each[0])
     middle, high = np.median(found), np.quantile(found, 0.95)
-    place = f"{named(where.layer)}, {where.target}, k = {where.k}, batch {where.batch}"
-    return str(len(found)), f"{middle:.2f}", f"{high:.2f}", f"{worst:.2f}", place
+    cell = f"{named(where.layer)}, {where.target}, k = {where.k}, batch {where.batch}"
+    return str(len(found)), f"{middle:.2f}", f"{high:.2f}", f"{worst:.2f}", cell

@@ -1,8 +1,8 @@
 """Fits the rates of `ort-cuda` to a network that was timed on a card: `python -m perf cuda`.
 
-The network was exported with each lowering. The common part of its rows, everything around the
-MoE layers, is a constant for each precision, batch and way of running, so that their differences
-give the rates. Reading and multiplying are those of the data sheet: no row tells them apart.
+The network was exported with each lowering. The time around the MoE layers is a constant for each
+precision, batch and way of running, so the differences between rows determine the rates. The rates
+of reading and multiplying are from the data sheet, because no row can separate them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ FITTED: tuple[str, ...] = ("node_us", "launch_us", "branch_us")
 """The rates that all precisions share."""
 
 COPIED = "copy_bytes_per_us"
-"""The one that each precision has its own of."""
+"""The rate that each precision has separately."""
 
 LEAST_SPREAD = 0.02
-"""Rows count by their spread over the rounds, and no more than at this share of the time."""
+"""The smallest relative spread of a row's rounds: rows with less spread count no more."""
 
-HELD = 0.02
-"""The penalty of moving a rate, in residuals per factor e: rates with little data stay."""
+PENALTY = 0.02
+"""The penalty for changing a rate by a factor e, in residuals: rates with little data stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One row: a lowering of all MoE layers, and the milliseconds of the whole network."""
+    """One row: the lowering of all MoE layers, and the milliseconds of the whole network."""
 
     lowering: str
     work: SoftMoEPlan
@@ -51,13 +51,13 @@ class Timed:
 
     @property
     def group(self) -> tuple[str, int, bool]:
-        """The rows that differ from it only in the MoE layers."""
+        """The key that rows share if they differ only in the MoE layers."""
         return self.work.precision, self.work.batch, self.cuda_graph
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The network that was timed: its MoE layers, and the nodes and parameters of all of it."""
+    """The network that was timed: its MoE layers, and the nodes and parameters of the whole."""
 
     spec: SoftMoESpec
     layers: int
@@ -77,8 +77,8 @@ def network(body: Any) -> Network:
 def read_rows(file: Path) -> tuple[Network, list[Timed]]:
     """Returns the entries of a file of results for which lowerings have predictions.
 
-    If k was an input of the graph and all experts were kept, `gather` copied all of them: a
-    graph of k = n, which is what is predicted, copies none. Those rows are left out.
+    Rows with all experts are omitted unless they are `dense`: with k as an input, `gather` copied
+    all experts, but predictions are for a graph of k = n, which copies none.
     """
     body = kept(file)
     timed = network(body)
@@ -98,7 +98,7 @@ def read_rows(file: Path) -> tuple[Network, list[Timed]]:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The rates that were found, those of copies by precision, and what each row is off by."""
+    """The fitted rates, those of copies by precision, and the relative error of each row."""
 
     rates: Mapping[str, float]
     copied: Mapping[Precision, float]
@@ -106,7 +106,7 @@ class Fit:
 
 
 def machines(rates: Mapping[str, float], copied: Mapping[Precision, float]) -> dict[str, Machine]:
-    """Returns the machine of each precision that was measured, with other rates."""
+    """Returns the machine of each measured precision, with other rates."""
     values: dict[str, Any] = dict(rates)
     return {
         each: replace(
@@ -117,7 +117,7 @@ def machines(rates: Mapping[str, float], copied: Mapping[Precision, float]) -> d
 
 
 def layer_us(timed: Timed, machine: Machine) -> float:
-    """Returns the predicted time of one layer as it ran: without a CUDA graph, launched."""
+    """Returns the predicted time of one layer as it ran: with launches unless in a CUDA graph."""
     if not timed.cuda_graph:
         machine = replace(machine, node_us=machine.node_us + machine.launch_us, launch_us=0.0)
     return lowerings_of("soft-moe")[timed.lowering].predict_us(timed.work, machine)
@@ -126,9 +126,9 @@ def layer_us(timed: Timed, machine: Machine) -> float:
 def fitted(timed: Network, rows: Sequence[Timed]) -> Fit:
     """Returns the rates that predict the rows best.
 
-    The whole network at batch 1 in FP16 is nodes and bytes alone: with a CUDA graph and without
-    one that determines the time of a node, and its launch. The time to choose k experts, TopK above
-    all, is the same for every lowering, and a constant of its own.
+    At batch 1 in FP16, the time of the whole network depends only on nodes and bytes: with and
+    without a CUDA graph, it determines the time of a node and of its launch. The time to select k
+    experts, mainly TopK, is the same for every lowering and has a separate constant.
     """
     precisions: list[Precision] = sorted({row.work.precision for row in rows})
     groups = sorted({row.group for row in rows})
@@ -146,13 +146,13 @@ def fitted(timed: Network, rows: Sequence[Timed]) -> Fit:
         )
 
     def predicted(logarithms: np.ndarray) -> list[float]:
-        made = machines(*unpacked(logarithms))
+        by_precision = machines(*unpacked(logarithms))
         selecting, *around = np.exp(logarithms[len(start) :]).tolist()
         return [
             1e3 * around[groups.index(row.group)]
             + timed.layers
             * (
-                layer_us(row, made[row.work.precision])
+                layer_us(row, by_precision[row.work.precision])
                 + selecting * (row.work.typical_k < timed.spec.experts)
             )
             for row in rows
@@ -169,7 +169,7 @@ def fitted(timed: Network, rows: Sequence[Timed]) -> Fit:
             for row in rows
             if row.group[:2] == ("fp16", 1) and row.work.typical_k == timed.spec.experts
         ]
-        return [*off, *whole, *(HELD * (logarithms - first)).tolist()]
+        return [*off, *whole, *(PENALTY * (logarithms - first)).tolist()]
 
     found = least_squares(residuals, first, loss="soft_l1").x
     off = [us / (1e3 * row.ms) - 1 for us, row in zip(predicted(found), rows, strict=True)]
@@ -178,20 +178,20 @@ def fitted(timed: Network, rows: Sequence[Timed]) -> Fit:
 
 
 def _residual(us: float, row: Timed) -> float:
-    """How far a prediction is from a row, in units of the rounds' spread."""
+    """Returns how far a prediction is from a row, in units of the rounds' spread."""
     return math.log(us / (1e3 * row.ms)) / max(LEAST_SPREAD, row.spread_ms / row.ms)
 
 
 def _whole_us(
     timed: Network, rates: Mapping[str, float], machine: Machine, *, launched: bool
 ) -> float:
-    """The whole network at batch 1, as nodes and bytes alone."""
+    """Returns the time of the whole network at batch 1, from its nodes and bytes."""
     node = rates["node_us"] + (rates["launch_us"] if launched else 0.0)
     return timed.nodes * node + 4.0 * timed.parameters / machine.bytes_per_us
 
 
 def _least(rows: Sequence[Timed], group: tuple[str, int, bool]) -> float:
-    """The initial value for the time around the layers, in milliseconds."""
+    """Returns the initial value of the time around the layers, in milliseconds."""
     return 0.6 * min(row.ms for row in rows if row.group == group)
 
 
@@ -213,7 +213,7 @@ class Cell:
 def cells(rows: Sequence[Timed]) -> list[Cell]:
     """Returns the sizes at which the choice of `auto` and another lowering were measured.
 
-    For k = n that is `dense` alone.
+    There are none for k = n, for which only `dense` counts.
     """
     found: dict[tuple[SoftMoEPlan, bool], dict[str, float]] = {}
     for row in rows:
@@ -227,12 +227,12 @@ def cells(rows: Sequence[Timed]) -> list[Cell]:
 
 
 def report(file: Path) -> str:
-    """Returns the fitted rates next to those in use, and how near the choices of `auto` are."""
+    """Returns the fitted rates next to those in use, and how good the choices of `auto` are."""
     timed, rows = read_rows(file)
     found = fitted(timed, rows)
     now = rates_of(TARGETS[TARGET].machine)
     gpu = kept(file)["environment"]["gpu"][0]["name"]
-    lines = [f"{TARGET}, fitted to {len(rows)} times of {timed.spec.name} on an {gpu}:"]
+    lines = [f"{TARGET}, fitted to {len(rows)} times of {timed.spec.name} on {gpu}:"]
     lines += [
         f"    {name} = {value:.3g}  (now {getattr(now['fp16'], name):.3g})"
         for name, value in found.rates.items()

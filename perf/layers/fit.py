@@ -1,8 +1,8 @@
 """Fits the cost model of `auto` to measured layers: `python -m perf fit`.
 
-The grid of the speed targets and layers of many sizes (`perf.layers.auto`) give the constants;
-other layers show how well they choose. A choice counts as slower than the best
-only by what the rounds can tell apart.
+The constants are fitted to the grid of the speed targets and to layers of many sizes
+(`perf.layers.auto`); other layers show how good the resulting choices are. A choice counts as
+slower than the best only if the difference exceeds the spread of the rounds.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from .tables import Cell, cells
 
 LOWERINGS = lowerings_of("soft-moe")
 
-APART = ("sort_us",)
-"""Measured by itself, in graphs of those nodes alone."""
+MEASURED = ("sort_us",)
+"""Constants that are not fitted: they were measured in graphs of only these nodes."""
 
 RATES = tuple(
-    field.name for field in fields(Machine) if field.type == "float" and field.name not in APART
+    field.name for field in fields(Machine) if field.type == "float" and field.name not in MEASURED
 )
 """The constants that are fitted."""
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
-"""The shapes measured on a CPU."""
+"""The precisions measured on a CPU."""
 
 OUTLIER = 0.2
-"""Residuals beyond this share are given less weight: single cells are disturbed by other loads."""
+"""Larger residuals have less weight, because other work disturbed single cells."""
 
 DISTURBED = 1.3
-"""Above this ratio of median to least time, other work disturbed a cell: it counts for less."""
+"""Above this ratio of median to least time, other work disturbed a cell, which then counts less."""
 
-HELD = 0.1
-"""The penalty of moving a constant, in residuals per factor e: those with little data stay."""
+PENALTY = 0.1
+"""The penalty for changing a constant by a factor e, in residuals: those with little data stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def of_layers(measured: Iterable[auto.Cell], precision: Precision) -> list[Measu
 
 
 def _weight(time: float, best: float) -> float:
-    """A lowering far from the best is never chosen: the distance matters less."""
+    """Returns a time's weight: a lowering far from the best, which is never chosen, counts less."""
     return float((best / time) ** 0.5)
 
 
@@ -104,7 +104,7 @@ def fitted(measured: Sequence[Measured], precision: Precision) -> dict[str, floa
             predicted = LOWERINGS[each.lowering].predict_us(each.plan, tried[each.target])
             off = float(np.log(predicted / each.us))
             found.append(each.weight * off)
-        return [*found, *(HELD * (logarithms - start)).tolist()]
+        return [*found, *(PENALTY * (logarithms - start)).tolist()]
 
     return constants(least_squares(residuals, start, loss="soft_l1", f_scale=OUTLIER).x)
 
@@ -121,7 +121,7 @@ def machine(target: Target, precision: Precision, constants: Mapping[str, float]
 def slack(cell: Cell, rates: Machine) -> float:
     """Returns how much slower the predicted best is than the measured best, 0.1 for 10%.
 
-    0 if the two are no further apart than the rounds of either.
+    Returns 0 if the difference is within the spread of the rounds.
     """
     plan = _plan(cell)
     predicted = min(cell.lowerings, key=lambda name: LOWERINGS[name].predict_us(plan, rates))
@@ -133,9 +133,9 @@ def _plan(cell: Cell) -> SoftMoEPlan:
 
 
 def report(machines: Sequence[Results], layers: Sequence[auto.Cell] = ()) -> str:
-    """Returns the fitted constants, and the worst choices on both grids with old and new ones.
+    """Returns the fitted constants, and the worst choices on both grids with old and new constants.
 
-    They are fitted to the grid of all machines, and to the `layers` that were measured for it.
+    They are fitted to the grids of all machines and to the `layers` that were measured for it.
     """
     return "\n".join(line for each in PRECISIONS for line in _report(machines, layers, each))
 
@@ -143,8 +143,8 @@ def report(machines: Sequence[Results], layers: Sequence[auto.Cell] = ()) -> str
 def _report(
     machines: Sequence[Results], layers: Sequence[auto.Cell], precision: Precision
 ) -> Iterator[str]:
-    of_grids = [each for results in machines for each in of_grid(results, precision)]
-    measured = [*of_grids, *of_layers(layers, precision)]
+    grids = [each for results in machines for each in of_grid(results, precision)]
+    measured = [*grids, *of_layers(layers, precision)]
     if not measured:
         yield f"{precision}: not measured"
         return

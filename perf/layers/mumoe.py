@@ -1,9 +1,9 @@
-"""muMoE layers and blocks at the papers' shapes: the exported graph against published PyTorch.
+"""Compares exported muMoE layers and blocks, at the papers' shapes, with published PyTorch code.
 
 PyTorch runs the published formulation, einsum over the factors and entmax15 by sorting, in two
-forms: by the calls of the authors' code (`published`), and as moexport's own reference does, with
-`torch.einsum` of two operands and nothing around it. One input per call: a vector for the heads,
-1024 tokens for the GPT-2 block, 196 for the Mixer's channel block.
+forms: with the calls of the authors' code (`published`), and as in moexport's reference, with only
+`torch.einsum` of two operands. A call has one input: a vector for the heads, 1024 tokens for the
+GPT-2 block, 196 for the Mixer's channel block.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ..measure import in_pytorch, ms, random_weights, results, threads, timed, t
 
 
 class PublishedMuMoE(nn.Module):
-    """The weights of a `MuMoE` of one level, entmax15 and no edits, in the published calls."""
+    """A `MuMoE` of one level with entmax15 and no edits, computed by the published calls."""
 
     def __init__(self, layer: MuMoE) -> None:
         super().__init__()
         (self.experts,) = layer.spec.levels
         self.spec = layer.spec
         self.projection = layer.projections[0]
-        self.factors = [[*held.factors] for held in layer.tensors]  # type: ignore[misc]
+        self.factors = [[*tensor.factors] for tensor in layer.tensors]  # type: ignore[misc]
         self.norm: nn.Module
         if self.spec.norm == "bn":
             self.norm = nn.BatchNorm1d(self.experts, affine=False)
@@ -86,7 +86,7 @@ def _contracted(spec: FactorisedSpec, factors: list[Tensor], a: Tensor, z: Tenso
 
 @dataclass(frozen=True, slots=True)
 class TimedLayer:
-    """A layer or block, and how many tokens one input has."""
+    """A layer or block, and the number of tokens of one input."""
 
     name: str
     spec: MuMoESpec
@@ -115,10 +115,10 @@ LAYERS = (
 )
 
 REFERENCE = "pytorch-einsum"
-"""The engine of rows of moexport's own reference in PyTorch."""
+"""The engine of the rows of moexport's reference in PyTorch."""
 
 CALIBRATION_TOKENS = 256
-"""Tokens that give INT8 its ranges, in inputs of a layer's size."""
+"""The number of tokens for INT8's ranges, in inputs of a layer's size."""
 
 PROTOCOL = timing.Protocol(round_s=0.5)
 
@@ -128,9 +128,9 @@ def run(
     layers: tuple[TimedLayer, ...] = LAYERS,
     protocol: timing.Protocol = PROTOCOL,
 ) -> Iterator[Results]:
-    """Yields four rows a layer, both in PyTorch and the graphs in FP32 and INT8: b = 1, k = n.
+    """Yields four rows per layer at b = 1 and k = n: both PyTorch forms, and FP32 and INT8 graphs.
 
-    Raises AssertionError if the two in PyTorch differ.
+    Raises AssertionError if the two forms of PyTorch differ.
     """
     machine = Microbenchmarks(threads())
     models: list[ModelInfo] = []
@@ -158,7 +158,7 @@ def measure(
         expected = reference.module(x)
         assert model.original is not None
         assert (model.original(x) - expected).abs().max() < 1e-4 * expected.abs().max()
-    seen = random_tokens(CALIBRATION_TOKENS // layer.tokens or 1, layer.tokens, layer.spec.dim)
+    several = random_tokens(CALIBRATION_TOKENS // layer.tokens or 1, layer.tokens, layer.spec.dim)
     asked = BenchRequest(
         k="n",
         precision=("fp32", "int8"),
@@ -166,18 +166,18 @@ def measure(
         target="ort-cpu",
         threads=threads(),
     )
-    with exported(model, asked, inputs=seen.inputs, name=layer.name) as candidate:
+    with exported(model, asked, inputs=several.inputs, name=layer.name) as candidate:
         graphs = (in_pytorch(reference, REFERENCE, "einsum"), *candidate.graphs)
-        of_pytorch = {PYTORCH_EAGER: "published"}
-        rows, rates = timed(replace(candidate, graphs=graphs), data, protocol, machine, of_pytorch)
+        names = {PYTORCH_EAGER: "published"}
+        rows, rates = timed(replace(candidate, graphs=graphs), data, protocol, machine, names)
     return random_weights(model, layer.name), rows, rates
 
 
 def table(results: Results) -> str:
     """Returns the layers as Markdown, with the least time that the machine needs for each.
 
-    That is the weights streamed from memory, or the multiply-adds at the rate of a large matmul,
-    whichever takes longer; weights that stay in a cache may take less.
+    This is the time to stream the weights from memory or to compute the multiply-adds at the rate
+    of a large matmul, whichever is longer; a layer whose weights stay in a cache may take less.
     """
     lines = []
     for layer in LAYERS:

@@ -1,7 +1,7 @@
-"""One Soft MoE layer at the shapes of the speed targets: every k and lowering against PyTorch.
+"""Compares one Soft MoE layer with PyTorch, at the shapes of the speed targets, by k and lowering.
 
-PyTorch's dense layer is measured in both forms in which it is published: a loop over experts that
-are modules of their own, and experts stacked in one tensor with batched matmuls.
+PyTorch's dense layer is measured in both published forms: a loop over experts that are separate
+modules, and experts stacked in one tensor with batched matmuls.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ BATCHES = (1, 4, 16, 100)
 LOWERINGS = ("dense", "gather", "grouped", "conditional")
 
 GATHER_LIMIT_BYTES = 2 << 30
-"""`gather` is left out if one batch would copy more weights than this."""
+"""`gather` is not measured if one batch would copy more weights than this."""
 
 CALIBRATION_INPUTS = 16
-"""Inputs that give INT8 its ranges."""
+"""The number of inputs for INT8's ranges."""
 
 PROTOCOL = timing.Protocol(warmup=2)
 
 STACKED, LOOP, COMPILED, PLAIN = "stacked", "loop", "torch.compile", "torch.onnx"
 
 BASELINES = (STACKED, LOOP, COMPILED, PLAIN)
-"""The untouched layer: eager in both published forms, and the stacked one compiled or exported by
+"""The untouched layer: eager in both published forms, and the stacked form compiled or exported by
 PyTorch itself."""
 
 ALGORITHM_2 = "algorithm-2"
@@ -79,7 +79,7 @@ class Layer:
 
     @property
     def name(self) -> str:
-        """How tables call it, and the results."""
+        """The name of the layer in tables and results."""
         return f"n={self.experts}, h={self.hidden}"
 
     @property
@@ -96,7 +96,7 @@ class Layer:
 
     @property
     def spec(self) -> SoftMoESpec:
-        """The layer of the ViT family."""
+        """The spec of the layer, in the ViT family."""
         return soft_moe_spec(
             "layer",
             experts=self.experts,
@@ -107,15 +107,15 @@ class Layer:
         )
 
     def plan(self, k: int, batch: int, precision: Precision = "fp32") -> SoftMoEPlan:
-        """The layer of the cell."""
+        """Returns the plan of the layer."""
         return SoftMoEPlan(self.spec, k, batch, self.tokens, precision)
 
     def chosen(self, k: int, batch: int, precision: Precision = "fp32") -> str:
-        """The choice of `auto` on a CPU."""
+        """Returns the choice of `auto` on a CPU."""
         return choose(self.plan(k, batch, precision), "ort-cpu").lowering.name
 
     def models(self) -> tuple[Model, Model]:
-        """The layer alone as a model: experts stacked, and one by one with the same weights."""
+        """Returns models of the layer with the same weights: experts stacked, and one by one."""
         stacked = soft_moe_weights(self.spec)
         first, second = (
             layer_model(self.name, SoftMoE(self.spec, weights), self.tokens)
@@ -124,14 +124,14 @@ class Layer:
         return first, second
 
     def inputs(self, samples: int) -> LabelledData:
-        """Random tokens."""
+        """Returns random tokens."""
         return random_tokens(samples, self.tokens, self.dim)
 
 
 SHAPES = (Layer(768, 8, 7680), Layer(768, 128, 384))
 
 LARGE = Layer(768, 8, 30720)
-"""Table 3's own layer: 1.5 GB of weights, so only the choice of `auto` is measured."""
+"""The layer of Table 3. It has 1.5 GB of weights, so only the choice of `auto` is measured."""
 
 HELD_OUT = Layer(768, 32, 1536)
 """A layer that the cost model was not fitted to."""
@@ -143,7 +143,7 @@ def run(
     batches: tuple[int, ...] = BATCHES,
     protocol: timing.Protocol = PROTOCOL,
 ) -> Iterator[Results]:
-    """Yields a row per layer, batch, engine, lowering and k: all so far, after each layer.
+    """Yields a row per layer, batch, engine, lowering and k: all rows so far, after each layer.
 
     All cases of a batch are interleaved.
     """
@@ -176,7 +176,7 @@ def measure(
         threads=count,
     )
     integers = replace(floats, k=layer.integer_ks, precision="int8")
-    seen = layer.inputs(CALIBRATION_INPUTS).inputs
+    inputs = layer.inputs(CALIBRATION_INPUTS).inputs
     rows: list[Row] = []
     rates: list[Rates] = []
     with ExitStack() as stack:
@@ -187,7 +187,7 @@ def measure(
         )
         candidate = stack.enter_context(exported(loop, floats, name=layer.name))
         lowered = (
-            candidate.graphs + stack.enter_context(exported(loop, integers, inputs=seen)).graphs
+            candidate.graphs + stack.enter_context(exported(loop, integers, inputs=inputs)).graphs
         )
         lowered = opened(*lowered)
         for batch in batches:
@@ -205,7 +205,7 @@ def measure(
 
 
 def _fits(layer: Layer, graph: GraphSource, batch: int) -> bool:
-    """Whether a graph is measured at a batch: of a large layer, only what `auto` takes there."""
+    """Returns whether a graph is measured at a batch: for `LARGE`, only the choice of `auto`."""
     precision: Precision = "int8" if graph.precision == "int8" else "fp32"
     if layer == LARGE:
         return graph.lowering == layer.chosen(graph.k, batch, precision)
@@ -215,7 +215,7 @@ def _fits(layer: Layer, graph: GraphSource, batch: int) -> bool:
 
 @contextlib.contextmanager
 def plain_onnx(model: Model, x: np.ndarray, count: int) -> Iterator[GraphSource]:
-    """Yields a model as `torch.onnx.export` writes it for inputs like x [2, …]: k is n."""
+    """Yields the graph that `torch.onnx.export` writes for inputs like x [2, …], with k = n."""
     n = max(layer.spec.experts for layer in model.layers.values())
     with TemporaryDirectory(prefix="moexport-plain-") as folder:
         path = Path(folder) / "plain.onnx"

@@ -28,7 +28,7 @@ AUTO_SLACK = 0.15
 """`auto` may be this much slower than the best lowering of a cell."""
 
 DISTURBED = 0.5
-"""If round medians differ by more than this share, a ratio is unreliable."""
+"""If the rounds' medians differ by more than this share, a ratio is unreliable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Cell:
     """The measurements of one layer, batch and k, by lowering or form of the untouched layer.
 
     All were measured in the same rounds. `limit` is the least time in milliseconds that the machine
-    needs for k experts, at the rates that it had in those rounds.
+    needs for k experts, at the rates measured in those rounds.
     """
 
     layer: Layer
@@ -47,11 +47,11 @@ class Cell:
     precision: Precision = "fp32"
 
     def median(self, name: str) -> float | None:
-        """The measured milliseconds."""
+        """Returns the median milliseconds of a lowering or form, or None."""
         return None if name not in self.latencies else self.latencies[name].median
 
     def speedup(self, baseline: str) -> str:
-        """How many times faster `auto` is, with ≈ where a round of either was disturbed."""
+        """Returns how many times as fast `auto` is, with ≈ if rounds of either were disturbed."""
         if baseline not in self.latencies:
             return "–"
         both = self.latencies[baseline], self.latencies[self.auto]
@@ -65,7 +65,7 @@ class Cell:
 
     @property
     def over_limit(self) -> float:
-        """The time of `auto` over the least time."""
+        """The time of `auto` divided by the limit."""
         return self.auto_ms / self.limit
 
     @property
@@ -80,23 +80,23 @@ class Cell:
 
     @property
     def auto_slack(self) -> float:
-        """How much slower `auto` is than the best: 0.1 is 10%."""
+        """How much slower `auto` is than the best lowering: 0.1 is 10%."""
         return self.slack_of(self.auto)
 
     def slack_of(self, name: str) -> float:
-        """How much slower a lowering is than the best: 0 within what the rounds can tell apart."""
-        one = self.latencies[name]
+        """Returns how much slower a lowering is than the best; 0 within the rounds' spread."""
+        latency = self.latencies[name]
         best = self.latencies[min(self.lowerings, key=self.lowerings.__getitem__)]
-        slower = one.median / best.median - 1.0
-        return slower if slower > max(one.spread, best.spread) else 0.0
+        slower = latency.median / best.median - 1.0
+        return slower if slower > max(latency.spread, best.spread) else 0.0
 
 
 def cells(
     results: Results, layers: Sequence[Layer] = SHAPES, precision: Precision = "fp32"
 ) -> Iterator[Cell]:
-    """Yields the grid that was measured in a precision: by layer, by batch, k falling.
+    """Yields the grid that was measured in a precision: by layer, batch and descending k.
 
-    If a cell was measured twice, the first measurement counts. The untouched layer is FP32's.
+    If a cell was measured twice, the first measurement counts. The untouched layer is in FP32.
     """
     for layer in layers:
         rows = [
@@ -114,13 +114,13 @@ def cells(
             }
             for k in sorted(limits, reverse=True):
                 found: dict[str, Latency] = {}
-                # The untouched layer as measured along with this k, if it was measured again.
+                # The untouched layer as measured with this k, if it was measured again.
                 for row in sorted(of_batch, key=lambda row: row.k != k):
                     untouched = row.lowering in BASELINES and row.k == layer.experts
                     if (untouched or row.k == k) and row.latency_ms is not None:
                         found.setdefault(str(row.lowering), row.latency_ms)
                 cell = Cell(layer, batch, k, limits[k], found, precision)
-                # Of the largest layer one lowering was measured; `auto` may choose another today.
+                # One lowering of the largest layer was measured; `auto` may now choose another.
                 if cell.auto in found:
                     yield cell
 
@@ -173,7 +173,7 @@ def integer_table(results: Results) -> str:
 
 
 def _lowered(cell: Cell) -> Iterator[str]:
-    """The median of each lowering, that of `auto` in bold; the limit, and `auto` over it."""
+    """Yields the median of each lowering, with `auto` in bold, the limit, and `auto` over it."""
     for name in LOWERINGS:
         text = ms(cell.median(name))
         yield f"**{text}**" if name == cell.auto else text
@@ -182,7 +182,7 @@ def _lowered(cell: Cell) -> Iterator[str]:
 
 
 def targets_table(results: Results) -> str:
-    """Returns the speed targets as Markdown, each with what was measured and what is possible."""
+    """Returns the speed targets as Markdown, with the measured and the possible speed-ups."""
     grid = _grid(results)
     few, many = SHAPES
     rows: list[tuple[str, ...]] = []
@@ -198,15 +198,15 @@ def targets_table(results: Results) -> str:
     for layer in SHAPES:
         n = layer.experts
         ratio = grid[layer, 1, n // 4].auto_ms / grid[layer, 1, n].auto_ms
-        what = f"{layer.name}, batch 1: t(k = n/4) / t(k = n)"
-        rows.append((what, "≤ 0.30", f"{ratio:.2f}", "", ""))
+        target = f"{layer.name}, batch 1: t(k = n/4) / t(k = n)"
+        rows.append((target, "≤ 0.30", f"{ratio:.2f}", "", ""))
     rows += [(*row, "", "") for row in _worst(results, grid, "fp32")]
-    most = "most that memory and cores allow, vs stacked"
-    return markdown(("target", "asked", "vs stacked", "vs loop", most), rows)
+    possible = "the most that memory and cores allow, vs stacked"
+    return markdown(("target", "required", "vs stacked", "vs loop", possible), rows)
 
 
 def integer_targets_table(results: Results) -> str:
-    """Returns the targets of INT8 as Markdown, with what was measured."""
+    """Returns the speed targets of INT8 as Markdown, with the measured speed-ups."""
     floats, integers = _grid(results), _grid(results, SHAPES, "int8")
     few, many = SHAPES
     rows: list[tuple[str, ...]] = []
@@ -227,8 +227,8 @@ def integer_targets_table(results: Results) -> str:
         )
     rows += [(*row, "", "", "", "", "") for row in _worst(results, integers, "int8")]
     header = (
-        *("target", "asked, vs FP32", "vs FP32", "most, vs FP32's limit", "asked, vs PyTorch"),
-        *("vs stacked", "vs loop", "most, vs stacked"),
+        *("target", "required, vs FP32", "vs FP32", "possible, vs FP32's limit"),
+        *("required, vs PyTorch", "vs stacked", "vs loop", "possible, vs stacked"),
     )
     return markdown(header, rows)
 
@@ -244,20 +244,20 @@ def _grid(
 
 
 LIMITS = {1: 1.5, 100: 2.0}
-"""By batch: how many times the limit a layer may take, for k from n to n/8."""
+"""By batch size, how many times the limit a layer may take, for k from n to n/8."""
 
 
 def _worst(results: Results, grid: Grid, precision: Precision) -> Iterator[tuple[str, str, str]]:
-    """The requirements for all cells, and the worst: over its limit, by batch, and of `auto`."""
+    """Yields the requirements for all cells with the worst cell: by batch, and for `auto`."""
     for batch, bound in LIMITS.items():
-        asked = [
+        required = [
             cell
             for cell in cells(results, (*SHAPES, LARGE), precision)
             if cell.batch == batch and cell.k in cell.layer.integer_ks
         ]
-        worst = max(asked, key=lambda cell: cell.over_limit)
+        worst = max(required, key=lambda cell: cell.over_limit)
         yield (
-            f"batch {batch}, k = n to n/8: time over limit, worst of {len(asked)} cells",
+            f"batch {batch}, k = n to n/8: time over limit, worst of {len(required)} cells",
             f"≤ {bound}",
             f"{worst.over_limit:.2f} ({worst.layer.name}, k = {worst.k})",
         )

@@ -105,7 +105,7 @@ def test_other_numbers_of_idx_files_are_read(kind: int, dtype: str, tmp_path: Pa
         (
             "train-images-idx3-ubyte",
             lambda b: b[:9],
-            r"is not an IDX file of images: its sizes are",
+            r"is not an IDX file of images: its shape is",
         ),
         (
             "train-images-idx3-ubyte",
@@ -115,12 +115,12 @@ def test_other_numbers_of_idx_files_are_read(kind: int, dtype: str, tmp_path: Pa
         (
             "train-images-idx3-ubyte",
             lambda b: b[:4] + b"\xff" * 12,
-            r"is not an IDX file of images: its sizes are \(4294967295, ",
+            r"is not an IDX file of images: its shape is \(4294967295, ",
         ),
         (
             "train-images-idx3-ubyte",
             lambda _: idx(np.zeros((20, 32, 32), np.uint8)),
-            r"has shape \(20, 32, 32\), but images of MNIST are 28×28",
+            r"has shape \(20, 32, 32\), but MNIST's images are 28×28",
         ),
         (
             "train-labels-idx1-ubyte",
@@ -174,7 +174,7 @@ def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
             {"x_test": np.full((10, 28, 28), np.nan, np.float32)},
             r"'x_test' has pixels from nan to nan",
         ),
-        ({"x_train": IMAGES.astype(str)}, r"'x_train' has dtype <U\d+, but pixels are numbers"),
+        ({"x_train": IMAGES.astype(str)}, r"'x_train' has dtype <U\d+, but pixels must be numbers"),
         ({"x_test": IMAGES[:0], "y_test": LABELS[:0]}, r"'x_test' has shape \(0, 28, 28\)"),
         ({"y_test": LABELS[20:] + 0.5}, r"'y_test' has labels that are not whole numbers"),
     ],

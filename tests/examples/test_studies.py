@@ -89,7 +89,7 @@ def test_every_n_of_the_paper_is_trained_and_the_digits_are_named(tmp_path: Path
     suite = replace(SUITE, experts=(2, 512), epochs=1, seeds=2, samples=32)
     _, text = run_mnist(suite, tmp_path, Silent(), command="bench")
     first, *_ = text.splitlines()
-    assert first.startswith("Trained on 32 images and tested with 32, of scikit-learn's")
+    assert first.startswith("Trained on 32 images and tested on 32, from scikit-learn's")
     assert "--data: your MNIST" in first
     results = read(tmp_path / "results.json")
     assert [row.error for row in results.rows] == [None] * len(results.rows)
@@ -119,7 +119,7 @@ def test_a_user_s_mnist_is_trained_on_as_the_paper_does(
     monkeypatch.setattr(sys, "argv", ["studies", *typed])
     assert main() == 0
     out = capsys.readouterr().out
-    assert "Trained on 512 images and tested with 40, of mnist.npz" in out
+    assert "Trained on 512 images and tested on 40, from mnist.npz" in out
     assert "MNIST, n = 4" in out and "digits" not in out
     mean, std = 0.1307, 0.3081
     shown = (arrays["x_train"][:512, None].astype(np.float64) / 255 - mean) / std

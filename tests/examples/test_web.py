@@ -325,7 +325,7 @@ def test_the_page_says_what_it_cannot_do(
         "This bundle was made for tensorrt. Export it again with --target ort-web."
     )
     assert told("?bundle=gone") == (
-        "gone/manifest.json is not there (404): put a bundle into gone/."
+        "gone/manifest.json was not found (404): put a bundle into gone/."
     )
     window.console()  # the browser itself tells of the missing file
     with window.before_pages("WebAssembly.validate = () => false;"):

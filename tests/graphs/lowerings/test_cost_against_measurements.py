@@ -66,7 +66,7 @@ def test_on_small_layers_that_no_constant_has_seen_auto_is_near_the_best(
     """Where neither time was disturbed: single cells may be, in all of their rounds."""
     cells = auto.read_cells(FOLDER / "auto-cpu.json", auto.HELD_OUT)
     chosen = [(cell, choice(cell)) for cell in cells if cell.precision == precision]
-    found = [cell.ratio(name) for cell, name in chosen if cell.tells(name)]
+    found = [cell.ratio(name) for cell, name in chosen if cell.undisturbed(name)]
     assert len(found) >= LEAST_CELLS
     assert np.median(found) <= MEDIAN
     assert np.quantile(found, 0.95) <= HIGH
