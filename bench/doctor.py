@@ -63,16 +63,16 @@ class Diagnosis:
 def diagnose(required: Iterable[Requirement]) -> Diagnosis:
     """Returns a report on the installed packages and the hardware; builds nothing."""
     from ..common.environment import environment
-    from ..common.libraries import outside_of_what_was_run
-    from ..common.registry import foreign_plugins, troubles
+    from ..common.libraries import untested_versions
+    from ..common.registry import foreign_plugins, plugin_problems
     from ..exporter.tensorrt.backends import first_gpu
 
     gpu = first_gpu()
     lines = (EXPORT, *dict.fromkeys(required), DEMO)
     abilities = tuple(line.ability(gpu) for line in lines)
     plugins = tuple(f"plugin {n}: {'; '.join(items)}" for n, items in foreign_plugins().items())
-    outside = tuple(outside_of_what_was_run())
-    return Diagnosis(abilities, environment(), outside, (*plugins, *troubles()))
+    outside = tuple(untested_versions())
+    return Diagnosis(abilities, environment(), outside, (*plugins, *plugin_problems()))
 
 
 def installed(name: str, package: str, title: str, extra: str) -> Requirement:

@@ -11,7 +11,7 @@ import typer
 
 from ..common.console import Console, show
 from ..common.libraries import check_pytorch
-from ..common.text import and_alike, by_level, size, table
+from ..common.text import by_level, first_and_count, size, table
 from ..exporter.options import ExportOptions
 from ..exporter.refusals import check_without_model, with_plugins
 from ..exporter.requests import SIZES
@@ -141,7 +141,7 @@ def _print_exported(
         k = "a graph input" if layer.k is None else f"{layer.kept} of {layer.of_experts}"
         by_choice.setdefault(f"k = {k}, {layer.lowering}", []).append(layer.name)
     for chosen, names in by_choice.items():
-        console.note(f"{and_alike(names)}: {chosen}")
+        console.note(f"{first_and_count(names)}: {chosen}")
     for layer in manifest.layers if console.verbose else ():
         console.note(f"{layer.name}: {layer.lowering}: {layer.reason}")
     for layer in manifest.layers:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..common.console import show
 from ..common.libraries import check_pytorch
-from ..common.text import and_alike, by_level, count, lines, size, table
+from ..common.text import by_level, count, first_and_count, lines, size, table
 from ..errors import UsageError
 from ..exporter.requests import InspectRequest, RunRequest
 from ..graphs.targets import CUDA_PROVIDER, TARGETS
@@ -192,7 +192,7 @@ def _equivalents_text(report: ModelReport) -> tuple[str, ...]:
         return ()
     rows = []
     for forms, names in by_forms.items():
-        name = and_alike(names)
+        name = first_and_count(names)
         rows += [(name, form, count(p), count(2 * macs)) for form, p, macs in forms]
     header = ("muMoE layer", "form", "parameters", "FLOPs of one token")
     notes = (
@@ -322,7 +322,7 @@ def tuning_text(tuning: Tuning | None) -> tuple[str, ...]:
         return ()
     rows = []
     for group in tuning.measured:
-        layers = and_alike(group.layers)
+        layers = first_and_count(group.layers)
         share = f"{group.k}/{group.experts}"
         for candidate in group.candidates:
             ms = candidate.latency_ms

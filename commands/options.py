@@ -114,9 +114,9 @@ def _is_missing(text: str) -> bool:
         return False
     if url_of(text) is not None:
         return False
-    from ..data.feeds import is_there
+    from ..data.feeds import has_inputs
 
-    return not is_there(text)
+    return not has_inputs(text)
 
 
 def parse_config(text: str | Path) -> Path:

@@ -85,9 +85,9 @@ def _print_version(value: bool) -> None:
 def _note_untested_versions() -> None:
     """Prints which packages have untested versions; they may still work."""
     from ..common.console import Console
-    from ..common.libraries import outside_of_what_was_run
+    from ..common.libraries import untested_versions
 
-    for line in outside_of_what_was_run():
+    for line in untested_versions():
         Console().note(line)
 
 

@@ -25,22 +25,22 @@ _PAGE = re.compile(r"(?<![\w/\\.-])docs/([\w-]+\.md)")
 def with_pages(text: str) -> str:
     """Returns a message with the full paths of the pages that it names.
 
-    `docs/families.md` is a path only in a clone; a package has its pages where it is installed.
-    The name of a missing page is unchanged.
+    `docs/families.md` is a path only in a clone: an installed package has its pages in its own
+    folder. The name of a missing page is unchanged.
     """
     return _PAGE.sub(_file_of, text) if "docs/" in text else text
 
 
 def _file_of(named: re.Match[str]) -> str:
-    here = Path(named[0])
+    relative = Path(named[0])
     file = page_file(named[1])
-    if file is None or (here.is_file() and here.samefile(file)):
+    if file is None or (relative.is_file() and relative.samefile(file)):
         return named[0]
     return str(file)
 
 
 def page_file(name: str) -> Path | None:
-    """Returns the file of a page: in `docs/`, or with the plugin whose page it is."""
+    """Returns the file of a page, in `docs/` or in the folder of its plugin."""
     files = (DOCS / name, *ROOT.glob(f"plugins/*/docs/{name}"))
     return next((file for file in files if file.is_file()), None)
 
@@ -57,26 +57,26 @@ NARROW = 60
 """Width in columns below which the progress bar is short and shows only the time left."""
 
 
-SEARCHING_S = 10.0
-"""Seconds between lines about a step of many short parts, when stderr is not a terminal."""
+LINE_INTERVAL_S = 10.0
+"""Seconds between lines about a step with many short parts if stderr is not a terminal."""
 
 
 class Console:
     """Prints progress and messages, at the chosen verbosity (a `Progress`).
 
-    On a terminal a step is one line with a bar, otherwise a plain line. Plain lines that differ
-    only after a colon (`searching: 3 graphs`) are thinned out, unless `verbose`. Leaving the
+    On a terminal a step is one line with a bar; otherwise it is a plain line. Plain lines that
+    differ only after a colon (`searching: 3 graphs`) are thinned out, unless `verbose`. Leaving the
     context removes the bar.
     """
 
-    _live: ClassVar[rich.progress.Progress | None] = None  # one per terminal, for all consoles
+    _live: ClassVar[rich.progress.Progress | None] = None  # shared: a terminal shows one bar
 
     def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
         self.verbose = verbose
         self.quiet = quiet
         self._stream = sys.stderr  # kept, because PyTorch replaces it while it traces
         self._rate: _Rate | None = None
-        self._last, self._printed = "", -SEARCHING_S
+        self._last, self._printed = "", -LINE_INTERVAL_S
 
     def __enter__(self) -> Console:
         return self
@@ -96,7 +96,7 @@ class Console:
         if bar is None:
             bar = Console._live = _new_bar()
             bar.start()
-        # Finished work needs no bar, and for an unknown amount a moving bar is enough.
+        # Finished steps need no bar.
         for task in bar.task_ids:
             bar.remove_task(task)
         if "\n" in text or (total is None and len(text) > bar.console.width - len(_NAME)):
@@ -109,7 +109,7 @@ class Console:
         self._end_rate()
         what, colon, _ = text.partition(": ")
         repeats = bool(colon) and unit is None and what == self._last and not self.verbose
-        if not repeats or time.monotonic() - self._printed > SEARCHING_S:
+        if not repeats or time.monotonic() - self._printed > LINE_INTERVAL_S:
             print(f"{_NAME}{text}", file=self._stream, flush=True)
             self._last, self._printed = what, time.monotonic()
         self._rate = None if unit is None else _Rate(text, total, unit)
@@ -122,7 +122,7 @@ class Console:
             Console._live.advance(Console._live.task_ids[-1], amount)
 
     def finish(self) -> None:
-        """Removes the bar; later output takes its place."""
+        """Removes the bar, so that later output replaces it."""
         self._end_rate()
         if Console._live is not None:
             Console._live.stop()
@@ -198,7 +198,7 @@ def _new_bar() -> rich.progress.Progress:
 
     screen = console.Console(file=sys.stderr)
     narrow = screen.width < NARROW
-    # The description is cut before the bar: a long name would push the bar off the line.
+    # A long description is cut off, because it would push the bar off the line.
     name = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     return progress.Progress(
         progress.TextColumn(f"{_NAME}{{task.description}}", markup=False, table_column=name),
@@ -224,7 +224,7 @@ class Progress(Protocol):
         ...
 
     def advance(self, amount: int) -> None:
-        """A part of the step is finished."""
+        """`amount` more of the step's work is done."""
         ...
 
 

@@ -1,11 +1,11 @@
 """Reads JSON, YAML and TOML as plain data, within limits on size and nesting.
 
-A few hundred bytes can hang the usual parsers: YAML aliases and merges multiply, and dotted keys of
-TOML cost the square of their length. A file's size is therefore checked before it is read, and
-nesting and numbers before objects are built.
+A few hundred bytes can hang the usual parsers: YAML aliases and merges multiply, and the time for a
+dotted key in TOML grows with the square of its length. So a file's size is checked before it is
+read, and nesting and numbers are checked before objects are built.
 
-JSON becomes frozen dataclasses; errors name the file, the field and the expected type. Unknown keys
-are ignored, because a later version may have written them.
+JSON is converted to frozen dataclasses; errors name the file, the field and the expected type.
+Unknown keys are ignored, because a later version may have written them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any, TypeVar
 
 from ..errors import MoexportError, ResultsError
 
-MOST_BYTES = {"json": 16 << 20, "toml": 1 << 20, "yaml": 1 << 20}
-"""The largest file of each kind. A recipe for 61 layers of 256 experts has 120 kB, a `config.json`
-with the names of 21,000 classes 2 MB."""
+MAX_BYTES = {"json": 16 << 20, "toml": 1 << 20, "yaml": 1 << 20}
+"""The largest file of each kind. A recipe for 61 layers of 256 experts takes 120 kB, and a
+`config.json` that names 21,000 classes takes 2 MB."""
 
-MOST_LEVELS = 64
+MAX_LEVELS = 64
 """Levels of nested lists and mappings."""
 
-MOST_DIGITS = 1000
-"""Digits of a number in YAML: base-60 numbers take time with the square of their length."""
+MAX_DIGITS = 1000
+"""Digits of a number in YAML: the time for a base-60 number grows with the square of its length."""
 
 TUPLE = "tag:yaml.org,2002:python/tuple"
-"""The tag that ml_collections writes for tuples; repeated tuples are aliases."""
+"""The tag that ml_collections writes for tuples; it writes repeated tuples as aliases."""
 
 MAX_REPEATED = 1 << 12
 """Values that aliases in one YAML document may repeat."""
@@ -56,7 +56,7 @@ def read_document(
 
     `most` overrides the usual limit in bytes.
     """
-    limit = MOST_BYTES[kind] if most is None else most
+    limit = MAX_BYTES[kind] if most is None else most
     with file.open("rb") as opened:
         data = opened.read(limit + 1)
     if len(data) > limit:
@@ -73,7 +73,7 @@ def document(
 ) -> Any:
     """Returns the plain data in a text; `kind` is `json`, `toml` or `yaml`.
 
-    Whole numbers may have up to `bits` bits. Raises `error`, naming the document and the fault.
+    Whole numbers may have up to `bits` bits. Errors name the document and the fault.
     """
     try:
         match kind:
@@ -83,7 +83,7 @@ def document(
                     json.dumps(content, ensure_ascii=False).encode()  # refuses lone surrogates
             case "toml":
                 if _LONG_KEY.search(text):
-                    raise ValueError(f"a key of more than {MAX_KEY_PARTS} parts")
+                    raise ValueError(f"a key has more than {MAX_KEY_PARTS} parts")
                 content = tomllib.loads(text)
             case _:
                 content = _yaml(text)
@@ -108,7 +108,7 @@ def _yaml(text: str) -> Any:
 
 
 def _check_events(yaml: Any, events: Iterator[Any]) -> None:
-    """Raises ValueError for YAML beyond plain data, and for too much depth or size."""
+    """Raises ValueError for YAML that is not plain data, too deeply nested, or too large."""
     values, repeated, open_collections = 0, 0, list[tuple[str | None, int]]()
     sizes = dict[str, int]()  # the number of values in each tuple with an anchor
     for event in events:
@@ -117,7 +117,7 @@ def _check_events(yaml: Any, events: Iterator[Any]) -> None:
         tag = getattr(event, "tag", None)
         is_tuple = isinstance(event, yaml.SequenceStartEvent) and tag == TUPLE
         if anchor is not None and not is_tuple and anchor not in sizes:
-            raise ValueError(f"{line}: anchors and aliases (&, *) are not supported; repeat it")
+            raise ValueError(f"{line}: anchors and aliases (&, *) are refused; repeat the value")
         if tag is not None and not is_tuple:
             raise ValueError(f"{line}: tags ({tag}) are not supported")
         values += 1
@@ -136,17 +136,17 @@ def _check_events(yaml: Any, events: Iterator[Any]) -> None:
         elif isinstance(event, yaml.ScalarEvent) and event.implicit[0]:
             if event.value == "<<":
                 raise ValueError(f"{line}: merges (<<) are not supported; repeat the keys")
-            if len(event.value) > MOST_DIGITS and event.value[:1] in "+-.0123456789":
-                raise ValueError(f"{line}: a number of more than {MOST_DIGITS} digits")
+            if len(event.value) > MAX_DIGITS and event.value[:1] in "+-.0123456789":
+                raise ValueError(f"{line}: a number has more than {MAX_DIGITS} digits")
 
 
 def _check_levels(levels: int) -> None:
-    if levels > MOST_LEVELS:
-        raise ValueError(f"lists and mappings are nested deeper than {MOST_LEVELS} levels")
+    if levels > MAX_LEVELS:
+        raise ValueError(f"lists and mappings are nested deeper than {MAX_LEVELS} levels")
 
 
 def _check(content: Any, bits: int) -> None:
-    """Raises ValueError for data nested too deep, or a whole number that is too large."""
+    """Raises ValueError for data that is nested too deeply, or a whole number that is too large."""
     pending = [(content, 0)]
     while pending:
         value, levels = pending.pop()
@@ -155,7 +155,7 @@ def _check(content: Any, bits: int) -> None:
             inner = value.values() if isinstance(value, dict) else value
             pending += [(value, levels + 1) for value in inner]
         elif isinstance(value, int) and value.bit_length() >= bits:
-            raise ValueError(f"a whole number of more than {bits} bits")
+            raise ValueError(f"a whole number has more than {bits} bits")
 
 
 T = TypeVar("T")
@@ -180,13 +180,13 @@ def read_json(
 ) -> T:
     """Returns the dataclass for a JSON text.
 
-    Raises `error`, naming the file and the field that is missing or of the wrong type.
+    Raises `error`, which names the file and the field that is missing or has the wrong type.
     """
     return from_data(kind, document(text, "json", file, error), file, error=error)
 
 
 LARGE_BITS = 1024
-"""For settings in which 10³⁰ means "no limit", and for counts."""
+"""The limit for files that may contain large counts, or 10³⁰ for "no limit"."""
 
 
 def object_in(file: Path, most: int | None = None) -> dict[str, Any]:

@@ -32,7 +32,7 @@ NVIDIA_SMI_TIMEOUT_S = 10.0
 
 
 def environment() -> dict[str, Any]:
-    """Returns versions, CPU, GPUs, memory and platform, on which measured figures depend.
+    """Returns what measurements depend on: versions, CPU, GPUs, memory and platform.
 
     Keys: `python`, `platform`, `packages` (versions of installed packages by name), `cpu` (`model`,
     `cores` usable by this process, `architecture`, `instructions`), `memory_bytes` and `gpu` (a
@@ -54,7 +54,7 @@ def environment() -> dict[str, Any]:
 
 
 def platform_name() -> str:
-    """Returns system, architecture and C library, without the name of the machine's kernel."""
+    """Returns the system, architecture and C library, but not the version of the kernel."""
     library = " ".join(part for part in platform.libc_ver() if part)
     return " ".join(part for part in (platform.system(), platform.machine(), library) if part)
 
@@ -71,7 +71,7 @@ def versions(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Returns the CPU's marketing name, or its architecture if the name is unknown."""
+    """Returns the CPU's marketing name, or its architecture if that name is unknown."""
     return _cpu_fact(cpuinfo, "model name") or platform.processor() or platform.machine()
 
 
@@ -81,7 +81,7 @@ def cpu_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def _cpu_fact(cpuinfo: Path, *keys: str) -> str:
-    """The first nonempty value of one of the keys; empty on systems other than Linux."""
+    """Returns the first nonempty value of one of the keys; empty on systems other than Linux."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -110,14 +110,14 @@ def cpu_features() -> str:
     return f"{platform.machine()} with {names}" if names else platform.machine()
 
 
-def of_python(**more: str) -> dict[str, str]:
-    """Returns the environment variables of a Python process with this one's import path.
+def python_environment(**extra: str) -> dict[str, str]:
+    """Returns environment variables for a Python process with the import paths of this one.
 
-    The package's own folder is left out, since its modules are not top-level ones.
+    The package's own folder is left out, since its modules are not top-level modules.
     """
     package = Path(__file__).resolve().parents[1]
     paths = (path for path in sys.path if path and Path(path).resolve() != package)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **extra}
 
 
 def usable_cores() -> int:
@@ -169,9 +169,9 @@ class Growth:
 @contextmanager
 def grown_memory() -> Iterator[Growth]:
     """Measures the growth of memory within the block; 0 if the system does not report it."""
-    growth, peak = Growth(), Path("/proc/self/clear_refs")
+    growth, clear_refs = Growth(), Path("/proc/self/clear_refs")
     try:
-        peak.write_text("5", encoding="utf-8")  # resets the peak to the current use
+        clear_refs.write_text("5", encoding="utf-8")  # resets the peak to the current use
     except OSError:  # another system, or a kernel that forbids it
         yield growth
         return
@@ -196,7 +196,7 @@ def nvidia_smi(*fields: str) -> list[list[str]]:
         result = subprocess.run(
             query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
         )
-    except (OSError, subprocess.SubprocessError):  # installed, but without a driver
+    except (OSError, subprocess.SubprocessError):  # nvidia-smi is installed, but no driver
         return []
     rows = ([part.strip() for part in line.split(",")] for line in result.stdout.splitlines())
     return [row for row in rows if len(row) == len(fields)]

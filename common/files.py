@@ -1,6 +1,6 @@
-"""Reads files: SHA-256 hashes, which are cached, and memory-mapped files.
+"""Computes and caches SHA-256 hashes of files, and releases the pages of memory-mapped files.
 
-Pages of mapped files are released, so that reading a large file does not fill memory.
+Pages are released so that reading a large file does not fill the memory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MAX_RATIO = 64
 
 
 def allowed_bytes(size: int) -> int:
-    """Returns how many bytes of numbers a file of a given size may declare."""
+    """Returns how many bytes of data a file of a given size may declare."""
     return max(SMALL_BYTES, MAX_RATIO * size)
 
 
@@ -76,7 +76,7 @@ class Reading:
         self.advance(0)
 
     def advance(self, size: int) -> None:
-        """Reports that another `size` bytes were read."""
+        """Reports that `size` more bytes were read."""
         if self._watched is not None:
             self._watched.check_sizes()
         self._resident_bytes += size
@@ -106,7 +106,7 @@ def sha256(path: Path) -> str:
 class Watched:
     """Files at one moment: their states and their SHA-256.
 
-    `states` are size, times of change and identity; equal states mean equal contents.
+    A state is the identity, size and times of change of a file; equal states mean equal contents.
     """
 
     files: tuple[Path, ...]
@@ -123,13 +123,13 @@ class Watched:
         return replace(self, sha256=hash_files(self.files))
 
     def check_states(self) -> None:
-        """Raises CheckpointError if a file was changed, replaced or removed since."""
+        """Raises CheckpointError if a file was changed, replaced or removed meanwhile."""
         for file, state in zip(self.files, self.states, strict=True):
             if _state(file) != state:
                 raise _changed(file)
 
     def check_sizes(self) -> None:
-        """Raises CheckpointError if a file was truncated since."""
+        """Raises CheckpointError if a file was truncated meanwhile."""
         for file, state in zip(self.files, self.states, strict=True):
             now = _state(file)
             if now[:2] == state[:2] and now[2:3] < state[2:3]:
@@ -149,7 +149,7 @@ class Watched:
 
 
 def _state(file: Path) -> tuple[int, ...]:
-    """Identity, size and times of change; empty for a missing file."""
+    """Returns the identity, size and times of change of a file; empty for a missing file."""
     try:
         status = file.stat()
     except OSError:
@@ -160,7 +160,7 @@ def _state(file: Path) -> tuple[int, ...]:
 def _changed(file: Path) -> CheckpointError:
     what = "was changed" if file.exists() else "was removed"
     return CheckpointError(
-        f"{file} {what} while it was read", hint="run again when the file is no longer written to"
+        f"{file} {what} while it was being read", hint="run again when nothing writes to the file"
     )
 
 
@@ -176,8 +176,8 @@ def known_sha256(path: Path) -> str:
     """Returns the SHA-256 of a file as hex digits, from a cache if the file has not changed.
 
     The cache is keyed by device, inode, size and times of change, in this process and in a file in
-    the user's cache folder. Files changed within the last seconds are not cached: another change
-    might leave the same times.
+    the user's cache folder. Files changed within the last few seconds are not cached, because
+    another change might leave the same times.
     """
     status = path.stat()
     times = (status.st_mtime_ns, status.st_ctime_ns)
@@ -193,7 +193,7 @@ def known_sha256(path: Path) -> str:
 
 
 SETTLED_NS = 3_000_000_000
-"""File systems record times in steps of up to two seconds."""
+"""The age from which hashes are cached; file systems record times in steps of up to 2 s."""
 
 MAX_HASHES = 1000
 
@@ -201,7 +201,7 @@ _HASHES: dict[str, str] = {}
 
 
 def _remembered() -> dict[str, str]:
-    """The hashes of earlier processes; empty if others may have written the file."""
+    """Returns the hashes cached by earlier processes; empty if others may have written the file."""
     folder = cache_folder()
     if folder is None or why_not_private(folder) is not None:
         return {}
@@ -220,7 +220,7 @@ def _remember(key: str, digest: str) -> None:
 
 
 def cache_folder() -> Path | None:
-    """Returns moexport's cache folder of this user; None without a home folder."""
+    """Returns this user's cache folder for moexport; None without a home folder."""
     try:
         if sys.platform == "win32":
             base = os.environ.get("LOCALAPPDATA")
@@ -232,19 +232,19 @@ def cache_folder() -> Path | None:
 
 
 def why_not_private(folder: Path) -> str | None:
-    """Returns the reason why others could put files into a folder; None if they cannot.
+    """Returns why others could put files into a folder; None if they cannot.
 
-    A missing folder is private, and so is the user's own folder on Windows.
+    A missing folder counts as private, and so does any folder on Windows.
     """
     if sys.platform == "win32" or not folder.exists():
         return None
-    place = folder.resolve()
-    for path in (place, *place.parents):
+    resolved = folder.resolve()
+    for path in (resolved, *resolved.parents):
         status = path.stat()
         others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if status.st_uid not in (os.geteuid(), 0):
             return f"{path} belongs to user {status.st_uid}"
-        # The sticky bit of a parent folder keeps others from renaming files of this user.
-        if others and (path == place or not status.st_mode & stat.S_ISVTX):
+        # The sticky bit of a parent folder keeps others from renaming this user's files.
+        if others and (path == resolved or not status.st_mode & stat.S_ISVTX):
             return f"others may write to {path} (mode {stat.S_IMODE(status.st_mode):o})"
     return None

@@ -28,10 +28,10 @@ REPEAT_S = 0.2
 
 @contextmanager
 def interrupts(end: Callable[[], None]) -> Iterator[list[str]]:
-    """Within the block SIGINT, SIGTERM and SIGHUP raise `KeyboardInterrupt`; yields their names.
+    """Within the block, SIGINT, SIGTERM and SIGHUP raise `KeyboardInterrupt`; yields their names.
 
-    Python raises only between two of its own instructions, which a library's long computation (a
-    graph, a compilation) does not reach. A thread therefore waits for `GRACE_S` or a second signal,
+    Python raises only between two of its own instructions, so not during a library's long
+    computation (a graph, a compilation). A thread therefore waits for `GRACE_S` or a second signal
     and then calls `end`, which must end the process. Ignored signals (`nohup`) stay ignored.
     """
     received: list[str] = []
@@ -53,8 +53,8 @@ def interrupts(end: Callable[[], None]) -> Iterator[list[str]]:
 def in_own_process() -> None:
     """Continues in a child process, which the parent can kill.
 
-    ONNX Runtime GenAI holds Python's lock while it reads a graph or processes a prompt: no thread
-    of its process handles signals then, so another process must end it.
+    ONNX Runtime GenAI holds Python's lock while it reads a graph or processes a prompt: during that
+    time no thread of the process handles signals, so another process must end it.
     """
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
@@ -69,7 +69,7 @@ def supervise() -> None:
         return
     parent = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the thread that watches signals is not needed in a child
+        warnings.simplefilter("ignore")  # a child can do without the thread that watches signals
         child = os.fork()
     signal.set_wakeup_fd(-1)
     if child == 0:
@@ -113,8 +113,8 @@ def _die_with(parent: int) -> None:
 
 @contextmanager
 def _watched(caught: list[int], raised_at: list[float], end: Callable[[], None]) -> Iterator[None]:
-    """Within the block a thread calls `end` for signals that Python does not handle in time."""
-    if sys.platform == "win32":  # reports signals through sockets only
+    """Within the block, a thread calls `end` for signals that Python does not handle in time."""
+    if sys.platform == "win32":  # Windows reports signals through sockets only
         yield
         return
     reader, writer = os.pipe()
@@ -141,7 +141,7 @@ def _watch(reader: int, caught: list[int], raised_at: list[float], end: Callable
 
 
 def _stuck(reader: int, raised_at: list[float], since: float) -> bool:
-    """Whether Python has raised nothing since `since`, in time or before another signal."""
+    """Whether Python fails to raise an exception after `since`, in time or before a new signal."""
     sent = time.monotonic()
     while raised_at[0] < since:
         waited = time.monotonic() - sent

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class Latency:
     """Times of single calls in ms, over all rounds.
 
-    `n` is the number of calls. `rounds` has the median of each round, `spread` is their relative
-    range, (max − min) / median: smaller differences between two latencies mean nothing. `counts` is
-    a histogram from `min` to `max` with logarithmic bins.
+    `n` is the number of calls. `rounds` has the median of each round, and `spread` is the relative
+    range of these medians, (max − min) / median: smaller differences between two latencies mean
+    nothing. `counts` is a histogram from `min` to `max` with logarithmic bins.
     """
 
     median: float
@@ -33,8 +33,8 @@ class Latency:
 
 
 def summarise(rounds_ms: list[list[float]]) -> Latency:
-    """Returns the statistics of the calls of several rounds; no call is left out."""
-    import numpy as np  # not needed to read what was measured
+    """Returns the statistics of the calls of several rounds; no outliers are removed."""
+    import numpy as np  # not needed to read measured latencies
 
     calls = np.concatenate([np.asarray(r, np.float64) for r in rounds_ms])
     medians = [float(np.median(r)) for r in rounds_ms]
@@ -60,7 +60,7 @@ BINS = 24
 
 
 def _counts(calls: np.ndarray) -> tuple[int, ...]:
-    """A histogram with logarithmic bins; empty if all times are equal or zero."""
+    """Returns a histogram with logarithmic bins; empty if all times are equal or one is zero."""
     import numpy as np
 
     if calls.min() <= 0 or calls.min() == calls.max():

@@ -25,11 +25,11 @@ NO_REPORTS = {
 """Environment variables that stop telemetry; each must be set before its library is loaded."""
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-"""The folder in which PyTorch keeps the libraries that `torch.compile` builds."""
+"""The variable that names the folder for the libraries that `torch.compile` builds."""
 
 
 def turn_off_reports() -> None:
-    """Sets `NO_REPORTS` for this process and its children; values set by the user stay."""
+    """Sets `NO_REPORTS` for this process and its children, but keeps values set by the user."""
     for name, value in NO_REPORTS.items():
         os.environ.setdefault(name, value)
 
@@ -41,7 +41,7 @@ def without_telemetry(package: str) -> Iterator[None]:
     OpenVINO has no setting: it reports on import and whenever it reads a model, unless the package
     is missing.
     """
-    if package in sys.modules:  # the calling program has loaded it, so that is its decision
+    if package in sys.modules:  # the calling program has chosen to load it
         yield
         return
     sys.modules[package] = None  # type: ignore[assignment]  # Python's mark for a missing module
@@ -54,12 +54,12 @@ def without_telemetry(package: str) -> Iterator[None]:
 def keep_compiled_code_private() -> None:
     """Makes PyTorch keep compiled code in this user's own folder, unless the user names one.
 
-    By default the folder has a predictable name in the system's temporary folder: anybody can
-    create it first, and PyTorch loads its files. If the user's folder is open to others, compiled
-    code lasts only until the process ends.
+    By default the folder has a predictable name in the system's temporary folder, so anybody can
+    create it first, and PyTorch loads the files in it. If the user's folder is open to others,
+    compiled code lasts only until the process ends.
     """
     named = os.environ.get(COMPILED)
-    # PyTorch also sets the variable to its default, once it has used the default.
+    # PyTorch sets the variable itself once it has used its default folder.
     if named is not None and not Path(named).name.startswith("torchinductor_"):
         return
     from .writing import scratch_until_exit
@@ -68,7 +68,7 @@ def keep_compiled_code_private() -> None:
 
 
 def _private_folder(name: str) -> Path | None:
-    """A folder in the user's cache that nobody else may write to, or None."""
+    """Returns a folder in the user's cache that nobody else may write to; None if there is none."""
     from .files import cache_folder, why_not_private
 
     cache = cache_folder()
@@ -118,7 +118,7 @@ def library(package: str, what: str, hint: str) -> Any:
         raise MissingExtraError(f"{what}, which is not installed ({error})", hint=hint) from error
 
 
-RUN: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = MappingProxyType(
+TESTED: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = MappingProxyType(
     {
         "torch": ((2, 9), (2, 15)),
         "transformers": ((5, 20), (5, 24)),
@@ -129,17 +129,18 @@ RUN: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = MappingProxyType(
         "numpy": ((2, 0), (2, 5)),
     }
 )
-"""The oldest and the newest version of each package that `make compat` was run with."""
+"""The oldest and newest version of each package with which `make compat` was run."""
 
 
-def outside_of_what_was_run() -> list[str]:
-    """Returns a line for each installed package outside the tested versions."""
+def untested_versions() -> list[str]:
+    """Returns a line for each installed package whose version is outside the tested range."""
     lines = []
-    for name, (oldest, newest) in RUN.items():
+    for name, (oldest, newest) in TESTED.items():
         version = release(name)
         if version is not None and not oldest <= version <= newest:
-            word, end = ("newer", newest) if version > newest else ("older", oldest)
-            lines.append(f"{name} {_text(version)} is {word} than the tested ones: {_text(end)}")
+            word, tested = "newer" if version > newest else "older", map(_text, (oldest, newest))
+            text = " to ".join(tested)
+            lines.append(f"{name} {_text(version)} is {word} than those tested: {text}")
     return lines
 
 
@@ -168,8 +169,8 @@ TRACES = (2, 13)
 """The first PyTorch that traces everything that moexport exports."""
 
 
-def least_size(traced: int) -> int | None:
-    """Returns the smallest size with which an axis traced at `traced` may be declared.
+def min_size(traced: int) -> int | None:
+    """Returns the smallest size that may be declared for an axis traced at `traced`.
 
     PyTorch 2.9 rejects a matrix product that was traced with more than one row if one row is
     allowed, although the graph works for one row as well. Remove this together with `TRACES`.
@@ -178,17 +179,17 @@ def least_size(traced: int) -> int | None:
 
 
 def older_tracer() -> str | None:
-    """Returns a hint if an older PyTorch fails to trace; None from `TRACES` on.
+    """Returns a hint for a failed trace if PyTorch is older than `TRACES`; otherwise None.
 
     PyTorch 2.9 cannot trace a network with inputs declared as `*past`: mumoe-gpt2 with a cache.
     """
-    if not older("torch", TRACES):
-        return None
     from importlib import metadata
 
+    if not older("torch", TRACES):
+        return None
     return (
-        f"PyTorch {metadata.version('torch')} cannot trace all that {_text(TRACES)} can: pip "
-        f"install 'torch>={_text(TRACES)}', or export without a cache (--set use_cache=false)"
+        f"PyTorch {metadata.version('torch')} cannot trace everything that {_text(TRACES)} can: "
+        f"pip install 'torch>={_text(TRACES)}', or export without a cache (--set use_cache=false)"
     )
 
 
@@ -197,7 +198,7 @@ ROUTED_WEIGHTS = (1, 31)
 
 
 def graph_of(exported: Any) -> Any:
-    """Returns the graph from the exporter of transformers.
+    """Returns the graph that the exporter of transformers has made.
 
     Version 5.20 returns PyTorch's own program, whose graph is its `model`; 5.23 wraps it.
     Remove this once 5.23 is the oldest.
@@ -206,5 +207,5 @@ def graph_of(exported: Any) -> Any:
 
 
 CACHES = ("past_key_values", "cache")
-"""Names of the cache that models of transformers return: `cache` from 5.24 on. Remove the
-first once that is the oldest."""
+"""Names of the cache that models of transformers return: `cache` from 5.24 on. Remove the first
+once 5.24 is the oldest."""

@@ -33,7 +33,7 @@ from ..errors import (
 from .writing import FULL, scratch_until_exit
 
 AnyPlace = str | Path
-"""A path or a URL; a URL that was turned into a `Path` has lost its second slash."""
+"""A path or a URL; a URL that was converted to a `Path` has lost its second slash."""
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])")
 
@@ -53,17 +53,17 @@ ONE_FILE = ("http", "https")
 CONNECT_S, STALLED_S = 30.0, 60.0
 """Time limits for an HTTP server: until it connects, and between two pieces of data."""
 
-SLOWEST = 16 << 10
-"""Bytes per second that an HTTP server must send on average after `STALLED_S`: one that sends a
-byte now and then would block a run forever."""
+MIN_RATE = 16 << 10
+"""Bytes per second that an HTTP server must send on average after `STALLED_S`: a server that sends
+a byte now and then would block a run forever."""
 
 ATTEMPTS = 3
-"""Attempts to copy a file when the connection breaks."""
+"""How often copying a file is tried if the connection breaks."""
 
 UNKNOWN_BYTES = 16 << 30
-"""The largest file whose size the server does not announce."""
+"""The limit for a file whose size the server does not announce."""
 
-ROOM_BYTES = 256 << 20
+RESERVED_BYTES = 256 << 20
 """Space that the copies leave free on their disk."""
 
 ROOM = "free some space, or name another folder for copies: TMPDIR=/folder"
@@ -81,7 +81,7 @@ _FOLDERS: list[Path] = []
 
 
 def url_of(where: object) -> str | None:
-    """Returns a place as a URL; None if it is a path, which may be written `file:///…`."""
+    """Returns a location as a URL; None for a path, even if it is written `file:///…`."""
     text = str(where) if isinstance(where, str | Path) else ""
     match = URL.match(text)
     if match is None or FILE.match(text) or Path(text).exists():
@@ -95,7 +95,7 @@ def is_missing(where: AnyPlace) -> bool:
 
 
 def is_missing_checkpoint(where: AnyPlace) -> bool:
-    """Whether neither a path nor any file with it as prefix exists.
+    """Whether neither a path nor any file with this path as a prefix exists.
 
     Some formats name a checkpoint by the prefix of its files: `PREFIX.index`, `PREFIX.data-…`.
     """
@@ -106,7 +106,7 @@ def is_missing_checkpoint(where: AnyPlace) -> bool:
 def no_such_checkpoint(source: Path) -> CheckpointError:
     """Returns the error for a missing checkpoint.
 
-    A name that looks like an id on Hugging Face gets a hint: only URLs are downloaded.
+    A name that looks like an id on Hugging Face gets a hint, because only URLs are downloaded.
     """
     text, hint = source.as_posix(), "check the path"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not source.suffix and not source.parent.exists():
@@ -124,7 +124,7 @@ def no_such_table(path: Path) -> CalibrationError:
 
 
 def no_such_feed(where: str) -> FeedError:
-    """Returns the error for missing inputs."""
+    """Returns the error for a missing feed."""
     return FeedError(
         f"{where}: no such feed",
         hint="a feed is an .npz file, a folder of .npy files, shards (.tar, .parquet) or "
@@ -133,9 +133,9 @@ def no_such_feed(where: str) -> FeedError:
 
 
 def path_of(where: AnyPlace) -> Path:
-    """Returns the path of a place that is not a URL: `/a b.pt` for `file:///a%20b.pt`.
+    """Returns the path of a location that is not a URL: `/a b.pt` for `file:///a%20b.pt`.
 
-    Raises `LocationError` for a file: URL of another machine, `UsageError` if it is no path.
+    Raises `LocationError` for a file: URL of another machine, `UsageError` if it is not a path.
     """
     if not isinstance(where, str | PathLike):
         raise UsageError(f"{where!r:.60}: not a path", hint="give a string or a pathlib.Path")
@@ -153,15 +153,15 @@ def path_of(where: AnyPlace) -> Path:
 def local(where: AnyPlace) -> Path:
     """Returns the path of a file or folder; for a URL, its copy, made once per process.
 
-    Raises `LocationError` if it cannot be read, `MissingExtraError` without the scheme's library.
+    Raises `LocationError` on failure, `MissingExtraError` if the scheme's library is missing.
     """
 
-    def copy(system: Any, path: str, url: str, place: Path) -> None:
+    def copy(system: Any, path: str, url: str, target: Path) -> None:
         if not _is_folder(url, system, path):
-            _copy(system, path, place)
+            _copy(system, path, target)
             return
         for name in _listed(system, path):
-            _copy(system, f"{path}/{name}", _inside(place, name, url))
+            _copy(system, f"{path}/{name}", _inside(target, name, url))
 
     return _copied_once(where, copy)
 
@@ -169,34 +169,34 @@ def local(where: AnyPlace) -> Path:
 def local_files(where: AnyPlace, names: Callable[[Path], Iterable[str]], *first: str) -> Path:
     """Returns a folder; for a URL, a copy with the files `first` and those that `names` then lists.
 
-    This copies folders from servers that cannot list them. Missing files are skipped: the reader of
+    It also works with servers that cannot list folders. Missing files are skipped: the reader of
     the folder reports them.
     """
 
-    def copy(system: Any, path: str, url: str, place: Path) -> None:
-        place.mkdir(exist_ok=True)
-        _copy_existing(system, path, first, place, url)
-        _copy_existing(system, path, names(place), place, url)
+    def copy(system: Any, path: str, url: str, target: Path) -> None:
+        target.mkdir(exist_ok=True)
+        _copy_existing(system, path, first, target, url)
+        _copy_existing(system, path, names(target), target, url)
 
     return _copied_once(where, copy)
 
 
 def _copied_once(where: AnyPlace, copy: Callable[[Any, str, str, Path], None]) -> Path:
-    """Returns a path; for a URL, the place that `copy` fills on its first use."""
+    """Returns a path; for a URL, the path of its copy, which `copy` makes on the first use."""
     url = url_of(where)
     if url is None:
         return path_of(where)
     with _LOCK:
         if url not in _COPIES:
             with _reading(url) as (system, path):
-                place = _place(url)
-                copy(system, path, url, place)
-            _COPIES[url] = place
+                target = _new_target(url)
+                copy(system, path, url, target)
+            _COPIES[url] = target
         return _COPIES[url]
 
 
 def copy_siblings(where: AnyPlace, names: Iterable[str]) -> None:
-    """Copies those neighbours of a URL's file that exist; does nothing for a path."""
+    """Copies the named files next to a URL's file, if they exist; does nothing for a path."""
     url = url_of(where)
     if url is None:
         return
@@ -206,7 +206,7 @@ def copy_siblings(where: AnyPlace, names: Iterable[str]) -> None:
 
 
 def has_file(where: AnyPlace, name: str) -> bool:
-    """Whether a folder, or a URL as a folder, has a file of that name."""
+    """Whether a folder, given as a path or a URL, contains a file of this name."""
     url = url_of(where)
     if url is None:
         return (path_of(where) / name).is_file()
@@ -217,7 +217,7 @@ def has_file(where: AnyPlace, name: str) -> bool:
 def state_of(where: object) -> str:
     """Returns a string that changes when a file, folder or URL changes; empty for other inputs.
 
-    For files it is the size and modification time, for URLs the server's version of the content.
+    It contains the sizes and modification times of files, or the server's version of a URL.
     """
     url = url_of(where)
     if url is not None:
@@ -227,16 +227,16 @@ def state_of(where: object) -> str:
             else:
                 bundle = system.exists(f"{path}/manifest.json", **_time_limit(system))
                 names = ["manifest.json"] if bundle else []
-            places = [f"{path}/{name}" for name in names] or [path]
+            paths = [f"{path}/{name}" for name in names] or [path]
             system.invalidate_cache()
-            infos = [system.info(url, **_time_limit(system)) for url in places]
-            # For HTTP, fsspec's "key" of a file is only its URL, whatever the content.
+            infos = [system.info(each, **_time_limit(system)) for each in paths]
+            # For HTTP, fsspec's "key" of a file is only its URL, independent of the content.
             return " ".join(entry for info in infos for entry in (info["name"], *_version(info)))
-    if not isinstance(where, str | Path) or not (place := path_of(where)).exists():
+    if not isinstance(where, str | Path) or not (local_path := path_of(where)).exists():
         return ""
-    files = (
-        sorted(file for file in place.rglob("*") if file.is_file()) if place.is_dir() else [place]
-    )
+    files = [local_path]
+    if local_path.is_dir():
+        files = sorted(file for file in local_path.rglob("*") if file.is_file())
     states = ((str(file), file.stat()) for file in files)
     return " ".join(f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in states)
 
@@ -254,14 +254,14 @@ def named_by_url() -> Iterator[None]:
 
 
 def with_urls(text: str) -> str:
-    """Returns a text with the URLs in place of their copies' paths."""
+    """Returns a text in which URLs replace the paths of their copies."""
     for url, copy in _COPIES.items():
         text = text.replace(str(copy), url)
     return text
 
 
-def _place(url: str) -> Path:
-    """The place for the copy of a URL: its own name in a new folder."""
+def _new_target(url: str) -> Path:
+    """Returns the path for the copy of a URL: its last part, in a new folder."""
     if not _FOLDERS:
         _FOLDERS.append(scratch_until_exit("downloads"))
     folder = Path(mkdtemp(dir=_FOLDERS[0]))
@@ -270,7 +270,7 @@ def _place(url: str) -> Path:
 
 
 def _inside(folder: Path, name: str, url: str) -> Path:
-    """A file in a folder; raises `LocationError` for a name that leads outside."""
+    """Returns the path of a file in a folder; raises `LocationError` if it would be outside."""
     parts = name.split("/")
     if not name or {"", ".", ".."} & {*parts} or re.search(r"[\\:\x00]", name):
         raise LocationError(f"{url} contains a file that cannot be copied: its name is {name!r}")
@@ -295,7 +295,7 @@ def _copy_existing(system: Any, path: str, names: Iterable[str], folder: Path, u
 
 
 def _copy(system: Any, path: str, target: Path) -> None:
-    """Copies a file; retries if the transfer fails or the file changes; leaves no partial copy."""
+    """Copies a file; retries if the transfer fails or the file changes. Leaves no partial copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for left in reversed(range(ATTEMPTS)):
         try:
@@ -319,7 +319,7 @@ def _copy_once(system: Any, path: str, target: Path) -> None:
     url = system.unstrip_protocol(path)
     before = system.info(path, **_time_limit(system))
     length = before.get("size")
-    free = max(0, shutil.disk_usage(target.parent).free - ROOM_BYTES)
+    free = max(0, shutil.disk_usage(target.parent).free - RESERVED_BYTES)
     if length is not None and length > free:
         raise LocationError(
             f"{url} has {length} bytes, but only {free} are free in {target.parent}", hint=ROOM
@@ -330,36 +330,36 @@ def _copy_once(system: Any, path: str, target: Path) -> None:
 
     def check_progress(size: int | None, value: int, **_: object) -> None:
         took = time.monotonic() - started
-        if "http" in system.protocol and value < SLOWEST * (took - STALLED_S):
+        if "http" in system.protocol and value < MIN_RATE * (took - STALLED_S):
             raise LocationError(
-                f"{url}: only {value} bytes arrived in {took:.0f} s, fewer than {SLOWEST} a second",
+                f"{url}: only {value} bytes arrived in {took:.0f} s, less than {MIN_RATE} a second",
                 hint="download it with a program that can resume, and give its path",
             )
         if value > max_bytes:
-            limit = "it announced" if length is not None else "are allowed for an unknown size"
+            limit = "it announced" if length is not None else "are allowed if the size is unknown"
             raise LocationError(
                 f"{url}: the server sends more than the {max_bytes} bytes that {limit}", hint=ROOM
             )
 
-    limit = _time_limit(system, 2 * STALLED_S + max_bytes / SLOWEST)
+    limit = _time_limit(system, 2 * STALLED_S + max_bytes / MIN_RATE)
     system.get_file(path, str(target), callback=Callback(hooks={"limit": check_progress}), **limit)
     copied = target.stat().st_size
     if length is not None and copied != length:
         raise EOFError(f"only {copied} of {length} bytes arrived")
     system.invalidate_cache(path)
     if _version(system.info(path, **_time_limit(system))) != _version(before):
-        raise EOFError("it was changed while it was copied")
+        raise EOFError("it changed while it was being copied")
 
 
 def _version(info: Mapping[str, Any]) -> list[str]:
-    """The server's size, hash and time of a file."""
+    """Returns the size, hash and time of a file, as the server reports them."""
     return [f"{key} {info[key]}" for key in VERSION if info.get(key) is not None]
 
 
 def _options(scheme: str) -> dict[str, Any]:
-    """Options for fsspec: time limits for HTTP, and no decompression.
+    """Returns options for fsspec: time limits for HTTP, and no decompression.
 
-    A small compressed reply could unpack to any size.
+    If replies were decompressed, a small one could unpack to any size.
     """
     if scheme not in ONE_FILE:
         return {}
@@ -376,7 +376,7 @@ def _options(scheme: str) -> dict[str, Any]:
 
 
 def _time_limit(system: Any, seconds: float | None = None) -> dict[str, Any]:
-    """The total time limit for an HTTP call; headers may arrive slowly as well."""
+    """Returns the time limit for a whole HTTP call, because headers may arrive slowly as well."""
     if "http" not in system.protocol:
         return {}
     return {"timeout": 2 * STALLED_S if seconds is None else seconds}
@@ -384,7 +384,7 @@ def _time_limit(system: Any, seconds: float | None = None) -> dict[str, Any]:
 
 @contextmanager
 def _reading(url: str) -> Iterator[tuple[Any, str]]:
-    """The file system of a URL and the path in it; errors name the URL."""
+    """Yields the file system of a URL and the path in it; errors name the URL."""
     scheme = urlsplit(url).scheme
     if (page := HUB_PAGE.match(url)) is not None:
         raise LocationError(

@@ -1,4 +1,4 @@
-"""Imports ONNX Runtime from either of its packages: for CPUs only, or with CUDA.
+"""Imports ONNX Runtime from either of its packages: the one for CPUs, or the one with CUDA.
 
 `ort` is the imported package; importing this module without either raises `MissingExtraError`.
 """
@@ -15,13 +15,13 @@ try:
 except ModuleNotFoundError:
     ort = None
 
-INSTALL = f"{install('cpu')}, or '.[gpu]' for NVIDIA GPUs; one of them, not both"
+INSTALL = f"{install('cpu')}, or '.[gpu]' for NVIDIA GPUs; install one of them, not both"
 
 # Both packages install the same folder: uninstalling one of them leaves an empty folder.
 if not hasattr(ort, "InferenceSession"):
-    raise MissingExtraError("ONNX Runtime is not installed, or only a part of it", hint=INSTALL)
+    raise MissingExtraError("ONNX Runtime is not installed, or only partly", hint=INSTALL)
 
-__all__ = ["INSTALL", "ort", "runtime_errors", "words"]
+__all__ = ["INSTALL", "message_of", "ort", "runtime_errors"]
 
 
 @cache
@@ -35,7 +35,7 @@ def runtime_errors() -> tuple[type[Exception], ...]:
     )
 
 
-def words(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Returns the message of an ONNX Runtime error without its source locations."""
     last = (str(error).splitlines() or [""])[0].rsplit("[ONNXRuntimeError] : ", 1)[-1]
     return re.sub(r"^\d+ : \w+ : |/onnxruntime_src/\S+ (.*\) )?", "", last)

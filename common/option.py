@@ -2,7 +2,7 @@
 
 Fields of a frozen dataclass (a request) are declared with `option`, which includes the help text.
 `takes` makes them keywords of a Python call, with types and defaults; `commands` makes them options
-of the command line; the job receives the record. Plugins extend a request by a `Panel`.
+of the command line; the job receives the record. Plugins extend a request with a `Panel`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .registry import PLUGINS, Registry, left_out, names_in, record_of_plugin
 from .text import near_miss
 
 if TYPE_CHECKING:
-    from .call_types import OfOne, OfThree, OfTwo
+    from .call_types import OneArgument, ThreeArguments, TwoArguments
     from .console import Progress
     from .messages.in_python import Keyword, Keywords
 
@@ -41,9 +41,9 @@ DECLARED = "option"
 class Declared:
     """The description of an option, next to its type and default.
 
-    `words` are the help text, or a function that returns it if it lists records that load late.
+    `words` is the help text, or a function that returns it, for lists of records that load late.
     `unset` describes the behaviour for None or an empty value. `flag` is the spelling in a shell,
-    None for an option that exists in Python only. `is_path`: the value names a file or folder.
+    or None for an option of Python only. With `is_path`, the value names a file or folder.
     """
 
     words: str | Callable[[], str]
@@ -58,7 +58,7 @@ class Declared:
 
     @property
     def help_with_default(self) -> str:
-        """The help text, and the behaviour without the option unless the default shows it."""
+        """The help text, with the behaviour without the option unless the default shows it."""
         if self.unset in (None, "none"):
             return self.help
         return f"{self.help.removesuffix('.')} [default: {self.unset}]."
@@ -160,7 +160,7 @@ def _differs(value: Any, default: Any) -> bool:
 
 
 def refuse_changed(request: Any, names: Collection[str], why: str) -> None:
-    """Raises `UsageError` for the first of some options that was given but has no effect."""
+    """Raises `UsageError` for the first given option among `names`, which have no effect."""
     for name in changed(request):
         if name in names:
             spelling = spelled(type(request), name)
@@ -173,12 +173,12 @@ def at_least(request: Request, name: str, least: int) -> None:
     """Raises `UsageError` if a number is below `least`."""
     number = getattr(request, name)
     if number is not None and number < least:
-        spelling = spelled(type(request), name)
-        raise UsageError(f"{spelling} {number}: at least {least}", hint=f"leave {spelling} out")
+        flag = spelled(type(request), name)
+        raise UsageError(f"{flag} {number}: must be at least {least}", hint=f"leave {flag} out")
 
 
 Mistake = tuple[str, str] | MoexportError
-"""Why an option, or a combination, is invalid, and a hint (a `UsageError`); or another error."""
+"""A message and a hint for a `UsageError` about an invalid option, or another error."""
 
 
 def refuse(mistakes: Iterable[Mistake]) -> None:
@@ -191,7 +191,7 @@ def refuse(mistakes: Iterable[Mistake]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Options of a plugin: a section in the help of some commands, keywords of their calls.
+    """Options of a plugin: a section in the help of some commands, and keywords of their calls.
 
     If the core has a section with that `title`, the options join it. `calls` are members of
     `CALLS`, or commands of plugins that accept such options; `load` means every command that
@@ -212,24 +212,24 @@ class Panel:
 CALLS = ("load", "inspect", "export", "calibrate", "run", "bench")
 """Calls of the core that accept options of plugins."""
 
-COMMANDS_DOOR = "moexport.commands"
+COMMANDS_GROUP = "moexport.commands"
 
 
 def unknown_call(call: str) -> str:
     """Returns why a plugin cannot extend a call, with the nearest name; empty if it can."""
-    known = (*CALLS, *names_in(COMMANDS_DOOR))
+    known = (*CALLS, *names_in(COMMANDS_GROUP))
     return "" if call in known else f"there is no call '{call}'; {near_miss(call, known)}"
 
 
 def _misplaced(panel: Panel) -> str:
-    """Why a panel would apply to no call; empty if it applies to one."""
+    """Returns why a panel cannot extend its calls; empty if it can."""
     for call in panel.calls:
-        command = None if call in CALLS else record_of_plugin(COMMANDS_DOOR, call)
+        command = None if call in CALLS else record_of_plugin(COMMANDS_GROUP, call)
         if command is not None and call not in command.calls:
-            return f"the command '{call}' accepts no options of plugins"
+            return f"the command '{call}' accepts no plugin options"
         if unknown_call(call):
             return unknown_call(call)
-    return "" if panel.calls else f"no call is named; choose one of: {', '.join(CALLS)}"
+    return "" if panel.calls else f"it names no call; choose one of: {', '.join(CALLS)}"
 
 
 PANELS = Registry("moexport.options", Panel, problem=_misplaced)
@@ -242,7 +242,7 @@ def panels_of(request: type[Request]) -> list[Panel]:
 
 
 def panels_for(calls: Collection[str], own: Iterable[str]) -> list[Panel]:
-    """Returns the panels of some calls whose own options are `own`.
+    """Returns the panels of `calls`; `own` are the options that these have without plugins.
 
     Raises `PluginError` if two plugins, or a plugin and the core, claim one option.
     """
@@ -275,14 +275,14 @@ Result = TypeVar("Result")
 
 
 def speaks_python(function: Callable[P, A]) -> Callable[P, A]:
-    """Returns a function for users, whose errors name Python's arguments; calls take no longer."""
+    """Makes the errors of a public function name Python arguments, at no cost to other calls."""
 
     @wraps(function)
-    def call(*values: P.args, **named: P.kwargs) -> A:
+    def call(*args: P.args, **kwargs: P.kwargs) -> A:
         try:
-            return function(*values, **named)
+            return function(*args, **kwargs)
         except MoexportError:
-            from .messages.shell import for_callers  # an error needs it
+            from .messages.shell import for_callers  # needed for errors only
 
             with for_callers(function.__name__, dict):
                 raise
@@ -295,7 +295,7 @@ class takes(Generic[P, Options]):  # noqa: N801  a decorator
 
     After `@takes(ExportOptions)`, `export(model, "out", k=4)` means `export(model, "out",
     ExportOptions(k=4))`. Type checkers derive the keywords from the record, and `help()` lists them
-    with their descriptions. Plugins are searched only for other keywords.
+    with their descriptions. Plugins are searched only for keywords that the record lacks.
     """
 
     def __init__(self, request: Callable[P, Options]) -> None:
@@ -304,17 +304,17 @@ class takes(Generic[P, Options]):  # noqa: N801  a decorator
     @overload
     def __call__(
         self, function: Callable[[A, Options], Result]
-    ) -> OfOne[A, P, Options, Result]: ...
+    ) -> OneArgument[A, P, Options, Result]: ...
 
     @overload
     def __call__(
         self, function: Callable[[A, B, Options], Result]
-    ) -> OfTwo[A, B, P, Options, Result]: ...
+    ) -> TwoArguments[A, B, P, Options, Result]: ...
 
     @overload
     def __call__(
         self, function: Callable[[A, B, C, Options], Result]
-    ) -> OfThree[A, B, C, P, Options, Result]: ...
+    ) -> ThreeArguments[A, B, C, P, Options, Result]: ...
 
     def __call__(self, function: Callable[..., Any]) -> Any:
         """Returns the function with keywords."""
@@ -358,7 +358,7 @@ class takes(Generic[P, Options]):  # noqa: N801  a decorator
 
 
 def keywords_of(request: type[Any]) -> Keywords:
-    """Returns the keywords of a call and of plugins by their options, for messages."""
+    """Returns the keywords of a call and its plugins by their shell options, for messages."""
     from .messages.in_python import Keyword  # needed for messages only
     from .messages.types import literals, type_of
 
@@ -378,7 +378,7 @@ def keywords_of(request: type[Any]) -> Keywords:
 
 def misfits(record: type[Any], given: Mapping[str, Any]) -> Iterator[Mistake]:
     """Yields values that do not fit the types of a record's fields."""
-    from .messages.types import fits, literals, type_of, words
+    from .messages.types import fits, literals, type_name, type_of
 
     for name, value in given.items():
         kind = type_of(record, name)
@@ -388,7 +388,7 @@ def misfits(record: type[Any], given: Mapping[str, Any]) -> Iterator[Mistake]:
             yield f"{spelled(record, name)}={value}: unknown value", near_miss(value, choices)
         default = next(field.default for field in fields(record) if field.name == name)
         hint = "leave it out" if default is MISSING else f"the default is {default!r:.60}"
-        yield f"{name}={value!r:.60}: not {words(kind)}", hint
+        yield f"{name}={value!r:.60}: not {type_name(kind)}", hint
 
 
 def misplaced(function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[Mistake]:
@@ -396,15 +396,15 @@ def misplaced(function: Callable[..., Any], given: Mapping[str, Any]) -> Iterato
 
     The readers of models and feeds check those values themselves.
     """
-    from .messages.types import fits, read_by_others, type_of, words
+    from .messages.types import fits, is_model_or_feed, type_name, type_of
 
     for name, value in given.items():
         kind = type_of(function, name)
         if callable(value):
-            continue  # a network or its loader, which the call itself accepts or refuses
-        if not read_by_others(kind) and not fits(value, kind):
-            where = f"help({function.__qualname__}) lists what it accepts"
-            yield f"{name}={value!r:.60}: not {words(kind)}", where
+            continue  # a network or its loader, which the call itself checks
+        if not is_model_or_feed(kind) and not fits(value, kind):
+            hint = f"help({function.__qualname__}) lists what it accepts"
+            yield f"{name}={value!r:.60}: not {type_name(kind)}", hint
 
 
 def explained(request: type[Any]) -> str:
@@ -415,7 +415,7 @@ def explained(request: type[Any]) -> str:
         default = "required" if option_field.default is MISSING else default
         lines.append(f"    {name}: {declaration.help} [{default}]")
     if request.offered:
-        lines.append("    of_plugins: Options of plugins, as the command's help lists them.")
+        lines.append("    of_plugins: Options of plugins, which the command's help lists.")
     return "\n".join(lines)
 
 
@@ -435,7 +435,7 @@ def requested(request: type[Request], named: Mapping[str, Any]) -> Any:
 
 
 def _records(request: type[Request], named: dict[str, Any]) -> Iterator[Any]:
-    """A record for each panel whose keywords are among those given."""
+    """Yields a record for each panel whose keywords are among those given."""
     panels = panels_of(request) if named else []
     for panel in panels:
         names = declared(panel.options).keys() & named.keys()

@@ -57,7 +57,7 @@ def unloadable() -> tuple[Entry, ...]:
 
 
 def foreign_plugins() -> dict[str, list[str]]:
-    """Returns the entry points of other distributions by distribution, after loading each.
+    """Loads all plugins; returns the entry points of other distributions by distribution.
 
     A line is `group: name`, with the reason if it cannot be loaded. Entry points of moexport are
     included only if they fail.
@@ -73,24 +73,24 @@ def foreign_plugins() -> dict[str, list[str]]:
 
 
 def foreign_packages() -> dict[str, str]:
-    """Returns the distributions of other authors' plugins by the package that they import."""
+    """Returns the distributions of other authors' plugins by the package that each imports."""
     entries = (entry for entry in _found() if not entry.own)
     # A damaged entry point has no `module`.
     modules = ((entry.point.value.partition(":")[0], entry.distribution) for entry in entries)
     return {module.partition(".")[0]: distribution for module, distribution in modules}
 
 
-def troubles() -> tuple[str, ...]:
-    """Returns a line for each name that two packages, or one and the core, claim.
+def plugin_problems() -> tuple[str, ...]:
+    """Returns a line for each name that two packages, or a package and the core, claim.
 
-    Packages whose entry points cannot be read follow.
+    Lines for packages whose entry points cannot be read follow.
     """
     claimed = ((group, name) for group, names in _by_group().items() for name in names)
     return (*(clash for claim in claimed if (clash := _clash(*claim))), *_UNREADABLE)
 
 
 def _clash(group: str, name: str) -> str:
-    """The sources of a name that more than one package claims; otherwise empty."""
+    """Returns a line on a name that more than one package claims; otherwise empty."""
     sources = ["moexport itself"] if name in _OWN_NAMES.get(group, ()) else []
     sources += [entry.distribution for entry in _by_group().get(group, {}).get(name, ())]
     return f"{group}: '{name}' comes from {' and from '.join(sources)}" if sources[1:] else ""
@@ -104,7 +104,7 @@ def _off() -> bool:
 class Entry:
     """An entry point of a plugin, with its distribution, version and `summary`.
 
-    `reason` is why its record cannot be loaded, if that was tried.
+    `reason` tells why its record cannot be loaded, once loading has failed.
     """
 
     point: EntryPoint
@@ -124,10 +124,10 @@ class Entry:
 
 @cache
 def _found() -> tuple[Entry, ...]:
-    """The entry points of all plugins, sorted by name, read once.
+    """Returns the entry points of all plugins, sorted by name, read once.
 
-    The first of two installed copies of a package counts, as in an import. Only metadata of
-    packages with plugins is parsed: parsing all of it takes as long as the rest of `--help`.
+    Of two installed copies of a package, the first one counts, as in an import. Only the metadata
+    of packages with plugins is parsed: parsing all of it takes as long as the rest of `--help`.
     """
     if _off():
         return ()
@@ -145,7 +145,7 @@ def _found() -> tuple[Entry, ...]:
 
 
 def _by_group() -> dict[str, dict[str, list[Entry]]]:
-    """The entry points by group and name; more than one if packages clash."""
+    """Returns the entry points by group and name; more than one if packages clash."""
     return _grouped(_found())
 
 
@@ -158,7 +158,7 @@ def _grouped(entries: tuple[Entry, ...]) -> dict[str, dict[str, list[Entry]]]:
 
 
 def _entries_of(distribution: Distribution) -> tuple[str, list[Entry]]:
-    """The name of a package, and its entry points in moexport's groups."""
+    """Returns the name of a package, and its entry points in moexport's groups."""
     metadata = distribution.metadata
     name = metadata["Name"]
     about = f"{name} {metadata['Version']}", metadata["Summary"] or "", name == OWN
@@ -183,7 +183,7 @@ def names_in(group: str) -> tuple[str, ...]:
 def record_of_plugin(group: str, name: str) -> Any:
     """Returns the record of a plugin; None if it does not exist or does not load.
 
-    For modules that may not import the registry, because the registry is in a higher layer.
+    For modules that may not import the registry, which is in a higher layer.
     """
     entry = _entry(group, name)
     return None if entry is None else _loaded(entry, object)
@@ -193,17 +193,17 @@ def _entry(group: str, name: str) -> Entry | None:
     return next(iter(_by_group().get(group, {}).get(name, ())), None)
 
 
-def imported(place: str) -> Any:
-    """Returns what `package.module:name` names."""
-    module, _, name = place.partition(":")
+def imported(reference: str) -> Any:
+    """Imports and returns what `package.module:name` refers to."""
+    module, _, name = reference.partition(":")
     return getattr(import_module(module), name)
 
 
-class OnUse(UserDict[str, Any]):
-    """Records by name: `places` has a `module:attribute` for each name, imported on use."""
+class LazyRecords(UserDict[str, Any]):
+    """Records by name, imported on use: `references` has a `module:attribute` for each name."""
 
-    def __init__(self, package: str, places: Mapping[str, str]) -> None:
-        super().__init__(places)
+    def __init__(self, package: str, references: Mapping[str, str]) -> None:
+        super().__init__(references)
         self._package = package
 
     def __getitem__(self, name: str) -> Any:
@@ -214,16 +214,16 @@ Records = Mapping[str, R] | Sequence[R]
 
 
 def by_name(records: Records[R]) -> Mapping[str, R]:
-    """Returns records by name; those of `OnUse` are not imported."""
+    """Returns records by name; those of `LazyRecords` are not imported."""
     return records if isinstance(records, Mapping) else {record.name: record for record in records}
 
 
 class Registry(Generic[R]):
     """The records of one kind: `own` are the core's, `group` names the entry points of plugins.
 
-    Plugins follow in the order of their names. `kind` is the class of a record, or names one whose
-    import takes long (`module:class`). `problem` returns why a plugin's record is unusable, or an
-    empty string.
+    Plugins follow in the order of their names. `kind` is the class of a record, or the name of one
+    that is slow to import (`module:class`). `problem` returns why a plugin's record is unusable, or
+    an empty string.
     """
 
     def __init__(
@@ -255,16 +255,16 @@ class Registry(Generic[R]):
     def __getitem__(self, name: str) -> R:
         """Returns a record by name.
 
-        Raises `PluginError` if there is none, if it cannot be loaded, or if two have that name.
+        Raises `PluginError` if there is none, if it cannot be loaded, or if two share the name.
         """
-        self._refuse_two_of(name)
+        self._check_unique(name)
         if name in self._own:
             return self._own[name]
         entry = _entry(self.group, name)
         if entry is None:
             raise PluginError(
                 f"{self.group}: no installed package provides '{name}'",
-                hint=f"is {PLUGINS}=off set? Otherwise reinstall the package that provides it; "
+                hint=f"is {PLUGINS}=off set? If not, reinstall the package that provides it; "
                 f"available: {', '.join(self.names) or 'none'}",
             )
         record: R | None = _loaded(entry, self._kind)
@@ -279,10 +279,10 @@ class Registry(Generic[R]):
     def __iter__(self) -> Iterator[R]:
         """Yields all records, except those that cannot be loaded (`unloadable`).
 
-        Raises `PluginError` if two have one name.
+        Raises `PluginError` if two share a name.
         """
         for name in self.names:
-            self._refuse_two_of(name)
+            self._check_unique(name)
         yield from self._own.values()
         for entries in _by_group().get(self.group, {}).values():
             record = _loaded(entries[0], self._kind)
@@ -292,13 +292,13 @@ class Registry(Generic[R]):
     def foreign(self, name: str) -> Entry | None:
         """Returns the entry point of another distribution for a name; imports nothing.
 
-        Raises `PluginError` if two have that name.
+        Raises `PluginError` if two share the name.
         """
-        self._refuse_two_of(name)
+        self._check_unique(name)
         entry = None if name in self._own else _entry(self.group, name)
         return None if entry is None or entry.own else entry
 
-    def _refuse_two_of(self, name: str) -> None:
+    def _check_unique(self, name: str) -> None:
         clash = _clash(self.group, name)
         if clash:
             raise PluginError(
@@ -307,7 +307,7 @@ class Registry(Generic[R]):
 
 
 def _loaded(entry: Entry, kind: type[Any] | str) -> Any:
-    """The record of an entry point; None if loading fails, with the reason recorded."""
+    """Returns the record of an entry point; None if loading fails, with the reason recorded."""
     point = entry.point
     if entry.reason:
         return None

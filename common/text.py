@@ -15,7 +15,7 @@ _HARMFUL += "\ud800-\udfff\ufff9-\ufffb\U000e0000-\U000e007f"
 
 
 def printable(text: str, *, several: bool = False) -> str:
-    """Returns a text with characters escaped that could control a terminal or disguise the text.
+    """Escapes characters that could control a terminal or disguise the text.
 
     Names and messages from files may contain anything. The escapes are those of JSON, so JSON stays
     valid; line breaks are also escaped, unless the text has `several` lines.
@@ -58,7 +58,7 @@ def split_list(text: str) -> list[str]:
 
 
 def near_miss(value: object, known: Iterable[str]) -> str:
-    """Returns `did you mean 'ort-cpu'? choose one of: …`, with the closest known name, if any."""
+    """Returns `did you mean 'ort-cpu'? choose one of: …`, with a closely matching name, if any."""
     names = list(known)
     near = closest(value, names)
     return f"{near}choose one of: {', '.join(names)}"
@@ -100,8 +100,8 @@ def markdown(
     return "\n".join((lines[0], rule, *lines[1:]))
 
 
-def and_alike(names: Sequence[str]) -> str:
-    """Returns the first of several similar names, and the number of the others."""
+def first_and_count(names: Sequence[str]) -> str:
+    """Returns the first of several similar names and the number of others: `a and 2 like it`."""
     first, *others = names
     return f"{first} and {len(others)} like it" if others else first
 

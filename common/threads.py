@@ -24,7 +24,7 @@ def with_threads(count: int | None) -> Iterator[None]:
 
 
 PROBE_S, LONG_S = 0.04, 1.0
-"""Seconds of calls for each number of threads, measured twice; a call over `LONG_S` runs once."""
+"""Each number of threads is timed twice, for `PROBE_S` of calls; a call over `LONG_S` runs once."""
 
 TIME_SHARE = 0.95
 """More threads are used only if the time falls below this share of the time with fewer threads."""
@@ -37,8 +37,8 @@ MAX_SLOWDOWN = 4.0
 class Threads:
     """The number of threads for all timings.
 
-    `call_ms` is the time of a call of the unmodified model by number of threads; empty if the
-    number was given, or if there is only one core.
+    `call_ms` is the time of one call of the unmodified model, by number of threads; it is empty if
+    the number was given, or if there is only one core.
     """
 
     count: int
@@ -64,7 +64,7 @@ def _digits(ms: float) -> str:
 def fastest_threads(*calls: Callable[[], object]) -> Threads:
     """Returns the number of PyTorch threads (1, 2, 4 … all) with which calls are fastest.
 
-    For several calls, such as several batch sizes, the geometric mean of their times counts.
+    For several calls, such as one per batch size, the geometric mean of their times decides.
     """
     from statistics import median
 
@@ -99,9 +99,9 @@ def fastest_threads(*calls: Callable[[], object]) -> Threads:
 
 
 def _time_calls(call: Callable[[], object], times_ms: list[float]) -> None:
-    """Appends the times of some calls; the first one counts only if it is long."""
+    """Appends the times of repeated calls; the first call counts only if it is long."""
     end = math.inf
-    # One call is timed even if the process did not run for that long.
+    # At least one call is timed, even if the process was suspended past `end`.
     while (time.perf_counter() < end or not times_ms) and max(times_ms, default=0.0) < 1e3 * LONG_S:
         start = time.perf_counter()
         call()

@@ -1,4 +1,4 @@
-"""Measures latency: cases in turn, in random order, without removing outliers.
+"""Measures latency: cases are timed in turn, in random order, and no outliers are removed.
 
 Cases are interleaved: each runs once per round, in a new random order, so a machine that slows down
 for a second slows all of them. The spread between a case's rounds shows which differences the run
@@ -19,7 +19,7 @@ from .latency import Latency, summarise
 NS_PER_MS = 1e6
 MIN_ROUNDS = 5
 
-LOOK_S, LONGEST_S, IDLE_SHARE = 0.01, 0.25, 0.2
+SAMPLE_S, MAX_WAIT_S, IDLE_SHARE = 0.01, 0.25, 0.2
 """The idle test: the sampling time, the longest wait, and the largest share of one core that an
 idle process may use. Systems account for running threads only every 4 ms or so."""
 
@@ -33,8 +33,8 @@ IndexedCall = Callable[[int], object]
 class TimedCall:
     """A call with properties that a plain function lacks.
 
-    `inputs` is its own number of inputs, if it differs from the protocol's; a call that `reopens`
-    is warmed up in every round.
+    `inputs` is the call's number of inputs, if it differs from the protocol's; a call that
+    `reopens` its model is warmed up in every round.
     """
 
     inputs: int | None = None
@@ -47,7 +47,7 @@ class TimedCall:
         return self._timed(index)
 
     def device_ms(self, index: int) -> float | None:
-        """Makes the call; returns the time on the device in ms, or None if it is unknown."""
+        """Makes the call; returns its time on the device in ms, or None if that is unknown."""
         return None
 
     def rest(self) -> None:
@@ -86,7 +86,7 @@ class Protocol:
 class Round:
     """The times of all calls in one round in ms, or the failure that ended it.
 
-    `ms` are by the wall clock; `device_ms` by the device, for cases that report it.
+    `ms` is measured by the wall clock, `device_ms` by the device, for cases that report it.
     """
 
     ms: dict[str, list[float]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Round:
 class Measured:
     """The results of a measurement: a latency or a failure per case.
 
-    `device` is the time on the device, for cases that report it.
+    `device` has the times on the device, for cases that report them.
     """
 
     latencies: dict[str, Latency]
@@ -118,16 +118,16 @@ def measure(
 ) -> Measured:
     """Returns the latency of each case, measured in interleaved rounds.
 
-    A case that raises is dropped, and its message is kept in `failures`. The rounds of an
-    interrupted run, `done`, count as well; each new round is passed to `keep`. A `TimedCall` that
-    reports the time of its device makes one more pass for that after each timed pass.
+    A case that raises is dropped, and its message is kept in `failures`. `done` has the rounds of
+    an interrupted run, which count as well; each new round is passed to `keep`. Each timed pass of
+    a `TimedCall` is followed by an untimed one that asks for the times on the device.
     """
     progress = progress or Silent()
     calls = {n: c if isinstance(c, TimedCall) else TimedCall(c) for n, c in cases.items()}
     rounds = list(done)
     failures = {name: text for round_ in done for name, text in round_.failures.items()}
     left = protocol.rounds - len(rounds)
-    progress.step(f"{title}: {left} rounds, {len(cases)} in turn", total=left * len(cases))
+    progress.step(f"{title}: {left} rounds of {len(cases)} cases", total=left * len(cases))
     warm: set[str] = set()
     for number in range(len(rounds), protocol.rounds):
         current = Round()
@@ -166,22 +166,22 @@ def measure(
 
 
 def _order(cases: Mapping[str, IndexedCall], seed: int, number: int) -> list[str]:
-    """The order in a round: random, and independent of earlier rounds."""
+    """Returns the order in a round: random, and independent of earlier rounds."""
     names = list(cases)
     random.Random(f"{seed}, {number}").shuffle(names)
     return names
 
 
 def _wait_until_idle() -> None:
-    """Waits until no thread of this process runs.
+    """Waits until no thread of this process runs, or for `MAX_WAIT_S`.
 
-    Threads of a runtime spin after a call, those of ONNX Runtime for about 35 ms, and would take
-    cores from the next case.
+    A runtime's threads spin after a call (ONNX Runtime's for about 35 ms) and would take cores from
+    the next case.
     """
-    end = time.monotonic() + LONGEST_S
+    end = time.monotonic() + MAX_WAIT_S
     while time.monotonic() < end:
         start, used = time.monotonic(), time.process_time()
-        time.sleep(LOOK_S)
+        time.sleep(SAMPLE_S)
         if time.process_time() - used <= IDLE_SHARE * (time.monotonic() - start):
             return
 
@@ -189,9 +189,9 @@ def _wait_until_idle() -> None:
 def _round_ms(
     call: TimedCall, protocol: Protocol, clock_ns: Callable[[], int]
 ) -> tuple[list[float], list[float]]:
-    """Times whole passes over the inputs; returns ms per call, and per call on the device."""
-    # Loads the weights back into the caches, which the previous case has filled.
+    """Times whole passes over the inputs; returns ms per call, and ms on the device."""
     inputs = call.inputs or protocol.inputs
+    # Loads the weights back into the caches, which the previous case has filled.
     call(inputs - 1)
     times_ms: list[float] = []
     device_ms: list[float] = []

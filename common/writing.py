@@ -1,8 +1,8 @@
 """Writes files and folders atomically: the result is complete or absent.
 
 Partial output has a random name next to its destination, and is synced to the disk before it is
-renamed. Leftovers of a killed process are removed by the next one that writes there, once they are
-a day old, so that nobody is still writing them.
+renamed. The next process that writes there removes the leftovers of killed processes that are more
+than a day old, because nothing can still be writing to these.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from ..errors import OutputError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The system's errors for a lack of space."""
+"""The system's error numbers for a lack of space."""
 
 HINTS = {
     errno.ENOSPC: "free some space or choose another -o; nothing was left behind",
@@ -35,18 +35,18 @@ HINTS = {
     errno.EBUSY: "a folder that is in use cannot be replaced: choose one inside it with -o",
     errno.ENAMETOOLONG: "choose a shorter -o",
     errno.EFBIG: "the file system supports no file of that size: choose another -o",
-    errno.EIO: "the disk, or the connection to it, fails: check the system's log",
+    errno.EIO: "the disk or the connection to it is failing: check the system log",
 }
-"""Remedies for failures of the system, by error."""
+"""Hints for system errors, by error number."""
 
 PARTIAL = ".partial"
-"""A part of the names of partial output."""
+"""The names of partial output contain this."""
 
 OLD = ".old"
 """The suffix of folders that are moved aside during a replacement."""
 
 STALE_S = 24 * 3600.0
-"""Partial output that is older than this belongs to a killed process."""
+"""Partial output older than this is assumed to come from a killed process."""
 
 
 def is_partial(path: Path) -> bool:
@@ -55,7 +55,7 @@ def is_partial(path: Path) -> bool:
 
 
 def hint(error: OSError) -> str:
-    """Returns the remedy for a failure in writing."""
+    """Returns the hint for an error in writing."""
     return HINTS.get(error.errno or 0, "choose another -o")
 
 
@@ -82,9 +82,9 @@ def check_file(place: Path) -> None:
 
 
 def _check(folder: Path, place: Path, option: str = "-o") -> None:
-    """Refuses a place if `folder`, which is the place or will contain it, cannot be used.
+    """Raises OutputError if `folder`, which is `place` or will contain it, cannot be used.
 
-    `option` is the option that named the place.
+    `option` is the option that named `place`.
     """
     if not folder.is_dir():
         inside = "" if folder == place.absolute() else f", so {place.name} cannot be in it"
@@ -122,7 +122,7 @@ def make_folder(place: Path) -> None:
 
 @contextmanager
 def made_folder(place: Path) -> Iterator[None]:
-    """Makes a folder and its missing parents; removes those that are empty in the end.
+    """Makes a folder and its missing parents; on exit, removes those that are empty.
 
     Raises OutputError on failure.
     """
@@ -132,7 +132,7 @@ def made_folder(place: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # a folder is not empty
+        with suppress(OSError):  # a folder may not be empty
             for folder in missing:
                 folder.rmdir()
 
@@ -141,15 +141,15 @@ def made_folder(place: Path) -> Iterator[None]:
 def output_errors(place: Path) -> Iterator[None]:
     """Within the context, system errors in writing become an OutputError that names `place`.
 
-    For a full disk it names the file that did not fit, which may be elsewhere.
+    If a disk is full, the error names the file that did not fit, which may be elsewhere.
     """
     try:
         yield
     except OSError as error:
-        raise OutputError(refused(place, error), hint=hint(error)) from error
+        raise OutputError(cannot_write(place, error), hint=hint(error)) from error
 
 
-def refused(place: Path, error: OSError) -> str:
+def cannot_write(place: Path, error: OSError) -> str:
     """Returns a message with the path that could not be written: `place`, or a file elsewhere."""
     named = None if error.filename is None else Path(os.fsdecode(error.filename))
     if named is not None:
@@ -164,9 +164,9 @@ def refused(place: Path, error: OSError) -> str:
 def whole_file(place: Path) -> Iterator[Path]:
     """Yields the path of a temporary file next to `place`, which replaces `place` on success.
 
-    It has the suffix of `place`. Links are followed: their target is replaced. On failure the old
-    file stays; failures in writing raise OutputError. After a power cut, either the old
-    or the new file is there, complete.
+    The temporary file has the suffix of `place`. Links are followed: their target is replaced. On
+    failure the old file stays; failures in writing raise OutputError. After a power cut, the old or
+    the new file is there, and it is complete.
     """
     check_file(place)
     target = place.resolve()
@@ -176,9 +176,9 @@ def whole_file(place: Path) -> Iterator[Path]:
         _temporary(target, target.suffix, lambda path: path.touch(exist_ok=False)) as partial,
     ):
         yield partial
-        to_disk(partial)
+        sync_to_disk(partial)
         move(partial, target)
-        to_disk(target.parent)
+        sync_to_disk(target.parent)
 
 
 def write_text(text: str, place: Path) -> None:
@@ -188,15 +188,15 @@ def write_text(text: str, place: Path) -> None:
 
 
 def temporary_folder(target: Path) -> AbstractContextManager[Path]:
-    """A new, empty folder next to `target`, which is removed when the block ends."""
+    """Yields a new, empty folder next to `target`, and removes it when the block ends."""
     return _temporary(target, "", Path.mkdir)
 
 
 def scratch_folder(name: str, within: Path | None = None) -> AbstractContextManager[Path]:
-    """A private temporary folder, which is removed when the block ends.
+    """Yields a private temporary folder, and removes it when the block ends.
 
-    It is in the system's folder for temporary files, or in `within`. Raises OutputError if it
-    cannot be made.
+    It is in the system's folder for temporary files, or in `within`. Raises OutputError if the
+    folder cannot be made.
     """
     place = within or Path(tempfile.gettempdir())
 
@@ -208,7 +208,7 @@ def scratch_folder(name: str, within: Path | None = None) -> AbstractContextMana
 
 
 def scratch_file(name: str) -> AbstractContextManager[Path]:
-    """An empty file, like `scratch_folder`; raises OSError if it cannot be made."""
+    """Yields an empty temporary file, as `scratch_folder` does; raises OSError on failure."""
     place = Path(tempfile.gettempdir()) / f"moexport-{name}"
     return _temporary(place, "", lambda path: path.touch(mode=0o600, exist_ok=False))
 
@@ -232,11 +232,11 @@ atexit.register(remove_scratch)
 def replace_folder(new: Path, target: Path) -> None:
     """Replaces a folder with another on the same file system.
 
-    Both are synced first. The old folder is moved aside and restored on failure: between the two
-    renames there is no folder. Concurrent replacements wait.
+    The new folder is synced first. The old one is moved aside, and restored on failure: between the
+    two renames there is no folder at `target`. Concurrent replacements wait.
     """
     for path in (*new.rglob("*"), new):
-        to_disk(path)
+        sync_to_disk(path)
     remove_leftovers(target)
     aside = _hidden_sibling(target, OLD)
     with locked(target.parent):
@@ -247,7 +247,7 @@ def replace_folder(new: Path, target: Path) -> None:
         finally:
             if aside.exists():
                 _restore(aside, target)
-    to_disk(target.parent)
+    sync_to_disk(target.parent)
     if aside.exists():
         raise OutputError(
             f"{aside}: the old folder cannot be removed; the new one is complete: {target}",
@@ -258,7 +258,7 @@ def replace_folder(new: Path, target: Path) -> None:
 def move(old: Path, new: Path) -> None:
     """Renames a file or folder; on another file system, renames a copy.
 
-    In a container two names in one folder may be on two file systems: the image, and later changes.
+    In a container, two names in one folder may be on two file systems: the image and the changes.
     """
     try:
         old.replace(new)
@@ -271,23 +271,23 @@ def move(old: Path, new: Path) -> None:
             else:
                 shutil.copy2(old, copy)
             for path in (*copy.rglob("*"), copy):
-                to_disk(path)
+                sync_to_disk(path)
             copy.rename(new)
         _remove(old)
 
 
 def _restore(aside: Path, target: Path) -> None:
-    """Moves back a folder that was moved aside, or removes it if its place is taken."""
+    """Moves back a folder that was moved aside, or removes it if `target` exists again."""
     if not target.exists():
-        with suppress(OSError):  # without locks, another process may have taken the place meanwhile
+        with suppress(OSError):  # without locks, another process may have created the target
             move(aside, target)
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def to_disk(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Syncs a file's content, or a folder's list of names, to the disk."""
-    if path.is_dir() and sys.platform == "win32":  # cannot open folders
+    if path.is_dir() and sys.platform == "win32":  # Windows cannot open folders
         return
     handle = os.open(path, os.O_RDONLY if sys.platform != "win32" else os.O_RDWR)
     try:
@@ -303,7 +303,7 @@ def to_disk(path: Path) -> None:
 def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
     """Locks a folder: another process waits at its own `locked` until the block ends.
 
-    Yields whether it is locked; without `wait` it may not be.
+    Yields whether the folder is locked, which may be false without `wait`.
 
     The lock ends with the process. It is on the folder itself and leaves no file behind, except on
     Windows, which can only lock files. A file system without locks never waits.
@@ -348,7 +348,7 @@ def exclusive_folder(folder: Path | None) -> Iterator[None]:
 
 @contextmanager
 def exclusive_place(place: Path) -> Iterator[None]:
-    """Locks a file or folder to be written, as `exclusive_folder` does, by a file next to it."""
+    """Locks a file or folder to be written, as `exclusive_folder` does, with a file next to it."""
     target = place.resolve()
     with (
         made_folder(target.parent),
@@ -365,7 +365,7 @@ def _exclusive(lock: Path, place: Path) -> Iterator[None]:
         if not free:
             raise OutputError(
                 f"{place}: another moexport process is writing its results there",
-                hint="wait until it has ended, or choose another place",
+                hint="wait for it to finish, or choose another place",
             )
         try:
             yield
@@ -400,7 +400,7 @@ def _hidden_sibling(target: Path, ending: str, suffix: str = "") -> Path:
 def remove_partial() -> None:
     """Removes this process's partial output, from a thread other than the one that writes it."""
     for path in left_behind():
-        with suppress(OSError):  # `left_behind` reports what stays
+        with suppress(OSError):  # `left_behind` reports what remains
             _remove(path)
 
 
@@ -413,12 +413,12 @@ def remove_leftovers(target: Path, suffix: str = "") -> None:
     """Removes partial output of `target` by killed processes; moves back what they moved aside."""
     stem = re.escape(target.name.removesuffix(suffix))
     name = re.compile(rf"\.{stem}\.[0-9a-f]{{16}}({re.escape(PARTIAL + suffix)}|{re.escape(OLD)})")
-    with suppress(OSError):  # leftovers that cannot be listed or removed are harmless
+    with suppress(OSError):  # leftovers that cannot be listed or removed do no harm
         for path in target.parent.iterdir():
             if not name.fullmatch(path.name) or path.is_symlink():
                 continue
             if path.name.endswith(OLD) and not target.exists():
-                # while it is locked, the process that moved it is running
+                # The process that moved the folder holds the lock while it runs.
                 with locked(target.parent, wait=False) as free:
                     if free and not target.exists():
                         path.rename(target)
@@ -428,7 +428,7 @@ def remove_leftovers(target: Path, suffix: str = "") -> None:
 
 
 def _idle_s(path: Path) -> float:
-    """Seconds since a file, or anything in a folder, was last written to."""
+    """Returns the seconds since a file, or anything in a folder, was last written to."""
     return time.time() - max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
 
 

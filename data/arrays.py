@@ -1,4 +1,4 @@
-"""Files of arrays, `.npy` and `.npz`: their names, headers and numbers, read in small parts.
+"""Reads `.npy` and `.npz` files: the names, headers and numbers of their arrays, in small parts.
 
 Mapped pages would count as memory in use, and an array inside an archive cannot be mapped.
 """
@@ -31,7 +31,7 @@ LABELS = ("label", "labels")
 """Names of arrays in an archive that can only be labels."""
 
 LABEL_NAMES = (*LABELS, "y")
-"""The names of labels in an archive: they are never used as inputs."""
+"""Names of labels in an archive; they are never used as inputs."""
 
 
 def check_inputs(
@@ -44,17 +44,17 @@ def check_inputs(
 
 
 def label_names(inputs: Sequence[str], outputs: Sequence[str] = ()) -> list[str]:
-    """Returns the possible names of labels in an archive, the likeliest first; none is an input."""
+    """Returns the names that labels may have in an archive, most likely first; none is an input."""
     return [name for name in (*LABEL_NAMES, *outputs) if name not in inputs]
 
 
 def main_name(names: Collection[str], name: str, others: Collection[str]) -> str | None:
-    """Returns `name`, or else the only one of `names` that is neither in `others` nor `OUTPUT`."""
+    """Returns `name` if it is in `names`, or the only name neither in `others` nor `OUTPUT`."""
     if name in names:
         return name
-    candidates = [each for each in names if each not in others]
+    candidates = [candidate for candidate in names if candidate not in others]
     if len(candidates) > 1:
-        candidates = [each for each in candidates if each != OUTPUT]
+        candidates = [candidate for candidate in candidates if candidate != OUTPUT]
     return candidates[0] if len(candidates) == 1 else None
 
 
@@ -70,20 +70,20 @@ def npy_array(data: bytes, where: str) -> Array:
 
 
 CHUNK_BYTES = 4 << 20
-"""The number of bytes to read at once, in complete rows: at least one."""
+"""How many bytes to read at once, in complete rows; at least one row is read."""
 
 UNREADABLE = (
     *(ValueError, TypeError, KeyError, EOFError, OSError, OverflowError, RecursionError),
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError),
     *(NotImplementedError, RuntimeError),
 )
-"""Exceptions for invalid or damaged files: Python reports broken zip archives in a dozen ways, and
-the headers of arrays are parsed as Python code."""
+"""Exceptions for invalid or damaged files: Python raises a dozen kinds for broken zip archives, and
+parses the headers of arrays as Python code."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayHeader:
-    """The description of an array, before its numbers are read."""
+    """The header of an array, known before its numbers are read."""
 
     shape: tuple[int, ...]
     fortran: bool
@@ -91,17 +91,17 @@ class ArrayHeader:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one input."""
+        """The number of bytes of one input."""
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """The contents of an `.npz` file, before its numbers are read.
+    """The contents of an `.npz` file, known before its numbers are read.
 
-    `inputs` is the requested array, or the only one without a label's name; `header` is its header,
-    and `label` the array of labels, or None. `digest` identifies the file's content by the
-    checksums in the archive.
+    `inputs` names the requested array, or the only one whose name is not for labels; `header` is
+    its header, and `label` names the array of labels, if any. `digest` identifies the content by
+    the checksums in the archive.
     """
 
     inputs: str
@@ -115,8 +115,8 @@ def npz_archive(
 ) -> Archive:
     """Returns the contents of an `.npz` file for the input called `name`, next to `others`.
 
-    Labels may also be named after one of `outputs`. Raises `FeedError` naming the file or listing
-    its arrays.
+    Labels may also be named after one of `outputs`. Raises a `FeedError` that names the file or
+    lists its arrays.
     """
     with _archive(path) as archive:
         inputs = _inputs_name(archive, path, name, others)
@@ -160,7 +160,7 @@ def _array(archive: zipfile.ZipFile, path: Path, name: str) -> np.ndarray:
 @contextmanager
 def _readable(path: Path, kind: str) -> Iterator[None]:
     """Within the context, failures to read a file become a `FeedError` that names it."""
-    if path.exists() and not path.is_file():  # a device never ends, and a pipe cannot seek
+    if path.exists() and not path.is_file():  # a device may never end, and a pipe cannot seek
         raise FeedError(f"{path}: not a file", hint=f"give inputs in a file: inputs{kind}")
     try:
         yield
@@ -178,7 +178,7 @@ def _readable(path: Path, kind: str) -> Iterator[None]:
 
 
 def _has_signature(path: Path, kind: str) -> bool:
-    """Returns whether a file has the signature of a kind."""
+    """Returns whether a file has the signature of `.npz` or `.npy` files."""
     if kind == ".npz":
         return zipfile.is_zipfile(path)
     try:
@@ -195,7 +195,7 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
         _check_ends(path, archive)
         for member in archive.infolist():
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise NotImplementedError(f"NumPy cannot compress like {member.filename}")
+                raise NotImplementedError(f"unsupported compression of {member.filename}")
             unpacked += member.file_size
         if unpacked > allowed_bytes(size):
             raise FeedError(
@@ -207,7 +207,7 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _check_ends(path: Path, archive: zipfile.ZipFile) -> None:
-    """Raises ValueError unless an archive begins and ends with its file.
+    """Raises ValueError unless an archive fills its file.
 
     Python silently reads only the last of several concatenated archives.
     """
@@ -217,11 +217,11 @@ def _check_ends(path: Path, archive: zipfile.ZipFile) -> None:
     if (end[:4], end[-2:]) != (END[:4], END[-2:]):
         raise ValueError("the archive ends before the file does")
     if min((member.header_offset for member in archive.infolist()), default=0):
-        raise ValueError("the archive begins after the start of the file")
+        raise ValueError("the archive does not begin at the start of the file")
 
 
 END = b"PK\5\6" + bytes(18)
-"""The end of an archive without members; NumPy writes no comment after it."""
+"""The end record of an empty archive; in NumPy's archives no comment follows this record."""
 
 
 @contextmanager
@@ -243,7 +243,7 @@ def _inputs_name(
     names = _names(archive)
     main = main_name(names, name, (*LABEL_NAMES, *others))
     if main is None:
-        saved = ", ".join(f"{each}={each}" for each in (name, *others)) if others else f"{name}=x"
+        saved = ", ".join(f"{n}={n}" for n in (name, *others)) if others else f"{name}=x"
         raise FeedError(
             f"{path} contains {', '.join(names) or 'nothing'}, but no array '{name}'",
             hint=f"save the inputs as np.savez(path, {saved})",
@@ -252,7 +252,7 @@ def _inputs_name(
 
 
 def _may_label(archive: zipfile.ZipFile, name: str) -> bool:
-    """Returns whether an array may be labels: one named after an output may be that output."""
+    """Returns whether an array may be labels; one named like an output may be that output."""
     if name in LABEL_NAMES:
         return True
     with _member(archive, name) as (file, size):
@@ -264,7 +264,7 @@ def _may_label(archive: zipfile.ZipFile, name: str) -> bool:
 def inputs_in(
     path: Path, name: str, others: Sequence[str] = ()
 ) -> Iterator[tuple[BinaryIO, ArrayHeader]]:
-    """Yields the inputs of a file, open where their numbers start, and their header."""
+    """Yields a file of inputs, opened where their numbers start, and their header."""
     if path.suffix == ".npz":
         with (
             _archive(path) as archive,
@@ -308,24 +308,24 @@ def _inputs_header(file: BinaryIO, path: Path, size: int) -> ArrayHeader:
 def _header(file: BinaryIO, where: str, size: int) -> ArrayHeader:
     """Returns the header of an array, read from its start; rejects arrays of Python objects.
 
-    It must not declare more than a file of `size` bytes can contain.
+    The header must not declare more than a file of `size` bytes can contain.
     """
     version = npy.read_magic(file)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     try:
         header = ArrayHeader(*read(file))
-    except MemoryError as error:  # from Python's parser, which has its own stack
+    except MemoryError as error:  # raised by Python's parser, whose stack is limited
         raise ValueError("its header is nested too deeply") from error
     if header.dtype.hasobject:
         raise FeedError(
-            f"{where} contains Python objects (dtype {header.dtype}), which are pickled and never "
-            "loaded",
-            hint="save numbers: np.array(x.tolist()), whose rows must be of one shape",
+            f"{where} contains Python objects (dtype {header.dtype}), which are pickled: "
+            "they are never loaded",
+            hint="save numbers: np.array(x.tolist()), in which all rows have the same shape",
         )
     if any(not 0 <= size < 2**31 for size in header.shape):
         raise ValueError(f"an array cannot have shape {header.shape}")
     if header.shape and header.shape[0] > size:  # rows without numbers
-        raise ValueError(f"it has {size} bytes but an array of {header.shape[0]} rows")
+        raise ValueError(f"it has {size} bytes, but an array of {header.shape[0]} rows")
     extra = size - file.tell() - header.dtype.itemsize * math.prod(header.shape)
     if extra < 0:
         raise EOFError("the file ends in the middle of the array")

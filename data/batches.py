@@ -1,4 +1,4 @@
-"""Batches of inputs: their types, their rows, and changes of batch size. Reads no files."""
+"""Batches of inputs: their types, their rows, and changes of batch size."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 Fields = dict[str, Array]
-"""A batch: an array [b, …] per field. Labels are the field `LABEL`; image files are objects with
-their bytes."""
+"""A batch: an array [b, …] per field. Labels are in the field `LABEL`; image files are objects of
+bytes."""
 
 Inputs = np.ndarray | Mapping[str, np.ndarray]
 """The inputs of a model or graph: arrays by name, or the array of its only input."""
@@ -21,8 +21,8 @@ Inputs = np.ndarray | Mapping[str, np.ndarray]
 IMAGE, LABEL, INPUT = "image", "label", "input"
 
 OUTPUT = "output"
-"""The name, in a feed, of the outputs of a user's own model, if they do not have the name of the
-model's first output. It is never used for inputs."""
+"""The name in a feed of the outputs of a user's own model, if it is not that of the model's first
+output. It is never used for inputs."""
 
 IGNORED = -1
 """A target token that does not count."""
@@ -37,8 +37,8 @@ LabelledBatch = tuple[Array, Labels | None]
 Feed = str | Path | np.ndarray | Mapping[str, Any] | Iterable[object]
 """The inputs that a caller may pass: where to find them, or the inputs themselves.
 
-The latter are an array or a tensor [b, …], a dict of them by name, as in an `.npz`, or batches: see
-`_array_of` for the items of an iterable.
+The inputs themselves are an array or tensor [b, …], a dict of these by name, as in an `.npz`, or an
+iterable of batches, whose items `_array_of` describes.
 """
 
 
@@ -59,9 +59,9 @@ def limited(batches: Iterable[Fields], count: int | None) -> Iterator[Fields]:
 def rebatched(batches: Iterable[Fields], size: int) -> Iterator[Fields]:
     """Yields the same rows in the same order as batches of `size`.
 
-    The last batch, and the last before rows of another shape, may be smaller. Results then do not
-    depend on the sizes of the original batches, to the last bit. At most one original batch and one
-    new batch are in memory.
+    The last batch, and the last before rows of another shape, may be smaller. Results are then
+    identical, to the last bit, for any sizes of the original batches. At most one original batch
+    and one new batch are in memory.
     """
     pending: list[Fields] = []
     for batch in batches:
@@ -84,7 +84,7 @@ def rebatched(batches: Iterable[Fields], size: int) -> Iterator[Fields]:
 def rebatched_pairs(
     pairs: Iterable[LabelledBatch], size: int, limit: int | None = None
 ) -> Iterator[LabelledBatch]:
-    """Yields inputs and labels as `rebatched` does, up to `limit` of them."""
+    """Yields up to `limit` inputs and labels, batched as by `rebatched`."""
     fields = (
         {INPUT: inputs} if labels is None else {INPUT: inputs, LABEL: labels}
         for inputs, labels in pairs

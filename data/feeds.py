@@ -1,7 +1,7 @@
-"""Real inputs, streamed in batches: `.npz`, `.npy`, shards, or `package.module:iterable`.
+"""Streams real inputs in batches from `.npz`, `.npy`, shards, or `package.module:iterable`.
 
-URLs may name files. `arrays.py` reads arrays, `shards.py` tar files and Parquet; a DataLoader is an
-iterable.
+URLs may name files. `arrays.py` reads arrays, `shards.py` tar files and Parquet; a DataLoader is
+one of the iterables.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .user_code import attribute_of, module_of, names_code
 def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
     """Yields batches [b, …] of the input called `name`, in order; files are read in small parts.
 
-    Raises `FeedError` naming the file, array or object if it cannot be read.
+    Raises a `FeedError` that names the file, array or object if it cannot be read.
     """
     return (batch[name] for batch in named_batches(feed, [name]))
 
@@ -57,9 +57,9 @@ def named_batches(
     An `.npz`, shards and dicts are searched for all these names; any other feed is the first input.
     With `labelled`, the field `LABEL` has the labels, if there are any: an array `label`, `labels`
     or `y` that is not an input; in an `.npz`, also one named after one of `outputs`; or the second
-    item of a tuple. `own` are the names of a model's outputs: fields with these names have the
-    outputs of the user's own model; a feed may also call the first `OUTPUT`. Raises `FeedError` for
-    inputs that cannot be read and, if `strict`, for invalid labels.
+    item of a tuple. `own` has the names of a model's outputs: fields with these names contain the
+    outputs of the user's own model. A feed may call the first of them `OUTPUT`. Raises `FeedError`
+    for inputs that cannot be read and, if `strict`, for invalid labels.
     """
     request = _FieldRequest(
         tuple(names), tuple(outputs), tuple(own), labelled=labelled, strict=strict
@@ -103,14 +103,14 @@ def named_batches(
 
 
 def in_memory(feed: Feed | None) -> Any:
-    """Returns a feed with its tensors, single or in a dict, as arrays; other feeds unchanged."""
+    """Returns a tensor, or a dict with tensors, as arrays; other feeds unchanged."""
     if isinstance(feed, Mapping):
         return {name: _as_array(value) for name, value in feed.items()}
     return _as_array(feed)
 
 
 HEAD = 8
-"""The number of inputs on which a user's own network is checked."""
+"""The number of inputs with which a user's own network is checked."""
 
 
 def head_of(feed: Feed | None) -> Any:
@@ -139,7 +139,7 @@ def fields_of(
 ) -> Fields:
     """Returns a dict's inputs by name, and its labels as `LABEL`, with the names as in an `.npz`.
 
-    Raises `FeedError` naming an array that is missing or has a different number of inputs.
+    Raises a `FeedError` that names an array if it is missing or has another number of inputs.
     """
     first, *others = names
     where = "the data"
@@ -177,7 +177,7 @@ class _FieldRequest:
     strict: bool
 
     def targets(self, item: object, inputs: Array, where: str) -> Fields:
-        """The labels and the user's own outputs in an item of an iterable."""
+        """Returns the labels and the user's own outputs in an item of an iterable."""
         found = self.labels(lambda: _labels_of(item, inputs, where, self.names))
         if isinstance(item, dict):
             text = f"{where}: a batch's"
@@ -185,9 +185,9 @@ class _FieldRequest:
         return found
 
     def labels(self, read: Callable[[], Fields], *, named: bool = False) -> Fields:
-        """The field of labels, if requested; empty if the array may be something else.
+        """Returns the field of labels, if requested; empty if the array may be something else.
 
-        An array whose name can only mean labels (`named`) raises `FeedError` if it does not fit.
+        If the array's name can only mean labels (`named`), invalid labels raise `FeedError`.
         """
         if not self.labelled:
             return {}
@@ -199,19 +199,19 @@ class _FieldRequest:
             return {}
 
     def own_names(self, known: Iterable[str]) -> dict[str, str]:
-        """The names that the requested outputs have in a feed, by output."""
+        """Returns the names that the requested outputs have in a feed, by output."""
         reserved = {*self.names, *LABEL_NAMES}
         found: dict[str, str] = {}
         for index, name in enumerate(self.own):
             keys = [name, OUTPUT] if index == 0 and OUTPUT not in self.own else [name]
-            key = next((each for each in keys if each in known and each not in reserved), None)
+            key = next((k for k in keys if k in known and k not in reserved), None)
             found |= {} if key is None else {name: key}
         return found
 
     def own_outputs(
         self, known: Iterable[str], count: int, where: str, read: Callable[[str], Any]
     ) -> Fields:
-        """The fields of a user's own outputs for `count` inputs."""
+        """Returns the fields of a user's own outputs for `count` inputs."""
         found: Fields = {}
         for name, key in self.own_names(known).items():
             array = found[name] = np.asarray(read(key))
@@ -231,7 +231,7 @@ class _FieldRequest:
 
 
 def _dict_batch(arrays: Mapping[str, Any], request: _FieldRequest) -> Fields:
-    """The inputs of a dict as one batch, with the requested labels and outputs."""
+    """Returns the inputs in a dict as one batch, with the requested labels and outputs."""
     outputs = request.own_names(arrays).values()
     others = {name: value for name, value in arrays.items() if name not in outputs}
     fields = fields_of(others, request.names, request.outputs)
@@ -242,7 +242,7 @@ def _dict_batch(arrays: Mapping[str, Any], request: _FieldRequest) -> Fields:
 
 
 def _file_batches(path: Path, request: _FieldRequest) -> Iterator[Fields]:
-    """The batches of a file or folder; labels and outputs in an `.npz` are read all at once."""
+    """Yields the batches of a file or folder; reads all labels and outputs of an `.npz` at once."""
     first, *others = request.names
     arrays: Fields = {}
     if path.suffix == ".npz" and path.is_file() and (others or request.labelled or request.own):
@@ -299,8 +299,8 @@ def named_samples(feed: Feed, names: Sequence[str], limit: int) -> Fields:
     return joined([batch for batch in parts if row_shapes(batch) == row_shapes(parts[0])])
 
 
-def is_there(where: str) -> bool:
-    """Returns whether the inputs at a path exist; raises `FeedError` for unreadable ones.
+def has_inputs(where: str) -> bool:
+    """Returns whether the inputs at a path exist; raises `FeedError` if they are unreadable.
 
     Reads no numbers: only the list of arrays in an archive, or an array's header.
     """
@@ -320,7 +320,7 @@ def is_there(where: str) -> bool:
 
 
 def _files(path: Path) -> list[Path]:
-    """The file itself, or the files of a folder."""
+    """Returns the file itself, or the files of a folder."""
     if not path.is_dir():
         return [path]
     files = sorted(path.glob("*.npy"))
@@ -340,7 +340,7 @@ def _imported_items(where: str) -> Iterator[object]:
             hint="name an iterable of batches, or a function that returns one",
         ) from error
     items: Iterator[object] | None = None
-    # The user's code may fail in any way; its message becomes an error of the feed.
+    # The user's code may fail in any way; its errors are raised as `FeedError`.
     try:
         items = iter(target() if callable(target) else target)
         for item in items:  # noqa: UP028  `yield from` would close the user's iterator
@@ -358,7 +358,7 @@ def _imported_items(where: str) -> Iterator[object]:
 
 
 def _array_of(item: object, name: str, where: str) -> np.ndarray:
-    """The batch in an item of an iterable: an array, a tensor, or a dict or tuple with one."""
+    """Returns the batch in an iterable's item: an array or tensor, or a dict or tuple with one."""
     if isinstance(item, Mapping):
         if name not in item:
             raise FeedError(f"{where} yields a dict without '{name}'", hint=FEED_HINT)
@@ -389,7 +389,7 @@ def _labels_of(item: object, inputs: Array, where: str, names: Sequence[str]) ->
 
 
 def _shard_inputs(fields: Fields, name: str, where: str) -> Array:
-    """The inputs called `name`: the field of that name, or the only one with numbers."""
+    """Returns the field of the input `name`: the one with that name, or the only candidate."""
     main = main_name(fields, name, (*LABEL_NAMES, IMAGE))
     if main is not None:
         return fields[main]
@@ -405,8 +405,8 @@ def _shard_inputs(fields: Fields, name: str, where: str) -> Array:
 
 
 LABELS_HINT = (
-    "labels are classes [batch], counted from 0; or, for each of a model's o outputs, [batch, o]: "
-    "attributes that are 0 or 1, or floats that a regression predicts"
+    "labels are classes [batch], counted from 0, or an array [batch, o] with a value for each of "
+    "the model's o outputs: attributes of 0 or 1, or floats that a regression predicts"
 )
 
 
@@ -421,7 +421,7 @@ def checked_labels(
 ) -> Labels:
     """Returns valid labels (`Labels`) of inputs with this type and shape, or tokens for ids [b, m].
 
-    With `whole`, `array` has all labels, not one batch's. Raises `FeedError` if any is invalid.
+    With `whole`, `array` has all labels, not one batch's. Raises `FeedError` for invalid labels.
     """
     tokens = dtype.kind in "iu" and array.shape == shape and array.ndim > 1
     if array.ndim not in (1, 2) and not tokens:
@@ -457,25 +457,25 @@ def checked_labels(
     return labels
 
 
-LEAST_SIGNS = 8
-"""From this many on, labels of only −1 and 1 are taken for attributes, which must be 0 or 1."""
+MIN_SIGNS = 8
+"""If there are this many labels or more, all −1 or 1, they are assumed to be attributes."""
 
 
 def _checked_attributes(labels: Labels, where: str, *, whole: bool) -> Labels:
-    """Returns labels [b, o] unchanged; raises `FeedError` for implausible ones."""
-    other = np.argwhere((labels != 0) & (labels != 1))
-    signs = labels.size >= LEAST_SIGNS and bool((np.abs(labels) == 1).all())
-    if len(other) and (labels.dtype.kind != "f" or signs):
-        row, column = (int(index) for index in other[0])
+    """Returns labels [b, o] unchanged; raises `FeedError` for implausible labels."""
+    not_binary = np.argwhere((labels != 0) & (labels != 1))
+    signs = labels.size >= MIN_SIGNS and bool((np.abs(labels) == 1).all())
+    if len(not_binary) and (labels.dtype.kind != "f" or signs):
+        row, column = (int(index) for index in not_binary[0])
         raise FeedError(
             f"{where} has shape {labels.shape} and the value {labels[row, column]:g} at index "
             f"[{row}, {column}]; attributes are 0 or 1",
             hint="save labels.ravel() for classes"
             if labels.shape[1] == 1 and not signs
-            else "save labels > 0 for attributes of -1 and 1, floats for a regression, and for "
-            "classes one number per sample",
+            else "save labels > 0 for attributes of -1 and 1, floats for a regression, and one "
+            "number per sample for classes",
         )
-    if whole and not len(other):
+    if whole and not len(not_binary):
         check_not_one_hot(labels.shape, int((labels.sum(axis=1) == 1).sum()), where)
     return labels
 
@@ -483,13 +483,13 @@ def _checked_attributes(labels: Labels, where: str, *, whole: bool) -> Labels:
 def check_not_one_hot(shape: tuple[int, ...], with_one: int, where: str) -> None:
     """Raises FeedError for one-hot classes: attributes of which every sample has exactly one.
 
-    `with_one` counts the rows of labels of that `shape` that contain a single 1.
+    `with_one` is the number of rows with a single 1 in labels of this `shape`.
     """
     if shape[0] > 1 and shape[1] > 1 and with_one == shape[0]:
         raise FeedError(
             f"{where} has shape {shape} and exactly one 1 in every row, like one-hot classes",
-            hint="save labels.argmax(axis=1): the largest score decides between classes, the sign "
-            "of each about attributes",
+            hint="save labels.argmax(axis=1): the class with the largest score is chosen, but each "
+            "attribute is decided by the sign of its score",
         )
 
 
@@ -528,11 +528,11 @@ class FeedHash:
         self._hash.update(np.ascontiguousarray(batch).data)
         self.samples += len(batch)
         self._others = self._others or [FeedHash() for _ in others]
-        for hashed, array in zip(self._others, others, strict=True):
-            hashed.update(array)
+        for feed_hash, array in zip(self._others, others, strict=True):
+            feed_hash.update(array)
 
     def hexdigest(self) -> str:
         total = self._hash.copy()
-        for hashed in self._others:
-            total.update(hashed.hexdigest().encode())
+        for feed_hash in self._others:
+            total.update(feed_hash.hexdigest().encode())
         return total.hexdigest()

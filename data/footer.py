@@ -1,7 +1,7 @@
-"""The footer of a Parquet file: the sizes that its row groups declare, before decoding.
+"""Reads the footer of a Parquet file: the sizes that its row groups declare, before decoding.
 
-It is a message in Thrift's compact protocol. pyarrow can also read it, but a damaged footer whose
-statistics do not fit its schema raises a C++ exception that ends the process (pyarrow 26).
+The footer is a message in Thrift's compact protocol. pyarrow can also read it, but a damaged footer
+whose statistics do not fit its schema raises a C++ exception that ends the process (pyarrow 26).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WIDTHS = {0: 1, 1: 4, 2: 8, 3: 12, 4: 4, 5: 8}
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """The declared sizes of a row group: rows, bytes of values, and of the largest text column."""
+    """Declared sizes of a row group: rows, bytes of values, bytes of the largest text column."""
 
     rows: int
     value_bytes: int
@@ -62,13 +62,13 @@ def _declared(data: bytes, pages: _Pages) -> Iterator[RowGroup]:
             for column in columns:
                 pages.check(column)
         if rows != footer[3]:
-            raise ValueError(f"its footer declares {footer[3]} rows, but its row groups {rows}")
+            raise ValueError(f"its footer declares {footer[3]} rows, but row groups have {rows}")
     except (IndexError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ValueError("its footer is damaged") from error
 
 
 class _Pages:
-    """The pages of a file, which must end before `end` and must not overlap between columns."""
+    """The pages of a file, which must end before `end`; columns must not share pages."""
 
     def __init__(self, file: BinaryIO, end: int) -> None:
         self._file, self.end, self._left = file, end, end
@@ -89,7 +89,7 @@ class _Pages:
 
 
 class _Thrift:
-    """A message of the protocol, read up to `position`; structs are dicts by field number."""
+    """A Thrift message, read up to `position`; structs are dicts by field number."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self.position = data, 0
@@ -138,7 +138,7 @@ class _Thrift:
         while (byte := self._byte()) > 127:
             number, shift = number | (byte & 127) << shift, shift + 7
             if shift > 63:
-                raise ValueError("its footer has a number of more than 64 bits")
+                raise ValueError("its footer has a number with more than 64 bits")
         return number | byte << shift
 
     def _signed(self) -> int:

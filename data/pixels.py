@@ -1,4 +1,4 @@
-"""How an image's pixels become numbers. Imports nothing heavy."""
+"""The scales by which the pixels of images are converted to numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNKNOWN = "the weights do not show how images were scaled in training"
 
 
 def check_pixels(pixels: str, *, given: bool = True) -> None:
-    """Raises `UsageError` for an unknown scale of images, and if no images are `given`."""
+    """Raises `UsageError` for an unknown scale, or if no images are `given`."""
     if pixels not in get_args(Pixels):
         raise UsageError(f"--pixels {pixels}: there is no such scale; {UNKNOWN}", hint=SCALES)
     if not given:

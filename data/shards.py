@@ -1,7 +1,7 @@
 """Data in shards: WebDataset's tar files and Parquet, read in batches.
 
-A feed names shards by one file, a folder of them, or a range in WebDataset's notation:
-`train-{000..015}.tar`; each may be a URL.
+A feed names shards as one file, a folder of them, or a range in WebDataset's notation:
+`train-{000..015}.tar`. Each of these may be a URL.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MAX_DIGITS = 18
 
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
-DAMAGED = "copy or write the shard again"
+DAMAGED = "copy the shard again, or write it again"
 
 UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError)
-"""Exceptions that pyarrow raises for damaged files, besides its own."""
+"""Built-in exceptions that pyarrow raises for damaged files."""
 
 IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"})
 """Suffixes of files that are read as images."""
@@ -68,7 +68,7 @@ def shards_of(where: object) -> list[AnyPlace] | None:
 def shard_batches(shards: Sequence[AnyPlace]) -> Iterator[tuple[str, Fields]]:
     """Yields the batches of all shards in order, each with the name of its file.
 
-    Raises `FeedError` naming a shard that is missing, truncated or of the wrong kind.
+    Raises a `FeedError` that names a shard if it is missing, truncated or of the wrong kind.
     """
     check_shards(shards)
     sizes: dict[str, dict[str, int]] = {}
@@ -84,7 +84,7 @@ def shard_batches(shards: Sequence[AnyPlace]) -> Iterator[tuple[str, Fields]]:
         if not samples:
             raise FeedError(
                 f"{name} contains nothing that can be read",
-                hint="tar: sample.npy or an image, and sample.cls; Parquet: such columns",
+                hint="a tar needs sample.npy, sample.jpg or sample.cls; Parquet, such columns",
             )
         folder = name.rpartition("/")[0] if url_of(shard) else str(path.parent)
         if folder not in sizes:
@@ -98,8 +98,8 @@ def shard_batches(shards: Sequence[AnyPlace]) -> Iterator[tuple[str, Fields]]:
 
 
 INDEXES = ("sizes.json", "shardindex.json", "index.json", "_info.json")
-"""Indexes with the number of samples per shard: those of OpenCLIP, WebDataset (wids), and timm's
-data sets on Hugging Face."""
+"""Indexes with the number of samples per shard: those of OpenCLIP, of WebDataset (wids), and of
+timm's data sets on Hugging Face."""
 
 NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)(\D*)")
 """Names of shards that include the number of shards, as `datasets` writes them."""
@@ -108,7 +108,7 @@ NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)(\D*)")
 def _indexes(folder: str) -> Iterator[dict[str, int]]:
     """Yields the number of samples by shard, for each index in a folder.
 
-    Files with the name of an index but another format are ignored.
+    Files that have the name of an index but another format are ignored.
     """
     for name in INDEXES:
         if not has_file(folder, name):
@@ -129,10 +129,10 @@ def _indexes(folder: str) -> Iterator[dict[str, int]]:
 def _check_complete(folder: Path, names: set[str]) -> None:
     """Raises FeedError if a folder lacks a shard that an index or the other names imply."""
     parts = {match.groups() for match in map(NUMBERED.fullmatch, names) if match is not None}
-    series = {(start, len(number), of, total, end) for start, number, of, total, end in parts}
+    series = {(start, len(number), mid, total, end) for start, number, mid, total, end in parts}
     implied: list[Collection[str]] = [
-        [f"{start}{i:0{width}d}{of}{total}{end}" for i in range(min(int(total), MAX_SHARDS))]
-        for start, width, of, total, end in series
+        [f"{start}{i:0{width}d}{mid}{total}{end}" for i in range(min(int(total), MAX_SHARDS))]
+        for start, width, mid, total, end in series
     ]
     for group in (*implied, *(_indexes(str(folder)) if names else ())):
         missing = [name for name in group if name not in names]
@@ -158,7 +158,7 @@ def _no_such_shard(name: str, shards: Sequence[AnyPlace]) -> FeedError:
 
 
 def _tar(path: Path, name: str) -> Iterator[Fields]:
-    """The samples of a WebDataset: files with the same name up to the first dot are one sample."""
+    """Yields WebDataset batches; files with the same name up to the first dot are one sample."""
     batch: list[dict[str, Any]] = []
     for sample in _samples(path, name):
         if batch and (len(batch) == SHARD_BATCH or not _same_shapes(batch[0], sample)):
@@ -192,7 +192,7 @@ def _samples(path: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _field(ending: str, content: IO[bytes], where: str) -> dict[str, Any]:
-    """The field of a sample's file, by its suffix; other files are not read."""
+    """Returns the field that a sample's file contains, by its suffix; reads no other files."""
     if f".{ending}" in IMAGES:
         return {IMAGE: content.read()}
     if ending == "cls":
@@ -256,7 +256,7 @@ def _parquet(path: Path, name: str) -> Iterator[Fields]:
 def _parquet_batch(path: Path, name: str) -> int:
     """Returns the number of rows to read at once; FeedError for implausible declared sizes.
 
-    A constant column takes no space in a file, but decoding copies a dictionary's text to each row.
+    A constant column takes hardly any space in a file, but decoding copies its text to each row.
     """
     from .footer import row_groups  # for Parquet only
 
@@ -274,11 +274,11 @@ def _parquet_batch(path: Path, name: str) -> int:
 
 
 def _column(column: Any, where: str) -> Array | None:
-    """A column's numbers [b, …], or bytes as objects [b]; None for other columns."""
+    """Returns a column's numbers [b, …], or its bytes as objects [b]; None for other columns."""
     import pyarrow as pa
 
     if column.null_count:
-        raise FeedError(f"{where} has empty rows", hint="leave them out of the file")
+        raise FeedError(f"{where} has empty rows", hint="leave these rows out of the file")
     if isinstance(column, pa.FixedShapeTensorArray):
         tensors: Array = column.to_numpy_ndarray()
         return tensors
@@ -291,8 +291,8 @@ def _column(column: Any, where: str) -> Array | None:
         sizes = set(column.value_lengths().to_pylist()) or {0}
         if len(sizes) > 1:
             raise FeedError(
-                f"{where} contains lists of several lengths",
-                hint="the inputs of a file must have one shape",
+                f"{where} contains lists of different lengths",
+                hint="the inputs in a file must have the same shape",
             )
         shape.append(sizes.pop())
         column = column.flatten()

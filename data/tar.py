@@ -1,6 +1,6 @@
 """Reads tar archives with `tarfile`, and rejects incomplete ones.
 
-`tarfile` takes a damaged header in the middle for the end of the archive. Its extended headers can
+`tarfile` mistakes a damaged header in the middle of an archive for its end. Extended headers can
 also fill memory, or take quadratic time (before Python 3.11.10), so they are checked first.
 """
 
@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from typing import IO, Any, BinaryIO, Self
 
 MAX_EXTENDED = 1 << 20
-"""The most bytes of a long name, or of a member's PAX records."""
+"""The largest size of a long name, or of a member's PAX records."""
 
 RECORDS = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 EXTENDED = (*RECORDS, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-"""The types of headers that describe the next member, or all following members."""
+"""The types of headers that describe the next member or all following members."""
 
 LONG_NUMBER = re.compile(rb"[0-9]{200}")
 
 
 def tar_files(file: BinaryIO) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yields the name and the content of each regular file in an opened archive.
+    """Yields the name and content of each regular file in an open archive.
 
     Raises `tarfile.TarError`, `ValueError` or `RecursionError` if the archive is incomplete.
     """
@@ -53,7 +53,7 @@ def tar_files(file: BinaryIO) -> Iterator[tuple[str, IO[bytes]]]:
 def _check_header(header: tarfile.TarInfo, file: BinaryIO) -> None:
     """Raises ReadError for a header that `tarfile` cannot safely process.
 
-    The file is positioned after the header.
+    The position in the file is after the header.
     """
     known = {*tarfile.SUPPORTED_TYPES, *EXTENDED} - {tarfile.GNUTYPE_SPARSE}
     if header.type not in known:
@@ -75,9 +75,9 @@ def _check_records(data: bytes) -> None:
         record = data[position + len(digits) + 1 : position + length]
         key, equals, value = record.partition(b"=")
         if not equals or not value.endswith(b"\n") or position + length > len(data):
-            raise tarfile.ReadError("a damaged header: its records do not follow each other")
+            raise tarfile.ReadError("a damaged header: its records have inconsistent lengths")
         if key.startswith(b"GNU.sparse"):
-            raise tarfile.ReadError("a sparse file, which is not supported")
+            raise tarfile.ReadError("a sparse file, which is unsupported")
         position += length
     if LONG_NUMBER.search(data):
         raise tarfile.ReadError("a damaged header: a number in its records is too long")

@@ -1,4 +1,4 @@
-"""Looks for the code named on a command line, without importing it, which may take seconds."""
+"""Finds code that a command line names, without importing it, which may take seconds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..errors import UsageError
 from .user_code import no_module
 
 DYNAMIC = frozenset({"globals", "exec", "eval", "setattr", "vars", "__getattr__", "modules"})
-"""Ways in which a module gets names that do not appear in its text."""
+"""Names whose use may define further names, which do not appear in a module's text."""
 
 
 def check_code(source: str) -> None:
-    """Raises `UsageError` if the module of a name is missing, or does not define the name.
+    """Raises `UsageError` if the module of `source` is missing, or does not define its attribute.
 
-    Imports nothing; a module whose text does not show all of its names passes.
+    Imports nothing; a module that defines names dynamically passes.
     """
     name, _, attribute = source.partition(":")
     spec = _spec_of(source, name)
@@ -34,15 +34,15 @@ def check_code(source: str) -> None:
     wanted = attribute.partition(".")[0]
     if wanted in names or "*" in names or names & DYNAMIC:
         return
-    known = [each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.ClassDef)]
+    known = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     raise UsageError(
         f"{source}: {name} has no {wanted}",
-        hint=f"{closest(wanted, known)}it defines {', '.join(known) or 'no function and no class'}",
+        hint=f"{closest(wanted, known)}it defines {', '.join(known) or 'no function or class'}",
     )
 
 
 def _spec_of(source: str, name: str) -> ModuleSpec | None:
-    """Returns a module's spec; None if only an import can find it. UsageError if it is missing."""
+    """Returns a module's spec; None if only an import can tell. UsageError if it is missing."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     package, *parts = name.split(".")
@@ -63,7 +63,7 @@ def _spec_of(source: str, name: str) -> ModuleSpec | None:
 
 
 def _defined_names(tree: ast.Module) -> Iterator[str]:
-    """Yields names that a module's text may define, and functions it calls that may define more."""
+    """Yields all names in a module's text, among them those that it defines or calls."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):

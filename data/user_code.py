@@ -40,7 +40,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def attribute_of(module: ModuleType, name: str) -> Any:
-    """Returns an attribute by its dotted name in a module; AttributeError if it is missing."""
+    """Returns an attribute of a module by its dotted name; AttributeError if it is missing."""
     value: Any = module
     for part in name.partition(":")[2].split("."):
         value = getattr(value, part)
@@ -48,9 +48,9 @@ def attribute_of(module: ModuleType, name: str) -> Any:
 
 
 def callable_named(source: str, what: str) -> Callable[..., Any]:
-    """Returns the callable with a name; import errors of the user's code become UsageError.
+    """Returns the callable that `source` names; errors of its import become UsageError.
 
-    `what` describes it in messages: `a factory`.
+    `what` describes the callable in messages: `a factory`.
     """
     if not names_code(source):
         raise UsageError(f"{source}: not the name of {what}", hint="package.module:function")

@@ -32,7 +32,7 @@ import onnx
 from moexport.bench.report.figures import figures
 from moexport.bench.report.page import write_report
 from moexport.bench.results import Results, read
-from moexport.common.libraries import RUN
+from moexport.common.libraries import TESTED
 from moexport.common.text import markdown
 from moexport.docs import performance_page, results_schema, site_hooks
 from moexport.docs.registries import LISTED
@@ -318,7 +318,7 @@ def tune_tables() -> dict[str, str]:
 
 def compat_tables() -> dict[str, str]:
     """Returns the table of evidence/versions.md: the versions that `make compat` tested."""
-    packages = tuple(RUN)
+    packages = tuple(TESTED)
     header = ("versions", "Python", *packages, "tests", "date")
     rows = []
     for row in kept(RESULTS / "compat.json"):

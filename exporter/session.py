@@ -268,9 +268,9 @@ class Session:
         """Returns the name of the runtime, and its message for an error."""
         if type(self) is not Session:
             return self.options.runtime, f"{type(error).__name__}: {error}".splitlines()[0]
-        from ..common.onnx_runtime import words
+        from ..common.onnx_runtime import message_of
 
-        return self.options.provider, words(error)
+        return self.options.provider, message_of(error)
 
     def bound(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
@@ -573,7 +573,7 @@ def _open(
 ) -> ort.InferenceSession:
     from google.protobuf.message import DecodeError
 
-    from ..common.onnx_runtime import ort, runtime_errors, words
+    from ..common.onnx_runtime import message_of, ort, runtime_errors
 
     on_cpu, settings = options.provider == CPU, _settings(options)
     check_provider(options.provider)
@@ -598,11 +598,11 @@ def _open(
     except (DecodeError, *runtime_errors()) as error:
         if not on_cpu:
             raise EngineError(
-                f"{options.provider} cannot load {path.name}: {words(error)}",
+                f"{options.provider} cannot load {path.name}: {message_of(error)}",
                 hint="another --lowering, or --provider cpu, may run it",
             ) from error
         raise BundleError(
-            f"ONNX Runtime cannot load {path.name}: {words(error)}",
+            f"ONNX Runtime cannot load {path.name}: {message_of(error)}",
             hint="`moexport verify` checks whether the bundle is damaged",
         ) from error
     _check_started(session, options.provider)

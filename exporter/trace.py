@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._sympy.printers import PythonPrinter
 
-from ..common.libraries import least_size, older_tracer
+from ..common.libraries import min_size, older_tracer
 from ..errors import MoexportError, TraceError, is_out_of_memory
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers
 from ..graphs.lower import simplify
@@ -431,7 +431,7 @@ def _program(
     examples = model.zeros(sizes)
     # Equal names are one axis, wherever they occur.
     axes = {
-        axis: torch.export.Dim(axis, min=least_size(size), max=model.limits.get(axis))
+        axis: torch.export.Dim(axis, min=min_size(size), max=model.limits.get(axis))
         for axis, size in sizes.items()
     }
     if model.batch_of > 1 and BATCH not in fixed:

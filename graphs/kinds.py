@@ -13,7 +13,7 @@ from ..common.registry import Records, by_name
 class KindRecord:
     """One kind of layer: the name in its spec, and its lowerings in listed order.
 
-    With `OnUse` their names are known without importing them, which would load PyTorch.
+    With `LazyRecords` their names are known without importing them, which would load PyTorch.
     """
 
     name: str

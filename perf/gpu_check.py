@@ -54,7 +54,7 @@ from moexport.exporter.tensorrt.ort_provider import load_libraries
 from moexport.exporter.tensorrt.profiles import parse_profile
 from moexport.exporter.tensorrt.records import engines_of
 from moexport.exporter.tensorrt.session import EngineSession
-from moexport.exporter.tensorrt.verify import engine_parity, settled
+from moexport.exporter.tensorrt.verify import engine_parity, without_ties
 from moexport.graphs.targets import Precision, Target
 
 from .scale import vit_checkpoint
@@ -576,7 +576,7 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
 def check_graph(bundle: moexport.Bundle, unit: Unit) -> Checked:
     """Checks a bundle's main graph in a provider."""
     tolerance = on_gpu(TOLERANCES[unit.precision], unit.precision)
-    expected = settled(Reference.load(bundle.path / PARITY_FILE), tolerance.tie)
+    expected = without_ties(Reference.load(bundle.path / PARITY_FILE), tolerance.tie)
     provider = PROVIDERS[unit.runner.removeprefix("onnxruntime-")]
     session = bundle.session(options=SessionOptions(provider))
     k = expected.main_k
@@ -695,7 +695,7 @@ def main() -> None:
         answer_request()
         return
     # Engines are cached, so that neither the next run nor a test builds them again.
-    os.environ.setdefault(cache.PLACE, str(asked.output.with_suffix(".engines").absolute()))
+    os.environ.setdefault(cache.CACHE_ENV, str(asked.output.with_suffix(".engines").absolute()))
     gpu = first_gpu()
     if gpu is None:
         sys.exit("error: there is no NVIDIA GPU here\nhint: `moexport doctor` lists the hardware")

@@ -494,8 +494,8 @@ def test_options_of_plugins_have_a_panel_and_one_that_two_claim_names_both(
     [('("calibrat",)', "there is no call 'calibrat'; did you mean 'calibrate'?"),
      ('("bench", "tun")', "there is no call 'tun'; did you mean 'tune'?"),
      ('("verify",)', "there is no call 'verify'; choose one of: load, inspect, export"),
-     ('("serve",)', "the command 'serve' accepts no options of plugins"),
-     ("()", "no call is named; choose one of: load")],
+     ('("serve",)', "the command 'serve' accepts no plugin options"),
+     ("()", "it names no call; choose one of: load")],
 )  # fmt: skip
 def test_options_for_an_unknown_call_are_reported(calls: str, reason: str, tmp_path: Path) -> None:
     module = OPTIONS.format(field="depth").replace('("bench", "calibrate")', calls)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from ...common.console import Progress
-from ...common.environment import memory_bytes, of_python, peak_memory_bytes, usable_cores
+from ...common.environment import memory_bytes, peak_memory_bytes, python_environment, usable_cores
 from ...errors import one_line
 from ...exporter.inputs import Inputs
 from ..runners.base import Loader
@@ -98,7 +98,7 @@ def measure_memory(
             capture_output=True,
             timeout=TIMEOUT_S,
             check=False,
-            env=of_python(),
+            env=python_environment(),
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"the process did not end within {TIMEOUT_S:.0f} s") from None

@@ -1,6 +1,6 @@
 """Rewords messages for Python callers: `force=True` for `--force`, a call for a command.
 
-Messages are written once, with options as a shell spells them. Calls with keywords (`takes`) reword
+Messages are written once, with options as typed in a shell. Calls with keywords (`takes`) reword
 the errors that they raise.
 """
 
@@ -20,7 +20,7 @@ from ..console import with_pages
 
 @dataclass(frozen=True, slots=True)
 class Keyword:
-    """An option's form in a Python call: its name, choices, and whether it is a switch or a list.
+    """An option in a Python call: its name and choices, and whether it is a switch or a list.
 
     With `pairs`, `KEY=VALUE` in a shell is a dict in Python.
     """
@@ -33,7 +33,7 @@ class Keyword:
 
 
 Keywords = Mapping[str, Keyword]
-"""The keywords of a call by their shell options without dashes."""
+"""The keywords of a call, by the names of their shell options without dashes."""
 
 OPTION = re.compile(
     r"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)(?:([ =])(\[[^\]]*\]:?|[^\s`()]+))?"
@@ -47,29 +47,29 @@ ARGUMENTS = {"o": "destination", "i": "inputs"}
 COMMAND = re.compile(r"(`?)\bmoexport ([a-z]+|COMMAND)\b((?: [^\s`;()]+)*)(`?)")
 
 FOR_A_SHELL = re.compile(r"(this command [^`]*`[^`]*`)")
-"""A command to type in a shell, which stays as it is."""
+"""A command to type in a shell, which is not reworded."""
 
 PLAIN = re.compile(r"[a-z]+")
-"""A word of a sentence, unless it is a choice of an option."""
+"""A word of a sentence, unless it is a value of an option."""
 
 VALUES = frozenset(("n", "input", "all", "auto"))
 """Words that are values of options without listed choices."""
 
 SET = "set"
-"""The option for one setting: in Python all settings are one dict."""
+"""The option for one setting; in Python one dict has all settings."""
 
 CONFIG = Keyword("config", pairs=True)
 
-OF_OTHER_CALLS = {
+OTHER_CALLS = {
     SET: CONFIG,
     "profile": Keyword("profiles", several=True),
     "compute-capability": Keyword("compute_capabilities", several=True),
     "engine-cache": Keyword("cache"),
 }
-"""Options of other calls whose names differ from those in a shell."""
+"""Options of other calls whose names in Python differ from those in a shell."""
 
 NUMBERS = frozenset(("k", "batch"))
-"""Options with lists of numbers, which have commas between them in a shell."""
+"""Options with lists of numbers, which are separated by commas in a shell."""
 
 SIZES = re.compile(r"(?<![\w:.=])(\d+|MIN):(\d+|OPT):(\d+|MAX)(?![\w:.])")
 """Sizes as typed in a shell; in Python they are a tuple."""
@@ -113,7 +113,7 @@ class Words:
         return _joined(SHORT.sub(lambda match: ARGUMENTS[match[1]], text))
 
     def _keyword(self, flag: str) -> tuple[Keyword, bool]:
-        """The keyword of an option, and whether a switch is on."""
+        """Returns the keyword of an option, and whether a switch is on."""
         positive = flag.removeprefix("no-")
         if flag == SET and CONFIG.name in self.keywords:
             return CONFIG, True
@@ -121,8 +121,8 @@ class Words:
             return self.keywords[flag], True
         if positive in self.keywords:
             return self.keywords[positive], False
-        if flag in OF_OTHER_CALLS:
-            return OF_OTHER_CALLS[flag], True
+        if flag in OTHER_CALLS:
+            return OTHER_CALLS[flag], True
         switch = flag != positive or flag == "force"  # an option of another call
         return Keyword(positive.replace("-", "_"), switch=switch), flag == positive
 
@@ -189,13 +189,13 @@ class Words:
 
 
 def _positional_count(function: Callable[..., Any]) -> int:
-    """The number of positional arguments of a call."""
+    """Returns the number of positional arguments of a call."""
     parameters = inspect.signature(function).parameters.values()
     return sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
 
 
 def _is_value(word: str, keyword: Keyword, gap: str) -> bool:
-    """Whether the word after an option is its value, and not a part of the sentence."""
+    """Whether the word after an option is its value rather than a part of the sentence."""
     bare = word.rstrip(END)
     if gap == "=" or bare in keyword.choices or bare in VALUES:
         return True
@@ -203,11 +203,11 @@ def _is_value(word: str, keyword: Keyword, gap: str) -> bool:
 
 
 def _assigned(value: str, keyword: Keyword) -> str:
-    """A keyword with its value as code."""
+    """Returns a keyword and its value as code."""
     key, equals, setting = value.partition("=")
     if not keyword.pairs:
         return f"{keyword.name}={_literal(value, keyword)}"
-    if not equals:  # not a setting: it was given as in a shell
+    if not equals:  # not KEY=VALUE, as a user typed it in a shell
         return f"sets=[{json.dumps(value, ensure_ascii=False)}]"
     if "," in setting:
         parts = [_literal(part, keyword) for part in setting.split(",") if part]
@@ -216,7 +216,7 @@ def _assigned(value: str, keyword: Keyword) -> str:
 
 
 def _literal(value: str, keyword: Keyword) -> str:
-    """A value as Python source; a placeholder in capitals stays a name."""
+    """Returns a value as Python source; a placeholder in capitals stays a name."""
     if keyword.several:
         return f"[{json.dumps(value, ensure_ascii=False)}]"
     if SIZES.fullmatch(value):
@@ -238,7 +238,7 @@ REPEATED = (
 
 
 def _joined(text: str) -> str:
-    """The text with consecutive lists or dicts joined into one: `config={"a": 1, "b": 2}`."""
+    """Joins consecutive lists or dicts of one keyword: `config={"a": 1, "b": 2}`."""
     for repeated, joined in REPEATED:
         while (longer := repeated.sub(joined, text)) != text:
             text = longer

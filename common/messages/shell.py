@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Shell:
-    """The number of running commands."""
+    """Counts the commands that are running."""
 
     commands: int = 0
 
@@ -35,7 +35,7 @@ def in_shell() -> Iterator[None]:
 
 @contextmanager
 def for_callers(function: str, keywords: Callable[[], Keywords]) -> Iterator[None]:
-    """Within the context, errors of moexport are reworded for Python callers.
+    """Within the context, moexport's errors are reworded for Python callers.
 
     `keywords` returns the keywords of `function`; it is called only for an error.
     """
@@ -50,8 +50,8 @@ def for_callers(function: str, keywords: Callable[[], Keywords]) -> Iterator[Non
 
 
 def reworded(
-    found: Generator[Any, Any, Any], function: str, keywords: Callable[[], Keywords]
+    items: Generator[Any, Any, Any], function: str, keywords: Callable[[], Keywords]
 ) -> Iterator[Any]:
-    """Passes a generator on, with its errors reworded for Python."""
+    """Yields what a generator yields, with its errors reworded for Python callers."""
     with for_callers(function, keywords):
-        yield from found
+        yield from items

@@ -30,7 +30,7 @@ _TYPES: dict[Any, tuple[type[Any], str]] = {
 
 
 class _Later(type):
-    """A type that its module imports for type checkers alone: looked up when a value needs it."""
+    """A type that a module imports only for type checkers; it is imported when a value needs it."""
 
     module: str
 
@@ -44,7 +44,7 @@ class _Later(type):
 
 
 class _Names(dict[str, Any]):
-    """The names of a module, with those that it imports for type checkers alone."""
+    """The names of a module, including those that it imports only for type checkers."""
 
     def __init__(self, module: str) -> None:
         super().__init__(vars(sys.modules[module]))
@@ -53,7 +53,7 @@ class _Names(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):
             raise KeyError(name)
-        module, is_module = _checkers_imports(self._module)[name]
+        module, is_module = _type_checking_imports(self._module)[name]
         if is_module:
             return import_module(module)
         later = _Later(name, (), {})
@@ -62,15 +62,15 @@ class _Names(dict[str, Any]):
 
 
 @cache
-def _checkers_imports(module: str) -> dict[str, tuple[str, bool]]:
-    """The names that a module imports for type checkers alone, with the modules they come from.
+def _type_checking_imports(module: str) -> dict[str, tuple[str, bool]]:
+    """Returns the names that a module imports only for type checkers, with their modules.
 
-    The flag is true if the name is that of the module itself.
+    The flag is true for a name that is itself a module.
     """
     found: dict[str, tuple[str, bool]] = {}
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (OSError, TypeError):  # there is no source
+    except (OSError, TypeError):  # no source
         return found
     package = module.split(".")
     for block in tree.body:
@@ -109,7 +109,7 @@ def literals(kind: Any) -> Iterator[str]:
 def fits(value: Any, kind: Any) -> bool:
     """Whether a value fits a type; every value fits an unknown type.
 
-    Numbers that may be written as text are not checked here, but when they are parsed.
+    A number that may also be text is not checked here but when the text is parsed.
     """
     parts = union_parts(kind)
     parsed = str in parts and not {int, float}.isdisjoint(parts)
@@ -119,21 +119,21 @@ def fits(value: Any, kind: Any) -> bool:
     return any(fits(value, part.type) for part in parts if isinstance(part, _Later))
 
 
-def read_by_others(kind: Any) -> bool:
-    """Whether a type is that of a model or feed, such as a network, a function or an iterable."""
-    others = ("Any", "Callable", "Iterable", "Module")
-    return any(getattr(base, "__name__", "Any") in others for base in map(_base, _all_parts(kind)))
+def is_model_or_feed(kind: Any) -> bool:
+    """Whether a value of this type may be a model or feed: a network, function or iterable."""
+    names = ("Any", "Callable", "Iterable", "Module")
+    return any(getattr(base, "__name__", "Any") in names for base in map(_base, _all_parts(kind)))
 
 
-def words(kind: Any) -> str:
-    """Returns the name of a type in messages: `a number or None`."""
-    found = [_word(part) for part in _all_parts(kind) if isinstance(_base(part), type)]
+def type_name(kind: Any) -> str:
+    """Returns the name of a type for messages: `a number or None`."""
+    names = [_part_name(part) for part in _all_parts(kind) if isinstance(_base(part), type)]
     choices = ", ".join(literals(kind))
-    return " or ".join(dict.fromkeys([*found, *([f"one of {choices}"] if choices else [])]))
+    return " or ".join(dict.fromkeys([*names, *([f"one of {choices}"] if choices else [])]))
 
 
 def _all_parts(kind: Any) -> list[Any]:
-    """The parts of a type, with those that are for type checkers alone."""
+    """Returns the parts of a type; those imported only for type checkers are looked up."""
     parts = (part.type if isinstance(part, _Later) else part for part in union_parts(kind))
     return [inner for part in parts for inner in union_parts(part)]
 
@@ -142,10 +142,10 @@ def _base(kind: Any) -> Any:
     return get_origin(kind) or kind
 
 
-def _word(kind: Any) -> str:
-    """The name of a type in a message; for a list, also the type of its items."""
+def _part_name(kind: Any) -> str:
+    """Returns the name of a type in a message; for a list, also the type of its items."""
     base = _base(kind)
-    if base is Sequence and (inner := words(get_args(kind)[0])):
+    if base is Sequence and (inner := type_name(get_args(kind)[0])):
         return f"a list in which each entry is {inner}"
     if base in _TYPES:
         return _TYPES[base][1]
@@ -173,5 +173,5 @@ def _is_instance(value: Any, kind: Any) -> bool:
         return value in (0, 1)
     if base is Sequence and get_args(kind) and isinstance(value, list | tuple):
         return all(fits(item, get_args(kind)[0]) for item in value)
-    others: Any = {int: bool, float: bool, Sequence: str | bytes}.get(base, ())
-    return isinstance(value, _TYPES[base][0]) and not isinstance(value, others)
+    excluded: Any = {int: bool, float: bool, Sequence: str | bytes}.get(base, ())
+    return isinstance(value, _TYPES[base][0]) and not isinstance(value, excluded)

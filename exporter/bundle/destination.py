@@ -11,12 +11,12 @@ from pathlib import Path, PurePosixPath
 from ...common.documents import object_in
 from ...common.writing import (
     HINTS,
+    cannot_write,
     find_temporary_folder,
     hint,
     is_partial,
     made_folder,
     nearest,
-    refused,
     replace_folder,
     temporary_folder,
 )
@@ -131,4 +131,4 @@ def _files_of_bundle(folder: Path) -> set[str] | None:
 
 
 def _unwritable(destination: Path, error: OSError) -> BundleError:
-    return BundleError(refused(destination, error), hint=hint(error))
+    return BundleError(cannot_write(destination, error), hint=hint(error))

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ...common.environment import of_python, peak_memory_bytes
+from ...common.environment import peak_memory_bytes, python_environment
 from ...graphs.targets import for_cpus, runtime_of
 from ..session import SessionOptions
 from .manifest import Manifest
@@ -28,7 +28,7 @@ def with_peak_memory(directory: Path, manifest: Manifest) -> Manifest:
     graph, runtime = manifest.graph_for(batch).file, runtime_of(manifest.target)
     child = subprocess.run(
         [sys.executable, "-m", __name__, directory, graph, runtime, str(batch), manifest.k],
-        env=of_python(),
+        env=python_environment(),
         capture_output=True,
         text=True,
         check=False,

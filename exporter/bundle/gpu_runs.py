@@ -271,7 +271,7 @@ class GpuRuns:
 
     def _capture(self, key: GraphKey, wanted: Sequence[str], feeds: Feeds) -> _Graph | None:
         """Captures a repeated run; on failure returns None, and stops capturing for good."""
-        from ...common.onnx_runtime import runtime_errors, words
+        from ...common.onnx_runtime import message_of, runtime_errors
 
         failures: tuple[type[Exception], ...] = (RuntimeError, *runtime_errors())
         try:
@@ -280,7 +280,7 @@ class GpuRuns:
                 # This makes three runs: two plain ones, which allocate all memory, and the capture.
                 self.session.run_with_iobinding(graph.binding, graph.options)
         except failures as error:
-            self._give_up(words(error))
+            self._give_up(message_of(error))
             return None
         self._graphs[key] = graph
         del self._single[key]

@@ -1,6 +1,6 @@
 """The known families, and the choice of one for a checkpoint.
 
-Their names are known without importing them, which would load PyTorch. Families of plugins are
+Their names can be listed without importing them, which would load PyTorch. Plugins' families are
 tried only if none of the core's fits.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...common.registry import OnUse, Registry, left_out
+from ...common.registry import LazyRecords, Registry, left_out
 from ...common.text import near_miss
 from ...errors import FamilyError
 
@@ -31,7 +31,7 @@ _OWN = {
 }
 
 FAMILIES: Registry[Family] = Registry(
-    "moexport.families", f"{__name__}.base:Family", OnUse(__name__, _OWN)
+    "moexport.families", f"{__name__}.base:Family", LazyRecords(__name__, _OWN)
 )
 
 OTHER_BACKBONES = (
@@ -58,7 +58,7 @@ def layouts() -> tuple[PublishedLayer[Any], ...]:
 def check_family(name: str, listed: Sequence[str] = ()) -> None:
     """Raises `FamilyError`, with the nearest name, for a name that no family has.
 
-    `listed` are the names in the order in which they are shown, if known.
+    `listed` has the known names in the order in which the error lists them.
     """
     names = listed or FAMILIES.names
     if name not in names:
@@ -66,7 +66,7 @@ def check_family(name: str, listed: Sequence[str] = ()) -> None:
 
 
 def family_named(name: str) -> Family:
-    """Returns the family of that name; without one, raises FamilyError with the nearest name."""
+    """Returns the family of this name; if there is none, FamilyError suggests the nearest name."""
     if name not in FAMILIES:
         check_family(name, all_names())
     return FAMILIES[name]
@@ -75,9 +75,9 @@ def family_named(name: str) -> Family:
 def detect(tensors: Tensors) -> Family:
     """Returns the family that fits the names and shapes of these tensors.
 
-    Raises FamilyError, describing the tensors, if none or several fit.
+    Raises a FamilyError that describes the tensors if none or several fit.
     """
-    from .base import some, under
+    from .base import first_keys, under
 
     fitting = fits(tensors, FAMILIES.own) or fits(tensors, FAMILIES)
     if len(fitting) == 1:
@@ -92,17 +92,17 @@ def detect(tensors: Tensors) -> Family:
     parts = [key.split(".") for key in tensors]
     depths = [".".join(names[:depth]) + "." for depth in (1, 2) for names in parts]
     for prefix in dict.fromkeys(depths):
-        beneath = under(tensors, prefix)
-        inside = fits(beneath, FAMILIES)
-        if len(inside) == 1:
-            others = len(tensors) - len(beneath)
+        nested = under(tensors, prefix)
+        fitting = fits(nested, FAMILIES)
+        if len(fitting) == 1:
+            others = len(tensors) - len(nested)
             raise FamilyError(
-                f"the keys under '{prefix}' are those of a {inside[0].name} model"
+                f"the keys under '{prefix}' are those of a {fitting[0].name} model"
                 + (f", next to {others} other{'s' * (others > 1)}" if others else ""),
-                hint=f"save them alone: torch.save({{k.removeprefix('{prefix}'): v for k, v in "
+                hint=f"save only these: torch.save({{k.removeprefix('{prefix}'): v for k, v in "
                 f"state_dict.items() if k.startswith('{prefix}')}}, 'model.pt')",
             )
-    keys = some(list(tensors))
+    keys = first_keys(list(tensors))
     raise FamilyError(
         f"no known family has these {len(tensors)} keys: {keys}{_known_layers(tensors)}",
         hint=f"known families (--family): {', '.join(all_names())}; for any other network, "
@@ -111,7 +111,7 @@ def detect(tensors: Tensors) -> Family:
 
 
 def fits(tensors: Tensors, families: Iterable[Family]) -> list[Family]:
-    """Returns those of the families that fit the names and shapes of these tensors."""
+    """Returns the families that fit the names and shapes of these tensors."""
     return [family for family in families if _detects(family, tensors)]
 
 
@@ -126,15 +126,12 @@ def _detects(family: Family, tensors: Tensors) -> bool:
 
 
 def _known_layers(tensors: Tensors) -> str:
-    """A remark for known layers in an unknown network."""
+    """Returns a remark about known layers in an unknown network, or an empty string."""
     from .base import find_layers
 
     for layer in layouts():
         prefixes = find_layers(tensors, layer)
         if prefixes:
-            places = ", ".join(prefix.removesuffix(".") or "the top" for prefix in prefixes[:4])
-            return (
-                f" ({layer.title} layers as {layer.family} saves them, at {places}, in another "
-                "network)"
-            )
+            paths = ", ".join(prefix.removesuffix(".") or "the top" for prefix in prefixes[:4])
+            return f" (there are {layer.title} layers as in {layer.family} at {paths})"
     return ""

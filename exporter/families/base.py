@@ -1,9 +1,9 @@
 """The definition of a family, and shared helpers: sizes, checks, configuration, experts.
 
-A family is one published training code. Its module reads top to bottom: how to recognise its
-checkpoints, the sizes that their shapes determine, its MoE layer, the network around it if moexport
-knows that, and last its record, `FAMILY`. To add one, write such a module, list it in `__init__.py`
-or as an entry point in the group `moexport.families`, and record a case in `tests/data`.
+A family is one published training code. From top to bottom, its module has: how to recognise its
+checkpoints, the sizes that their shapes determine, its MoE layer, the network around it if it is
+known, and the record `FAMILY`. To add a family, write such a module, list it in `__init__.py` or as
+an entry point in the group `moexport.families`, and record a case in `tests/data`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INCOMPLETE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyModel:
-    """A module made from a checkpoint, with the facts that `Model` needs."""
+    """A module built from a checkpoint, with the facts that `Model` needs."""
 
     module: nn.Module
     config: dict[str, Any]
@@ -55,9 +55,9 @@ class FamilyModel:
 class Family:
     """One published training code: how its checkpoints are recognised and rebuilt.
 
-    `options` are the configuration keys that `build` accepts, `questions` those of them that
+    `options` are the configuration keys that `build` accepts; `questions` are those options that
     shapes never determine. `published` converts a configuration file of the training code to
-    options. In lists, a plugin's family comes `after` the one of that name, or last.
+    options. In lists, a plugin's family follows the family named by `after`, or comes last.
     """
 
     name: str
@@ -74,8 +74,8 @@ class Family:
 def renamed(family: Family, *, name: str, summary: str, keys: Mapping[str, str]) -> Family:
     """Returns a family like `family` for checkpoints with other key names.
 
-    `keys` maps regular expressions to replacements, which convert the checkpoint's names, in this
-    order, to those of `family`. Messages use the latter.
+    `keys` maps regular expressions to replacements that, applied in this order, convert the
+    checkpoint's names to those of `family`. Messages use the converted names.
     """
 
     def converted(tensors: Tensors) -> dict[str, Tensor]:
@@ -85,29 +85,29 @@ def renamed(family: Family, *, name: str, summary: str, keys: Mapping[str, str])
         return {name: tensors[key] for key, name in names.items()}
 
     def detect(tensors: Tensors) -> bool:
-        renamed = converted(tensors)
-        changed = renamed.keys() != tensors.keys()
-        return changed and len(renamed) == len(tensors) and family.detect(renamed)
+        new = converted(tensors)
+        changed = new.keys() != tensors.keys()
+        return changed and len(new) == len(tensors) and family.detect(new)
 
     def build(tensors: Tensors, settings: Config) -> FamilyModel:
-        renamed = converted(tensors)
-        if len(renamed) < len(tensors):
+        new = converted(tensors)
+        if len(new) < len(tensors):
             raise CheckpointError(
-                f"not the weights of a {name} model: several keys are one key of {family.name}",
+                f"not the weights of a {name} model: several keys become one key of {family.name}",
                 hint=INCOMPLETE,
             )
-        return family.build(renamed, settings)
+        return family.build(new, settings)
 
     return replace(family, name=name, summary=summary, detect=detect, build=build)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedLayer(Generic[AnyLayer]):
-    """How one published code stores a MoE layer.
+    """How a published code stores a MoE layer.
 
-    `family` names the code and `title` the kind of layer in messages, `mark` is a key of every such
-    layer, and `match` decides from local names and shapes whether tensors are one. `make` takes a
-    prefix, tensors and a name, checks the keys and shapes under the prefix, and returns the layer.
+    `family` names the code, and `title` the kind of layer, in messages. `mark` is a key of every
+    such layer, and `match` decides from local names and shapes whether tensors form one.
+    `make(prefix, tensors, name)` checks keys and shapes under the prefix, and returns the layer.
     """
 
     family: str
@@ -125,11 +125,11 @@ def soft_moe_layer(
     read: Callable[[str, Tensors], SoftMoE],
     leftovers: tuple[str, ...] = (),
 ) -> PublishedLayer[SoftMoE]:
-    """Returns how a code stores a Soft MoE layer.
+    """Returns how a published code stores a Soft MoE layer.
 
-    `shapes` gives the required names and shapes; `read` turns tensors of those shapes into a named
-    layer, without copying expert weights. Local keys with a prefix in `leftovers` are in the file,
-    but unused by the code.
+    `shapes` returns the required names and shapes; `read` turns tensors of those shapes into a
+    named layer, without copying expert weights. The code does not use local keys that begin with
+    one of `leftovers`.
     """
 
     def make(prefix: str, tensors: Tensors, name: str) -> SoftMoE:
@@ -144,7 +144,7 @@ def soft_moe_layer(
 
 
 def under(tensors: Tensors, prefix: str) -> dict[str, Tensor]:
-    """The tensors whose keys start with `prefix`, by the rest of their keys."""
+    """Returns the tensors whose keys start with `prefix`, by the rest of their keys."""
     return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
 
 
@@ -161,9 +161,9 @@ def find_layers(tensors: Tensors, layer: PublishedLayer[Any]) -> list[str]:
 
 
 def shape_of(family: str, tensors: Tensors, key: str, axes: str) -> TensorShape:
-    """The shape of a required tensor with given axes, such as `d, n, p`.
+    """Returns the shape of a required tensor with given axes, such as `d, n, p`.
 
-    Raises CheckpointError if it is missing or empty, or has another rank.
+    Raises CheckpointError if the tensor is missing or empty, or has another rank.
     """
     tensor = tensors.get(key)
     if tensor is None or tensor.ndim != axes.count(",") + 1 or 0 in tensor.shape:
@@ -179,13 +179,13 @@ def shape_of(family: str, tensors: Tensors, key: str, axes: str) -> TensorShape:
 def block_numbers(family: str, tensors: Tensors, prefix: str) -> range:
     """Returns the numbers of a network's blocks, whose keys begin with `prefix` and a number.
 
-    Raises CheckpointError if one is missing.
+    Raises CheckpointError if a number is missing.
     """
     # No file has 10^9 blocks; a forged number must not cost time or memory.
     pattern = re.compile(rf"{re.escape(prefix)}(\d{{1,9}})\.")
     numbers = sorted({int(match[1]) for match in map(pattern.match, tensors) if match})
     if numbers != list(range(len(numbers))) or not numbers:
-        listed = some([str(number) for number in numbers])
+        listed = first_keys([str(number) for number in numbers])
         raise CheckpointError(f"not the weights of a {family} model: {prefix}* are [{listed}]")
     return range(len(numbers))
 
@@ -198,7 +198,7 @@ def check_tensors(family: str, tensors: Tensors, expected: Mapping[str, TensorSh
         ([key for key in tensors if key not in expected], "unexpected key"),
     ):
         if keys:
-            problems.append(f"{len(keys)} {noun}{'s' * (len(keys) > 1)}: {some(keys)}")
+            problems.append(f"{len(keys)} {noun}{'s' * (len(keys) > 1)}: {first_keys(keys)}")
     for key, shape in expected.items():
         tensor = tensors.get(key)
         if tensor is None:
@@ -216,13 +216,13 @@ def check_tensors(family: str, tensors: Tensors, expected: Mapping[str, TensorSh
         )
 
 
-def some(keys: Sequence[str]) -> str:
-    """The first six keys, and the number of others."""
+def first_keys(keys: Sequence[str]) -> str:
+    """Returns the first six keys, and how many others there are."""
     return ", ".join(keys[:6]) + (f", … ({len(keys) - 6} more)" if len(keys) > 6 else "")
 
 
 def filled(network: AnyNetwork, tensors: Tensors, layers: Mapping[str, nn.Module]) -> AnyNetwork:
-    """Returns a network from the meta device with its weights, and with layers at their paths."""
+    """Loads weights into a network from the meta device, and sets layers at their paths."""
     network.load_state_dict({key: tensors[key] for key in network.state_dict()}, assign=True)
     for path, layer in layers.items():
         network.set_submodule(path, layer)
@@ -242,7 +242,7 @@ REST = "rest"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A setting that the user must give: why no shape determines it, and the published default.
+    """A setting that the user must give: its published default, and why no shape determines it.
 
     If the default does not fit these shapes (`fits` is False), `value` is only an example.
     """
@@ -257,11 +257,10 @@ class Constructor:
     """The arguments of a published constructor, by their sources.
 
     `shapes` are those that keys and shapes determine, with the constructor's defaults (`...` for
-    those without a comparable default); `questions` change the output, and only the user knows
-    them; `free` ones change nothing, and map to their values when they are left out. `aliases` are
-    further names, which `write` converts: it returns the user's settings in the form of those from
-    shapes. A user who names all of `sizes` has given a complete call, in which missing arguments
-    have their defaults.
+    those without a comparable default). `questions` change the output, and only the user knows
+    their answers. `free` ones are optional, and map to their values when left out. `aliases` are
+    other names; `write` converts the user's settings to the names and form of those from shapes. A
+    user who names all of `sizes` has given a complete call, with defaults for missing arguments.
     """
 
     family: str
@@ -279,7 +278,7 @@ class Constructor:
     def settle(
         self, settings: Config, read: Config, questions: Mapping[str, Question] | None = None
     ) -> dict[str, Any]:
-        """Returns the whole configuration: what shapes determine (`read`) and the user's settings.
+        """Returns the complete configuration: what shapes determine (`read`), and users' settings.
 
         The user cannot contradict shapes, and need not repeat them. `questions` replace the
         constructor's if they depend on the checkpoint. Published defaults apply if the user accepts
@@ -314,7 +313,7 @@ class Constructor:
         return {**read, **answers, **free}
 
     def _check(self, settings: Config) -> None:
-        """Raises FamilyError for an unknown key, naming the closest known one."""
+        """Raises FamilyError for an unknown key, with the closest one, or an invalid `rest`."""
         for key in settings:
             if key not in self.options:
                 raise FamilyError(
@@ -339,8 +338,8 @@ class Constructor:
 
 def whole_number(family: str, key: str, value: Any) -> int:
     """Returns a given size; raises FamilyError unless it is a whole number above 0."""
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if not whole or isinstance(value, bool) or value < 1:
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if not is_whole or isinstance(value, bool) or value < 1:
         raise FamilyError(
             f"{family}: {key}={_shown(value)} is not a whole number above 0",
             hint="give the value that the model was trained with",
@@ -367,7 +366,7 @@ ACT_LAYERS: dict[str, Activation] = {
     **dict.fromkeys(("gelu-tanh", "gelu_tanh", "GELUTanh"), "gelu-tanh"),
     **dict.fromkeys(("relu", "ReLU", "nn.ReLU", "torch.nn.ReLU"), "relu"),
 }
-"""The values of `act_layer`: timm's names, and the classes."""
+"""The values of `act_layer`: timm's names, and the names of classes."""
 
 ACT_LAYER = Question("gelu", "the activation of the MLPs and experts: gelu, gelu_tanh or relu")
 
@@ -384,8 +383,8 @@ def activation_of(family: str, value: Any) -> Activation:
 
 def number_above_zero(family: str, key: str, value: Any) -> float:
     """Returns a given number; raises FamilyError unless it is above 0."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
         raise FamilyError(
             f"{family}: {key}={_shown(value)} is not a number above 0",
             hint=f"for example --set {key}=1e-5",
@@ -394,7 +393,7 @@ def number_above_zero(family: str, key: str, value: Any) -> float:
 
 
 def one_or_pair(height: int, width: int) -> int | list[int]:
-    """A height and a width in a constructor's form: one number if they are equal."""
+    """Returns a height and a width in a constructor's form: one number if they are equal."""
     return height if height == width else [height, width]
 
 
@@ -410,7 +409,7 @@ def check_heads(family: str, key: str, value: Any, dim: int) -> int:
 
 
 def _same(value: Any, read: Any) -> bool:
-    """Whether two values mean the same: a pair may be a list or, if equal, one number."""
+    """Whether two values are equal, where a tuple equals a list."""
     value = list(value) if isinstance(value, list | tuple) else value
     read = list(read) if isinstance(read, list | tuple) else read
     return bool(value == read)
@@ -430,8 +429,8 @@ ExpertMatrices = tuple[Matrices, Tensor | None, Matrices, Tensor | None]
 class SeparateExperts:
     """Names of the experts' two linear layers, such as `experts.{}.fc1` and `experts.{}.fc2`.
 
-    `kernel` are the sizes after a weight's [out, in]: (1, 1) for 1x1 convolutions. `gated` experts
-    have 2h rows in their first weight (GEGLU).
+    `kernel` has the sizes that follow a weight's [out, in]: (1, 1) for 1x1 convolutions. `gated`
+    experts have 2h rows in their first weight (GEGLU).
     """
 
     first: str
@@ -440,29 +439,29 @@ class SeparateExperts:
     gated: bool = False
 
     def any_of(self, tensors: Tensors, which: str, kind: str) -> Tensor | None:
-        """The `kind` (weight or bias) of the layer `which`, of the first expert that has one."""
+        """Returns the `kind` (weight or bias) of any expert's linear layer `which`, or None."""
         pattern = re.compile(re.escape(which).replace(r"\{\}", r"\d+") + re.escape(f".{kind}"))
         return next((t for key, t in tensors.items() if pattern.fullmatch(key)), None)
 
     def hidden(self, tensors: Tensors) -> int:
-        """h, from any expert; 0 if there is none."""
+        """Returns the hidden width, from any expert; 0 if there is none."""
         weight = self.any_of(tensors, self.first, "weight")
         if weight is None or weight.ndim < 2:
             return 0
         return weight.shape[0] // 2 if self.gated else weight.shape[0]
 
     def out(self, tensors: Tensors, default: int) -> int:
-        """o, from any expert."""
+        """Returns the output width, from any expert; `default` if there is none."""
         weight = self.any_of(tensors, self.second, "weight")
         return default if weight is None else weight.shape[0]
 
     def shapes(
         self, tensors: Tensors, n: int, d: int, out: int | None = None
     ) -> dict[str, TensorShape]:
-        """Names and shapes of n experts from width d to `out` (or d); biases, if any has one."""
+        """Returns the keys and shapes of n experts from d to `out` (or d), and of any biases."""
         if n > len(tensors):
             raise CheckpointError(
-                f"the shapes imply {n} experts, but there are only {len(tensors)} tensors in all",
+                f"the shapes imply {n} experts, but there are only {len(tensors)} tensors in total",
                 hint=INCOMPLETE,
             )
         h = self.hidden(tensors)
@@ -477,7 +476,7 @@ class SeparateExperts:
         return expected
 
     def matrices(self, tensors: Tensors, n: int) -> ExpertMatrices:
-        """The matrices and biases of n experts; the matrices are transposed views."""
+        """Returns the matrices and biases of n experts; the matrices are transposed views."""
         pairs = []
         for name in (self.first, self.second):
             weights = tuple(tensors[f"{name.format(i)}.weight"].flatten(1).T for i in range(n))
@@ -491,8 +490,8 @@ class SeparateExperts:
 def unit_phi(phi: Tensor, scale: Tensor | None, *, eps: float, kind: str = "l2") -> Tensor:
     """Returns phi [d, n, p] as float32, normalised over d in float64 and multiplied by `scale`.
 
-    `kind` decides how, as in `soft_moe.NormKind`: `l2` clamps the length to eps, `l2-plus` adds
-    eps to it, `l2-rsqrt` adds eps to its square.
+    `kind` is one of `soft_moe.NormKind`: `l2` clamps the length to eps, `l2-plus` adds eps to it,
+    and `l2-rsqrt` adds eps to its square.
     """
     phi = phi.double()
     length = phi.square().sum(dim=0, keepdim=True)
@@ -510,9 +509,9 @@ def unit_phi(phi: Tensor, scale: Tensor | None, *, eps: float, kind: str = "l2")
 def cache_specs(
     shapes: Mapping[str, tuple[int, int]],
 ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Returns the inputs and outputs of a cache, from each part's heads and width.
+    """Returns the inputs and outputs of a cache from the heads and width of each part.
 
-    `shapes` has a part for the keys and one for the values of each layer: `0.key`, `0.value` …
+    `shapes` has a part for each layer's keys and one for its values: `0.key`, `0.value` …
     """
     inputs, outputs = [], []
     for part, (heads, width) in shapes.items():

@@ -1,7 +1,8 @@
 """`soft-moe-fkodom`: the layer of fkodom/soft-mixture-of-experts, one linear map per expert.
 
-Its mark is `phi` [d, n, p] with `experts.weight` [n, d, o]. Nothing is normalised. Version 0.1
-wrote the same keys but took the dispatch softmax over the batch, so the user must name the version.
+It is recognised by `phi` [d, n, p] and `experts.weight` [n, d, o]. Nothing is normalised. Version
+0.1 wrote the same keys but took the dispatch softmax over the batch, so users must name the
+version.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ FAMILY = layer_family(
         questions={
             "version": Question(
                 "0.2.0",
-                "of the soft-mixture-of-experts package that trained it: 0.1 saved the same keys "
-                "for another computation",
+                "the package's version in training: 0.1 saved the same keys but "
+                "computes differently",
                 fits=False,
             )
         },

@@ -1,8 +1,8 @@
-"""Families of which only the layer is known, and not the network around it.
+"""Families of which only the layer is known, but not the network around it.
 
-Such a layer is exported as a whole graph. `layer_family` makes the family from a Soft MoE layer's
-layout; `choose_layer` finds the layer to export in a file with more content. The two backbones here
-wrap a single layer, including one of a user's own network.
+The graph consists of this one layer. `layer_family` makes the family from the layout of a layer;
+`choose_layer` finds the layer to export in a file with more content. The two backbones here wrap a
+single layer, including one from a user's own network.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .base import (
 )
 
 LAYER = "layer"
-"""The option that picks one layer of a file by its prefix."""
+"""The option that selects one layer in a file by its prefix."""
 
 Choose = Callable[[PublishedLayer[Any], Tensors, str | None], tuple[str, tuple[str, ...]]]
-"""Finds the layer to export in a file, by the value of `LAYER`: see `choose_layer`."""
+"""Finds the layer to export in a file, given the value of `LAYER`: see `choose_layer`."""
 
 
 class TokenBackbone(nn.Module):
@@ -57,14 +57,14 @@ class PixelBackbone(TokenBackbone):
 def choose_layer(
     layer: PublishedLayer[Any], tensors: Tensors, wanted: str | None
 ) -> tuple[str, tuple[str, ...]]:
-    """Returns the prefix of the layer to export, and a note on the keys outside of it.
+    """Returns the prefix of the layer to export, and a note on the keys outside this layer.
 
     `wanted` is the value of `--set layer=`. Raises FamilyError if there is no such layer, or if
     there are several.
     """
     prefixes = find_layers(tensors, layer)
     if not prefixes:
-        return "", ()  # the check of the keys reports what is missing
+        return "", ()  # the check of keys reports the missing ones
     if wanted is None:
         return _only_prefix(layer, tensors, prefixes), ()
     prefix = str(wanted).replace("/", ".").strip(".") + "."
@@ -87,7 +87,7 @@ def _only_prefix(layer: PublishedLayer[Any], tensors: Tensors, prefixes: list[st
     raise FamilyError(
         f"{layer.family}: the file contains {len(prefixes)} {layer.title} layers "
         f"({', '.join(names[:6])}){others}; only one layer of such a network can be exported",
-        hint="give the network as package.module:factory with --weights, or pick one layer: "
+        hint="give the network as package.module:factory with --weights, or choose one layer: "
         f"--set {LAYER}={names[0]}",
     )
 
@@ -97,7 +97,7 @@ def _label(prefix: str) -> str:
 
 
 def token_io(layer: MoELayer, config: Config) -> tuple[TensorSpec, TensorSpec]:
-    """Returns the input and output of a layer: tokens (b, m, d), with m fixed by a `group_size`."""
+    """Returns the input and output of a layer: tokens (b, m, d); `group_size` fixes m."""
     tokens = config.get("group_size") or "tokens"
     return (
         TensorSpec("input", "float32", ("batch", tokens, layer.spec.dim)),
@@ -125,9 +125,10 @@ def layer_family(
 ) -> Family:
     """Returns a family that exports one layer within `backbone`, with the inputs and outputs `io`.
 
-    `read` returns the settings that shapes determine, by their names in the constructor, from a
-    layer, its tensors and the user's settings. `apply` applies the settled configuration to
-    the layer and returns notes; it raises FamilyError for a model that cannot be exported.
+    `read` returns the settings that shapes determine, by their names in the constructor; its
+    arguments are a layer, its tensors and the user's settings. `apply` applies the complete
+    configuration to the layer, and returns notes or raises FamilyError if the model cannot be
+    exported.
     """
 
     def build(tensors: Tensors, settings: Config) -> FamilyModel:

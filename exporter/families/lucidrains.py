@@ -1,8 +1,8 @@
 """`soft-moe-pytorch`: the layer of lucidrains/soft-moe-pytorch.
 
-Its mark is `slot_embeds` [n, p, d] with `norm.gamma`. The slots are embeddings, normalised like the
-tokens (by RMSNorm, or by LayerNorm if there is a `beta`) but with their own gain. Experts are
-GEGLU if their first layer is twice as wide as the input of the second.
+It is recognised by `slot_embeds` [n, p, d] and `norm.gamma`. The slots are embeddings, normalised
+like the tokens (by RMSNorm, or by LayerNorm if there is a `beta`) but with their own gain. Experts
+are GEGLU if their first layer is twice as wide as the input of the second.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _shapes(tensors: Tensors) -> dict[str, TensorShape]:
 
 
 def _slots(tensors: Tensors) -> Tensor:
-    """Phi [d, n, p]: the slot embeddings, normalised like the tokens but with their own gain."""
+    """Returns phi [d, n, p]: the slot embeddings, normalised like tokens, with their own gain."""
     embeds, gamma = tensors["slot_embeds"].double(), tensors["slot_norm.gamma"].double()
     if "slot_norm.beta" in tensors:
         beta = tensors["slot_norm.beta"].double()
@@ -91,13 +91,13 @@ def _config(layer: SoftMoE, _: Tensors, settings: Config) -> dict[str, Any]:
     spec = layer.spec
     geglu = spec.expert == "gated"
     mult = spec.hidden / spec.dim * (1.5 if geglu else 1.0)
-    wanted = settings.get("expert_mult")
+    given = settings.get("expert_mult")
     if (
-        isinstance(wanted, int | float)
-        and math.isfinite(wanted)
-        and (int(spec.dim * wanted * 2 / 3) if geglu else int(spec.dim * wanted)) == spec.hidden
+        isinstance(given, int | float)
+        and math.isfinite(given)
+        and (int(spec.dim * given * 2 / 3) if geglu else int(spec.dim * given)) == spec.hidden
     ):
-        mult = wanted  # widths are truncated, so several values are equivalent
+        mult = given  # widths are truncated, so several values are equivalent
     return {
         "dim": spec.dim,
         "num_experts": spec.experts,
@@ -109,11 +109,11 @@ def _config(layer: SoftMoE, _: Tensors, settings: Config) -> dict[str, Any]:
 
 
 def _check(layer: SoftMoE, config: Config) -> tuple[str, ...]:
-    """Checks `seq_len`, which is another way to give the number of slots."""
+    """Checks `seq_len`, another way to give the number of slots."""
     spec, seq_len = layer.spec, config["seq_len"]
     if isinstance(seq_len, int) and seq_len // spec.experts != spec.slots:
         raise FamilyError(
-            f"{NAME}: seq_len={seq_len} makes {seq_len // spec.experts} slots for each of "
+            f"{NAME}: seq_len={seq_len} gives {seq_len // spec.experts} slots for each of "
             f"{spec.experts} experts, but the shapes imply num_slots={spec.slots}"
         )
     return ()

@@ -1,10 +1,10 @@
 """`soft-moe-mnist`: the network of the MNIST experiments of "Beyond parameter count".
 
-Its mark is `phi` [d, n·p] with `decoder.1.weight`. An image is cut into square patches, which are
-the tokens; one Soft MoE layer with ReLU experts and a linear map of all tokens follow. The released
+It is recognised by `phi` [d, n·p] and `decoder.1.weight`. An image is cut into square patches, the
+tokens; one Soft MoE layer with ReLU experts and a linear map of all tokens follow. The released
 code has no biases; those in a file are used as in PyTorch's linear layers. The normalised variant
-has a `normalization_scale_param`. Flipping pixels (`flip_pixels`) is part of
-preparing the input: give images in the form that the network was trained on.
+has a `normalization_scale_param`. Flipping pixels (`flip_pixels`) is a part of preparing the input,
+so images must have the form with which the network was trained.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _match(tensors: Tensors) -> bool:
     return tensors["phi"].ndim == 2 and EXPERTS.any_of(tensors, EXPERTS.first, "weight") is not None
 
 
-def _experts(tensors: Tensors) -> int:
-    """n, counted by the experts' weights, because phi has a column per slot of each expert."""
+def _expert_count(tensors: Tensors) -> int:
+    """Counts the experts by their weights, because phi has a column per slot, not per expert."""
     numbers = {
         key.split(".")[1] for key in tensors if re.fullmatch(r"experts\.\d+\.\d\.weight", key)
     }
@@ -55,11 +55,11 @@ def _experts(tensors: Tensors) -> int:
 
 def _shapes(tensors: Tensors) -> dict[str, TensorShape]:
     d, slots = shape_of(NAME, tensors, "phi", "d, n·p")
-    n = _experts(tensors)
+    n = _expert_count(tensors)
     if n == 0 or slots % n:
         raise CheckpointError(
-            f"not the weights of a {NAME} model: phi has {slots} columns, which {n} experts do not "
-            "share"
+            f"not the weights of a {NAME} model: phi has {slots} columns, which is not a "
+            f"multiple of the {n} experts"
         )
     scale: dict[str, TensorShape] = {SCALE: (1,)} if SCALE in tensors else {}
     return {"phi": (d, slots), **scale, **EXPERTS.shapes(tensors, n, d, EXPERTS.out(tensors, d))}
@@ -67,8 +67,8 @@ def _shapes(tensors: Tensors) -> dict[str, TensorShape]:
 
 def _read(name: str, tensors: Tensors) -> SoftMoE:
     d, slots = tensors["phi"].shape
-    n = _experts(tensors)
-    # An expert's slots are neighbouring columns.
+    n = _expert_count(tensors)
+    # An expert's slots are adjacent columns.
     phi, scale = tensors["phi"].reshape(d, n, slots // n), tensors.get(SCALE)
     spec = SoftMoESpec(
         name,
@@ -126,7 +126,7 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     patch, grid = math.isqrt(d), math.isqrt(features // spec.out)
     if patch * patch != d:
         raise CheckpointError(
-            f"{NAME}: phi is for tokens of width {d}, which is not a square patch of pixels"
+            f"{NAME}: phi is for tokens of width {d}, which is not a square number of pixels"
         )
     decoder = {key: tensors[key] for key in (DECODER, BIAS) if key in tensors}
     shapes: dict[str, TensorShape] = {DECODER: (classes, grid * grid * spec.out), BIAS: (classes,)}

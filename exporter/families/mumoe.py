@@ -1,9 +1,9 @@
 """`mumoe` and `mumoe-clip`: one layer, block or head of james-oldfield/muMoE.
 
-Their mark is `projs.{e}` [d, n_e], one for each level of experts, with `MuMoE.factors.{j}`:
-matrices of one rank (CP) or cores that chain (TR). `MuMoE.core` marks a Tucker form and
-`MuMoE.weight` is the unfactorised tensor; the released code has neither. A second layer is
-`MuMoE2`. What the networks of this code (`mumoe_mixer` and `mumoe_gpt2`) share follows the layer.
+They are recognised by `projs.{e}` [d, n_e], one for each level of experts, and `MuMoE.factors.{j}`:
+matrices of the same rank (CP) or cores that chain (TR). `MuMoE.core` marks a Tucker form, and
+`MuMoE.weight` is the unfactorised tensor; the released code has neither. A block's second tensor is
+`MuMoE2`. The code that its networks (`mumoe_mixer` and `mumoe_gpt2`) share follows the layer.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from .layer_only import Choose, choose_layer, layer_family
 NAME = "mumoe"
 HEAD_NAME = "mumoe-clip"
 HEAD, BACKBONE = "1.", "0."
-"""Prefixes in a fine-tuned CLIP network: the muMoE head, and the backbone."""
+"""The prefixes of the muMoE head and of the backbone in a fine-tuned CLIP network."""
 
 FIRST, SECOND = "MuMoE", "MuMoE2"
-WHOLE, CORE, FACTORS = "weight", "core", "factors"
-"""The names of an unfactorised tensor, of a Tucker form's core, and of factors or TR cores."""
+FULL, CORE, FACTORS = "weight", "core", "factors"
+"""The names of a full tensor, of a Tucker form's core, and of factors or TR cores."""
 
 COUNTER = "num_batches_tracked"
 ACTIVATION = "act"
@@ -63,7 +63,7 @@ CLASS_NAMES: dict[Form, str] = {
     "tucker": "TuckerMuMoE",
     "full": "FullMuMoE",
 }
-"""The first two are in the released code, which has no layers of the other forms."""
+"""The released code has only the first two classes."""
 
 
 # --- the configuration -------------------------------------------------------------------------
@@ -74,7 +74,7 @@ ACTIVATION_QUESTION = Question("entmax15", f"the gate's activation: {ACTIVATIONS
 
 
 def _without_modes(settings: Config, _: Config) -> Config:
-    """The ranks as `[r, None, r']`: the code ignores a given value and fills in the mode's size."""
+    """Replaces the middle of each triple of ranks with None, because the code ignores it."""
     ranks = settings.get("ranks")
     if isinstance(ranks, list) and all(isinstance(r, list) and len(r) == 3 for r in ranks):
         return {**settings, "ranks": [[r[0], None, r[2]] for r in ranks]}
@@ -101,21 +101,21 @@ CONSTRUCTOR = Constructor(
 
 
 def activate(family: str, layers: Iterable[MuMoE], config: dict[str, Any]) -> None:
-    """Sets the layers' gate activation from settled `config`; FamilyError for an unknown one."""
+    """Sets the gate activation of layers from `config`; FamilyError for an unknown one."""
     value = "entmax15" if config[ACTIVATION] == "entmax" else config[ACTIVATION]
-    known = next((name for name in get_args(GateActivation) if name == value), None)
-    if known is None:
+    activation = next((name for name in get_args(GateActivation) if name == value), None)
+    if activation is None:
         raise FamilyError(
-            f"{family}: {ACTIVATION}={value} is not an activation of a gate",
+            f"{family}: {ACTIVATION}={value} is not a gate activation",
             hint=f"choose one of: {ACTIVATIONS}",
         )
-    config[ACTIVATION] = known
+    config[ACTIVATION] = activation
     for layer in layers:
-        layer.spec = replace(layer.spec, activation=known)
+        layer.spec = replace(layer.spec, activation=activation)
 
 
 def layer_arguments(layer: MuMoE) -> dict[str, Any]:
-    """Returns the published constructor's arguments, from a layer's shapes."""
+    """Returns the published constructor's arguments for a layer, from its shapes."""
     spec, first = layer.spec, layer.spec.tensors[0]
     return {
         "MuMoE_layer": CLASS_NAMES[first.form],
@@ -132,7 +132,7 @@ def layer_arguments(layer: MuMoE) -> dict[str, Any]:
 
 
 def _ranks(tensor: FactorisedSpec) -> Any:
-    """The published notation of ranks: a number, a triple per core, or a number per mode."""
+    """Returns the ranks as in the published code: a number, a triple per core, or one per mode."""
     match tensor.form:
         case "cp":
             return tensor.ranks[0]
@@ -149,7 +149,7 @@ def _ranks(tensor: FactorisedSpec) -> Any:
 
 
 def numbered(tensors: Tensors, name: str) -> list[Tensor]:
-    """The tensors `name.0`, `name.1`, … up to the first gap."""
+    """Returns the tensors `name.0`, `name.1`, … up to the first gap."""
     parts: list[Tensor] = []
     while (tensor := tensors.get(f"{name}.{len(parts)}")) is not None:
         parts.append(tensor)
@@ -157,9 +157,9 @@ def numbered(tensors: Tensors, name: str) -> list[Tensor]:
 
 
 def tensor_names(spec: FactorisedSpec) -> tuple[str, ...]:
-    """The local names of a tensor's factors or cores, in the order of `spec.shapes`."""
+    """Returns the local names of a tensor's factors or cores, in the order of `spec.shapes`."""
     if spec.form == "full":
-        return (WHOLE,)
+        return (FULL,)
     factors = tuple(f"{FACTORS}.{number}" for number in range(len(spec.modes)))
     return (CORE, *factors) if spec.form == "tucker" else factors
 
@@ -169,18 +169,18 @@ def read_tensor(
 ) -> FactorisedSpec:
     """Returns the spec of the tensors under `key`, for a layer with these levels and input width.
 
-    Raises CheckpointError if they do not fit each other, the levels or the input.
+    Raises CheckpointError if the tensors do not fit each other, the levels or the input.
     """
-    read = _full_sizes if WHOLE in tensors else _factor_sizes
+    read = _full_sizes if FULL in tensors else _factor_sizes
     form, modes, ranks = read(where, key, tensors, levels)
-    what = f"{key}.{WHOLE} is" if form == "full" else f"{key}.{FACTORS} are"
+    what = f"{key}.{FULL} is" if form == "full" else f"{key}.{FACTORS} are"
     if modes[:-2] != levels:
         raise CheckpointError(
-            f"{where}: {what} for {list(modes[:-2])} experts by level, but projs.* for "
+            f"{where}: {what} for {list(modes[:-2])} experts by level, but projs.* are for "
             f"{list(levels)}"
         )
     if modes[-2] not in (dim, dim + 1):
-        source = WHOLE if form == "full" else f"{FACTORS}.{len(levels)}"
+        source = FULL if form == "full" else f"{FACTORS}.{len(levels)}"
         raise CheckpointError(
             f"{where}: {key}.{source} accepts inputs of width {modes[-2]}, expected {dim}, or "
             f"{dim + 1} with a bias row"
@@ -200,14 +200,14 @@ TensorSizes = tuple[Form, tuple[int, ...], tuple[int, ...]]
 
 
 def _full_sizes(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) -> TensorSizes:
-    shape = tuple(tensors[WHOLE].shape)
+    shape = tuple(tensors[FULL].shape)
     if len(shape) != len(levels) + 2:
         raise CheckpointError(
-            f"{where}: {key}.{WHOLE} has the shape {list(shape)}, but {len(levels)} levels of "
+            f"{where}: {key}.{FULL} has the shape {list(shape)}, but {len(levels)} levels of "
             f"experts (projs.*) need {len(levels) + 2} axes: [n, …, d, o]",
         )
     if 0 in shape:
-        raise CheckpointError(f"{where}: {key}.{WHOLE} has a size of zero: {list(shape)}")
+        raise CheckpointError(f"{where}: {key}.{FULL} has a size of zero: {list(shape)}")
     return "full", shape, ()
 
 
@@ -231,7 +231,7 @@ def _factor_sizes(where: str, key: str, tensors: Tensors, levels: tuple[int, ...
         raise CheckpointError(
             f"{where}: {key}.{CORE} has the shape {list(core.shape)}, but the ranks of "
             f"{key}.{FACTORS} are {list(second)}",
-            hint="the core of a Tucker form has one axis per factor, of that factor's rank",
+            hint="a Tucker form's core has one axis per factor, whose size is the factor's rank",
         )
     if any(0 in shape for shape in shapes):
         raise CheckpointError(f"{factors} have a size or a rank of zero: {listed}")
@@ -243,8 +243,8 @@ def _factor_sizes(where: str, key: str, tensors: Tensors, levels: tuple[int, ...
         return "cp", first, second[:1]
     if tuple(shape[2] for shape in shapes) != (*first[1:], first[0]):
         raise CheckpointError(
-            f"{factors} do not chain: each ends with the next one's rank: {listed}",
-            hint="the ring of a TR layer closes: the last core ends with the first one's rank",
+            f"{factors} do not chain: each must end with the rank of the next: {listed}",
+            hint="the cores of a TR layer form a ring: the last ends with the rank of the first",
         )
     return "tr", second, first
 
@@ -277,8 +277,8 @@ def read_layer(prefix: str, tensors: Tensors, name: str) -> MuMoE:
     if len({spec.form for spec in specs}) > 1:
         names = ", ".join(CLASS_NAMES[spec.form] for spec in specs)
         raise CheckpointError(
-            f"{where}: {FIRST} and {SECOND} are of different forms ({names})",
-            hint="both tensors of a block are made by one class",
+            f"{where}: {FIRST} and {SECOND} have different forms ({names})",
+            hint="both tensors of a block are made by the same class",
         )
     batch_norm = any(key.startswith("bn.") for key in local)
     spec = MuMoESpec(
@@ -292,7 +292,7 @@ def read_layer(prefix: str, tensors: Tensors, name: str) -> MuMoE:
     for level in normed:
         variance = local[f"bn.{level}.running_var"]
         smallest = 0.0 if variance.is_meta else float(variance.min())
-        if smallest < 0:  # its root would be NaN
+        if smallest < 0:  # its square root would be NaN
             raise CheckpointError(
                 f"{prefix}bn.{level}.running_var contains the negative variance {smallest:.3g}",
                 hint="the file is damaged: use another copy or an earlier checkpoint",
@@ -328,11 +328,11 @@ def _shapes(spec: MuMoESpec) -> dict[str, TensorShape]:
 
 
 def _match(tensors: Tensors) -> bool:
-    return any(f"{FIRST}.{key}" in tensors for key in (WHOLE, CORE, f"{FACTORS}.0"))
+    return any(f"{FIRST}.{key}" in tensors for key in (FULL, CORE, f"{FACTORS}.0"))
 
 
 LAYOUT = PublishedLayer(family=NAME, mark="projs.0", match=_match, make=read_layer, title="muMoE")
-"""All networks of the published code share this layout."""
+"""The layout of a layer in all networks of the published code."""
 
 # --- networks of such layers ----------------------------------------------------------------------
 
@@ -341,9 +341,9 @@ BACKBONES: Mapping[str, str] = {"mumoe-mixer": "mixer_blocks.0.", "mumoe-gpt2": 
 
 
 def is_backbone(tensors: Tensors, family: str) -> bool:
-    """Whether tensors are a network of that family with muMoE layers in it."""
-    begins = any(key.startswith(BACKBONES[family]) for key in tensors)
-    return begins and bool(find_layers(tensors, LAYOUT))
+    """Whether tensors are a network of this family that contains muMoE layers."""
+    has_prefix = any(key.startswith(BACKBONES[family]) for key in tensors)
+    return has_prefix and bool(find_layers(tensors, LAYOUT))
 
 
 def backbone_family(
@@ -374,21 +374,21 @@ def with_layers(
     layers: Mapping[str, MuMoE],
     widths: Mapping[str, int],
 ) -> AnyNetwork:
-    """Returns a backbone from the meta device with its weights, and with layers at their paths.
+    """Loads weights into a backbone from the meta device, and sets layers at their paths.
 
-    `widths` are the layers' input and output widths. Raises CheckpointError if weights or a layer
-    do not fit the backbone.
+    `widths` has the width of each layer's input and output, by path. Raises CheckpointError if
+    weights or a layer do not fit the backbone.
     """
-    inside = tuple(f"{path}." for path in layers)
-    own = {key: tensor for key, tensor in tensors.items() if not key.startswith(inside)}
-    check_tensors(name, own, shapes_of(backbone))
+    prefixes = tuple(f"{path}." for path in layers)
+    others = {key: tensor for key, tensor in tensors.items() if not key.startswith(prefixes)}
+    check_tensors(name, others, shapes_of(backbone))
     for path, layer in layers.items():
         if (layer.spec.dim, layer.spec.out) != (widths[path], widths[path]):
             raise CheckpointError(
                 f"{path}: the layer maps {layer.spec.dim} to {layer.spec.out}, but the network is "
                 f"{widths[path]} wide"
             )
-    return filled(backbone, own, layers)
+    return filled(backbone, others, layers)
 
 
 # --- layers and heads as models -------------------------------------------------------------------
@@ -436,20 +436,20 @@ def _family(
 def _choose_head(_: object, tensors: Tensors, __: object) -> tuple[str, tuple[str, ...]]:
     outside = sum(key.startswith(BACKBONE) for key in tensors)
     note = (
-        f"exported only the head: left out {outside} tensors of the backbone (0.*); give the "
+        f"exported only the head, without {outside} tensors of the backbone (0.*); give the "
         "whole network as package.module:factory with --weights"
     )
     return HEAD, (note,) if outside else ()
 
 
 def _is_head(tensors: Tensors) -> bool:
-    only = all(key.startswith((BACKBONE, HEAD)) for key in tensors)
-    return only and find_layers(tensors, LAYOUT) == [HEAD]
+    nothing_else = all(key.startswith((BACKBONE, HEAD)) for key in tensors)
+    return nothing_else and find_layers(tensors, LAYOUT) == [HEAD]
 
 
 def _is_layer(tensors: Tensors) -> bool:
-    known = _is_head(tensors) or any(is_backbone(tensors, family) for family in BACKBONES)
-    return bool(find_layers(tensors, LAYOUT)) and not known
+    in_network = _is_head(tensors) or any(is_backbone(tensors, family) for family in BACKBONES)
+    return bool(find_layers(tensors, LAYOUT)) and not in_network
 
 
 FAMILY = _family(

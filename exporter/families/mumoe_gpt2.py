@@ -1,9 +1,9 @@
 """`mumoe-gpt2`: nanoGPT's GPT-2 with a two-layer muMoE block in place of every MLP.
 
-Its mark is `transformer.h.{l}.mlp.MuMoE_layer.*`. Attention takes normalised tokens, the muMoE
-block raw ones (it normalises its own input, but its gate takes the raw one); the output layer's
-weight is the embedding. With `use_cache` the keys and values of earlier tokens are inputs, and
-those of all tokens outputs: the same graph computes a prompt at once and then token by token.
+It is recognised by `transformer.h.{l}.mlp.MuMoE_layer.*`. The input of attention is normalised, but
+that of a muMoE block is not: the block normalises it, except for the gate. The output layer's
+weight is the embedding. With `use_cache`, the keys and values of earlier tokens are inputs, and
+those of all tokens are outputs: one graph computes a prompt at once, and then token by token.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class GPT2Spec:
 
 
 class CausalAttention(nn.Module):
-    """Multi-head self-attention over (b, m, d) in which no token attends to a later one."""
+    """Multi-head self-attention on (b, m, d) in which no token attends to a later one."""
 
     def __init__(self, spec: GPT2Spec) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class CausalAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor, past: KeyValue | None = None
     ) -> tuple[Tensor, KeyValue]:
-        """Maps (b, m, d) to (b, m, d), with the keys and values of all tokens, past ones first.
+        """Maps (b, m, d) to (b, m, d); also returns the keys and values of all tokens, in order.
 
         `mask` [m, past + m] is −∞ if the key comes after the query.
         """
@@ -99,7 +99,7 @@ class CausalAttention(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """Attention on normalised tokens, then the muMoE block on raw ones; both residual."""
+    """Attention on normalised tokens, then the muMoE block on raw ones, both with a residual."""
 
     def __init__(self, spec: GPT2Spec) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class GPT2Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Token ids (b, m) to logits (b, m, v); the output projection is the embedding itself."""
+    """Maps token ids (b, m) to logits (b, m, v); the output projection is the embedding itself."""
 
     def __init__(self, spec: GPT2Spec) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class GPT2(nn.Module):
     def forward(self, ids: Tensor, *past: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Returns the logits at every position.
 
-        With a `past`, a key and a value per block, the keys and values of all tokens follow.
+        With a `past` (a key and a value per block), the keys and values of all tokens follow.
         """
         wte, wpe = self.transformer["wte"], self.transformer["wpe"]
         assert isinstance(wte, nn.Embedding) and isinstance(wpe, nn.Embedding)
@@ -189,14 +189,14 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     backbone = with_layers(NAME, backbone, tensors, layers, dict.fromkeys(paths, dim))
     if head is not None and not torch.equal(head, tensors[WTE]):
         raise CheckpointError(
-            f"{HEAD} and {WTE} differ, but in this code they are one tensor",
+            f"{HEAD} and {WTE} differ, but in this code they are the same tensor",
             hint="give a network with a separate output layer as package.module:factory",
         )
     cached = config["use_cache"]
     if not isinstance(cached, bool):
         raise FamilyError(
             f"{NAME}: use_cache={cached} is neither true nor false",
-            hint="--set use_cache=true exports keys and values of earlier tokens as inputs",
+            hint="--set use_cache=true adds the keys and values of earlier tokens as inputs",
         )
     limits = {"tokens": block_size}
     pasts: tuple[TensorSpec, ...] = ()

@@ -1,8 +1,8 @@
 """`mumoe-mixer`: the MLP-Mixer of the muMoE paper, with a two-layer muMoE block for every MLP.
 
 It is recognised by `mixer_blocks.{i}.0.fn.1.*` (over the tokens) and `mixer_blocks.{i}.1.fn.*`
-(over the channels), each a layer of `mumoe`. Shapes determine how many patches there are and how
-many values each has, but not a patch's side length and channels.
+(over the channels), which are layers of `mumoe`. Shapes determine how many patches there are and
+how many values each has, but not the side length and channels of a patch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CONSTRUCTOR = Constructor(
 
 @dataclass(frozen=True, slots=True)
 class MixerSpec:
-    """Sizes of the backbone. `grid` is the number of patches (down, across) of side `patch`."""
+    """Sizes of the backbone: `grid` has the numbers of patches (down, across), of side `patch`."""
 
     grid: tuple[int, int]
     patch: int
@@ -77,7 +77,7 @@ class MixerSpec:
 
 
 def _geometry(config: Config, tokens: int, pixels: int) -> dict[str, Any]:
-    """Image size, patch size and channels, any one of which determines the others.
+    """Returns the image size, patch size and channels; any one of them determines the others.
 
     Patches are square, as in the published network; the image is square unless `image_size`
     differs. Raises FamilyError if the given values do not fit the shapes.
@@ -94,9 +94,8 @@ def _geometry(config: Config, tokens: int, pixels: int) -> dict[str, Any]:
     height, width = size or (side * patch, side * patch)
     if (height // patch) * (width // patch) != tokens or pixels % (patch * patch):
         raise FamilyError(
-            f"{NAME}: patch_size={patch}"
-            + (f" and image_size={height},{width}" if size is not None else "")
-            + f" do not fit {tokens} patches of {pixels} numbers each",
+            f"{NAME}: {tokens} patches of {pixels} numbers each do not fit patch_size={patch}"
+            + (f" and image_size={height},{width}" if size is not None else ""),
             hint="check patch_size, image_size and channels against the training run",
         )
     sizes = (height // patch * patch, width // patch * patch)
@@ -108,7 +107,7 @@ def _geometry(config: Config, tokens: int, pixels: int) -> dict[str, Any]:
 
 
 class Patches(nn.Module):
-    """Images (b, c, H, W) to patches (b, m, s·s·c), row by row, channels innermost."""
+    """Cuts images (b, c, H, W) into patches (b, m, s·s·c), row by row, channels innermost."""
 
     def __init__(self, spec: MixerSpec) -> None:
         super().__init__()
@@ -121,14 +120,14 @@ class Patches(nn.Module):
 
 
 class Transposed(nn.Module):
-    """(b, m, d) to (b, d, m) and back."""
+    """Maps (b, m, d) to (b, d, m), and back."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2)
 
 
 class PreNormResidual(nn.Module):
-    """x + fn(norm(x)); the layer replaces the placeholder `fn`."""
+    """Computes x + fn(norm(x)); a muMoE layer replaces the placeholder in `fn`."""
 
     def __init__(self, dim: int, fn: nn.Module) -> None:
         super().__init__()
@@ -141,14 +140,14 @@ class PreNormResidual(nn.Module):
 
 
 class Mean(nn.Module):
-    """The mean over the tokens: (b, m, d) to (b, d)."""
+    """Averages over the tokens: (b, m, d) to (b, d)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(dim=1)
 
 
 class MlpMixer(nn.Module):
-    """Images (b, c, H, W) to logits (b, classes)."""
+    """Maps images (b, c, H, W) to logits (b, classes)."""
 
     def __init__(self, spec: MixerSpec) -> None:
         super().__init__()
@@ -180,9 +179,9 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     dim, pixels = shape_of(NAME, tensors, "stem.1.weight", "d, pixels")
     classes, _ = shape_of(NAME, tensors, "head.2.weight", "classes, d")
     token, channel = layers[over_tokens[0]].spec, layers[over_channels[0]].spec
-    sized = any(settings.get(key) is not None for key in GEOMETRY)
+    has_size = any(settings.get(key) is not None for key in GEOMETRY)
     read = {
-        **(_geometry(settings, token.dim, pixels) if sized else {}),
+        **(_geometry(settings, token.dim, pixels) if has_size else {}),
         "dim": dim,
         "depth": len(blocks),
         "num_classes": classes,
@@ -192,10 +191,10 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
         "n_experts": token.experts,
     }
     questions = dict(CONSTRUCTOR.questions)
-    if not sized:
+    if not has_size:
         questions["patch_size"] = Question(
             16,
-            f"{pixels} numbers may be a large patch with few channels or a small one with many",
+            f"{pixels} numbers may be a large patch with few channels, or a small one with many",
         )
     config = CONSTRUCTOR.settle(settings, read, questions)
     config |= _geometry(config, token.dim, pixels)

@@ -1,12 +1,12 @@
 """`soft-moe-vit` and `soft-moe-conv`: bwconrad/soft-moe and its forks.
 
-`soft-moe-vit` is a timm ViT with Soft MoE in place of MLPs, recognised by `blocks.{l}.mlp.phi` [d,
-n, p] among timm's names. The experts are separate (`experts.{i}.fc1.weight` [h, d]) or stacked
-(`stacked_expert_fc1_weight` [n, h, d]). The keys determine the MoE blocks and nearly all of the
-constructor's arguments.
+`soft-moe-vit` is a timm ViT with Soft MoE in place of MLPs, and is recognised by
+`blocks.{l}.mlp.phi` [d, n, p] among timm's names. The experts are separate
+(`experts.{i}.fc1.weight` [h, d]) or stacked (`stacked_expert_fc1_weight` [n, h, d]). Keys and
+shapes determine the MoE blocks and nearly all of the constructor's arguments.
 
 `soft-moe-conv` is only the layer of the Astroformer variant, whose experts are 1x1 convolutions
-(`experts.{i}.fc1.weight` [h, d, 1, 1]); its tokens are the pixels of (b, d, H, W). No key
+(`experts.{i}.fc1.weight` [h, d, 1, 1]) and whose tokens are the pixels of (b, d, H, W). No key
 determines its activation: ReLU is the default of timm's ConvMlp, but Astroformer sets GELU.
 """
 
@@ -63,14 +63,14 @@ NAME, CONV_NAME = "soft-moe-vit", "soft-moe-conv"
 
 STACKED = "stacked_expert_fc1_weight"
 COSINE_EPS = 1e-12
-"""The eps of F.normalize: a vector is divided by its length, or by this if it is shorter."""
+"""The eps of F.normalize: a vector is divided by its length, or by this if that is larger."""
 
 
 EXPERTS = SeparateExperts("experts.{}.fc1", "experts.{}.fc2")
 
 
 def _layer(family: str, experts: SeparateExperts) -> PublishedLayer[SoftMoE]:
-    """The layout of a layer with these separate experts, or with stacked ones."""
+    """Returns the layout of a layer with such separate experts, or with stacked ones."""
 
     def match(tensors: Tensors) -> bool:
         first = experts.any_of(tensors, experts.first, "weight")
@@ -157,8 +157,8 @@ CONV_FAMILY = layer_family(
 class ViT:
     """The published constructor's arguments that have an effect, with their defaults.
 
-    `norm_eps` and `act_layer` have other names there, or none. Sizes of images and patches are one
-    number or (height, width).
+    `norm_eps` and `act_layer` have other names there, or none. The sizes of images and patches are
+    one number or (height, width).
     """
 
     num_experts: int = 128
@@ -194,7 +194,7 @@ class ViT:
 
     @property
     def hidden(self) -> int:
-        """The width inside a dense block's MLP."""
+        """The hidden width of a dense block's MLP."""
         return round(self.mlp_ratio * self.embed_dim)
 
     @property
@@ -208,7 +208,7 @@ class ViT:
 
     @property
     def tokens(self) -> int:
-        """m: patches, and the class token if there is one."""
+        """m: the number of patches, plus one for a class token."""
         return self.patches + int(self.class_token)
 
 
@@ -233,7 +233,7 @@ def _mlp(block: int) -> str:
 
 
 def _as_read(settings: Config, read: Config) -> Config:
-    """The user's values in the form of `read`, so that they can be compared."""
+    """Returns the user's values in the form of `read`, so that both can be compared."""
     given = {k: v for k, v in settings.items() if v is not None or k not in NULLABLE}
     if "input_size" in given:  # the name in the scripts of timm and DeiT
         given.setdefault("img_size", given.pop("input_size"))
@@ -266,9 +266,9 @@ def _as_read(settings: Config, read: Config) -> Config:
 
 
 QUESTIONS = {
-    "num_heads": Question(12, "any number that divides embed_dim has the same shapes"),
+    "num_heads": Question(12, "any number that divides embed_dim gives the same shapes"),
     "img_size": Question(224, "the same positions fit several heights and widths"),
-    "global_pool": Question("token", "token, avg or '': the keys are the same"),
+    "global_pool": Question("token", "token, avg or '': the keys are the same for all"),
     "act_layer": ACT_LAYER,
     "norm_eps": Question(1e-6, "the eps of every LayerNorm; 1e-5 if norm_layer=nn.LayerNorm"),
 }
@@ -290,10 +290,10 @@ CONSTRUCTOR = Constructor(
 def configure(
     tensors: Tensors, settings: Config, moe_blocks: Sequence[int]
 ) -> tuple[ViT, dict[str, Any]]:
-    """Returns the constructor's arguments that have an effect, and the whole configuration.
+    """Returns the constructor's arguments that have an effect, and the complete configuration.
 
     `moe_blocks` are the blocks with a Soft MoE layer. Raises FamilyError for settings that neither
-    shapes nor the user give, CheckpointError if the backbone's main tensors are missing.
+    shapes nor the user determine, CheckpointError if the backbone's main tensors are missing.
     """
     if not moe_blocks:
         raise CheckpointError(f"not the weights of a {NAME} model: no Soft MoE at blocks.*.mlp.phi")
@@ -313,12 +313,12 @@ def configure(
 
 
 def _questions(tensors: Tensors, settings: Config, read: Config) -> dict[str, Question]:
-    """The settings that no key or shape determines, with the defaults that fit this model."""
+    """Returns the settings that no key or shape determines, with defaults that fit this model."""
     positions = tensors["pos_embed"].shape[1]
     side = math.isqrt(positions)  # rounded down: valid with and without a class token
     square = side**2 in (positions, positions - int(read["class_token"]))
     patch = height_width(NAME, "patch_size", read["patch_size"])
-    # By default the constructor places the norm after the pooling only for the mean.
+    # By default the constructor places the norm after the pooling only if it is the mean.
     token = read["class_token"] and (not read["fc_norm"] or bool(settings.get("fc_norm")))
     pool = "token" if token else "avg"
     return QUESTIONS | {
@@ -332,7 +332,7 @@ def _questions(tensors: Tensors, settings: Config, read: Config) -> dict[str, Qu
 
 
 def _read_sizes(tensors: Tensors, moe_blocks: Sequence[int]) -> dict[str, Any]:
-    """The constructor's arguments that keys and shapes determine, in its order."""
+    """Returns the constructor's arguments that keys and shapes determine, in its order."""
     dim, channels, *patch = shape_of(NAME, tensors, "patch_embed.proj.weight", "d, c, h, w")
     shape_of(NAME, tensors, "pos_embed", "1, m, d")
     depth = len(block_numbers(NAME, tensors, "blocks."))
@@ -379,7 +379,7 @@ def _moe_hidden(tensors: Tensors, first_block: int) -> int:
 
 
 def _moe_layer_index(moe_blocks: Sequence[int], depth: int) -> int | list[int]:
-    """The constructor's form: a number if every block from there on is MoE."""
+    """Returns the constructor's form: a number if all blocks from this one on are MoE."""
     if list(moe_blocks) == list(range(moe_blocks[0], depth)):
         return moe_blocks[0]
     return list(moe_blocks)
@@ -388,25 +388,25 @@ def _moe_layer_index(moe_blocks: Sequence[int], depth: int) -> int | list[int]:
 def _no_embed_class(tensors: Tensors, settings: Config, spec: ViT) -> bool:
     """Whether the class token has no position; raises FamilyError if the image does not fit.
 
-    The n positions belong to the patches, or to the patches and the class token.
+    The positions belong to the patches, or to the patches and the class token.
     """
     positions = tensors["pos_embed"].shape[1]
-    without = positions == spec.patches
-    if not without and not (spec.class_token and positions == spec.tokens):
+    patches_only = positions == spec.patches
+    if not patches_only and not (spec.class_token and positions == spec.tokens):
         (height, width), (patch_h, patch_w) = spec.image, spec.patch
         raise FamilyError(
-            f"{NAME}: img_size={height},{width} makes {spec.patches} patches of "
+            f"{NAME}: img_size={height},{width} gives {spec.patches} patches of "
             f"{patch_h}x{patch_w}, but pos_embed has {positions} positions",
             hint="give the size that the model was trained for: --set img_size=224 or 224,192",
         )
-    wanted = settings.get("no_embed_class")
-    if wanted is not None and spec.class_token and bool(wanted) != without:
+    given = settings.get("no_embed_class")
+    if given is not None and spec.class_token and bool(given) != patches_only:
         raise FamilyError(
-            f"{NAME}: no_embed_class={wanted} was given, but pos_embed has {positions} positions "
+            f"{NAME}: no_embed_class={given} was given, but pos_embed has {positions} positions "
             f"for {spec.patches} patches",
             hint="leave no_embed_class out, or check that this is the right checkpoint",
         )
-    return without if spec.class_token else bool(wanted)
+    return patches_only if spec.class_token else bool(given)
 
 
 def _check_pool(spec: ViT) -> None:
@@ -426,7 +426,7 @@ def _check_pool(spec: ViT) -> None:
 
 
 class PatchEmbed(nn.Module):
-    """Images (b, c, H, W) to one token per patch (b, patches, d)."""
+    """Maps images (b, c, H, W) to one token per patch (b, patches, d)."""
 
     def __init__(self, spec: ViT) -> None:
         super().__init__()
@@ -442,17 +442,17 @@ class PatchEmbed(nn.Module):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Softmax attention of q, k, v, all (b, heads, m, head)."""
+    """Returns the softmax attention of q, k and v, which are all (b, heads, m, head)."""
     if torch.compiler.is_exporting():
-        # The ONNX translation of the fused call adds Shape nodes to transpose k; these four
-        # operations become four nodes.
+        # The ONNX translation of the fused call adds Shape nodes to transpose k; these operations
+        # become four nodes.
         scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
         return scores.softmax(dim=-1) @ v
     return F.scaled_dot_product_attention(q, k, v)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention over (b, m, d)."""
+    """Multi-head self-attention on (b, m, d)."""
 
     def __init__(self, spec: ViT) -> None:
         super().__init__()
@@ -500,7 +500,7 @@ class LayerScale(nn.Module):
 
 
 class ViTBlock(nn.Module):
-    """Pre-norm residual block; `mlp` is dense here and replaced in the MoE blocks."""
+    """Pre-norm residual block; in MoE blocks, `mlp` is a placeholder for the MoE layer."""
 
     def __init__(self, spec: ViT, *, moe: bool) -> None:
         super().__init__()
@@ -518,10 +518,10 @@ class ViTBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Images (b, c, H, W) to logits (b, classes), or (b, m, classes) with pool `''`.
+    """Maps images (b, c, H, W) to logits (b, classes), or (b, m, classes) with pool `''`.
 
-    It is built on the meta device, with placeholders in its MoE blocks. Call `place` after loading
-    the weights.
+    It is built on the meta device, with placeholders in its MoE blocks. Call `set_embedding` after
+    loading the weights.
     """
 
     embedding: Tensor
@@ -550,8 +550,8 @@ class VisionTransformer(nn.Module):
         )
 
     @torch.no_grad()
-    def place(self) -> None:
-        """Computes the sum of positions and class token for the padded patches, [1, m, d]."""
+    def set_embedding(self) -> None:
+        """Adds the class token to the positions [1, m, d], which `embed` adds to padded patches."""
         position: Tensor = self.pos_embed
         token = self.cls_token
         if token is not None and self.spec.no_embed_class:
@@ -561,11 +561,11 @@ class VisionTransformer(nn.Module):
         self.embedding = position
 
     def embed(self, x: Tensor) -> Tensor:
-        """Images to tokens with their positions, (b, m, d)."""
+        """Maps images to tokens with their positions (b, m, d)."""
         x = self.patch_embed(x)
         if self.cls_token is not None:
-            # A row of zeros in front receives the class token together with the positions: the same
-            # sum as concatenation, without expanding the token to the batch size.
+            # A row of zeros in front, to which the class token is added with the positions, is the
+            # same as concatenation, but does not expand the token to the batch size.
             x = F.pad(x, (0, 0, 1, 0))
         return x + self.embedding
 
@@ -610,7 +610,7 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
         layers[path] = LAYER.make(_mlp(block), tensors, path)
         _activate(NAME, layers[path], config)
     backbone = filled(backbone, used, layers)
-    backbone.place()
+    backbone.set_embedding()
     width = spec.num_classes or spec.embed_dim
     leftovers = len(tensors) - len(used)
     scores = ("batch", width) if spec.global_pool else ("batch", spec.tokens, width)
@@ -619,12 +619,12 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
         config=config,
         inputs=(TensorSpec("input", "float32", ("batch", spec.in_chans, *spec.image)),),
         outputs=(TensorSpec("output", "float32", scores),),
-        notes=(f"skipped {leftovers} left-over keys base_expert.*",) if leftovers else (),
+        notes=(f"skipped {leftovers} leftover keys base_expert.*",) if leftovers else (),
     )
 
 
 def _example_layer(tensors: Tensors, blocks: list[int]) -> dict[str, Tensor]:
-    """The tensors that all MoE layers of a model share: phi, and scale if there is one."""
+    """Returns the tensors that all MoE layers of a model share: phi, and scale if there is one."""
     for block in blocks:
         shared = {k: t for k, t in under(tensors, _mlp(block)).items() if k in ("phi", "scale")}
         if "phi" in shared:

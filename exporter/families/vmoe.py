@@ -1,8 +1,8 @@
 """`soft-moe-vmoe`: the layer of google-research/vmoe, from a flat dict of JAX arrays.
 
-Its mark is `Router.mu` [d, n, p] with `Mlp.Dense_0.kernel` [n, d, h]. x is normalised only inside
-the router: the slots average the raw x. The published module divides all tokens into groups of
-`group_size`, which are routed separately; each row of the exported layer's input is one group.
+It is recognised by `Router.mu` [d, n, p] and `Mlp.Dense_0.kernel` [n, d, h]. x is normalised only
+inside the router: the slots average the raw x. The published module divides all tokens into groups
+of `group_size`, which are routed separately; each row of the exported layer's input is one group.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _shapes(tensors: Tensors) -> dict[str, TensorShape]:
     h = kernel.shape[-1] if kernel is not None else 0
     return {
         MU: (d, n, p),
-        # A scalar parameter; some converters add an axis.
+        # The parameter is a scalar; some converters add an axis.
         SCALE: (1,) if scale is not None and scale.ndim else (),
         f"{FIRST}.kernel": (n, d, h),
         f"{FIRST}.bias": (n, h),
@@ -84,8 +84,8 @@ def _check(_: SoftMoE, config: Config) -> tuple[str, ...]:
     if config["group_size"] is not None:
         whole_number(NAME, "group_size", config["group_size"])
     return (
-        "tokens are routed within a row of the input: if group_size was not the tokens of one "
-        "image, give (groups, group_size, dim)",
+        "tokens are routed within each row of the input: if group_size was not the number of "
+        "tokens in an image, the input is (groups, group_size, dim)",
         "experts use the tanh form of GELU, as jax.nn.gelu does by default; dispatch and combine "
         "stay in float32, while the published code rounds them to bfloat16",
     )

@@ -1,9 +1,9 @@
 """The Vision Transformer of google-research/vmoe, and `soft-moe-vmoe-vit`, the one with Soft MoE.
 
-The family with token-routed experts is a plugin's. The parameters are those of Flax: kernels are
+The family with token-routed experts is in a plugin. The parameters are those of Flax: kernels are
 [in, out], and those of attention have an axis for the heads. Settings that shapes do not determine
-come from the user or from the run's own configuration (`--config`); the options have its names.
-Images are (b, H, W, c) from -1 to 1, as the authors feed them.
+come from the user or from the configuration of the training run (`--config`), whose names the
+options have. Images are (b, H, W, c) from -1 to 1, as in the published code.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EPS = 1e-6
 POSITIONS = "Encoder.posembed_input.pos_embedding"
 PROBE = "MapHead.probe"
 POOLS = {"token": "token", "gap": "avg", "map": "map", "0": "token"}
-"""The values of `classifier`, with their names in `ViT.global_pool`: the class token, the mean,
+"""The values of `classifier` and their names in `ViT.global_pool`: the class token, the mean,
 attention and, without a class token, the first token."""
 
 
@@ -60,7 +60,7 @@ def _block(number: int) -> str:
 TRAINING_ONLY = re.compile(
     r".*(dropout|noise|loss|init|rngs|metrics|axis|partition|deterministic|dtype|precision).*"
 )
-"""Settings of a run that change nothing at inference."""
+"""Settings that change nothing at inference."""
 
 NAMES = {
     "num_classes": "num_classes",
@@ -91,7 +91,7 @@ NAMES = {
         )
     },
 }
-"""Options, by the paths of their settings in a run's configuration of its model."""
+"""Options, by the paths of these settings in the configuration of a run's model."""
 
 MODELS = ("VisionTransformerMoe", "VisionTransformerMoeEnsemble")
 DEFAULTS = {
@@ -102,20 +102,20 @@ DEFAULTS = {
     "router": "NoisyTopExpertsPerItemRouter",
     "capacity_multiple_of": 4,
 }
-"""Defaults of the code for missing settings."""
+"""The published code's defaults for missing settings."""
 
 SKIPPED = (
     *("name", "encoder.moe.router.capacity_factor", "encoder.moe.router.dispatcher.name"),
     *("encoder.moe.router.dispatcher.bfloat16", "encoder.position_emb.h", "encoder.position_emb.w"),
 )
-"""Skipped settings: shapes determine them, they have another name, or they change no result."""
+"""Settings to skip: shapes or other settings determine them, or they change no result."""
 
 
 def published(family: str, known: Collection[str], config: Config) -> dict[str, Any]:
     """Returns the options for a run's configuration: the complete one, or only its `model`.
 
-    `known` are the options of the family. Those that are not part of a configuration pass through.
-    Raises FamilyError for an unknown setting, which may change the computation.
+    `known` has the options of the family. Settings in another form are returned unchanged. Raises
+    FamilyError for an unknown setting, which may change the computation.
     """
     complete = isinstance(config.get("model"), Mapping)
     model = config["model"] if complete else config
@@ -137,7 +137,7 @@ def published(family: str, known: Collection[str], config: Config) -> dict[str, 
             raise FamilyError(f"{family}: {path}=False adds noise to the router at inference")
         elif path not in SKIPPED and not TRAINING_ONLY.fullmatch(last):
             raise FamilyError(
-                f"{family}: the configuration's {path}={str(value)[:60]} is not known",
+                f"{family}: the configuration's {path}={str(value)[:60]} is unknown",
                 hint="leave it out if it changes nothing at inference",
             )
     options |= {key: options.get(key) or 0 for key in ("num_classes", "representation_size")}
@@ -145,7 +145,7 @@ def published(family: str, known: Collection[str], config: Config) -> dict[str, 
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Settings by their paths: `encoder.moe.num_experts`."""
+    """Returns nested settings by their paths: `encoder.moe.num_experts`."""
     flat: list[tuple[str, Any]] = []
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -159,9 +159,9 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def read_sizes(family: str, tensors: Tensors, layers: Mapping[int, MoELayer]) -> dict[str, Any]:
-    """The settings that keys and shapes determine, by their names in a configuration."""
+    """Returns the settings that keys and shapes determine, by their names in a configuration."""
     if not layers:
-        raise CheckpointError(f"not the weights of a {family} model: no {family} layer in a block")
+        raise CheckpointError(f"not the weights of a {family} model: no block has a {family} layer")
     patch_h, patch_w, _, dim = shape_of(family, tensors, "embedding.kernel", "h, w, c, d")
     blocks = block_numbers(family, tensors, "Encoder.encoderblock_")
     _, heads, _ = shape_of(family, tensors, f"{_block(0)}SelfAttention.query.kernel", "d, heads, k")
@@ -219,14 +219,14 @@ def as_read(settings: Config, read: Config) -> Config:
 
 
 CLASSIFIER = Question(
-    "gap", "gap is the mean of all tokens, 0 the first of them: the keys are the same"
+    "gap", "gap is the mean of all tokens, 0 the first one: the keys are the same for both"
 )
 POSITION_EMB = Question("sincos2d", "sincos2d or none: neither has parameters")
-IMAGE_SIZE = Question(224, "height and width: no parameter contains them")
+IMAGE_SIZE = Question(224, "height and width: no parameter depends on them")
 
 
 def tokens_of_image(tensors: Tensors, read: Config, settings: Config) -> int | None:
-    """Returns the number of tokens of an image; None if nothing determines it."""
+    """Returns the number of tokens per image; None if nothing determines it."""
     if POSITIONS in tensors:
         return shape_of(SOFT, tensors, POSITIONS, "1, m, d")[1]
     size = settings.get("group_size")
@@ -234,7 +234,7 @@ def tokens_of_image(tensors: Tensors, read: Config, settings: Config) -> int | N
 
 
 def _square_side(tensors: Tensors, read: Config, settings: Config) -> int | None:
-    """The patches on each side of a square image; None if it need not be square."""
+    """Returns the number of patches per side of a square image; None if it may not be square."""
     tokens = tokens_of_image(tensors, read, settings)
     patches = 0 if tokens is None else tokens - int("cls" in tensors)
     return math.isqrt(patches) if patches > 0 and math.isqrt(patches) ** 2 == patches else None
@@ -272,13 +272,13 @@ MODULE_NAMES = {
     "pre_logits": ("pre_logits",),
     "head": ("head",),
 }
-"""The checkpoint's names of the network's modules; weights of several names are concatenated."""
+"""The checkpoint's names for the network's modules; weights with several names are joined."""
 
 TENSOR_NAMES = {"cls_token": "cls", "pos_embed": POSITIONS, "map_head.probe": PROBE}
 
 
 def _stored_parts(key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The checkpoint's keys for a tensor of the network, each with its part of the tensor."""
+    """Yields the checkpoint's keys for a tensor of the network, each with a part of the tensor."""
     if key in TENSOR_NAMES:
         yield TENSOR_NAMES[key], tensor
         return
@@ -304,7 +304,7 @@ def _stored_shape(key: str, part: Tensor, heads: int) -> TensorShape:
 
 
 def _converted(stored: Tensor, part: Tensor) -> Tensor:
-    """A tensor of the checkpoint in the shape of `part`; a view, if possible."""
+    """Returns a tensor of the checkpoint in the shape of `part`; a view if possible."""
     if part.ndim == 4:
         return stored.permute(3, 2, 0, 1)
     return stored.reshape(part.shape[::-1]).T if part.ndim == 2 else stored.reshape(part.shape)
@@ -314,7 +314,7 @@ def _converted(stored: Tensor, part: Tensor) -> Tensor:
 
 
 class MapHead(nn.Module):
-    """Attention of one learned probe to all tokens, and an MLP: (b, m, d) to (b, d)."""
+    """Attends from one learned probe to all tokens, then applies an MLP: (b, m, d) to (b, d)."""
 
     def __init__(self, spec: ViT) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ class MapHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = self.q_norm(self.q(self.probe).reshape(1, 1, self.heads, -1).transpose(1, 2))
         k, v = (part.reshape(self.split).transpose(1, 2) for part in self.kv(x).chunk(2, dim=-1))
-        # The same query for each input of the batch.
+        # All inputs of the batch have the same query.
         y = attend(q + torch.zeros_like(k[:, :, :1]), self.k_norm(k), v)
         pooled: Tensor = self.proj(y.transpose(1, 2).reshape(-1, 1, x.shape[-1]))
         result: Tensor = pooled + self.mlp(self.norm(pooled))
@@ -343,10 +343,10 @@ class MapHead(nn.Module):
 
 
 class VmoeTransformer(VisionTransformer):
-    """Images (b, H, W, c) to logits (b, classes).
+    """Maps images (b, H, W, c) to logits (b, classes).
 
     An ensemble of M members returns the logits of each member (b, M, classes) or, with `mean`, the
-    logarithm of the mean of their probabilities.
+    logarithm of the members' mean probabilities.
     """
 
     def __init__(
@@ -386,9 +386,9 @@ class VmoeTransformer(VisionTransformer):
 
 
 def sincos2d(height: int, width: int, dim: int, temperature: float) -> Tensor:
-    """Returns the positions [1, height·width, d] of patches: sine and cosine of x, then of y."""
+    """Returns the patches' positions [1, height·width, d]: sine and cosine of x, then of y."""
     if dim % 4 or dim < 8:
-        raise FamilyError(f"{SOFT}: position_emb=sincos2d needs a width that 4 divides, not {dim}")
+        raise FamilyError(f"{SOFT}: sincos2d needs a width that is a multiple of 4, not {dim}")
     frequencies = temperature ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4 - 1))
     y, x = torch.meshgrid(
         torch.arange(height, dtype=torch.float64),
@@ -424,7 +424,7 @@ def _spec(config: Config, image: tuple[int, int], channels: int) -> ViT:
 
 
 def moe_prefixes(tensors: Tensors, mark: str) -> dict[int, str]:
-    """The prefixes of the MoE layers by block, ascending."""
+    """Returns the prefixes of the MoE layers by block, in ascending order."""
     pattern = re.compile(rf"(Encoder\.encoderblock_(\d{{1,9}})\.Moe\.){re.escape(mark)}")
     matches = (pattern.fullmatch(key) for key in tensors)
     return dict(sorted((int(m[2]), m[1]) for m in matches if m))
@@ -438,7 +438,7 @@ def settled(
     read: Config,
     questions: Mapping[str, Question] | None = None,
 ) -> tuple[dict[str, Any], tuple[int, int]]:
-    """Returns the configuration and the grid of patches; FamilyError if settings are missing."""
+    """Returns the configuration and the grid of patches; FamilyError for missing settings."""
     questions = dict(questions or constructor.questions)
     side = _square_side(tensors, read, settings)
     if side is not None:
@@ -448,7 +448,7 @@ def settled(
         raise FamilyError(
             f"{family}: classifier={config['classifier']} does not fit the checkpoint, which has "
             f"{'a' if 'cls' in tensors else 'no'} class token",
-            hint="with a class token (cls) it is token, otherwise gap, map (MapHead) or 0",
+            hint="give token with a class token (cls); otherwise gap, map (MapHead) or 0",
         )
     if config["position_emb"] not in ("learned", "sincos2d", "none"):
         raise FamilyError(
@@ -469,21 +469,21 @@ def settled(
     expected = tokens_of_image(tensors, read, settings)
     if expected is not None and tokens != expected:
         raise FamilyError(
-            f"{family}: image_size={image[0]},{image[1]} makes {tokens} tokens, but "
-            f"{POSITIONS if POSITIONS in tensors else 'group_size'} is {expected}",
+            f"{family}: image_size={image[0]},{image[1]} gives {tokens} tokens, but "
+            f"{POSITIONS + ' has' if POSITIONS in tensors else 'group_size is'} {expected}",
             hint="give the size that the model was trained for: --set image_size=224 or 224,192",
         )
     return config, grid
 
 
 DISPATCHES = ("float32", "bfloat16")
-"""The values of `dispatch`: whether tokens and the experts' outputs are rounded."""
+"""The values of `dispatch`, which decides whether tokens and experts' outputs are rounded."""
 
 TEMPERATURE = 10_000.0
-"""The temperature of sincos2d."""
+"""The default temperature of sincos2d."""
 
 IMAGES = (
-    "images are float32 (batch, height, width, channels) from -1 to 1, as the authors feed them"
+    "images are float32 (batch, height, width, channels) from -1 to 1, as in the published code"
 )
 
 
@@ -500,12 +500,12 @@ def rounding_note(*, rounded: bool) -> str:
     if rounded:
         return (
             "tokens and the experts' outputs are rounded to bfloat16, as in the published code: "
-            "values on the boundary of a rounding move an output by up to 1e-3 of the largest, and "
-            "may change a choice of experts"
+            "values on a rounding boundary may move an output by up to 1e-3 of the largest, and "
+            "may change the choice of experts"
         )
     return (
-        "the experts get float32, while the published code may round their tokens and "
-        "outputs to bfloat16 (as dispatch=bfloat16 does)"
+        "the experts' tokens and outputs are float32; the published code may round them to "
+        "bfloat16 (as dispatch=bfloat16 does)"
     )
 
 
@@ -541,13 +541,13 @@ def _build_soft(tensors: Tensors, settings: Config) -> FamilyModel:
     router = str(config.pop("router") or "SoftRouter")
     if not router.endswith("SoftRouter"):
         raise FamilyError(
-            f"{SOFT}: router={router} was given, but the checkpoint has SoftRouter's mu"
+            f"{SOFT}: router={router} was given, but the checkpoint has the mu of a SoftRouter"
         )
     tokens = math.prod(grid) + int("cls" in tensors)
     if config["group_size"] not in (None, tokens):
         raise FamilyError(
-            f"{SOFT}: group_size={config['group_size']} is not the tokens of one image, {tokens}: "
-            "slots would average several images",
+            f"{SOFT}: group_size={config['group_size']} is not the number of tokens in an image, "
+            f"{tokens}: slots would average several images",
             hint="only models whose groups are single images can be exported",
         )
     rounded = rounds(SOFT, config)
@@ -575,7 +575,7 @@ def network_of(
     channels = shape_of(family, tensors, "embedding.kernel", "h, w, c, d")[2]
     image = height_width(family, "image_size", config["image_size"])
     members = config.get("ensemble_size", 1)
-    moe = {
+    moe_shapes = {
         key: tuple(tensor.shape)
         for key, tensor in tensors.items()
         if re.match(r"Encoder\.encoderblock_\d+\.Moe\.", key)
@@ -585,7 +585,7 @@ def network_of(
         backbone = VmoeTransformer(
             spec, config["representation_size"], members, mean=config.get("ensemble") == "mean"
         )
-    # The norms of queries and keys have no bias in the code; unlearned positions are computed.
+    # In the published code the norms of queries and keys have no bias; positions may be computed.
     computed = {
         key: torch.zeros(tensor.shape)
         for key, tensor in backbone.state_dict().items()
@@ -605,13 +605,13 @@ def network_of(
         for parts in stored.values()
         for name, part in parts
     }
-    check_tensors(family, tensors, expected | moe)
+    check_tensors(family, tensors, expected | moe_shapes)
     weights = computed
     for key, parts in stored.items():
         converted = [_converted(tensors[name], part) for name, part in parts]
         weights[key] = torch.cat(converted) if len(converted) > 1 else converted[0]
     backbone = filled(backbone, weights, {f"blocks.{n}.mlp": layer for n, layer in layers.items()})
-    backbone.place()
+    backbone.set_embedding()
     width = config["num_classes"] or config["representation_size"] or config["hidden_size"]
     scores = (width,) if members == 1 or config["ensemble"] == "mean" else (members, width)
     return backbone, (

@@ -1,6 +1,6 @@
 """The two TensorRTs: for servers and Jetson (`tensorrt`), and for RTX cards (`tensorrt-rtx`).
 
-Both have the same interface. Their differences are data here: no other code tells them apart.
+Both have the same interface. Their differences are data here; no other code distinguishes them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from . import cuda
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Name, compute capability (`8.9`) and driver of one GPU.
+    """The name, compute capability (`8.9`) and driver of a GPU.
 
-    The driver is the version that nvidia-smi reports, or the newest CUDA that it supports.
+    `driver` is the version that nvidia-smi reports, or the newest CUDA that the driver supports.
     """
 
     name: str
@@ -44,7 +44,7 @@ def first_gpu() -> Gpu | None:
     """Returns the NVIDIA GPU on which engines are built and run, or None.
 
     CUDA selects it (by `CUDA_VISIBLE_DEVICES` and its own order), also on a Jetson. Without CUDA's
-    Python binding it is the first in nvidia-smi.
+    Python binding, it is the first GPU in nvidia-smi.
     """
     if gpu := _by_cuda():
         return gpu
@@ -56,11 +56,11 @@ def _by_cuda() -> Gpu | None:
     try:
         cuda.check_device()
         properties = cuda.call("cudaGetDeviceProperties", 0)
-        served = int(cuda.call("cudaDriverGetVersion"))
+        supported = int(cuda.call("cudaDriverGetVersion"))
     except (EngineError, MissingExtraError):
         return None
     name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
-    driver = f"CUDA {served // 1000}.{served % 1000 // 10}"
+    driver = f"CUDA {supported // 1000}.{supported % 1000 // 10}"
     return Gpu(
         name=name, compute_capability=f"{properties.major}.{properties.minor}", driver=driver
     )
@@ -86,8 +86,8 @@ RTX_CARDS: Mapping[str, str] = MappingProxyType(
 )
 """The compute capabilities that TensorRT-RTX supports, each with an example.
 
-They are those of `ComputeCapability` in 1.7.1, as a test checks. Its runtime lists them when it
-refuses another one, as on an H100: "Supported compute capabilities: 8.0 8.6 8.9 12.0 12.1 >12.0".
+They are those of `ComputeCapability` in 1.7.1, as a test checks. The runtime lists them when it
+refuses any other, as on an H100: "Supported compute capabilities: 8.0 8.6 8.9 12.0 12.1 >12.0".
 NVIDIA's support matrix (deeplearning/tensorrt-rtx/latest/getting-started/support-matrix.html on
 docs.nvidia.com, read for 1.0 to 1.6) has no 8.0. No other data-centre card (9.0, 10.0, 10.3) and no
 Jetson (8.7, 11.0) is supported.
@@ -98,13 +98,13 @@ Jetson (8.7, 11.0) is supported.
 class Backend:
     """One TensorRT, as data.
 
-    `index` is the package index, if not the default one; `versions` are the first supported version
-    and the first unsupported one. `options` names the build options that it honours; others are
-    refused rather than silently dropped. `max_level` is its highest optimisation level (it silently
-    lowers a higher one). `cards` are the compute capabilities that it can build for by name, each
-    with an example; it supports no others. They are empty if an engine is for the GPU that it is
-    built on, whose compute capability is at least `oldest`. `refused` has the reasons for options
-    that it does not honour. `records_itself`: its runtime records CUDA graphs itself.
+    `index` is the package index, if it is not the default one. `versions` has the first supported
+    version and the first one that is too new. `options` names the build options that it honours;
+    others are refused rather than silently dropped, and `refused` has the reasons. `max_level` is
+    its highest optimisation level (it silently lowers a higher one). `cards` has the only compute
+    capabilities that it supports, each with an example; an engine can be built for any of them. It
+    is empty if an engine is for the GPU on which it is built, whose compute capability is at least
+    `oldest`. With `records_itself`, the runtime records CUDA graphs itself.
     """
 
     name: str
@@ -126,7 +126,7 @@ class Backend:
         return install(self.extra, index=self.index)
 
     def install_version(self, versions: str) -> str:
-        """The command that installs these `versions`, such as `==10.16.1`."""
+        """Returns the command that installs these `versions`, such as `==10.16.1`."""
         index = f"--extra-index-url {self.index} " if self.index else ""
         return f"pip install {index}'{self.distributions[0]}{versions}'"
 
@@ -182,7 +182,7 @@ class Backend:
     def serves(self, compute_capability: str) -> bool:
         if self.cards:
             return compute_capability in self.cards
-        return _number(compute_capability) >= _number(self.oldest)
+        return _sort_key(compute_capability) >= _sort_key(self.oldest)
 
     @property
     def served(self) -> str:
@@ -197,7 +197,7 @@ class Backend:
             raise error(
                 f"{self.title} does not support {gpu.name} (compute capability "
                 f"{gpu.compute_capability}); it supports {self.served}",
-                hint=instead(gpu.compute_capability),
+                hint=alternative(gpu.compute_capability),
             )
 
     def missing(self, what: str) -> MissingExtraError:
@@ -231,8 +231,8 @@ TENSORRT = Backend(
     oldest="7.5",
     refused=MappingProxyType(
         {
-            "compute_capabilities": "its engines are for the GPU that they are built on "
-            "(--hardware-compatible widens that)"
+            "compute_capabilities": "an engine is for the GPU on which it is built "
+            "(--hardware-compatible supports others)"
         }
     ),
     index="https://pypi.nvidia.com",
@@ -254,8 +254,8 @@ TENSORRT_RTX = Backend(
         {
             "timing_cache": "it times no kernels in a build; its runtime keeps a cache of "
             "compiled kernels instead",
-            "version_compatible": "its engines run in the version that built them",
-            "hardware_compatible": "--compute-capability names the GPUs of its engines",
+            "version_compatible": "its engines run only in the version that built them",
+            "hardware_compatible": "--compute-capability selects the GPUs that its engines support",
         }
     ),
     records_itself=True,
@@ -271,12 +271,12 @@ def backend_named(name: str) -> Backend:
     if name not in BACKENDS:
         raise UsageError(
             f"--target {name}: engines are built for {' and '.join(BACKENDS)}",
-            hint="ONNX Runtime runs the graph itself",
+            hint="ONNX Runtime runs the graph without an engine",
         )
     return BACKENDS[name]
 
 
-def instead(compute_capability: str) -> str:
+def alternative(compute_capability: str) -> str:
     """Returns an alternative for GPUs of a compute capability that a backend does not support."""
     others = [backend for backend in BACKENDS.values() if backend.serves(compute_capability)]
     if others:
@@ -288,6 +288,6 @@ def instead(compute_capability: str) -> str:
     return "run the graph in ONNX Runtime there: --provider cuda if its CUDA supports it, or cpu"
 
 
-def _number(compute_capability: str) -> tuple[int, ...]:
-    """A compute capability as a sort key: 12.0 is after 8.9."""
+def _sort_key(compute_capability: str) -> tuple[int, ...]:
+    """Returns a compute capability as a sort key: 12.0 follows 8.9."""
     return tuple(int(part) for part in compute_capability.split("."))

@@ -1,9 +1,9 @@
-"""Experts' weights as inputs of an engine, and its layers' choices as outputs.
+"""Makes experts' weights inputs of an engine, and its layers' choices outputs.
 
 A gathered weight (`gather`, `block-grouped`) need not be part of the plan: as an input of the
-engine it is bound from the bundle's weights file, once for all engines of the bundle. In INT8,
-only gathered experts are then dequantised: a constant may only feed DequantizeLinear (TensorRT-RTX
-1.7.1 refuses to gather it), while an input may be gathered first.
+engine, it is bound from the bundle's weights file, once for all engines of the bundle. In INT8,
+then only the gathered experts are dequantised: a constant may only feed DequantizeLinear
+(TensorRT-RTX 1.7.1 refuses to gather it), but an input may be gathered first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BEFORE_GATHER = ("DequantizeLinear", "Unsqueeze", "Mul")
 
 @dataclass(frozen=True, slots=True)
 class BoundWeight:
-    """A weight that is an input of an engine: its name, and its place in a file."""
+    """A weight that is an input of an engine: its name, and its position in a file."""
 
     name: str
     file: str
@@ -41,10 +41,10 @@ class BoundWeight:
     shape: list[int]
 
 
-def rewritten(
+def rewrite_graph(
     path: Path, layers: Sequence[str], *, bind: bool, outputs: Sequence[str] = ()
 ) -> tuple[onnx.ModelProto, list[BoundWeight]]:
-    """Returns the graph with experts' weights as inputs and `outputs` added, and those weights.
+    """Returns the graph with experts' weights as inputs and with `outputs`, and these weights.
 
     The weights file is not read. Raises `EngineError` for weights that cannot be gathered.
     """
@@ -58,7 +58,7 @@ def rewritten(
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
     if not bind:
         return model, []
-    weights = list(_gathered(model.graph, layers))
+    weights = list(_gathered_weights(model.graph, layers))
     if not weights:
         raise EngineError(
             f"{path.name}: no expert's weights are gathered, so none can be bound",
@@ -81,11 +81,11 @@ def rewritten(
         model.graph.input.append(
             onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
         )
-    return model, [_bound(tensor) for tensor in weights]
+    return model, [_bound_weight(tensor) for tensor in weights]
 
 
-def _gathered(graph: onnx.GraphProto, layers: Sequence[str]) -> Iterator[onnx.TensorProto]:
-    """The experts' weights in the weights file that are used only through a Gather."""
+def _gathered_weights(graph: onnx.GraphProto, layers: Sequence[str]) -> Iterator[onnx.TensorProto]:
+    """Yields the experts' weights in the weights file that are used only through a Gather."""
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
         for name in node.input:
@@ -102,7 +102,7 @@ def _gathered(graph: onnx.GraphProto, layers: Sequence[str]) -> Iterator[onnx.Te
 
 
 def _dequantize_last(graph: onnx.GraphProto, names: set[str]) -> None:
-    """Swaps DequantizeLinear, which has one scale for all experts, and the Gather after it.
+    """Swaps DequantizeLinear (with one scale for all experts) and the Gather that follows it.
 
     The results are the same, but only gathered numbers are converted to floats.
     """
@@ -119,7 +119,7 @@ def _dequantize_last(graph: onnx.GraphProto, names: set[str]) -> None:
         graph.node.insert(list(graph.node).index(gather) + 1, node)
 
 
-def _bound(tensor: onnx.TensorProto) -> BoundWeight:
+def _bound_weight(tensor: onnx.TensorProto) -> BoundWeight:
     location = {entry.key: entry.value for entry in tensor.external_data}
     return BoundWeight(
         name=tensor.name,
@@ -133,7 +133,7 @@ def _bound(tensor: onnx.TensorProto) -> BoundWeight:
 class PlacedWeight:
     """A weight in the memory from which an engine reads it; freed with the last reference.
 
-    This is the GPU's memory or, with `host`, pinned memory that the GPU reads through its bus, for
+    It is in the GPU's memory or, with `host`, in pinned memory that the GPU reads via its bus, for
     models larger than the GPU's memory.
     """
 
@@ -152,10 +152,10 @@ class PlacedWeight:
 
 
 _PLACED: weakref.WeakValueDictionary[Any, PlacedWeight] = weakref.WeakValueDictionary()
-"""Placed weights, which all engines of a bundle in one process share."""
+"""The placed weights, which all engines of a bundle in this process share."""
 
 
-def placed(folder: Path, bound: BoundWeight, *, host: bool) -> PlacedWeight:
+def place_weight(folder: Path, bound: BoundWeight, *, host: bool) -> PlacedWeight:
     """Returns a weight in memory, reading the bundle's file unless another engine has placed it."""
     status = (folder / bound.file).stat()
     device = int(cuda.call("cudaGetDevice"))
@@ -163,40 +163,40 @@ def placed(folder: Path, bound: BoundWeight, *, host: bool) -> PlacedWeight:
     key = (identity, bound.offset, bound.nbytes, host, device)
     weight = _PLACED.get(key)
     if weight is None:
-        weight = _PLACED[key] = PlacedWeight(mapped(folder, bound), host=host)
+        weight = _PLACED[key] = PlacedWeight(map_weight(folder, bound), host=host)
     return weight
 
 
-def mapped(folder: Path, bound: BoundWeight) -> np.ndarray:
+def map_weight(folder: Path, bound: BoundWeight) -> np.ndarray:
     return np.memmap(folder / bound.file, np.uint8, "r", bound.offset, (bound.nbytes,))
 
 
-def checked(folder: Path, bound: Sequence[BoundWeight]) -> None:
+def check_weights(folder: Path, bound: Sequence[BoundWeight]) -> None:
     """Raises `EngineError` for a weights file that differs from the bundle's manifest."""
     files = Manifest.read(folder).files
     for name in {weight.file for weight in bound}:
-        path, known = folder / name, files.get(name)
-        if not path.is_file() or known is None or known_sha256(path) != known.sha256:
+        path, record = folder / name, files.get(name)
+        if not path.is_file() or record is None or known_sha256(path) != record.sha256:
             raise EngineError(
-                f"{path}: the engine's experts are in this file, but it is missing or has changed",
+                f"{path}: the engine's experts are in this file, which is missing or has changed",
                 hint="keep the bundle together; export it again if the file is damaged",
             )
 
 
 def experts_of(folder: Path, graph: str, wanted: Sequence[BoundWeight]) -> list[BoundWeight]:
-    """Returns the same weights of another bundle, to replace the engine's own.
+    """Returns the weights of another bundle that replace the engine's own.
 
     Raises `EngineError` if that bundle has no such graph, or experts of other sizes or types.
     """
     if not (folder / graph).is_file():
         raise EngineError(f"{folder} has no {graph}", hint="export it like the engine's bundle")
     layers = [layer.name for layer in Manifest.read(folder).layers]
-    weights = {weight.name: weight for weight in rewritten(folder / graph, layers, bind=True)[1]}
+    weights = {w.name: w for w in rewrite_graph(folder / graph, layers, bind=True)[1]}
     for weight in wanted:
         other = weights.get(weight.name)
         if other is None or (other.shape, other.nbytes) != (weight.shape, weight.nbytes):
             raise EngineError(
                 f"{folder}: the size or type of {weight.name} differs from the engine's",
-                hint="export it with the same options, from a checkpoint of the same shapes",
+                hint="export it with the same options, from a checkpoint with the same shapes",
             )
     return [weights[weight.name] for weight in wanted]

@@ -1,9 +1,9 @@
 """Compiles a graph to an engine in a separate process, and explains failures.
 
-Two kinds of memory can run out, with different remedies. The machine's memory contains several
-copies of the weights and little else: no build option changes that (`docs/engines.md`). The GPU's
-memory is used by the kernels that TensorRT tries, for the largest sizes of the profiles, with as
-much scratch memory as the workspace allows.
+Two kinds of memory can run out, with different remedies. The machine's memory holds several copies
+of the weights and little else, which no build option changes (`docs/engines.md`). The GPU's memory
+is used by the kernels that TensorRT tries for the largest sizes of the profiles, with as much
+scratch memory as the workspace allows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from ...common.console import Progress
 from ...common.documents import from_data
-from ...common.environment import memory_bytes, of_python
+from ...common.environment import memory_bytes, python_environment
 from ...common.text import size
 from ...errors import EngineError
 from . import cuda
@@ -46,8 +46,8 @@ def build_engine(
     """Compiles a graph of a bundle to the file `output`; returns the facts of the build.
 
     `model` is a rewritten graph to compile instead, with the same weights file. Raises
-    `EngineError` if the graph cannot be compiled. Neither that nor an interrupt, which cancels the
-    build, leaves a file behind.
+    `EngineError` if the graph cannot be compiled. An interrupt cancels the build. Neither failure
+    leaves a file behind.
     """
     options = {name: getattr(plan.options, name) for name in plan.options.changed()}
     for name in ("profiles", "compute_capabilities"):
@@ -73,15 +73,15 @@ def build_engine(
             unfinished.pop_all()
             return compiled
     if event.get("event") == "failed":
-        raise explained(event["lines"], plan)
+        raise build_failed(event["lines"], plan)
     if sys.platform != "win32" and status == -signal.SIGKILL:
-        raise killed(plan)
-    raise ended(status, printed.splitlines(), plan)
+        raise build_killed(plan)
+    raise build_ended(status, printed.splitlines(), plan)
 
 
 def _run(request: Mapping[str, Any], progress: Progress) -> tuple[dict[str, Any], int, str]:
     """Runs the worker; returns its last event, its exit status and its output."""
-    last: dict[str, Any] = {}
+    event: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
         process = subprocess.Popen(
             [sys.executable, "-m", WORKER],
@@ -89,8 +89,8 @@ def _run(request: Mapping[str, Any], progress: Progress) -> tuple[dict[str, Any]
             stdout=subprocess.PIPE,
             stderr=printed,
             text=True,
-            env=of_python(),
-            start_new_session=True,  # Ctrl-C reaches this process only, which stops the worker
+            env=python_environment(),
+            start_new_session=True,  # Ctrl-C reaches only this process, which stops the worker
         )
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -98,21 +98,21 @@ def _run(request: Mapping[str, Any], progress: Progress) -> tuple[dict[str, Any]
                 stdin.write(json.dumps(request) + "\n")
             reported = 0
             for line in process.stdout:
-                last = json.loads(line)
-                if last["event"] == "step":
-                    progress.advance(last["done"] - reported)
-                    reported = last["done"]
+                event = json.loads(line)
+                if event["event"] == "step":
+                    progress.advance(event["done"] - reported)
+                    reported = event["done"]
             status = process.wait()
         except BrokenPipeError:  # the worker ended before it read the request; see its status
             status = process.wait()
         finally:
             _stop(process)
         printed.seek(0)
-        return last, status, printed.read()
+        return event, status, printed.read()
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """Ends a running worker: by a signal first, so that the builder can cancel cleanly."""
+    """Ends a running worker, first with a signal that lets the builder cancel cleanly."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -128,21 +128,21 @@ DEFAULT_LEVEL = 3
 """TensorRT's default optimisation level (`IBuilderConfig.builder_optimization_level`)."""
 
 
-def explained(lines: Sequence[str], plan: EnginePlan) -> EngineError:
-    """Returns the error for a failed build, from the messages of TensorRT and Polygraphy."""
+def build_failed(lines: Sequence[str], plan: EnginePlan) -> EngineError:
+    """Returns the error for a failed build from the messages of TensorRT and Polygraphy."""
     title = plan.backend.title
     reported = [line for line in lines if "Invalid Engine. Please ensure" not in line] or list(
         lines
     )
-    known = explanation(reported, plan)
-    if known is not None:
-        line, entry = known
+    found = explanation(reported, plan)
+    if found is not None:
+        line, entry = found
         hint = entry.hint if isinstance(entry.hint, str) else entry.hint(plan)
         return EngineError(f"{title}: {entry.meaning}: {_short(line)}", hint=hint)
     first = _short(reported[0]) if reported else "no reason was given"
     return EngineError(
         f"{title} cannot compile the graph: {first}",
-        hint="another --lowering may compile; --verbose shows all messages",
+        hint="try another --lowering; --verbose shows all messages",
     )
 
 
@@ -156,10 +156,10 @@ def explanation(lines: Sequence[str], plan: EnginePlan) -> tuple[str, Explanatio
     return None
 
 
-def ended(status: int, printed: Sequence[str], plan: EnginePlan) -> EngineError:
+def build_ended(status: int, printed: Sequence[str], plan: EnginePlan) -> EngineError:
     reported = [line.strip() for line in printed if line.strip()]
     if explanation(reported, plan) is not None:
-        return explained(reported, plan)
+        return build_failed(reported, plan)
     return EngineError(
         f"{plan.backend.title}: the build ended with status {status}"
         + (f": {_short(reported[-1])}" if reported else ""),
@@ -167,10 +167,10 @@ def ended(status: int, printed: Sequence[str], plan: EnginePlan) -> EngineError:
     )
 
 
-def killed(plan: EnginePlan) -> EngineError:
-    """Returns the error for a build that the system killed, as Linux does when memory runs out."""
+def build_killed(plan: EnginePlan) -> EngineError:
+    """Returns the error for a build that the system killed, usually for lack of memory."""
     return EngineError(
-        f"{plan.backend.title}: the build was killed, as the system does when memory runs out "
+        f"{plan.backend.title}: the system killed the build, as it does when memory runs out "
         f"(this machine has {size(memory_bytes())})",
         hint=less_host_memory(plan),
     )
@@ -185,12 +185,12 @@ def less_host_memory(plan: EnginePlan) -> str:
     return (
         f"a build needs {several} times the weights ({size(plan.weights_bytes)}) and 0.3 GB: "
         f"export with --precision fp16, which halves them; {elsewhere}; --workspace and the "
-        "profile change little"
+        "profile make little difference"
     )
 
 
 def less_gpu_memory(plan: EnginePlan) -> str:
-    """Returns advice for a build that needs less GPU memory, with the current values."""
+    """Returns advice for a build with less GPU memory, including the current settings."""
     workspace = plan.options.workspace
     level = plan.options.optimization_level
     largest = "; ".join("×".join(map(str, profile.max)) for profile in plan.profiles)
@@ -198,7 +198,7 @@ def less_gpu_memory(plan: EnginePlan) -> str:
         f"lower --workspace ({'all of the GPU' if workspace is None else size(workspace)}), the "
         f"profile's MAX ({largest or 'as exported'}) or --optimization-level "
         f"({DEFAULT_LEVEL if level is None else level}); export with --lowering conditional, which "
-        "copies no weights, or --precision fp16; free memory of other programs (nvidia-smi)"
+        "copies no weights, or --precision fp16; close other programs that use the GPU (nvidia-smi)"
     )
 
 
@@ -217,7 +217,7 @@ def _short(line: str) -> str:
 class Explanation:
     """A pattern of failure messages, with their meaning and a remedy.
 
-    `on_gpu` restricts it to builds with a GPU (True) or without one (False).
+    `on_gpu` restricts the pattern to builds with a GPU (True) or without one (False).
     """
 
     words: str
@@ -226,36 +226,36 @@ class Explanation:
     on_gpu: bool | None = None
 
 
-NO_ROOM = r"[Oo]ut ?[Oo]f ?[Mm]emory"
+OUT_OF_MEMORY = r"[Oo]ut ?[Oo]f ?[Mm]emory"
 
 
 EXPLANATIONS = (
-    # Our own messages come first: TensorRT has often reported something else before them.
+    # Our own messages come first: TensorRT has often reported another error before.
     Explanation(
         r"DishonouredError: timing_cache",
         "the timing cache cannot be used, and was left unchanged",
-        "name another file with --timing-cache, which a build creates, or remove this one",
+        "name a new file with --timing-cache, which the build will create, or remove this one",
     ),
     Explanation(
         r"DishonouredError",
-        "it did not apply an option",
-        "leave that option out",
+        "an option was not applied",
+        "leave this option out",
     ),
     Explanation(
         r"bad_alloc|MemoryError|Cannot allocate memory|LLVM ERROR: out of memory",
         "the machine's memory ran out",
         less_host_memory,
     ),
-    Explanation(NO_ROOM, "the machine's memory ran out", less_host_memory, on_gpu=False),
+    Explanation(OUT_OF_MEMORY, "the machine's memory ran out", less_host_memory, on_gpu=False),
     Explanation(
         r"Resource temporarily unavailable",
         "a thread could not be started: memory ran out, or the number of processes is limited",
         less_host_memory,
     ),
     # TensorRT skips kernels that need too much memory, and fails if none is left. Its last message
-    # then concerns the workspace, which is the whole GPU if it has no limit.
+    # is then about the workspace, which is the whole GPU if it has no limit.
     Explanation(
-        NO_ROOM + r"|cudaErrorMemory|GPU memory|[Ii]nsufficient (device |GPU )?memory",
+        OUT_OF_MEMORY + r"|cudaErrorMemory|GPU memory|[Ii]nsufficient (device |GPU )?memory",
         "the GPU's memory ran out",
         less_gpu_memory,
     ),
@@ -266,19 +266,19 @@ EXPLANATIONS = (
     ),
     Explanation(
         r"No space left on device|Disk quota exceeded",
-        "there is no room for the engine on the disk",
-        "free some space where the bundle is; an engine is about as large as the weights",
+        "the disk has no space for the engine",
+        "free some space on the bundle's disk; an engine is about as large as the weights",
     ),
     Explanation(
         r"FP32 GEMM is not supported|check_turing_op_compatibility",
         "this graph does not compile for compute capability 7.5",
         "leave 7.5 out of --compute-capability: a router computes in FP32 in every precision, "
-        "but TensorRT-RTX has no such products on these cards; ONNX Runtime runs the graph there",
+        "which TensorRT-RTX does not support on these cards; ONNX Runtime runs the graph on them",
     ),
     Explanation(
         r"HW-specific datatypes",
-        "a named card does not support a type of the graph",
-        "leave that card out of --compute-capability (BF16 needs 8.0, FP8 8.9 or newer), or export "
+        "one of the cards does not support a type in the graph",
+        "leave this card out of --compute-capability (BF16 needs 8.0, FP8 8.9 or newer), or export "
         "in another --precision",
     ),
     Explanation(
@@ -295,6 +295,6 @@ EXPLANATIONS = (
     Explanation(
         r"No importer registered|UNSUPPORTED_NODE|[Cc]ould not parse ONNX|Failed to parse ONNX",
         "its ONNX importer refused the graph",
-        "export with the --target that the engine is for",
+        "export with the --target of the engine",
     ),
 )

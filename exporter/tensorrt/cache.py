@@ -2,8 +2,8 @@
 
 An engine's key is a hash of all that determines it: the graph, its weights, the options, the
 profiles, TensorRT's version, and the GPU if the engine is for that GPU only. A file with a wrong
-hash is deleted and built again. Concurrent builds share the folder: each locks the folder while it
-reads or writes an engine.
+hash is deleted and built again. Concurrent builds share the folder, and lock it while they read or
+write an engine.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ...common.writing import locked, whole_file, write_text
 from ...errors import OutputError, ResultsError
 from .worker import Compiled
 
-PLACE = "MOEXPORT_ENGINE_CACHE"
-"""The environment variable with the folder; `off` disables the cache."""
+CACHE_ENV = "MOEXPORT_ENGINE_CACHE"
+"""The environment variable that names the folder; `off` disables the cache."""
 
 MAX_BYTES = 10 << 30
 """The least recently used engines are removed when the folder exceeds this size."""
@@ -36,9 +36,9 @@ FACTS_VERSION = 2
 
 def default_cache() -> Path | None:
     """Returns the folder from the environment, or one in the user's cache folder."""
-    named = os.environ.get(PLACE)
-    if named is not None:
-        return None if named.strip().lower() in ("", "off") else Path(named)
+    value = os.environ.get(CACHE_ENV)
+    if value is not None:
+        return None if value.strip().lower() in ("", "off") else Path(value)
     folder = cache_folder()
     return None if folder is None else folder / "engines"
 
@@ -49,7 +49,7 @@ def engine_key(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def take(folder: Path, key: str, destination: Path) -> Compiled | None:
+def fetch(folder: Path, key: str, destination: Path) -> Compiled | None:
     """Copies the engine of a key to `destination` and returns the facts of its build.
 
     Returns None if there is no such engine; a damaged one is removed.
@@ -67,7 +67,7 @@ def take(folder: Path, key: str, destination: Path) -> Compiled | None:
         if not intact:
             _remove(plan, facts)
             return None
-        os.utime(plan)  # marks it as used recently
+        os.utime(plan)  # marks it as recently used
         shutil.copyfile(plan, destination)
         return compiled
 
@@ -79,7 +79,7 @@ def private_cache() -> Path | None:
 
 
 def read_kernels(name: str) -> bytes:
-    """Returns the kernels that TensorRT-RTX compiled for an engine here earlier, or nothing."""
+    """Returns the kernels that TensorRT-RTX has compiled here for an engine; empty if none."""
     folder = private_cache()
     if folder is None:
         return b""
@@ -90,23 +90,23 @@ def read_kernels(name: str) -> bytes:
         return b""
 
 
-def keep_kernels(name: str, content: bytes) -> None:
+def store_kernels(name: str, content: bytes) -> None:
     """Saves compiled kernels for the next start of the same engine."""
     folder = private_cache()
     if folder is None:
         return
-    with contextlib.suppress(OSError, OutputError):  # they will be compiled again
+    with contextlib.suppress(OSError, OutputError):  # otherwise they will be compiled again
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(folder), whole_file(folder / f"{name}.kernels") as partial:
             partial.write_bytes(content)
             _make_room(folder, new=folder / f"{name}.kernels")
 
 
-def keep(folder: Path, key: str, plan: Path, digest: str, compiled: Compiled) -> None:
+def store(folder: Path, key: str, plan: Path, digest: str, compiled: Compiled) -> None:
     """Copies an engine, whose SHA-256 is `digest`, and the facts of its build into the cache.
 
-    A folder that is not writable stays unchanged. The facts are written last: an engine without
-    them is ignored.
+    Nothing happens if the folder is not writable. The facts are written last, because an engine
+    without them is ignored.
     """
     cached, facts = _files(folder, key)
     try:
@@ -116,7 +116,7 @@ def keep(folder: Path, key: str, plan: Path, digest: str, compiled: Compiled) ->
                 shutil.copyfile(plan, partial)
             write_text(json.dumps({"sha256": digest, "built": asdict(compiled)}), facts)
             _make_room(folder, new=cached)
-    except (OSError, OutputError):  # the cache is optional: the engine itself is in place
+    except (OSError, OutputError):  # the cache is optional; the engine itself is complete
         _remove(cached, facts)
 
 
@@ -138,5 +138,5 @@ def _files(folder: Path, key: str) -> tuple[Path, Path]:
 
 def _remove(*paths: Path) -> None:
     for path in paths:
-        with contextlib.suppress(OSError):  # already removed, or not removable
+        with contextlib.suppress(OSError):  # already removed, or it cannot be removed
             path.unlink()

@@ -1,6 +1,6 @@
 """The few CUDA calls needed to run engines, with errors that users can act on.
 
-They use NVIDIA's own binding (`cuda.bindings`): no compiler and no PyTorch with CUDA is needed.
+They use NVIDIA's own binding (`cuda.bindings`), and need neither a compiler nor PyTorch with CUDA.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...common.environment import nvidia_smi
 from ...errors import EngineError, MissingExtraError
 
 DRIVERS = {13: 580, 12: 525}
-"""The oldest driver that each major version of cuda-bindings works with.
+"""The oldest driver with which each major version of cuda-bindings works.
 
 NVIDIA's pages: cuda-bindings 13, Installation ("Driver: Linux (580.65.06 or later)"); cuda.core
 0.1.0, Installation, for CUDA 12 (525.60.13). The calls below have the same names and arguments in
@@ -24,7 +24,7 @@ NVIDIA's pages: cuda-bindings 13, Installation ("Driver: Linux (580.65.06 or lat
 """
 
 NEEDED = (
-    f"CUDA 13 needs a driver of {DRIVERS[13]} or newer; with an older one, pip install "
+    f"CUDA 13 needs driver {DRIVERS[13]} or newer; with an older driver, pip install "
     "'cuda-bindings>=12,<13' and tensorrt-cu12 or tensorrt-rtx-cu12, in a separate environment"
 )
 """Which pip packages work with which NVIDIA driver."""
@@ -35,12 +35,12 @@ MISMATCH = (
     *("cudaErrorSystemDriverMismatch", "cudaErrorUnsupportedPtxVersion"),
     *("cudaErrorSystemNotReady", "cudaErrorInitializationError"),
 )
-"""Errors if the driver does not fit CUDA's libraries, or if its services have not started."""
+"""Errors if the driver does not fit CUDA's libraries, or if its services are not running."""
 NO_MEMORY = "cudaErrorMemoryAllocation"
 
 
 def runtime() -> Any:
-    """Returns CUDA's runtime in Python; `MissingExtraError` if the binding is missing."""
+    """Returns the Python binding of CUDA's runtime; `MissingExtraError` if it is missing."""
     try:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:
@@ -50,7 +50,7 @@ def runtime() -> Any:
 
 
 def bindings_for(driver: int | None) -> str:
-    """Returns the package for a driver's major version; the newest if the version is unknown."""
+    """Returns the package for a driver's major version, or the newest for an unknown version."""
     major = next((m for m, oldest in DRIVERS.items() if driver is None or driver >= oldest), 12)
     return f"cuda-bindings>={major},<{major + 1}"
 
@@ -58,9 +58,9 @@ def bindings_for(driver: int | None) -> str:
 def driver_problem() -> str | None:
     """Returns why the installed binding cannot work with this driver, with a remedy, or None.
 
-    The loaded driver library decides or, without one, the driver: NVIDIA's package
+    This depends on the loaded driver library or, without one, on the driver: NVIDIA's package
     `cuda-compat` provides the library of a newer driver (CUDA Compatibility, "Forward
-    Compatibility": data-centre GPUs, some RTX cards for servers and Jetsons).
+    Compatibility": data-centre GPUs, some RTX cards for servers, and Jetsons).
     """
     driver, installed = _driver(), int(metadata.version("cuda-bindings").partition(".")[0])
     needed, supported = DRIVERS.get(installed, 0), _supported_cuda()
@@ -69,10 +69,10 @@ def driver_problem() -> str | None:
             return None
     elif driver is None or driver >= needed:
         return None
-    number = "" if driver is None else f" {driver}"
-    supports = "" if supported is None else f", which supports CUDA {supported[0]}.{supported[1]}"
+    number = " older" if driver is None else f" {driver}"
+    supports = "" if supported is None else f" and supports CUDA {supported[0]}.{supported[1]}"
     return (
-        f"cuda-bindings {installed} needs a driver of {needed} or newer, but this one is{number}"
+        f"cuda-bindings {installed} needs driver {needed} or newer, but this one is{number}"
         f"{supports}: update the driver, or install cuda-compat-{installed}-0 (data-centre cards), "
         f"or, in a separate environment, pip install '{bindings_for(driver or 0)}' "
         "and tensorrt-cu12 or tensorrt-rtx-cu12"
@@ -80,7 +80,7 @@ def driver_problem() -> str | None:
 
 
 def _supported_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the driver's loaded library supports; None if none was loaded."""
+    """Returns the newest CUDA that the loaded driver library supports; None without one."""
     error, supported = runtime().cudaDriverGetVersion()
     if error != runtime().cudaError_t.cudaSuccess or not supported:
         return None
@@ -88,19 +88,19 @@ def _supported_cuda() -> tuple[int, int] | None:
 
 
 def _driver() -> int | None:
-    """The driver's major version; unknown on a Jetson."""
+    """Returns the driver's major version; None if it is unknown, as on a Jetson."""
     rows = nvidia_smi("driver_version")
     major = rows[0][0].partition(".")[0] if rows else ""
     return int(major) if major.isdigit() else None
 
 
 def check_device() -> None:
-    """Raises `EngineError` without an NVIDIA GPU and its driver."""
+    """Raises `EngineError` if there is no NVIDIA GPU with a driver."""
     call("cudaGetDeviceCount")
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Calls CUDA and returns the result; raises `EngineError` with a remedy on failure."""
+    """Calls CUDA and returns the result; on failure raises `EngineError` with a remedy."""
     cuda = runtime()
     error, *values = getattr(cuda, name)(*arguments)
     if error == cuda.cudaError_t.cudaSuccess:
@@ -109,7 +109,7 @@ def call(name: str, *arguments: Any) -> Any:
         raise EngineError(
             "there is no NVIDIA GPU here, or its driver is older than this CUDA",
             hint=driver_problem()
-            or "run it on the machine with the GPU; `moexport doctor` shows what is installed",
+            or "run this on the machine with the GPU; `moexport doctor` shows what is installed",
         )
     if error.name == NO_MEMORY:
         raise EngineError(
@@ -130,7 +130,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 class Stream:
-    """A stream that does not wait for the default one."""
+    """A CUDA stream that does not wait for the default one."""
 
     def __init__(self) -> None:
         self.handle = int(call("cudaStreamCreateWithFlags", runtime().cudaStreamNonBlocking))
@@ -150,7 +150,7 @@ class Stream:
 
 
 class Captured:
-    """Recorded work that is launched as a whole; freed with the last reference."""
+    """A recorded CUDA graph, which is launched as a whole; freed with the last reference."""
 
     def __init__(self, graph: Any) -> None:
         with ExitStack() as stack:
@@ -164,23 +164,23 @@ class Captured:
 
 
 def closing_once(holder: object, close: Callable[[], None]) -> Callable[[], object]:
-    """Returns a function that closes once: when called, or with the last reference to the holder.
+    """Returns a function that closes once: when called, or with the last reference to `holder`.
 
-    When the process ends, the driver frees everything itself.
+    When the process ends, the driver itself frees everything.
     """
     end = weakref.finalize(holder, close)
     end.atexit = False
     return end
 
 
-def captured(stream: Stream, send: Callable[[], None]) -> Captured:
-    """Returns a recording of the work that `send` queues on a stream."""
+def capture(stream: Stream, send: Callable[[], None]) -> Captured:
+    """Records the work that `send` queues on a stream."""
     mode = runtime().cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
     call("cudaStreamBeginCapture", stream.handle, mode)
     try:
         send()
     except BaseException:
-        # The exception of `send` is reported; a recording that it broke has no graph.
+        # The exception from `send` is raised again; a recording that it broke has no graph.
         error, graph = runtime().cudaStreamEndCapture(stream.handle)
         if error == runtime().cudaError_t.cudaSuccess:
             call("cudaGraphDestroy", graph)
@@ -189,14 +189,14 @@ def captured(stream: Stream, send: Callable[[], None]) -> Captured:
 
 
 def elapsed_ms(stream: Stream, send: Callable[[], object]) -> float:
-    """Returns the milliseconds of GPU time of the work that `send` queues on a stream."""
-    begin, end = call("cudaEventCreate"), call("cudaEventCreate")
+    """Returns the GPU time in ms of the work that `send` queues on a stream."""
+    start, end = call("cudaEventCreate"), call("cudaEventCreate")
     try:
-        call("cudaEventRecord", begin, stream.handle)
+        call("cudaEventRecord", start, stream.handle)
         send()
         call("cudaEventRecord", end, stream.handle)
         call("cudaEventSynchronize", end)
-        return float(call("cudaEventElapsedTime", begin, end))
+        return float(call("cudaEventElapsedTime", start, end))
     finally:
-        call("cudaEventDestroy", begin)
+        call("cudaEventDestroy", start)
         call("cudaEventDestroy", end)

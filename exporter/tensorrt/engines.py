@@ -18,12 +18,12 @@ from ...graphs.sizes import DEFAULT_TOKENS, AxisRange, parse_range
 from ..bundle.manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, TensorSpec
 from . import cache
 from .backends import BACKENDS, Backend, backend_named, first_gpu, gpu_memory_bytes
-from .bindings import BoundWeight, rewritten
+from .bindings import BoundWeight, rewrite_graph
 from .build import build_engine
 from .cache import default_cache
 from .onnx_support import check_graph
 from .options import CURRENT, EngineOptions
-from .profiles import AxisRanges, Profile, capped, most_copies, profile
+from .profiles import AxisRanges, Profile, cap_k, max_copies, profile
 from .records import (
     Describe,
     EnginePlan,
@@ -38,7 +38,7 @@ from .trust import check_private, is_own, own_signature
 from .worker import Compiled
 
 DEFAULT_CARDS = ("8.6", "8.9", "12.0")
-"""TensorRT-RTX's default in its support matrix, explicit so that the engine's record has it."""
+"""TensorRT-RTX's default in its support matrix; explicit, so that the engine's record has it."""
 
 FP8_CARDS = ("8.9", "12.0")
 """The default cards that multiply 8-bit floats: Ada and newer."""
@@ -55,9 +55,9 @@ def plan_engines(
     """Returns the engines of a bundle for a backend: one per graph, or only that of `graph`.
 
     If a bundle has graphs for several batch sizes, only the main one is used, because an engine has
-    profiles instead. `ranges` are the sizes of axes that no profile names; the default is those of
-    the export. Raises
-    `UsageError` and `MissingExtraError` before anything is read or built.
+    profiles instead. `ranges` has the sizes of axes that no profile names; by default these are the
+    sizes of the export. Raises `UsageError` or `MissingExtraError` before it reads or builds
+    anything.
     """
     chosen = backend_named(name)
     options.check(chosen)
@@ -78,13 +78,13 @@ def plan_engines(
     _check_axes(tensor, requested, ranges or {})
     profiles = tuple(profile(tensor, axes, defaults, experts) for axes in requested)
     if len(set(profiles)) < len(profiles):
-        again = next(profile for profile in profiles if profiles.count(profile) > 1)
+        duplicate = next(profile for profile in profiles if profiles.count(profile) > 1)
         raise UsageError(
-            f"--profile: two profiles are the same ({again})",
+            f"--profile: two profiles are the same ({duplicate})",
             hint="give each once: every profile makes the engine larger",
         )
-    usual = FP8_CARDS if manifest.precision == "fp8" else DEFAULT_CARDS
-    cards = (options.compute_capabilities or usual) if chosen.cards else ()
+    default_cards = FP8_CARDS if manifest.precision == "fp8" else DEFAULT_CARDS
+    cards = (options.compute_capabilities or default_cards) if chosen.cards else ()
     weights = sum(r.bytes for name, r in manifest.files.items() if name.endswith(".bin"))
     plans = []
     for record in records:
@@ -112,7 +112,7 @@ def cap_gather_copies(
     profiles: Sequence[Profile],
     requested: Sequence[AxisRanges],
 ) -> tuple[tuple[Profile, ...], tuple[str, ...]]:
-    """Returns a graph's profiles, k capped so that `gather` copies not too much, and notes on it.
+    """Returns a graph's profiles, with k limited by what `gather` can copy, and notes on that.
 
     Raises `UsageError` if a requested k, or the graph's own, is too large.
     """
@@ -123,27 +123,27 @@ def cap_gather_copies(
         if graph.lowerings.get(layer.name) != "gather" or layer.k == layer.experts:
             continue
         matrix = layer.dim * (layer.hidden or layer.dim)
-        copies = most_copies(matrix)
-        fitting = min(copies, most_copies(matrix, 2 * matrix * width, memory))
+        copies = max_copies(matrix)
+        fitting = min(copies, max_copies(matrix, 2 * matrix * width, memory))
         for index, (wanted, requested_axes) in enumerate(zip(new_profiles, requested, strict=True)):
             k = layer.k if wanted.k is None else wanted.k.max
             assert k is not None, "k belongs to the layer, or is an input of the graph"
-            named = wanted.k is None or K_INPUT in requested_axes
-            if named and wanted.max[0] * k > copies:
+            is_explicit = wanted.k is None or K_INPUT in requested_axes
+            if is_explicit and wanted.max[0] * k > copies:
                 raise UsageError(
                     f"{graph.file}: at --batch {wanted.max[0]} and --k {k} `gather` copies "
-                    f"{wanted.max[0] * k} experts of layer {layer.name}, but a tensor of less than "
-                    f"2^31 elements has room for {copies}",
-                    hint="name smaller ones (--profile batch=MIN:OPT:MAX,k=MIN:OPT:MAX), or export "
+                    f"{wanted.max[0] * k} experts of layer {layer.name}, but at most {copies} fit "
+                    "in a tensor with fewer than 2^31 elements",
+                    hint="give smaller ones (--profile batch=MIN:OPT:MAX,k=MIN:OPT:MAX), or export "
                     "with --lowering dense or block-grouped",
                 )
-            if not named and wanted.max[0] * k > fitting:
-                new_profiles[index] = capped(wanted, fitting)
+            if not is_explicit and wanted.max[0] * k > fitting:
+                new_profiles[index] = cap_k(wanted, fitting)
                 notes.append(
                     f"{graph.file}: at batch {wanted.max[0]} `gather` can copy {fitting} experts "
-                    f"of layer {layer.name}: its engine accepts k up to "
+                    f"of layer {layer.name}, so its engine accepts k up to "
                     f"{fitting // wanted.max[0]} of {layer.experts}; a smaller batch in --profile "
-                    "allows more, and --lowering dense any k"
+                    "allows a larger k, and --lowering dense any k"
                 )
     return tuple(new_profiles), tuple(notes)
 
@@ -159,19 +159,19 @@ def _check_axes(tensor: TensorSpec, profiles: Sequence[AxisRanges], ranges: Axis
             )
         if all(axis in profile for profile in profiles):
             raise UsageError(
-                f"--{axis} {wanted}: every --profile names {axis} itself",
+                f"--{axis} {wanted}: every --profile already names {axis}",
                 hint=f"leave --{axis} out, or leave {axis} out of a --profile",
             )
 
 
 def exported_ranges(manifest: Manifest) -> dict[str, AxisRange]:
-    """Returns the sizes that the bundle was exported for, by axis."""
+    """Returns the sizes for which the bundle was exported, by axis."""
     tokens = parse_range(manifest.tokens or DEFAULT_TOKENS, "--tokens")
     return {"batch": manifest.batches, "tokens": tokens}
 
 
 def engine_file(chosen: Backend, graph: GraphRecord) -> str:
-    """Returns `engine-tensorrt-rtx.plan`, with the lowering's name for a graph that has one."""
+    """Returns `engine-tensorrt-rtx.plan`, with the lowering if the graph's file name has one."""
     suffix = "" if graph.file == MAIN_GRAPH else "-" + Path(graph.file).stem.removeprefix("model-")
     return f"engine-{chosen.name}{suffix}.plan"
 
@@ -185,7 +185,7 @@ def add_engines(
     rebuild: bool = False,
     describe: Describe | None = None,
 ) -> list[EnginePlan]:
-    """Builds engines, adds them to a bundle and its README (by `describe`), and returns them.
+    """Builds engines, adds them to a bundle and (with `describe`) its README, and returns them.
 
     Raises what `make_engines` raises, and `BundleError` for a folder that is not writable.
     """
@@ -196,7 +196,7 @@ def add_engines(
 
 
 def check_for_export(target: str, engine: EngineOptions | bool) -> None:
-    """Raises, before an export begins, if its engine cannot be compiled."""
+    """Raises an error if the engine of an export could not be compiled."""
     names = engine.changed() if isinstance(engine, EngineOptions) else []
     if target not in BACKENDS and names:
         raise UsageError(
@@ -230,7 +230,7 @@ def build_for_export(
     built = list(make_engines(directory, manifest, plans, directory, progress))
     notes = [note for plan in plans for note in plan.notes]
     notes += [
-        note for made in built for note in precision_notes(made.built.file, made.built.kernels)
+        note for plan in built for note in precision_notes(plan.built.file, plan.built.kernels)
     ]
     return with_engines(replace(manifest, notes=[*manifest.notes, *notes]), built)
 
@@ -245,7 +245,7 @@ def _check_can_build(chosen: Backend) -> None:
         chosen.check_serves(gpu, EngineError)
     else:
         raise EngineError(
-            f"{chosen.title} compiles for the GPU that it runs on, but there is no NVIDIA GPU here",
+            f"{chosen.title} compiles for this machine's GPU, but there is no NVIDIA GPU here",
             hint="copy the bundle to the machine with the GPU and run "
             f"`moexport build BUNDLE --target {chosen.name}` there",
         )
@@ -262,8 +262,8 @@ def make_engines(
 ) -> Iterator[EnginePlan]:
     """Yields the engines of a bundle's graphs, written to the folder `output`.
 
-    An engine in the bundle or the cache is reused, unless `rebuild`. Raises `EngineError` for a
-    graph that is refused and for a build that fails.
+    An engine in the bundle or the cache is reused, unless `rebuild` is set. Raises `EngineError`
+    for a graph that is refused or a build that fails.
     """
     progress = progress or Silent()
     for folder in {plan.options.cache for plan in plans if plan.options.cache is not None}:
@@ -272,21 +272,21 @@ def make_engines(
     for plan in plans:
         check_graph(directory / plan.graph, plan.backend, manifest.layers)
         key = _key(plan, weights)
-        existing = None if rebuild else _in_bundle(directory, manifest, plan, key)
+        existing = None if rebuild else _existing_engine(directory, manifest, plan, key)
         if existing is not None:
             yield replace(plan, record=existing, reused="bundle")
             continue
-        yield _make(plan, key, directory, manifest, output, progress, rebuild=rebuild)
+        yield _fetch_or_build(plan, key, directory, manifest, output, progress, rebuild=rebuild)
 
 
 def _key(plan: EnginePlan, weights: Mapping[str, str]) -> str:
     gpu = first_gpu()
-    own = {n: h for n, h in weights.items() if n.endswith(".bin") or n == plan.graph}
+    files = {n: h for n, h in weights.items() if n.endswith(".bin") or n == plan.graph}
     device = None if plan.backend.builds_without_gpu or gpu is None else asdict(gpu)
-    current = asdict(gpu) if gpu is not None and "current" in plan.cards else None
+    current = asdict(gpu) if gpu is not None and CURRENT in plan.cards else None
     return cache.engine_key(
         {
-            "files": own,
+            "files": files,
             "flavour": plan.backend.name,
             "version": plan.backend.version(),
             "profiles": [profile.as_json() for profile in plan.profiles],
@@ -297,21 +297,21 @@ def _key(plan: EnginePlan, weights: Mapping[str, str]) -> str:
     )
 
 
-def _in_bundle(
+def _existing_engine(
     directory: Path, manifest: Manifest, plan: EnginePlan, key: str
 ) -> EngineRecord | None:
-    """The bundle's own engine, if its key and its files match."""
+    """Returns the bundle's own engine, if its key and its files match."""
     for record in engines_of(manifest):
         listed = manifest.files.get(record.file)
-        own = listed is not None and is_own(record.signature, listed.sha256)
-        if own and record.key == key and record.file == plan.file:
+        trusted = listed is not None and is_own(record.signature, listed.sha256)
+        if trusted and record.key == key and record.file == plan.file:
             names = (record.layers, record.file)
             if all(is_as_listed(directory, name, manifest) for name in names):
                 return record
     return None
 
 
-def _make(
+def _fetch_or_build(
     plan: EnginePlan,
     key: str,
     directory: Path,
@@ -323,16 +323,16 @@ def _make(
 ) -> EnginePlan:
     path = output / plan.file
     folder = plan.options.cache
-    model, bound = _rewritten(plan, directory, manifest)
-    compiled = cache.take(folder, key, path) if folder is not None and not rebuild else None
+    model, bound = _rewrite_graph(plan, directory, manifest)
+    compiled = cache.fetch(folder, key, path) if folder is not None and not rebuild else None
     reused = None if compiled is None else "cache"
     if compiled is not None:
         progress.step(f"copied {plan.file} from the cache")
     else:
-        with scratch_folder("build") as place:
+        with scratch_folder("build") as scratch:
             changed = None
             if model is not None:
-                changed = place / plan.graph
+                changed = scratch / plan.graph
                 changed.write_bytes(model)
             compiled = build_engine(plan, directory, path, progress, changed)
     try:
@@ -346,11 +346,11 @@ def _make(
     files = {file.name: FileRecord.of(file) for file in (path, listing)}
     digest = files[path.name].sha256
     if reused is None and folder is not None:
-        cache.keep(folder, key, path, digest, compiled)
+        cache.store(folder, key, path, digest, compiled)
     gpu = first_gpu()
-    own = None if plan.backend.builds_without_gpu or gpu is None else gpu
+    device = None if plan.backend.builds_without_gpu or gpu is None else gpu
     cards = plan.cards
-    if gpu is not None and (own is not None or CURRENT in cards):
+    if gpu is not None and (device is not None or CURRENT in cards):
         cards = (gpu.compute_capability,)
     record = EngineRecord(
         file=plan.file,
@@ -358,7 +358,7 @@ def _make(
         flavour=plan.backend.name,
         version=compiled.version,
         compute_capabilities=list(cards),
-        device=None if own is None else own.name,
+        device=None if device is None else device.name,
         precision=compiled.precision,
         profiles=[profile.as_json() for profile in plan.profiles],
         options=plan.options.as_json(),
@@ -378,10 +378,10 @@ LISTED = ("layers", "inspector")
 """The fields of `Compiled` in the file next to an engine."""
 
 
-def _rewritten(
+def _rewrite_graph(
     plan: EnginePlan, directory: Path, manifest: Manifest
 ) -> tuple[bytes | None, list[BoundWeight]]:
-    """The graph after the options' changes, None if there are none; and the bound weights."""
+    """Returns the graph as changed by the options, None if unchanged, and the bound weights."""
     options = plan.options
     if not options.bind_weights and not options.expose_routing:
         return None, []
@@ -390,10 +390,10 @@ def _rewritten(
     outputs = list(record.selected.values()) if options.expose_routing else []
     if options.expose_routing and not outputs:
         raise EngineError(
-            f"{plan.graph}: its layers keep every expert, so there is no routing to expose",
+            f"{plan.graph}: its layers use all experts, so there is no routing to expose",
             hint="leave --expose-routing out, or export with a k below n",
         )
-    model, bound = rewritten(
+    model, bound = rewrite_graph(
         directory / plan.graph, names, bind=options.bind_weights, outputs=outputs
     )
     return model.SerializeToString(), bound
@@ -407,59 +407,59 @@ def check_precision(manifest: Manifest, graph: str, compiled: Compiled) -> dict[
     """Raises `EngineError` if a MoE layer's experts do not compute in the bundle's precision.
 
     The router stays in FP32 at every precision, so only the experts' products are checked: in the
-    network that was built, and then in the engine, if it could be inspected. Returns the types that
-    the engine's layers for the experts read and write, by MoE layer: empty if the inspector does
-    not name them, or if other nodes were fused into them; then only the strongly typed network
-    proves the precision.
+    network that was built and, if it could be inspected, in the engine. Returns the types that the
+    engine's layers for the experts read and write, by MoE layer. They are empty if the inspector
+    does not name these layers, or if other nodes were fused into them; then only the strongly typed
+    network proves the precision.
     """
     kernels: dict[str, list[str]] = {}
     for layer in manifest.layers:
-        # Without products named after the experts, all those of their part count; products of
-        # floats that mix the experts' results are ignored.
-        own = [p for p in compiled.layers if f"{layer.name}/{EXPERTS}/" in p.name]
-        products = own or [p for p in compiled.layers if part_of(p.name, layer.name) == EXPERTS]
+        # If no product is named after the experts, all products in their part of the layer count;
+        # products of floats that mix the experts' results are ignored.
+        named = [p for p in compiled.layers if f"{layer.name}/{EXPERTS}/" in p.name]
+        products = named or [p for p in compiled.layers if part_of(p.name, layer.name) == EXPERTS]
         precisions = {product.precision for product in products}
-        if layer.precision not in precisions or (own and len(precisions) > 1):
-            names = ", ".join(sorted(precisions)) or "no product at all"
+        if layer.precision not in precisions or (named and len(precisions) > 1):
+            names = ", ".join(sorted(precisions)) or "no product"
             raise EngineError(
                 f"{graph}: the experts of layer {layer.name} were requested in "
                 f"{layer.precision}, but built in {names}",
                 hint="export again with this --target and --precision, or another --lowering",
             )
         if compiled.inspector is not None:
-            named = [product.name for product in products]
-            types = kernel_types(compiled.inspector, named)
+            nodes = [product.name for product in products]
+            types = kernel_types(compiled.inspector, nodes)
             if types and layer.precision not in (*types, *QUANTISED):
-                # A layer with a fused Cast reads and writes other types than its product has.
-                alone = kernel_types(compiled.inspector, named, alone=True)
-                if not alone:
+                # A layer with a fused Cast reads and writes types other than that of its product.
+                unfused = kernel_types(compiled.inspector, nodes, alone=True)
+                if not unfused:
                     kernels[layer.name] = []
                     continue
                 raise EngineError(
                     f"{graph}: the experts of layer {layer.name} were requested in "
-                    f"{layer.precision}, but the engine's own layers compute them in "
-                    f"{', '.join(sorted(alone))}",
-                    hint="try --lowering gather, or open an issue with the list of layers that "
-                    "`trtexec --exportLayerInfo` writes",
+                    f"{layer.precision}, but the engine computes them in "
+                    f"{', '.join(sorted(unfused))}",
+                    hint="try --lowering gather, or open an issue with the list of layers from "
+                    "`trtexec --exportLayerInfo`",
                 )
             kernels[layer.name] = sorted(types)
     return kernels
 
 
 def precision_notes(file: str, kernels: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns notes for users on an engine's precision, from `EngineRecord.kernels`."""
-    unnamed = [layer for layer, types in kernels.items() if not types]
-    if not unnamed:
+    """Returns notes for users on an engine's precision, given its `EngineRecord.kernels`."""
+    untyped = [layer for layer, types in kernels.items() if not types]
+    if not untyped:
         return []
     return [
         f"{file}: TensorRT's inspector does not show the types of the experts of "
-        f"{', '.join(unnamed)}: only the network's types prove that they have the bundle's "
+        f"{', '.join(untyped)}: only the network's types prove that they have the bundle's "
         "precision"
     ]
 
 
 QUANTISED = ("int8", "int4", "fp8")
-"""Precisions whose kernels may read floats, because their factors were dequantised before."""
+"""Precisions whose kernels may read floats, because the factors were already dequantised."""
 
 KERNEL_TYPES = {
     "fp32": r"float|fp32",
@@ -482,15 +482,14 @@ def kernel_types(
 ) -> set[str]:
     """Returns the types of tensors around an engine's layers that compute these ONNX nodes.
 
-    The metadata of an engine's layer name the nodes that were fused into it ("Engine Inspector",
-    TensorRT 10.16.1). With `alone`,
-    a layer that also contains other nodes does not count.
+    The metadata of an engine's layer names the nodes that were fused into it ("Engine Inspector",
+    TensorRT 10.16.1). With `alone`, a layer that also contains other nodes does not count.
     """
     layers = [layer for layer in inspector.get("Layers", ()) if isinstance(layer, dict)]
     if alone:
         layers = [layer for layer in layers if {*_nodes_of(layer)} <= {*products}]
-    words = [
-        _type_words(tensor)
+    texts = [
+        _type_text(tensor)
         for layer in layers
         if not {*_nodes_of(layer)}.isdisjoint(products)
         for tensor in (*layer.get("Inputs", ()), *layer.get("Outputs", ()))
@@ -498,7 +497,7 @@ def kernel_types(
     return {
         name
         for name, pattern in KERNEL_TYPES.items()
-        if any(re.search(rf"\b({pattern})\b", text, re.IGNORECASE) for text in words)
+        if any(re.search(rf"\b({pattern})\b", text, re.IGNORECASE) for text in texts)
     }
 
 
@@ -506,6 +505,6 @@ def _nodes_of(layer: Mapping[str, Any]) -> list[str]:
     return re.findall(r"\[ONNX Layer: ([^\]]*)\]", str(layer.get("Metadata")))
 
 
-def _type_words(tensor: Mapping[str, Any]) -> str:
-    words = {key.lower(): str(value) for key, value in tensor.items()}
-    return next((words[key] for key in TYPE_KEYS if words.get(key)), "")
+def _type_text(tensor: Mapping[str, Any]) -> str:
+    texts = {key.lower(): str(value) for key, value in tensor.items()}
+    return next((texts[key] for key in TYPE_KEYS if texts.get(key)), "")

@@ -1,8 +1,8 @@
 """The limits of TensorRT's ONNX importers as data, and the check of a graph against them.
 
-A graph is checked before a build, so that a refusal names the node, the layer and a remedy; the
-importer itself would fail minutes later. The lists were read from the importer of TensorRT-RTX
-1.7.1 (`OnnxParser.supports_operator`), as a test checks; TensorRT's importer has the same code.
+A graph is checked before a build, so that an error names the node, the layer and a remedy; the
+importer itself would fail minutes later. The lists are from the importer of TensorRT-RTX 1.7.1
+(`OnnxParser.supports_operator`), as a test checks; TensorRT's importer has the same code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REFUSED_BY: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "tensorrt-rtx": {"NonZero": "no kernel has an output whose size depends on values"},
     }
 )
-"""Ops that an importer lists but the backend does not compile, with the reason."""
+"""Ops that an importer lists but the backend does not compile, with the reasons."""
 
 QUANTIZED: Mapping[int, str] = {
     onnx.TensorProto.INT8: "INT8",
@@ -64,18 +64,18 @@ class Refusal:
 def check_graph(path: Path, backend: Backend, layers: Sequence[LayerRecord]) -> None:
     """Raises `EngineError` for a graph that the backend's importer would refuse.
 
-    The message names the first node, its layer and the number of such nodes.
+    The message names the first such node, its layer, and the number of such nodes.
     """
     model = onnx.load(path, load_external_data=False)
     refused = list(refusals(model, backend))
     if not refused:
         return
     first = refused[0]
-    layer = next((each for each in layers if first.node.startswith(f"{each.name}/")), None)
+    layer = next((r for r in layers if first.node.startswith(f"{r.name}/")), None)
     where = f"layer {layer.name}" if layer else "the network around the MoE layers"
     more = f" ({len(refused)} such nodes)" if len(refused) > 1 else ""
     raise EngineError(
-        f"{path.name}: {backend.title} does not support node {first.node} ({first.op}) of {where}: "
+        f"{path.name}: {backend.title} does not support node {first.node} ({first.op}) in {where}: "
         f"{first.reason}{more}",
         hint=_remedy(backend, layer),
     )
@@ -86,11 +86,11 @@ def _remedy(backend: Backend, layer: LayerRecord | None) -> str:
 
     target = next(record.name for record in TARGETS.own if record.backend == backend.name)
     if layer is None:
-        return "change that part of the network, or run this graph in ONNX Runtime (--target onnx)"
+        return "change this part of the network, or run this graph in ONNX Runtime (--target onnx)"
     lowerings = lowerings_of(layer.kind).items()
     supported = [name for name, lowering in lowerings if target in lowering.targets]
     return (
-        f"export with --target {target}, which writes supported ops; lowerings that it runs: "
+        f"export with --target {target}, which writes supported ops; lowerings that it supports: "
         f"{', '.join(supported)}"
     )
 
@@ -113,8 +113,8 @@ def _reason(
     node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], backend: Backend
 ) -> str | None:
     if node.domain not in STANDARD_DOMAINS:
-        return f"it does not support the domain {node.domain}"
-    unsupported = {node.op_type} & NO_IMPORTER and "its ONNX importer does not support the op"
+        return f"the domain {node.domain} is not supported"
+    unsupported = {node.op_type} & NO_IMPORTER and "the ONNX importer does not support this op"
     if refused := unsupported or REFUSED_BY[backend.name].get(node.op_type):
         return refused
     if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
@@ -131,7 +131,7 @@ def _reason(
 
 
 def _asymmetry(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> str | None:
-    """Why a quantisation is refused, or None: only symmetric ones are supported."""
+    """Returns why a quantisation is refused, or None: it must be symmetric."""
     name = node.input[2] if len(node.input) > 2 else ""
     if not name:
         return None

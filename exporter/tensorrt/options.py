@@ -42,15 +42,15 @@ def parsed_profile(text: str) -> Mapping[str, AxisRange]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The options of an engine build; defaults are those of the backend.
+    """The options of an engine build; the defaults are those of the backend.
 
-    Each of `profiles` maps axes to ranges; without any, the ranges of the export apply.
+    Each of `profiles` maps axes to ranges; without profiles, the ranges of the export apply.
     `workspace` is the scratch memory in bytes that a kernel may use on the GPU. `timing_cache` is a
-    file shared by builds. With `weight_streaming` the weights are in host memory, except for this
-    many bytes on the GPU: a size such as `2GiB`, or `auto` for as much as fits (NVIDIA's page
-    "Weight Streaming", TensorRT 11.4.1 and TensorRT-RTX 1.7). `bind_weights` makes the experts'
-    weights inputs of the engine, and `expose_routing` makes the chosen experts outputs. `cache` is
-    the folder for finished engines, or None.
+    file that builds share. `weight_streaming` keeps the weights in host memory except for this part
+    on the GPU: a size such as `2GiB`, or `auto` for as much as fits (NVIDIA's page "Weight
+    Streaming", TensorRT 11.4.1 and TensorRT-RTX 1.7). `bind_weights` makes the experts' weights
+    inputs of the engine, and `expose_routing` makes the chosen experts outputs. `cache` is the
+    folder for finished engines, or None.
     """
 
     profiles: tuple[Mapping[str, AxisRange], ...] = option(
@@ -61,7 +61,7 @@ class EngineOptions:
     )
     compute_capabilities: tuple[str, ...] = option(
         (),
-        "GPUs that a TensorRT-RTX engine supports, or current.",
+        "Compute capabilities for TensorRT-RTX, or current.",
         unset="8.6,8.9,12.0",
         flag="--compute-capability",
     )
@@ -82,7 +82,7 @@ class EngineOptions:
         "Also run on other GPUs: ampere-plus or same-compute-capability.",
         unset="none",
     )
-    tf32: bool = option(False, "Compute FP32 products in TF32: faster, 10-bit mantissa.")
+    tf32: bool = option(False, "Compute FP32 products in TF32: faster, less precise.")
     cache: Path | None = option(
         None,
         "The folder that caches finished engines; off disables it.",
@@ -92,11 +92,11 @@ class EngineOptions:
     )
     strip_plan: bool = option(
         False,
-        "Leave the weights out of the engine; load the bundle's.",
+        "Leave the weights out of the engine, and load the bundle's.",
     )
     weight_streaming: str | None = option(
         None,
-        "Keep weights in host memory, and this much on the GPU.",
+        "Keep weights in host memory, except this much on the GPU.",
         unset="off",
     )
     bind_weights: bool = option(
@@ -107,7 +107,7 @@ class EngineOptions:
     )
 
     def changed(self) -> list[str]:
-        """The names of options whose values are not the defaults, except for the engine cache."""
+        """Returns the names of options that differ from the defaults, except the engine cache."""
         return [
             field.name
             for field in fields(self)
@@ -144,7 +144,7 @@ class EngineOptions:
             )
         if self.strip_plan and self.bind_weights:
             raise UsageError(
-                "--strip-plan and --bind-weights exclude each other: bound weights are in no plan",
+                "--strip-plan and --bind-weights exclude each other: plans have no bound weights",
                 hint="leave --strip-plan out",
             )
         # The file is written when a build ends, which may be hours later.
@@ -160,23 +160,23 @@ class EngineOptions:
         self._check_gpu(backend)
 
     def _check_cards(self, backend: Backend) -> None:
-        from .backends import instead
+        from .backends import alternative
 
         text = ",".join(self.compute_capabilities)
         if len(set(self.compute_capabilities)) < len(self.compute_capabilities):
-            raise UsageError(f"--compute-capability {text} has duplicates", hint="name each once")
+            raise UsageError(f"--compute-capability {text} has duplicates", hint="give each once")
         for card in self.compute_capabilities:
             if card != CURRENT and card not in backend.cards:
                 raise UsageError(
                     f"--compute-capability {card}: {backend.title} compiles for {backend.served}",
-                    hint=instead(card)
+                    hint=alternative(card)
                     if re.fullmatch(_CAPABILITY, card)
                     else "for example 8.6,8.9,12.0",
                 )
         if CURRENT in self.compute_capabilities and len(self.compute_capabilities) > 1:
             raise UsageError(
-                f"--compute-capability {text}: {CURRENT} must be the only one",
-                hint=f"name capabilities, or give {CURRENT} for the GPU of this machine",
+                f"--compute-capability {text}: {CURRENT} cannot be combined with others",
+                hint=f"give compute capabilities, or only {CURRENT} for the GPU of this machine",
             )
 
     def _check_gpu(self, backend: Backend) -> None:
@@ -190,7 +190,7 @@ class EngineOptions:
         if CURRENT in self.compute_capabilities:
             raise UsageError(
                 f"--compute-capability {CURRENT}: there is no NVIDIA GPU here",
-                hint=f"name the card's: {', '.join(backend.cards)}",
+                hint=f"give the card's compute capability: {', '.join(backend.cards)}",
             )
         if self.strip_plan:
             raise UsageError(
@@ -200,7 +200,7 @@ class EngineOptions:
             )
 
     def as_json(self) -> dict[str, Any]:
-        """The options that affect the engine, as plain data."""
+        """Returns the options that affect the engine, as plain data."""
         plain = asdict(replace(self, profiles=tuple(map(dict, self.profiles))))
         content = {name: plain[name] for name in self.changed() if name != "timing_cache"}
         as_read: dict[str, Any] = json.loads(json.dumps(content))

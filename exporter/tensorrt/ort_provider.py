@@ -21,26 +21,26 @@ from .engines import cap_gather_copies, exported_ranges
 from .profiles import Profile, profile
 
 NO_TF32 = ("NVIDIA_TF32_OVERRIDE", "0")
-"""The provider builds its engines with TF32 and has no option to turn it off (issue 26029 of
+"""The provider builds its engines with TF32, and has no option to turn TF32 off (issue 26029 of
 microsoft/onnxruntime, open). NVIDIA's libraries read this variable once, when they are loaded."""
 
 
 PROVIDER_LIBRARY = "libonnxruntime_providers_tensorrt.so"
 
 PIP_LIBRARIES = "tensorrt_libs"
-"""The package in which pip installs TensorRT's libraries, outside the loader's search path."""
+"""The package in which pip installs TensorRT's libraries, where the loader does not search."""
 
 
 def load_libraries(runtime: Path | None = None) -> None:
-    """Loads the libraries that the provider was linked with; `MissingExtraError` if one is missing.
+    """Loads the libraries that the provider is linked to; `MissingExtraError` if one is missing.
 
     They belong to one version of TensorRT: a provider that needs `libnvinfer.so.10` does not start
-    with TensorRT 11. `runtime` is the folder of ONNX Runtime's libraries.
+    with TensorRT 11. `runtime` is the folder with ONNX Runtime's libraries.
     """
     if sys.platform != "linux":
         return
     if runtime is None:
-        from ...common.onnx_runtime import ort  # engines do not need it
+        from ...common.onnx_runtime import ort  # not needed for engines
 
         runtime = Path(ort.__file__).parent / "capi"
     for name in linked_libraries(runtime / PROVIDER_LIBRARY):
@@ -60,7 +60,7 @@ def load_libraries(runtime: Path | None = None) -> None:
 
 
 def linked_libraries(provider: Path) -> tuple[str, ...]:
-    """Returns the names of TensorRT's libraries that a provider was linked with, in order."""
+    """Returns the names of the libraries of TensorRT to which a provider is linked, in order."""
     if not provider.is_file():
         return ()
     names = re.findall(rb"libnv(?:infer|onnxparser)[a-z_]*\.so\.\d+", provider.read_bytes())
@@ -75,9 +75,10 @@ def _pip_folders() -> list[str]:
 def provider_options(graph: Path) -> dict[str, str]:
     """Returns the provider's options for a graph of a bundle, and turns TF32 off.
 
-    Engines are cached in a folder for these weights, this GPU and this version, none of which the
-    provider checks itself. If k is an input, one engine serves every k and batch of the export;
-    without a profile each new k would cause another build. A TF32 variable set by the user is kept.
+    Engines are cached in a folder for these weights, this GPU and this version, because the
+    provider does not check them itself. If k is an input, one engine serves every k and batch of
+    the export; without a profile, each new k would cause another build. A TF32 variable set by the
+    user is kept.
     """
     os.environ.setdefault(*NO_TF32)
     if not (graph.parent / MANIFEST_FILE).is_file():
@@ -94,9 +95,9 @@ def provider_options(graph: Path) -> dict[str, str]:
 
 
 WEAKLY_TYPED = (1, 27)
-"""The first ONNX Runtime whose provider makes weakly typed networks in TensorRT 10.
+"""The first ONNX Runtime whose provider creates weakly typed networks in TensorRT 10.
 
-Earlier ones use the types of the graph if no type is enabled. Pull request 29779 of
+Earlier versions use the types of the graph if no type is enabled. Pull request 29779 of
 microsoft/onnxruntime, open in September 2026, explains why; the library of onnxruntime-gpu 1.31.1
 creates every network without flags.
 """
@@ -121,7 +122,7 @@ def type_options(graph: Path, manifest: Manifest) -> dict[str, str]:
 
 
 def profile_options(ranges: Profile) -> dict[str, str]:
-    """Returns `trt_profile_min_shapes` and so on; k, which is a size, is given by its value."""
+    """Returns `trt_profile_min_shapes` and so on; they contain the value of k, not a shape."""
     options = {}
     for end in ("min", "opt", "max"):
         shapes = {ranges.input: "x".join(map(str, getattr(ranges, end)))}

@@ -1,4 +1,4 @@
-"""Loads a plan file that is trusted (`trust.py`) and built for this machine."""
+"""Loads a plan file that is trusted (`trust.py`) and was built for this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...errors import (
 )
 from . import cuda
 from .backends import first_gpu
-from .build import NO_ROOM
+from .build import OUT_OF_MEMORY
 from .options import AUTO
 from .trust import PlanFile, find_plan, trusted_content
 from .worker import Product
@@ -35,7 +35,7 @@ def check_runs_here(plan: PlanFile) -> None:
     gpu = first_gpu()
     if gpu is not None:
         plan.backend.check_serves(gpu)
-    # The module's own version: a package's can differ from it (8.6.1.post1 contains 8.6.1).
+    # The module's own version; a package's may differ from it (8.6.1.post1 contains 8.6.1).
     installed = str(plan.backend.load().__version__)
     record = plan.record
     if record is None:
@@ -43,13 +43,13 @@ def check_runs_here(plan: PlanFile) -> None:
     if record.version != installed and not record.options.get("version_compatible"):
         raise ForeignEngineError(
             f"{plan.path} was built by {plan.backend.title} {record.version}, but {installed} is "
-            "installed; an engine only runs in the version that built it",
+            "installed; an engine runs only in the version that built it",
             hint=f"build it again here with `moexport build {plan.path.parent}`, or in a "
             f"separate environment: {plan.backend.install_version(f'=={record.version}')}",
         )
     if gpu is None or record.options.get("hardware_compatible"):
         return
-    # TensorRT's engines run on the GPU of their build, TensorRT-RTX's on all named GPUs.
+    # TensorRT's engines run on the GPU of their build, TensorRT-RTX's on all selected GPUs.
     if gpu.compute_capability not in record.compute_capabilities:
         option = "--compute-capability" if plan.backend.cards else "--hardware-compatible"
         raise ForeignEngineError(
@@ -57,15 +57,15 @@ def check_runs_here(plan: PlanFile) -> None:
             f"{', '.join(record.compute_capabilities)}, but this machine has {gpu.name} "
             f"({gpu.compute_capability})",
             hint=f"build it again here with `moexport build {plan.path.parent}`; {option} builds "
-            "one for several",
+            "an engine for several GPUs",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why the runtime refuses an engine: the runtime's name for it, a message, and a remedy.
+    """A reason why the runtime refuses an engine: its name in the runtime, a message, and a remedy.
 
-    `foreign`: the engine is intact and would run elsewhere.
+    With `foreign`, the engine is intact and would run elsewhere.
     """
 
     flag: str
@@ -116,13 +116,13 @@ def reason_of(trt: Any, diagnostics: int) -> Reason | None:
 
 @functools.cache
 def collecting_logger(trt: Any) -> Any:
-    """Returns the logger that collects a backend's errors, in `lines`.
+    """Returns the logger that collects a backend's errors in `lines`.
 
-    TensorRT has one logger per process: the first, which it uses even after its engine is closed.
-    It is therefore never released.
+    TensorRT keeps the first logger of a process, and uses it even after its engine is closed, so it
+    is never released.
     """
 
-    class Logger(trt.ILogger):  # type: ignore[misc]  # the package carries no types
+    class Logger(trt.ILogger):  # type: ignore[misc]  # the package has no types
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.lines: list[str] = []
@@ -137,10 +137,10 @@ def collecting_logger(trt: Any) -> Any:
 def load_engine(plan: PlanFile, *, host_weights: bool = False) -> tuple[Any, Any, Any]:
     """Returns the backend's module, its runtime and the engine, which the runtime must outlive.
 
-    With `host_weights`, weights that are engine inputs stay off the GPU. Raises
+    With `host_weights`, weights that are inputs of the engine stay off the GPU. Raises
     `ForeignEngineError` for an engine of another version or GPU, `UntrustedEngineError` for one
-    that was built elsewhere, `EngineError` for a damaged one, without a GPU, or if TensorRT refuses
-    the budget of streamed weights; `MissingExtraError` if the backend is not installed.
+    that was built elsewhere, `MissingExtraError` if the backend is not installed, and `EngineError`
+    for a damaged engine, without a GPU, or if TensorRT refuses the budget of streamed weights.
     """
     check_runs_here(plan)
     cuda.check_device()
@@ -170,21 +170,21 @@ def load_engine(plan: PlanFile, *, host_weights: bool = False) -> tuple[Any, Any
     return trt, runtime, engine
 
 
-KEPT_FREE = 512 << 20
-"""GPU memory that streamed weights leave for inputs, outputs, kernels and CUDA graphs, in bytes."""
+RESERVED_BYTES = 512 << 20
+"""GPU memory that streamed weights leave free for inputs, outputs, kernels and CUDA graphs."""
 
 
 def streaming_budget(streamable: int, free: int, context: int, bound: int = 0) -> int:
     """Returns how many of an engine's `streamable` bytes of weights fit on the GPU.
 
-    `free` is the GPU's free memory with all weights streamed, `context` the size of the execution
-    context in that case, and `bound` the size of the engine's bound weights on the GPU.
+    With all weights streamed, `free` is the GPU's free memory and `context` the size of the
+    execution context. `bound` is the size of the engine's bound weights on the GPU.
     """
-    return min(streamable, max(0, free - context - bound - KEPT_FREE))
+    return min(streamable, max(0, free - context - bound - RESERVED_BYTES))
 
 
 def _stream_weights(plan: PlanFile, engine: Any, bound: int, lines: Sequence[str]) -> None:
-    """Sets how many bytes of weights are on the GPU, before the engine has a context.
+    """Sets how many bytes of weights are on the GPU; the engine must not have a context yet.
 
     TensorRT's own `get_weight_streaming_automatic_budget` fails above 2 GiB: its Python binding
     returns 32 bits. The setter ignores refusals, so the value is read back.
@@ -208,19 +208,19 @@ def _set_budget(plan: PlanFile, engine: Any, budget: int, lines: Sequence[str]) 
     if actual != budget:
         detail = f": {lines[-1]}" if lines else ""
         raise EngineError(
-            f"{plan.path}: {plan.backend.title} should keep {budget} bytes of the weights on the "
-            f"GPU, but keeps {actual}{detail}",
+            f"{plan.path}: {plan.backend.title} should keep {budget} bytes of weights on the "
+            f"GPU, but it keeps {actual}{detail}",
             hint="build it again with fewer bytes in --weight-streaming, or free the GPU's memory",
         )
 
 
 def unloadable(plan: PlanFile, lines: Sequence[str]) -> EngineError:
     detail = lines[0] if lines else "no reason was given"
-    no_room = any(re.search(rf"{NO_ROOM}|cudaErrorMemory", line) for line in lines)
+    out_of_memory = any(re.search(rf"{OUT_OF_MEMORY}|cudaErrorMemory", line) for line in lines)
     return EngineError(
         f"{plan.path}: {plan.backend.title} cannot load it: {detail}",
         hint="free some of the GPU's memory (nvidia-smi), or build it with --weight-streaming auto"
-        if no_room
+        if out_of_memory
         else f"build it again here with `moexport build {plan.path.parent}`",
     )
 
@@ -231,8 +231,8 @@ def _refit(plan: PlanFile, trt: Any, logger: Any, engine: Any) -> None:
     graph: Path = plan.path.parent / plan.record.graph
     if not graph.is_file():
         raise EngineError(
-            f"{plan.path} was built with --strip-plan: its weights are in {graph.name}, which is "
-            "not next to it",
+            f"{plan.path} was built with --strip-plan: its weights are in {graph.name}, which "
+            "is missing from its folder",
             hint="keep the bundle together, or build without --strip-plan",
         )
     refitter = trt.Refitter(engine, logger)
@@ -244,9 +244,9 @@ def _refit(plan: PlanFile, trt: Any, logger: Any, engine: Any) -> None:
 def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
     """Returns the facts of an engine as plain data.
 
-    `read_from` is their source: the engine, which needs a GPU, its record or the file's header;
-    `not_loaded` is why it was not loaded, on a machine with a GPU. Raises what `find_plan` raises,
-    and `EngineError` for a damaged engine.
+    `read_from` is the source of the facts: the engine (which needs a GPU), its record, or the
+    file's header. On a machine with a GPU, `not_loaded` tells why the engine was not loaded. Raises
+    what `find_plan` raises, and `EngineError` for a damaged engine.
     """
     plan = find_plan(path, trust=trust)
     facts: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Optimisation profiles: the sizes of the inputs, and of k, that an engine is compiled for."""
+"""Optimisation profiles: the sizes of inputs, and values of k, for which an engine is compiled."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ..inputs import check_given
 AXES = ("batch", "tokens", "height", "width", K_INPUT)
 
 MAX_K = 3840
-"""The largest k of TensorRT's TopK (its importer's documentation)."""
+"""The largest k of TensorRT's TopK, from its importer's documentation."""
 
 MAX_ELEMENTS = (1 << 31) - 1
 """The largest tensor in TensorRT (`INetworkDefinition::addInput`: "less than 2^31 elements").
 TensorRT-RTX 1.7.1 silently compiles a larger profile; whether it runs correctly is unknown."""
 
 COPIED_SHARE = 0.5
-"""The share of a GPU's memory that copied weights may use, if a profile has no explicit k."""
+"""The share of a GPU's memory that copied weights may use if a profile has no explicit k."""
 
 AxisRanges = Mapping[str, AxisRange]
-"""Ranges of some axes, as in a profile or an export."""
+"""The ranges of some axes, as in a profile or an export."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Smallest, optimal and largest shape of the data input; the range of k, if it is an input."""
+    """Smallest, optimal and largest shape of the data input; the range of k if k is an input."""
 
     input: str
     min: tuple[int, ...]
@@ -76,7 +76,7 @@ def parse_profile(text: str) -> dict[str, AxisRange]:
         axis, equals, sizes = part.strip().partition("=")
         if not equals or axis not in AXES or axis in ranges:
             raise UsageError(
-                f"--profile {text}: expected AXIS=MIN:OPT:MAX, each axis once",
+                f"--profile {text}: expected AXIS=MIN:OPT:MAX, with each axis only once",
                 hint=f"for example --profile batch=1:8:32,k=1:4:16; axes: {', '.join(AXES)}",
             )
         ranges[axis] = parse_range(sizes, f"--profile {axis}")
@@ -86,21 +86,21 @@ def parse_profile(text: str) -> dict[str, AxisRange]:
 def profile(
     spec: TensorSpec, requested: AxisRanges, defaults: AxisRanges, experts: int | None
 ) -> Profile:
-    """Returns the profile of a graph's data input and of its k, which is at most `experts`.
+    """Returns the profile for a graph's data input, and for its k, which is at most `experts`.
 
-    Raises `UsageError` for an axis that the graph lacks, or whose size it fixes.
+    Raises `UsageError` for an axis that the graph lacks, or whose size is fixed.
     """
     names = [size for size in spec.shape if isinstance(size, str)]
     for axis, wanted in requested.items():
         if axis != K_INPUT and axis not in names:
-            # Only the batch has a name if it is fixed.
+            # Among fixed axes, only the batch can be named.
             first = spec.shape[0]
             fixed = first if axis == "batch" and isinstance(first, int) else None
             if fixed is not None and (wanted.min, wanted.max) == (fixed, fixed):
                 continue
-            state = f"fixed at {fixed}" if fixed is not None else "not an axis"
+            state = f"fixed at {fixed} in" if fixed is not None else "not an axis of"
             raise UsageError(
-                f"--profile {axis}={wanted}: {axis} is {state} of the graph's input '{spec.name}'",
+                f"--profile {axis}={wanted}: {axis} is {state} the graph's input '{spec.name}'",
                 hint=f"its dynamic axes are {', '.join(names) or 'none'}; export again for others",
             )
     ranges = {axis: _clipped(axis, requested, defaults, spec) for axis in names}
@@ -114,17 +114,17 @@ def profile(
 
 
 def _clipped(axis: str, requested: AxisRanges, defaults: AxisRanges, spec: TensorSpec) -> AxisRange:
-    """The requested range, or the default within the model's limits."""
+    """Returns the requested range, or the default within the model's limits."""
     limit = spec.limits.get(axis)
     if axis in requested:
         if limit is not None and requested[axis].max > limit:
             raise UsageError(
-                f"--profile {axis}={requested[axis]}: the model accepts at most {limit} {axis}",
-                hint=f"--profile {axis}=1:{limit}:{limit} covers all sizes that it accepts",
+                f"--profile {axis}={requested[axis]}: {axis} is at most {limit} in this model",
+                hint=f"--profile {axis}=1:{limit}:{limit} covers all sizes that the model accepts",
             )
         return requested[axis]
     default = defaults.get(axis)
-    if default is None:  # height or width of a square image with that many pixels
+    if default is None:  # the height or width of a square image with as many pixels as tokens
         pixels = defaults["tokens"]
         default = AxisRange(*(max(1, math.isqrt(n)) for n in (pixels.min, pixels.opt, pixels.max)))
     if limit is None:
@@ -138,7 +138,7 @@ def _k_range(requested: AxisRanges, experts: int | None) -> AxisRange | None:
         if wanted is not None:
             raise UsageError(
                 f"--profile k={wanted}: the graph's k is baked in",
-                hint="export with --k input for an engine with k as an input",
+                hint="export with --k input if k should be an input of the engine",
             )
         return None
     limit = min(experts, MAX_K)
@@ -147,49 +147,49 @@ def _k_range(requested: AxisRanges, experts: int | None) -> AxisRange | None:
     if wanted.max > limit:
         raise UsageError(
             f"--profile k={wanted}: k is at most {limit}"
-            + (" in TensorRT" if limit < experts else ", the fewest experts of a layer"),
+            + (" in TensorRT" if limit < experts else ", the fewest experts in a layer"),
             hint=f"--profile k=1:{max(1, limit // 4)}:{limit} covers every k",
         )
     return wanted
 
 
-def most_copies(matrix: int, nbytes: int = 1, memory: int | None = None) -> int:
-    """Returns how many experts, the batch size times k, a run of `gather` may copy.
+def max_copies(matrix: int, nbytes: int = 1, memory: int | None = None) -> int:
+    """Returns how many experts (the batch size times k) a run of `gather` may copy.
 
-    `matrix` is the number of elements in an expert's largest matrix, `nbytes` the size of an
-    expert's copy, and `memory` the GPU's, if it is known.
+    `matrix` is the number of elements in an expert's largest matrix, `nbytes` the size of a copy of
+    an expert, and `memory` that of the GPU's memory, if known.
     """
     limit = MAX_ELEMENTS // matrix
     return limit if memory is None else min(limit, int(memory * COPIED_SHARE) // nbytes)
 
 
-def capped(wanted: Profile, copies: int) -> Profile:
-    """Returns the profile without values of k at which its largest batch would need more copies.
+def cap_k(wanted: Profile, copies: int) -> Profile:
+    """Lowers a profile's k so that its largest batch needs at most `copies` copies of experts.
 
-    Raises `UsageError` if no k is left.
+    Raises `UsageError` if even the smallest k needs more.
     """
     assert wanted.k is not None
     limit = copies // wanted.max[0]
     if limit < wanted.k.min:
         raise UsageError(
-            f"--batch {wanted.max[0]}: `gather` copies k experts for each input, but it can copy "
+            f"--batch {wanted.max[0]}: `gather` copies k experts for each input, but "
             f"at most {copies} at once",
-            hint="name a smaller batch (--profile batch=MIN:OPT:MAX), or export with --lowering "
-            "dense, which copies nothing",
+            hint="give a smaller batch (--profile batch=MIN:OPT:MAX), or export with --lowering "
+            "dense, which copies no experts",
         )
     k = AxisRange(wanted.k.min, min(wanted.k.opt, limit), min(wanted.k.max, limit))
     return replace(wanted, k=k)
 
 
 def check_k(profiles: Sequence[Profile], k: int | None) -> None:
-    """Raises `UsageError` for a k that no profile of an engine contains, whatever the inputs."""
+    """Raises `UsageError` for a k that no profile of an engine contains, for any inputs."""
     check_given(k, takes_k=profiles[0].k is not None, what="engine")
     if k is not None and not any(p.k and p.k.min <= k <= p.k.max for p in profiles):
         raise _k_outside(profiles, k)
 
 
 def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> int:
-    """Returns the index of the profile for a run: of those that contain it, the closest in size.
+    """Returns the index of the profile for a run: the closest in size of those that contain it.
 
     Raises `FeedError` for a shape and `UsageError` for a k that no profile contains.
     """
@@ -197,7 +197,7 @@ def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> 
     if fitting:
 
         def distance(index: int) -> float:
-            """The distance from a profile's optimum, in factors of size."""
+            """Returns the distance from a profile's optimum, in factors of size."""
             optimum = profiles[index]
             sizes = list(zip(optimum.opt, shape, strict=True))
             if optimum.k is not None and k is not None:
@@ -216,7 +216,7 @@ def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> 
 def _k_outside(profiles: Sequence[Profile], k: int) -> UsageError:
     return UsageError(
         f"k = {k}: outside the engine's profile ({_listed(profiles)})",
-        hint="choose a --k inside it, run a graph of the bundle with more (--graph dense), "
+        hint="choose a --k inside it, run a graph of the bundle with a larger k (--graph dense), "
         "or build the engine again with --profile k=MIN:OPT:MAX,batch=MIN:OPT:MAX",
     )
 

@@ -1,4 +1,4 @@
-"""Adds built engines to a bundle: the files, and entries in its manifest and on its page."""
+"""Adds built engines to a bundle: their files, and entries in its manifest and on its page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ...common.documents import from_data
 from ...common.files import sha256
 from ...common.text import markdown
-from ...common.writing import locked, temporary_folder, to_disk, write_text
+from ...common.writing import locked, sync_to_disk, temporary_folder, write_text
 from ...errors import BundleError
 from ...graphs.names import K_INPUT
 from ..bundle.manifest import MANIFEST_FILE, FileRecord, Manifest, is_plain_name
@@ -22,15 +22,16 @@ from .profiles import Profile, check_k, choose
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """One engine of a bundle.
+    """An engine of a bundle.
 
     `precision` counts the matrix products and convolutions by type, as read back from the compiled
     network; the file `layers` lists them. `device` names the GPU that built the engine, or is None
     if it was built for named compute capabilities. `key` identifies graph, weights, options,
     version and device: engines with equal keys are equal. `peak_memory_bytes` is the build's peak
     use of the machine's memory. `kernels` maps each MoE layer to the types that the engine's layers
-    for its experts read and write, if the engine was inspected on a GPU. `bound` are the weights
-    that are engine inputs. `signature` identifies the user and the machine that built the engine.
+    for its experts read and write, if the engine was inspected on a GPU. `bound` lists the weights
+    that are inputs of the engine. `signature` identifies the user and the machine that built the
+    engine.
     """
 
     file: str
@@ -52,9 +53,9 @@ class EngineRecord:
     bound: list[dict[str, Any]] = field(default_factory=list)
 
     def check_fits(self, shape: Sequence[int], k: int | None) -> None:
-        """Raises what a run with this shape and this k would raise, without loading the engine.
+        """Raises what a run with this shape and k would raise, without loading the engine.
 
-        That is `FeedError` for a shape and `UsageError` for a k that no profile contains.
+        This is `FeedError` for a shape, or `UsageError` for a k, that no profile contains.
         """
         check_k(self.ranges, k)
         choose(self.ranges, shape, k)
@@ -68,9 +69,9 @@ class EngineRecord:
 class EnginePlan:
     """An engine to build from a graph and, once it is built, its record in the manifest.
 
-    `weights_bytes` is the size of the bundle's weights; `on_gpu`: the build machine has a GPU.
-    `notes` are remarks on the profiles for users. A built engine has a `record` and the new
-    `files`; `reused` is `bundle` or `cache` if the engine was found there.
+    `weights_bytes` is the size of the bundle's weights. `on_gpu` tells whether the build machine
+    has a GPU. `notes` are remarks on the profiles for users. A built engine has a `record` and the
+    new `files`; `reused` is `bundle` or `cache` if the engine was found there.
     """
 
     graph: str
@@ -134,7 +135,7 @@ def without_files(manifest: Manifest, names: set[str]) -> Manifest:
 PAGE = "README.md"
 
 Describe = Callable[[Path, Manifest], Manifest]
-"""Rewrites the page of a bundle and returns the manifest that lists it."""
+"""Rewrites the page of a bundle, and returns a manifest that lists the new page."""
 
 
 def add_to_bundle(
@@ -144,7 +145,7 @@ def add_to_bundle(
 
     The bundle is complete at every moment: a replaced engine is first removed from the manifest,
     and the new one is listed only when its files are in place. Concurrent builds take turns, and
-    each keeps the engines of the others.
+    all of their engines are kept.
     """
     new = [engine for engine in built if engine.files]
     if not new:
@@ -152,10 +153,10 @@ def add_to_bundle(
     names = sorted({name for engine in new for name in engine.files})
     with _write_errors(directory), locked(directory):
         for name in names:
-            to_disk(staged / name)
+            sync_to_disk(staged / name)
         before = Manifest.read(directory)
         if not is_as_listed(directory, PAGE, before):
-            describe = None  # a page that a user wrote stays unchanged
+            describe = None  # a page that a user has edited stays unchanged
         removed = {*names, PAGE} if describe else {*names}
         write_text(without_files(before, removed).to_json(), directory / MANIFEST_FILE)
         for name in names:
@@ -167,9 +168,9 @@ def add_to_bundle(
 
 
 def is_as_listed(directory: Path, name: str, manifest: Manifest) -> bool:
-    """Returns whether a bundle's file is the one in the manifest."""
-    known, path = manifest.files.get(name), directory / name
-    return known is not None and path.is_file() and sha256(path) == known.sha256
+    """Returns whether a file of a bundle is the one that the manifest lists."""
+    record, path = manifest.files.get(name), directory / name
+    return record is not None and path.is_file() and sha256(path) == record.sha256
 
 
 @contextmanager
@@ -193,10 +194,10 @@ def _write_errors(directory: Path) -> Iterator[None]:
 
 
 NEVER_RUN = (
-    "**Never run**: building an engine does not run it, and any comparison above is of the graph "
-    "in ONNX Runtime. On the machine with the GPU, `moexport verify . --trust-engine` "
-    "compares each engine with PyTorch. An engine may execute code: trust only engines that you "
-    "built. From this folder:"
+    "**Never run**: building an engine does not run it, and any comparison above was made with the "
+    "graph in ONNX Runtime. On the machine with the GPU, `moexport verify . --trust-engine` "
+    "compares each engine with PyTorch. An engine may execute code, so trust only engines that you "
+    "built. In this folder:"
 )
 
 
@@ -218,10 +219,10 @@ def engine_page(manifest: Manifest) -> Iterator[str]:
                 ", ".join(f"{count} in {name}" for name, count in counts) or "–",
             )
         )
-    headers = ("engine", "of", "for", "built with", "sizes, least : best : most", "products")
+    headers = ("engine", "graph", "GPUs", "built with", "sizes, min : opt : max", "products")
     first, spec = records[0], manifest.inputs[0]
     k = f" --k {_example_k(manifest, first)}" if manifest.k == "input" else ""
-    yield "## Run its engine"
+    yield "## Run the engine"
     yield markdown(headers, rows)
     yield NEVER_RUN
     yield (
@@ -239,33 +240,33 @@ def engine_page(manifest: Manifest) -> Iterator[str]:
 
 
 def engine_files(manifest: Manifest) -> dict[str, str]:
-    found = {}
+    files = {}
     for record in engines_of(manifest):
-        found[record.file] = f"the engine of `{record.graph}` for {gpus(record)}"
-        found[record.layers] = f"the layers of `{record.file}`, as they were compiled"
-    return found
+        files[record.file] = f"the engine of `{record.graph}` for {gpus(record)}"
+        files[record.layers] = f"the compiled layers of `{record.file}`"
+    return files
 
 
 def gpus(record: EngineRecord) -> str:
-    """Returns the GPUs that an engine runs on: `RTX 40 series (8.9)`, or the one that built it."""
+    """Returns the GPUs on which an engine runs: `RTX 40 series (8.9)`, or that of its build."""
     cards = BACKENDS[record.flavour].cards
-    wide = record.options.get("hardware_compatible")
-    if record.device is not None and not wide:
+    level = record.options.get("hardware_compatible")
+    if record.device is not None and not level:
         return f"{record.device} ({', '.join(record.compute_capabilities)}) only"
     names = [f"{cards[c]} ({c})" if c in cards else c for c in record.compute_capabilities]
-    if wide == "ampere-plus":
+    if level == "ampere-plus":
         return "compute capability 8.0 and newer"
     return ", ".join(names) if cards else f"compute capability {', '.join(names)}"
 
 
 def _without_moexport(manifest: Manifest, record: EngineRecord) -> str:
-    """Python code that runs an engine without moexport, if the plan contains the weights."""
+    """Returns Python code that runs an engine without moexport if the plan has all weights."""
     title = BACKENDS[record.flavour].title
-    outside = ("strip_plan", "weight_streaming")
-    if record.bound or any(record.options.get(name) for name in outside):
+    weight_options = ("strip_plan", "weight_streaming")
+    if record.bound or any(record.options.get(name) for name in weight_options):
         return (
-            "Its weights are not in the plan, or stay in the machine's memory: moexport puts them "
-            f"where {title} expects them."
+            "Its weights are not in the plan, or not only in the GPU's memory; moexport provides "
+            f"them to {title}."
         )
     return (
         f"With {title} {record.version} and PyTorch, without moexport (also never run):\n\n"

@@ -1,9 +1,9 @@
 """Runs an engine on numpy or torch inputs, with outputs of the same kind.
 
-One runner serves both TensorRTs. Its buffers are allocated once, for the largest shapes of the
-profiles; it has its own stream; and repeated work with equal shapes is recorded as a CUDA graph, by
-the runner or by TensorRT-RTX itself. k and the batch size may change with every call. Numpy arrays
-need neither PyTorch nor ONNX Runtime.
+One runner serves both TensorRTs. It allocates its buffers once, for the largest shapes of the
+profiles, and has its own stream. Repeated work with equal shapes is recorded as a CUDA graph, by
+the runner or by TensorRT-RTX itself. k and the batch size may change with every call. With numpy
+arrays, neither PyTorch nor ONNX Runtime is needed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ...graphs.sizes import AxisRange
 from ..inputs import check_given, tensor_of
 from . import cuda
 from .backends import first_gpu
-from .bindings import BoundWeight, PlacedWeight, checked, experts_of, placed
-from .cache import engine_key, keep_kernels, read_kernels
+from .bindings import BoundWeight, PlacedWeight, check_weights, experts_of, place_weight
+from .cache import engine_key, read_kernels, store_kernels
 from .plan_file import load_engine
 from .profiles import Profile, choose
 from .trust import PlanFile, find_plan
@@ -45,7 +45,7 @@ TYPES = {
     "UINT8": "uint8",
     "BOOL": "bool",
 }
-"""The types of an engine's inputs and outputs, by their names in numpy and torch."""
+"""The names in numpy and torch of the types of an engine's inputs and outputs."""
 
 
 Key = tuple[tuple[int, ...], int | None]
@@ -69,8 +69,8 @@ class AddressedArray:
             array=array, address=array.data_ptr(), nbytes=array.nbytes, on_gpu=array.is_cuda
         )
 
-    def settle(self) -> None:
-        """Waits until torch's work on the GPU for this memory is done."""
+    def wait_for_torch(self) -> None:
+        """Waits until torch has finished its work on this memory."""
         if self.on_gpu:
             import torch
 
@@ -82,9 +82,9 @@ class EngineSession:
 
     `capture` records repeated work as CUDA graphs. `eager` compiles kernels for a shape before its
     first result (TensorRT-RTX), which takes seconds and makes all runs equally fast. If experts'
-    weights are inputs, `host_weights` leaves them in host memory, and `experts` is another bundle
-    whose experts replace its own. Raises what `find_plan` and `load_engine` raise. Only one thread
-    at a time may call it. The GPU's memory is freed by `close`, or with the last reference.
+    weights are inputs, `host_weights` leaves them in host memory, and `experts` is a bundle whose
+    experts replace those of the engine. Raises what `find_plan` and `load_engine` raise. Only one
+    thread at a time may call it. The GPU's memory is freed by `close`, or with the last reference.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class EngineSession:
         resources.callback(self._loaded.close)
         self._free = cuda.closing_once(self, resources.close)
         self._capture = capture and not self._loaded.records_itself
-        self._buffers: dict[str, int] = {}  # their addresses
+        self._buffers: dict[str, int] = {}  # addresses of inputs and outputs
         self._captured: cuda.Captured | None = None
         self._prepared: Key | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -150,19 +150,19 @@ class EngineSession:
     ) -> dict[str, Any]:
         """Returns outputs by name, all of them by default.
 
-        Numpy arrays return numpy arrays. Torch tensors, or anything else that supports DLPack,
-        return torch tensors on the same device. Raises `FeedError` for inputs and `UsageError` for
-        a k outside the profiles.
+        For numpy arrays, these are numpy arrays; for torch tensors, or anything else that supports
+        DLPack, they are torch tensors on the same device. Raises `FeedError` for inputs and
+        `UsageError` for a k outside the profiles.
         """
         wanted = list(outputs) if outputs is not None else self.output_names
         source = self._send(x, k)
         self._execute()
         results = {name: self._receive(name, source.array) for name in wanted}
         self._stream.synchronize()
-        return {name: _widened(y, self._loaded.dtype(name)) for name, y in results.items()}
+        return {name: _widen(y, self._loaded.dtype(name)) for name, y in results.items()}
 
     def gpu_ms(self, x: Any, k: int | None = None) -> float:
-        """Returns the GPU's time for one run, without copies to and from it."""
+        """Returns the GPU's time in ms for one run, without copies of the inputs and outputs."""
         self._send(x, k)
         self._record()
         return cuda.elapsed_ms(self._stream, self._execute)
@@ -180,9 +180,9 @@ class EngineSession:
         if isinstance(x, np.ma.MaskedArray):
             raise FeedError(
                 f"input '{name}' is a masked array",
-                hint="fill in its hidden values: x.filled(0)",
+                hint="fill in its masked values: x.filled(0)",
             )
-        source = _array(x, wanted) if isinstance(x, np.ndarray) else _tensor(x, wanted)
+        source = _to_array(x, wanted) if isinstance(x, np.ndarray) else _to_tensor(x, wanted)
         if source is None:
             dtype = str(getattr(x, "dtype", type(x).__name__)).removeprefix("torch.")
             raise FeedError(
@@ -206,19 +206,19 @@ class EngineSession:
         index = choose(self.profiles, shape, k)
         self._reset()
         self._shapes = self._loaded.use(index, shape, k, self._stream.handle)
-        self._stream.synchronize()  # setting a profile may copy on this stream
+        self._stream.synchronize()  # setting a profile may start copies on this stream
         self._prepared = key
 
     def _send(self, x: Any, k: int | None) -> AddressedArray:
-        """Prepares a run and copies the input into its buffer, once pending work on it is done."""
+        """Prepares a run and, once pending work on the input is done, copies it into its buffer."""
         source = self._typed_input(x)
         self._prepare((tuple(source.array.shape), k))
-        source.settle()
+        source.wait_for_torch()
         self._stream.copy(self._buffers[self.input_name], source.address, source.nbytes)
         return source
 
     def _receive(self, name: str, like: Any) -> Any:
-        """Starts copying an output to memory of the input's kind."""
+        """Starts to copy an output to memory like that of the input."""
         shape, dtype = self._shapes[name], self._loaded.dtype(name)
         if isinstance(like, np.ndarray):
             output = AddressedArray.of(np.empty(shape, dtype))
@@ -228,15 +228,15 @@ class EngineSession:
             output = AddressedArray.of(
                 torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
             )
-            output.settle()  # the caller's earlier work may still use its memory
+            output.wait_for_torch()  # the caller's earlier work may still use this memory
         self._stream.copy(output.address, self._buffers[name], output.nbytes)
         return output.array
 
     def _execute(self) -> None:
-        """Runs the prepared work: directly at first, then recorded, and replayed from then on.
+        """Runs the prepared work: directly the first time, and then from a recording.
 
-        TensorRT needs one run between new shapes and their recording, which is valid until the
-        context runs anything else.
+        With new shapes, TensorRT needs one run before a recording, which is valid until the context
+        runs anything else.
         """
         if not self._is_first_run:
             self._record()
@@ -247,7 +247,7 @@ class EngineSession:
             self._is_first_run = False
 
     def _record(self) -> None:
-        """Records the prepared work, if it has run once and can be recorded."""
+        """Records the prepared work if it has run once and can be recorded."""
         if self._is_first_run or self._captured is not None or not self._capture:
             return
         self._stream.synchronize()
@@ -255,8 +255,8 @@ class EngineSession:
         if self._capture:
             stream = self._stream
             try:
-                self._captured = cuda.captured(stream, lambda: self._loaded.enqueue(stream.handle))
-            except EngineError:  # then the work runs directly, which reports other faults
+                self._captured = cuda.capture(stream, lambda: self._loaded.enqueue(stream.handle))
+            except EngineError:  # without a recording, the work runs directly and reports faults
                 self._capture = False
 
     def _reset(self) -> None:
@@ -283,9 +283,9 @@ class EngineSession:
 class LoadedEngine:
     """A loaded engine with one execution context.
 
-    `graphs` lets TensorRT-RTX record the work itself (for TensorRT, the caller does it); `eager`
-    makes it compile a shape's kernels before the shape's first run, instead of using general ones
-    until they are ready. Raises what `load_engine` raises.
+    `graphs` lets TensorRT-RTX record the work itself (for TensorRT, the caller does). `eager` makes
+    it compile the kernels for a shape before the first run with this shape, instead of using
+    general ones until they are ready. Raises what `load_engine` raises.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class LoadedEngine:
         self._context = self._create_context(graphs, eager)
         if self._context is None:
             raise EngineError(
-                f"{self.path}: the GPU has no memory for its activations",
+                f"{self.path}: the GPU has too little memory for the engine's activations",
                 hint="build with a smaller MAX in --profile, or free some of the GPU's memory",
             )
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
@@ -340,18 +340,18 @@ class LoadedEngine:
         return self._engine.create_execution_context(settings)
 
     def _saved_kernels(self, settings: Any) -> Any:
-        """The kernels that TensorRT-RTX compiled here earlier, saved when the engine closes.
+        """Returns the kernels that TensorRT-RTX compiled here earlier; they are saved on closing.
 
         Without saved kernels, each start compiles them again (the page "Working with Runtime Cache"
-        of TensorRT-RTX 1.7). The runtime refuses those of another GPU, driver or version, and then
-        starts without any.
+        of TensorRT-RTX 1.7). The runtime refuses kernels of another GPU, driver or version, and
+        then starts without them.
         """
         name = engine_key({"plan": known_sha256(self.path), "gpu": str(first_gpu())})
         runtime_cache = settings.create_runtime_cache()
         saved = read_kernels(name)
         if saved:
             runtime_cache.deserialize(saved)
-        # This also saves them if the process ends without closing its engine.
+        # This also saves the kernels if the process ends without closing its engine.
         self._save_kernels = weakref.finalize(self, _save_if_changed, name, runtime_cache, saved)
         self._runtime_cache = runtime_cache  # must outlive the context
         return runtime_cache
@@ -359,19 +359,19 @@ class LoadedEngine:
     def capturable(self, stream: int) -> bool:
         """Whether the prepared work can be recorded as a CUDA graph.
 
-        Newer contexts report it (`is_stream_capturable`, TensorRT-RTX 1.2's release notes);
-        otherwise the network, as read when the engine was built, decides.
+        Newer contexts report this (`is_stream_capturable`, TensorRT-RTX 1.2's release notes); with
+        others, the network decides, which was read when the engine was built.
         """
         if hasattr(self._context, "is_stream_capturable"):
             return bool(self._context.is_stream_capturable(stream))
         return self._built_capturable
 
     def _check_k(self) -> None:
-        """Checks that k is read on the host, because it is the size of a tensor."""
+        """Raises `EngineError` unless k is read on the host, because it is the size of a tensor."""
         host = self._trt.TensorLocation.HOST
         if self.takes_k and self._engine.get_tensor_location(K_INPUT) != host:
             raise EngineError(
-                f"{self.path} reads k on the GPU, where it determines no size",
+                f"{self.path} reads k on the GPU, so k does not determine the size of a tensor",
                 hint="build an engine from a graph that `moexport export --k input` wrote",
             )
 
@@ -386,9 +386,9 @@ class LoadedEngine:
         if experts is not None:
             folder, bound = experts, experts_of(experts, self._graph, bound)
         if bound:
-            checked(folder, bound)
+            check_weights(folder, bound)
         for weight in bound:
-            self._placed.append(placed(folder, weight, host=host))
+            self._placed.append(place_weight(folder, weight, host=host))
             self.bound_addresses[weight.name] = self._placed[-1].address
             self.bind(weight.name, self._placed[-1].address)
 
@@ -397,7 +397,7 @@ class LoadedEngine:
     ) -> dict[str, tuple[int, ...]]:
         """Sets a profile, the input's shape and k; returns the outputs' shapes by name.
 
-        Earlier work on the stream must be finished. Raises `EngineError` for a shape that the
+        Earlier work on the stream must have finished. Raises `EngineError` for a shape that the
         engine refuses despite its profile, and for an output with a data-dependent size.
         """
         if index != self._profile:
@@ -417,13 +417,13 @@ class LoadedEngine:
         for name, sizes in shapes.items():
             if any(size < 0 for size in sizes):
                 raise EngineError(
-                    f"{self.path}: the size of its output '{name}' depends on values: {sizes}",
+                    f"{self.path}: the size of the output '{name}' depends on values: {sizes}",
                     hint="build an engine from a graph that `moexport export` wrote",
                 )
         return shapes
 
     def bind(self, name: str, address: int) -> None:
-        """Sets the address of a tensor: k in host memory, all others on the GPU."""
+        """Sets the address of a tensor: in host memory for k, on the GPU for all others."""
         self._request(
             lambda: self._context.set_tensor_address(name, address), f"the address of '{name}'"
         )
@@ -443,7 +443,7 @@ class LoadedEngine:
         return TYPES[dtype]
 
     def close(self) -> None:
-        """Releases the engine's parts: the context before the engine, the runtime last."""
+        """Releases the engine's parts: first the context, then the engine, and last the runtime."""
         try:
             if self._save_kernels is not None:
                 self._save_kernels()
@@ -455,26 +455,26 @@ class LoadedEngine:
             self._runtime = None
 
     def _request(self, request: Callable[[], Any], what: str) -> None:
-        """Raises `EngineError` if a request is refused, by returning False or by an exception."""
+        """Makes a request; raises `EngineError` if it returns False or raises an error."""
         with suppress(RuntimeError):
             if request():
                 return
         raise EngineError(
-            f"{self.path}: the engine refuses {what}",
+            f"{self.path}: the engine rejects {what}",
             hint="build the engine again; `moexport inspect` shows its profiles",
         )
 
     def _read_profiles(self) -> list[Profile]:
-        """The profiles of an engine without a record, from the engine itself."""
+        """Returns the profiles of an engine without a record, from the engine itself."""
         profiles = []
         for index in range(self._engine.num_optimization_profiles):
             shapes = self._engine.get_tensor_profile_shape(self.input_name, index)
             low, opt, high = (tuple(int(size) for size in shape) for shape in shapes)
             k = None
             if self.takes_k:
-                # TensorRT raises if k determines no output's size: then its range is unknown.
+                # TensorRT raises if k determines no output's size; then the range is unknown.
                 with suppress(RuntimeError):
-                    # The index comes first in every version, whatever its parameter's name.
+                    # The index is the first parameter in every version, but its name differs.
                     values = self._engine.get_tensor_profile_values(index, K_INPUT)
                     k = (
                         AxisRange(*(int(value[0]) for value in values))
@@ -486,7 +486,7 @@ class LoadedEngine:
 
 
 def _aligned_number(dtype: np.dtype[Any]) -> np.ndarray:
-    """One number in host memory whose address is a multiple of `ALIGNMENT`."""
+    """Returns an array of one number in host memory, at a multiple of `ALIGNMENT`."""
     buffer = np.zeros(2 * ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % ALIGNMENT
     return buffer[start : start + dtype.itemsize].view(dtype)
@@ -496,28 +496,28 @@ def _save_if_changed(name: str, runtime_cache: Any, saved: bytes) -> None:
     with runtime_cache.serialize() as buffer:
         content = bytes(buffer)
     if content != saved:
-        keep_kernels(name, content)
+        store_kernels(name, content)
 
 
 KINDS = {"f": "real", "i": "whole", "u": "whole", "b": "whole"}
-"""Kinds of types within which casts are allowed: real numbers, and whole numbers."""
+"""The kinds of types, real or whole numbers, within which casts are allowed."""
 
 
-def _array(x: np.ndarray, wanted: str) -> AddressedArray | None:
-    """The array converted to a type; None for numbers of another kind."""
+def _to_array(x: np.ndarray, wanted: str) -> AddressedArray | None:
+    """Converts an array to a type; returns None for numbers of another kind."""
     target = np.dtype(wanted)
     if KINDS.get(x.dtype.kind) != KINDS["f" if wanted == BF16 else target.kind]:
         return None
     return AddressedArray.of(np.require(x, target, ["C"]))
 
 
-def _widened(y: Any, dtype: str) -> Any:
-    """The output unchanged; BF16 in numpy as FP32, without loss."""
+def _widen(y: Any, dtype: str) -> Any:
+    """Converts a BF16 output in numpy to FP32, without loss; returns others unchanged."""
     return y.astype(np.float32) if dtype == BF16 and isinstance(y, np.ndarray) else y
 
 
-def _tensor(x: Any, wanted: str) -> AddressedArray | None:
-    """The tensor converted to a type, from torch or DLPack; None for anything else."""
+def _to_tensor(x: Any, wanted: str) -> AddressedArray | None:
+    """Converts a tensor, from torch or DLPack, to a type; returns None for anything else."""
     tensor = tensor_of(x)
     if tensor is None:
         return None

@@ -1,8 +1,8 @@
-"""Trust in engines: one is loaded only if its user built it here, or explicitly trusts it.
+"""Trust in engines: an engine is loaded only if the user built it here, or explicitly trusts it.
 
 A plan is code that TensorRT runs. It must be byte for byte the file that the bundle's manifest
-lists, with a signature that only this user can make. A cache folder that others can write to is
-not used.
+lists, with a signature that only this user can make. Cache folders that others can write to are not
+used.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ..bundle.manifest import MANIFEST_FILE, FileRecord, Manifest
 from .backends import BACKENDS, TENSORRT_RTX, Backend, backend_named
 from .records import EngineRecord, engines_of
 
-TRUST = "--trust-engine loads it anyway: use it only for a file of your own"
+TRUST = "--trust-engine loads it anyway; use this only for your own files"
 
 MAGIC = {b"vtrt": TENSORRT_RTX}
-"""First bytes of a plan by TensorRT-RTX 1.7.1; others are recognised by their record."""
+"""The first bytes of a plan of TensorRT-RTX 1.7.1; others are recognised by their records."""
 
 SIZE_AT, VERSION_AT, HEADER_BYTES = 16, 24, 64
-"""Offsets in such a plan's header: its size (8 bytes, little-endian) and version (4 bytes)."""
+"""Offsets of such a plan's size (8 bytes, little-endian) and version (4), and the header's size."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
     """A plan file, its record if a manifest lists it, and its SHA-256 if that must match.
 
-    `version` is the backend's, from the start of the file, if it is known. `trusted`: this user
-    built it here, or trusts it.
+    `version` is the version of the backend, from the start of the file, if known. `trusted` tells
+    whether this user built the plan here, or trusts it.
     """
 
     path: Path
@@ -47,7 +47,7 @@ class PlanFile:
 
 
 def _header(path: Path) -> tuple[Backend, str, int] | None:
-    """The backend, version and size in a plan's header; None if the header is unknown."""
+    """Returns the backend, version and size in a plan's header; None if the header is unknown."""
     with path.open("rb") as file:
         start = file.read(HEADER_BYTES)
     backend = MAGIC.get(start[:4])
@@ -61,33 +61,33 @@ def _header(path: Path) -> tuple[Backend, str, int] | None:
 def find_plan(path: Path, *, trust: bool = False) -> PlanFile:
     """Returns a plan that may be loaded.
 
-    Raises `EngineError` for one that is missing, truncated, different from the file in the manifest
-    next to it, or in no manifest at all; the last two are accepted with `trust`.
+    Raises `EngineError` for a plan that is missing or truncated and, without `trust`, for one that
+    the manifest next to it does not list, or lists with other content.
     """
     if not path.is_file():
         raise EngineError(
             f"{path}: there is no such engine", hint="`moexport build BUNDLE` builds one"
         )
-    record, known = _listed(path)
+    record, listed = _listed(path)
     header_backend, version, expected_bytes = _header(path) or (None, None, None)
     size = path.stat().st_size
     if expected_bytes is None:
-        expected_bytes = size if known is None else known.bytes
+        expected_bytes = size if listed is None else listed.bytes
     if size < expected_bytes:
         raise EngineError(
             f"{path} is truncated: {size} of {expected_bytes} bytes",
-            hint="copy it again from an intact copy, or build it again with `moexport build`",
+            hint="copy it again from an intact file, or build it again with `moexport build`",
         )
     if record is None and not trust:
         raise EngineError(f"{path}: no manifest next to it lists this engine", hint=TRUST)
-    if known is not None and not trust and known_sha256(path) != known.sha256:
+    if listed is not None and not trust and known_sha256(path) != listed.sha256:
         raise EngineError(
             f"{path} is not the engine in {MANIFEST_FILE} (SHA-256 differs): it is "
             "damaged or was replaced",
             hint=f"build it again with `moexport build`; {TRUST}",
         )
-    own = record is not None and known is not None and is_own(record.signature, known.sha256)
-    expected_sha256 = known.sha256 if known is not None and not trust else None
+    own = record is not None and listed is not None and is_own(record.signature, listed.sha256)
+    expected_sha256 = listed.sha256 if listed is not None and not trust else None
     return PlanFile(
         path=path,
         record=record,
@@ -129,11 +129,11 @@ def _listed(path: Path) -> tuple[EngineRecord | None, FileRecord | None]:
 
 
 def trusted_content(plan: PlanFile) -> bytes:
-    """Returns the bytes of an engine that may run; exactly these bytes were hashed."""
+    """Returns the content of an engine that may run; exactly these bytes have the listed hash."""
     if not plan.trusted:
         raise UntrustedEngineError(
             f"{plan.path} was not built by you on this machine, and an engine is code",
-            hint=f"build it here: `moexport build {plan.path.parent}`; or, if you know who made "
+            hint=f"build it here: `moexport build {plan.path.parent}`; or, if you trust who made "
             "the bundle, load it with --trust-engine",
         )
     content = plan.path.read_bytes()
@@ -143,11 +143,11 @@ def trusted_content(plan: PlanFile) -> bytes:
 
 
 def check_private(folder: Path) -> None:
-    """Raises `EngineError` for a folder in which others may put engines, which are code."""
+    """Raises `EngineError` for a folder where others can put engines, which are code."""
     why = why_not_private(folder)
     if why is not None:
         raise EngineError(
-            f"engine cache {folder}: {why}, and an engine is code",
+            f"engine cache {folder}: {why}, but an engine is code",
             hint=f"chmod go-w {folder}, or name another folder with --engine-cache",
         )
 
@@ -155,8 +155,8 @@ def check_private(folder: Path) -> None:
 def own_signature(text: str) -> str:
     """Returns a keyed hash that only this user can make; empty if no key can be kept.
 
-    It identifies files that this user's runs of moexport wrote on this machine. The key is in the
-    user's cache folder, readable by nobody else.
+    The hash identifies files that moexport has written for this user on this machine. The key is in
+    the user's cache folder, and nobody else can read it.
     """
     key = _own_key()
     return "" if key is None else hmac.new(key, text.encode(), "sha256").hexdigest()
@@ -186,6 +186,6 @@ def _own_key() -> bytes | None:
                     partial.write_bytes(os.urandom(KEY_BYTES))
             key = path.read_bytes()
             private = sys.platform == "win32" or not path.stat().st_mode & 0o077
-    except (OSError, OutputError):  # without a key nothing counts as this user's own
+    except (OSError, OutputError):  # without a key, nothing counts as this user's own
         return None
     return key if private and len(key) == KEY_BYTES else None

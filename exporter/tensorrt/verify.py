@@ -41,8 +41,8 @@ def checks(
 ) -> Iterator[Check]:
     """Yields the parity of a bundle's engines, or why they were not run.
 
-    `bounds` returns the bounds of an engine with or without TF32. Engines that were built elsewhere
-    only run with `trust`.
+    `bounds` returns the bounds for an engine with or without TF32. Engines that were built
+    elsewhere run only with `trust`.
     """
     for record in engines_of(manifest):
         tolerance = bounds(bool(record.options.get("tf32")))
@@ -53,8 +53,8 @@ def checks(
         except (FeedError, UsageError) as error:
             why_not = error.message
         if why_not is not None:
-            built = f"the file that {backend_named(record.flavour).title} {record.version} built"
-            yield Check(f"engine {record.file}", True, f"{built}; not run: {why_not}")
+            builder = f"{backend_named(record.flavour).title} {record.version}"
+            yield Check(f"engine {record.file}", True, f"built by {builder}; not run: {why_not}")
             continue
         if expected is None:
             continue
@@ -69,9 +69,9 @@ def checks(
             yield Check(name, False, error.message)
         else:
             total = f" of {len(expected.x)}" if parity.samples < len(expected.x) else ""
-            where = f"in {parity.samples}{total} inputs; built without --expose-routing"
+            suffix = f"in {parity.samples}{total} inputs; built without --expose-routing"
             detail = differences(parity.max_abs, parity.max_rel, parity.cosine)
-            yield Check(name, parity.passed, describe(parity) if exposed else f"{detail} {where}")
+            yield Check(name, parity.passed, describe(parity) if exposed else f"{detail} {suffix}")
 
 
 def engine_parity(
@@ -81,7 +81,7 @@ def engine_parity(
     expected: Reference,
     tolerance: Tolerance | None = None,
 ) -> Parity:
-    """Runs an engine on the reference's inputs and returns how far it is off.
+    """Runs an engine on the reference's inputs, and returns how far its outputs are off.
 
     The layers' choices are compared if the engine was built with `--expose-routing`; otherwise,
     inputs with a tie are left out. Raises `FeedError` or `UsageError` if the profiles do not
@@ -101,14 +101,14 @@ def engine_parity(
     for k, reference in {expected.main_k: expected, **expected.at_other_k}.items():
         try:
             parities[k] = compared(reference)
-        except (FeedError, UsageError):  # its profiles do not contain this k, or all choices tie
+        except (FeedError, UsageError):  # no profile contains this k, or all inputs have ties
             if reference is expected:
                 raise
     return furthest_off(parities)
 
 
 def _exposed(session: EngineSession, manifest: Manifest, record: EngineRecord) -> dict[str, str]:
-    """The engine's outputs that are choices of its layers, by choice."""
+    """Returns the engine's outputs that are choices of its layers, by the name of the choice."""
     graph = next((entry for entry in manifest.graphs if entry.file == record.graph), None)
     named = {} if graph is None else graph.selected
     return {choice: value for choice, value in named.items() if value in session.output_names}
@@ -117,8 +117,8 @@ def _exposed(session: EngineSession, manifest: Manifest, record: EngineRecord) -
 def _run_arguments(
     manifest: Manifest, record: EngineRecord, expected: Reference, tie: float
 ) -> tuple[Reference, int, int | None]:
-    """The arguments of an engine's run: the reference without ties, the batch size and k."""
-    clear = settled(expected, tie)
+    """Returns the arguments of an engine's run: the reference without ties, batch size and k."""
+    clear = without_ties(expected, tie)
     count, *rest = clear.x.shape
     batch = min(record.ranges[0].max[0], count)
     k = clear.main_k if manifest.k == "input" else None
@@ -127,18 +127,18 @@ def _run_arguments(
     return clear, batch, k
 
 
-def settled(expected: Reference, tie: float) -> Reference:
-    """Returns the reference without the samples in which some choice is a tie.
+def without_ties(expected: Reference, tie: float) -> Reference:
+    """Returns the reference without the samples in which any choice is a tie.
 
-    Runtimes that do not report choices need this: in a tie, either choice would be correct.
-    Raises `FeedError` if no sample is left.
+    Runtimes that do not report choices need this, because either choice in a tie is correct. Raises
+    `FeedError` if no sample is left.
     """
     clear = np.ones(len(expected.x), dtype=bool)
     for margin in expected.margin.values():
         clear &= (margin.reshape(len(clear), -1) > tie).all(axis=1)
     if not clear.any():
         raise FeedError(
-            "in every reference input, rounding may change the choice of some experts",
-            hint="export again with other or more --data",
+            "for every reference input, rounding may change the choice of some experts",
+            hint="export again with different or more --data",
         )
     return expected.rows(clear)

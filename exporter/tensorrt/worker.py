@@ -1,13 +1,13 @@
-"""The process that compiles an engine, through Polygraphy's loaders, which support both TensorRTs.
+"""The process that compiles an engine via Polygraphy's loaders, which support both TensorRTs.
 
-It reads a request from stdin and writes events to stdout: a crash of TensorRT, or a lack of memory,
-ends only this process. The network is always strongly typed: its precision is that of the graph.
+It reads a request from stdin and writes events to stdout. If TensorRT crashes or memory runs out,
+only this process ends. The network is always strongly typed: its precision is that of the graph.
 TF32 is off unless requested. Options are read back from the builder's configuration, because some
 versions silently drop an option or lower its value.
 
 An engine without weights is built with `REFIT_IDENTICAL`, never `REFIT`: NVIDIA's page on refitting
 (TensorRT 11.3.0, "Refitting an Engine") states that `REFIT` may drop the bias of a matrix product,
-while `REFIT_IDENTICAL` does not; `STRIP_PLAN` implies the latter (`BuilderFlag`, 1.7.1).
+but `REFIT_IDENTICAL` does not; `STRIP_PLAN` implies the latter (`BuilderFlag`, 1.7.1).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _build(
     parent = os.getppid()
 
     def on_step(per_mille: int) -> bool:
-        """Reports the progress; returns False on an interrupt, or if the parent is gone."""
+        """Reports the progress; returns False after an interrupt, or if the parent has ended."""
         send("step", done=per_mille)
         return not stop.is_set() and os.getppid() == parent
 
@@ -85,7 +85,7 @@ def _build(
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix product or convolution of a network, and the type that it computes in."""
+    """A matrix product or convolution of a network, and the type in which it is computed."""
 
     name: str
     kind: str
@@ -96,7 +96,7 @@ class Product:
 class Compiled:
     """The facts of a build: the builder's settings, the network's products, time and memory.
 
-    `inspector` is TensorRT's own report on the engine; None if no GPU of this machine can load it.
+    `inspector` is TensorRT's own report on the engine, or None if no GPU here can load the engine.
     """
 
     version: str
@@ -119,7 +119,7 @@ class DishonouredError(RuntimeError):
 def compile_engine(
     loaders: ModuleType, request: Mapping[str, Any], on_step: Callable[[int], bool]
 ) -> tuple[Any, Compiled]:
-    """Returns an engine's bytes, as TensorRT's own buffer, and the facts of its build.
+    """Returns an engine's bytes, in TensorRT's own buffer, and the facts of its build.
 
     `on_step` receives the progress in per mille, and returns whether to continue. Raises
     Polygraphy's errors, and `DishonouredError`.
@@ -152,7 +152,7 @@ def compile_engine(
 
 
 def _network(loaders: ModuleType, trt: Any, request: Mapping[str, Any]) -> Any:
-    """The parsed graph; a rewritten one reads the weights file next to the original graph."""
+    """Returns the parsed graph; a rewritten one uses the weights file of the original graph."""
     if not request["model"]:
         return loaders.network_from_onnx_path(request["graph"], strongly_typed=True)
     builder, network = loaders.create_network(strongly_typed=True)
@@ -166,7 +166,7 @@ def _network(loaders: ModuleType, trt: Any, request: Mapping[str, Any]) -> Any:
 def config_arguments(trt: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of Polygraphy's `CreateConfig` for the given options."""
     arguments: dict[str, Any] = {}
-    # The engine inspector shows types and ONNX nodes only at this level.
+    # Only at this level does the engine inspector show types and ONNX nodes.
     arguments["profiling_verbosity"] = trt.ProfilingVerbosity.DETAILED
     if "workspace" in options:
         arguments["memory_pool_limits"] = {trt.MemoryPoolType.WORKSPACE: options["workspace"]}
@@ -187,14 +187,14 @@ def _profiles(loaders: ModuleType, records: list[dict[str, Any]]) -> list[Any]:
     profiles = []
     for record in records:
         profile = loaders.Profile()
-        for name, sizes in record.items():  # k is the value of a shape tensor with one element
+        for name, sizes in record.items():  # k is a shape tensor with one element
             profile.add(name, *(tuple(n) if isinstance(n, list) else (n,) for n in sizes))
         profiles.append(profile)
     return profiles
 
 
 def _monitor(trt: Any, on_step: Callable[[int], bool]) -> Any:
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # the package carries no types
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # the package has no types
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
             self.fraction = Fraction()
@@ -224,7 +224,7 @@ FLAGS = {
 def _finish_config(
     trt: Any, request: Mapping[str, Any], config: Any, read_back: dict[str, Any]
 ) -> None:
-    """Sets the target GPUs and the flags, then reads all settings back and compares them."""
+    """Sets the target GPUs and the flags, and then reads back and compares all settings."""
     options = request["options"]
     wanted = ["CURRENT" if c == "current" else f"SM{c.replace('.', '')}" for c in request["cards"]]
     if wanted:
@@ -272,7 +272,7 @@ def check_timing_cache(builder: Any, file: Path) -> None:
     timing_cache = config.create_timing_cache(content)
     accepted = timing_cache is not None and config.set_timing_cache(timing_cache, False)
     if not accepted or (content not in (b"", empty) and _serialized(timing_cache) == empty):
-        raise DishonouredError(f"timing_cache: {file} is damaged, or of another GPU or TensorRT")
+        raise DishonouredError(f"timing_cache: {file} is damaged, or for another GPU or TensorRT")
 
 
 def _serialized(timing_cache: Any) -> bytes:
@@ -289,7 +289,7 @@ COMPUTING = ("MATRIX_MULTIPLY", "CONVOLUTION", "DECONVOLUTION", "EINSUM", "ATTEN
 
 
 MOVING = ("SHUFFLE", "GATHER", "SLICE", "CONDITIONAL_INPUT", "IDENTITY")
-"""Layers that do not change the values that they pass on."""
+"""Layers that move values without changing them."""
 
 
 PRECISIONS = {
@@ -305,13 +305,13 @@ PRECISIONS = {
 
 
 def network_products(network: Any) -> list[Product]:
-    """Returns the network's products and convolutions, each with the type that it computes in.
+    """Returns the network's products and convolutions, each with the type in which it is computed.
 
     The network is strongly typed, so these are the engine's types: a builder may fuse layers, but
-    not change their types. A product of dequantised values counts as one of their stored type;
-    with a Gather in between, only the inspector on a GPU shows if its kernel multiplies integers.
+    not change their types. A product of dequantised values has their stored type as its type; with
+    a Gather in between, only the inspector on a GPU shows whether its kernel multiplies integers.
     """
-    stored = {}  # the type that a tensor was dequantised from
+    stored = {}  # the type from which each tensor was dequantised
     for layer in network:
         if layer.type.name == "DEQUANTIZE":
             name = layer.get_input(0).dtype.name
@@ -326,8 +326,8 @@ def network_products(network: Any) -> list[Product]:
             continue
         inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
         inputs = [tensor for tensor in inputs if tensor is not None]
-        types = {PRECISIONS.get(each.dtype.name, each.dtype.name.lower()) for each in inputs[:2]}
-        sources = {stored.get(each.name) for each in inputs[:2]}
+        types = {PRECISIONS.get(t.dtype.name, t.dtype.name.lower()) for t in inputs[:2]}
+        sources = {stored.get(t.name) for t in inputs[:2]}
         # 4-bit weights are multiplied by floats; with 8 bits, both factors have the same type.
         source = "int4" if "int4" in sources else sources.pop() if len(sources) == 1 else None
         precision = source or "+".join(sorted(types))
@@ -338,9 +338,9 @@ def network_products(network: Any) -> list[Product]:
 def inspect_plan(trt: Any, plan: Any, logger: Any) -> dict[str, Any] | None:
     """Returns the inspector's report on an engine; None if the engine is for other GPUs.
 
-    The result is empty if the report is not JSON: the network's types already prove the precision.
+    The result is empty if the report is not JSON, as the network's types also prove the precision.
     """
-    runtime = trt.Runtime(logger)  # the builder's, which collects the messages
+    runtime = trt.Runtime(logger)  # the builder's logger, which collects the messages
     if hasattr(runtime, "get_engine_validity"):
         validity, _ = runtime.get_engine_validity(plan)
         if validity == trt.EngineValidity.INVALID:
@@ -350,10 +350,10 @@ def inspect_plan(trt: Any, plan: Any, logger: Any) -> dict[str, Any] | None:
     if engine is None:
         raise RuntimeError("the engine that was just built cannot be loaded")
     text = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
-    return inspected(text)
+    return parse_report(text)
 
 
-def inspected(text: str) -> dict[str, Any]:
+def parse_report(text: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except ValueError:
@@ -362,18 +362,18 @@ def inspected(text: str) -> dict[str, Any]:
 
 
 class Fraction:
-    """The finished part of a tree of phases, in per mille of the whole; never decreases."""
+    """The finished part of a tree of phases, in per mille; it never decreases."""
 
     def __init__(self) -> None:
         self._phases: dict[str, list[Any]] = {}  # name: parent, steps, steps done
         self._highest = 0
 
     def start(self, name: str, parent: str | None, steps: int) -> None:
-        """Begins a phase of `steps` steps within a step of its parent."""
+        """Begins a phase of `steps` steps, within the current step of its parent."""
         self._phases[name] = [parent, max(1, steps), 0]
 
     def step(self, name: str, step: int) -> int:
-        """Finishes a step of a phase; returns the whole's per mille."""
+        """Finishes a step of a phase; returns the finished part of the tree."""
         if name in self._phases:
             self._phases[name][2] = step + 1
         self._highest = max(self._highest, int(PER_MILLE * min(1.0, self._done(name))))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...common.registry import OnUse, Registry, left_out
+from ...common.registry import LazyRecords, Registry, left_out
 from ...common.text import near_miss
 from ...errors import LoweringError, PluginError
 from ..kinds import KindRecord
@@ -39,8 +39,8 @@ KINDS = Registry(
     "moexport.kinds",
     KindRecord,
     (
-        KindRecord("soft-moe", OnUse(__name__, _SOFT_MOE)),
-        KindRecord("mumoe", OnUse(__name__, _MUMOE)),
+        KindRecord("soft-moe", LazyRecords(__name__, _SOFT_MOE)),
+        KindRecord("mumoe", LazyRecords(__name__, _MUMOE)),
     ),
 )
 """Lowerings of different kinds that work in the same way share a name."""

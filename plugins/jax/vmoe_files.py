@@ -26,7 +26,7 @@ import torch
 from msgspec import Meta, Raw
 from torch import Tensor
 
-from ...common.documents import MOST_LEVELS
+from ...common.documents import MAX_LEVELS
 from ...common.files import Reading, Watched
 from ...errors import CheckpointError
 from ...exporter.checkpoints.floats import uninitialised
@@ -222,8 +222,8 @@ def _leaves(
     file: Path, node: Raw, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Raw]]:
     """Yields the arrays of a tree, with keys sorted as strings; skips nil and empty maps."""
-    if len(path) > MOST_LEVELS:
-        raise CheckpointError(f"{file}: maps are nested more than {MOST_LEVELS} levels deep")
+    if len(path) > MAX_LEVELS:
+        raise CheckpointError(f"{file}: maps are nested more than {MAX_LEVELS} levels deep")
     kind = bytes(memoryview(node)[:1])
     if kind == b"\xc0":
         return

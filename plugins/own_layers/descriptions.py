@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, UsageError
-from ...exporter.families.mumoe import CORE, FACTORS, WHOLE, read_tensor, tensor_names
+from ...exporter.families.mumoe import CORE, FACTORS, FULL, read_tensor, tensor_names
 from ...graphs.layers.expert import Activation
 from ...graphs.layers.mumoe import NORM_EPS, GateActivation, MuMoE, MuMoESpec, MuMoEWeights
 from ...graphs.layers.soft_moe import (
@@ -495,8 +495,8 @@ class MuMoEDescription:
                 hint="gates=[layer.gate], or forward=lambda mumoe, x: mumoe(x, coefficients)",
             )
         named = _named("weights", self.weights)
-        if WHOLE in named:
-            *levels, d, _ = named[WHOLE].shape
+        if FULL in named:
+            *levels, d, _ = named[FULL].shape
             return d, tuple(levels)
         factors = [factor for key, factor in named.items() if key != CORE]
         axis = 1 if all(factor.ndim == 3 for factor in factors) else 0
@@ -698,7 +698,7 @@ def _batch_norm(what: str, norm: object, n: int) -> tuple[Tensor, Tensor]:
 def _named(what: str, form: TensorForm) -> dict[str, Tensor]:
     """A weight tensor's parts by their published names."""
     if isinstance(form, Tensor):
-        return {WHOLE: tensor(what, form, None, "[n, …, d, o]")}
+        return {FULL: tensor(what, form, None, "[n, …, d, o]")}
     parts = several(form)
     named: dict[str, Any] = {}
     if len(parts) == 2 and not isinstance(parts[1], Tensor):

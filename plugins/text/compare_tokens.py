@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.documents import object_in
-from ...common.environment import of_python
+from ...common.environment import python_environment
 from .files import GENAI_FILE, TOKENIZER_FILE, TOKENIZER_FILES, write_object
 
 TEXTS = (
@@ -50,7 +50,7 @@ def different_tokens(folder: Path) -> str | None:
             [sys.executable, "-m", __name__, str(folder.absolute())],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=of_python(),
+            env=python_environment(),
             start_new_session=True,
             timeout=LIMIT_S,
             check=True,

@@ -15,7 +15,7 @@ from threading import Lock, Timer
 from typing import Any
 
 from ...common.documents import from_data
-from ...common.environment import of_python
+from ...common.environment import python_environment
 from ...common.libraries import library
 from ...errors import BundleError, EngineError, UsageError, install
 from .server.protocol import CompletionRequest, NoSuchModelError
@@ -89,7 +89,7 @@ class Prompts:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=of_python(TOKENIZERS_PARALLELISM="false"),
+            env=python_environment(TOKENIZERS_PARALLELISM="false"),
             start_new_session=True,  # so that Ctrl-C reaches only this process
         )
         self._end = weakref.finalize(self, _end, self._process)

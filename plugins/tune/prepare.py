@@ -23,7 +23,7 @@ from ...common.console import Progress
 from ...common.environment import environment
 from ...common.files import STEP_BYTES
 from ...common.threads import Threads, with_threads
-from ...common.timing import LOOK_S, WAIT_S
+from ...common.timing import SAMPLE_S, WAIT_S
 from ...common.writing import exclusive_folder, make_folder, scratch_folder
 from ...data.batches import Array
 from ...errors import UsageError
@@ -157,7 +157,7 @@ class SearchJob:
         calls = careful.warmup + careful.rounds * (1 + careful.inputs)
         timed_s = max(careful.rounds * (careful.round_s + base_s), calls * base_s)
         untouched_s = timed_s + careful.rounds * WAIT_S
-        timed_s += careful.rounds * (WAIT_S if spin_for(base.ms) is None else LOOK_S)
+        timed_s += careful.rounds * (WAIT_S if spin_for(base.ms) is None else SAMPLE_S)
         once_s = untouched_s + confirming * one_s + open_s + VERIFIED * (2 * one_s + run_s)
         if routed_layers(self.model):
             # one trace with k = 1 to find the places of k, and one with the chosen k

@@ -105,7 +105,7 @@ def test_a_killed_sweep_goes_on_where_it_stopped(
     batches = [each["batch"] for each in again.protocol.get("waited", [])]
     assert batches == ([1, 3] if pieces > 6 else [])
     # PyTorch, the graph and three probes of the machine.
-    assert "digits, batch 1: timing: 0 rounds, 5 in turn" in steps.lines
+    assert "digits, batch 1: timing: 0 rounds of 5 cases" in steps.lines
     assert all(row.limit_ms is not None for row in again.rows)
     # Five rounds of two inputs and one more, and one call of warm-up, in batches of three.
     assert graph.inputs == 3 * (5 * 3 + 1)

@@ -287,8 +287,8 @@ def bomb(path: Path, kind: int, copies: int) -> None:
     ("kind", "copies", "said"),
     [
         pytest.param(zipfile.ZIP_DEFLATED, 100, "would unpack to", id="overlapping"),
-        pytest.param(zipfile.ZIP_BZIP2, 1, "NumPy cannot compress like", id="bzip2"),
-        pytest.param(zipfile.ZIP_LZMA, 1, "NumPy cannot compress like", id="lzma"),
+        pytest.param(zipfile.ZIP_BZIP2, 1, "unsupported compression of", id="bzip2"),
+        pytest.param(zipfile.ZIP_LZMA, 1, "unsupported compression of", id="lzma"),
     ],
 )
 def test_an_archive_that_unpacks_to_far_more_than_its_size_is_refused_unread(
@@ -309,8 +309,8 @@ def test_archives_that_were_joined_are_refused(tmp_path: Path) -> None:
     path = npz_of(tmp_path, input=X)
     whole = path.read_bytes()
     for data, said in (
-        (whole + whole, "begins after the start"),
-        (b"text" + whole, "begins after the start"),
+        (whole + whole, "does not begin at the start"),
+        (b"text" + whole, "does not begin at the start"),
         (whole + b"text", "ends before the file does"),
     ):
         path.write_bytes(data)

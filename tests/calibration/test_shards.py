@@ -275,7 +275,7 @@ def test_a_footer_that_tells_of_other_rows_than_its_groups_is_refused(tmp_path: 
     rows = b"\x16" + bytes([140, 1])  # a field of 64 bits, and 70 in zigzag
     at = data.index(rows, start)  # the file's own count comes before those of its groups
     path.write_bytes(data[:at] + b"\x16" + bytes([142, 1]) + data[at + 3 :])
-    refused(path, "its footer declares 71 rows, but its row groups 70")
+    refused(path, "its footer declares 71 rows, but row groups have 70")
 
 
 # --- archives that are damaged, or ill meant -----------------------------------------------------
@@ -358,13 +358,13 @@ def pax(records: bytes) -> bytes:
         (header("a.npy", b"0", b"\x80" + b"\xff" * 11), "truncated"),
         (header("a.npy", b"L", b"\x80" + b"\xff" * 11), "damaged header of"),
         (header("a.npy", b"L", b"0") * 5000, "recursion"),
-        (pax(b"1" * 200_000), "do not follow each other"),
-        (pax(b"1 " * 100_000), "do not follow each other"),
-        (pax(b"2 " * 100_000 + b"="), "do not follow each other"),
+        (pax(b"1" * 200_000), "have inconsistent lengths"),
+        (pax(b"1 " * 100_000), "have inconsistent lengths"),
+        (pax(b"2 " * 100_000 + b"="), "have inconsistent lengths"),
         (pax(b"200010 a=" + b"1" * 200_000 + b"\n"), "a number in its records is too long"),
         (pax(b"11 size=-5\n") + header("a.npy", b"0", b"0"), "has -5 bytes"),
         (pax(b"29 size=99999999999999999999\n") + header("a.npy", b"0", b"0"), "truncated"),
-        (pax(b"0 a=b\n"), "do not follow each other"),
+        (pax(b"0 a=b\n"), "have inconsistent lengths"),
         (pax(b"19 GNU.sparse.a=1.\n") + header("a.npy", b"0", b"0"), "sparse"),
         (header("a.npy", b"S", b"0"), "unsupported type"),
         (header("a.npy", b"Z", b"0"), "unsupported type"),

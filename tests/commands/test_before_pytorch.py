@@ -184,14 +184,14 @@ REFUSED = {
     },
     "inspect": {
         "--family mumo": "unknown family 'mumo'",
-        "--tokens 0": "--tokens 0: at least 1",
+        "--tokens 0": "--tokens 0: must be at least 1",
         "--config list.json": "list.json contains a list",
     },
     "calibrate": {
         "--k 1.0": "--k 1.0: one expert, or all of them?",
         "--k input": "--k input: ranges depend on the number of kept experts",
-        "--samples 0": "--samples 0: at least 1",
-        "--batch 0": "--batch 0: at least 1",
+        "--samples 0": "--samples 0: must be at least 1",
+        "--batch 0": "--batch 0: must be at least 1",
         "--method mse --percentile 99": "--percentile 99: the method mse has",
         "--percentile 3": "--percentile 3: a share above 50",
     },
@@ -238,7 +238,7 @@ REFUSED = {
     "specialise": {
         "--k 1.0": "--k 1.0: one expert, or all of them?",
         "--k input": "--k input: experts are counted at one k",
-        "--examples 0": "--examples 0: at least 1",
+        "--examples 0": "--examples 0: must be at least 1",
         "--rewrite-class 1": "--rewrite-class: a rewriting needs",
     },
 }

@@ -111,8 +111,8 @@ def test_force_replaces_it(table: Path, feed: Path, tmp_path: Path) -> None:
     [
         (("--method", "minmax", "--percentile", "99"), "the method minmax has no percentile"),
         (("--percentile", "0.99"), "a share above 50 and up to 100"),
-        (("--samples", "0"), "--samples 0: at least 1"),
-        (("--batch", "0"), "--batch 0: at least 1"),
+        (("--samples", "0"), "--samples 0: must be at least 1"),
+        (("--batch", "0"), "--batch 0: must be at least 1"),
         (("--k", "99"), "has 4 experts"),
         (("--k", "input"), "--k input: ranges depend on the number of kept experts"),
     ],

@@ -104,7 +104,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 80) -> None:
 def searching(console: Console) -> None:
     """Says what a search says."""
     for number in range(20):
-        console.step("measuring layer: 5 rounds, 4 in turn", total=20)
+        console.step("measuring layer: 5 rounds of 4 cases", total=20)
         console.advance(20)
         console.step(f"searching: {number} graphs, best so far 0.03 ms")
 
@@ -122,8 +122,8 @@ def test_many_steps_are_one_line_that_goes_when_they_end(
 def test_elsewhere_many_steps_are_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     with Console() as console:
         for number in range(20):
-            console.step(f"measuring layer: 5 rounds, {number} in turn", total=20)
-    assert capsys.readouterr().err == "moexport: measuring layer: 5 rounds, 0 in turn\n"
+            console.step(f"measuring layer: 5 rounds of {number} cases", total=20)
+    assert capsys.readouterr().err == "moexport: measuring layer: 5 rounds of 0 cases\n"
 
 
 def test_results_stand_where_they_were_said_where_both_streams_are_one(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_search_says_one_line_now_and_then_where_there_is_no_terminal(
 
 PLAN = "3 rows; about 8 s\n  vit, n=8, batch 1: pytorch-eager k=8; onnxruntime dense,gather k=8,2"
 SENTENCE = "Other work on the machine disturbed these times: threads waited. Measure again."
-NAME = "vit of a long name, [batch] 1, [/runs/a]: timing: 5 rounds, 14 in turn"
+NAME = "vit of a long name, [batch] 1, [/runs/a]: timing: 5 rounds of 14 cases"
 
 
 @pytest.mark.parametrize("columns", [40, 80])

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from moexport.common.documents import MOST_BYTES
+from moexport.common.documents import MAX_BYTES
 from moexport.errors import UsageError
 from moexport.exporter.checkpoints.settings import parse_value, read_config
 from moexport.plugins.tune.recipe import read_recipe
@@ -86,12 +86,12 @@ def test_a_configuration_is_read_as_ml_collections_prints_it(tmp_path: Path) -> 
     assert read_config(tmp_path / "c.yaml") == expected
 
 
-@pytest.mark.parametrize("kind", sorted(MOST_BYTES))
+@pytest.mark.parametrize("kind", sorted(MAX_BYTES))
 def test_a_file_above_its_limit_is_refused_unread(kind: str, tmp_path: Path) -> None:
     file = tmp_path / f"c.{kind}"
     with file.open("wb") as opened:
         opened.truncate(1 << 40)  # a hole: a terabyte that takes no room
-    with pytest.raises(UsageError, match=f"more than {MOST_BYTES[kind]} bytes"):
+    with pytest.raises(UsageError, match=f"more than {MAX_BYTES[kind]} bytes"):
         read_config(file)
 
 

@@ -8,12 +8,12 @@ from importlib import metadata
 from typing import Any
 
 import pytest
-from moexport.common.libraries import CACHES, RUN, graph_of, older, outside_of_what_was_run
+from moexport.common.libraries import CACHES, TESTED, graph_of, older, untested_versions
 from moexport.docs.sources import ROOT
 from moexport.plugins.token_routed.trace import _of_cache
 from moexport.tests.command import run
 
-NEWER = "torch 2.99 is newer than the tested ones: 2.15"
+NEWER = "torch 2.99 is newer than those tested: 2.9 to 2.15"
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
@@ -35,8 +35,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
     ("version", "said"),
     [
         ("2.99.0+cu130", [NEWER]),
-        ("2.8.1", ["torch 2.8 is older than the tested ones: 2.9"]),
-        ("3.0.0a0", ["torch 3.0 is newer than the tested ones: 2.15"]),
+        ("2.8.1", ["torch 2.8 is older than those tested: 2.9 to 2.15"]),
+        ("3.0.0a0", ["torch 3.0 is newer than those tested: 2.9 to 2.15"]),
         ("2.9.1", []),
         ("2.15.7", []),
         (None, []),
@@ -45,8 +45,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
 def test_a_version_that_was_not_run_is_said_in_a_line(
     version: str | None, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed(monkeypatch, **(dict.fromkeys(RUN) | {"torch": version}))
-    assert outside_of_what_was_run() == said
+    installed(monkeypatch, **(dict.fromkeys(TESTED) | {"torch": version}))
+    assert untested_versions() == said
 
 
 def test_doctor_and_every_other_command_say_it_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_a_package_that_is_not_installed_is_not_older(monkeypatch: pytest.Monkey
 def test_the_ends_are_those_of_the_rows_that_were_run() -> None:
     rows = json.loads((ROOT / "perf" / "results" / "compat.json").read_text(encoding="utf-8"))
     run_with = [row["versions"] for row in rows if row["why"] is None]
-    for name, ends in RUN.items():
+    for name, ends in TESTED.items():
         texts = [versions[name] for versions in run_with if name in versions]
         found = sorted(tuple(map(int, re.findall(r"\d+", text)[:2])) for text in texts)
         assert (found[0], found[-1]) == ends, name

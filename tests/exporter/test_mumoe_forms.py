@@ -143,7 +143,7 @@ BROKEN: list[tuple[Form, dict[str, torch.Tensor | None], str]] = [
         "a size or a rank of zero",
     ),
     ("tucker", {"bn.1.running_var": None}, "missing key: bn.1.running_var"),
-    ("tucker", {"MuMoE2.weight": torch.ones(8, 4, 13, 10)}, "are of different forms"),
+    ("tucker", {"MuMoE2.weight": torch.ones(8, 4, 13, 10)}, "have different forms"),
 ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from moexport.common.documents import MOST_BYTES
+from moexport.common.documents import MAX_BYTES
 from moexport.exporter.checkpoints.weight_files import INDEX_BYTES
 from moexport.plugins.jax.vmoe_files import INDEX_BYTES as VMOE_BYTES
 from moexport.plugins.token_routed.tests.architectures import ARCHITECTURES, save
@@ -16,7 +16,7 @@ from moexport.tests.recorded import DATA
 
 LAYER = DATA / "soft_moe_fkodom" / "weights.pt"
 MODEL = (LAYER, "--set", "version=0.2.0")
-JSON, YAML, TOML = (MOST_BYTES[kind] for kind in ("json", "yaml", "toml"))
+JSON, YAML, TOML = (MAX_BYTES[kind] for kind in ("json", "yaml", "toml"))
 
 Arguments = Sequence[str | Path]
 

@@ -242,7 +242,7 @@ def test_texts_beside_features_are_shown_without_labels(
 @pytest.mark.parametrize(
     ("arrays", "options", "error", "hint"),
     [
-        ({}, ["--examples", "0"], "--examples 0: at least 1", "leave --examples out"),
+        ({}, ["--examples", "0"], "--examples 0: must be at least 1", "leave --examples out"),
         ({}, [], "accuracy by class needs labels", "--examples 9"),
         (
             {"image": np.zeros((3, 28, 28))},

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ....common.registry import OnUse
+from ....common.registry import LazyRecords
 from ....graphs.kinds import KindRecord
 
 API = 1
 
 EXPERTS = KindRecord(
     "experts",
-    OnUse(
+    LazyRecords(
         __package__,
         {
             "dense": "dense:LOWERING",

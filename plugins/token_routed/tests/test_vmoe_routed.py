@@ -405,7 +405,7 @@ def test_what_no_parameter_says_is_asked_for() -> None:
         ({"batch_priority": "often"}, "batch_priority=often is neither true nor false"),
         ({"ensemble": "best"}, "ensemble=best is neither members nor mean"),
         ({"ensemble_size": 2, "num_selected_experts": 1}, "group_size=51 is not a multiple of 34"),
-        ({"image_size": 24}, "image_size=24,24 makes 10 tokens"),
+        ({"image_size": 24}, "image_size=24,24 gives 10 tokens"),
         ({"classifier": "gap"}, "classifier=gap was given"),
         ({"capcity_factor": 1}, "unknown configuration key 'capcity_factor'"),
     ],
@@ -424,7 +424,7 @@ def test_a_configuration_is_held_against_the_shapes() -> None:
     with pytest.raises(FamilyError, match="num_layers=8 was given, but the shapes"):
         load(case.index, config={**case.config, "encoder": encoder})
     for path, value, words in (
-        ("normalizer", "rms", r"encoder\.normalizer=rms is not known"),
+        ("normalizer", "rms", r"encoder\.normalizer=rms is unknown"),
         ("name", "x", None),
     ):
         encoder = {**case.config["encoder"], path: value}

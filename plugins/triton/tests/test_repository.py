@@ -133,7 +133,7 @@ def test_a_folder_that_is_no_repository_is_not_changed(bundles: Bundles, tmp_pat
         (["2"], {"name": "a/b"}, 'name="a/b"'),
         (["2"], {"name": "a" * 256}, "name has 256 characters, more than the 255 of a folder"),
         (["2"], {"backend": "pytorch"}, 'backend="pytorch": unknown value'),
-        (["2"], {"instances": 0}, "instances=0: at least 1"),
+        (["2"], {"instances": 0}, "instances=0: must be at least 1"),
         (["input"], {"delay_us": 5}, "delay_us=5: Triton does not batch"),
     ],
     ids=str,

@@ -182,7 +182,7 @@ def weights(data: LabelledData, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test does not depend on which point is the fastest."""
-    monkeypatch.setattr(timing, "LONGEST_S", 0.0)
+    monkeypatch.setattr(timing, "MAX_WAIT_S", 0.0)
 
 
 class Occupies(Silent):

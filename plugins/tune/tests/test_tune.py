@@ -265,7 +265,7 @@ def test_a_recipe_without_its_constants_is_refused(
 def test_constants_that_changed_since_they_were_confirmed_are_not_written(
     checkpoint: Path, digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "LONGEST_S", 0.0)  # times do not matter here
+    monkeypatch.setattr(timing, "MAX_WAIT_S", 0.0)  # times do not matter here
 
     with pytest.raises(KeyboardInterrupt):
         search(checkpoint, digits.test, tmp_path, EndedAt("writing weights"))

@@ -48,7 +48,7 @@ def test_a_checkpoint_that_is_cut_short_during_an_export_is_reported(tmp_path: P
     command = [sys.executable, "-c", PROGRAM, str(path), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr  # touching what is no more ends the process
-    assert "w.pt was changed while it was read" in done.stdout
+    assert "w.pt was changed while it was being read" in done.stdout
     assert not out.exists()
 
 
@@ -82,7 +82,7 @@ def test_what_is_written_straight_from_a_file_that_is_cut_short_is_told(tmp_path
     command = [sys.executable, "-c", WRITER, str(tmp_path / "source")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{tmp_path / 'source'} was changed while it was read\n"
+    assert done.stdout == f"{tmp_path / 'source'} was changed while it was being read\n"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_an_error_that_comes_of_a_changed_checkpoint_says_so(
     model = load(path)
     replaced(path)
     with (
-        pytest.raises(CheckpointError, match=r"w\.pt was changed while it was read"),
+        pytest.raises(CheckpointError, match=r"w\.pt was changed while it was being read"),
         model.source.reporting_changes(),
     ):
         raise error
@@ -124,7 +124,7 @@ def test_a_checkpoint_that_changes_after_it_was_loaded_is_told(
     path = saved(tmp_path)
     model = load(path)
     change(path)
-    with pytest.raises(CheckpointError, match=rf"w\.pt was {what} while it was read"):
+    with pytest.raises(CheckpointError, match=rf"w\.pt was {what} while it was being read"):
         model.source.sha256()
 
 
@@ -149,5 +149,5 @@ def test_a_checkpoint_with_the_same_contents_is_the_same(
     assert model.source.sha256() == sha256(path)
     with path.open("ab") as file:
         file.write(b"more")
-    with pytest.raises(CheckpointError, match="was changed while it was read"):
+    with pytest.raises(CheckpointError, match="was changed while it was being read"):
         model.source.sha256()

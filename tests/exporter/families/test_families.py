@@ -54,7 +54,7 @@ def test_weights_beneath_a_prefix_are_told_how_to_be_saved_alone(
         load(saved(tmp_path, {"state_dict": state}))
     assert f"the keys under '{prefix}' are those of a soft-moe-vit model" in caught.value.message
     assert ("next to 1 other" in caught.value.message) == bool(others)
-    command = str(caught.value.hint).removeprefix("save them alone: ")
+    command = str(caught.value.hint).removeprefix("save only these: ")
     path = str(tmp_path / "model.pt")
     exec(command.replace("'model.pt'", repr(path)), {"torch": torch, "state_dict": state})
     assert load(Path(path), config={**VIT, "num_heads": 2}).family == "soft-moe-vit"
@@ -102,7 +102,7 @@ def test_a_family_under_other_key_names_is_one_record(
 def test_two_keys_of_one_name_are_no_family() -> None:
     state = {**vit_state(), **other_names(vit_state())}
     assert not OTHER_NAMES.detect(state)
-    with pytest.raises(CheckpointError, match="other-vit model: several keys are one key of"):
+    with pytest.raises(CheckpointError, match="other-vit model: several keys become one key of"):
         OTHER_NAMES.build(state, VIT)
 
 
@@ -115,7 +115,7 @@ def test_an_unknown_checkpoint_is_answered_with_what_was_seen_and_what_is_known(
 
 def test_known_layers_in_an_unknown_network_are_pointed_out() -> None:
     state = random_state(vit_layer_shapes("encoder.3.moe.", d=8, n=2, p=1, h=4))
-    with pytest.raises(FamilyError, match=r"as soft-moe-vit saves them, at encoder\.3\.moe"):
+    with pytest.raises(FamilyError, match=r"Soft MoE layers as in soft-moe-vit at encoder\.3\.moe"):
         detect({**state, "stem.weight": torch.ones(1)})
 
 

@@ -170,7 +170,7 @@ def test_arguments_saved_in_the_file_are_taken(tmp_path: Path) -> None:
 def test_an_output_layer_that_is_not_the_embedding_is_refused(tmp_path: Path) -> None:
     state = state_of("mumoe_gpt2_cp")
     state["lm_head.weight"] = state["lm_head.weight"] + 1
-    with pytest.raises(CheckpointError, match="differ, but in this code they are one tensor"):
+    with pytest.raises(CheckpointError, match="differ, but in this code they are the same tensor"):
         load(saved(tmp_path, state), config={"n_head": 4})
 
 
@@ -183,7 +183,7 @@ def test_a_head_is_found_beside_its_backbone_and_exported_alone(tmp_path: Path) 
     assert model.input.shape == ("batch", 24)
     y = model.module(torch.from_numpy(case.x)).numpy()
     assert np.abs(y - case.y()).max() <= TOLERANCE * np.abs(case.y()).max()
-    assert any("left out 1 tensors of the backbone" in note for note in model.notes)
+    assert any("without 1 tensors of the backbone" in note for note in model.notes)
 
 
 FACTORY = '''

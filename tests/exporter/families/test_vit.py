@@ -232,7 +232,7 @@ def test_left_overs_of_stacked_experts_are_skipped_even_without_data(tmp_path: P
     state = vit_state()
     state["blocks.1.mlp.base_expert.fc1.weight"] = torch.empty(16, 12, device="meta")
     notes = load(saved(tmp_path, state), config=VIT).notes
-    assert "skipped 1 left-over keys base_expert.*" in notes
+    assert "skipped 1 leftover keys base_expert.*" in notes
 
 
 def test_layers_without_scale_are_not_normalised(tmp_path: Path) -> None:

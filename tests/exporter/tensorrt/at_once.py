@@ -59,7 +59,7 @@ def keep_and_take(folder: Path, number: int) -> None:
     digest = hashlib.sha256(content).hexdigest()
     facts = Compiled(version=str(number), settings={}, layers=[], inspector=None)
     for _ in range(TIMES):
-        cache.keep(folder, KEY, plan, digest, facts)
-        found = cache.take(folder, KEY, out)
+        cache.store(folder, KEY, plan, digest, facts)
+        found = cache.fetch(folder, KEY, out)
         assert found is not None
         assert out.read_bytes() == bytes([int(found.version)]) * 200_000

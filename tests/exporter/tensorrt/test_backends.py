@@ -82,7 +82,7 @@ def test_a_driver_that_is_too_old_for_an_engine_is_told_with_what_it_needs() -> 
     reason = reason_of(trt, int(flags.OLD_CUDA_DRIVER))
     assert reason is not None and reason.foreign
     assert reason.meaning == "the NVIDIA driver is too old for it"
-    assert "a driver of 580 or newer" in reason.hint
+    assert "driver 580 or newer" in reason.hint
     assert "'cuda-bindings>=12,<13' and tensorrt-cu12 or tensorrt-rtx-cu12" in reason.hint
 
 
@@ -135,7 +135,7 @@ def test_a_build_for_a_gpu_that_is_not_served_is_refused(bundle: Path, tmp_path:
         (
             Gpu("NVIDIA GeForce RTX 5090", "12.0", "580.65.06"),
             "built for cards of compute capability 8.9, but this machine has NVIDIA GeForce RTX",
-            "--compute-capability builds one for several",
+            "--compute-capability builds an engine for several GPUs",
         ),
     ],
     ids=["not served", "another card"],

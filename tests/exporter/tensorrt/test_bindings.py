@@ -17,10 +17,10 @@ from moexport.exporter.bundle.manifest import Manifest
 from moexport.exporter.tensorrt.backends import first_gpu
 from moexport.exporter.tensorrt.bindings import (
     BoundWeight,
-    checked,
+    check_weights,
     experts_of,
-    mapped,
-    rewritten,
+    map_weight,
+    rewrite_graph,
 )
 from moexport.exporter.tensorrt.records import engines_of
 from moexport.tests.command import run
@@ -50,7 +50,7 @@ def arrays(folder: Path, model: onnx.ModelProto, bound: list[BoundWeight]) -> di
     """The bound weights as ONNX Runtime takes them, from the mapped file."""
     types = {each.name: each.type.tensor_type.elem_type for each in model.graph.input}
     return {
-        each.name: mapped(folder, each)
+        each.name: map_weight(folder, each)
         .view(onnx.helper.tensor_dtype_to_np_dtype(types[each.name]))
         .reshape(each.shape)
         for each in bound
@@ -64,7 +64,7 @@ def test_the_values_are_those_of_the_graph_with_constants(
 ) -> None:
     bundle = bundle_of(tmp_path, precision, lowering)
     path, layers = bundle / "model.onnx", [each.name for each in Manifest.read(bundle).layers]
-    model, bound = rewritten(path, layers, bind=True)
+    model, bound = rewrite_graph(path, layers, bind=True)
     assert {name.rsplit(".", 1)[-1] for name in (each.name for each in bound)} >= {"w1", "w2"}
     # All of an expert's tensors are inputs: with other ones the engine has other experts.
     constant = {tensor.name for tensor in model.graph.initializer}
@@ -80,7 +80,7 @@ def test_the_values_are_those_of_the_graph_with_constants(
 def test_int8_is_dequantised_after_the_gather(tmp_path: Path) -> None:
     bundle = bundle_of(tmp_path, "int8", "gather")
     layers = [each.name for each in Manifest.read(bundle).layers]
-    model, bound = rewritten(bundle / "model.onnx", layers, bind=True)
+    model, bound = rewrite_graph(bundle / "model.onnx", layers, bind=True)
     weights = {each.name for each in bound if each.name.endswith((".w1", ".w2"))}
     readers = {n.op_type for n in model.graph.node if set(n.input) & weights}
     assert readers == {"Gather"}
@@ -92,7 +92,7 @@ def test_what_its_layers_choose_becomes_an_output(tmp_path: Path) -> None:
     bundle = bundle_of(tmp_path, "fp32", "block-grouped")
     graph = Manifest.read(bundle).graphs[0]
     names = list(graph.selected.values())
-    model, _ = rewritten(bundle / "model.onnx", [], bind=False, outputs=names)
+    model, _ = rewrite_graph(bundle / "model.onnx", [], bind=False, outputs=names)
     session = opened(model, bundle)
     assert [each.name for each in session.get_outputs()] == ["output", *names]
     _, *chosen = session.run(None, {"input": read_case(VIT).x})
@@ -103,13 +103,13 @@ def test_what_its_layers_choose_becomes_an_output(tmp_path: Path) -> None:
 def test_a_graph_that_gathers_nothing_has_nothing_to_bind(tmp_path: Path) -> None:
     bundle = bundle_of(tmp_path, "fp32", "dense")
     with pytest.raises(EngineError, match="no expert's weights are gathered"):
-        rewritten(bundle / "model.onnx", ["blocks.2.mlp"], bind=True)
+        rewrite_graph(bundle / "model.onnx", ["blocks.2.mlp"], bind=True)
 
 
 def test_experts_of_another_bundle_take_the_place_where_they_fit(tmp_path: Path) -> None:
     one = bundle_of(tmp_path / "one", "fp32", "gather")
     layers = [each.name for each in Manifest.read(one).layers]
-    bound = rewritten(one / "model.onnx", layers, bind=True)[1]
+    bound = rewrite_graph(one / "model.onnx", layers, bind=True)[1]
     same = bundle_of(tmp_path / "same", "fp32", "gather")
     assert [each.name for each in experts_of(same, "model.onnx", bound)] == [b.name for b in bound]
     half = bundle_of(tmp_path / "half", "fp16", "gather")
@@ -131,7 +131,7 @@ def test_the_engines_graph_with_other_experts_computes_their_bundle(tmp_path: Pa
                 parameter.data.mul_(1.5)
     other = moexport.export(model, tmp_path / "other", engine=False, verify=False, **asked)
     layers = [each.name for each in one.manifest.layers]
-    graph, bound = rewritten(one.path / "model.onnx", layers, bind=True)
+    graph, bound = rewrite_graph(one.path / "model.onnx", layers, bind=True)
     taken = experts_of(other.path, "model.onnx", bound)
     session, x = opened(graph, one.path), {"input": case.x}
     (own,) = session.run(None, x | arrays(one.path, graph, bound))
@@ -144,13 +144,13 @@ def test_the_engines_graph_with_other_experts_computes_their_bundle(tmp_path: Pa
 def test_a_weights_file_that_has_changed_is_not_bound(tmp_path: Path) -> None:
     bundle = bundle_of(tmp_path, "fp32", "gather")
     layers = [each.name for each in Manifest.read(bundle).layers]
-    bound = rewritten(bundle / "model.onnx", layers, bind=True)[1]
-    checked(bundle, bound)
+    bound = rewrite_graph(bundle / "model.onnx", layers, bind=True)[1]
+    check_weights(bundle, bound)
     content = bytearray((bundle / "weights.bin").read_bytes())
     content[-1] ^= 1
     (bundle / "weights.bin").write_bytes(content)
     with pytest.raises(EngineError, match="missing or has changed"):
-        checked(bundle, bound)
+        check_weights(bundle, bound)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from moexport.exporter.bundle.manifest import Manifest
 from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, Backend
-from moexport.exporter.tensorrt.build import ended, explained
+from moexport.exporter.tensorrt.build import build_ended, build_failed
 from moexport.exporter.tensorrt.engines import plan_engines
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import Profile
@@ -76,7 +76,7 @@ NO_KERNEL = (
         ([NO_KERNEL], "the workspace is too small", "--lowering conditional"),
         (
             ["OSError: [Errno 28] No space left on device: '/b/engine.plan'"],
-            "no room for the engine on the disk",
+            "the disk has no space for the engine",
             "free some space",
         ),
         (["Unable to load library: libnvinfer_lean.so.1"], "lean runtime", "--version-compatible"),
@@ -85,13 +85,17 @@ NO_KERNEL = (
             "there is no NVIDIA GPU, or its driver is too old",
             "moexport doctor",
         ),
-        (["DishonouredError: tf32: requested True, got False"], "did not apply", "leave that"),
+        (
+            ["DishonouredError: tf32: requested True, got False"],
+            "an option was not applied",
+            "leave this",
+        ),
         (["No importer registered for op: NonZero"], "its ONNX importer refused", "--target"),
         (["something new"], "cannot compile the graph: something new", "another --lowering"),
     ],
 )
 def test_a_failure_is_explained(lines: list[str], meaning: str, hint: str) -> None:
-    error = explained([*lines, GENERIC], about())
+    error = build_failed([*lines, GENERIC], about())
     assert meaning in error.message
     assert hint in (error.hint or "")
     assert "Invalid Engine" not in error.message
@@ -99,13 +103,13 @@ def test_a_failure_is_explained(lines: list[str], meaning: str, hint: str) -> No
 
 def test_the_values_in_force_are_told() -> None:
     tight = about(workspace=4_000_000_000, optimization_level=5)
-    assert "--workspace (4.0 GB)" in (explained([ON_GPU], tight).hint or "")
-    assert "--optimization-level (5)" in (explained([ON_GPU], tight).hint or "")
-    assert explained([NO_WORKSPACE], tight).hint == "raise --workspace (4.0 GB), or leave it out"
+    assert "--workspace (4.0 GB)" in (build_failed([ON_GPU], tight).hint or "")
+    assert "--optimization-level (5)" in (build_failed([ON_GPU], tight).hint or "")
+    assert build_failed([NO_WORKSPACE], tight).hint == "raise --workspace (4.0 GB), or leave it out"
 
 
 def test_without_a_gpu_it_is_the_machine_that_has_no_memory() -> None:
-    error = explained([ON_GPU], about(TENSORRT_RTX, on_gpu=False))
+    error = build_failed([ON_GPU], about(TENSORRT_RTX, on_gpu=False))
     assert "the machine's memory ran out" in error.message
     assert "about three times the weights" in (error.hint or "")
     assert "needs no GPU" in (error.hint or "")
@@ -113,22 +117,22 @@ def test_without_a_gpu_it_is_the_machine_that_has_no_memory() -> None:
 
 def test_a_build_that_ends_by_itself_is_explained_by_what_it_printed() -> None:
     aborted = ["terminate called after throwing an instance of 'std::bad_alloc'", "  what():  x"]
-    assert "the machine's memory ran out" in ended(-6, aborted, about()).message
-    unknown = ended(-11, ["", "Fatal Python error: Segmentation fault", ""], about())
+    assert "the machine's memory ran out" in build_ended(-6, aborted, about()).message
+    unknown = build_ended(-11, ["", "Fatal Python error: Segmentation fault", ""], about())
     assert unknown.message.endswith("ended with status -11: Fatal Python error: Segmentation fault")
-    assert ended(-11, [], about()).message.endswith("ended with status -11")
+    assert build_ended(-11, [], about()).message.endswith("ended with status -11")
 
 
 @needs_rtx
 def test_the_size_of_the_weights_is_told(exported: Path) -> None:
-    assert "the weights (12.3 MB)" in (explained([BAD_ALLOC], about()).hint or "")
+    assert "the weights (12.3 MB)" in (build_failed([BAD_ALLOC], about()).hint or "")
     plan, *_ = plan_engines(Manifest.read(exported), "tensorrt-rtx", EngineOptions())
     assert plan.weights_bytes == (exported / "weights.bin").stat().st_size
 
 
 def test_without_words_the_failure_is_told_all_the_same() -> None:
-    assert "cannot compile" in explained([], about(TENSORRT_RTX)).message
-    assert GENERIC in explained([GENERIC], about(TENSORRT_RTX)).message
+    assert "cannot compile" in build_failed([], about(TENSORRT_RTX)).message
+    assert GENERIC in build_failed([GENERIC], about(TENSORRT_RTX)).message
 
 
 def test_progress_counts_nested_phases_and_never_goes_back() -> None:
@@ -176,7 +180,7 @@ def test_the_runtimes_logger_outlives_every_engine() -> None:
 def test_a_built_engine_that_cannot_be_loaded_says_why() -> None:
     ours = "RuntimeError: the engine that was just built cannot be loaded"
     words = "[E] Error Code 2: OutOfMemory (Requested size was 90000000000 bytes.)"
-    assert "the GPU's memory ran out" in explained([words, ours], about()).message
-    unknown = explained([ours], about())
+    assert "the GPU's memory ran out" in build_failed([words, ours], about()).message
+    unknown = build_failed([ours], about())
     assert "cannot be loaded" in unknown.message
-    assert "leave that option out" not in str(unknown.hint)
+    assert "leave this option out" not in str(unknown.hint)

@@ -96,6 +96,6 @@ def test_a_timing_cache_that_is_damaged_is_an_error_and_stays_as_it_is(folder: P
     timings.write_bytes(damaged)
     with pytest.raises(EngineError, match=r"the timing cache cannot be used.*is damaged") as found:
         compiled(folder, "second", timings)
-    assert "name another file with --timing-cache" in (found.value.hint or "")
+    assert "name a new file with --timing-cache" in (found.value.hint or "")
     assert timings.read_bytes() == damaged
     assert not (folder / "second.plan").exists()

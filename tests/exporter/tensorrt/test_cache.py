@@ -23,25 +23,25 @@ def compiled(**settings: Any) -> Compiled:
 def kept(folder: Path, content: bytes = b"plan", key: str = KEY) -> Path:
     plan = folder / "new.plan"
     plan.write_bytes(content)
-    cache.keep(folder / "cache", key, plan, hashlib.sha256(content).hexdigest(), compiled())
+    cache.store(folder / "cache", key, plan, hashlib.sha256(content).hexdigest(), compiled())
     return folder / "cache"
 
 
 def test_what_was_kept_is_found(tmp_path: Path) -> None:
     out = tmp_path / "out.plan"
-    found = cache.take(kept(tmp_path), KEY, out)
+    found = cache.fetch(kept(tmp_path), KEY, out)
     assert found == compiled()
     assert found.precision == {"fp16": 1}
     assert out.read_bytes() == b"plan"
-    assert cache.take(tmp_path / "cache", "b" * 64, out) is None
-    assert cache.take(tmp_path / "nowhere", KEY, out) is None
+    assert cache.fetch(tmp_path / "cache", "b" * 64, out) is None
+    assert cache.fetch(tmp_path / "nowhere", KEY, out) is None
 
 
 @pytest.mark.parametrize("suffix", [".plan", ".json"])
 def test_a_damaged_engine_is_removed(suffix: str, tmp_path: Path) -> None:
     folder = kept(tmp_path)
     (folder / f"{KEY}{suffix}").write_bytes(b"other")
-    assert cache.take(folder, KEY, tmp_path / "out.plan") is None
+    assert cache.fetch(folder, KEY, tmp_path / "out.plan") is None
     assert list(folder.iterdir()) == []
 
 
@@ -57,16 +57,16 @@ def test_the_oldest_engines_make_room(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cache, "MAX_BYTES", 10)
     for key in ("1" * 64, "2" * 64, "3" * 64):
         folder = kept(tmp_path, b"12345", key)
-    assert cache.take(folder, "1" * 64, tmp_path / "out.plan") is None
-    assert cache.take(folder, "2" * 64, tmp_path / "out.plan") is not None
-    assert cache.take(folder, "3" * 64, tmp_path / "out.plan") is not None
+    assert cache.fetch(folder, "1" * 64, tmp_path / "out.plan") is None
+    assert cache.fetch(folder, "2" * 64, tmp_path / "out.plan") is not None
+    assert cache.fetch(folder, "3" * 64, tmp_path / "out.plan") is not None
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     plan = tmp_path / "new.plan"
     plan.write_bytes(b"plan")
-    cache.keep(tmp_path / "cache", KEY, plan, "", compiled())
+    cache.store(tmp_path / "cache", KEY, plan, "", compiled())
     assert (tmp_path / "cache").read_text() == "a file"
 
 
@@ -77,18 +77,18 @@ def test_what_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, before[1]))
     try:  # the engine fits, and what is written down beside it does not
-        cache.keep(tmp_path / "cache", KEY, plan, "", compiled(long="x" * (5 << 20)))
+        cache.store(tmp_path / "cache", KEY, plan, "", compiled(long="x" * (5 << 20)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_the_environment_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(cache.PLACE, str(tmp_path))
+    monkeypatch.setenv(cache.CACHE_ENV, str(tmp_path))
     assert cache.default_cache() == tmp_path
-    monkeypatch.setenv(cache.PLACE, "off")
+    monkeypatch.setenv(cache.CACHE_ENV, "off")
     assert cache.default_cache() is None
-    monkeypatch.delenv(cache.PLACE)
+    monkeypatch.delenv(cache.CACHE_ENV)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sys.platform", "linux")
     assert cache.default_cache() == tmp_path / "moexport" / "engines"

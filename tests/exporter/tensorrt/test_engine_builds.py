@@ -187,23 +187,35 @@ def test_a_dry_run_says_what_would_be_built(bundle: Path) -> None:
     ("options", "message", "hint"),
     [
         (("--timing-cache", "t"), "TensorRT-RTX does not support it: it times no kernels", "leave"),
-        (("--version-compatible",), "its engines run in the version that built them", "leave"),
-        (("--hardware-compatible", "ampere-plus"), "--compute-capability names the GPUs", "leave"),
+        (("--version-compatible",), "its engines run only in the version that built them", "leave"),
+        (
+            ("--hardware-compatible", "ampere-plus"),
+            "--compute-capability selects the GPUs",
+            "leave",
+        ),
         (("--optimization-level", "9"), "TensorRT-RTX has levels 0 to 5", "3 is its default"),
         (("--workspace", "lots"), "--workspace lots: not a number of bytes", "2GiB"),
         (("--compute-capability", "9.0"), "9.0: TensorRT-RTX compiles for", "use TensorRT there"),
         (("--compute-capability", "8.9,8.9"), "has duplicates", "once"),
-        (("--compute-capability", "current,8.9"), "current must be the only", "name capabilities"),
+        (
+            ("--compute-capability", "current,8.9"),
+            "current cannot be combined",
+            "give compute capabilities",
+        ),
         (("--profile", "rows=1"), "--profile rows=1: expected AXIS", "axes: batch, tokens"),
         (("--profile", "k=1:2:7"), "--profile k=1:2:7: k is at most 6", "covers every k"),
         (("--graph", "dense"), "has no graph 'dense'", "it has model.onnx"),
         (("--profile", "batch=1", "--profile", "batch=1"), "are the same", "give each once"),
         (
             ("--batch", "1:2:4", "--profile", "batch=1"),
-            "--batch 1:2:4: every --profile names batch itself",
+            "--batch 1:2:4: every --profile already names batch",
             "leave --batch out",
         ),
-        (("--target", "onnx"), "--target onnx: engines are built for tensorrt", "graph itself"),
+        (
+            ("--target", "onnx"),
+            "--target onnx: engines are built for tensorrt",
+            "without an engine",
+        ),
     ],
 )
 def test_requests_that_cannot_be_honoured_are_refused_before_the_build(
@@ -276,7 +288,7 @@ def test_a_build_that_the_system_kills_for_memory_says_what_to_lower(bundle: Pat
     os.kill(int(worker.name), signal.SIGKILL)  # what the kernel does to a process without memory
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "the build was killed, as the system does when memory runs out (this machine has" in err
+    assert "the system killed the build, as it does when memory runs out (this machine has" in err
     assert "hint: a build needs about three times the weights (" in err
     assert leftovers(bundle) == []
     assert not list(bundle.glob("*.plan"))

@@ -114,7 +114,7 @@ def test_a_recording_that_cannot_be_made_ready_is_forgotten(gpu: Cuda) -> None:
     stream = cuda.Stream()
     gpu.fails.add("cudaGraphInstantiate")
     with pytest.raises(EngineError, match="cudaGraphInstantiate"):
-        cuda.captured(stream, lambda: None)
+        cuda.capture(stream, lambda: None)
     assert [*gpu.held.values()] == ["stream"]
 
 
@@ -125,7 +125,7 @@ def test_a_recording_whose_work_fails_is_forgotten(gpu: Cuda) -> None:
         raise EngineError("the run failed on the GPU")
 
     with pytest.raises(EngineError, match="the run failed on the GPU"):
-        cuda.captured(stream, send)
+        cuda.capture(stream, send)
     assert [*gpu.held.values()] == ["stream"]
 
 

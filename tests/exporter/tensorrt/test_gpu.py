@@ -218,7 +218,7 @@ def test_kernels_are_cached_for_the_next_start(
     """TensorRT-RTX writes its compiled kernels at the end, and reads them at the next start."""
     if not TENSORRT_RTX.installed():
         pytest.skip(f"{TENSORRT_RTX.title} is not installed: {TENSORRT_RTX.install}")
-    monkeypatch.setenv(cache.PLACE, str(tmp_path / "engines"))
+    monkeypatch.setenv(cache.CACHE_ENV, str(tmp_path / "engines"))
     bundle = built(TENSORRT_RTX, case, tmp_path / "out")
     seconds = []
     for _ in range(2):
@@ -267,7 +267,7 @@ def test_onnx_runtime_keeps_one_engine_for_every_k(
     case: RecordedCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ONNX Runtime's TensorRT provider builds one engine for all k, and reuses it later."""
-    monkeypatch.setenv(cache.PLACE, str(tmp_path / "engines"))
+    monkeypatch.setenv(cache.CACHE_ENV, str(tmp_path / "engines"))
     model = moexport.load(case.weights, config=case.config)
     bundle = moexport.export(model, tmp_path / "out", k="input", lowering="gather")
     counts = []

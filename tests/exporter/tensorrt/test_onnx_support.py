@@ -64,12 +64,12 @@ CASES: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray], str | None]]
             helper.make_node("Cast", ["i"], ["y"], to=TensorProto.FLOAT),
         ],
         {"w": INT8},
-        "its ONNX importer does not support the op",
+        "the ONNX importer does not support this op",
     ),
     "an op of a runtime's own": (
         [helper.make_node("MoE", ["x"], ["y"], domain="com.microsoft")],
         {},
-        "does not support the domain com.microsoft",
+        "the domain com.microsoft is not supported",
     ),
 }
 

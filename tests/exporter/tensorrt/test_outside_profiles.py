@@ -119,7 +119,7 @@ def test_verify_says_what_keeps_an_engine_from_being_compared(
     assert outcome.code == 0, outcome.err
     checks = {each["name"]: each["detail"] for each in json.loads(outcome.out)["checks"]}
     detail = checks["engine engine-tensorrt-rtx.plan"]
-    assert detail.startswith("the file that TensorRT-RTX ")
+    assert detail.startswith("built by TensorRT-RTX ")
     assert "; not run: " in detail
     assert why in detail
 

@@ -7,9 +7,9 @@ from moexport.errors import FeedError, UsageError
 from moexport.exporter.bundle.manifest import TensorSpec
 from moexport.exporter.tensorrt.profiles import (
     Profile,
-    capped,
+    cap_k,
     choose,
-    most_copies,
+    max_copies,
     parse_profile,
     profile,
 )
@@ -57,9 +57,9 @@ def test_a_profile_that_cannot_be_meant(text: str) -> None:
     [
         (IMAGES, "tokens=4", None, "tokens is not an axis of the graph's input 'input'"),
         (IMAGES, "k=2", None, "the graph's k is baked in"),
-        (IMAGES, "k=1:2:17", 16, "k is at most 16, the fewest experts of a layer"),
+        (IMAGES, "k=1:2:17", 16, "k is at most 16, the fewest experts in a layer"),
         (IMAGES, "k=1:2:5000", 6000, "k is at most 3840 in TensorRT"),
-        (TOKENS, "tokens=1:2:65", None, "the model accepts at most 64 tokens"),
+        (TOKENS, "tokens=1:2:65", None, "tokens is at most 64 in this model"),
         (TensorSpec("input", "float32", (4, 3)), "batch=8", None, "batch is fixed at 4"),
     ],
 )
@@ -109,18 +109,18 @@ def test_copies_fill_a_tensor_or_half_of_the_gpus_memory(
     matrix: int, memory: int | None, copies: int
 ) -> None:
     """In FP16, of two matrices each."""
-    assert most_copies(matrix, 2 * matrix * 2, memory) == copies
+    assert max_copies(matrix, 2 * matrix * 2, memory) == copies
     assert copies * matrix < 2**31
 
 
 def test_k_is_capped_for_the_largest_batch() -> None:
     wide = Profile("input", (1, 8), (8, 8), (64, 8), AxisRange(1, 6, 8))
-    assert capped(wide, 364).k == AxisRange(1, 5, 5)
-    assert capped(wide, 512) == wide
+    assert cap_k(wide, 364).k == AxisRange(1, 5, 5)
+    assert cap_k(wide, 512) == wide
     with pytest.raises(UsageError, match="--batch 64: `gather` copies k experts") as caught:
-        capped(wide, 63)
+        cap_k(wide, 63)
     assert "--lowering dense" in (caught.value.hint or "")
     with pytest.raises(UsageError, match="k = 6: outside the engine's profile") as caught:
-        choose([capped(wide, 364)], (64, 8), 6)
+        choose([cap_k(wide, 364)], (64, 8), 6)
     assert "--graph dense" in (caught.value.hint or "")
     assert "batch=MIN:OPT:MAX" in (caught.value.hint or "")

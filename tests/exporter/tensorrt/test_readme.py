@@ -28,7 +28,7 @@ def page_of(bundle: Path) -> str:
 @pytest.mark.parametrize("k", ["2", "input"])
 def test_a_build_adds_the_engine_to_the_page_of_its_bundle(k: str, tmp_path: Path) -> None:
     bundle = export("soft_moe_mnist", tmp_path, "--k", k, "--lowering", "gather")
-    assert "Run its engine" not in page_of(bundle)
+    assert "Run the engine" not in page_of(bundle)
     (record,) = build(bundle)
     page = page_of(bundle)
     assert "RTX 40 series (8.9)" in page

@@ -20,7 +20,7 @@ from moexport.exporter.tensorrt import cache, cuda
 from moexport.exporter.tensorrt.backends import Gpu, first_gpu
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.ort_provider import provider_options
-from moexport.exporter.tensorrt.session import BF16, EngineSession, _array, _tensor, _widened
+from moexport.exporter.tensorrt.session import BF16, EngineSession, _to_array, _to_tensor, _widen
 from moexport.graphs.sizes import AxisRange
 from moexport.tests.exporter.tensorrt.cuda_stand_in import Cuda
 from moexport.tests.exporter.tensorrt.engines import build, export, needs_rtx
@@ -97,16 +97,16 @@ def test_a_command_loads_an_engine_with_numpy_tensorrt_and_cuda_alone(tmp_path: 
 
 def test_numpy_arrays_go_in_as_they_are_or_as_wide_as_the_engine_takes_them() -> None:
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    same = _array(x, "float32")
+    same = _to_array(x, "float32")
     assert same is not None and same.array is x and same.address == x.ctypes.data
-    narrowed = _array(x.T, "float16")
+    narrowed = _to_array(x.T, "float16")
     assert narrowed is not None
     assert narrowed.array.dtype == np.float16 and narrowed.array.flags.c_contiguous
     assert np.array_equal(narrowed.array, x.T)
-    assert _array(x, "int64") is None
-    assert _array(x.astype(np.complex64), "float32") is None
-    assert _array(np.array(["1"]), "float32") is None
-    whole = _array(np.array([[1, 2]], np.int32), "int64")
+    assert _to_array(x, "int64") is None
+    assert _to_array(x.astype(np.complex64), "float32") is None
+    assert _to_array(np.array(["1"]), "float32") is None
+    whole = _to_array(np.array([[1, 2]], np.int32), "int64")
     assert whole is not None and whole.nbytes == 16
 
 
@@ -115,12 +115,12 @@ def test_bf16_is_rounded_to_the_nearest_and_widened_without_loss() -> None:
     x = np.concatenate(
         [np.random.default_rng(0).standard_normal(2000), [0.0, -0.0, np.inf, -np.inf, 3e38, 1e-40]]
     ).astype(np.float32)
-    found = _array(x, BF16)
+    found = _to_array(x, BF16)
     assert found is not None and found.nbytes == 2 * x.size
     expected = torch.from_numpy(x).to(torch.bfloat16).float().numpy()
-    assert np.array_equal(_widened(found.array, BF16), expected)
-    lost = _array(np.array([np.nan], np.float32), BF16)
-    assert lost is not None and np.isnan(_widened(lost.array, BF16)).all()
+    assert np.array_equal(_widen(found.array, BF16), expected)
+    lost = _to_array(np.array([np.nan], np.float32), BF16)
+    assert lost is not None and np.isnan(_widen(lost.array, BF16)).all()
 
 
 @pytest.mark.parametrize("of", ["numpy", "torch"])
@@ -149,11 +149,11 @@ def test_options_of_an_engine_are_plain_data_whatever_mapping_has_its_ranges() -
 def test_tensors_keep_to_the_same_rules() -> None:
     torch = pytest.importorskip("torch")
     x = torch.arange(6.0).reshape(2, 3)
-    found = _tensor(x, "float16")
+    found = _to_tensor(x, "float16")
     assert found is not None and found.array.dtype == torch.float16 and not found.on_gpu
-    assert _tensor(x, "int64") is None
-    assert _tensor([1.0], "float32") is None
-    assert _tensor(x.to(torch.complex64), "float32") is None
+    assert _to_tensor(x, "int64") is None
+    assert _to_tensor([1.0], "float32") is None
+    assert _to_tensor(x.to(torch.complex64), "float32") is None
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_doctor_says_which_binding_an_older_driver_needs(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     problem = cuda.driver_problem()
     assert problem is not None
-    assert "cuda-bindings 13 needs a driver of 580 or newer, but this one is 535" in problem
+    assert "cuda-bindings 13 needs driver 580 or newer, but this one is 535" in problem
     assert "pip install 'cuda-bindings>=12,<13' and tensorrt-cu12 or tensorrt-rtx-cu12" in problem
     card = Gpu("NVIDIA GeForce RTX 4090", "8.9", "535.104.05")
     by_name = {each.name: each.ability(card) for each in requirements()}
@@ -199,7 +199,7 @@ def test_the_drivers_library_is_believed_before_its_number(
     problem = cuda.driver_problem()
     assert (problem is None) == fits
     if problem is not None:
-        assert "this one is 535, which supports CUDA 12.2: update the driver" in problem
+        assert "this one is 535 and supports CUDA 12.2: update the driver" in problem
         assert "cuda-compat-13-0" in problem
         assert "'cuda-bindings>=12,<13'" in problem
 
@@ -209,7 +209,7 @@ def test_a_compatibility_package_for_another_card_is_told(monkeypatch: pytest.Mo
     monkeypatch.setattr(cuda, "runtime", lambda: stand_in)
     with pytest.raises(EngineError, match=r"cuda-compat\) does not support this card") as caught:
         cuda.call("cudaMalloc", 8)
-    assert "update the driver: CUDA 13 needs a driver of 580" in str(caught.value.hint)
+    assert "update the driver: CUDA 13 needs driver 580" in str(caught.value.hint)
 
 
 def test_bounds_on_a_gpu_are_stated_once() -> None:
@@ -223,26 +223,26 @@ def test_bounds_on_a_gpu_are_stated_once() -> None:
 def test_compiled_kernels_are_kept_for_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(cache.PLACE, str(tmp_path / "engines"))
+    monkeypatch.setenv(cache.CACHE_ENV, str(tmp_path / "engines"))
     assert cache.read_kernels("one") == b""
-    cache.keep_kernels("one", b"compiled")
+    cache.store_kernels("one", b"compiled")
     assert cache.read_kernels("one") == b"compiled"
     assert cache.read_kernels("other") == b""
     monkeypatch.setattr(cache, "MAX_BYTES", 10)
-    cache.keep_kernels("other", b"compiled too")
+    cache.store_kernels("other", b"compiled too")
     assert cache.read_kernels("one") == b""
     if sys.platform != "win32":
         (tmp_path / "engines").chmod(0o777)
         assert cache.read_kernels("other") == b""
-    monkeypatch.setenv(cache.PLACE, "off")
-    cache.keep_kernels("one", b"compiled")
+    monkeypatch.setenv(cache.CACHE_ENV, "off")
+    cache.store_kernels("one", b"compiled")
     assert cache.read_kernels("one") == b""
 
 
 def test_onnx_runtimes_provider_gets_profiles_a_cache_and_no_tf32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(cache.PLACE, str(tmp_path / "engines"))
+    monkeypatch.setenv(cache.CACHE_ENV, str(tmp_path / "engines"))
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
     bundle = export(LAYER, tmp_path, "--k", "input", "--batch", "1:2:8", "--tokens", "4:8:16")
     options = provider_options(bundle / "model.onnx")

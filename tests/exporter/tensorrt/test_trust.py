@@ -163,7 +163,7 @@ def test_a_build_does_not_take_engines_from_such_a_cache(tmp_path: Path) -> None
     (tmp_path / "engines").chmod(0o777)
     outcome = run("build", bundle, *CARD, "--engine-cache", tmp_path / "engines")
     assert outcome.code == 1
-    assert "and an engine is code" in outcome.error
+    assert "but an engine is code" in outcome.error
     assert Manifest.read(bundle).engines == []
     (tmp_path / "engines").chmod(0o755)
     assert run("build", bundle, *CARD, "--engine-cache", tmp_path / "engines").code == 0

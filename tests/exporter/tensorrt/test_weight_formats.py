@@ -107,7 +107,7 @@ def test_a_card_without_fp8_is_refused_with_the_way_out(tmp_path: Path) -> None:
     bundle = made(tmp_path, "fp8", "gather")
     outcome = run("build", bundle, "--profile", PROFILE, "--compute-capability", "8.6")
     assert outcome.code == 1
-    assert "a named card does not support a type of the graph" in outcome.error
+    assert "one of the cards does not support a type in the graph" in outcome.error
     assert "FP8 8.9 or newer" in outcome.hint
 
 

@@ -8,7 +8,7 @@ import pytest
 from moexport.errors import EngineError
 from moexport.exporter.tensorrt.backends import TENSORRT
 from moexport.exporter.tensorrt.plan_file import (
-    KEPT_FREE,
+    RESERVED_BYTES,
     _set_budget,
     streaming_budget,
     unloadable,
@@ -24,8 +24,8 @@ PLAN = PlanFile(path=Path("engine.plan"), backend=TENSORRT, record=None)
     ("streamable", "free", "context", "beside", "kept"),
     [
         (3 * GIB, 20 * GIB, GIB, 0, 3 * GIB),  # all of them fit
-        (30 * GIB, 20 * GIB, 2 * GIB, 0, 18 * GIB - KEPT_FREE),
-        (30 * GIB, 20 * GIB, 2 * GIB, 8 * GIB, 10 * GIB - KEPT_FREE),
+        (30 * GIB, 20 * GIB, 2 * GIB, 0, 18 * GIB - RESERVED_BYTES),
+        (30 * GIB, 20 * GIB, 2 * GIB, 8 * GIB, 10 * GIB - RESERVED_BYTES),
         (30 * GIB, GIB, 2 * GIB, 0, 0),
         (0, 20 * GIB, GIB, 0, 0),
     ],

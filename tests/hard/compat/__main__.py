@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
-from moexport.common.libraries import RUN
+from moexport.common.libraries import TESTED
 from moexport.common.writing import write_text
 
 ROOT = Path(__file__).parents[3]
@@ -163,7 +163,7 @@ def _versions(python: Path) -> dict[str, str]:
         "print(json.dumps({n: version(n) for n in sys.argv[1:]}))"
     )
     done = subprocess.run(
-        (python, "-c", code, *RUN), capture_output=True, text=True, check=True, cwd=ROOT
+        (python, "-c", code, *TESTED), capture_output=True, text=True, check=True, cwd=ROOT
     )
     found: dict[str, str] = json.loads(done.stdout)
     return found
