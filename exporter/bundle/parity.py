@@ -227,8 +227,9 @@ class Parity:
     @property
     def mostly_ties(self) -> bool:
         """Whether more choices were left out as ties than were compared."""
-        compared = self.choices is None or self.given_choices
-        return not compared and self.tied > self.choices / 2
+        if self.choices is None or self.given_choices:
+            return False
+        return self.tied > self.choices / 2
 
     @property
     def what_chooses(self) -> str:
