@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 class Executor:
     """Runs calibrations, benchmarks and evaluations on other machines.
 
-    `asked` returns whether a request's options select them (`Request.asked`); it raises
-    `UsageError` for contradictory ones. `calibrate` and `bench` do the same as the functions of
-    those names, with models and data given by path. `earlier` reads the results in a folder that
-    `bench` wrote, by kind of node; `shown` formats them as a table; `compared` returns what changed
-    since then, and an error if a row is slower by more than the given share. `evaluating` opens an
-    evaluator for a search's graphs. `bench` has the request and the results of the core's `bench`.
+    `asked` returns whether a request's options select other machines (`Request.asked`); it raises
+    `UsageError` for contradictory options. `calibrate` and `bench` do the same as the functions of
+    those names, with models and data given by path; the request and results of `bench` are those of
+    the core's. `earlier` reads the results in a folder that `bench` wrote, by kind of node; `shown`
+    formats them as a table; `compared` returns what changed since then, and an error if a row is
+    slower by more than the given share. `evaluating` opens an evaluator for a search's graphs.
     """
 
     name: str

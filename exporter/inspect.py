@@ -125,14 +125,14 @@ def inspect(model: AnyModel, options: InspectRequest) -> ModelReport:
 
 
 def _report_on(model: Model, data: Feed | None, tokens: int | None) -> ModelReport:
-    """The report for a loaded model, whose inputs have this number of `tokens` if it varies.
+    """Returns the report on a loaded model; `tokens` is the length of its inputs if it varies.
 
     Reads no weights and runs nothing without `data`. With data, accuracy is measured on labels,
     outputs of the user's own model are compared, and a muMoE's coefficients are counted.
 
     Raises what `answers_of` raises, and `UsageError` for data without labels or outputs.
     """
-    counted_tokens, backbone_macs = _one_input(model, tokens)
+    counted_tokens, backbone_macs = _count_one_input(model, tokens)
     answers: tuple[str, ...] = ()
     if data is not None:
         from .checks.answers import answers_of, texts  # loaded only for a run
@@ -140,8 +140,8 @@ def _report_on(model: Model, data: Feed | None, tokens: int | None) -> ModelRepo
         found = answers_of(model, data)
         answers = () if found is None else tuple(texts(found, model))
     # For a user's own network, data may serve only as its example: it needs no muMoE layers.
-    mixes = any(layer.spec.rewritable for layer in model.layers.values())
-    counts_coefficients = mixes or (not answers and not model.host.own_code)
+    has_coefficients = any(layer.spec.rewritable for layer in model.layers.values())
+    counts_coefficients = has_coefficients or (not answers and not model.host.own_code)
     layers = tuple(
         _layer_report(name, layer, counted_tokens[name]) for name, layer in model.layers.items()
     )
@@ -209,8 +209,8 @@ def _equivalents(model: Model) -> Iterator[Equivalent]:
         yield Equivalent(name, "linear", linear, linear)
 
 
-def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | None]:
-    """The tokens of each layer for one input, and the multiply-adds of the rest of the network.
+def _count_one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | None]:
+    """Counts the tokens of each layer for one input, and the rest of the network's multiply-adds.
 
     Raises `UsageError` for a number of tokens that the model does not accept.
     """
@@ -277,7 +277,7 @@ def _tokens_by_layer(model: Model, count: int) -> dict[str, int]:
 
 
 class _SkippedProducts(TorchFunctionMode):
-    """Replaces matrix products, which take most of a backbone's time, by zeros of the same shape.
+    """Replaces matrix products, which take most of a backbone's time, with zeros of the same shape.
 
     The rest runs unchanged; this imports less than PyTorch's meta device. `macs` counts the
     multiply-adds that were skipped.
@@ -335,7 +335,7 @@ def _with_share(spec: MoESpec, share: Fraction) -> MoESpec:
 def _choices_of_k(specs: Mapping[str, MoESpec]) -> Iterator[tuple[str, Fraction, dict[str, int]]]:
     """Yields labels, shares and the k of each layer: all experts, and shares of the trained k.
 
-    An export with that share as its `--k` has the same k.
+    An export with such a share as its `--k` has the same k.
     """
     trained = {name: spec.trained_k for name, spec in specs.items()}
     all_experts = {name: spec.experts for name, spec in specs.items()}
@@ -398,8 +398,8 @@ def support(model: Model, data: Feed, count: int = SAMPLES) -> tuple[SupportRepo
     specs = {name: spec for name, spec in model.specs.items() if spec.rewritable}
     if not specs:
         raise UsageError(
-            "--data: nothing to measure: neither labels nor outputs of your own model, and "
-            f"{model.family} has no muMoE layers, whose zero coefficients are counted",
+            "--data: nothing to measure: the data have neither labels nor outputs of your own "
+            f"model, and {model.family} has no muMoE layers, whose coefficients could be counted",
             hint="add an array 'label' or 'output'; `moexport bench` shows what k costs a Soft MoE",
         )
     x = feed_inputs(model, data, count)

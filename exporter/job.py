@@ -1,6 +1,6 @@
 """The job of an export: its options, resolved for one model before any work begins.
 
-`export_job` makes it once, and refuses all that can be refused without calibrating, tracing or
+`export_job` creates it once, and refuses whatever can be refused before calibrating, tracing or
 writing. Later steps get the whole job; only `plan` may restrict it, after the trace.
 """
 
@@ -213,7 +213,7 @@ def layers_to_plan(
 
 
 def _tokens_of_an_input(size: int | ir.SymbolicDim | None, batch: int) -> int | None:
-    """The rows of one input if a batch has `size` (a number, or `196*batch`); None if it varies."""
+    """Returns the tokens of one input if a batch has `size` (196, `196*batch`), None if unknown."""
     if isinstance(size, int):
         return max(1, size // batch)
     of_batch = re.fullmatch(r"(?:(\d+)\*)?batch", str(getattr(size, "value", size)))
@@ -260,7 +260,7 @@ def export_job(
     if isinstance(options.kept, Fraction):
         changed = _with_shares(changed, options.kept)
     changed = changed.host.with_k(changed, k)
-    # A token count does not determine an image's height and width: those stay dynamic.
+    # A token count does not determine an image's height and width, so these stay dynamic.
     fixed = {axis: sizes.opt for axis, sizes in options.ranges.items() if sizes.fixed}
     job = ExportJob(
         model=changed,
@@ -276,7 +276,7 @@ def export_job(
 
 
 def _for_model(model: Model, options: ExportOptions) -> ExportOptions:
-    """The options with the model's defaults: a batch of whole groups, bounds of a rounded model."""
+    """Returns the options with a model's defaults: whole groups, bounds of a rounded model."""
     images, batch = model.batch_of, options.batches
     if images > 1 and batch == DEFAULT_BATCH:
         options = replace(
@@ -288,7 +288,7 @@ def _for_model(model: Model, options: ExportOptions) -> ExportOptions:
 
 
 def _given_table(options: ExportOptions) -> tuple[CalibrationTable | None, str]:
-    """The given ranges, read from their file, and their name in messages."""
+    """Returns the given ranges, read from their file if needed, and their name in messages."""
     table = options.calibration
     if table is None:
         return None, ""
@@ -300,7 +300,7 @@ def _given_table(options: ExportOptions) -> tuple[CalibrationTable | None, str]:
 
 
 def _with_shares(model: Model, share: Fraction) -> Model:
-    """Returns the model whose hierarchies keep a share of each level, weights shared.
+    """Returns the model whose hierarchies keep a share of each level; it shares the weights.
 
     Returns the model itself if a single k, at most the size of each level, gives these shares.
     """
@@ -358,7 +358,7 @@ def calibration_job(
 
 
 def _observed(k: Mapping[str, int | None], specs: Mapping[str, MoESpec]) -> dict[str, int]:
-    """The number of experts to observe: all if k is chosen at run time."""
+    """Returns the number of experts to observe: all if k is chosen at run time."""
     return {name: specs[name].experts if kept is None else kept for name, kept in k.items()}
 
 
@@ -371,7 +371,7 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
     """
     from .quantization.calibrate import AGAIN, renormalised
 
-    again = AGAIN.format(path=where)
+    recalibrate = AGAIN.format(path=where)
     edits = job.model.edits
     same = not (edits.ablations or edits.combinations or edits.rewrites or edits.steers)
     models = (job.model, loaded) if same else (job.model,)
@@ -384,11 +384,11 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
         raise CalibrationError(
             f"{where} was made from another model, or from this one with other weights, "
             "configuration or edits",
-            hint=again,
+            hint=recalibrate,
         )
     if table.origin.renormalize != job.options.renormalize:
         raise CalibrationError(
-            f"{where} was made {renormalised(table.origin)}, unlike this export", hint=again
+            f"{where} was made {renormalised(table.origin)}, unlike this export", hint=recalibrate
         )
     for layer, kept in _observed(job.k, job.model.specs).items():
         observed = table.origin.k.get(layer, 0)
@@ -396,5 +396,5 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
             raise CalibrationError(
                 f"{where}: layer {layer} was observed with k = {observed}, but the export keeps "
                 f"{kept}: the inputs of the other experts were not observed",
-                hint=f"{again} --k {kept}",
+                hint=f"{recalibrate} --k {kept}",
             )

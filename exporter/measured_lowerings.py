@@ -1,4 +1,4 @@
-"""Measures, on this machine, the lowerings that can serve each layer (`--lowering tune`).
+"""Measures, on this machine, the lowerings that suit each layer (`--lowering tune`).
 
 A layer is timed alone: its own weights in a graph of one layer, in ONNX Runtime, at the k and sizes
 for which the export is optimised. The candidates take turns (`common.timing`).
@@ -100,7 +100,7 @@ class _Group:
 
 
 def _machine(target: Target) -> str:
-    """The name of the machine on which a target's graphs run."""
+    """Returns the name of the machine on which a target's graphs run."""
     if TARGETS[target].on_cpu:
         return cpu_model()
     from .tensorrt.backends import first_gpu  # not needed for CPUs
@@ -136,7 +136,7 @@ def measure_lowerings(
         rounds=measuring.protocol.rounds,
         inputs="real tokens" if measuring.inputs else INPUTS,
         measured=tuple(
-            _measured(group, job, precision, session, progress or Silent(), measuring)
+            _measure_group(group, job, precision, session, progress or Silent(), measuring)
             for group in _groups(job, traced, precision)
         ),
     )
@@ -161,7 +161,7 @@ def _groups(job: ExportJob, traced: ir.Model, precision: PrecisionPlan) -> list[
     return [_Group(nodes[names[0]], tuple(names), plans[names[0]]) for names in groups.values()]
 
 
-def _measured(
+def _measure_group(
     group: _Group,
     job: ExportJob,
     precision: PrecisionPlan,
@@ -179,8 +179,8 @@ def _measured(
     left_out: dict[str, str] = {}
     if len(candidates) > 1 or measuring.alone:
         with scratch_folder("tune") as folder:
-            paths = _write(group, job, precision, candidates, folder, left_out)
-            latencies = _timed(paths, group, session, progress, left_out, measuring)
+            paths = _write_candidates(group, job, precision, candidates, folder, left_out)
+            latencies = _time(paths, group, session, progress, left_out, measuring)
         if not latencies:
             reasons = "; ".join(f"{lowering}: {reason}" for lowering, reason in left_out.items())
             raise LoweringError(
@@ -201,7 +201,7 @@ def _measured(
     )
 
 
-def _write(
+def _write_candidates(
     group: _Group,
     job: ExportJob,
     precision: PrecisionPlan,
@@ -244,11 +244,11 @@ def _write(
     return paths
 
 
-def _choices(b: Builder, tokens: ir.Value, plan: AnyPlan) -> list[ir.Value]:
-    """The routing inputs of a layer, as random projections of its tokens.
+def _random_routing(b: Builder, tokens: ir.Value, plan: AnyPlan) -> list[ir.Value]:
+    """Returns the routing inputs of a layer, as random projections of its tokens.
 
-    They are indices and weights of rows; slots, for a layer that is given C, with tokens as its
-    logits; or the coefficients of each level.
+    These are the indices and weights of rows (token-routed), the coefficients of each level (muMoE)
+    or the slots of a Soft MoE layer that is given C, whose logits are the tokens.
     """
     spec, random = plan.spec, np.random.default_rng(SEED)
 
@@ -272,7 +272,7 @@ def _choices(b: Builder, tokens: ir.Value, plan: AnyPlan) -> list[ir.Value]:
 
 
 def _single_layer(node: ir.Node, opset: int, plan: AnyPlan) -> ir.Model:
-    """A traced layer as a separate graph, with FP32 tokens as its input and output.
+    """Returns a traced layer as a separate graph, with FP32 tokens as its input and output.
 
     A layer whose experts are chosen outside it gets a random router, the same for all candidates.
     """
@@ -281,7 +281,7 @@ def _single_layer(node: ir.Node, opset: int, plan: AnyPlan) -> ir.Model:
     routed = [value for value in routing if value is not None]
     fp32, b = ir.DataType.FLOAT, Builder("alone")
     tokens = first = ir.Value(name="input", shape=x.shape, type=ir.TensorType(fp32))
-    chosen = _choices(b, tokens, plan) if routed else []
+    chosen = _random_routing(b, tokens, plan) if routed else []
     for value, traced in zip(chosen, routed, strict=True):
         value.shape, value.type = traced.shape, traced.type
     if routed and plan.spec.chooses_sets:
@@ -304,7 +304,7 @@ def _single_layer(node: ir.Node, opset: int, plan: AnyPlan) -> ir.Model:
     return ir.Model(graph, ir_version=IR_VERSION)
 
 
-def _timed(
+def _time(
     paths: Mapping[str, Path],
     group: _Group,
     options: SessionOptions,
@@ -315,7 +315,7 @@ def _timed(
     """Returns the latencies of the graphs that run, and adds the others to `left_out`."""
     real = measuring.inputs.get(group.names[0])
     if real is None or len(group.node.inputs) > 1:
-        batches = _tokens(group.plan, group.node)
+        batches = _random_tokens(group.plan, group.node)
     else:
         rows = np.split(np.arange(PROTOCOL.inputs * group.plan.batch) % len(real), PROTOCOL.inputs)
         batches = [np.ascontiguousarray(real[indices]) for indices in rows]
@@ -339,8 +339,8 @@ def _call(session: Session, batches: Sequence[np.ndarray], k: int | None, index:
     session(batches[index], k)
 
 
-def _tokens(plan: AnyPlan, node: ir.Node) -> list[np.ndarray]:
-    """Batches [b, m, d] or [t, d] to use in turn; the routing differs between inputs."""
+def _random_tokens(plan: AnyPlan, node: ir.Node) -> list[np.ndarray]:
+    """Returns batches [b, m, d] or [t, d] to use in turn; the routing differs between inputs."""
     random, spec = np.random.default_rng(SEED), plan.spec
     # A layer that is given slots has C as its input.
     takes_slots = spec.chooses_sets and len(node.inputs) > 1

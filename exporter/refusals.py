@@ -1,6 +1,6 @@
 """The checks of an export before it starts: one table, in the order in which they run.
 
-A check yields what is invalid or impossible, before any work begins. Its stage is what it needs:
+A check yields what is invalid or impossible, before any work begins. Its stage says what it needs:
 only the options, the target's features, this machine, the loaded model, or the export as resolved
 for that model (`job.ExportJob`).
 
@@ -118,11 +118,11 @@ def integers(options: ExportOptions) -> Iterator[Mistake]:
     if options.weight_bits not in (None, *WEIGHT_BITS):
         yield (
             f"--weight-bits {options.weight_bits}: INT8 weights have 7 or 8 bits",
-            "leave it out: the target's usual one is exact on every machine",
+            "leave it out: the target's default is exact on every machine",
         )
     if share is not None and not 0 < share <= 1:
         yield (
-            f"--min-retention {share:g}: a share above 0 and up to 1",
+            f"--min-retention {share:g}: the share must be above 0 and at most 1",
             "--min-retention 0.99 keeps 99% of the accuracy of FP32 at the same k",
         )
     settings = {
@@ -155,13 +155,13 @@ def graph(options: ExportOptions) -> Iterator[Mistake]:
     if not MIN_OPSET <= opset <= MAX_OPSET:
         yield (
             f"--opset {opset}: opsets {MIN_OPSET} to {MAX_OPSET} are supported",
-            "20 is the first that has Gelu; leave it out unless a runtime needs another",
+            "20 is the first with Gelu; leave --opset out unless a runtime needs another",
         )
     if len(set(names)) < len(names):
         yield f"--lowering {','.join(names)}: a name is repeated", "name each lowering once"
     if MIN_OPSET <= opset < options.needed_opset:
         yield (
-            f"--precision int4 for --target {options.target}: ONNX has weights in blocks from "
+            f"--precision int4 for --target {options.target}: ONNX supports weights in blocks from "
             f"opset {BLOCKED_OPSET} on, but the requested opset is {opset}",
             f"leave --opset out to use {BLOCKED_OPSET}, or use --target ort-cpu",
         )
@@ -203,7 +203,7 @@ def comparison(options: ExportOptions) -> Iterator[Mistake]:
     for option, bound in {"--atol": atol, "--rtol": rtol}.items():
         if bound is not None and not 0 <= bound < math.inf:
             yield (
-                f"{option} {bound:g}: bounds are finite and not negative",
+                f"{option} {bound:g}: bounds must be finite and not negative",
                 "--rtol 1e-4 allows a difference of 1e-4 · max|y|; --no-verify allows any",
             )
 
@@ -347,8 +347,8 @@ def read_once(options: ExportOptions) -> Iterator[Mistake]:
     """A feed that can be read only once, if the export reads it several times."""
     if isinstance(options.data, Iterator) and options.reads > 1:
         yield FeedError(
-            f"--data: the feed is a {type(options.data).__name__}, which can be read once, but "
-            f"this export reads it {options.reads} times",
+            f"--data: the feed is a {type(options.data).__name__}, which can be read only once, "
+            f"but this export reads it {options.reads} times",
             hint="give a list, an array, a file, or an iterable that starts again each time",
         )
 

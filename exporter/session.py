@@ -29,7 +29,7 @@ from ..errors import (
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, Runtime, runtime_names
 from .bundle.manifest import METADATA, GraphFacts, TensorSpec, nodes_in
-from .inputs import WHOLE, Inputs, by_name, check_array, check_given, completed, tensor_of
+from .inputs import INTEGERS, Inputs, by_name, check_array, check_given, completed, tensor_of
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 CPU, CUDA = CPU_PROVIDER, CUDA_PROVIDER
 TENSORRT = "TensorrtExecutionProvider"
 PROVIDERS = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT}
-"""Execution providers by the names that the command line and results use."""
+"""Execution providers, by the names that the command line and results use."""
 
 CUDA_MAJOR = 13
 """The CUDA version that onnxruntime-gpu needs from 1.31 on (`libcudart.so.13`)."""
@@ -182,8 +182,8 @@ class Session:
         if len(self._inputs) != len(inputs) or ambiguous:
             found = ", ".join(f"{name} ({dtype})" for name, (dtype, _) in inputs.items())
             raise BundleError(
-                f"{self.path.name} has {found or 'no inputs'}, but one input of numbers is "
-                "expected, besides k",
+                f"{self.path.name} has {found or 'no inputs'}, but one numeric input is "
+                "expected besides k",
                 hint="run a graph that `moexport export` wrote",
             )
         self._sizes = facts.sizes
@@ -246,7 +246,7 @@ class Session:
         except MoexportError:
             raise
         except self.errors() as error:
-            raise self._failed(error, 1 if first is None else len(first)) from error
+            raise self._run_error(error, 1 if first is None else len(first)) from error
         if tensor is not None and not tensor.is_cuda:
             import torch
 
@@ -285,7 +285,7 @@ class Session:
         values: list[np.ndarray] = run(wanted, feeds)
         return values
 
-    def _failed(self, error: Exception, batch: int) -> EngineError:
+    def _run_error(self, error: Exception, batch: int) -> EngineError:
         """The error for a run that failed although its inputs fit."""
         runtime, message = self.failure(error)
         if re.search("bad.alloc|[Ff]ailed to allocate memory|[Oo]ut of memory", message):
@@ -304,7 +304,7 @@ class Session:
     ) -> float | None:
         """Returns the GPU's time for a run without copies to and from it, by default of one output.
 
-        None on a CPU, and for a session opened without `SessionOptions.timed`.
+        None on a CPU or for a session opened without `SessionOptions.timed`.
         """
         wanted = list(outputs or self.output_names[:1])
         return None if self._runs is None else self._runs.gpu_ms(wanted, self.feeds(x, k))
@@ -391,8 +391,8 @@ class Session:
                 valid = f"from {low} on" if high is None else f"from {low} to {high}"
                 given = f"{size} tokens" if axis == "tokens" else f"a {axis} of {size}"
                 raise FeedError(
-                    f"input '{spec.name}' has {given}, but the graph is valid {valid}; beyond, the "
-                    "network computes something else",
+                    f"input '{spec.name}' has {given}, but the graph is valid {valid}; "
+                    "beyond that, the network computes something else",
                     hint=f"export another graph with --{axis}",
                 )
 
@@ -410,7 +410,7 @@ _NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "tensor(float)": np.dtype(np.float32),
     "tensor(float16)": np.dtype(np.float16),
     "tensor(bool)": np.dtype(np.bool_),
-    **{f"tensor({name})": np.dtype(name) for name in WHOLE},
+    **{f"tensor({name})": np.dtype(name) for name in INTEGERS},
 }
 
 
@@ -571,7 +571,7 @@ def _open(
     ]
     try:
         content: str | bytes = str(path)
-        if (model := _changed(path, options)) is not None:
+        if (model := _modified(path, options)) is not None:
             folder = "session.model_external_initializers_file_folder_path"
             settings.add_session_config_entry(folder, str(path.parent))
             content = model.SerializeToString()
@@ -592,7 +592,7 @@ def _open(
 
 
 def _check_started(session: ort.InferenceSession, provider: str) -> None:
-    """Raises `EngineError` if another provider runs: none reports that it cannot start."""
+    """Raises `EngineError` if another provider runs: none reports a failed start."""
     started = session.get_providers()[0]
     if started == provider:
         return
@@ -621,8 +621,8 @@ def _check_nodes(graph: GraphProto, name: str) -> None:
                 )
 
 
-def _changed(path: Path, options: SessionOptions) -> ModelProto | None:
-    """The graph with inner values as outputs, or in FP32 with its own rounding; None if unchanged.
+def _modified(path: Path, options: SessionOptions) -> ModelProto | None:
+    """Returns the graph with inner values as outputs, or in FP32 with its rounding, or None.
 
     A BF16 graph is emulated on a CPU, which has no kernels for it, and an FP16 one on request: CPUs
     with FP16 arithmetic sum it in FP16. Weights are not loaded.

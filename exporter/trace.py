@@ -177,7 +177,7 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def name_nodes(graph: ir.Graph) -> None:
-    """Renames every node to `MODULE/OP` in place, and numbers further nodes of the same name."""
+    """Renames every node to `MODULE/OP` in place; adds a number to repeated names."""
     taken: set[str] = set()
     for node in graph:
         scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
@@ -342,7 +342,8 @@ def _valid_sizes(
                 continue  # a sum of axes of other inputs
             symbols[str(symbol)] = axis, int(factor)
             ranges = environment.var_to_range[symbol]
-            # The trace never covers a size of 1, or of one group: graphs are compared there.
+            # PyTorch's bounds exclude a size of 1, or one group; graphs are compared at these
+            # sizes.
             least, high = int(ranges.lower), None
             low = 1 if least <= TRACED_BATCH else least * int(factor)
             if ranges.upper.is_integer and ranges.upper < sys.maxsize - 1:
@@ -374,7 +375,7 @@ def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[C
 
 
 def _reason(cause: BaseException) -> tuple[str, str]:
-    """The reason why PyTorch could not trace a network, and the start of a hint, if any.
+    """Returns the reason why PyTorch could not trace a network, and the start of any hint.
 
     The first error has the reason; the errors chained to it name only the step.
     """
@@ -560,8 +561,8 @@ def _check_dynamic(
             if axis < len(sizes) and isinstance(sizes[axis], int):
                 of_batch = spec.shape[axis] == BATCH
                 raise TraceError(
-                    f"the network uses the {spec.shape[axis]} of its {spec.name} as a number, "
-                    f"{sizes[axis]} while it is traced, so the graph would run for that size "
+                    f"the network uses the {spec.shape[axis]} of its {spec.name} as a number "
+                    f"({sizes[axis]} while it is traced), so the graph would run for that size "
                     f"alone{line()}",
                     hint=f"use x.shape[{axis}] directly: no len(x), no int(…) and no loop over it"
                     + ("; or export for one size with --batch N" if of_batch else ""),

@@ -110,7 +110,7 @@ def _lower(
     }
     facts |= {name: fact for name, fact in optional.items() if fact}
     model.metadata_props[METADATA] = json.dumps(facts)
-    # The same for people: viewers show it next to the graph.
+    # The same facts for people: viewers show them next to the graph.
     about = f"{job.model.family} for {options.target} in {options.precision}"
     model.doc_string = f"{about}, exported by moexport {model.producer_version}"
     about_layers = {
@@ -122,7 +122,7 @@ def _lower(
 
 
 def _valid_sizes(plan: Plan) -> dict[str, tuple[int, int | None]]:
-    """The sizes of axes within which the graph computes the same as the network."""
+    """Returns the ranges of sizes for which the graph computes the same as the network."""
     valid = valid_sizes(plan.traced)
     limits = plan.job.model.limits
     bounds = {axis: valid.between(axis) for axis in plan.job.axis_ranges}

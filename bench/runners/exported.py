@@ -21,7 +21,7 @@ from ...data.user_code import names_code
 from ...errors import CalibrationError, LoweringError, MoexportError, ParityError, UsageError
 from ...exporter.bundle.manifest import MANIFEST_FILE
 from ...exporter.bundle.parity import GPU_RTOL, TOLERANCES, Tolerance, on_gpu, recorded
-from ...exporter.export import found_ranges
+from ...exporter.export import ranges_for
 from ...exporter.inputs import random_arrays
 from ...exporter.job import ExportJob, export_job, layers_to_plan
 from ...exporter.model import Model
@@ -282,7 +282,7 @@ class _Exporter:
         key = id(computed), job.options.least_opset, frozenset(job.fixed.items())
         if key not in self.traces:
             self.traces[key] = trace(job.model, opset=job.options.least_opset, fixed=job.fixed)
-        return plan_traced(job, self.traces[key], found_ranges(job, self.traces[key]))
+        return plan_traced(job, self.traces[key], ranges_for(job, self.traces[key]))
 
     def _chosen(
         self, planned: Plan, jobs: Sequence[ExportJob], options: ExportOptions

@@ -22,7 +22,7 @@ import onnx
 from ...common.documents import from_data
 from ...data.batches import rebatched
 from ...errors import BundleError, FeedError, ParityError
-from ..inputs import again
+from ..inputs import repeated_indices
 
 if TYPE_CHECKING:
     from ...graphs.targets import Precision
@@ -794,7 +794,7 @@ class Comparison:
 
     def _first_inputs(self, size: int) -> Reference:
         """The first inputs, repeated (`again`) if there are fewer than `size`."""
-        return self._first.rows(again(len(self._first.x), size, self.together))
+        return self._first.rows(repeated_indices(len(self._first.x), size, self.together))
 
     def _at_one_k(self) -> Parity:
         """How far the graph is off with the k of this comparison.
@@ -830,7 +830,7 @@ class Comparison:
         far = max(*(part.margin for part in self._results), bounds.tie * _FAR_APART[axis])
         wrong = int(probe.wrong.sum())
         if axis == "batch":
-            rows = again(len(self._first.x), size, self.together)
+            rows = repeated_indices(len(self._first.x), size, self.together)
             near = [a.like(b, rows, bounds) for a, b in zip(probe.same, usual, strict=True)]
             # A choice that is also wrong at the usual size counts only there.
             flips = wrong - int(self._results[0].wrong[rows].sum())

@@ -29,7 +29,7 @@ from ...data.batches import (
 from ...data.feeds import named_batches
 from ...data.shards import shard_batches, shards_of
 from ...errors import FeedError
-from ..inputs import Ports, fitted_arrays
+from ..inputs import HasPorts, fitted_arrays
 
 COUNT = 256
 """How many inputs of a feed are evaluated by default."""
@@ -107,7 +107,7 @@ def no_accuracy(output: str) -> str:
 
 def measured(
     run: Callable[[Fields], Mapping[str, np.ndarray]],
-    ports: Ports,
+    ports: HasPorts,
     data: Feed,
     batch: int,
     fixed: Mapping[str, int],
@@ -167,7 +167,7 @@ def _apart(theirs: Fields, values: Mapping[str, np.ndarray]) -> np.ndarray:
     return apart
 
 
-def arrays_of(part: Fields, model: Ports, fixed: Mapping[str, int] | None) -> Fields:
+def arrays_of(part: Fields, model: HasPorts, fixed: Mapping[str, int] | None) -> Fields:
     """Returns all inputs of a batch; missing steering strengths are zeros, which have no effect."""
     rows = row_count(part)
     zeros = {
@@ -178,11 +178,11 @@ def arrays_of(part: Fields, model: Ports, fixed: Mapping[str, int] | None) -> Fi
     return fitted_arrays({**part, **zeros}, model, fixed)
 
 
-def output_names(model: Ports) -> list[str]:
+def output_names(model: HasPorts) -> list[str]:
     return [spec.name for spec in model.outputs]
 
 
-def fields_of(model: Ports, data: Feed, count: int) -> Iterator[Fields]:
+def fields_of(model: HasPorts, data: Feed, count: int) -> Iterator[Fields]:
     """Yields the inputs of a feed with any labels and outputs of the user's own model."""
     names, outputs = [spec.name for spec in model.inputs], output_names(model)
     several = outputs if len(outputs) > 1 else ()
@@ -203,7 +203,7 @@ def of_images(data: Feed) -> bool:
     return path.is_file() and path.suffix not in (".npz", ".npy")
 
 
-def labelled_output(model: Ports, data: Feed) -> int:
+def labelled_output(model: HasPorts, data: Feed) -> int:
     """Returns the index of the labelled output: the first, unless a label names another."""
     outputs = output_names(model)
     if len(outputs) < 2 or not isinstance(data, str | Path):
@@ -216,7 +216,7 @@ def labelled_output(model: Ports, data: Feed) -> int:
     return outputs.index(label) if label in outputs else 0
 
 
-def unread_arrays(model: Ports, data: Feed | None) -> list[str]:
+def unread_arrays(model: HasPorts, data: Feed | None) -> list[str]:
     """Returns a sentence on the arrays of an archive that nothing reads; empty if all are read."""
     if not isinstance(data, str | Path) or local(data).suffix != ".npz":
         return []

@@ -28,7 +28,7 @@ from moexport.exporter.bundle.parity import (
 )
 from moexport.exporter.bundle.verify import checking_session
 from moexport.exporter.inputs import again
-from moexport.exporter.reference import opened_comparison
+from moexport.exporter.reference import open_comparison
 from moexport.graphs.targets import Precision
 
 from .bases import Base
@@ -183,7 +183,7 @@ def damaged_bundle(base: Base, graph: Graph, folder: Path) -> Bundle:
 def opened(base: Base, bundle: Bundle) -> Comparison:
     """Returns the comparison that an export makes of a graph, at its sizes of batches."""
     graph = bundle.manifest.graphs[0]
-    return opened_comparison(base.job, bundle.path, graph, base.expected, batches(base))
+    return open_comparison(base.job, bundle.path, graph, base.expected, batches(base))
 
 
 def compared(base: Base, bundle: Bundle) -> Comparison:
