@@ -217,9 +217,7 @@ def parity_batches(
             nearest = ranges["tokens"].nearest(tokens)
             if nearest != tokens:
                 example = with_tokens(model, example, row_count(example), nearest, random=False)
-        varies = (
-            len(model.input.dynamic_axes) > 1
-        )  # then lengths other than the example's are compared as well
+        varies = len(model.input.dynamic_axes) > 1  # then random lengths are compared, too
         example = _repeated(example, smallest)
         return iter([example, arrays] if varies else [example])
     return iter([_with_tiny_tokens(arrays, model) if tiny else arrays])
@@ -333,8 +331,7 @@ def fitted_arrays(
     for name, array in arrays.items():
         if len(array) != count:
             raise FeedError(
-                f"--data: input '{name}' has {len(array)} inputs, but '{model.input.name}' has "
-                f"{count}"
+                f"--data: '{name}' has {len(array)} inputs, but '{model.input.name}' has {count}"
             )
     return {spec.name: fitted(arrays[spec.name], spec, fixed) for spec in model.inputs}
 
@@ -425,7 +422,7 @@ PAST_AXIS = "past"
 
 
 def check_given(k: object, *, takes_k: bool, what: str) -> None:
-    """Raises `UsageError` if k is not a number, is given although it is no input, or is missing.
+    """Raises `UsageError` if k is not a number, is given but not an input, or is missing.
 
     `what` names what is run: a graph or an engine.
     """
@@ -471,11 +468,7 @@ def check_array(x: np.ndarray, spec: TensorSpec, where: str = "", *, feed: bool 
     sizes = [1 if axis == PAST_AXIS else n for n, axis in zip(x.shape, spec.shape, strict=True)]
     if 0 in (sizes[1:] if feed else sizes):
         index = sizes.index(0)
-        hint = (
-            f"its axis {spec.shape[index]} must be at least 1"
-            if index
-            else "give at least one input"
-        )
+        hint = f"{spec.shape[index]} must be at least 1" if index else "give at least one input"
         hint = f"leave such inputs out of the feed: {hint}" if feed and index else hint
         raise FeedError(f"{what} is empty: {shape_text(x.shape)}", hint=hint)
     for axis, limit in spec.limits.items():
@@ -505,8 +498,7 @@ def check_array(x: np.ndarray, spec: TensorSpec, where: str = "", *, feed: bool 
         )
         if wrong is not None:
             raise FeedError(
-                f"{what} contains {wrong}, but {spec.dtype} ranges from {limits.min} to "
-                f"{limits.max}",
+                f"{what} contains {wrong}, but {spec.dtype} allows {limits.min} to {limits.max}",
                 hint="cast the array to the type of the network's example",
             )
     if feed and x.dtype.kind == "f" and not np.isfinite(x).all():

@@ -67,7 +67,7 @@ LISTED = "(input 1:2:4×4:8:16×24, k 2:2:3; input 8×5×24, k 4)"
             "2",
             1,
             "input 'input' is empty: (2, 0, 24)",
-            "its axis tokens must be at least 1",
+            "tokens must be at least 1",
         ),
     ],
 )
