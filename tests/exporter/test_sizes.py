@@ -399,10 +399,10 @@ def test_a_trace_tells_at_which_sizes_the_network_changes(tmp_path: Path) -> Non
     assert trace(wrapped(Branching)).meta[VALID_SIZES].bounds["tokens"][1] == 64
     above = trace(wrapped(Branching), sizes={"tokens": 70}).meta[VALID_SIZES]
     assert above.bounds["tokens"] == (65, None)
-    with pytest.raises(ParityError, match=r"with 16 tokens model\.onnx differs") as told:
+    with pytest.raises(ParityError, match=r"with 16 tokens, model\.onnx differs") as told:
         moexport.export(wrapped(Whole), tmp_path / "out", tokens="1:10:100")
     assert "tokens=(17, 17, 100) exports" in str(told.value.hint)
-    with pytest.raises(ParityError, match=r"with 32 tokens model\.onnx differs"):
+    with pytest.raises(ParityError, match=r"with 32 tokens, model\.onnx differs"):
         moexport.export(wrapped(Whole), tmp_path / "out", tokens="17:17:100")
     assert not (tmp_path / "out").exists()
 

@@ -270,7 +270,7 @@ def test_numbers_that_an_input_cannot_hold_are_refused() -> None:
     assert run("export", "ports_net:net", *ADAPTER, *given).code == 0
     np.savez("x.npz", input=np.full((2, 6, 12), 300))
     outcome = run("run", "out", "-i", "x.npz", "-o", "y.npz")
-    assert "'input' contains 300, but uint8 has 0 to 255" in outcome.error
+    assert "'input' contains 300, but uint8 allows 0 to 255" in outcome.error
     assert not Path("y.npz").exists()
 
 
