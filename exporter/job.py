@@ -32,7 +32,7 @@ from ..graphs.sizes import (
     AxisRange,
 )
 from .bundle.parity import ROUNDED_RTOL
-from .bundle.steps import STEPS, Step, asked
+from .bundle.steps import STEPS, Step, requested_steps
 from .model import Model, check_one_input, edited, fingerprint
 from .options import ExportOptions
 from .refusals import check, check_without_model, not_renormalizable
@@ -234,7 +234,7 @@ def writes_text(model: Model, options: ExportOptions) -> bool:
 
 def steps_of(model: Model, options: ExportOptions) -> list[Step]:
     """Returns the plugins' parts of an export: those of the model, then those of the options."""
-    return [*(STEPS[name] for name in model.host.steps), *asked(options)]
+    return [*(STEPS[name] for name in model.host.steps), *requested_steps(options)]
 
 
 def export_job(

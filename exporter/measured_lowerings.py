@@ -33,7 +33,7 @@ from ..graphs.lowerings.cost import machine_for
 from ..graphs.names import DOMAIN
 from ..graphs.targets import TARGETS, Target
 from .bundle.manifest import TimedLowering, TunedLayers, Tuning
-from .bundle.runtimes import RUNTIMES, check_runs, opened, options_for
+from .bundle.runtimes import RUNTIMES, check_runs, open_graph, options_for
 from .bundle.weights import WeightsWriter, layer_bytes, write_layer
 from .job import ExportJob
 from .quantization.precision import PrecisionPlan
@@ -323,7 +323,7 @@ def _time(
     cases: dict[str, IndexedCall] = {}
     for name, path in paths.items():
         try:
-            session = opened(path, options)
+            session = open_graph(path, options)
         except MoexportError as error:
             left_out[name] = error.message
         else:

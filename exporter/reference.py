@@ -46,8 +46,8 @@ from ..graphs.sizes import AxisRange
 from .bundle.manifest import GraphRecord
 from .bundle.parity import (
     FEW_NUMBERS,
-    MOST_KEPT,
-    MOST_TIES,
+    MAX_STORED,
+    MAX_TIED,
     PARITY_FILE,
     TOLERANCES,
     Comparison,
@@ -186,7 +186,7 @@ def compare_graphs(
         if stored is None:
             stored = expected
         elif job.least_batch == 1:
-            stored = stored.with_unreached(expected, MOST_KEPT)
+            stored = stored.with_unreached(expected, MAX_STORED)
         if job.options.tolerance.routing < 1 or expected.y[0].size < FEW_NUMBERS:
             compared.append(expected)
         for name, y in {job.model.outputs[0].name: expected.y, **expected.outputs}.items():
@@ -202,7 +202,7 @@ def compare_graphs(
         if not parity.passed:
             raise _mismatch(job, directory / file, lowered[file], parity, comparisons[file].worst)
     same_shapes = [other for other in compared if other.shapes() == compared[0].shapes()]
-    if same_shapes and not all(graph.alone(stored).passed for graph in comparisons.values()):
+    if same_shapes and not all(graph.parity_on(stored).passed for graph in comparisons.values()):
         # Fewer inputs may have a larger share of outliers or other choices: `verify` needs all.
         stored = reduce(Reference.joined, same_shapes)
     if by_rounding and stored.rounded is None:  # more inputs were added
@@ -382,7 +382,7 @@ def _mismatch(
 
     Raises `ParityError` if the model itself is unsuitable for a comparison.
     """
-    if parity.tied > MOST_TIES * (parity.choices or 0):
+    if parity.tied > MAX_TIED * (parity.choices or 0):
         return ParityError(
             f"{path.name}: routing is tied in {parity.tied} of the {parity.choices} "
             f"{parity.what_chooses}, so almost nothing can be compared",

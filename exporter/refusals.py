@@ -27,7 +27,7 @@ from ..common.text import near_miss
 from ..errors import FeedError, LoweringError
 from ..graphs.sizes import DEFAULT_BATCH, DEFAULT_TOKENS
 from ..graphs.targets import CPU_PROVIDER, TARGETS, Precision
-from .bundle.steps import STEPS, Export, asked
+from .bundle.steps import STEPS, Export, requested_steps
 from .options import (
     BLOCKED_OPSET,
     CALIBRATED,
@@ -71,7 +71,7 @@ def with_plugins(options: ExportOptions) -> ExportOptions:
     for step in STEPS if options.further else ():
         step.refuses(options)
     check("options", options)
-    steps = asked(options)
+    steps = requested_steps(options)
     for step in steps:
         options = step.change(options)
     for step in steps:

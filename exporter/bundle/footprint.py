@@ -12,7 +12,7 @@ from ...graphs.targets import for_cpus, runtime_of
 from ..session import SessionOptions
 from .manifest import Manifest
 from .parity import PARITY_FILE, Reference
-from .runtimes import opened
+from .runtimes import open_graph
 
 CALLS = 2
 
@@ -42,7 +42,7 @@ def with_peak_memory(directory: Path, manifest: Manifest) -> Manifest:
 
 def _main(directory: Path, graph: str, runtime: str, batch: int, k: str) -> None:
     expected = Reference.load(directory / PARITY_FILE)
-    session = opened(directory / graph, SessionOptions(runtime=runtime))
+    session = open_graph(directory / graph, SessionOptions(runtime=runtime))
     feeds = expected.feeds(session.input_name, batch)
     for _ in range(CALLS):
         session.run(feeds, expected.main_k if k == "input" else None)

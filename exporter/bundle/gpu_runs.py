@@ -71,7 +71,7 @@ def why_refused(message: str) -> str | None:
 
 
 def nodes_on_cpu(session: ort.InferenceSession) -> str:
-    """Returns a list of the ops that a session runs on the CPU; empty if it is unknown."""
+    """Returns the ops that a session runs on the CPU, as text; empty if unknown."""
     try:
         parts = session.get_provider_graph_assignment_info()
     except Exception:  # noqa: BLE001  a version or build without such a record
@@ -134,21 +134,21 @@ class _Graph:
 class GpuRuns:
     """Runs a session with its values on a device; `refused` is why it captures no graphs.
 
-    `opened` opens the session, with or without graphs. Any number of threads may call: a session
-    with graphs runs one call at a time. The first calling thread runs its own calls; those of all
-    others run in one additional thread, since a graph belongs to a thread. `device` is the CPU in
-    tests only; `stream` is the one on which calls can be timed.
+    `open_session` opens the session, with or without graphs. Any number of threads may call: a
+    session with graphs runs one call at a time. The first calling thread runs its own calls; those
+    of all others run in one additional thread, since a graph belongs to a thread. `device` is the
+    CPU in tests only; `stream` is the one on which calls can be timed.
     """
 
     def __init__(
         self,
-        opened: Callable[[bool], ort.InferenceSession],
+        open_session: Callable[[bool], ort.InferenceSession],
         refused: str | None,
         *,
         device: str = "cuda",
         stream: Stream | None = None,
     ) -> None:
-        self._opened, self.device, self._stream = opened, device, stream
+        self._open_session, self.device, self._stream = open_session, device, stream
         self.refused = refused
         self.replayed = False
         self._lock, self._opening = Lock(), Lock()
@@ -195,7 +195,7 @@ class GpuRuns:
         if self._stream is None:
             return None
         stream = self._stream
-        return self._in_turn(lambda thread: self._timed(thread, wanted, feeds, stream))
+        return self._in_turn(lambda thread: self._time(thread, wanted, feeds, stream))
 
     def _in_turn(self, call: Callable[[object], T]) -> T:
         """Makes a call in a thread that may run graphs, or in this one if the session has none."""
@@ -228,11 +228,11 @@ class GpuRuns:
                 self.session.run_with_iobinding(graph.binding, graph.options)
         with CAPTURING.shared():
             if graph is None:
-                return self._plain(key, wanted, feeds, stays=stays)
+                return self._run_plain(key, wanted, feeds, stays=stays)
             self.replayed = True
-            return [_copied(value, stays=stays) for value in graph.outputs]
+            return [_copy(value, stays=stays) for value in graph.outputs]
 
-    def _plain(
+    def _run_plain(
         self, key: GraphKey, wanted: Sequence[str], feeds: Feeds, *, stays: bool
     ) -> list[Any]:
         """Runs without a capture, and records the outputs under the key."""
@@ -276,7 +276,7 @@ class GpuRuns:
         failures: tuple[type[Exception], ...] = (RuntimeError, *runtime_errors())
         try:
             with CAPTURING.alone():
-                graph = self._prepared(str(len(self._graphs) + 1), key, wanted, feeds)
+                graph = self._prepare(str(len(self._graphs) + 1), key, wanted, feeds)
                 # This makes three runs: two plain ones, which allocate all memory, and the capture.
                 self.session.run_with_iobinding(graph.binding, graph.options)
         except failures as error:
@@ -286,8 +286,8 @@ class GpuRuns:
         del self._single[key]
         return graph
 
-    def _prepared(self, name: str, key: GraphKey, wanted: Sequence[str], feeds: Feeds) -> _Graph:
-        """A graph with the `gpu_graph_id` `name`, its values bound and filled with these inputs."""
+    def _prepare(self, name: str, key: GraphKey, wanted: Sequence[str], feeds: Feeds) -> _Graph:
+        """Returns a graph with the `gpu_graph_id` `name`, bound to buffers with these inputs."""
         from ...common.onnx_runtime import ort
 
         def buffer(shape: Sequence[int], element: Any) -> ort.OrtValue:
@@ -319,7 +319,7 @@ class GpuRuns:
                 view.copy_(value)
                 _wait_for(view)
 
-    def _timed(self, thread: object, wanted: Sequence[str], feeds: Feeds, stream: Stream) -> float:
+    def _time(self, thread: object, wanted: Sequence[str], feeds: Feeds, stream: Stream) -> float:
         from ..tensorrt.cuda import elapsed_ms
 
         key = _key(thread, wanted, feeds)
@@ -354,18 +354,18 @@ class GpuRuns:
 
     def _open(self) -> ort.InferenceSession:
         if self.refused is not None:
-            return self._opened(False)
+            return self._open_session(False)
         try:
-            session = self._opened(True)
+            session = self._open_session(True)
         except EngineError as error:
             self.refused = why_refused(str(error))
             if self.refused is None:
                 raise
-            session = self._opened(False)
+            session = self._open_session(False)
             self.refused += nodes_on_cpu(session)
             return session
-        self.refused = _read_on_cpu(session) if self.device != "cpu" else None
-        return session if self.refused is None else self._opened(False)
+        self.refused = _why_not_replayed(session) if self.device != "cpu" else None
+        return session if self.refused is None else self._open_session(False)
 
     def _give_up(self, message: str) -> None:
         """Stops capturing and drops the session: after a failed capture its state is undefined."""
@@ -387,8 +387,8 @@ def _key(thread: object, wanted: Sequence[str], feeds: Feeds) -> GraphKey:
     return (thread, tuple(wanted), shapes, k)
 
 
-def _read_on_cpu(session: ort.InferenceSession) -> str | None:
-    """The reason if a replay would ignore an input: one other than k is read on the CPU."""
+def _why_not_replayed(session: ort.InferenceSession) -> str | None:
+    """Returns why a replay would ignore an input: one other than k is read on the CPU."""
     inputs = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
     for value, memory in inputs:
         if value.name != K_INPUT and memory.name in ("Cpu", "CudaPinned"):
@@ -418,7 +418,7 @@ def _torch_view(value: ort.OrtValue) -> Any:
     return tensor.view(torch.bool) if value.data_type() == "tensor(bool)" else tensor
 
 
-def _copied(value: ort.OrtValue, *, stays: bool) -> Any:
+def _copy(value: ort.OrtValue, *, stays: bool) -> Any:
     """A copy of a graph's output, which the next replay overwrites."""
     if stays:
         tensor = _torch_view(value).clone()
@@ -429,7 +429,7 @@ def _copied(value: ort.OrtValue, *, stays: bool) -> Any:
 
 
 def capture_refused(path: Path) -> str | None:
-    """Returns why the graph in a file cannot be captured, judging by its nodes, or None."""
+    """Returns why the graph in a file cannot be captured, judging by its nodes; None if it can."""
     import onnx
     from google.protobuf.message import DecodeError
 

@@ -379,7 +379,7 @@ class Manifest:
         return min((g for g in self.graphs if g.batches), key=distance) if main.batches else main
 
     def _problems(self) -> Iterator[str]:
-        """Values of the correct type that no export writes."""
+        """Yields why values of the correct types are invalid: no export writes them."""
         for name in self.files:
             if not all(map(is_plain_name, name.split("/"))):
                 yield f"{name!r} is not the name of a file in the bundle's folder"
@@ -514,8 +514,8 @@ def tensors_in(message: Message) -> Iterator[TensorProto]:
     if message.DESCRIPTOR.name == "TensorProto":
         yield message
         return
-    for described, value in message.ListFields():
-        if described.message_type is not None:
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is not None:
             for child in (value,) if hasattr(value, "DESCRIPTOR") else value:
                 yield from tensors_in(child)
 

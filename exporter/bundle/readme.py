@@ -24,7 +24,7 @@ CONTENTS = {
     "parity.npz": "reference inputs and PyTorch's outputs, which `moexport verify` uses",
     "calibration.json": "the value ranges of tensors that quantisation used",
     "substitutes.safetensors": "the arrays that replace experts that were dropped or merged",
-    MANIFEST_FILE: "everything above and more, for programs; the hash of every file",
+    MANIFEST_FILE: "all of this and more, for programs, with the hash of every file",
 }
 
 
@@ -107,12 +107,12 @@ def readme(manifest: Manifest, steps: Sequence[Step] = ()) -> str:
 
 
 def _computed_text(layer: LayerRecord) -> str:
-    """The number of computed experts: `4 of 16`; if some were dropped, of the kept ones."""
+    """Returns the number of computed experts: `4 of 16`, or `4 of the remaining 12 of 16`."""
     kept = layer.kept if layer.k else K_INPUT
     if layer.trained is None:
         return f"{kept} of {layer.of_experts}"
     dropped = f"{layer.experts} of {layer.trained}"
-    return dropped if layer.k == layer.experts else f"{kept} of the {dropped} that stay"
+    return dropped if layer.k == layer.experts else f"{kept} of the remaining {dropped}"
 
 
 def _title_text(computed: Sequence[str]) -> str:
@@ -128,7 +128,7 @@ def _title_text(computed: Sequence[str]) -> str:
 
 
 def _edits_text(edits: Edits) -> Iterator[str]:
-    """The differences between the model and its weights."""
+    """Yields a paragraph on how the model was edited."""
     if edits:
         lines = "\n".join(f"- {markdown_text(text)}" for text in edits.texts())
         yield f"The MoE layers were edited:\n\n{lines}"
@@ -152,10 +152,10 @@ def _content_text(manifest: Manifest, name: str) -> str:
             first, last = graph.batches
             return f"a graph: {lowerings}; for batch sizes {first} to {last}, but it accepts any"
     if sized_files([name]):
-        return f"the same for inputs of {next(iter(sized_files([name])))} tokens"
+        return f"reference inputs of {next(iter(sized_files([name])))} tokens and PyTorch's outputs"
     folder = name.rpartition("/")[0]
     if folder:
-        return f"the same for {folder.partition('/')[0]}, with the file names that it expects"
+        return f"for {folder.partition('/')[0]}, with the file name that it expects"
     if not manifest.engines:
         return "added by a plugin"
     from ..tensorrt.records import engine_files  # loaded if a bundle has an engine
@@ -208,7 +208,7 @@ def _checked_on(manifest: Manifest) -> Iterator[str]:
         )
         yield f"It was checked on {machine}.{elsewhere} `moexport verify` checks it anywhere else."
     if not for_cpus(manifest.target):
-        yield "**Never run on a GPU**: it is for one, but an export compares graphs on the CPU."
+        yield "**Never run on a GPU**: it is for one, but exports compare graphs on the CPU."
     if manifest.peak_memory_bytes is not None:
         yield (
             f"One input needs at most {size(manifest.peak_memory_bytes)} of memory, including "

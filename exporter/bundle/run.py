@@ -70,8 +70,8 @@ def run(
     first = next(feed, None)
     if first is None:
         raise FeedError(f"{input_file} contains no inputs")
-    others = _others(input_file, record.inputs[1:], total)
-    session = _opened(opened, options, first, k)
+    others = _other_inputs(input_file, record.inputs[1:], total)
+    session = _open_session(opened, options, first, k)
     progress.step(f"running {bundle_path.name}", total=total, unit="inputs")
     names = _written_outputs(record)
     with whole_file(output_file) as partial, _Rows(partial, names[0], total) as rows:
@@ -87,7 +87,7 @@ def run(
 
 
 def _written_outputs(record: Manifest) -> list[str]:
-    """The outputs to write: all but the cache.
+    """Returns the names of the outputs to write: all but the cache.
 
     Routing is written only if the graph has scores, or coefficients of a layer that keeps all
     experts.
@@ -118,7 +118,9 @@ def _check_output(output: Path, source: Path, *, force: bool) -> None:
         raise OutputError(f"{output}: a file exists there", hint="--force replaces it")
 
 
-def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -> GraphSession:
+def _open_session(
+    bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None
+) -> GraphSession:
     if options.runs_graph:
         return bundle.session(
             options.graph,
@@ -166,8 +168,10 @@ def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRang
     return AxisRange(known.min, size or known.max, known.max)
 
 
-def _others(path: Path, specs: Sequence[TensorSpec], total: int | None) -> dict[str, np.ndarray]:
-    """All inputs in a file except the first; missing ones have defaults."""
+def _other_inputs(
+    path: Path, specs: Sequence[TensorSpec], total: int | None
+) -> dict[str, np.ndarray]:
+    """Returns all inputs in a file except the first; missing ones get their defaults later."""
     if path.suffix != ".npz":
         return {}
     names = set(npz_names(path))
@@ -186,7 +190,7 @@ def _others(path: Path, specs: Sequence[TensorSpec], total: int | None) -> dict[
 
 
 def _checked_parts(path: Path, spec: TensorSpec) -> Iterator[np.ndarray]:
-    """The inputs of a feed, a few at a time; they must stack: none may be left out."""
+    """Yields the inputs of a feed, a few at a time; they must stack, since none may be left out."""
     shape: tuple[int, ...] | None = None
     for part in batches(path, spec.name):
         shape = part.shape[1:] if shape is None else shape
@@ -231,8 +235,8 @@ def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nda
         raise FeedError(
             f"{len(tail)} inputs are left, but the bundle was exported for batches of {sizes.min} "
             f"to {sizes.max}",
-            hint="give a number of inputs that such batches can divide, or export again with "
-            "--batch 1:8:32",
+            hint="give a number of inputs that can be divided into such batches, or export again "
+            "with --batch 1:8:32",
         )
 
 

@@ -26,7 +26,7 @@ def _onnxruntime_options(
     return SessionOptions(provider=record.provider, threads=threads, spin_ms=spin_ms)
 
 
-def _has_provider(record: TargetRecord) -> None:
+def _check_target_provider(record: TargetRecord) -> None:
     if record.provider is not None:  # engines have another check
         check_provider(record.provider)
 
@@ -75,7 +75,7 @@ RUNTIMES = Registry(
             open=Session,
             takes=("provider", "profile", "cuda_graphs"),
             options=_onnxruntime_options,
-            check_runs=_has_provider,
+            check_runs=_check_target_provider,
         ),
     ),
 )
@@ -111,12 +111,12 @@ def check_options(options: SessionOptions) -> None:
             hint = near_miss(name, dict.fromkeys(known)) + left_out()
             raise UsageError(f"{name}: no runtime has such an option", hint=hint)
         raise UsageError(
-            f"{name}={value!r}: an option of {title}",
+            f"{name}={value!r} is an option of {title}",
             hint=f"leave {name} out" + (f", or give runtime='{runtime}'" if runtime else ""),
         )
 
 
-def opened(path: Path | str, options: SessionOptions | None = None) -> Session:
+def open_graph(path: Path | str, options: SessionOptions | None = None) -> Session:
     """Returns a graph, opened in the runtime that the options name.
 
     Raises `UsageError` for an option that it does not accept, and the errors of opening the graph.

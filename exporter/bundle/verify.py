@@ -44,7 +44,7 @@ from .parity import (
     sized_files,
     tolerance_of,
 )
-from .runtimes import RUNTIMES, opened
+from .runtimes import RUNTIMES, open_graph
 
 AS_RECORDED = "SHA-256 as recorded"
 CHANGED = "the content has changed"
@@ -110,8 +110,10 @@ def checks(
 
         yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
     if expected is None:
-        never = manifest.parity is None and all(graph.parity is None for graph in manifest.graphs)
-        yield Check("parity", False, NEVER_COMPARED if never else REFERENCE_MISSING)
+        never_compared = manifest.parity is None and all(
+            graph.parity is None for graph in manifest.graphs
+        )
+        yield Check("parity", False, NEVER_COMPARED if never_compared else REFERENCE_MISSING)
     if manifest.answers or data is not None:
         from ..checks.bundle import data_checks, recorded_checks  # few bundles have either
 
@@ -128,7 +130,7 @@ def checks(
 def missed_parity(directory: Path, manifest: Manifest, graph: GraphRecord) -> str | None:
     """Returns how a graph fails the comparison of its export.
 
-    None if it passes, was never compared, or was exported with wider bounds.
+    None if it passes, was never_compared compared, or was exported with wider bounds.
     """
     if graph.parity is None or PARITY_FILE not in manifest.files:
         return None
@@ -150,8 +152,8 @@ def checking_session(
 ) -> Session:
     """Returns a session of a graph, in a bundle or in one being written, to compare its values.
 
-    With `rounded` it rounds 16-bit floats as a GPU does, not as this machine does. By default, it
-    is set for targets that are not CPUs.
+    With `rounded` it rounds 16-bit floats as a GPU does, not as this machine does; that is the
+    default for targets that are not CPUs.
     """
     options = SessionOptions(
         runtime=runtime_of(target),
@@ -161,7 +163,7 @@ def checking_session(
         observe=observe,
         rounded=not for_cpus(target) if rounded is None else rounded,
     )
-    return opened(graph, options)
+    return open_graph(graph, options)
 
 
 def is_large(directory: Path) -> bool:
@@ -206,7 +208,7 @@ def _graph_check(directory: Path, manifest: Manifest, graph: GraphRecord) -> Che
 
 
 def _differences(model: onnx.ModelProto, manifest: Manifest, graph: GraphRecord) -> Iterator[str]:
-    """How a graph differs from the manifest."""
+    """Yields how a graph differs from the manifest."""
     for file in sorted(external_files(model) - manifest.files.keys()):
         yield f"it keeps weights in {file}, for which {MANIFEST_FILE} lists no hash"
     takes_k = {"k"} if manifest.k == "input" else set()
@@ -220,16 +222,17 @@ def _differences(model: onnx.ModelProto, manifest: Manifest, graph: GraphRecord)
             yield f"its {what} are {_listed(names)}, but {MANIFEST_FILE} lists {_listed(expected)}"
     facts = GraphFacts.of(model, graph.file)
     if facts is None:
-        yield "it has no metadata of moexport"
+        yield "it has no moexport metadata"
         return
     for layer in manifest.layers:
-        described = facts.layers.get(layer.name)
+        recorded_layer = facts.layers.get(layer.name)
         k = "k" if layer.k is None else layer.k
         lowering = graph.lowerings.get(layer.name)
-        if described != LayerFacts(n=layer.experts, k=k, lowering=str(lowering)):
+        if recorded_layer != LayerFacts(n=layer.experts, k=k, lowering=str(lowering)):
             found = "does not name it"
-            if described is not None:
-                found = f"has {described.n} experts, k {described.k}, lowering {described.lowering}"
+            if recorded_layer is not None:
+                n, k_found, name = recorded_layer.n, recorded_layer.k, recorded_layer.lowering
+                found = f"has {n} experts, k {k_found}, lowering {name}"
             yield (
                 f"layer {layer.name}: {MANIFEST_FILE} lists {layer.experts} experts, k {k}, "
                 f"lowering {lowering}, but the graph {found}"
@@ -284,7 +287,7 @@ def _parity_check(
 ) -> Check:
     name = f"parity of {graph.file}"
     on_cpu = for_cpus(manifest.target)
-    compared = partial(_compared, directory, manifest, graph, expected, bounds)
+    compared = partial(_compare_graph, directory, manifest, graph, expected, bounds)
     try:
         parity = intended = compared(rounded=not on_cpu)
         if on_cpu and not parity.passed and manifest.numbers.get("rest") == "fp16":
@@ -329,7 +332,7 @@ def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]
     return known.compared(unit), compared or [known.nearest(size * unit) for size in PARITY_BATCHES]
 
 
-def _compared(
+def _compare_graph(
     directory: Path,
     manifest: Manifest,
     graph: GraphRecord,

@@ -44,7 +44,7 @@ _WORD = 64
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The place and type of a tensor in the weights file."""
+    """The location and type of a tensor in the weights file."""
 
     offset: int
     shape: tuple[int, ...]

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...data.batches import Fields
 from ..bundle.manifest import Check, Manifest
-from ..bundle.parity import FEW, Reference
+from ..bundle.parity import MAX_LISTED, Reference
 from ..session import Session
 from .choices import ChoiceHistogram, choices_of, chosen_k, deviations, recorded_histograms
 
@@ -163,8 +163,8 @@ def _drift_check(drift: tuple[Drift, ...], now: int, before: int, at_k: str) -> 
         if len(drift) > 1:
             text += f" in layer {furthest.layer}, the most of {len(drift)} layers"
         return DriftCheck(NAME, True, f"{text} ({compared})", drift=drift)
-    where = ", ".join(f"{layer.text} in layer {layer.layer}" for layer in drifted[:FEW])
-    extra = len(drifted) - FEW
+    where = ", ".join(f"{layer.text} in layer {layer.layer}" for layer in drifted[:MAX_LISTED])
+    extra = len(drifted) - MAX_LISTED
     where += f", and less in {extra} more" if extra > 0 else ""
     return DriftCheck(
         NAME,

@@ -190,7 +190,7 @@ def test_a_disk_too_small_for_the_weights_is_told_before_anything_is_written(
     outcome = run(
         *("export", DATA / "soft_moe_mnist" / "weights.pt", "-o", small_disk / "out", "--k", "4")
     )
-    assert_refused(outcome, "no space: the bundle needs")
+    assert_refused(outcome, "not enough space: the bundle needs")
     assert "writing" not in outcome.err
     assert list(small_disk.iterdir()) == []
 
