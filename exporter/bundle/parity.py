@@ -762,7 +762,7 @@ class Comparison:
         for array, actual in outputs:
             if actual.shape != array.shape:
                 raise ParityError(
-                    f"the graph's outputs have the shape {actual.shape}, not {array.shape} as in PyTorch"
+                    f"the graph's outputs have the shape {actual.shape}, PyTorch's {array.shape}"
                 )
         return _part_result(expected, outputs, sets, self.tolerance)
 

@@ -70,8 +70,8 @@ def run(
     first = next(feed, None)
     if first is None:
         raise FeedError(f"{input_file} contains no inputs")
-    others = _other_inputs(input_file, record.inputs[1:], total)
-    session = _open_session(opened, options, first, k)
+    others = _others(input_file, record.inputs[1:], total)
+    session = _session(opened, options, first, k)
     progress.step(f"running {bundle_path.name}", total=total, unit="inputs")
     names = _written_outputs(record)
     with whole_file(output_file) as partial, _Rows(partial, names[0], total) as rows:
@@ -118,9 +118,7 @@ def _check_output(output: Path, source: Path, *, force: bool) -> None:
         raise OutputError(f"{output}: a file exists there", hint="--force replaces it")
 
 
-def _open_session(
-    bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None
-) -> GraphSession:
+def _session(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -> GraphSession:
     if options.runs_graph:
         return bundle.session(
             options.graph,
@@ -168,9 +166,7 @@ def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRang
     return AxisRange(known.min, size or known.max, known.max)
 
 
-def _other_inputs(
-    path: Path, specs: Sequence[TensorSpec], total: int | None
-) -> dict[str, np.ndarray]:
+def _others(path: Path, specs: Sequence[TensorSpec], total: int | None) -> dict[str, np.ndarray]:
     """Returns all inputs in a file except the first; missing ones get their defaults later."""
     if path.suffix != ".npz":
         return {}

@@ -110,9 +110,7 @@ def checks(
 
         yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
     if expected is None:
-        never_compared = manifest.parity is None and all(
-            graph.parity is None for graph in manifest.graphs
-        )
+        never_compared = not any(part.parity for part in (manifest, *manifest.graphs))
         yield Check("parity", False, NEVER_COMPARED if never_compared else REFERENCE_MISSING)
     if manifest.answers or data is not None:
         from ..checks.bundle import data_checks, recorded_checks  # few bundles have either
@@ -130,7 +128,7 @@ def checks(
 def missed_parity(directory: Path, manifest: Manifest, graph: GraphRecord) -> str | None:
     """Returns how a graph fails the comparison of its export.
 
-    None if it passes, was never_compared compared, or was exported with wider bounds.
+    None if it passes, was never compared, or was exported with wider bounds.
     """
     if graph.parity is None or PARITY_FILE not in manifest.files:
         return None
@@ -225,14 +223,13 @@ def _differences(model: onnx.ModelProto, manifest: Manifest, graph: GraphRecord)
         yield "it has no moexport metadata"
         return
     for layer in manifest.layers:
-        recorded_layer = facts.layers.get(layer.name)
+        known = facts.layers.get(layer.name)
         k = "k" if layer.k is None else layer.k
         lowering = graph.lowerings.get(layer.name)
-        if recorded_layer != LayerFacts(n=layer.experts, k=k, lowering=str(lowering)):
+        if known != LayerFacts(n=layer.experts, k=k, lowering=str(lowering)):
             found = "does not name it"
-            if recorded_layer is not None:
-                n, k_found, name = recorded_layer.n, recorded_layer.k, recorded_layer.lowering
-                found = f"has {n} experts, k {k_found}, lowering {name}"
+            if known is not None:
+                found = f"has {known.n} experts, k {known.k}, lowering {known.lowering}"
             yield (
                 f"layer {layer.name}: {MANIFEST_FILE} lists {layer.experts} experts, k {k}, "
                 f"lowering {lowering}, but the graph {found}"

@@ -54,7 +54,7 @@ class WeightFiles:
 
     `keys` maps each shard to the keys that the index expects in it (empty for a single file);
     `config` is the `config.json` in the folder of the files. `arrays` reads the files of another
-    training code, which cannot be read one by one.
+    training framework, which cannot be read one by one.
     """
 
     files: tuple[Path, ...]
@@ -77,7 +77,7 @@ def local_checkpoint(source: str | os.PathLike[str]) -> Path:
             copy_siblings(location, ("config.json",))
         elif path.suffix.lower() not in SUFFIXES:
             for reader, found in found_by_readers(path):
-                copy_siblings(location, reader.beside(found))
+                copy_siblings(location, reader.companions(found))
     return path
 
 
@@ -109,7 +109,7 @@ def find_files(source: Path) -> WeightFiles:
 
 
 def _foreign(source: Path, found: Sequence[tuple[Reader, Path]]) -> WeightFiles:
-    """The files that one reader found at a path; CheckpointError if several readers did."""
+    """Returns the files that a reader found at a path; CheckpointError if several readers did."""
     if len(found) > 1:
         listed = ", ".join(f"{path.name} ({reader.name})" for reader, path in found)
         raise CheckpointError(
@@ -331,7 +331,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
 
 
 def _values(path: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> Iterable[tuple[str, Any]]:
-    """Arrays as tensors; strings, which some scripts save with them, unchanged."""
+    """Yields arrays as tensors; strings, which some scripts save with them, are unchanged."""
     for key, array in arrays:
         if array.dtype.kind in "US":
             yield key, str(array)
@@ -358,7 +358,9 @@ def _read_pickled(path: Path) -> Any:
     if is_zip:
         _check_archives(path)
     elif _is_tar(start):  # PyTorch's reader hangs on a malicious header
-        raise CheckpointError(f"{path} is a tar file, as before PyTorch 0.1.10", hint=RESAVE)
+        raise CheckpointError(
+            f"{path} is a tar file, the format before PyTorch 0.1.10", hint=RESAVE
+        )
     _check_pickles(path, is_zip)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
@@ -404,7 +406,7 @@ def _check_pickles(path: Path, is_zip: bool) -> None:
 
 
 PICKLE_BYTES = 64 << 20
-"""How much of a file from before torch 1.6 is searched for names of pickled objects."""
+"""How much of a file from before torch 1.6 is searched for the names of pickled objects."""
 
 HARMLESS = re.compile(r"torch\.(?!nn\.modules)|collections\.OrderedDict|argparse\.Namespace")
 """Names that every checkpoint refers to."""

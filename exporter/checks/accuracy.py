@@ -32,7 +32,7 @@ from ...errors import FeedError
 from ..inputs import HasPorts, fitted_arrays
 
 COUNT = 256
-"""How many inputs of a feed are evaluated by default."""
+"""The number of inputs of a feed that are evaluated by default."""
 
 MAX_CHANGED = 0.01
 """The share of integer outputs (classes, masks) that may differ."""
@@ -40,7 +40,7 @@ MAX_CHANGED = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The number of correct answers, of those with a label."""
+    """The number of correct answers (`right`) among those with a label (`of`)."""
 
     right: int = 0
     of: int = 0
@@ -55,7 +55,7 @@ class Score:
 
 
 def one_per_sample(y: np.ndarray, labels: Labels | None = None) -> np.ndarray:
-    """Returns scores [b, 1, c] of a head that sees a vector as one token as [b, c]; else y."""
+    """Returns y; scores [b, 1, c] of a head that treats vectors as single tokens, as [b, c]."""
     tokens = labels is not None and labels.shape == y.shape[:2]
     return y[:, 0] if y.ndim == 3 and y.shape[1] == 1 and not tokens else y
 
@@ -85,9 +85,10 @@ def score(y: np.ndarray, labels: Labels) -> Score | None:
 class GraphAnswers:
     """A graph's results on a feed: its accuracy, and how far it is from a user's own outputs.
 
-    `apart` has, for each input, the largest difference of an output over its max|y|; empty if the
-    feed has no outputs. `agreeing` counts inputs with the same largest number in the first output.
-    `unscored` is the output that labels of the feed do not fit; None if they do, or without labels.
+    `apart` has, for each input, the largest difference of an output, relative to its max|y|; it is
+    empty if the feed has no outputs. `agreeing` counts inputs with the same largest number in the
+    first output. `unscored` is the output that labels of the feed do not fit; None if they do, or
+    without labels.
     """
 
     inputs: int
@@ -105,7 +106,7 @@ def no_accuracy(output: str) -> str:
     )
 
 
-def measured(
+def evaluate(
     run: Callable[[Fields], Mapping[str, np.ndarray]],
     ports: HasPorts,
     data: Feed,
@@ -153,7 +154,7 @@ def agreeing_inputs(theirs: Fields, values: Mapping[str, np.ndarray]) -> int:
 
 
 def _apart(theirs: Fields, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """How far apart each input's outputs are, over max|y|; for integers, the share that differs."""
+    """Returns how far each input's outputs differ, over max|y|; for integers, the share that do."""
     rows = row_count(theirs)
     apart = np.zeros(rows)
     for name, array in theirs.items():
@@ -245,8 +246,8 @@ def check_own(theirs: np.ndarray, ours: np.ndarray, name: str) -> None:
     """Raises `FeedError` for arrays that cannot be outputs of this model."""
     if theirs.shape != ours.shape:
         raise FeedError(
-            f"--data: the outputs of your own model are {('batch', *theirs.shape[1:])}, but "
-            f"'{name}' of this one is {('batch', *ours.shape[1:])}",
+            f"--data: the outputs of your own model have the shape {('batch', *theirs.shape[1:])}, "
+            f"but '{name}' of this one has {('batch', *ours.shape[1:])}",
             hint="save the outputs of the model for these inputs, before any argmax or softmax, as "
             f"'{OUTPUT}' or '{name}'",
         )

@@ -98,7 +98,7 @@ class Answers:
 
 
 def texts(answers: Answers, model: Model) -> list[str]:
-    """Returns sentences on PyTorch's results: the accuracy, and whether it is the user's model."""
+    """Returns sentences on PyTorch's results: accuracy, and whether they equal the user's own."""
     found = [*answers.notes]
     if answers.accuracy is not None:
         own = answers.own_accuracy
@@ -134,7 +134,7 @@ def answers_of(
 
     None if it has neither labels nor outputs of the user's own model. `batch` is the only batch
     size of the network, if it has one, and `fixed` are the sizes of axes. The outputs may differ by
-    `ROUNDINGS`, or by `bounds` if these were `asked` for or if float64 is unusable. Raises
+    `ROUNDINGS`, or by `bounds` if the user `asked` for these or float64 is unusable. Raises
     `ParityError` if the user's own outputs in the feed differ from those of the rebuilt model by
     more than rounding, and `FeedError` for arrays that cannot be such outputs.
     """
@@ -174,7 +174,7 @@ def check_own_outputs(model: Model, data: Feed | None) -> None:
 
 
 def _with_equal_fields(first: Fields, rest: Iterator[Fields]) -> Iterator[Fields]:
-    """All batches, with the fields of the first one."""
+    """Yields all batches, with the fields of the first one."""
     yield first
     for fields in rest:
         missing = next((name for name in first if name not in fields), None)
@@ -298,7 +298,7 @@ def _exact_outputs(model: Model, x: Fields) -> list[np.ndarray] | None:
 
 
 def _tied_inputs(model: Model, x: Fields) -> np.ndarray:
-    """The inputs [b] for which rounding may change the choices of the untouched model."""
+    """Returns the inputs [b] for which rounding may change the choices of the untouched model."""
     ours = model.module if model.as_trained is None else model.as_trained
     trained = replace(model, module=ours, as_trained=None)
     kept = trained.trained_k
@@ -311,7 +311,7 @@ def _tied_inputs(model: Model, x: Fields) -> np.ndarray:
 
 
 def _max_share(off: np.ndarray, scale: np.ndarray) -> float:
-    """The largest of some distances, as shares of the scales."""
+    """Returns the largest of some distances, as shares of the scales."""
     return float((off / np.where(scale > 0, scale, 1.0)).max(initial=0.0))
 
 
@@ -340,8 +340,9 @@ def _disagreement(model: Model, answers: Answers, found: _Results, *, option: bo
     named = ", ".join(f"'{name}'" for name in found.others)
     which = f" {named}" if len(output_names(model)) > 1 else ""
     text = (
-        f"{model.source.path}: the network that is {built} gives other outputs{which} than your "
-        f"own model in {own.wrong:,} of {own.inputs:,} inputs of --data: {own.text}{share}"
+        f"{model.source.path}: the network that is {built} gives outputs{which} that differ "
+        f"from your own model's in {own.wrong:,} of {own.inputs:,} inputs of --data: {own.text}"
+        f"{share}"
     )
     if answers.accuracy is not None and answers.own_accuracy is not None:
         text += (

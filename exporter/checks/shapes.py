@@ -40,7 +40,7 @@ def shape_hint(sizes: Sequence[int], shape: Sequence[object]) -> str:
 
 
 def _reshape_hint(wanted: Sequence[int]) -> str:
-    """How flat rows become arrays, which for images depends on the order of the channels."""
+    """Returns how to reshape flat rows; for images this depends on the order of the channels."""
     rows = f"x = x.reshape({', '.join(map(str, (-1, *wanted)))})"
     if len(wanted) != 3 or wanted[0] == 1:
         return rows
@@ -50,7 +50,7 @@ def _reshape_hint(wanted: Sequence[int]) -> str:
 
 
 def _image_hint(sizes: Sequence[int], shape: Sequence[object]) -> str:
-    """Advice for images that have another size, or channels on another axis."""
+    """Returns advice for images that have another size, or channels on another axis."""
     if len(sizes) != 4 or len(shape) != 4 or not all(isinstance(n, int) for n in shape[1:]):
         return ""
     first = shape[1] in COLOURS

@@ -104,7 +104,7 @@ def test_wrong_settings_are_refused_beside_outputs_of_the_user_s_own_model(
     monkeypatch.chdir(tmp_path)
     outcome = run(command[0], WEIGHTS, *WRONG, "--data", data, *command[1:])
     assert outcome.code != 0
-    assert "gives other outputs than your own model in 60 of 60 inputs" in outcome.error
+    assert "gives outputs that differ from your own model's in 60 of 60 inputs" in outcome.error
     assert "num_heads=2" in outcome.error
     assert "global_pool=avg" in outcome.error
     assert f"that of your outputs {accuracy(own.y, own.labels)}" in outcome.error
@@ -115,7 +115,7 @@ def test_wrong_settings_are_refused_beside_outputs_of_the_user_s_own_model(
 def test_a_benchmark_compares_outputs_in_a_dict(own: Labelled) -> None:
     model = moexport.load(WEIGHTS, config={"num_heads": 2, "rest": "default"})
     given = {"input": own.x, "label": own.labels, "output": own.y}
-    with pytest.raises(ParityError, match="gives other outputs than your own model"):
+    with pytest.raises(ParityError, match="gives outputs that differ from your own model"):
         moexport.bench(model, data=given, k="n", engine="onnxruntime")
 
 
@@ -240,7 +240,7 @@ def test_recorded_outputs_of_published_code_are_the_rebuilt_model_s(name: str) -
     assert answers.own.inputs == len(case.x)
     assert answers.own.wrong == 0
     other = case.y() + 1e-3 * np.abs(case.y()).max()
-    with pytest.raises(ParityError, match="gives other outputs"):
+    with pytest.raises(ParityError, match="gives outputs that differ"):
         answers_of(model, [{model.input.name: case.x, model.output.name: other}])
 
 
