@@ -35,20 +35,20 @@ class HasPorts(Protocol):
     def input(self) -> TensorSpec: ...
 
 
-def repeated_indices(count: int, size: int, together: int = 1) -> np.ndarray:
+def repeated_indices(count: int, size: int, group_size: int = 1) -> np.ndarray:
     """Returns `size` indices into `count` inputs: all in order, then repeatedly from other starts.
 
     The starts follow the Thue–Morse sequence: if inputs were repeated at a constant distance, a
-    graph that computes an earlier block instead of a later one would pass. Groups of `together`
+    graph that computes an earlier block instead of a later one would pass. Groups of `group_size`
     inputs, which are computed together, are not split.
     """
-    groups = max(1, count // together)
-    rows = quotient = np.arange(-(-size // together))
+    groups = max(1, count // group_size)
+    rows = quotient = np.arange(-(-size // group_size))
     while groups > 1 and quotient.any():
         quotient = quotient // groups
         rows = rows + quotient
-    starts = rows % groups * together
-    indices: np.ndarray = (starts[:, None] + np.arange(together)).ravel()[:size]
+    starts = rows % groups * group_size
+    indices: np.ndarray = (starts[:, None] + np.arange(group_size)).ravel()[:size]
     return indices
 
 

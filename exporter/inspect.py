@@ -135,10 +135,10 @@ def _report_on(model: Model, data: Feed | None, tokens: int | None) -> ModelRepo
     counted_tokens, backbone_macs = _count_one_input(model, tokens)
     answers: tuple[str, ...] = ()
     if data is not None:
-        from .checks.answers import answers_of, texts  # loaded only for a run
+        from .checks.answers import answer_sentences, answers_of  # loaded only for a run
 
         found = answers_of(model, data)
-        answers = () if found is None else tuple(texts(found, model))
+        answers = () if found is None else tuple(answer_sentences(found, model))
     # For a user's own network, data may serve only as its example: it needs no muMoE layers.
     has_coefficients = any(layer.spec.rewritable for layer in model.layers.values())
     counts_coefficients = has_coefficients or (not answers and not model.host.own_code)

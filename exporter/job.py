@@ -282,7 +282,7 @@ def _for_model(model: Model, options: ExportOptions) -> ExportOptions:
         options = replace(
             options, batch=AxisRange(images, images, -(-batch.max // images) * images)
         )
-    if model.rounded and options.held_to_rounding:
+    if model.rounded and options.bounded_by_rounding:
         options = replace(options, rtol=ROUNDED_RTOL)
     return options
 

@@ -75,7 +75,7 @@ def with_fastest(tuned: TunedLayers, plan: AnyPlan, target: Target) -> AnyPlan:
 
 
 @dataclass(frozen=True)
-class Measuring:
+class MeasurementOptions:
     """How layers are measured: for how long, and on what inputs (random ones if none are given).
 
     `inputs` are the inputs of layers in a real model, [s, m, d] by layer; s ≥ the batch size.
@@ -114,7 +114,7 @@ def measure_lowerings(
     traced: ir.Model,
     precision: PrecisionPlan,
     progress: Progress | None = None,
-    measuring: Measuring | None = None,
+    measuring: MeasurementOptions | None = None,
 ) -> Tuning:
     """Returns the latency of every candidate for every layer of a traced model.
 
@@ -123,7 +123,7 @@ def measure_lowerings(
     `UsageError` if the temporary folder has no space for a layer's weights, and `EngineError`
     if the target's provider does not run here.
     """
-    measuring = measuring or Measuring()
+    measuring = measuring or MeasurementOptions()
     target, threads = job.options.target, torch.get_num_threads()
     check_runs(target)
     session = options_for(target, threads, measuring.spin_ms)
@@ -167,7 +167,7 @@ def _measure_group(
     precision: PrecisionPlan,
     session: SessionOptions,
     progress: Progress,
-    measuring: Measuring,
+    measuring: MeasurementOptions,
 ) -> TunedLayers:
     plan, name = group.plan, group.names[0]
     candidates = able(plan, job.options.target)
@@ -310,7 +310,7 @@ def _time(
     options: SessionOptions,
     progress: Progress,
     left_out: dict[str, str],
-    measuring: Measuring,
+    measuring: MeasurementOptions,
 ) -> dict[str, Latency]:
     """Returns the latencies of the graphs that run, and adds the others to `left_out`."""
     real = measuring.inputs.get(group.names[0])

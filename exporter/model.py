@@ -486,16 +486,16 @@ def _check_expert(edit: Ablation | Steer, spec: MoESpec) -> None:
             f"{what} has no level {level}",
             hint=f"levels are counted from 1 (experts by level: {sizes})",
         )
-    of_level = f" in level {level}" if count > 1 else ""
-    _check_index(what, edit.expert, spec.levels[level - 1], f"experts{of_level}")
+    in_level = f" in level {level}" if count > 1 else ""
+    _check_index(what, edit.expert, spec.levels[level - 1], f"experts{in_level}")
 
 
 def _check_combination(edit: AblatedCombination, spec: MoESpec) -> None:
     what, levels = f"{edit.option}: layer {spec.name}", spec.levels
     if len(levels) < 2 or len(edit.experts) != len(levels):
-        has = "one level" if len(levels) == 1 else f"{len(levels)} levels"
+        size = "one level" if len(levels) == 1 else f"{len(levels)} levels"
         raise UsageError(
-            f"{what} has {has} of experts, but {len(edit.experts)} are named together",
+            f"{what} has {size} of experts, but {len(edit.experts)} are named together",
             hint="EXPERT+EXPERT names one expert of each level"
             if len(levels) > 1
             else "name experts of one level after commas",
@@ -514,9 +514,9 @@ def _check_rewrite(entry: Rewrite, spec: MoESpec) -> None:
     _check_index(f"{what}: the layer", entry.output, spec.out, "outputs")
     lengths = tuple(len(vector) for vector in entry.coefficients)
     if lengths != tuple(spec.levels):
-        given_text, wanted = (" and ".join(map(str, sizes)) for sizes in (lengths, spec.levels))
+        given, wanted = (" and ".join(map(str, sizes)) for sizes in (lengths, spec.levels))
         raise UsageError(
-            f"{what}: {given_text} coefficients, but the layer has {wanted} experts",
+            f"{what}: {given} coefficients, but the layer has {wanted} experts",
             hint="give one list per level, with the mean coefficient of every expert; "
             "`moexport specialise` writes them",
         )

@@ -300,7 +300,7 @@ class ExportOptions(AxisSizes, Request):
         return TOLERANCES[self.precision].with_user_bounds(self.atol, self.rtol)
 
     @property
-    def held_to_rounding(self) -> bool:
+    def bounded_by_rounding(self) -> bool:
         """Whether FP32 graphs may differ from float64 only by rounding."""
         return self.precision == "fp32" and self.atol is None and self.rtol is None
 

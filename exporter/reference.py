@@ -159,7 +159,7 @@ def compare_graphs(
     inputs and PyTorch's results for them, and later inputs that choose other experts.
     """
     job = planned.job
-    by_rounding = job.options.held_to_rounding and not _inexact(planned)
+    by_rounding = job.options.bounded_by_rounding and not _inexact(planned)
     comparisons: dict[str, Comparison] = {}
     rounded: Comparison | None = None
     stored: Reference | None = None
@@ -238,7 +238,7 @@ def open_comparison(
         tolerance=options.tolerance,
         k=expected.main_k if options.kept == "input" else None,
         probed=job.probed_batches() if batches is None else batches,
-        together=job.model.batch_of,
+        group_size=job.model.batch_of,
     )
 
 
@@ -396,7 +396,7 @@ def _mismatch(
     return ParityError(
         f"{path.name} differs from PyTorch, starting in {where}: {describe(parity)}",
         hint=f"the limits are {absolute}rtol {bounds.rtol:g} · max|y| of each input{cosine} and "
-        f"the same experts in at least {bounds.routing:.0%}: {way_out(parity, job.options)}; "
+        f"the same experts in at least {bounds.routing:.0%}: {parity_advice(parity, job.options)}; "
         "--no-verify exports without the check",
     )
 
@@ -411,8 +411,8 @@ def _dropped(stored: Reference, model: Model) -> tuple[str, ...]:
     if not left_out:
         return ()
 
-    alone = ", ".join(f"{mask.all(axis=-1).mean():.1%} in {n}" for n, mask in left_out.items())
-    sentence = f"no expert computes some tokens of the check's inputs: {alone}"
+    skipped = ", ".join(f"{mask.all(axis=-1).mean():.1%} in {n}" for n, mask in left_out.items())
+    sentence = f"no expert computes some tokens of the check's inputs: {skipped}"
     specs = [model.specs[name] for name in left_out]
     if any(spec.trained_k < spec.experts for spec in specs):  # tokens choose
         dropped = ", ".join(f"{mask.mean():.1%} in {name}" for name, mask in left_out.items())
@@ -420,7 +420,7 @@ def _dropped(stored: Reference, model: Model) -> tuple[str, ...]:
     return (sentence,)
 
 
-def way_out(parity: Parity, options: ExportOptions) -> str:
+def parity_advice(parity: Parity, options: ExportOptions) -> str:
     """Returns advice for a graph that misses the bounds of its parity check."""
     real = ""
     if options.data is None and options.ranged:
@@ -576,7 +576,7 @@ def reference(
     for part in rebatched([arrays], batch):
         values = untouched.outputs(part)
         dense.append(values[0])
-        computed = ours.computed(part)
+        computed = ours.run_with_choices(part)
         parts.append(replace(computed, outputs=values) if as_trained else computed)
     first, *others = (
         np.concatenate(y) for y in zip(*(part.outputs for part in parts), strict=True)
@@ -612,7 +612,7 @@ def with_exact(job: ExportJob, expected: Reference) -> Reference:
     with releasing_pages(model):
         try:
             feeds = expected.feeds(model.input.name)
-            parts = [network.computed(part) for part in rebatched([feeds], batch)]
+            parts = [network.run_with_choices(part) for part in rebatched([feeds], batch)]
         except Exception:  # noqa: BLE001  a network may need float32: the result is then unknown
             return unrounded
     y = np.concatenate([part.outputs[0] for part in parts])
@@ -689,7 +689,9 @@ class Network:
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> dict[str, np.ndarray]:
         arrays = dict(x) if isinstance(x, Mapping) else {self.input_name: x}
-        computed = self.computed({spec.name: arrays[spec.name] for spec in self._model.inputs})
+        computed = self.run_with_choices(
+            {spec.name: arrays[spec.name] for spec in self._model.inputs}
+        )
         is_own = self._network is self._model.module
         values = computed.outputs if is_own else self.outputs(arrays)
         choices = {name: chosen for name, (chosen, _) in computed.choices.items()}
@@ -701,7 +703,7 @@ class Network:
         return self._values(self._network, arrays)
 
     @torch.no_grad()
-    def computed(self, arrays: Fields) -> PassResult:
+    def run_with_choices(self, arrays: Fields) -> PassResult:
         """Returns the results and choices of the model's own module with the kept experts."""
         module = self._model.module
         with (

@@ -282,8 +282,8 @@ class RunRequest(Request):
     def __post_init__(self) -> None:
         """Raises `UsageError` for options that the chosen runner does not have."""
         if self.runs_graph:
-            with_ = "" if self.engine is None else f" with --engine={self.engine}"
-            refuse_changed(self, ("trust_engine", "host_weights"), f": no engine is loaded{with_}")
+            given = "" if self.engine is None else f" with --engine={self.engine}"
+            refuse_changed(self, ("trust_engine", "host_weights"), f": no engine is loaded{given}")
         else:
             why = f": it belongs to ONNX Runtime, but {self.engine} runs the engine"
             refuse_changed(self, ("threads",), why)

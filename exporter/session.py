@@ -339,7 +339,7 @@ class Session:
         """Ends the profile of `SessionOptions.profile`; returns its file (JSON)."""
         return Path(self._session.end_profiling())
 
-    def _for_checks(self, name: str, tensor: Any) -> np.ndarray:
+    def _array_to_check(self, name: str, tensor: Any) -> np.ndarray:
         """The array to check for a tensor: zeros of the same shape for floats on the GPU."""
         device = tensor.device
         own = "cpu" if self._runs is None else "cuda:0"
@@ -365,7 +365,7 @@ class Session:
             )
         given = by_name(x, self._inputs)
         tensors = {n: t for n, value in given.items() if (t := tensor_of(value)) is not None}
-        checked = {n: self._for_checks(n, tensor) for n, tensor in tensors.items()}
+        checked = {n: self._array_to_check(n, tensor) for n, tensor in tensors.items()}
         arrays = completed({**given, **checked}, self._inputs)
         feeds: dict[str, Any] = {}
         for spec in self._inputs:

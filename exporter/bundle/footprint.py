@@ -24,7 +24,7 @@ def with_peak_memory(directory: Path, manifest: Manifest) -> Manifest:
     """
     if not for_cpus(manifest.target) or not (directory / PARITY_FILE).is_file():
         return manifest
-    batch = manifest.batches.opt if manifest.batches.fixed else manifest.together
+    batch = manifest.batches.opt if manifest.batches.fixed else manifest.group_size
     graph, runtime = manifest.graph_for(batch).file, runtime_of(manifest.target)
     child = subprocess.run(
         [sys.executable, "-m", __name__, directory, graph, runtime, str(batch), manifest.k],

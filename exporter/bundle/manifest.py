@@ -314,7 +314,7 @@ class Manifest:
         return parse_range(size if isinstance(size, int) else known, "--batch")
 
     @property
-    def together(self) -> int:
+    def group_size(self) -> int:
         """The number of inputs that are computed together; batch sizes are multiples of it."""
         return self.inputs[0].groups_of or 1
 

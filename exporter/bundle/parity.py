@@ -671,8 +671,8 @@ class Comparison:
     `selected_values` names the graph's value with a layer's chosen experts, for the layers that
     choose. `batch` should differ from the size that was traced. The first inputs are also compared
     in batches of each size in `probed`: a graph with a size that was frozen in the trace, or
-    another dependence on the batch, is correct for at most one of them. Groups of inputs that are
-    computed `together` are not split.
+    another dependence on the batch, is correct for at most one of them. Groups of
+    `group_size` inputs, which are computed together, are not split.
     """
 
     session: GraphSession
@@ -682,7 +682,7 @@ class Comparison:
     tolerance: Tolerance
     k: int | None = None
     probed: Sequence[int] = ()
-    together: int = 1
+    group_size: int = 1
     _results: list[_PartResult] = field(default_factory=list, init=False)
     _at_sizes: dict[tuple[Axis, int], _PartResult] = field(default_factory=dict, init=False)
     """Results in batches of other sizes, for the first inputs, and with other token counts."""
@@ -794,7 +794,7 @@ class Comparison:
 
     def _first_inputs(self, size: int) -> Reference:
         """Returns the first inputs, repeated if there are fewer than `size`."""
-        return self._first.rows(repeated_indices(len(self._first.x), size, self.together))
+        return self._first.rows(repeated_indices(len(self._first.x), size, self.group_size))
 
     def _parity_at_one_k(self) -> Parity:
         """Returns how far the graph is off with the k of this comparison.
@@ -830,7 +830,7 @@ class Comparison:
         far = max(*(part.margin for part in self._results), bounds.tie * _FAR_APART[axis])
         wrong = int(probe.wrong.sum())
         if axis == "batch":
-            rows = repeated_indices(len(self._first.x), size, self.together)
+            rows = repeated_indices(len(self._first.x), size, self.group_size)
             near = [a.matches(b, rows, bounds) for a, b in zip(probe.same, usual, strict=True)]
             # A choice that is also wrong at the usual size counts only there.
             flips = wrong - int(self._results[0].wrong[rows].sum())

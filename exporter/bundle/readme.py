@@ -64,8 +64,8 @@ def readme(manifest: Manifest, steps: Sequence[Step] = ()) -> str:
         (f"`{name}`", f"{record.bytes:,}", contents.get(name) or _content_text(manifest, name))
         for name, record in manifest.files.items()
     ]
-    together = manifest.together
-    multiples = f", the batch any multiple of {together}" if together > 1 else ""
+    group = manifest.group_size
+    multiples = f", the batch any multiple of {group}" if group > 1 else ""
     notes = [markdown_text(note) for note in manifest.notes]
     if manifest.engines:
         from ..tensorrt.records import engine_page  # needed for engines only

@@ -65,7 +65,7 @@ def run(
         raise UsageError(f"--k {k}: the model has {fewest} experts", hint=f"use 1 ≤ k ≤ {fewest}")
     spec = record.inputs[0]
     total = count(str(input_file), spec.name)
-    _check_groups(options.batch_size, total, record.together, input_file)
+    _check_groups(options.batch_size, total, record.group_size, input_file)
     feed = in_batches(_checked_parts(input_file, spec), _sizes(record, options, total))
     first = next(feed, None)
     if first is None:
@@ -74,7 +74,7 @@ def run(
     session = _session(opened, options, first, k)
     progress.step(f"running {bundle_path.name}", total=total, unit="inputs")
     names = _written_outputs(record)
-    with whole_file(output_file) as partial, _Rows(partial, names[0], total) as rows:
+    with whole_file(output_file) as partial, _OutputArchive(partial, names[0], total) as rows:
         done = 0
         for x in chain([first], feed):
             extra = {name: array[done : done + len(x)] for name, array in others.items()}
@@ -140,15 +140,15 @@ def _session(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) 
     )
 
 
-def _check_groups(size: int | None, total: int | None, together: int, source: Path) -> None:
+def _check_groups(size: int | None, total: int | None, group: int, source: Path) -> None:
     """Raises if a group of inputs that are computed together would be incomplete."""
-    reason = f"the bundle computes {together} inputs together"
-    if size is not None and size % together:
-        raise UsageError(f"--batch-size {size}: {reason}", hint=f"choose a multiple of {together}")
-    if total is not None and total % together:
+    reason = f"the bundle computes {group} inputs together"
+    if size is not None and size % group:
+        raise UsageError(f"--batch-size {size}: {reason}", hint=f"choose a multiple of {group}")
+    if total is not None and total % group:
         raise FeedError(
             f"{source} contains {total} inputs, but {reason}",
-            hint=f"give a multiple of {together} inputs: padding would change other outputs",
+            hint=f"give a multiple of {group} inputs: padding would change other outputs",
         )
 
 
@@ -236,7 +236,7 @@ def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nda
         )
 
 
-class _Rows:
+class _OutputArchive:
     """An `.npz` archive of arrays that grow by rows; a context manager that completes it.
 
     If the number of rows is known, those of the array `name` are written as they arrive. Other
@@ -251,7 +251,7 @@ class _Rows:
         self._archive = zipfile.ZipFile(path, "w", zipfile.ZIP_STORED)
         self._file: IO[bytes] | None = None
 
-    def __enter__(self) -> _Rows:
+    def __enter__(self) -> _OutputArchive:
         return self
 
     def __exit__(self, *_: object) -> None:

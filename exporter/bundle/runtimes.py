@@ -100,8 +100,8 @@ def check_options(options: SessionOptions) -> None:
     """Raises `UsageError` for an option that the named runtime does not accept."""
     defaults = {name: getattr(SessionOptions(), name) for name in OWN_OPTIONS}
     defaults |= of_plugins() if options.of_plugins else {}  # loads the plugins
-    stated = {name: getattr(options, name) for name in OWN_OPTIONS} | {**options.of_plugins}
-    for name, value in stated.items():
+    values = {name: getattr(options, name) for name in OWN_OPTIONS} | {**options.of_plugins}
+    for name, value in values.items():
         is_default = name in defaults and value == defaults[name]
         if is_default or name in RUNTIMES[options.runtime].takes:
             continue

@@ -110,8 +110,9 @@ def checks(
 
         yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
     if expected is None:
-        never_compared = not any(part.parity for part in (manifest, *manifest.graphs))
-        yield Check("parity", False, NEVER_COMPARED if never_compared else REFERENCE_MISSING)
+        parities = [manifest.parity, *(graph.parity for graph in manifest.graphs)]
+        was_compared = any(parity is not None for parity in parities)
+        yield Check("parity", False, REFERENCE_MISSING if was_compared else NEVER_COMPARED)
     if manifest.answers or data is not None:
         from ..checks.bundle import data_checks, recorded_checks  # few bundles have either
 
@@ -194,7 +195,7 @@ def _graph_check(directory: Path, manifest: Manifest, graph: GraphRecord) -> Che
     try:
         onnx.checker.check_model(str(path))
         model = onnx.load(path, load_external_data=False)
-        wrong = next(_differences(model, manifest, graph), None)
+        difference = next(_differences(model, manifest, graph), None)
     except (onnx.checker.ValidationError, DecodeError, UnicodeDecodeError) as error:
         detail = str(error).strip().splitlines()[0]
         if "symbolic link" in detail:
@@ -202,7 +203,7 @@ def _graph_check(directory: Path, manifest: Manifest, graph: GraphRecord) -> Che
         return Check(name, False, detail)
     except MoexportError as error:
         return Check(name, False, error.message)
-    return Check(name, wrong is None, wrong or f"valid, {len(model.graph.node)} nodes")
+    return Check(name, difference is None, difference or f"valid, {len(model.graph.node)} nodes")
 
 
 def _differences(model: onnx.ModelProto, manifest: Manifest, graph: GraphRecord) -> Iterator[str]:
@@ -284,11 +285,11 @@ def _parity_check(
 ) -> Check:
     name = f"parity of {graph.file}"
     on_cpu = for_cpus(manifest.target)
-    compared = partial(_compare_graph, directory, manifest, graph, expected, bounds)
+    compare = partial(_compare_graph, directory, manifest, graph, expected, bounds)
     try:
-        parity = intended = compared(rounded=not on_cpu)
+        parity = intended = compare(rounded=not on_cpu)
         if on_cpu and not parity.passed and manifest.numbers.get("rest") == "fp16":
-            intended = compared(rounded=True)
+            intended = compare(rounded=True)
     except MoexportError as error:
         is_missing = isinstance(error, MissingExtraError | PluginError)
         return Check(name, False, error.message, error.hint if is_missing else None)
@@ -321,12 +322,14 @@ def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]
 
     They are those of the export or, if it recorded none, the smallest ones.
     """
-    known, unit = manifest.batches, manifest.together
+    known, group = manifest.batches, manifest.group_size
     if known.fixed:
         return known.opt, ()
     sizes = (graph.parity or {}).get("batches", ())
     compared = [size for size in sizes if isinstance(size, int) and size > 0]
-    return known.compared(unit), compared or [known.nearest(size * unit) for size in PARITY_BATCHES]
+    return known.compared(group), compared or [
+        known.nearest(size * group) for size in PARITY_BATCHES
+    ]
 
 
 def _compare_graph(
@@ -348,7 +351,7 @@ def _compare_graph(
         tolerance=bounds,
         k=expected.main_k if manifest.k == "input" else None,
         probed=probed,
-        together=manifest.together,
+        group_size=manifest.group_size,
     )
     comparison.add(expected)
     for tokens, file in sized_files(manifest.files).items():

@@ -134,14 +134,14 @@ def evaluate(
         total += found or Score()
         inputs += row_count(part)
         if theirs:
-            apart.append(_apart(theirs, values))
+            apart.append(_largest_differences(theirs, values))
             agreeing += agreeing_inputs(theirs, values)
     if not inputs:
         return None
-    together = np.concatenate(apart) if apart else np.empty(0)
+    differences = np.concatenate(apart) if apart else np.empty(0)
     accuracy = total if scored and total.of else None
     unscored = labelled if any_labels and accuracy is None else None
-    return GraphAnswers(inputs, accuracy, together, agreeing, unscored)
+    return GraphAnswers(inputs, accuracy, differences, agreeing, unscored)
 
 
 def agreeing_inputs(theirs: Fields, values: Mapping[str, np.ndarray]) -> int:
@@ -153,7 +153,7 @@ def agreeing_inputs(theirs: Fields, values: Mapping[str, np.ndarray]) -> int:
     return int(same.reshape(len(same), -1).all(axis=1).sum())
 
 
-def _apart(theirs: Fields, values: Mapping[str, np.ndarray]) -> np.ndarray:
+def _largest_differences(theirs: Fields, values: Mapping[str, np.ndarray]) -> np.ndarray:
     """Returns how far each input's outputs differ, over max|y|; for integers, the share that do."""
     rows = row_count(theirs)
     apart = np.zeros(rows)

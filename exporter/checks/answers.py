@@ -97,7 +97,7 @@ class Answers:
         return found
 
 
-def texts(answers: Answers, model: Model) -> list[str]:
+def answer_sentences(answers: Answers, model: Model) -> list[str]:
     """Returns sentences on PyTorch's results: accuracy, and whether they equal the user's own."""
     found = [*answers.notes]
     if answers.accuracy is not None:
@@ -304,7 +304,7 @@ def _tied_inputs(model: Model, x: Fields) -> np.ndarray:
     kept = trained.trained_k
     rows = row_count(x)
     tied = np.zeros(rows, dtype=bool)
-    for _, margin in Network(trained, ours, kept).computed(x).choices.values():
+    for _, margin in Network(trained, ours, kept).run_with_choices(x).choices.values():
         if len(margin) % rows == 0:
             tied |= (margin.reshape(rows, -1) <= TOLERANCES["fp32"].tie).any(axis=1)
     return tied

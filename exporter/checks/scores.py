@@ -59,13 +59,13 @@ def with_scores(
     if not job.options.verify or not manifest.graphs[0].selected:
         return manifest  # if all experts are kept, nothing is chosen
     progress.step("counting how often each expert is chosen", unit="inputs")
-    found = _counts(job, manifest, directory, progress)
+    found = _choices(job, manifest, directory, progress)
     if not found.counts:
         return manifest
     return replace(manifest, answers={**manifest.answers, CHOICES: found.record()})
 
 
-def _counts(job: ExportJob, manifest: Manifest, directory: Path, progress: Progress) -> Choices:
+def _choices(job: ExportJob, manifest: Manifest, directory: Path, progress: Progress) -> Choices:
     """The main graph's choices for the inputs of the comparison, counted as in `verify`."""
     graph = manifest.graphs[0]
     expected = Reference.load(directory / PARITY_FILE)
@@ -112,11 +112,7 @@ def _accuracy_note(
     parts += [f"{file}{at_k} {score.text}" for file, score in graphs.items()]
     options = job.options
     ranged = job.needs_ranges and options.data is not None and options.calibration is None
-    same = (
-        "; the ranges come from the same inputs: give a --calibration from other ones"
-        if ranged
-        else ""
-    )
+    same = "; the ranges come from the same inputs: use a --calibration from other ones" * ranged
     return f"accuracy on labelled inputs: {', '.join(parts)}{same}"
 
 
@@ -141,7 +137,9 @@ def _kept_score(job: ExportJob) -> Score | None:
     def run(x: Fields) -> Mapping[str, np.ndarray]:
         network = Network(job.model, job.model.module, kept, renormalize=job.options.renormalize)
         with releasing_pages(job.model):
-            return dict(zip(output_names(job.model), network.computed(x).outputs, strict=True))
+            return dict(
+                zip(output_names(job.model), network.run_with_choices(x).outputs, strict=True)
+            )
 
     return _score(job, run)
 

@@ -90,7 +90,7 @@ def test_what_is_predicted_to_be_far_slower_is_not_measured() -> None:
     numbers = apply_precision(job, traced, None)
     found = {}
     for within in (1.0, 1e9):
-        measuring = measured_lowerings.Measuring(
+        measuring = measured_lowerings.MeasurementOptions(
             measured_lowerings.PROTOCOL, alone=True, within=within
         )
         (group,) = measured_lowerings.measure_lowerings(

@@ -323,7 +323,7 @@ def test_no_block_of_inputs_that_come_again_is_a_later_one(count: int) -> None:
 
 
 def test_inputs_that_are_computed_together_come_again_together() -> None:
-    groups = repeated_indices(8, 24, together=4).reshape(-1, 4)
+    groups = repeated_indices(8, 24, group_size=4).reshape(-1, 4)
     assert groups[:, 0].tolist() == [0, 4, 4, 0, 4, 0]
     assert (np.diff(groups) == 1).all()
     assert repeated_indices(1, 3).tolist() == [0, 0, 0]

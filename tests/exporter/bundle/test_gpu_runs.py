@@ -338,7 +338,7 @@ def test_an_input_that_the_cpu_reads_keeps_a_graph_from_being_captured() -> None
     g (float[N] x, int64[1] k) => (float[M] y) { z, i = TopK(x, k)  y = Identity(z) }"""
     model = onnx.parser.parse_model(text)
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    assert gpu_runs._read_on_cpu(session) == "its input 'x' is read on the CPU"
+    assert gpu_runs._why_not_replayed(session) == "its input 'x' is read on the CPU"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import FeedError, ParityError
-from moexport.exporter.checks.accuracy import Score, measured
+from moexport.exporter.checks.accuracy import Score, evaluate
 from moexport.exporter.checks.answers import ROUNDINGS, answers_of
 from moexport.exporter.model import Model, TensorSpec
 from moexport.tests.command import Outcome, run
@@ -75,7 +75,7 @@ def test_own_outputs_of_one_number_per_input_are_compared_next_to_labels() -> No
         outputs=tuple(TensorSpec(name, "float32", shape) for name, shape in sizes.items()),
     )
     data = {"x": x, "energy": energy, "label": y.argmax(axis=1)}
-    found = measured(lambda _: {"logits": y, "energy": energy}, ports, [data], 8, {}, 8)
+    found = evaluate(lambda _: {"logits": y, "energy": energy}, ports, [data], 8, {}, 8)
     assert found is not None and found.accuracy == Score(8, 8)
     assert found.agreeing == 8 and found.apart.max() == 0
 
