@@ -6,7 +6,7 @@ destination only when it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -67,7 +67,7 @@ def export(model: AnyModel, destination: AnyPath, options: ExportOptions) -> Bun
         EngineError: the requested engine cannot be compiled.
     """
     requested = with_plugins(replace(options, destination=Path(destination)))
-    return write_bundle(export_job(_loader(model, options), requested), options.progress)
+    return write_bundle(export_job(partial(_load, model, options), requested), options.progress)
 
 
 @takes(ExportOptions)
@@ -77,22 +77,18 @@ def plan(model: AnyModel, destination: AnyPath, options: ExportOptions) -> Plan:
     A bundle at `destination` is ignored; unsuitable data are reported.
     """
     requested = with_plugins(replace(options, destination=Path(destination), force=True))
-    job = export_job(_loader(model, options), requested)
+    job = export_job(partial(_load, model, options), requested)
     if job.options.data is not None and job.options.verify:
         compared_inputs(job)  # reads the first batch
         _answers(job)
     return plan_job(job, options.progress)
 
 
-def _loader(model: AnyModel, options: ExportOptions) -> Callable[[], Model]:
-    """Returns a function that imports the readers and families and loads the model."""
+def _load(model: AnyModel, options: ExportOptions) -> Model:
+    """Imports the readers and families, and loads the model."""
+    from .checkpoints.load import model_of
 
-    def load() -> Model:
-        from .checkpoints.load import model_of
-
-        return model_of(model, LoadRequest(progress=options.progress), options.data)
-
-    return load
+    return model_of(model, LoadRequest(progress=options.progress), options.data)
 
 
 def write_bundle(
@@ -132,9 +128,8 @@ def write_bundle(
                     return _write(retraced_job, progress, retraced, answers)
             if options.token_counts != DEFAULT_TOKENS or caught.valid is None:
                 raise caught
-            return _write(
-                limited_to_tokens(job, *caught.valid, caught.message), progress, traced, answers
-            )
+            limited_job = limited_to_tokens(job, *caught.valid, caught.message)
+            return _write(limited_job, progress, traced, answers)
 
 
 def _fastest_threads(job: ExportJob, first: Fields, progress: Progress) -> int:

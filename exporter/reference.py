@@ -576,7 +576,7 @@ def reference(
     for part in rebatched([arrays], batch):
         values = untouched.outputs(part)
         dense.append(values[0])
-        computed = ours.run_with_choices(part)
+        computed = ours.compute(part)
         parts.append(replace(computed, outputs=values) if as_trained else computed)
     first, *others = (
         np.concatenate(y) for y in zip(*(part.outputs for part in parts), strict=True)
@@ -612,7 +612,7 @@ def with_exact(job: ExportJob, expected: Reference) -> Reference:
     with releasing_pages(model):
         try:
             feeds = expected.feeds(model.input.name)
-            parts = [network.run_with_choices(part) for part in rebatched([feeds], batch)]
+            parts = [network.compute(part) for part in rebatched([feeds], batch)]
         except Exception:  # noqa: BLE001  a network may need float32: the result is then unknown
             return unrounded
     y = np.concatenate([part.outputs[0] for part in parts])
@@ -689,9 +689,7 @@ class Network:
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> dict[str, np.ndarray]:
         arrays = dict(x) if isinstance(x, Mapping) else {self.input_name: x}
-        computed = self.run_with_choices(
-            {spec.name: arrays[spec.name] for spec in self._model.inputs}
-        )
+        computed = self.compute({spec.name: arrays[spec.name] for spec in self._model.inputs})
         is_own = self._network is self._model.module
         values = computed.outputs if is_own else self.outputs(arrays)
         choices = {name: chosen for name, (chosen, _) in computed.choices.items()}
@@ -703,7 +701,7 @@ class Network:
         return self._values(self._network, arrays)
 
     @torch.no_grad()
-    def run_with_choices(self, arrays: Fields) -> PassResult:
+    def compute(self, arrays: Fields) -> PassResult:
         """Returns the results and choices of the model's own module with the kept experts."""
         module = self._model.module
         with (

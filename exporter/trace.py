@@ -342,8 +342,7 @@ def _valid_sizes(
                 continue  # a sum of axes of other inputs
             symbols[str(symbol)] = axis, int(factor)
             ranges = environment.var_to_range[symbol]
-            # PyTorch's bounds exclude a size of 1, or one group; graphs are compared at these
-            # sizes.
+            # PyTorch's bounds exclude a size of 1, or one group; graphs are compared at these.
             least, high = int(ranges.lower), None
             low = 1 if least <= TRACED_BATCH else least * int(factor)
             if ranges.upper.is_integer and ranges.upper < sys.maxsize - 1:

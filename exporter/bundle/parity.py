@@ -860,8 +860,7 @@ class Comparison:
 def _as_recorded(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
     """A layer's choices in the graph, in the shape of the reference.
 
-    None if a layer gets single tokens, but not those that PyTorch gives it: only values are
-    compared.
+    None if a layer gets single tokens, but not those of PyTorch: then only values are compared.
     """
     of_tokens = len(shape) > array.ndim
     if len(shape) == len("smn1") and array.shape[-1:] == shape[-2:-1]:
@@ -871,9 +870,7 @@ def _as_recorded(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.nda
         array = array[:, 0]
     same_k = array.ndim > 0 and array.shape[-1] == shape[-1]
     if not same_k or not (of_tokens or array.shape == shape):
-        raise ParityError(
-            f"layer {name}: its choices have the shape {array.shape}, not {shape} as in PyTorch"
-        )
+        raise ParityError(f"layer {name}: its choices are {array.shape}, PyTorch's are {shape}")
     if array.size != math.prod(shape):
         return None
     array = array.reshape(shape)

@@ -110,8 +110,7 @@ def checks(
 
         yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
     if expected is None:
-        parities = [manifest.parity, *(graph.parity for graph in manifest.graphs)]
-        was_compared = any(parity is not None for parity in parities)
+        was_compared = manifest.parity or any(graph.parity for graph in manifest.graphs)
         yield Check("parity", False, REFERENCE_MISSING if was_compared else NEVER_COMPARED)
     if manifest.answers or data is not None:
         from ..checks.bundle import data_checks, recorded_checks  # few bundles have either
@@ -327,9 +326,7 @@ def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]
         return known.opt, ()
     sizes = (graph.parity or {}).get("batches", ())
     compared = [size for size in sizes if isinstance(size, int) and size > 0]
-    return known.compared(group), compared or [
-        known.nearest(size * group) for size in PARITY_BATCHES
-    ]
+    return known.compared(group), compared or [known.nearest(n * group) for n in PARITY_BATCHES]
 
 
 def _compare_graph(

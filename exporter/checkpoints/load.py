@@ -198,9 +198,7 @@ def _build(
             raise
         model = family.build(checkpoint.tensors, {**config, **error.examples})
         used = ", ".join(f"{key}={value}" for key, value in error.examples.items())
-        notes.append(
-            f"no parameter determines these settings, which an export needs; used here: {used}"
-        )
+        notes.append(f"no parameter determines settings that an export needs; used here: {used}")
         return model
 
 

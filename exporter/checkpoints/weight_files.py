@@ -358,9 +358,7 @@ def _read_pickled(path: Path) -> Any:
     if is_zip:
         _check_archives(path)
     elif _is_tar(start):  # PyTorch's reader hangs on a malicious header
-        raise CheckpointError(
-            f"{path} is a tar file, the format before PyTorch 0.1.10", hint=RESAVE
-        )
+        raise CheckpointError(f"{path} is a tar file, PyTorch's format before 0.1.10", hint=RESAVE)
     _check_pickles(path, is_zip)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():

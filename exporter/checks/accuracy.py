@@ -85,10 +85,9 @@ def score(y: np.ndarray, labels: Labels) -> Score | None:
 class GraphAnswers:
     """A graph's results on a feed: its accuracy, and how far it is from a user's own outputs.
 
-    `apart` has, for each input, the largest difference of an output, relative to its max|y|; it is
-    empty if the feed has no outputs. `agreeing` counts inputs with the same largest number in the
-    first output. `unscored` is the output that labels of the feed do not fit; None if they do, or
-    without labels.
+    `apart` has each input's largest difference of an output over its max|y|; empty without outputs
+    in the feed. `agreeing` counts inputs with the same largest number in the first output.
+    `unscored` is the output that labels of the feed do not fit; None if they do, or without labels.
     """
 
     inputs: int

@@ -304,7 +304,7 @@ def _tied_inputs(model: Model, x: Fields) -> np.ndarray:
     kept = trained.trained_k
     rows = row_count(x)
     tied = np.zeros(rows, dtype=bool)
-    for _, margin in Network(trained, ours, kept).run_with_choices(x).choices.values():
+    for _, margin in Network(trained, ours, kept).compute(x).choices.values():
         if len(margin) % rows == 0:
             tied |= (margin.reshape(rows, -1) <= TOLERANCES["fp32"].tie).any(axis=1)
     return tied
@@ -340,9 +340,8 @@ def _disagreement(model: Model, answers: Answers, found: _Results, *, option: bo
     named = ", ".join(f"'{name}'" for name in found.others)
     which = f" {named}" if len(output_names(model)) > 1 else ""
     text = (
-        f"{model.source.path}: the network that is {built} gives outputs{which} that differ "
-        f"from your own model's in {own.wrong:,} of {own.inputs:,} inputs of --data: {own.text}"
-        f"{share}"
+        f"{model.source.path}: the network {built} gives outputs{which} that differ from your own "
+        f"model's in {own.wrong:,} of {own.inputs:,} inputs of --data: {own.text}{share}"
     )
     if answers.accuracy is not None and answers.own_accuracy is not None:
         text += (

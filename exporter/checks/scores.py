@@ -137,9 +137,7 @@ def _kept_score(job: ExportJob) -> Score | None:
     def run(x: Fields) -> Mapping[str, np.ndarray]:
         network = Network(job.model, job.model.module, kept, renormalize=job.options.renormalize)
         with releasing_pages(job.model):
-            return dict(
-                zip(output_names(job.model), network.run_with_choices(x).outputs, strict=True)
-            )
+            return dict(zip(output_names(job.model), network.compute(x).outputs, strict=True))
 
     return _score(job, run)
 

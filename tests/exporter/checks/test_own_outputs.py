@@ -248,7 +248,7 @@ def test_recorded_outputs_of_published_code_are_the_rebuilt_model_s(name: str) -
     ("change", "said"),
     [
         (lambda y: np.exp(y) / np.exp(y).sum(axis=1, keepdims=True), "softmax"),
-        (lambda y: y[:, :5], "are ('batch', 5)"),
+        (lambda y: y[:, :5], "have the shape ('batch', 5)"),
         (lambda y: y.argmax(axis=1), "before any argmax"),
         (lambda y: y[:-1], "outputs for 59 inputs"),
         (lambda y: np.where(y == y.max(), np.nan, y), "NaN or Inf"),
