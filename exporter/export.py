@@ -143,7 +143,7 @@ def _fastest_threads(job: ExportJob, first: Fields, progress: Progress) -> int:
 
 
 def _answers(job: ExportJob) -> Answers | None:
-    """The untouched model's results on labelled data, compared with the user's own outputs."""
+    """Returns the untouched model's results on the job's data (`checks.scores.job_answers`)."""
     from .checks.scores import job_answers  # loaded if there are data
 
     return job_answers(job)

@@ -59,8 +59,8 @@ class LayerReport:
 class Equivalent:
     """A layer in one form: its parameters, and its multiply-adds for one token.
 
-    `form` is the layer's own, one level with as many experts and the same ranks, a matrix for each
-    expert (dense), or one linear layer without experts (muMoE, Tables 4 and 10, Fig. 8).
+    `form` is one of these: the layer's own; one level with as many experts and the same ranks; a
+    matrix for each expert (dense); a linear layer without experts (muMoE, Tables 4 and 10, Fig. 8).
     """
 
     layer: str
@@ -89,7 +89,7 @@ class ModelReport:
     """The result of `moexport inspect`.
 
     `macs` are the multiply-adds of the whole model for one input (None if unknown),
-    `moe_macs` those of its MoE layers with all experts that it was trained to compute.
+    `moe_macs` those of its MoE layers with their trained k.
     """
 
     family: str
@@ -109,7 +109,7 @@ class ModelReport:
     """The untouched model's accuracy on labels, or its distance from the user's own model."""
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain data."""
+        """Returns the report as plain data."""
         return asdict(self)
 
 
@@ -139,7 +139,7 @@ def _report_on(model: Model, data: Feed | None, tokens: int | None) -> ModelRepo
 
         found = answers_of(model, data)
         answers = () if found is None else tuple(answer_sentences(found, model))
-    # For a user's own network, data may serve only as its example: it needs no muMoE layers.
+    # For a user's own network, data may serve only as its example: muMoE layers are not needed.
     has_coefficients = any(layer.spec.rewritable for layer in model.layers.values())
     counts_coefficients = has_coefficients or (not answers and not model.host.own_code)
     layers = tuple(
@@ -192,7 +192,7 @@ def _layer_report(name: str, layer: MoELayer, tokens: int) -> LayerReport:
 
 
 def _equivalents(model: Model) -> Iterator[Equivalent]:
-    """Each muMoE layer in its own form, and in those that the paper compares it with."""
+    """Yields each muMoE layer in its own form, and in those that the paper compares it with."""
     for name, layer in model.layers.items():
         spec = layer.spec
         if not isinstance(spec, MuMoESpec) or not spec.levels:
@@ -240,7 +240,7 @@ def _count_one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], 
 
 
 def _tokens_by_layer(model: Model, count: int) -> dict[str, int]:
-    """The tokens of each layer for inputs of `count` tokens or pixels.
+    """Returns the tokens of each layer for inputs of `count` tokens or pixels.
 
     The backbone runs on zeros instead of its inputs and weights, which are not read; its MoE layers
     do not run.
@@ -265,8 +265,8 @@ def _tokens_by_layer(model: Model, count: int) -> dict[str, int]:
             return x.new_zeros(*x.shape[:-1], self.spec.out)
 
     with torch.inference_mode(), replaced_layers(model.module, TokenCounter) as backbone:
-        # Each is a single zero in memory, expanded to the tensor's shape. PyTorch's meta device
-        # would avoid computing the backbone, but its imports take a second.
+        # Each tensor is a single zero in memory, expanded to the tensor's shape. PyTorch's meta
+        # device would avoid computing the backbone, but its imports take a second.
         zeros = {
             name: torch.zeros(()).expand(tensor.shape)
             for name, tensor in (*backbone.named_parameters(), *backbone.named_buffers())
@@ -326,7 +326,7 @@ def _costs(model: Model, tokens: dict[str, int]) -> tuple[CostReport, ...]:
 
 
 def _with_share(spec: MoESpec, share: Fraction) -> MoESpec:
-    """The spec of a layer that keeps a share of each of its levels."""
+    """Returns the spec of a layer that keeps a share of each of its levels."""
     if not isinstance(spec, MuMoESpec) or len(spec.levels) < 2 or share == 1:
         return spec
     return replace(spec, kept=tuple(share_of(share, n) for n in spec.levels))

@@ -1,7 +1,7 @@
 """The job of an export: its options, resolved for one model before any work begins.
 
 `export_job` creates it once, and refuses whatever can be refused before calibrating, tracing or
-writing. Later steps get the whole job; only `plan` may restrict it, after the trace.
+writing. Later steps receive the complete job; only `plan.with_trace` may restrict its sizes.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ PEAK_SAMPLES = 64
 class ExportJob:
     """Everything that an export will do.
 
-    `model` includes its edits. `layers` are its layers with their k, to be planned; `fixed` are the
-    sizes of the axes that are constants of the graph. The ranges of tensors are in `table`, or
+    `model` includes its edits. `layers` are its layers with their k, not yet planned; `fixed` are
+    the sizes of the axes that are constants of the graph. The ranges of tensors are in `table`, or
     `calibration` will find them; without either, none are needed.
     """
 
@@ -98,7 +98,7 @@ class ExportJob:
 
     @property
     def whole_batch(self) -> int | None:
-        """The fixed batch size, or what every size must be a multiple of; None if any is valid."""
+        """The fixed batch size, or the divisor of every valid one; None if any is valid."""
         return self.fixed_batch or self.groups_of
 
     @property
@@ -162,7 +162,7 @@ class ExportJob:
     def layer(self, name: str, tokens: int, *, fixed: bool = False) -> AnyPlan:
         """Returns a layer to plan, without a lowering yet, for inputs with this number of `tokens`.
 
-        `fixed`: the number is a constant of the network.
+        With `fixed`, the number is a constant of the network.
         """
         batch = self.options.batches.opt
         return replace(self.layers[name], batch=batch, tokens=tokens, tokens_fixed=fixed)
@@ -198,7 +198,7 @@ class ExportJob:
 def layers_to_plan(
     model: Model, k: Mapping[str, int | None], options: ExportOptions
 ) -> dict[str, AnyPlan]:
-    """Returns a model's layers with their k, at the usual sizes, without lowerings yet.
+    """Returns a model's layers with their k, at the sizes to optimise for, without lowerings yet.
 
     Their precisions are those of the options.
     """
@@ -276,7 +276,7 @@ def export_job(
 
 
 def _for_model(model: Model, options: ExportOptions) -> ExportOptions:
-    """Returns the options with a model's defaults: whole groups, bounds of a rounded model."""
+    """Returns the options with the defaults that depend on the model: the batch and the bounds."""
     images, batch = model.batch_of, options.batches
     if images > 1 and batch == DEFAULT_BATCH:
         options = replace(
@@ -302,7 +302,7 @@ def _given_table(options: ExportOptions) -> tuple[CalibrationTable | None, str]:
 def _with_shares(model: Model, share: Fraction) -> Model:
     """Returns the model whose hierarchies keep a share of each level; it shares the weights.
 
-    Returns the model itself if a single k, at most the size of each level, gives these shares.
+    Returns the model itself if a single k for all levels gives these shares.
     """
     kept: dict[str, tuple[int, ...]] = {}
     for name, layer in model.layers.items():

@@ -119,7 +119,7 @@ class Plan:
 
 
 def _share_notes(job: ExportJob) -> tuple[str, ...]:
-    """Returns notes on the k that a share means for layers trained with only some experts."""
+    """Returns notes on the k of a share, if layers were trained with only some of their experts."""
     share = job.options.kept
     if not isinstance(share, Fraction):
         return ()

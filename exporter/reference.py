@@ -98,7 +98,7 @@ class TokensError(ParityError):
 
 
 def compared_inputs(job: ExportJob) -> Iterator[Fields]:
-    """The inputs on which a job's graphs are compared."""
+    """Returns the inputs on which a job's graphs are compared."""
     options = job.options
     return parity_batches(
         job.model,
@@ -125,7 +125,7 @@ def rounded_graph(planned: Plan) -> tuple[GraphPlan, ...]:
     large = planned.weights_bytes * (len(planned.graphs) + 1) >= LARGE_WEIGHTS_BYTES
 
     def rank(candidate: tuple[Kind, AnyLowering]) -> tuple[bool, float]:
-        """Unused lowerings come first; for large weights, the fastest of them."""
+        """Ranks unused lowerings first; for large weights, the fastest of them."""
         kind, record = candidate
         plans = (layer for layer in layers if layer.spec.kind == kind)
         times = (record.predict_us(p, machine_for(options.target, p.precision)) for p in plans)
@@ -243,9 +243,9 @@ def open_comparison(
 
 
 def _changes(planned: Plan, axis: str) -> tuple[int, ...]:
-    """The sizes of an axis at which the network may compute something other than its trace.
+    """Returns the sizes of an axis at which the network may compute something other than its trace.
 
-    They are the sizes on both sides of each change.
+    These are the sizes on both sides of each change.
     """
     valid = valid_sizes(planned.traced)
     span = planned.job.axis_ranges.get(axis)
@@ -276,7 +276,7 @@ def _compare_tokens(
     random = job.options.data is None and model.example is None
 
     def problem(tokens: int) -> str | None:
-        """Why graphs are not valid for this number of tokens; None if they are."""
+        """Returns why graphs are not valid for this number of tokens; None if they are."""
         inputs = first.feeds(model.input.name)
         x = with_tokens(model, inputs, rows, tokens, random=random)
         try:
@@ -317,7 +317,7 @@ def _first_invalid(
     span: AxisRange,
     step: int,
 ) -> TokensError:
-    """The error for the first invalid number of tokens between `valid` and `invalid`."""
+    """Returns the error for the first invalid number of tokens between `valid` and `invalid`."""
     while abs(invalid - valid) > 1:
         between = (invalid + valid) // 2
         reason = problem(between)
@@ -378,7 +378,7 @@ def _release_weights(directory: Path) -> None:
 def _mismatch(
     job: ExportJob, path: Path, lowered: Lowered, parity: Parity, worst: Reference
 ) -> ParityError:
-    """The error for a graph that misses its bounds; `worst` are its worst inputs.
+    """Returns the error for a graph that misses its bounds; `worst` are its worst inputs.
 
     Raises `ParityError` if the model itself is unsuitable for a comparison.
     """
@@ -542,9 +542,9 @@ def kept_experts(job: ExportJob, shared: int | None = None) -> dict[str, int]:
 
 
 def other_k(job: ExportJob) -> list[int]:
-    """Returns the k compared in addition to `kept_experts`, if k is an input of the graph.
+    """Returns each k to compare besides `kept_experts`, if k is an input of the graph.
 
-    They are 1; a quarter, half and all of the experts of each layer, at each of its levels; and the
+    These are 1; a quarter, half and all of each layer's experts, at each of its levels; and the
     number that its router chose in training.
     """
     if None not in job.k.values():
@@ -737,7 +737,7 @@ def _in_float64(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _user_errors(model: Model, count: int) -> Iterator[None]:
-    """A context for runs of a user's own network on `count` inputs, which it may refuse."""
+    """Reports errors of a user's own network, which may refuse a batch of `count` inputs."""
     try:
         yield
     except Exception as error:  # the user's code may fail in any way
@@ -751,7 +751,7 @@ def _user_errors(model: Model, count: int) -> Iterator[None]:
 
 @contextmanager
 def releasing_pages(model: Model) -> Iterator[None]:
-    """Within the context, the pages of mapped weights are released once a module has run."""
+    """Releases the pages of mapped weights after each module that runs within the context."""
     reading = model.source.reading()
 
     def advance(module: nn.Module, *_: object) -> None:

@@ -8,7 +8,8 @@ Only these refusals are elsewhere:
 
 - parsers refuse malformed values (`k.parse_k`, `sizes.parse_range`), and the first check
   calls them; `k.resolve_k`, which computes each layer's k, refuses a k that no layer has;
-- records of other calls refuse their own values when they are made (`requests`, `__post_init__`);
+- records of other calls refuse their own values when they are created (`requests`,
+`__post_init__`);
   those of an export cannot, because plugins change them first;
 - a plugin's step has its own checks (`bundle.steps.Step`);
 - `job.check_table` compares a table of ranges with two models, by hashes of all their weights.
@@ -48,8 +49,8 @@ TOKEN_AXES = frozenset({"tokens", "height", "width"})
 """Axes that `--tokens` sets: for an image it is the number of pixels."""
 
 
-class Resolved(Export, Protocol):
-    """The input of a check of an export that is resolved for its model (`job.ExportJob`)."""
+class ResolvedExport(Export, Protocol):
+    """An export that was resolved for its model, as checks see it (`job.ExportJob`)."""
 
     @property
     def k(self) -> Mapping[str, int | None]: ...
@@ -96,7 +97,7 @@ def check(stage: Stage, *arguments: Any) -> None:
 
 
 def values(options: ExportOptions) -> Iterator[Mistake]:
-    """Values that have the wrong type, cannot be parsed, or are unknown."""
+    """Refuses values that have the wrong type, cannot be parsed, or are unknown."""
     yield from misfits(
         ExportOptions, {name: getattr(options, name) for name in declared(ExportOptions)}
     )
@@ -104,7 +105,7 @@ def values(options: ExportOptions) -> Iterator[Mistake]:
 
 
 def known_target(options: ExportOptions) -> Iterator[Mistake]:
-    """A target that no installed package provides."""
+    """Refuses a target that no installed package provides."""
     if options.target not in TARGETS:
         yield (
             f"--target {options.target}: unknown target",
@@ -113,7 +114,7 @@ def known_target(options: ExportOptions) -> Iterator[Mistake]:
 
 
 def integers(options: ExportOptions) -> Iterator[Mistake]:
-    """Quantisation options for precisions that do not support them, and invalid values."""
+    """Refuses invalid quantisation options, and those that the precision does not support."""
     share = options.min_retention
     if options.weight_bits not in (None, *WEIGHT_BITS):
         yield (
@@ -150,7 +151,7 @@ def _not_int8(option: str, precision: Precision) -> Mistake:
 
 
 def graph(options: ExportOptions) -> Iterator[Mistake]:
-    """An opset or lowerings that are invalid, or contradict other options."""
+    """Refuses an opset or lowerings that are invalid or contradict other options."""
     names, opset, target = options.lowerings, options.least_opset, TARGETS[options.target]
     if not MIN_OPSET <= opset <= MAX_OPSET:
         yield (
@@ -185,7 +186,7 @@ def graph(options: ExportOptions) -> Iterator[Mistake]:
 
 
 def comparison(options: ExportOptions) -> Iterator[Mistake]:
-    """Options of the comparison if nothing is compared, and invalid bounds."""
+    """Refuses options of the comparison if nothing is compared, and invalid bounds."""
     samples, atol, rtol = options.verify_samples, options.atol, options.rtol
     if samples is not None and samples < 1:
         yield f"--verify-samples {samples}: at least 1", "--no-verify compares nothing"
@@ -209,7 +210,7 @@ def comparison(options: ExportOptions) -> Iterator[Mistake]:
 
 
 def numbers_of_target(options: ExportOptions) -> Iterator[Mistake]:
-    """Number types that a target does not support."""
+    """Refuses number types that a target does not support."""
     name, target, floats = options.precision, TARGETS[options.target], options.float_name
 
     def problem(option: str, reason: str, hint: str) -> Mistake:
@@ -242,7 +243,7 @@ def numbers_of_target(options: ExportOptions) -> Iterator[Mistake]:
 
 
 def inputs(options: ExportOptions) -> Iterator[Mistake]:
-    """Options that need inputs or ranges if there are none, or that have no effect."""
+    """Refuses options that need inputs or ranges if there are none, or that have no effect."""
     table = options.calibration
     for_target = f" for --target {options.target}" if options.precision == "int8" else ""
     no_ranges = f"--precision {options.precision}{for_target} needs no ranges"
@@ -288,7 +289,7 @@ def no_ranges_found(precision: Precision) -> Mistake:
 
 
 def unread_data(model: Model, options: ExportOptions) -> Iterator[Mistake]:
-    """Inputs that nothing reads; a user's own network is checked on them when it is loaded."""
+    """Refuses inputs that nothing reads; a user's own network is checked on them on loading."""
     if options.data is not None and not options.reads and not model.host.own_code:
         yield (
             "--data: nothing is calibrated, and --no-verify skips the comparison",
@@ -297,7 +298,7 @@ def unread_data(model: Model, options: ExportOptions) -> Iterator[Mistake]:
 
 
 def linear_layers(model: Model, options: ExportOptions) -> Iterator[Mistake]:
-    """`--quantize all` for a model whose only linear layers are its experts."""
+    """Refuses `--quantize all` for a model whose only linear layers are its experts."""
     inside = {id(parameter) for layer in model.layers.values() for parameter in layer.parameters()}
     others = any(id(parameter) not in inside for parameter in model.module.parameters())
     if options.quantize == "all" and not others:
@@ -308,7 +309,7 @@ def linear_layers(model: Model, options: ExportOptions) -> Iterator[Mistake]:
 
 
 def inputs_of_engines(model: Model, options: ExportOptions) -> Iterator[Mistake]:
-    """An engine for a model with several inputs."""
+    """Refuses an engine for a model with several inputs."""
     if TARGETS[options.target].compiled and len(model.inputs) > 1:
         yield (
             f"--target {options.target}: engines are built from graphs with one input, but this "
@@ -317,8 +318,8 @@ def inputs_of_engines(model: Model, options: ExportOptions) -> Iterator[Mistake]
         )
 
 
-def routing(job: Resolved) -> Iterator[Mistake]:
-    """`--expose-routing` if no layer chooses experts."""
+def routing(job: ResolvedExport) -> Iterator[Mistake]:
+    """Refuses `--expose-routing` if no layer chooses experts."""
     shown = job.options.shown_routing
     specs = {name: spec for name, spec in job.model.specs.items() if spec.levels}
     if shown == "chosen":
@@ -332,8 +333,8 @@ def routing(job: Resolved) -> Iterator[Mistake]:
         )
 
 
-def named_layers(job: Resolved) -> Iterator[Mistake]:
-    """Options that name layers which the model does not have."""
+def named_layers(job: ResolvedExport) -> Iterator[Mistake]:
+    """Refuses names of layers that the model does not have."""
     options = job.options
     named = {"keep_floating": options.keep_floating, "layer_lowerings": options.layer_lowerings}
     for option, names in named.items():
@@ -344,7 +345,7 @@ def named_layers(job: Resolved) -> Iterator[Mistake]:
 
 
 def read_once(options: ExportOptions) -> Iterator[Mistake]:
-    """A feed that can be read only once, if the export reads it several times."""
+    """Refuses a feed that can be read only once, if the export reads it several times."""
     if isinstance(options.data, Iterator) and options.reads > 1:
         yield FeedError(
             f"--data: the feed is a {type(options.data).__name__}, which can be read only once, "
@@ -354,7 +355,7 @@ def read_once(options: ExportOptions) -> Iterator[Mistake]:
 
 
 def engine(options: ExportOptions) -> None:
-    """A requested engine that cannot be built here."""
+    """Refuses a requested engine that cannot be built here."""
     if options.engine is not None and options.engine is not False:
         from .tensorrt.engines import check_for_export
 
@@ -362,7 +363,7 @@ def engine(options: ExportOptions) -> None:
 
 
 def computed(options: ExportOptions) -> None:
-    """A precision that this machine cannot compute, if graphs are compared."""
+    """Refuses a precision that this machine cannot compute, if graphs are compared."""
     from .bundle.runtimes import check_computes
 
     if options.verify:
@@ -370,7 +371,7 @@ def computed(options: ExportOptions) -> None:
 
 
 def destination(options: ExportOptions) -> None:
-    """A folder that cannot be written, or must not be replaced."""
+    """Refuses a folder that cannot be written or must not be replaced."""
     from .bundle.destination import check_destination
 
     if options.destination is not None:
@@ -378,7 +379,7 @@ def destination(options: ExportOptions) -> None:
 
 
 def groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
-    """A batch size that is not a multiple of the number of inputs computed together."""
+    """Refuses batch sizes that are not multiples of the number of inputs computed together."""
     group, batch = model.batch_of, options.batches
     if batch != DEFAULT_BATCH and any(n % group for n in (batch.min, batch.opt, batch.max)):
         yield (
@@ -389,15 +390,15 @@ def groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
 
 
 def retention_of_one_input(model: Model, options: ExportOptions) -> None:
-    """`--min-retention` for a model with several inputs."""
+    """Refuses `--min-retention` for a model with several inputs."""
     from .model import check_one_input  # loads PyTorch
 
     if options.min_retention is not None:
         check_one_input(model, "--min-retention")
 
 
-def axes(job: Resolved) -> Iterator[Mistake]:
-    """Token counts for a model without a token axis, and sizes that it does not accept."""
+def axes(job: ResolvedExport) -> Iterator[Mistake]:
+    """Refuses token counts for a model without a token axis, and sizes that it does not accept."""
     spec, options = job.model.input, job.options
     if options.token_counts != DEFAULT_TOKENS and not TOKEN_AXES.intersection(spec.dynamic_axes):
         yield (
@@ -416,14 +417,14 @@ def axes(job: Resolved) -> Iterator[Mistake]:
             )
 
 
-def renormalized(job: Resolved) -> Iterator[Mistake]:
-    """`--renormalize` for layers whose coefficients cannot be renormalised."""
+def renormalized(job: ResolvedExport) -> Iterator[Mistake]:
+    """Refuses `--renormalize` for layers whose coefficients cannot be renormalised."""
     if job.options.renormalize:
         yield from not_renormalizable(job.model.specs)
 
 
 def not_renormalizable(specs: Mapping[str, MoESpec]) -> Iterator[Mistake]:
-    """Yields each layer whose coefficients cannot be renormalised."""
+    """Yields a mistake for each layer whose coefficients cannot be renormalised."""
     from ..graphs.layers.base import a_layer  # loads PyTorch
 
     for spec in specs.values():
@@ -435,8 +436,8 @@ def not_renormalizable(specs: Mapping[str, MoESpec]) -> Iterator[Mistake]:
             )
 
 
-def lowerings(job: Resolved) -> None:
-    """A lowering that does not support a layer."""
+def lowerings(job: ResolvedExport) -> None:
+    """Refuses a lowering that does not support a layer."""
     from ..graphs.lowerings.choice import check as check_lowering  # loads PyTorch
 
     options = job.options
@@ -448,8 +449,8 @@ def lowerings(job: Resolved) -> None:
                 check_lowering(lowering, plan, options.target)
 
 
-def stored_integers(job: Resolved) -> Iterator[Mistake]:
-    """A layer whose weights an integer precision does not support."""
+def stored_integers(job: ResolvedExport) -> Iterator[Mistake]:
+    """Refuses a layer whose weights an integer precision does not support."""
     from ..graphs.names import operand_of
 
     options = job.options
@@ -472,8 +473,8 @@ def stored_integers(job: Resolved) -> Iterator[Mistake]:
             )
 
 
-def integers_in_blocks(job: Resolved) -> Iterator[Mistake]:
-    """A precision with weights in blocks if no layer supports them: all would be floats."""
+def integers_in_blocks(job: ResolvedExport) -> Iterator[Mistake]:
+    """Refuses weights in blocks if no layer supports them: all would stay floats."""
     from ..graphs.precision.weights import not_in_blocks
 
     options = job.options
@@ -494,8 +495,8 @@ def integers_in_blocks(job: Resolved) -> Iterator[Mistake]:
         )
 
 
-def real_inputs(job: Resolved) -> Iterable[Mistake]:
-    """Ranges that need inputs, if there are none; and models that cannot be calibrated."""
+def real_inputs(job: ResolvedExport) -> Iterable[Mistake]:
+    """Refuses ranges that need inputs if there are none, and models that cannot be calibrated."""
     from .model import check_one_input  # loads PyTorch
 
     options = job.options

@@ -286,7 +286,7 @@ class Session:
         return values
 
     def _run_error(self, error: Exception, batch: int) -> EngineError:
-        """The error for a run that failed although its inputs fit."""
+        """Returns the error for a run that failed although its inputs fit."""
         runtime, message = self.failure(error)
         if re.search("bad.alloc|[Ff]ailed to allocate memory|[Oo]ut of memory", message):
             return EngineError(
@@ -340,7 +340,7 @@ class Session:
         return Path(self._session.end_profiling())
 
     def _array_to_check(self, name: str, tensor: Any) -> np.ndarray:
-        """The array to check for a tensor: zeros of the same shape for floats on the GPU."""
+        """Returns the array to check for a tensor: zeros of its shape for floats on the GPU."""
         device = tensor.device
         own = "cpu" if self._runs is None else "cuda:0"
         if device.type not in ("cpu", "cuda") or (device.type == "cuda" and str(device) != own):
@@ -508,7 +508,7 @@ def _settings(options: SessionOptions) -> ort.SessionOptions:
 
 
 def _gpu_runs(path: Path, options: SessionOptions) -> GpuRuns:
-    """The runner of a graph on a GPU, with the reason if repeated runs are not replayed."""
+    """Returns the runner of a graph on a GPU, with the reason if repeated runs are not replayed."""
     from .bundle.gpu_runs import GpuRuns, capture_refused
     from .tensorrt.cuda import Stream
 
@@ -622,7 +622,7 @@ def _check_nodes(graph: GraphProto, name: str) -> None:
 
 
 def _modified(path: Path, options: SessionOptions) -> ModelProto | None:
-    """Returns the graph with inner values as outputs, or in FP32 with its rounding, or None.
+    """Returns a modified graph: with inner values as outputs, or emulated in FP32; otherwise None.
 
     A BF16 graph is emulated on a CPU, which has no kernels for it, and an FP16 one on request: CPUs
     with FP16 arithmetic sum it in FP16. Weights are not loaded.

@@ -131,7 +131,7 @@ class BagsAsRows(TorchFunctionMode):
 def _reduced_rows(
     indices: Tensor, weight: Tensor, mode: str, scales: Tensor | None, padding: int | None
 ) -> Tensor:
-    """The rows of bags [b, m], looked up and reduced to [b, d]."""
+    """Returns the rows of bags [b, m], looked up and reduced to [b, d]."""
     rows = nn.functional.embedding(indices, weight)  # [b, m, d]
     if scales is not None:
         rows = rows * scales[..., None]
@@ -222,9 +222,9 @@ class ValidSizes:
     """The sizes of its axes for which a trace is valid, as PyTorch's tracer reports them.
 
     `bounds` are the smallest and the largest size of an axis, None if unlimited. A `guard` is a
-    comparison of sizes that was made while tracing, as code in terms of axes. For sizes with
-    another result the network may compute something else, although usually only the memory layout
-    of its tensors differs. `traced` are the sizes of the trace.
+    comparison of sizes that was made while tracing, as code in terms of axes. For sizes at which
+    its result differs, the network may compute something else, although usually only the memory
+    layout of its tensors differs. `traced` are the sizes of the trace.
     """
 
     bounds: Mapping[str, tuple[int, int | None]]
@@ -322,7 +322,7 @@ def _valid_sizes(
     traced: Mapping[str, int],
     fixed: Mapping[str, int],
 ) -> ValidSizes:
-    """The sizes for which a PyTorch program is valid."""
+    """Returns the sizes for which a PyTorch program is valid."""
     users = set(program.graph_signature.user_inputs)
     values = [node.meta.get("val") for node in program.graph.nodes if node.name in users]
     symbols: dict[str, Any] = {}
@@ -357,7 +357,7 @@ def _valid_sizes(
 
 
 def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[CodeType, ...]:
-    """The comparisons that the tracer made, in terms of axes; others are left out."""
+    """Returns the comparisons that the tracer made, in terms of axes; others are left out."""
     by_code: dict[str, CodeType] = {}
     deferred = environment.deferred_runtime_asserts.values()
     for guard in (*environment.guards, *chain.from_iterable(deferred)):
@@ -427,7 +427,7 @@ def _program(
     *,
     opset: int,
 ) -> ir.Model:
-    """The graph of a network that takes and returns tensors, made by PyTorch's own exporter."""
+    """Returns the graph that PyTorch's exporter makes of a network."""
     examples = model.zeros(sizes)
     # Equal names are one axis, wherever they occur.
     axes = {
@@ -517,7 +517,7 @@ PYTORCH = str(Path(torch.__file__).parent)
 
 
 def _line_with_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes: Any) -> str:
-    """The line of a network's code that turns a symbolic size into a number.
+    """Returns the line of a network's code that turns a symbolic size into a number.
 
     It traces the network again and watches the calls, which takes several times longer.
     """

@@ -215,7 +215,7 @@ def _notes(plan: Plan, parities: Mapping[str, Parity]) -> list[str]:
 
 
 def _layer_record(layer: AnyPlan, lowered: Lowered, trained: Mapping[str, MoELayer]) -> LayerRecord:
-    """The record of a written layer; `trained` has the model's layers before its edits."""
+    """Returns the record of a written layer; `trained` has the model's layers before its edits."""
     experts = trained[layer.name].spec.experts if layer.name in trained else layer.spec.experts
     return LayerRecord(
         **layer.to_json(),
@@ -225,7 +225,7 @@ def _layer_record(layer: AnyPlan, lowered: Lowered, trained: Mapping[str, MoELay
 
 
 def _written_spec(spec: TensorSpec, job: ExportJob) -> TensorSpec:
-    """The spec of a model's input or output in the graphs that an export writes."""
+    """Returns the spec of a model's input or output in the graphs that an export writes."""
     dtype = spec.dtype
     if dtype == "float32" and spec.name != STEER_INPUT:
         narrow = job.options.narrow_cache and is_cached(spec.name)
@@ -244,7 +244,7 @@ def _written_spec(spec: TensorSpec, job: ExportJob) -> TensorSpec:
 
 
 def _added_spec(value: ir.Value) -> TensorSpec:
-    """The spec of an output that the network does not have: the choices of a layer."""
+    """Returns the spec of an output that the network does not have: the choices of a layer."""
     assert value.dtype is not None and value.shape is not None
     sizes = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
     return TensorSpec(str(value.name), str(value.dtype.numpy()), sizes)

@@ -48,7 +48,7 @@ DATA_SIZES = ("NonZero", "Unique", "Compress", "NonMaxSuppression")
 """Ops with a data-dependent output size, for which the CPU waits."""
 
 UNCAPTURED = ("conditional", "grouped")
-"""The lowerings with control flow or such ops."""
+"""The lowerings with control flow or such ops, which cannot be captured."""
 
 T = TypeVar("T")
 
@@ -87,13 +87,13 @@ class CaptureLock:
     def __init__(self) -> None:
         self._changed = Condition()
         self._running = 0
-        self._alone = False
+        self._capturing = False
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Holds the lock for a run; waits for a capture to end."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._alone)
+            self._changed.wait_for(lambda: not self._capturing)
             self._running += 1
         try:
             yield
@@ -103,17 +103,17 @@ class CaptureLock:
                 self._changed.notify_all()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Holds the lock for a capture; waits for running calls to end, and blocks others."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._alone)
-            self._alone = True
+            self._changed.wait_for(lambda: not self._capturing)
+            self._capturing = True
             self._changed.wait_for(lambda: not self._running)
         try:
             yield
         finally:
             with self._changed:
-                self._alone = False
+                self._capturing = False
                 self._changed.notify_all()
 
 
@@ -275,7 +275,7 @@ class GpuRuns:
 
         failures: tuple[type[Exception], ...] = (RuntimeError, *runtime_errors())
         try:
-            with CAPTURING.alone():
+            with CAPTURING.exclusive():
                 graph = self._prepare(str(len(self._graphs) + 1), key, wanted, feeds)
                 # This makes three runs: two plain ones, which allocate all memory, and the capture.
                 self.session.run_with_iobinding(graph.binding, graph.options)
@@ -381,7 +381,7 @@ class GpuRuns:
 
 
 def _key(thread: object, wanted: Sequence[str], feeds: Feeds) -> GraphKey:
-    """The key of a graph: the thread, the outputs, every input's shape, and k."""
+    """Returns the key of a graph: the thread, the outputs, every input's shape, and k."""
     shapes = tuple((name, tuple(value.shape)) for name, value in feeds.items() if name != K_INPUT)
     k = int(feeds[K_INPUT][0]) if K_INPUT in feeds else None
     return (thread, tuple(wanted), shapes, k)
@@ -411,7 +411,7 @@ def _wait_for(tensor: Any) -> None:
 
 
 def _torch_view(value: ort.OrtValue) -> Any:
-    """A torch tensor that shares a value's memory."""
+    """Returns a torch tensor that shares a value's memory."""
     import torch
 
     tensor = torch.utils.dlpack.from_dlpack(value)
@@ -419,7 +419,7 @@ def _torch_view(value: ort.OrtValue) -> Any:
 
 
 def _copy(value: ort.OrtValue, *, stays: bool) -> Any:
-    """A copy of a graph's output, which the next replay overwrites."""
+    """Returns a copy of a graph's output, which the next replay overwrites."""
     if stays:
         tensor = _torch_view(value).clone()
         _wait_for(tensor)

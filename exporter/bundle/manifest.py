@@ -157,7 +157,7 @@ class TensorSpec:
         return tuple(size for size in self.shape if isinstance(size, str))
 
     def concrete(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape with each dynamic axis replaced by its size in `sizes`, or by their sum."""
+        """Returns the shape with dynamic axes, and sums of them, replaced by their `sizes`."""
         return tuple(
             size
             if isinstance(size, int)
@@ -166,7 +166,7 @@ class TensorSpec:
         )
 
     def within(self, fixed: Mapping[str, int]) -> tuple[Dimension, ...]:
-        """The shape with the sizes of `fixed` axes filled in, also in sums: `past + 5`."""
+        """Returns the shape with the sizes of `fixed` axes filled in, also in sums: `past + 5`."""
         return tuple(
             size if isinstance(size, int) else axis_within(size, fixed) for size in self.shape
         )
@@ -324,7 +324,7 @@ class Manifest:
         return {layer.name: layer.experts for layer in self.layers}
 
     def to_json(self) -> str:
-        """The manifest as indented JSON, `schema` first and its own hash last."""
+        """Returns the manifest as indented JSON, `schema` first and its own hash last."""
         content = asdict(self)
         content["tuning"] = content["tuning"] or {}
         listed = ("layers", "graphs", "inputs", "outputs")

@@ -487,7 +487,7 @@ class Reference:
         np.savez(path, **arrays)  # type: ignore[arg-type]
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """The arrays of the file by name, with a row per input; for another k, those that differ.
+        """Returns the file's arrays by name, with a row per input; for other k, those that differ.
 
         An array without axes has one value for all inputs.
         """
@@ -507,7 +507,7 @@ class Reference:
         return arrays
 
     def _own_arrays(self) -> dict[str, np.ndarray]:
-        """The arrays that depend on k."""
+        """Returns the arrays that depend on k."""
         return {name: array for name, array in self._arrays().items() if not _shared(name)}
 
     @staticmethod
@@ -525,7 +525,7 @@ class Reference:
 
     @staticmethod
     def _of(arrays: Mapping[str, np.ndarray]) -> Reference:
-        """The record whose `_arrays` these are."""
+        """Returns the record whose `_arrays` these are."""
         shared = {name: array for name, array in arrays.items() if _shared(name)}
         at_other_k = {}
         for prefix in dict.fromkeys(match[1] for name in arrays if (match := _AT_K.match(name))):
@@ -611,7 +611,7 @@ def _shared(name: str) -> bool:
 
 
 def _first(arrays: Mapping[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
-    """The values of the first inputs."""
+    """Returns the values of the first inputs."""
     return {name: array[:count] if array.ndim else array for name, array in arrays.items()}
 
 
@@ -858,7 +858,7 @@ class Comparison:
 
 
 def _as_recorded(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A layer's choices in the graph, in the shape of the reference.
+    """Returns a layer's choices in the graph, in the shape of the reference.
 
     None if a layer gets single tokens, but not those of PyTorch: then only values are compared.
     """
@@ -878,7 +878,7 @@ def _as_recorded(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.nda
 
 
 def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
-    """The result over all parts."""
+    """Returns the result over all parts."""
     samples = sum(part.samples for part in parts)
     tokens = any(part.by_token for part in parts)
     choices = sum(part.choices for part in parts)
@@ -929,7 +929,7 @@ def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
 
 
 def _by_output(parts: Sequence[_PartResult]) -> tuple[Distance, ...]:
-    """How far each output is off, over the inputs of all parts."""
+    """Returns how far each output is off, over the inputs of all parts."""
     by_output = zip(*(part.same for part in parts), strict=True)
     return tuple(Distance.of(list(distances)) for distances in by_output)
 
@@ -1029,7 +1029,7 @@ def _part_result(
 
 
 def _same_tokens(differs: Sequence[np.ndarray], output: tuple[int, ...]) -> np.ndarray:
-    """The tokens to compare if each token chooses for itself and some may differ.
+    """Returns the tokens to compare if each token chooses for itself and some may differ.
 
     They are the tokens [s, m] with the same choice in every layer, if outputs of this shape have
     these tokens; otherwise the samples [s] in which all tokens do.
@@ -1118,7 +1118,7 @@ class Distance:
         return largest <= limit and self.within_outliers(bounds)
 
     def _beyond(self, atol: float = 0.0) -> np.ndarray:
-        """The difference of each counted input beyond `atol`, in its scale."""
+        """Returns the difference of each counted input beyond `atol`, in its scale."""
         excess: np.ndarray = (np.maximum(0.0, self.off - atol) / self.scale())[self.counted]
         return excess
 
@@ -1141,7 +1141,7 @@ class Distance:
 
 
 def _largest_usual(relative: np.ndarray) -> float:
-    """The largest value without the outliers."""
+    """Returns the largest value without the outliers."""
     if not relative.size:
         return 0.0
     return float(np.sort(relative)[len(relative) - 1 - int(OUTLIERS * len(relative))])
@@ -1181,7 +1181,7 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _jaccard(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The mean overlap of two choices: of sets of experts [s, k], or of non-zero coefficients."""
+    """Returns the mean overlap of two choices: sets of experts [s, k] or non-zero coefficients."""
     if has_coefficients(expected):
         a, b = actual > 0, expected > 0
         shares = (a & b).sum(axis=-1) / np.maximum(1, (a | b).sum(axis=-1))
@@ -1198,7 +1198,7 @@ def jaccard(chosen: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 
 def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -> np.ndarray:
-    """Where two choices differ: [s, 1] for sets of experts [s, k], [s, m] for those of tokens.
+    """Returns where choices differ: [s, 1] for sets of experts [s, k], [s, m] for those of tokens.
 
     Below FP32 rounding before a layer moves its coefficients, so only experts that one of the two
     has dropped count.
@@ -1270,7 +1270,7 @@ class _Rounding:
             return None
 
         def differing(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> np.ndarray:
-            """The number of choices that differ, for each input."""
+            """Returns the number of choices that differ, for each input."""
             count = np.zeros(len(y))
             for name in a.keys() & b.keys():
                 count += _different(a[name], b[name], tolerance).sum(axis=1)

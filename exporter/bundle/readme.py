@@ -116,7 +116,7 @@ def _computed_text(layer: LayerRecord) -> str:
 
 
 def _title_text(computed: Sequence[str]) -> str:
-    """The number of computed experts in all layers, for the title."""
+    """Returns the number of computed experts in all layers, for the title."""
     different = list(dict.fromkeys(computed))
     if len(different) < 2:
         text = "".join(different).replace(f"{K_INPUT} of", "any k of")
@@ -164,7 +164,7 @@ def _content_text(manifest: Manifest, name: str) -> str:
 
 
 def _least_shape(spec: TensorSpec) -> str:
-    """The smallest shape of an input: the fewest inputs, one token, an empty cache."""
+    """Returns the smallest shape of an input: the fewest inputs, one token, an empty cache."""
     smallest = {PAST_AXIS: 0, "batch": spec.groups_of or 1}
     return ", ".join(
         str(size if isinstance(size, int) else smallest.get(size, 1)) for size in spec.shape
@@ -172,7 +172,7 @@ def _least_shape(spec: TensorSpec) -> str:
 
 
 def _listed(specs: Sequence[TensorSpec]) -> str:
-    """The first input or output and the network's others, without cache and routing."""
+    """Returns the first input or output and the network's others, without cache and routing."""
     others = (p for p in specs[1:] if p.default is None and p.name != K_INPUT)
     shown = (p for p in others if "/" not in p.name and not p.name.startswith(f"{PRESENT}."))
     return ", ".join(map(_spec_text, (specs[0], *shown)))
@@ -198,7 +198,7 @@ ON_OTHER_CPUS = (
 
 
 def _checked_on(manifest: Manifest) -> Iterator[str]:
-    """The CPUs on which the precision was checked, and the memory for one input."""
+    """Yields the CPUs on which the precision was checked, and the memory for one input."""
     cpu = manifest.environment.get("cpu", {})
     names = ", ".join(cpu.get("instructions", ()))
     machine = f"{cpu.get('architecture', 'this machine')}" + (f" with {names}" if names else "")
@@ -217,7 +217,7 @@ def _checked_on(manifest: Manifest) -> Iterator[str]:
 
 
 def _program(manifest: Manifest) -> str:
-    """The program that runs the main graph on one input of zeros."""
+    """Returns the program that runs the main graph on one input of zeros."""
     k = max(1, min(manifest.experts.values()) // 4)
     feeds = [
         f'"{K_INPUT}": np.array([{k}], "int64")'

@@ -153,7 +153,7 @@ def _check_groups(size: int | None, total: int | None, group: int, source: Path)
 
 
 def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRange:
-    """The batch sizes: smallest, usual and largest."""
+    """Returns the batch sizes: smallest, usual and largest."""
     known, size = record.batches, options.batch_size
     if not options.runs_graph:  # an engine's profiles limit the batch
         usual = size or total or known.max

@@ -247,7 +247,7 @@ def _bounds(
     atol: float | None,
     rtol: float | None,
 ) -> Tolerance:
-    """The bounds of a comparison: those given, or those of the export.
+    """Returns the bounds of a comparison: those given, or those of the export.
 
     If any is given for FP32, `roundings` does not apply, as in an export. The manifest's bounds
     may not be wider than the defaults of the precision (`ROUNDED_RTOL` if the `graph` rounds to
@@ -317,7 +317,7 @@ def _parity_check(
 
 
 def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]]:
-    """The batch sizes of a comparison: the one for all inputs, and those for the first inputs.
+    """Returns the batch sizes of a comparison: one for all inputs, and others for the first inputs.
 
     They are those of the export or, if it recorded none, the smallest ones.
     """
@@ -338,7 +338,7 @@ def _compare_graph(
     *,
     rounded: bool,
 ) -> Parity:
-    """How far a graph is off on this machine; `rounded` as in `checking_session`."""
+    """Returns how far a graph is off on this machine; `rounded` as in `checking_session`."""
     path, observe = directory / graph.file, expected.observed(graph.selected)
     batch, probed = _batches(manifest, graph)
     comparison = Comparison(

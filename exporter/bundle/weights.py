@@ -55,12 +55,12 @@ class Stored:
         return size_of(self.shape, self.dtype)
 
     def part(self, index: int) -> Stored:
-        """The `index`-th part along the first axis, in the same bytes."""
+        """Returns the `index`-th part along the first axis, in the same bytes."""
         shape = self.shape[1:]
         return Stored(self.offset + index * size_of(shape, self.dtype), shape, self.dtype)
 
     def external(self, name: str) -> ir.ExternalTensor:
-        """The tensor as external data of an ONNX file next to the weights file."""
+        """Returns the tensor as external data of an ONNX file next to the weights file."""
         return ir.ExternalTensor(
             location=WEIGHTS_FILE,
             offset=self.offset,

@@ -204,7 +204,7 @@ def _unwrap(content: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
 
 
 def _settings(saved: Mapping[str, Any], keys: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The values of these keys, if they are mappings or of type `argparse.Namespace`."""
+    """Returns the values of these keys, if they are mappings or of type `argparse.Namespace`."""
     values = {key: saved[key] for key in keys if key in saved}
     settings = {k: vars(v) if isinstance(v, Namespace) else v for k, v in values.items()}
     return {
@@ -215,7 +215,7 @@ def _settings(saved: Mapping[str, Any], keys: Sequence[str]) -> dict[str, dict[s
 
 
 def _network_tensors(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
-    """The tensors without losses and metrics, if all others have a known prefix."""
+    """Returns the tensors without losses and metrics, if all others have a known prefix."""
     network = {key: value for key, value in tensors.items() if not TRAINING.match(key)}
     others = [key for key in tensors if key not in network]
     if not network or not others or not _without_prefixes(network)[1]:
@@ -225,7 +225,7 @@ def _network_tensors(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, 
 
 
 def _without_prefixes(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The tensors without the prefixes that all keys share, and those prefixes in order."""
+    """Returns the tensors without the prefixes that all keys share, and those prefixes in order."""
     removed: list[str] = []
     while True:
         shared = next((p for p in PREFIXES if all(k.startswith(p) for k in tensors)), None)

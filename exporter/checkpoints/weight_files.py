@@ -174,7 +174,7 @@ def is_adapter(file: Path) -> bool:
 
 
 def _standard(folder: Path) -> list[Path]:
-    """The file or the index that Hugging Face's libraries would read, if there is one.
+    """Returns the file or the index that Hugging Face's libraries would read, if there is one.
 
     Raises CheckpointError if a folder has both: one may be from another save.
     """
@@ -194,7 +194,7 @@ def _standard(folder: Path) -> list[Path]:
 
 
 def _read_index(index: Path, config: Path | None) -> WeightFiles:
-    """The shards of a `*.index.json`, whose `weight_map` maps every key to its file."""
+    """Returns the shards of a `*.index.json`, whose `weight_map` maps every key to its file."""
     weight_map = _weight_map(index)
     if not weight_map:
         raise CheckpointError(f"{index} lists no weights")
@@ -411,7 +411,7 @@ HARMLESS = re.compile(r"torch\.(?!nn\.modules)|collections\.OrderedDict|argparse
 
 
 def _refusal(path: Path, is_zip: bool, message: str) -> CheckpointError:
-    """The error for a pickle that torch refuses; names the classes and functions in it."""
+    """Returns the error for a pickle that torch refuses; names the classes and functions in it."""
     names = re.findall(r"GLOBAL ([\w.]+)", message)
     if is_zip:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -433,7 +433,7 @@ def _refusal(path: Path, is_zip: bool, message: str) -> CheckpointError:
 
 
 def _pickled_names(file: IO[bytes]) -> tuple[list[str], list[str]]:
-    """The names and the texts in a file's pickles, read without executing them."""
+    """Returns the names and the texts in a file's pickles, read without executing them."""
     names: list[str] = []
     strings: list[str] = []
     while True:

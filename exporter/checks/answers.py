@@ -286,7 +286,7 @@ class _Results:
 
 
 def _exact_outputs(model: Model, x: Fields) -> list[np.ndarray] | None:
-    """The untouched model's results in float64; None if it does not run in float64."""
+    """Returns the untouched model's results in float64; None if it does not run in float64."""
     if weights_bytes(model) > EXACT_BYTES:
         return None
     try:
@@ -323,7 +323,7 @@ def _is_softmax(theirs: np.ndarray, ours: np.ndarray) -> bool:
 
 
 def _disagreement(model: Model, answers: Answers, found: _Results, *, option: bool) -> ParityError:
-    """The error for a network that is not the user's own; `option`: the command accepts bounds."""
+    """Returns the error for a network that differs from the user's; `option`: bounds can be set."""
     own = answers.own
     assert own is not None
     settings = _settings(model)
@@ -364,7 +364,7 @@ def _disagreement(model: Model, answers: Answers, found: _Results, *, option: bo
 
 
 def _settings(model: Model) -> str:
-    """The settings that shapes do not determine, with the values in use."""
+    """Returns the settings that shapes do not determine, with the values in use."""
     from ..families import FAMILIES  # only needed for an error
 
     questions = FAMILIES[model.family].questions if model.family in FAMILIES else model.config

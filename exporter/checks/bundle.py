@@ -160,7 +160,7 @@ def _has_only_coefficients(manifest: Manifest) -> bool:
 
 
 def _inputs(ports: _Ports, data: Feed, size: int, fixed: Mapping[str, int]) -> Iterator[Fields]:
-    """The inputs of a feed without labels and outputs, in batches that a graph accepts."""
+    """Yields the inputs of a feed without labels and outputs, in batches that a graph accepts."""
     others = {LABEL, *output_names(ports)}
     for part in rebatched(fields_of(ports, data, COUNT), size):
         inputs = {name: array for name, array in part.items() if name not in others}
@@ -190,7 +190,7 @@ def _computes_the_model(expected: Reference | None, k: int | None) -> bool:
 
 
 def _batch(manifest: Manifest) -> tuple[int, dict[str, int]]:
-    """A batch size that every graph accepts, and the sizes of axes that are constants."""
+    """Returns a batch size that every graph accepts, and the sizes of axes that are constants."""
     spec = manifest.inputs[0]
     if isinstance(spec.shape[0], int):
         return spec.shape[0], {"batch": spec.shape[0]}

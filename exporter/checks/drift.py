@@ -71,7 +71,7 @@ def drift_of(layer: str, before: ChoiceHistogram, now: np.ndarray, level: float 
     noise = _noise(before, now)
 
     def quantile(times: float, z: float) -> float:
-        """A quantile of observed distances, if the true difference is `times` the observed one."""
+        """Returns a quantile of distances, if the true difference is `times` the observed one."""
         # Wilson and Hilferty: the cube root of a sum of squares is nearly normal.
         powers = (np.abs(times * moved + noise).sum(axis=1) / 2) ** (2 / 3)
         return math.pow(max(0.0, float(powers.mean() + z * powers.std())), 1.5)
@@ -103,7 +103,7 @@ def _noise(before: ChoiceHistogram, now: np.ndarray) -> np.ndarray:
 
 
 def _root(function: Callable[[float], float]) -> float:
-    """The λ ≥ 0 at which an increasing function reaches 0; 0 if the function starts above 0."""
+    """Returns the λ ≥ 0 at which an increasing function reaches 0; 0 if it starts above 0."""
     if function(0.0) >= 0:
         return 0.0
     low, high = 0.0, 1.0

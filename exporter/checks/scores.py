@@ -66,7 +66,7 @@ def with_scores(
 
 
 def _choices(job: ExportJob, manifest: Manifest, directory: Path, progress: Progress) -> Choices:
-    """The main graph's choices for the inputs of the comparison, counted as in `verify`."""
+    """Yields the main graph's choices for the inputs of the comparison, counted as in `verify`."""
     graph = manifest.graphs[0]
     expected = Reference.load(directory / PARITY_FILE)
     observe = expected.observed(graph.selected)
@@ -117,7 +117,7 @@ def _accuracy_note(
 
 
 def _shared_k(job: ExportJob) -> int | None:
-    """The k for scoring graphs that have it as an input: the largest that every layer supports."""
+    """Returns the largest k that every layer supports, for graphs with k as an input."""
     return job.fewest_experts if None in job.k.values() else None
 
 
@@ -143,7 +143,7 @@ def _kept_score(job: ExportJob) -> Score | None:
 
 
 def _score(job: ExportJob, run: Callable[[Fields], Mapping[str, np.ndarray]]) -> Score | None:
-    """The accuracy of `run` on labelled inputs of a job, in batches that its graphs accept."""
+    """Returns the accuracy of `run` on a job's labelled inputs, in batches that graphs accept."""
     data = job.options.data
     assert data is not None, "there are labels"
     group = job.whole_batch or 1

@@ -74,7 +74,7 @@ def _image_hint(sizes: Sequence[int], shape: Sequence[object]) -> str:
 
 
 def _order(sizes: Sequence[int], shape: Sequence[object]) -> tuple[int, ...] | None:
-    """The order of axes in which an array fits; orders that move one axis are tried first."""
+    """Returns an order of axes in which an array fits; moves of one axis are tried first."""
     if len(sizes) != len(shape) or not 2 < len(sizes) <= MAX_AXES:
         return None
     orders = _orders(len(sizes))
@@ -123,7 +123,7 @@ def odd_sizes(shape: Sequence[object]) -> Iterator[str]:
 
 
 def _as_patch(channels: int) -> str:
-    """A remark on the patch with this many numbers, if there is one."""
+    """Returns a remark on the patch with this many numbers, if there is one."""
     for colours in (3, 1, 4):
         side = math.isqrt(channels // colours)
         if side > 1 and side * side * colours == channels:

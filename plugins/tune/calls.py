@@ -67,7 +67,7 @@ def tune(
 
     loaded, labelled = _tune_data(model, data, request)
     with (
-        nullcontext(evaluate_here) if executor is None else executor.evaluating(request)
+        nullcontext(evaluate_here) if executor is None else executor.evaluator(request)
     ) as evaluate:
         tuned = search_and_export(
             loaded, labelled, Path(destination), request, clock=clock, evaluate=evaluate

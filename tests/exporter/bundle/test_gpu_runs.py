@@ -252,7 +252,7 @@ def test_a_capture_waits_for_runs_that_have_begun_and_lets_no_other_begin() -> N
             order.append("run")
 
     def capture() -> None:
-        with turns.alone():
+        with turns.exclusive():
             order.append("capture begins")
             time.sleep(0.02)
             order.append("capture ends")
