@@ -56,7 +56,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """softmax(q·kᵀ·scale)·v as five nodes; masks and grouped heads use PyTorch's translation."""
+    """Computes softmax(q·kᵀ·scale)·v in five nodes; masks and grouped heads use PyTorch's nodes."""
     plain = attn_mask is None and not is_causal and not enable_gqa
     if not plain or query.shape is None or len(query.shape) != RANK:
         return torchlib.aten_scaled_dot_product_attention(

@@ -27,8 +27,8 @@ from .manifest import MANIFEST_FILE
 def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) -> None:
     """Raises `BundleError`, before any work is done, if a bundle cannot be written there.
 
-    An empty folder may be replaced and, with `force`, a bundle that contains no files of the
-    user's. Anything else is never replaced.
+    An empty folder may be replaced; with `force`, so may a bundle that contains none of the user's
+    own files. Anything else is never replaced.
     """
     try:
         destination.lstat()

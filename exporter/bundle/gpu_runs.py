@@ -1,6 +1,6 @@
 """Runs an ONNX Runtime session with data on a GPU, and replays repeated runs as CUDA graphs.
 
-A run launches hundreds of kernels, which take some 4 µs each. A run that is repeated with the same
+A run launches hundreds of kernels, which take about 4 µs each. A run that is repeated with the same
 shapes and k is captured as a CUDA graph, and from then on replayed by one launch: the run option
 `gpu_graph_id` names the graph. Limits of ONNX Runtime determine the design of this file:
 

@@ -242,7 +242,7 @@ class Tuning:
 
 
 class Fp32NodeRecord(TypedDict):
-    """A node of the backbone that stayed in FP32, and why; `usual` ones do in any model."""
+    """A node of the backbone that stayed in FP32, and why; `usual` ones do so in any model."""
 
     node: str
     op_type: str
@@ -267,7 +267,7 @@ class Numbers(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The whole record; `to_json` and `read` convert it to and from `manifest.json`."""
+    """The complete record; `to_json` and `read` convert it to and from `manifest.json`."""
 
     moexport: str
     created: str

@@ -74,8 +74,8 @@ class Tolerance:
     just one of the two dropped count, and `routing` is a share of tokens.
 
     A graph is also compared with the exact result for its own weights (`Rounded`): its distance
-    from this may be `roundings` times as large as the distance between this and PyTorch. If
-    `roundings` is below 1, a difference in the last bit of its floats is also allowed.
+    from that result may be `roundings` times as large as PyTorch's. If `roundings` is below 1, a
+    difference in the last bit of its floats is also allowed.
     """
 
     atol: float = 0.0
@@ -214,8 +214,8 @@ class Parity:
     tokens: int | None = None
     """The number of tokens that misses the bounds, if the usual one meets them."""
     apart: float | None = None
-    """The graph's distance from the exact result for its weights (`Rounded`), over the distance
-    between this and PyTorch."""
+    """The graph's distance from the exact result for its weights (`Rounded`), divided by
+    PyTorch's."""
     computed_in: str | None = None
     """The type in which the runtime reports that it computed matrix products."""
     whole_differing: float | None = None
@@ -1232,9 +1232,9 @@ class _Rounding:
         """Returns the largest of the three quotients over all parts; None without parts.
 
         The tolerance of FP32 and the share of choices due to chance are subtracted. Against float64
-        the tolerance is the last bit, and choices are not counted: FP32 graphs make PyTorch's. If
-        only weights are rounded (`half`), a largest difference of FP16's last bit is ignored: sums
-        in another order are rounded to either neighbour.
+        the tolerance is the last bit, and choices are not counted: FP32 graphs choose like PyTorch.
+        If only weights are rounded (`half`), a largest difference of FP16's last bit is ignored:
+        sums in another order are rounded to either neighbour.
         """
         if not parts:
             return None

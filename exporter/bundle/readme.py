@@ -208,7 +208,7 @@ def _checked_on(manifest: Manifest) -> Iterator[str]:
         )
         yield f"It was checked on {machine}.{elsewhere} `moexport verify` checks it anywhere else."
     if not for_cpus(manifest.target):
-        yield "**Never run on a GPU**: it is for one, but exports compare graphs on the CPU."
+        yield "**Never run on a GPU**: it is meant for one, but exports compare on the CPU."
     if manifest.peak_memory_bytes is not None:
         yield (
             f"One input needs at most {size(manifest.peak_memory_bytes)} of memory, including "

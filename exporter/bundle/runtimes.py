@@ -37,8 +37,8 @@ class RuntimeRecord:
 
     `open` opens a graph: a runtime that no target uses needs nothing else. `takes` are the optional
     session options that it accepts (`session.OWN_OPTIONS`, and those of plugins' panels for
-    `run`). `options` returns the session options for a target's graphs with a number of threads,
-    which spin for a number of ms. `check_runs` raises a `MoexportError` if this machine cannot run
+    `run`). `options` returns the session options for a target's graphs, given the number of threads
+    and the ms for which they spin. `check_runs` raises a `MoexportError` if this machine cannot run
     a target's graphs, `check_computes` if it cannot compute a precision for a target, so that
     nothing can be compared, and `check_graphs` if a bundle has no graphs for this runtime. `state`
     describes the installation, or raises `MissingExtraError`. `advice` returns a line if this

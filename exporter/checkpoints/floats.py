@@ -24,8 +24,8 @@ def uninitialised(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tens
     """Returns uninitialised float32 tensors of these shapes, and the file they are mapped from.
 
     The file is an unlinked temporary one, which disappears with the last tensor or the process. If
-    the tensors are small, the disk is full or the system has no such files, it is None and they are
-    in memory.
+    the tensors are small, the disk is full or the system has no such files, it is None and the
+    tensors are in memory.
     """
     sizes = {key: int(np.prod(shape, dtype=np.int64)) for key, shape in shapes.items()}
     starts, size = {}, 0

@@ -209,7 +209,7 @@ def _recorded_settings(
 
     The constructor's arguments come first, then the `config.json`. A training script's own options
     are used only for settings that shapes do not determine: others may have another meaning.
-    Unknown keys are ignored, because these sources do not only describe the constructor.
+    Unknown keys are ignored, because these sources describe more than the constructor.
     """
     sources = [
         (f"the file's {key}", value, family.options) for key, value in checkpoint.arguments.items()

@@ -50,7 +50,7 @@ def _read_file(file: Path) -> dict[str, Any]:
     if kind is None:
         raise UsageError(
             f"{file}: configuration is read from .json, .yaml or .toml, not {file.suffix!r}",
-            hint="rename the file to end in its format, or set keys one by one: --set KEY=VALUE",
+            hint="change its suffix to match the format, or use --set KEY=VALUE for each setting",
         )
     try:
         content = read_document(file, kind, partial(UsageError, hint="check --config"))

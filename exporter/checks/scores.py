@@ -66,7 +66,7 @@ def with_scores(
 
 
 def _choices(job: ExportJob, manifest: Manifest, directory: Path, progress: Progress) -> Choices:
-    """Yields the main graph's choices for the inputs of the comparison, counted as in `verify`."""
+    """Returns the main graph's choices for the inputs of the comparison, counted as in `verify`."""
     graph = manifest.graphs[0]
     expected = Reference.load(directory / PARITY_FILE)
     observe = expected.observed(graph.selected)
@@ -128,7 +128,7 @@ def _graph_score(job: ExportJob, graph: GraphRecord, directory: Path) -> Score |
 
 
 def _kept_score(job: ExportJob) -> Score | None:
-    """PyTorch's accuracy with the experts and edits of the export; None if it is as trained."""
+    """Returns PyTorch's accuracy with the export's experts and edits; None if it is as trained."""
     kept = kept_experts(job, _shared_k(job))
     trained = job.model.trained_k
     if kept == trained and not job.options.renormalize and job.model.as_trained is None:
