@@ -96,7 +96,7 @@ def check(stage: Stage, *arguments: Any) -> None:
         refuse(mistakes(*arguments) or ())
 
 
-def values(options: ExportOptions) -> Iterator[Mistake]:
+def _check_values(options: ExportOptions) -> Iterator[Mistake]:
     """Refuses values that have the wrong type, cannot be parsed, or are unknown."""
     yield from misfits(
         ExportOptions, {name: getattr(options, name) for name in declared(ExportOptions)}
@@ -104,7 +104,7 @@ def values(options: ExportOptions) -> Iterator[Mistake]:
     _ = options.kept, options.lowerings, options.batches, options.token_counts
 
 
-def known_target(options: ExportOptions) -> Iterator[Mistake]:
+def _check_target(options: ExportOptions) -> Iterator[Mistake]:
     """Refuses a target that no installed package provides."""
     if options.target not in TARGETS:
         yield (
@@ -113,7 +113,7 @@ def known_target(options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def integers(options: ExportOptions) -> Iterator[Mistake]:
+def _check_quantisation(options: ExportOptions) -> Iterator[Mistake]:
     """Refuses invalid quantisation options, and those that the precision does not support."""
     share = options.min_retention
     if options.weight_bits not in (None, *WEIGHT_BITS):
@@ -150,7 +150,7 @@ def _not_int8(option: str, precision: Precision) -> Mistake:
     )
 
 
-def graph(options: ExportOptions) -> Iterator[Mistake]:
+def _check_graph(options: ExportOptions) -> Iterator[Mistake]:
     """Refuses an opset or lowerings that are invalid or contradict other options."""
     names, opset, target = options.lowerings, options.least_opset, TARGETS[options.target]
     if not MIN_OPSET <= opset <= MAX_OPSET:
@@ -185,7 +185,7 @@ def graph(options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def comparison(options: ExportOptions) -> Iterator[Mistake]:
+def _check_comparison(options: ExportOptions) -> Iterator[Mistake]:
     """Refuses options of the comparison if nothing is compared, and invalid bounds."""
     samples, atol, rtol = options.verify_samples, options.atol, options.rtol
     if samples is not None and samples < 1:
@@ -209,7 +209,7 @@ def comparison(options: ExportOptions) -> Iterator[Mistake]:
             )
 
 
-def numbers_of_target(options: ExportOptions) -> Iterator[Mistake]:
+def _check_number_types(options: ExportOptions) -> Iterator[Mistake]:
     """Refuses number types that a target does not support."""
     name, target, floats = options.precision, TARGETS[options.target], options.float_name
 
@@ -242,7 +242,7 @@ def numbers_of_target(options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def inputs(options: ExportOptions) -> Iterator[Mistake]:
+def _check_inputs(options: ExportOptions) -> Iterator[Mistake]:
     """Refuses options that need inputs or ranges if there are none, or that have no effect."""
     table = options.calibration
     for_target = f" for --target {options.target}" if options.precision == "int8" else ""
@@ -288,7 +288,7 @@ def no_ranges_found(precision: Precision) -> Mistake:
     )
 
 
-def unread_data(model: Model, options: ExportOptions) -> Iterator[Mistake]:
+def _check_unread(model: Model, options: ExportOptions) -> Iterator[Mistake]:
     """Refuses inputs that nothing reads; a user's own network is checked on them on loading."""
     if options.data is not None and not options.reads and not model.host.own_code:
         yield (
@@ -297,7 +297,7 @@ def unread_data(model: Model, options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def linear_layers(model: Model, options: ExportOptions) -> Iterator[Mistake]:
+def _check_linears(model: Model, options: ExportOptions) -> Iterator[Mistake]:
     """Refuses `--quantize all` for a model whose only linear layers are its experts."""
     inside = {id(parameter) for layer in model.layers.values() for parameter in layer.parameters()}
     others = any(id(parameter) not in inside for parameter in model.module.parameters())
@@ -308,7 +308,7 @@ def linear_layers(model: Model, options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def inputs_of_engines(model: Model, options: ExportOptions) -> Iterator[Mistake]:
+def _check_engine_inputs(model: Model, options: ExportOptions) -> Iterator[Mistake]:
     """Refuses an engine for a model with several inputs."""
     if TARGETS[options.target].compiled and len(model.inputs) > 1:
         yield (
@@ -318,7 +318,7 @@ def inputs_of_engines(model: Model, options: ExportOptions) -> Iterator[Mistake]
         )
 
 
-def routing(job: ResolvedExport) -> Iterator[Mistake]:
+def _check_routing(job: ResolvedExport) -> Iterator[Mistake]:
     """Refuses `--expose-routing` if no layer chooses experts."""
     shown = job.options.shown_routing
     specs = {name: spec for name, spec in job.model.specs.items() if spec.levels}
@@ -333,7 +333,7 @@ def routing(job: ResolvedExport) -> Iterator[Mistake]:
         )
 
 
-def named_layers(job: ResolvedExport) -> Iterator[Mistake]:
+def _check_layer_names(job: ResolvedExport) -> Iterator[Mistake]:
     """Refuses names of layers that the model does not have."""
     options = job.options
     named = {"keep_floating": options.keep_floating, "layer_lowerings": options.layer_lowerings}
@@ -344,7 +344,7 @@ def named_layers(job: ResolvedExport) -> Iterator[Mistake]:
                 yield f"{option}: no MoE layer is called '{name}'", hint
 
 
-def read_once(options: ExportOptions) -> Iterator[Mistake]:
+def _check_rereading(options: ExportOptions) -> Iterator[Mistake]:
     """Refuses a feed that can be read only once, if the export reads it several times."""
     if isinstance(options.data, Iterator) and options.reads > 1:
         yield FeedError(
@@ -354,7 +354,7 @@ def read_once(options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def engine(options: ExportOptions) -> None:
+def _check_engine(options: ExportOptions) -> None:
     """Refuses a requested engine that cannot be built here."""
     if options.engine is not None and options.engine is not False:
         from .tensorrt.engines import check_for_export
@@ -362,7 +362,7 @@ def engine(options: ExportOptions) -> None:
         check_for_export(options.target, options.engine)
 
 
-def computed(options: ExportOptions) -> None:
+def _check_machine(options: ExportOptions) -> None:
     """Refuses a precision that this machine cannot compute, if graphs are compared."""
     from .bundle.runtimes import check_computes
 
@@ -370,7 +370,7 @@ def computed(options: ExportOptions) -> None:
         check_computes(options.precision, options.target)
 
 
-def destination(options: ExportOptions) -> None:
+def _check_destination(options: ExportOptions) -> None:
     """Refuses a folder that cannot be written or must not be replaced."""
     from .bundle.destination import check_destination
 
@@ -378,7 +378,7 @@ def destination(options: ExportOptions) -> None:
         check_destination(options.destination, force=options.force)
 
 
-def groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
+def _check_groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
     """Refuses batch sizes that are not multiples of the number of inputs computed together."""
     group, batch = model.batch_of, options.batches
     if batch != DEFAULT_BATCH and any(n % group for n in (batch.min, batch.opt, batch.max)):
@@ -389,7 +389,7 @@ def groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def retention_of_one_input(model: Model, options: ExportOptions) -> None:
+def _check_retention(model: Model, options: ExportOptions) -> None:
     """Refuses `--min-retention` for a model with several inputs."""
     from .model import check_one_input  # loads PyTorch
 
@@ -397,7 +397,7 @@ def retention_of_one_input(model: Model, options: ExportOptions) -> None:
         check_one_input(model, "--min-retention")
 
 
-def axes(job: ResolvedExport) -> Iterator[Mistake]:
+def _check_axes(job: ResolvedExport) -> Iterator[Mistake]:
     """Refuses token counts for a model without a token axis, and sizes that it does not accept."""
     spec, options = job.model.input, job.options
     if options.token_counts != DEFAULT_TOKENS and not TOKEN_AXES.intersection(spec.dynamic_axes):
@@ -417,7 +417,7 @@ def axes(job: ResolvedExport) -> Iterator[Mistake]:
             )
 
 
-def renormalized(job: ResolvedExport) -> Iterator[Mistake]:
+def _check_renormalize(job: ResolvedExport) -> Iterator[Mistake]:
     """Refuses `--renormalize` for layers whose coefficients cannot be renormalised."""
     if job.options.renormalize:
         yield from not_renormalizable(job.model.specs)
@@ -436,7 +436,7 @@ def not_renormalizable(specs: Mapping[str, MoESpec]) -> Iterator[Mistake]:
             )
 
 
-def lowerings(job: ResolvedExport) -> None:
+def _check_lowerings(job: ResolvedExport) -> None:
     """Refuses a lowering that does not support a layer."""
     from ..graphs.lowerings.choice import check as check_lowering  # loads PyTorch
 
@@ -449,7 +449,7 @@ def lowerings(job: ResolvedExport) -> None:
                 check_lowering(lowering, plan, options.target)
 
 
-def stored_integers(job: ResolvedExport) -> Iterator[Mistake]:
+def _check_stored_integers(job: ResolvedExport) -> Iterator[Mistake]:
     """Refuses a layer whose weights an integer precision does not support."""
     from ..graphs.names import operand_of
 
@@ -473,7 +473,7 @@ def stored_integers(job: ResolvedExport) -> Iterator[Mistake]:
             )
 
 
-def integers_in_blocks(job: ResolvedExport) -> Iterator[Mistake]:
+def _check_blocks(job: ResolvedExport) -> Iterator[Mistake]:
     """Refuses weights in blocks if no layer supports them: all would stay floats."""
     from ..graphs.precision.weights import not_in_blocks
 
@@ -495,7 +495,7 @@ def integers_in_blocks(job: ResolvedExport) -> Iterator[Mistake]:
         )
 
 
-def real_inputs(job: ResolvedExport) -> Iterable[Mistake]:
+def _check_calibration(job: ResolvedExport) -> Iterable[Mistake]:
     """Refuses ranges that need inputs if there are none, and models that cannot be calibrated."""
     from .model import check_one_input  # loads PyTorch
 
@@ -508,19 +508,19 @@ def real_inputs(job: ResolvedExport) -> Iterable[Mistake]:
 
 
 CHECKS: Mapping[Stage, Sequence[Callable[..., Iterable[Mistake] | None]]] = {
-    "options": (values, integers, known_target, graph, comparison),
-    "target": (numbers_of_target, inputs, read_once),
-    "machine": (engine, computed, destination),
-    "model": (unread_data, linear_layers, inputs_of_engines, groups, retention_of_one_input),
+    "options": (_check_values, _check_quantisation, _check_target, _check_graph, _check_comparison),
+    "target": (_check_number_types, _check_inputs, _check_rereading),
+    "machine": (_check_engine, _check_machine, _check_destination),
+    "model": (_check_unread, _check_linears, _check_engine_inputs, _check_groups, _check_retention),
     "export": (
-        axes,
-        routing,
-        named_layers,
-        renormalized,
-        lowerings,
-        stored_integers,
-        integers_in_blocks,
-        real_inputs,
+        _check_axes,
+        _check_routing,
+        _check_layer_names,
+        _check_renormalize,
+        _check_lowerings,
+        _check_stored_integers,
+        _check_blocks,
+        _check_calibration,
     ),
 }
 """Every check of an export, by its stage."""
