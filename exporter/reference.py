@@ -412,7 +412,7 @@ def _dropped(stored: Reference, model: Model) -> tuple[str, ...]:
         return ()
 
     skipped = ", ".join(f"{mask.all(axis=-1).mean():.1%} in {n}" for n, mask in left_out.items())
-    sentence = f"no expert computes some tokens of the check's inputs: {skipped}"
+    sentence = f"some tokens of the check's inputs are computed by no expert: {skipped}"
     specs = [model.specs[name] for name in left_out]
     if any(spec.trained_k < spec.experts for spec in specs):  # tokens choose
         dropped = ", ".join(f"{mask.mean():.1%} in {name}" for name, mask in left_out.items())

@@ -616,7 +616,7 @@ def _check_nodes(graph: GraphProto, name: str) -> None:
         for attribute in node.attribute:
             if attribute.name == "batch_dims" and attribute.i < 0:
                 raise BundleError(
-                    f"{name}: {node.name} of {node.op_type} has {attribute.i} batch dimensions",
+                    f"{name}: {node.name} ({node.op_type}) has {attribute.i} batch dimensions",
                     hint="the graph is damaged: export again",
                 )
 

@@ -395,7 +395,7 @@ def _reason(cause: BaseException) -> tuple[str, str]:
         modules = [path for path, _ in node.meta.get("nn_module_stack", {}).values() if path]
         where = f" in {modules[-1]}" if modules else ""
         hint = "write it with other operators, or leave that part out of the network; "
-        return f"the operator {node.target}{where} has no form in ONNX", hint
+        return f"the operator {node.target}{where} has no ONNX equivalent", hint
     text = f"{type(first).__name__}: {first}"
     if "DataDependent" in text or "data-dependent" in text:
         reason = "a branch of its forward, or a size, depends on the values of its inputs"

@@ -40,7 +40,7 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
     if present:
         if not destination.is_dir():
             raise BundleError(
-                f"{destination}: a file of this name exists", hint="choose another -o"
+                f"{destination}: a file with this name exists", hint="choose another -o"
             )
         listed = _files_of_bundle(destination)
         if listed is None and any(destination.iterdir()):
@@ -50,7 +50,7 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
             )
         if listed is not None and not force:
             raise BundleError(
-                f"{destination}: a bundle exists there",
+                f"{destination}: a bundle already exists there",
                 hint="--force replaces it when the export succeeds",
             )
         others = others_in(destination, listed or ())

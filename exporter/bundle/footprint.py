@@ -35,7 +35,7 @@ def with_peak_memory(directory: Path, manifest: Manifest) -> Manifest:
     )
     if child.returncode or not child.stdout.strip().isdigit():
         why = child.stderr.strip().rpartition("\n")[2] or f"it exited with code {child.returncode}"
-        note = f"the memory of one input could not be measured: {why}"
+        note = f"the memory for one input could not be measured: {why}"
         return replace(manifest, notes=[*manifest.notes, note])
     return replace(manifest, peak_memory_bytes=int(child.stdout) or None)
 

@@ -115,7 +115,7 @@ def _check_output(output: Path, source: Path, *, force: bool) -> None:
             f"--output {output} is the input, which would be lost", hint="choose another -o"
         )
     if output.exists() and not force:
-        raise OutputError(f"{output}: a file exists there", hint="--force replaces it")
+        raise OutputError(f"{output}: the file already exists", hint="--force replaces it")
 
 
 def _session(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -> GraphSession:

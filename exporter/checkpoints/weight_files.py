@@ -148,7 +148,7 @@ def _find_in_folder(folder: Path) -> WeightFiles:
         if files and not weights:
             raise CheckpointError(
                 f"{files[0]} is an adapter, but the weights of its base model are missing",
-                hint="merge it into that model: merge_and_unload() of peft, then save_pretrained",
+                hint="merge it into that model: merge_and_unload() in peft, then save_pretrained()",
             )
         files = weights
     if not files:

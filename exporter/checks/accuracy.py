@@ -226,7 +226,7 @@ def unread_arrays(model: HasPorts, data: Feed | None) -> list[str]:
     others = ", ".join(f"'{name}'" for name in npz_names(path) if name not in read)
     if not others:
         return []
-    return [f"{data}: nothing reads {others}; labels are an array 'label', 'labels' or 'y'"]
+    return [f"{data}: nothing reads {others}; labels must be an array 'label', 'labels' or 'y'"]
 
 
 def distances(y: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

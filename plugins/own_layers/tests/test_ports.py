@@ -142,8 +142,8 @@ def test_an_unsupported_field_is_refused_by_its_name(factory: str, error: str, h
 @pytest.mark.parametrize(
     ("does", "error", "hint"),
     [
-        ("median", "the operator aten.median.dim has no form in ONNX", "other operators"),
-        ("distances", "_cdist_forward.default has no form in ONNX", "other operators"),
+        ("median", "the operator aten.median.dim has no ONNX equivalent", "other operators"),
+        ("distances", "_cdist_forward.default has no ONNX equivalent", "other operators"),
         ("branch", "depends on the values of its inputs (own_net.py", "torch.where"),
         ("unused", "no output of the network depends on its MoE layers (mix", "return a result"),
     ],

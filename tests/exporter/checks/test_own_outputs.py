@@ -142,7 +142,7 @@ def test_an_export_names_arrays_of_its_data_that_nothing_reads(
 ) -> None:
     np.savez(tmp_path / "test.npz", input=own.x, target=own.labels)
     outcome = exported(tmp_path, *RIGHT, "--data", tmp_path / "test.npz")
-    assert "test.npz: nothing reads 'target'; labels are an array 'label'" in outcome.err
+    assert "test.npz: nothing reads 'target'; labels must be an array 'label'" in outcome.err
     labelled = exported(tmp_path, *RIGHT, "--data", own.save(tmp_path / "test.npz"), "--force")
     assert "nothing reads" not in labelled.err
 
