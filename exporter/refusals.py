@@ -189,13 +189,10 @@ def _check_comparison(options: ExportOptions) -> Iterator[Mistake]:
     """Refuses options of the comparison if nothing is compared, and invalid bounds."""
     samples, atol, rtol = options.verify_samples, options.atol, options.rtol
     if samples is not None and samples < 1:
-        yield (
-            f"--verify-samples {samples}: the number must be at least 1",
-            "--no-verify compares nothing",
-        )
+        yield f"--verify-samples {samples}: must be at least 1", "--no-verify compares nothing"
     if options.threads is not None and options.threads < 1:
         yield (
-            f"--threads {options.threads}: the number must be at least 1",
+            f"--threads {options.threads}: must be at least 1",
             "leave it out: the best number is found by measuring",
         )
     for option, value in {"--atol": atol, "--rtol": rtol, "--verify-samples": samples}.items():

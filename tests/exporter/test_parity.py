@@ -292,7 +292,7 @@ def test_all_inputs_that_were_given_are_compared_and_the_first_are_kept(
     [
         (
             ("--data", __file__, "--verify-samples", "0"),
-            "--verify-samples 0: the number must be at least 1",
+            "--verify-samples 0: must be at least 1",
         ),
         (
             ("--data", __file__, "--verify-samples", "9", "--no-verify"),
