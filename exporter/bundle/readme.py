@@ -107,12 +107,13 @@ def readme(manifest: Manifest, steps: Sequence[Step] = ()) -> str:
 
 
 def _computed_text(layer: LayerRecord) -> str:
-    """Returns the number of computed experts: `4 of 16`, or `4 of the remaining 12 of 16`."""
+    """Returns the number of computed experts: `4 of 16`, or `4 of 12 (of 16 trained)`."""
     kept = layer.kept if layer.k else K_INPUT
     if layer.trained is None:
         return f"{kept} of {layer.of_experts}"
-    dropped = f"{layer.experts} of {layer.trained}"
-    return dropped if layer.k == layer.experts else f"{kept} of the remaining {dropped}"
+    if layer.k == layer.experts:
+        return f"{layer.experts} of {layer.trained}"
+    return f"{kept} of {layer.experts} (of {layer.trained} trained)"
 
 
 def _title_text(computed: Sequence[str]) -> str:
