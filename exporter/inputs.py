@@ -421,7 +421,7 @@ PAST_AXIS = "past"
 """The axis of a cache, whose size is the number of earlier tokens."""
 
 
-def check_given(k: object, *, takes_k: bool, what: str) -> None:
+def check_k_given(k: object, *, takes_k: bool, what: str) -> None:
     """Raises `UsageError` if k is not a number, is given but not an input, or is missing.
 
     `what` names what is run: a graph or an engine.

@@ -218,7 +218,7 @@ def _count_one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], 
     if tokens is None:
         # A vector is one token if arrays may omit the token axis.
         tokens = 1 if model.input.implied == "tokens" else DEFAULT_TOKENS.opt
-    elif TOKEN_AXES.isdisjoint(shape) and not model.host.of_tokens:
+    elif TOKEN_AXES.isdisjoint(shape) and not model.host.per_token:
         raise UsageError(
             f"--tokens {tokens}: the model's inputs, {shape}, have no token axis",
             hint="leave --tokens out",
@@ -229,7 +229,7 @@ def _count_one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], 
             hint=f"use --tokens {limits['tokens']} or fewer",
         )
     tokens = min(tokens, limits.get("tokens", tokens))
-    if model.host.of_tokens:
+    if model.host.per_token:
         return dict.fromkeys(model.layers, tokens), None
     from torch.utils.flop_counter import FlopCounterMode
 

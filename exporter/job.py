@@ -224,7 +224,7 @@ def decodes(model: Model, options: ExportOptions) -> bool:
     """Whether a model's graphs generate text one token at a time, with a cache of earlier ones."""
     cached = any(spec.name.startswith(PAST) for spec in model.inputs)
     fixed = options.token_counts.fixed and "tokens" in model.input.dynamic_axes
-    return model.host.of_tokens and cached and not fixed
+    return model.host.per_token and cached and not fixed
 
 
 def writes_text(model: Model, options: ExportOptions) -> bool:

@@ -53,7 +53,7 @@ class Host:
     own_code: ClassVar[bool] = False
     """Whether the network's forward is the user's own code, which may refuse an input."""
 
-    of_tokens: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
     """Whether every layer processes every token of an input, with a cache for earlier tokens."""
 
     steps: ClassVar[tuple[str, ...]] = ()

@@ -29,7 +29,7 @@ from ..errors import (
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, Runtime, runtime_names
 from .bundle.manifest import METADATA, GraphFacts, TensorSpec, nodes_in
-from .inputs import INTEGERS, Inputs, by_name, check_array, check_given, completed, tensor_of
+from .inputs import INTEGERS, Inputs, by_name, check_array, check_k_given, completed, tensor_of
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto
@@ -356,7 +356,7 @@ class Session:
 
     def feeds(self, x: Any, k: int | None) -> dict[str, Any]:
         """Returns a run's inputs by name, checked and completed; raises the errors of `run`."""
-        check_given(k, takes_k=self.takes_k, what="graph")
+        check_k_given(k, takes_k=self.takes_k, what="graph")
         # The runtime returns zeros for k = 0, and only logs other invalid values.
         if k is not None and self._experts and not (k == int(k) and 1 <= k <= self._experts):
             raise UsageError(

@@ -20,7 +20,7 @@ from ...data.batches import Feed, rebatched
 from ...data.user_code import names_code
 from ...errors import CalibrationError, LoweringError, MoexportError, ParityError, UsageError
 from ...exporter.bundle.manifest import MANIFEST_FILE
-from ...exporter.bundle.parity import GPU_RTOL, TOLERANCES, Tolerance, on_gpu, recorded
+from ...exporter.bundle.parity import GPU_RTOL, TOLERANCES, Tolerance, gpu_bounds, stored_bounds
 from ...exporter.export import ranges_for
 from ...exporter.inputs import random_arrays
 from ...exporter.job import ExportJob, export_job, layers_to_plan
@@ -434,10 +434,10 @@ def _bounds(
     on_cpu = runtime.provider == "cpu"
     bounds = default
     if inexact or not on_cpu:
-        bounds = on_gpu(default, precision, tf32=not on_cpu)
+        bounds = gpu_bounds(default, precision, tf32=not on_cpu)
     if parity is None:
         return bounds
-    recorded_bounds = recorded(parity, precision)
+    recorded_bounds = stored_bounds(parity, precision)
     return replace(bounds, atol=recorded_bounds.atol, rtol=max(bounds.rtol, recorded_bounds.rtol))
 
 

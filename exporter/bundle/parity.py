@@ -132,7 +132,7 @@ def tolerance_of(precision: str) -> Tolerance:
     return next(known, TOLERANCES["fp32"])
 
 
-def recorded(parity: Mapping[str, Any] | None, precision: str = "fp32") -> Tolerance:
+def stored_bounds(parity: Mapping[str, Any] | None, precision: str = "fp32") -> Tolerance:
     """Returns the bounds in a manifest's `parity`; without one, no difference is allowed.
 
     Bounds that an older manifest lacks are those of the precision. Raises `BundleError` for invalid
@@ -144,7 +144,7 @@ def recorded(parity: Mapping[str, Any] | None, precision: str = "fp32") -> Toler
     )
 
 
-def on_gpu(bounds: Tolerance, precision: str, *, tf32: bool = False) -> Tolerance:
+def gpu_bounds(bounds: Tolerance, precision: str, *, tf32: bool = False) -> Tolerance:
     """Returns the bounds of every comparison that runs on a GPU.
 
     FP32 may be `GPU_RTOL` off. TF32 keeps as many bits of a factor as FP16, and has its bounds. In
@@ -658,7 +658,7 @@ def compare(
     return comparison.parity()
 
 
-def furthest_off(parities: Mapping[int, Parity]) -> Parity:
+def worst_parity(parities: Mapping[int, Parity]) -> Parity:
     """Returns the parity of the worst k of a graph that was compared with each k."""
     k = max(parities, key=lambda k: (not parities[k].passed, parities[k].max_rel))
     return replace(parities[k], k=k, ks=tuple(sorted(parities)))
@@ -752,7 +752,7 @@ class Comparison:
             return main
         assert self.k is not None, "a reference with several k needs a graph with k as an input"
         parities = {self.k: main, **{k: other.parity() for k, other in self._at_other_k.items()}}
-        return furthest_off(parities)
+        return worst_parity(parities)
 
     def _compare(self, expected: Reference, batch: int) -> _PartResult:
         """Compares names and shapes, then values and choices (`_part_result`)."""
@@ -862,14 +862,14 @@ def _as_recorded(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.nda
 
     None if a layer gets single tokens, but not those of PyTorch: then only values are compared.
     """
-    of_tokens = len(shape) > array.ndim
+    is_by_token = len(shape) > array.ndim
     if len(shape) == len("smn1") and array.shape[-1:] == shape[-2:-1]:
         array = by_expert(array)
     # A single token, for which the layer in PyTorch has no axis.
     if array.shape == (shape[0], 1, *shape[1:]):
         array = array[:, 0]
     same_k = array.ndim > 0 and array.shape[-1] == shape[-1]
-    if not same_k or not (of_tokens or array.shape == shape):
+    if not same_k or not (is_by_token or array.shape == shape):
         raise ParityError(f"layer {name}: its choices are {array.shape}, PyTorch's are {shape}")
     if array.size != math.prod(shape):
         return None

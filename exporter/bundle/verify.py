@@ -38,10 +38,10 @@ from .parity import (
     Reference,
     Tolerance,
     describe,
+    gpu_bounds,
     not_compared,
-    on_gpu,
-    recorded,
     sized_files,
+    stored_bounds,
     tolerance_of,
 )
 from .runtimes import RUNTIMES, open_graph
@@ -106,7 +106,7 @@ def checks(
         def on_gpus(tf32: bool) -> Tolerance:
             bounds = _bounds(directory, manifest, None, atol, rtol)
             default_bounds = atol is None and rtol is None
-            return on_gpu(bounds, manifest.precision, tf32=tf32) if default_bounds else bounds
+            return gpu_bounds(bounds, manifest.precision, tf32=tf32) if default_bounds else bounds
 
         yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
     if expected is None:
@@ -133,7 +133,7 @@ def missed_parity(directory: Path, manifest: Manifest, graph: GraphRecord) -> st
     if graph.parity is None or PARITY_FILE not in manifest.files:
         return None
     bounds = _bounds(directory, manifest, graph, None, None)
-    if recorded(manifest.parity, manifest.precision).wider_than(bounds):
+    if stored_bounds(manifest.parity, manifest.precision).wider_than(bounds):
         return None
     expected = Reference.load(directory / PARITY_FILE)
     check = _parity_check(directory, manifest, graph, expected, bounds)
@@ -255,7 +255,7 @@ def _bounds(
     """
     limit = tolerance_of(manifest.precision)
     has_record = manifest.parity is not None
-    bounds = recorded(manifest.parity, manifest.precision) if has_record else limit
+    bounds = stored_bounds(manifest.parity, manifest.precision) if has_record else limit
     fp32 = limit == TOLERANCES["fp32"]
     if fp32 and bounds.rtol > limit.rtol and graph is not None and _rounds(directory / graph.file):
         limit = replace(limit, rtol=ROUNDED_RTOL)
@@ -307,7 +307,7 @@ def _parity_check(
             f"correct ({describe(intended)}). Export it again: FP16 graphs for CPUs now compute in "
             "FP32"
         )
-    exported = recorded(manifest.parity, manifest.precision)
+    exported = stored_bounds(manifest.parity, manifest.precision)
     if not parity.passed and exported.wider_than(bounds):
         detail += (
             f"; it was exported with wider bounds than the default for {manifest.precision}: "

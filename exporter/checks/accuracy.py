@@ -190,7 +190,7 @@ def fields_of(model: HasPorts, data: Feed, count: int) -> Iterator[Fields]:
     return limited(read, count)
 
 
-def of_images(data: Feed) -> bool:
+def is_images_or_text(data: Feed) -> bool:
     """Whether a feed consists of image files or is a text file, which other code reads."""
     if not isinstance(data, str | Path):
         return False

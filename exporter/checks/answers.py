@@ -27,9 +27,9 @@ from .accuracy import (
     distances,
     epsilon,
     fields_of,
+    is_images_or_text,
     labelled_output,
     no_accuracy,
-    of_images,
     output_names,
     score,
 )
@@ -138,7 +138,7 @@ def answers_of(
     `ParityError` if the user's own outputs in the feed differ from those of the rebuilt model by
     more than rounding, and `FeedError` for arrays that cannot be such outputs.
     """
-    if data is None or of_images(data):
+    if data is None or is_images_or_text(data):
         return None
     fields = fields_of(model, data, COUNT if count is None else count)
     first = next(fields, None)
@@ -166,7 +166,7 @@ def answers_of(
 
 def check_own_outputs(model: Model, data: Feed | None) -> None:
     """Raises what `answers_of` raises, if a feed has outputs of the user's own model."""
-    if data is None or isinstance(data, np.ndarray | Iterator) or of_images(data):
+    if data is None or isinstance(data, np.ndarray | Iterator) or is_images_or_text(data):
         return
     first = next(fields_of(model, data, 1), {})
     if {*output_names(model)} & first.keys():

@@ -20,8 +20,8 @@ from .accuracy import (
     arrays_of,
     evaluate,
     fields_of,
+    is_images_or_text,
     no_accuracy,
-    of_images,
     output_names,
 )
 from .choices import CHOICES
@@ -80,7 +80,7 @@ def data_checks(
     edits, the number of equal answers is reported. Raises `FeedError` for data that has neither
     labels nor outputs, or does not fit.
     """
-    if of_images(data):
+    if is_images_or_text(data):
         raise FeedError(
             "--data: verify reads arrays, but these are image files",
             hint="save them as inputs of the model: np.savez(path, input=x, label=labels)",
