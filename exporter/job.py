@@ -129,7 +129,7 @@ class ExportJob:
     def traced_sizes(self) -> dict[str, int]:
         """The sizes of axes in the trace, which are within the requested ranges."""
         sizes = {**TRACED_SIZES, BATCH: TRACED_BATCH * self.model.batch_of}
-        return {axis: sizes_of.nearest(sizes[axis]) for axis, sizes_of in self.axis_ranges.items()}
+        return {axis: span.nearest(sizes[axis]) for axis, span in self.axis_ranges.items()}
 
     @property
     def needs_ranges(self) -> bool:
@@ -252,7 +252,7 @@ def export_job(
     check("model", loaded, options)
     for step in steps_of(loaded, options):
         refuse(step.check(options, loaded))
-    options = _for_model(loaded, options)
+    options = _with_model_defaults(loaded, options)
     if options.token_counts != DEFAULT_TOKENS and "tokens" not in loaded.input.shape:
         loaded = loaded.host.with_token_axis(loaded, f"--tokens {options.token_counts}")
     changed = edited(loaded, options.edits)
@@ -275,7 +275,7 @@ def export_job(
     return replace(job, calibration=_calibration_of(job)) if job.calibrates else job
 
 
-def _for_model(model: Model, options: ExportOptions) -> ExportOptions:
+def _with_model_defaults(model: Model, options: ExportOptions) -> ExportOptions:
     """Returns the options with the defaults that depend on the model: the batch and the bounds."""
     images, batch = model.batch_of, options.batches
     if images > 1 and batch == DEFAULT_BATCH:
@@ -331,7 +331,7 @@ def _calibration_of(job: ExportJob) -> CalibrationJob:
         samples=None if options.ranged else PEAK_SAMPLES,
         renormalize=options.renormalize,
     )
-    observed = _observed(job.k, job.model.specs)
+    observed = _observed_k(job.k, job.model.specs)
     return CalibrationJob(job.model, options.data, observed, request, job.fixed)
 
 
@@ -354,10 +354,10 @@ def calibration_job(
     if options.renormalize:
         refuse(not_renormalizable(specs))
     k = resolve_k(parse_k(options.k), specs)
-    return CalibrationJob(model, data, _observed(k, specs), options, fixed or {})
+    return CalibrationJob(model, data, _observed_k(k, specs), options, fixed or {})
 
 
-def _observed(k: Mapping[str, int | None], specs: Mapping[str, MoESpec]) -> dict[str, int]:
+def _observed_k(k: Mapping[str, int | None], specs: Mapping[str, MoESpec]) -> dict[str, int]:
     """Returns the number of experts to observe: all if k is chosen at run time."""
     return {name: specs[name].experts if kept is None else kept for name, kept in k.items()}
 
@@ -390,7 +390,7 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
         raise CalibrationError(
             f"{where} was made {renormalised(table.origin)}, unlike this export", hint=recalibrate
         )
-    for layer, kept in _observed(job.k, job.model.specs).items():
+    for layer, kept in _observed_k(job.k, job.model.specs).items():
         observed = table.origin.k.get(layer, 0)
         if observed < kept:
             raise CalibrationError(

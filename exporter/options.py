@@ -206,7 +206,7 @@ class ExportOptions(AxisSizes, Request):
         return BLOCKED_OPSET if blocked else MIN_OPSET
 
     @property
-    def reads(self) -> int:
+    def data_reads(self) -> int:
         """How many times an export reads its data: for ranges, comparison and accuracy."""
         ranges = self.finds_ranges and self.calibration is None
         return ranges + self.verify + (self.min_retention is not None)

@@ -71,8 +71,8 @@ from .trace import valid_sizes
 from .write import graph_record
 
 ROUNDED_FILE = "rounded.onnx"  # the graph that others are compared with; removed afterwards
-KEPT_BYTES = 8 << 20  # the largest reference to store for another number of tokens
-LOUD = 10.0  # an input with this many times the smallest max|y| determines the ranges
+MAX_STORED_BYTES = 8 << 20  # the largest reference to store for another number of tokens
+LOUD_RATIO = 10.0  # an input with this many times the smallest max|y| determines the ranges
 EXACT_BYTES = 512 << 20  # the largest weights that are copied to float64
 
 # Limits on predicted needs, for inputs whose sizes differ from the first inputs'.
@@ -292,7 +292,7 @@ def _compare_tokens(
                 _release_weights(directory)
             if not within:
                 return f"{file} differs from PyTorch: {describe(comparison.parity())}"
-        if expected.nbytes <= KEPT_BYTES:
+        if expected.nbytes <= MAX_STORED_BYTES:
             expected.save(directory / sized_file(tokens))
         return None
 
@@ -426,7 +426,7 @@ def parity_advice(parity: Parity, options: ExportOptions) -> str:
     if options.data is None and options.ranged:
         real = "random inputs may be outside the ranges: give real ones with --data; otherwise "
     quiet, loud = parity.loudness or (0.0, 0.0)
-    if options.ranged and options.data is not None and loud > LOUD * quiet:
+    if options.ranged and options.data is not None and loud > LOUD_RATIO * quiet:
         real = (
             f"max|y| is {quiet:.2g} for the quietest input and {loud:.2g} for the loudest, but one "
             "range of eight bits must fit them all: bring the inputs to one scale, or use "

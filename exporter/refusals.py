@@ -290,7 +290,7 @@ def no_ranges_found(precision: Precision) -> Mistake:
 
 def _check_unread(model: Model, options: ExportOptions) -> Iterator[Mistake]:
     """Refuses inputs that nothing reads; a user's own network is checked on them on loading."""
-    if options.data is not None and not options.reads and not model.host.own_code:
+    if options.data is not None and not options.data_reads and not model.host.own_code:
         yield (
             "--data: nothing is calibrated, and --no-verify skips the comparison",
             "leave --data or --no-verify out",
@@ -346,10 +346,10 @@ def _check_layer_names(job: ResolvedExport) -> Iterator[Mistake]:
 
 def _check_rereading(options: ExportOptions) -> Iterator[Mistake]:
     """Refuses a feed that can be read only once, if the export reads it several times."""
-    if isinstance(options.data, Iterator) and options.reads > 1:
+    if isinstance(options.data, Iterator) and options.data_reads > 1:
         yield FeedError(
             f"--data: the feed is a {type(options.data).__name__}, which can be read only once, "
-            f"but this export reads it {options.reads} times",
+            f"but this export reads it {options.data_reads} times",
             hint="give a list, an array, a file, or an iterable that starts again each time",
         )
 

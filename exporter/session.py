@@ -240,7 +240,7 @@ class Session:
         try:
             feeds = self.feeds(x, k)  # on a GPU, this copies
             if tensor is not None and tensor.is_cuda and self._runs is not None:
-                values = self._runs.run(names, feeds, stays=True)
+                values = self._runs.run(names, feeds, as_torch=True)
             else:
                 values = self.call(names, feeds)
         except MoexportError:

@@ -155,7 +155,7 @@ class GpuRuns:
         self._first: int | None = None
         self._others: ThreadPoolExecutor | None = None
         self._graphs: dict[GraphKey, _Graph] = {}
-        self._single: OrderedDict[GraphKey, list[tuple[list[int], int]]] = OrderedDict()
+        self._run_once: OrderedDict[GraphKey, list[tuple[list[int], int]]] = OrderedDict()
         """The outputs (shape, element type) of runs that happened once."""
         self._session: ort.InferenceSession | None = None
         with CAPTURING.shared():
@@ -169,9 +169,9 @@ class GpuRuns:
                 self._session = self._open()
             return self._session
 
-    def run(self, wanted: Sequence[str], feeds: Feeds, *, stays: bool = False) -> list[Any]:
-        """Returns outputs: numpy arrays, or with `stays` torch tensors on the device."""
-        return self._in_turn(lambda thread: self._run(thread, wanted, feeds, stays=stays))
+    def run(self, wanted: Sequence[str], feeds: Feeds, *, as_torch: bool = False) -> list[Any]:
+        """Returns outputs: numpy arrays, or with `as_torch` torch tensors on the device."""
+        return self._in_turn(lambda thread: self._run(thread, wanted, feeds, as_torch=as_torch))
 
     def run_values(
         self, wanted: Sequence[str], values: Mapping[str, ort.OrtValue]
@@ -216,11 +216,11 @@ class GpuRuns:
         return others.submit(locked).result()
 
     def _run(
-        self, thread: object, wanted: Sequence[str], feeds: Feeds, *, stays: bool
+        self, thread: object, wanted: Sequence[str], feeds: Feeds, *, as_torch: bool
     ) -> list[Any]:
         key = _key(thread, wanted, feeds)
         graph = self._graphs.get(key)
-        if graph is None and key in self._single and len(self._graphs) < GRAPHS:
+        if graph is None and key in self._run_once and len(self._graphs) < GRAPHS:
             graph = self._capture(key, wanted, feeds)
         elif graph is not None:
             with CAPTURING.shared():
@@ -228,12 +228,12 @@ class GpuRuns:
                 self.session.run_with_iobinding(graph.binding, graph.options)
         with CAPTURING.shared():
             if graph is None:
-                return self._run_plain(key, wanted, feeds, stays=stays)
+                return self._run_plain(key, wanted, feeds, as_torch=as_torch)
             self.replayed = True
-            return [_copy(value, stays=stays) for value in graph.outputs]
+            return [_copy(value, as_torch=as_torch) for value in graph.outputs]
 
     def _run_plain(
-        self, key: GraphKey, wanted: Sequence[str], feeds: Feeds, *, stays: bool
+        self, key: GraphKey, wanted: Sequence[str], feeds: Feeds, *, as_torch: bool
     ) -> list[Any]:
         """Runs without a capture, and records the outputs under the key."""
         binding, bound = self.session.io_binding(), []
@@ -242,10 +242,10 @@ class GpuRuns:
         outputs = self._outputs(binding, wanted)
         self.replayed = False
         if self.refused is None:
-            self._single[key] = [(y.shape(), y.element_type()) for y in outputs]
-            if len(self._single) > REMEMBERED:
-                self._single.popitem(last=False)
-        return [_torch_view(y) if stays else y.numpy() for y in outputs]
+            self._run_once[key] = [(y.shape(), y.element_type()) for y in outputs]
+            if len(self._run_once) > REMEMBERED:
+                self._run_once.popitem(last=False)
+        return [_torch_view(y) if as_torch else y.numpy() for y in outputs]
 
     def _outputs(self, binding: ort.IOBinding, wanted: Sequence[str]) -> list[ort.OrtValue]:
         for name in wanted:
@@ -283,7 +283,7 @@ class GpuRuns:
             self._give_up(words(error))
             return None
         self._graphs[key] = graph
-        del self._single[key]
+        del self._run_once[key]
         return graph
 
     def _prepare(self, name: str, key: GraphKey, wanted: Sequence[str], feeds: Feeds) -> _Graph:
@@ -297,7 +297,7 @@ class GpuRuns:
         inputs = {
             n: buffer(value.shape, _numpy_type(value)) for n, value in feeds.items() if n != K_INPUT
         }
-        outputs = [buffer(shape, element) for shape, element in self._single[key]]
+        outputs = [buffer(shape, element) for shape, element in self._run_once[key]]
         for n, value in inputs.items():
             binding.bind_ortvalue_input(n, value)
         for n, value in zip(wanted, outputs, strict=True):
@@ -325,7 +325,7 @@ class GpuRuns:
         key = _key(thread, wanted, feeds)
         for _ in range(2):  # the second is the capture
             if self.refused is None and key not in self._graphs:
-                self._run(thread, wanted, feeds, stays=False)
+                self._run(thread, wanted, feeds, as_torch=False)
         graph = self._graphs.get(key)
         with CAPTURING.shared():
             if graph is None:
@@ -371,7 +371,7 @@ class GpuRuns:
         """Stops capturing and drops the session: after a failed capture its state is undefined."""
         self.refused = f"capturing a CUDA graph failed: {message}"
         self._graphs.clear()
-        self._single.clear()
+        self._run_once.clear()
         self._session = None  # frees its memory before another one is opened
         warnings.warn(
             f"{self.refused}; the session runs kernel by kernel from now on",
@@ -418,9 +418,9 @@ def _torch_view(value: ort.OrtValue) -> Any:
     return tensor.view(torch.bool) if value.data_type() == "tensor(bool)" else tensor
 
 
-def _copy(value: ort.OrtValue, *, stays: bool) -> Any:
+def _copy(value: ort.OrtValue, *, as_torch: bool) -> Any:
     """Returns a copy of a graph's output, which the next replay overwrites."""
-    if stays:
+    if as_torch:
         tensor = _torch_view(value).clone()
         _wait_for(tensor)
         return tensor
