@@ -131,7 +131,7 @@ def test_a_session_captures_a_bounded_number_of_graphs(
             np.testing.assert_array_equal(runs(x, 2), expected(x, 2))
     assert set(runs.ids) == {PLAIN, "1", "2"}
     assert runs.ids.count(PLAIN) == 2 + 4 * 3
-    assert len(runs.runs._single) <= 3
+    assert len(runs.runs._run_once) <= 3
 
 
 def test_a_refused_session_is_opened_and_run_without_graphs(bundle: moexport.Bundle) -> None:
