@@ -167,7 +167,7 @@ class Source:
 
     @contextmanager
     def reporting_changes(self) -> Iterator[None]:
-        """Replaces an error in the block by one that names a changed file, which may be the cause.
+        """Replaces an error in the block by one that names a changed file, if there is one.
 
         Copying a removed part of a mapped file to another file raises OSError.
         """
