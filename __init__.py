@@ -149,7 +149,7 @@ _MODULES = {
 }
 """The module of each name; after a colon, its name in that module if it differs."""
 
-_IN_PYTORCH = {
+_PYTORCH_ACTIONS = {
     "calibrate": "calibration",
     "export": "export",
     "inspect": "inspecting a model",
@@ -157,7 +157,7 @@ _IN_PYTORCH = {
     "plan": "export",
     "sensitivity": "calibration",
 }
-"""The names that need PyTorch, and the action that the error mentions."""
+"""The names that need PyTorch, with the action that an error about its absence mentions."""
 
 
 def __getattr__(name: str) -> Any:
@@ -165,9 +165,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'moexport' has no attribute '{name}'")
     from importlib import import_module
 
-    if name in _IN_PYTORCH:
+    if name in _PYTORCH_ACTIONS:
         from .common.libraries import check_pytorch
 
-        check_pytorch(_IN_PYTORCH[name])
+        check_pytorch(_PYTORCH_ACTIONS[name])
     module, _, original = _MODULES[name].partition(":")
     return getattr(import_module(module, __name__), original or name)

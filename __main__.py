@@ -1,4 +1,4 @@
-"""Runs the command line, and turns failures into messages and exit codes."""
+"""Runs the command line and turns failures into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _force_exit(console: Console) -> None:
 
 
 def _run(console: Console, signals: list[str]) -> None:
-    """Runs the command; any failure but an interrupt is printed and ends the process."""
+    """Runs the command; prints any failure other than an interrupt and ends the process."""
     # Imported here, so that an interrupt while the parser loads prints no traceback.
     from typer.exceptions import TyperException
 
@@ -98,7 +98,7 @@ def _run(console: Console, signals: list[str]) -> None:
 
     reserve = [bytearray(RESERVE_BYTES)]  # never written to, so it takes no memory
     try:
-        status = _status(app, signals)
+        status = _run_parser(app, signals)
     except TyperException as error:
         _print_usage(console, error)
         sys.exit(2)
@@ -141,26 +141,26 @@ def _unexpected(error: Exception) -> tuple[str, str]:
     memory = next(filter(is_out_of_memory, errors), None)
     if memory is not None:
         return (
-            f"the machine's memory ran out ({_named(memory)})",
+            f"the machine's memory ran out ({_with_type(memory)})",
             "close other programs, raise the limit (ulimit -v), or use a machine with more memory",
         )
     if any(map(is_out_of_threads, errors)):
         return (
             "the system refuses to start another thread",
-            "raise the limit (ulimit -u, or a container's limit of pids), or use fewer threads: "
+            "raise the limit (ulimit -u, or a container's pids limit), or use fewer threads: "
             "OMP_NUM_THREADS=1, or --threads 1 if the command has it",
         )
     if plugin := _running_plugin(error):
         return (
-            f"{_named(error)} (while the plugin {plugin} was running)",
+            f"{_with_type(error)} (while the plugin {plugin} was running)",
             "this is a bug in the plugin or in moexport: --verbose shows where; "
             "MOEXPORT_PLUGINS=off disables plugins",
         )
-    return _named(error), "this is a bug in moexport: --verbose shows where; please report it"
+    return _with_type(error), "this is a bug in moexport: --verbose shows where; please report it"
 
 
 def _running_plugin(error: Exception) -> str:
-    """Returns the package of another author whose plugin was running; empty if there was none."""
+    """Returns the package of the third-party plugin that was running; empty if there was none."""
     from .common.registry import foreign_packages
 
     packages = foreign_packages()
@@ -169,10 +169,10 @@ def _running_plugin(error: Exception) -> str:
     return next((packages[name] for name in modules if name in packages), "")
 
 
-def _status(app: Callable[..., object], signals: list[str]) -> object:
-    """Runs the parser; an exception after an interrupt is raised as the interrupt.
+def _run_parser(app: Callable[..., object], signals: list[str]) -> object:
+    """Runs the parser; raises an exception that follows an interrupt as the interrupt.
 
-    A library may swallow an interrupt during its import, and fail later.
+    A library may swallow an interrupt during its import and fail later.
     """
     try:
         with in_shell():
@@ -193,7 +193,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     return errors
 
 
-def _named(error: BaseException) -> str:
+def _with_type(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 

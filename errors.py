@@ -1,4 +1,4 @@
-"""The errors that users meet: a message with the fault and its place, and a hint on what to do."""
+"""The errors that users see: a message that names the fault and where it is, and a hint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import ClassVar
 class MoexportError(Exception):
     """Root of every error that moexport raises on purpose.
 
-    `message` names the fault and its place (the file, layer or option); `hint` names the remedy.
-    Without a `hint`, the class's own (`HINT`) is used.
+    `message` names the fault and where it is (the file, layer or option); `hint` names the remedy,
+    by default that of the class (`HINT`).
     """
 
     HINT: ClassVar[str | None] = None
@@ -91,13 +91,13 @@ class EngineError(MoexportError):
 
 
 class CacheMemoryError(EngineError):
-    """The cache of a text does not fit into memory."""
+    """The cache of a text does not fit in memory."""
 
     HINT = "--context N or --max-tokens N makes it smaller"
 
 
 class ForeignEngineError(EngineError):
-    """An engine was built for another GPU, driver or version than this machine has."""
+    """An engine was built for a GPU, driver or TensorRT version other than this machine's."""
 
 
 class UntrustedEngineError(EngineError):
@@ -105,7 +105,7 @@ class UntrustedEngineError(EngineError):
 
 
 class ResultsError(MoexportError):
-    """A file cannot be read as results of a benchmark."""
+    """A file cannot be read as benchmark results."""
 
     HINT = "give a results.json that `moexport bench` wrote"
 
@@ -125,7 +125,7 @@ class ClusterError(MoexportError):
 class QueueFullError(MoexportError):
     """The queue was full, so a request was refused without being computed."""
 
-    HINT = "send fewer requests a second, or try again"
+    HINT = "send fewer requests per second, or try again"
 
 
 class OutputError(MoexportError):
@@ -141,7 +141,7 @@ class MissingExtraError(MoexportError):
 
 
 def install(*extras: str, index: str | None = None) -> str:
-    """Returns the command that installs moexport with extras, from a clone: no index has it."""
+    """Returns the command that installs moexport with extras from a clone; no index has it."""
     options = f"--extra-index-url {index} " if index else ""
     return f"pip install {options}'.[{','.join(extras)}]' in a clone of moexport"
 
@@ -177,6 +177,6 @@ def is_out_of_threads(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns an exception's message in one line, with the type unless it is our own."""
+    """Returns an exception's message on one line, with its type unless it is a `MoexportError`."""
     text = " ".join(str(error).split()) or "no message"
     return text if isinstance(error, MoexportError) else f"{type(error).__name__}: {text}"

@@ -22,7 +22,7 @@ from ..data.pixels import SCALES, UNKNOWN, Pixels, check_pixels
 from ..data.shards import IMAGES, shard_batches, shards_of
 from ..data.user_code import names_code
 from ..errors import FeedError, UsageError
-from ..exporter.checks.accuracy import of_images
+from ..exporter.checks.accuracy import is_images_or_text
 from ..exporter.inputs import SIZES, Inputs, fitted_arrays, random_arrays, with_axes
 from ..exporter.model import Model, TensorSpec
 from .runners.base import first_of
@@ -340,7 +340,7 @@ def open_labelled(
     `pixels` is missing for images or given for other data.
     """
     shards = shards_of(where)
-    if shards is not None and (pixels is not None or of_images(where)):
+    if shards is not None and (pixels is not None or is_images_or_text(where)):
         return _image_shards(where, shards, spec, pixels)
     path = local(where) if shards is None else Path(where)
     if shards is None and path.is_dir() and not any(path.glob("*.npy")):

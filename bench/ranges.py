@@ -15,7 +15,7 @@ from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..data.batches import Feed, Fields
 from ..data.feeds import FeedHash
 from ..exporter.bundle.bundle import Bundle
-from ..exporter.checks.accuracy import of_images
+from ..exporter.checks.accuracy import is_images_or_text
 from ..exporter.inputs import feed_batches, fitted_arrays
 from ..exporter.model import Model
 from .data import Labelled, fingerprint, labelled
@@ -99,7 +99,7 @@ def _from_feed(request: BenchRequest, model: Model, data: Labelled) -> Ranges:
     feed = request.calibrate_data
     assert feed is not None, "inputs were given"
     text = str(feed) if isinstance(feed, str | Path) else "the given inputs"
-    if of_images(feed):
+    if is_images_or_text(feed):
         head = labelled(text, model, 1, request.pixels).head(CALIBRATION_INPUTS)
         feed, text = head.feed, f"the first {len(head)} images of {text}"
     given = request.calibrate_data

@@ -144,15 +144,15 @@ def _bench_on_nodes(
 ) -> None:
     from ..bench.results import as_json as plain
 
-    before = executor.earlier(output, compare, request, wanted=share is not None)
+    before = executor.read_earlier(output, compare, request, wanted=share is not None)
     reports = bench_on_nodes(executor, models, replace(request, before=before))
     console.finish()
     if as_json:
         show(json_text({kind: plain(results) for kind, results in reports.items()}))
     else:
-        show(executor.shown(reports, output, request))
+        show(executor.as_table(reports, output, request))
     if before:
-        lines, failure = executor.compared(before, reports, share)
+        lines, failure = executor.compare(before, reports, share)
         for line in lines:
             console.note(line)
         if failure is not None:

@@ -58,7 +58,7 @@ def build_engines(
     rebuild: bool = False,
     progress: Progress | None = None,
 ) -> list[EnginePlan]:
-    """Adds the planned engines to a bundle; returns each, with its record in the manifest.
+    """Adds the planned engines to a bundle and returns them with their manifest records.
 
     Raises the errors of `build`.
     """

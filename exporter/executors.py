@@ -20,25 +20,26 @@ if TYPE_CHECKING:
 class Executor:
     """Runs calibrations, benchmarks and evaluations on other machines.
 
-    `asked` returns whether a request's options select them (`Request.asked`); it raises
-    `UsageError` for contradictory ones. `calibrate` and `bench` do the same as the functions of
-    those names, with models and data given by path. `earlier` reads the results in a folder that
-    `bench` wrote, by kind of node; `shown` formats them as a table; `compared` returns what changed
-    since then, and an error if a row is slower by more than the given share. `evaluating` opens an
-    evaluator for a search's graphs. `bench` has the request and the results of the core's `bench`.
+    `selects` returns whether a request's options select other machines (`Request.asked`); it raises
+    `UsageError` for contradictory options. `calibrate` and `bench` do the same as the functions of
+    those names, with models and data given by path; the request and results of `bench` are those of
+    the core's. `read_earlier` reads the results in a folder that `bench` wrote, by kind of node;
+    `as_table` formats them as a table; `compare` returns what changed since then, and an error if a
+    row is slower by more than the given share. `evaluator` opens an evaluator for a search's
+    graphs.
     """
 
     name: str
-    asked: Callable[[Request], bool]
+    selects: Callable[[Request], bool]
     calibrate: Callable[[object, object, CalibrateRequest], CalibrationTable]
     bench: Callable[[Sequence[AnyPath], Any], dict[str, Any]]
-    earlier: Callable[..., Mapping[str, Any]]
-    shown: Callable[[Mapping[str, Any], Path, Any], str]
-    compared: Callable[
+    read_earlier: Callable[..., Mapping[str, Any]]
+    as_table: Callable[[Mapping[str, Any], Path, Any], str]
+    compare: Callable[
         [Mapping[str, Any], Mapping[str, Any], float | None],
         tuple[list[str], Exception | None],
     ]
-    evaluating: Callable[[Request], AbstractContextManager[Any]]
+    evaluator: Callable[[Request], AbstractContextManager[Any]]
 
 
 EXECUTORS = Registry("moexport.executors", Executor)
@@ -49,4 +50,4 @@ def executor_of(request: Request) -> Executor | None:
     """Returns the executor that a request's options select; None for this machine."""
     if not request.further:
         return None
-    return next((each for each in EXECUTORS if each.asked(request)), None)
+    return next((each for each in EXECUTORS if each.selects(request)), None)

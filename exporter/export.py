@@ -1,4 +1,4 @@
-"""The export, from top to bottom: trace, ranges, plan, write, parity, engines, added steps.
+"""The steps of an export: trace, ranges, plan, write, parity, engines, plugin steps.
 
 Invalid requests are refused first, in `exporter.job.export_job`; the bundle appears at its
 destination only when it is complete.
@@ -6,7 +6,7 @@ destination only when it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from .bundle.parity import Parity
 from .job import ExportJob, export_job, steps_of
 from .model import Model
 from .options import ExportOptions
-from .plan import Plan, of_tokens, plan_traced, with_trace
+from .plan import Plan, limited_to_tokens, plan_traced, with_trace
 from .reference import (
     TokensError,
     compare_graphs,
@@ -60,14 +60,14 @@ def export(model: AnyModel, destination: AnyPath, options: ExportOptions) -> Bun
         UsageError: an argument is invalid.
         BundleError: the destination cannot be written.
         FeedError: the inputs do not fit the model.
-        CalibrationError: the ranges belong to another model, or to fewer experts.
+        CalibrationError: the ranges belong to another model, or cover fewer experts.
         LoweringError: no lowering supports a layer.
         TraceError: the network cannot be traced.
         ParityError: a graph differs too much from PyTorch.
         EngineError: the requested engine cannot be compiled.
     """
     requested = with_plugins(replace(options, destination=Path(destination)))
-    return write_bundle(export_job(_loading(model, options), requested), options.progress)
+    return write_bundle(export_job(partial(_load, model, options), requested), options.progress)
 
 
 @takes(ExportOptions)
@@ -77,22 +77,18 @@ def plan(model: AnyModel, destination: AnyPath, options: ExportOptions) -> Plan:
     A bundle at `destination` is ignored; unsuitable data are reported.
     """
     requested = with_plugins(replace(options, destination=Path(destination), force=True))
-    job = export_job(_loading(model, options), requested)
+    job = export_job(partial(_load, model, options), requested)
     if job.options.data is not None and job.options.verify:
         compared_inputs(job)  # reads the first batch
         _answers(job)
     return plan_job(job, options.progress)
 
 
-def _loading(model: AnyModel, options: ExportOptions) -> Callable[[], Model]:
-    """A function that imports readers and families, and loads the model, when it is called."""
+def _load(model: AnyModel, options: ExportOptions) -> Model:
+    """Imports the readers and families, and loads the model."""
+    from .checkpoints.load import model_of
 
-    def loaded() -> Model:
-        from .checkpoints.load import model_of
-
-        return model_of(model, LoadRequest(progress=options.progress), options.data)
-
-    return loaded
+    return model_of(model, LoadRequest(progress=options.progress), options.data)
 
 
 def write_bundle(
@@ -115,7 +111,7 @@ def write_bundle(
             job = replace(job, options=replace(options, data=data))
         if options.verify:
             first = next(compared_inputs(job))
-            job, traced = with_trace(job, progress, traced)  # first: its errors are clearer
+            job, traced = with_trace(job, progress, traced)  # before timing: its errors are clearer
         threads = options.threads
         if threads is None and options.verify:
             threads = _fastest_threads(job, first, progress)
@@ -126,17 +122,18 @@ def write_bundle(
             except TokensError as error:
                 caught = error
             if caught.tokens > job.traced_sizes.get("tokens", caught.tokens):
-                # For a network that works in blocks, a trace of several may be valid for all.
+                # If the network works in blocks, a trace of several may be valid for all counts.
                 with suppress(TraceError, ParityError, UsageError):
                     retraced_job, retraced = with_trace(job, progress, tokens=caught.tokens)
                     return _write(retraced_job, progress, retraced, answers)
             if options.token_counts != DEFAULT_TOKENS or caught.valid is None:
                 raise caught
-            return _write(of_tokens(job, *caught.valid, caught.message), progress, traced, answers)
+            limited_job = limited_to_tokens(job, *caught.valid, caught.message)
+            return _write(limited_job, progress, traced, answers)
 
 
 def _fastest_threads(job: ExportJob, first: Fields, progress: Progress) -> int:
-    """The number of threads with which the untouched model is fastest on its first inputs."""
+    """Returns the number of threads with which the untouched model is fastest."""
     if job.model.source.watched is not None:  # reading a truncated file ends the process
         job.model.source.watched.check_states()
     threads = fastest_threads(partial(run_untouched, job.model, first))
@@ -146,7 +143,7 @@ def _fastest_threads(job: ExportJob, first: Fields, progress: Progress) -> int:
 
 
 def _answers(job: ExportJob) -> Answers | None:
-    """The untouched model's results on labelled data, compared with the user's own outputs."""
+    """Returns the untouched model's results on the job's data (`checks.scores.job_answers`)."""
     from .checks.scores import job_answers  # loaded if there are data
 
     return job_answers(job)
@@ -219,7 +216,7 @@ def plan_job(
     """Traces the model of a job and returns the job's plan; writes nothing."""
     progress = progress or Silent()
     job, traced = with_trace(job, progress, traced)
-    table = found_ranges(job, traced, progress)
+    table = ranges_for(job, traced, progress)
     retention = None
     if job.options.min_retention is not None:
         from .quantization.accuracy_search import floats_for_retention  # for `--min-retention`
@@ -228,10 +225,10 @@ def plan_job(
     return plan_traced(job, traced, table, retention=retention, progress=progress)
 
 
-def found_ranges(
+def ranges_for(
     job: ExportJob, traced: ir.Model, progress: Progress | None = None
 ) -> CalibrationTable | None:
-    """Returns the ranges of a job: those given, those found now, or None if it needs none.
+    """Returns the ranges of a job: given ones, ones found now, or None if it needs none.
 
     `traced` is the trace of the job's model; ranges are observed in it.
     """

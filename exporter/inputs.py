@@ -1,4 +1,4 @@
-"""Inputs: the sizes of their axes, the inputs of a graph, and those for its comparison."""
+"""Checks and completes inputs, and makes those on which graphs are compared with PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Example = Inputs | str | Path
 """Inputs [b, …] of a user's own network, or their path: only the first few are used."""
 
 
-class Ports(Protocol):
+class HasPorts(Protocol):
     """Anything with inputs and outputs: a model, or a bundle."""
 
     @property
@@ -35,20 +35,20 @@ class Ports(Protocol):
     def input(self) -> TensorSpec: ...
 
 
-def again(count: int, size: int, together: int = 1) -> np.ndarray:
-    """Returns `size` indices into `count` inputs: all in order, then again from other starts.
+def repeated_indices(count: int, size: int, group_size: int = 1) -> np.ndarray:
+    """Returns `size` indices into `count` inputs: all in order, then repeatedly from other starts.
 
     The starts follow the Thue–Morse sequence: if inputs were repeated at a constant distance, a
-    graph that computes an earlier block instead of a later one would pass. Groups of `together`
+    graph that computes an earlier block instead of a later one would pass. Groups of `group_size`
     inputs, which are computed together, are not split.
     """
-    groups = max(1, count // together)
-    rows = quotient = np.arange(-(-size // together))
+    groups = max(1, count // group_size)
+    rows = quotient = np.arange(-(-size // group_size))
     while groups > 1 and quotient.any():
         quotient = quotient // groups
         rows = rows + quotient
-    starts = rows % groups * together
-    indices: np.ndarray = (starts[:, None] + np.arange(together)).ravel()[:size]
+    starts = rows % groups * group_size
+    indices: np.ndarray = (starts[:, None] + np.arange(group_size)).ravel()[:size]
     return indices
 
 
@@ -64,10 +64,10 @@ SIZES = {
     "height": 4,
     "width": 6,
 }
-"""The sizes of dynamic axes in random inputs; none is a size that was traced."""
+"""The sizes of dynamic axes in random inputs; none is a size used for tracing."""
 
-WHOLE = ("uint8", "int8", "int16", "int32", "int64")
-"""The types of whole numbers that an input may have, besides float32 and bool."""
+INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
+"""The integer types that an input may have, besides float32 and bool."""
 
 
 def by_name(inputs: Inputs, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
@@ -76,7 +76,7 @@ def by_name(inputs: Inputs, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray
 
 
 def tensor_of(x: Any) -> Any | None:
-    """Returns x as a PyTorch tensor, by DLPack without a copy; None if impossible.
+    """Returns x as a PyTorch tensor, via DLPack without a copy; None if impossible.
 
     NumPy arrays are not converted.
     """
@@ -94,7 +94,7 @@ def tensor_of(x: Any) -> Any | None:
 def completed(
     inputs: Inputs, specs: Sequence[TensorSpec], where: str = ""
 ) -> dict[str, np.ndarray]:
-    """Returns an array for every input of a model or graph, in the order of those inputs.
+    """Returns an array for every input of a model or graph, in the order of its inputs.
 
     A single array is the first input, and missing inputs get their defaults. Raises `FeedError` for
     an unknown name, and for a missing input that has no default.
@@ -133,7 +133,7 @@ def _check_sums(specs: Sequence[TensorSpec], sizes: Mapping[str, int], where: st
 def _strengths(
     strengths: np.ndarray, spec: TensorSpec, sizes: Mapping[str, int], where: str
 ) -> np.ndarray:
-    """The strengths as [b, s]: strengths [s] apply to every input."""
+    """Returns the strengths as [b, s]; strengths [s] apply to every input."""
     array = np.asarray(strengths)
     if array.dtype.kind in "fiu" and not np.isfinite(array).all():
         raise FeedError(
@@ -148,7 +148,7 @@ def _strengths(
 
 
 def _sizes(arrays: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) -> dict[str, int]:
-    """The sizes of the named axes that arrays determine; a missing past has length 0."""
+    """Returns the sizes of the named axes that arrays determine; a missing past has length 0."""
     sizes = {"past": 0}
     for spec in specs:
         array = arrays.get(spec.name)
@@ -172,7 +172,7 @@ def _default(
     if spec.default is None or shape is None:
         raise FeedError(
             f"{where}the input '{spec.name}' is missing",
-            hint="give arrays by name, each as `moexport inspect` lists it",
+            hint="give arrays by name, as `moexport inspect` lists them",
         )
     if spec.default == "ones":
         return np.ones(shape, dtype=spec.dtype)
@@ -197,10 +197,10 @@ def parity_batches(
 ) -> Iterator[Fields]:
     """Returns inputs for the comparison, `SAMPLES` at a time, or in batches of a fixed size.
 
-    They are up to `count` inputs of `data` if given; otherwise the model's own example, or random
+    These are up to `count` inputs of `data` if given; otherwise the model's own example, or random
     inputs with a constant seed and a token count within `ranges`. `fixed` is `ExportJob.fixed`.
     Batch sizes are multiples of the smallest one. With `tiny`, inputs of Soft MoE have tokens that
-    are almost zero (`_with_tiny`). Raises `FeedError` at once if the first batch does not fit.
+    are almost zero (`_with_tiny_tokens`). Raises `FeedError` if the first batch does not fit.
     """
     least = ranges[BATCH].min if BATCH in ranges else 1
     smallest = fixed.get(BATCH) or max(model.batch_of, least)
@@ -216,22 +216,22 @@ def parity_batches(
             tokens = example[model.input.name].shape[model.input.shape.index("tokens")]
             nearest = ranges["tokens"].nearest(tokens)
             if nearest != tokens:
-                example = of_tokens(model, example, row_count(example), nearest, random=False)
-        varies = len(model.input.dynamic_axes) > 1  # then other lengths are compared as well
+                example = with_tokens(model, example, row_count(example), nearest, random=False)
+        varies = len(model.input.dynamic_axes) > 1  # then random lengths are compared, too
         example = _repeated(example, smallest)
         return iter([example, arrays] if varies else [example])
-    return iter([_with_tiny(arrays, model) if tiny else arrays])
+    return iter([_with_tiny_tokens(arrays, model) if tiny else arrays])
 
 
 TINY = 2.0**-20
-"""Far below an epsilon of 1e-5, and far above one of 1e-12; a power of 2 scales exactly."""
+"""Far below an epsilon of 1e-5, and far above one of 1e-12; a power of 2, so scaling is exact."""
 
 
-def _with_tiny(arrays: Fields, model: Model) -> Fields:
-    """The inputs; for Soft MoE, the last one ends in tiny tokens, or tiny rows of an image.
+def _with_tiny_tokens(arrays: Fields, model: Model) -> Fields:
+    """Returns inputs; for Soft MoE, the last one ends in tiny tokens or tiny rows of an image.
 
-    Only with such tokens does the epsilon of a router or norm make a difference. Other inputs are
-    unchanged: a router that reads each token by itself would give all experts the same score.
+    Only with such tokens does the epsilon of a router or norm make a difference. Other models get
+    none: a router that reads each token separately would give all experts the same score.
     """
     name = model.input.name
     x = arrays[name]
@@ -244,18 +244,18 @@ def _with_tiny(arrays: Fields, model: Model) -> Fields:
 
 
 def _repeated(arrays: Fields, smallest: int) -> Fields:
-    """The inputs, repeated if there are fewer than the smallest batch needs."""
+    """Returns the inputs, repeated if there are fewer than the smallest batch needs."""
     rows = np.arange(max(smallest, row_count(arrays))) % row_count(arrays)
     return {name: array[rows] for name, array in arrays.items()}
 
 
-def of_tokens(
+def with_tokens(
     model: Model, inputs: Fields, rows: int, tokens: int, *, random: bool
 ) -> dict[str, np.ndarray]:
     """Returns inputs with a given number of rows and tokens: `random` ones, or those of `inputs`.
 
-    Tokens of `inputs` are repeated in the order of `again`, and floats are scaled slightly, so that
-    no two are equal. Masks and positions follow from the tokens.
+    Tokens of `inputs` are repeated in the order of `repeated_indices`, and floats are scaled
+    slightly, so that no two are equal. Masks and positions follow from the tokens.
     """
     limits = model.limits
     sizes = {**SIZES, "tokens": tokens}
@@ -272,7 +272,7 @@ def of_tokens(
         array = array[np.arange(rows) % len(array)]
         for i, axis in enumerate(spec.shape):
             if axis == "tokens":
-                array = np.take(array, again(array.shape[i], tokens), axis=i)
+                array = np.take(array, repeated_indices(array.shape[i], tokens), axis=i)
                 if array.dtype.kind == "f":
                     array = array * generator.uniform(0.9, 1.1, array.shape).astype(array.dtype)
             elif axis == PAST_AXIS:
@@ -284,7 +284,7 @@ def of_tokens(
 def _feed_batches(
     model: Model, data: Feed, count: int, fixed: Mapping[str, int], batch: int
 ) -> Iterator[Fields]:
-    """The batches of a feed; with a fixed or smallest size, only whole batches."""
+    """Returns the batches of a feed; if their size is fixed or has a minimum, only whole ones."""
     from ..data.feeds import named_batches  # loaded if there are data
 
     size = batch * max(1, SAMPLES // batch)
@@ -317,7 +317,7 @@ def _feed_batches(
 
 
 def fitted_arrays(
-    inputs: Inputs, model: Ports, fixed: Mapping[str, int] | None = None
+    inputs: Inputs, model: HasPorts, fixed: Mapping[str, int] | None = None
 ) -> dict[str, np.ndarray]:
     """Returns an array for every input in the model's form; `FeedError` if that is impossible."""
     named = by_name(inputs, model.inputs)
@@ -331,7 +331,7 @@ def fitted_arrays(
     for name, array in arrays.items():
         if len(array) != count:
             raise FeedError(
-                f"--data: input '{name}' has {len(array)} inputs, but '{model.input.name}' {count}"
+                f"--data: '{name}' has {len(array)} inputs, but '{model.input.name}' has {count}"
             )
     return {spec.name: fitted(arrays[spec.name], spec, fixed) for spec in model.inputs}
 
@@ -355,7 +355,7 @@ def feed_batches(model: Model, data: Feed) -> Iterator[Fields]:
 def fitted(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int] | None = None) -> np.ndarray:
     """Returns inputs with the model's axes and dtype; `FeedError` if that is impossible."""
     x, sizes = with_axes(x, spec), fixed or {}
-    # Their number does not matter: they are batched later.
+    # The number of inputs does not matter: they are batched later.
     shape = [sizes.get(str(size), size) for size in spec.shape[1:]]
     check_array(x, replace(spec, shape=("batch", *shape)), "--data: ", feed=True)
     if len(x) < sizes.get("batch", 0):
@@ -375,12 +375,12 @@ def random_arrays(
     the end of every second input or, with a cache, its beginning.
     """
     limits = model.limits
-    within = {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
+    clipped = {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
     for (first, _, second), limit in ((axis.partition(" + "), m) for axis, m in limits.items()):
         if second:  # the sum has its own limit
-            within[first] = min(within[first], limit // 2)
-            within[second] = min(within[second], limit - within[first])
-    shapes = {spec.name: spec.concrete({**within, "batch": count}) for spec in model.inputs}
+            clipped[first] = min(clipped[first], limit // 2)
+            clipped[second] = min(clipped[second], limit - clipped[first])
+    shapes = {spec.name: spec.concrete({**clipped, "batch": count}) for spec in model.inputs}
     input_bytes = max(4 * int(np.prod(shape[1:], dtype=np.int64)) for shape in shapes.values())
     rows = count if "batch" in sizes else max(1, min(count, MAX_BYTES // input_bytes))
     random = np.random.default_rng(SEED)
@@ -395,14 +395,14 @@ def random_arrays(
         ):
             arrays[spec.name] = random.choice(examples[spec.name].ravel(), shape).astype(spec.dtype)
         elif spec.default == "ones":
-            arrays[spec.name] = _gaps(shape, cached=" + " in str(spec.shape[-1]))
+            arrays[spec.name] = _mask_with_gaps(shape, cached=" + " in str(spec.shape[-1]))
         elif spec.default != "positions":
             arrays[spec.name] = random.standard_normal(shape).astype(spec.dtype)
     return completed(arrays, model.inputs)
 
 
-def _gaps(shape: tuple[int, ...], *, cached: bool) -> np.ndarray:
-    """A mask [b, m] that hides a few tokens of every second input, as if lengths differed."""
+def _mask_with_gaps(shape: tuple[int, ...], *, cached: bool) -> np.ndarray:
+    """Returns a mask [b, m] that hides a few tokens of every second input, as for padding."""
     mask = np.ones(shape, dtype=np.int64)
     left_out = min(3, shape[1] - 1) if shape[1] > 1 else 0
     if left_out:
@@ -421,10 +421,10 @@ PAST_AXIS = "past"
 """The axis of a cache, whose size is the number of earlier tokens."""
 
 
-def check_given(k: object, *, takes_k: bool, what: str) -> None:
-    """Raises `UsageError` if k is not a number, is given without an input for it, or is missing.
+def check_k_given(k: object, *, takes_k: bool, what: str) -> None:
+    """Raises `UsageError` if k is not a number, is given but not an input, or is missing.
 
-    `what` has the input: a graph or an engine.
+    `what` names what is run: a graph or an engine.
     """
     if k is not None and (isinstance(k, bool) or not isinstance(k, Real) or not math.isfinite(k)):
         raise UsageError(f"k = {k!r}: one whole number is expected", hint="for example k=2")
@@ -449,7 +449,7 @@ def check_array(x: np.ndarray, spec: TensorSpec, where: str = "", *, feed: bool 
     floats to floats, so their widths may differ if the values fit. In a `feed`, whole numbers may
     also be used as floats, and NaN or Inf is refused. `where` names the array's source.
     """
-    what, is_integer = f"{where}input '{spec.name}'", spec.dtype in WHOLE
+    what, is_integer = f"{where}input '{spec.name}'", spec.dtype in INTEGERS
     kinds = "iu" if is_integer else "b" if spec.dtype == "bool" else "fbiu" if feed else "f"
     if not fits(x.shape, spec.shape) or x.dtype.kind not in kinds:
         from .checks.shapes import shape_hint  # needed for errors only
@@ -468,7 +468,7 @@ def check_array(x: np.ndarray, spec: TensorSpec, where: str = "", *, feed: bool 
     sizes = [1 if axis == PAST_AXIS else n for n, axis in zip(x.shape, spec.shape, strict=True)]
     if 0 in (sizes[1:] if feed else sizes):
         index = sizes.index(0)
-        hint = f"its axis {spec.shape[index]} is at least 1" if index else "give at least one input"
+        hint = f"{spec.shape[index]} must be at least 1" if index else "give at least one input"
         hint = f"leave such inputs out of the feed: {hint}" if feed and index else hint
         raise FeedError(f"{what} is empty: {shape_text(x.shape)}", hint=hint)
     for axis, limit in spec.limits.items():
@@ -498,7 +498,7 @@ def check_array(x: np.ndarray, spec: TensorSpec, where: str = "", *, feed: bool 
         )
         if wrong is not None:
             raise FeedError(
-                f"{what} contains {wrong}, but {spec.dtype} has {limits.min} to {limits.max}",
+                f"{what} contains {wrong}, but {spec.dtype} allows {limits.min} to {limits.max}",
                 hint="cast the array to the type of the network's example",
             )
     if feed and x.dtype.kind == "f" and not np.isfinite(x).all():

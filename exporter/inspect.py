@@ -59,8 +59,8 @@ class LayerReport:
 class Equivalent:
     """A layer in one form: its parameters, and its multiply-adds for one token.
 
-    `form` is the layer's own, one level with as many experts and the same ranks, a matrix for each
-    expert (dense), or one linear layer without experts (muMoE, Tables 4 and 10, Fig. 8).
+    `form` is one of these: the layer's own; one level with as many experts and the same ranks; a
+    matrix for each expert (dense); a linear layer without experts (muMoE, Tables 4 and 10, Fig. 8).
     """
 
     layer: str
@@ -89,7 +89,7 @@ class ModelReport:
     """The result of `moexport inspect`.
 
     `macs` are the multiply-adds of the whole model for one input (None if unknown),
-    `moe_macs` those of its MoE layers with all experts that it was trained to compute.
+    `moe_macs` those of its MoE layers with their trained k.
     """
 
     family: str
@@ -109,7 +109,7 @@ class ModelReport:
     """The untouched model's accuracy on labels, or its distance from the user's own model."""
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain data."""
+        """Returns the report as plain data."""
         return asdict(self)
 
 
@@ -125,23 +125,23 @@ def inspect(model: AnyModel, options: InspectRequest) -> ModelReport:
 
 
 def _report_on(model: Model, data: Feed | None, tokens: int | None) -> ModelReport:
-    """The report for a loaded model, whose inputs have this number of `tokens` if it varies.
+    """Returns the report on a loaded model; `tokens` is the length of its inputs if it varies.
 
     Reads no weights and runs nothing without `data`. With data, accuracy is measured on labels,
     outputs of the user's own model are compared, and a muMoE's coefficients are counted.
 
     Raises what `answers_of` raises, and `UsageError` for data without labels or outputs.
     """
-    counted_tokens, backbone_macs = _one_input(model, tokens)
+    counted_tokens, backbone_macs = _count_one_input(model, tokens)
     answers: tuple[str, ...] = ()
     if data is not None:
-        from .checks.answers import answers_of, texts  # loaded only for a run
+        from .checks.answers import answer_sentences, answers_of  # loaded only for a run
 
         found = answers_of(model, data)
-        answers = () if found is None else tuple(texts(found, model))
-    # For a user's own network, data may serve only as its example: it needs no muMoE layers.
-    mixes = any(layer.spec.rewritable for layer in model.layers.values())
-    counts_coefficients = mixes or (not answers and not model.host.own_code)
+        answers = () if found is None else tuple(answer_sentences(found, model))
+    # For a user's own network, data may serve only as its example: muMoE layers are not needed.
+    has_coefficients = any(layer.spec.rewritable for layer in model.layers.values())
+    counts_coefficients = has_coefficients or (not answers and not model.host.own_code)
     layers = tuple(
         _layer_report(name, layer, counted_tokens[name]) for name, layer in model.layers.items()
     )
@@ -192,7 +192,7 @@ def _layer_report(name: str, layer: MoELayer, tokens: int) -> LayerReport:
 
 
 def _equivalents(model: Model) -> Iterator[Equivalent]:
-    """Each muMoE layer in its own form, and in those that the paper compares it with."""
+    """Yields each muMoE layer in its own form, and in those that the paper compares it with."""
     for name, layer in model.layers.items():
         spec = layer.spec
         if not isinstance(spec, MuMoESpec) or not spec.levels:
@@ -209,8 +209,8 @@ def _equivalents(model: Model) -> Iterator[Equivalent]:
         yield Equivalent(name, "linear", linear, linear)
 
 
-def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | None]:
-    """The tokens of each layer for one input, and the multiply-adds of the rest of the network.
+def _count_one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | None]:
+    """Counts the tokens of each layer for one input, and the rest of the network's multiply-adds.
 
     Raises `UsageError` for a number of tokens that the model does not accept.
     """
@@ -218,7 +218,7 @@ def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | 
     if tokens is None:
         # A vector is one token if arrays may omit the token axis.
         tokens = 1 if model.input.implied == "tokens" else DEFAULT_TOKENS.opt
-    elif TOKEN_AXES.isdisjoint(shape) and not model.host.of_tokens:
+    elif TOKEN_AXES.isdisjoint(shape) and not model.host.per_token:
         raise UsageError(
             f"--tokens {tokens}: the model's inputs, {shape}, have no token axis",
             hint="leave --tokens out",
@@ -229,7 +229,7 @@ def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | 
             hint=f"use --tokens {limits['tokens']} or fewer",
         )
     tokens = min(tokens, limits.get("tokens", tokens))
-    if model.host.of_tokens:
+    if model.host.per_token:
         return dict.fromkeys(model.layers, tokens), None
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -240,7 +240,7 @@ def _one_input(model: Model, tokens: int | None) -> tuple[dict[str, int], int | 
 
 
 def _tokens_by_layer(model: Model, count: int) -> dict[str, int]:
-    """The tokens of each layer for inputs of `count` tokens or pixels.
+    """Returns the tokens of each layer for inputs of `count` tokens or pixels.
 
     The backbone runs on zeros instead of its inputs and weights, which are not read; its MoE layers
     do not run.
@@ -265,8 +265,8 @@ def _tokens_by_layer(model: Model, count: int) -> dict[str, int]:
             return x.new_zeros(*x.shape[:-1], self.spec.out)
 
     with torch.inference_mode(), replaced_layers(model.module, TokenCounter) as backbone:
-        # Each is a single zero in memory, expanded to the tensor's shape. PyTorch's meta device
-        # would avoid computing the backbone, but its imports take a second.
+        # Each tensor is a single zero in memory, expanded to the tensor's shape. PyTorch's meta
+        # device would avoid computing the backbone, but its imports take a second.
         zeros = {
             name: torch.zeros(()).expand(tensor.shape)
             for name, tensor in (*backbone.named_parameters(), *backbone.named_buffers())
@@ -277,7 +277,7 @@ def _tokens_by_layer(model: Model, count: int) -> dict[str, int]:
 
 
 class _SkippedProducts(TorchFunctionMode):
-    """Replaces matrix products, which take most of a backbone's time, by zeros of the same shape.
+    """Replaces matrix products, which take most of a backbone's time, with zeros of the same shape.
 
     The rest runs unchanged; this imports less than PyTorch's meta device. `macs` counts the
     multiply-adds that were skipped.
@@ -326,7 +326,7 @@ def _costs(model: Model, tokens: dict[str, int]) -> tuple[CostReport, ...]:
 
 
 def _with_share(spec: MoESpec, share: Fraction) -> MoESpec:
-    """The spec of a layer that keeps a share of each of its levels."""
+    """Returns the spec of a layer that keeps a share of each of its levels."""
     if not isinstance(spec, MuMoESpec) or len(spec.levels) < 2 or share == 1:
         return spec
     return replace(spec, kept=tuple(share_of(share, n) for n in spec.levels))
@@ -335,7 +335,7 @@ def _with_share(spec: MoESpec, share: Fraction) -> MoESpec:
 def _choices_of_k(specs: Mapping[str, MoESpec]) -> Iterator[tuple[str, Fraction, dict[str, int]]]:
     """Yields labels, shares and the k of each layer: all experts, and shares of the trained k.
 
-    An export with that share as its `--k` has the same k.
+    An export with such a share as its `--k` has the same k.
     """
     trained = {name: spec.trained_k for name, spec in specs.items()}
     all_experts = {name: spec.experts for name, spec in specs.items()}
@@ -398,8 +398,8 @@ def support(model: Model, data: Feed, count: int = SAMPLES) -> tuple[SupportRepo
     specs = {name: spec for name, spec in model.specs.items() if spec.rewritable}
     if not specs:
         raise UsageError(
-            "--data: nothing to measure: neither labels nor outputs of your own model, and "
-            f"{model.family} has no muMoE layers, whose zero coefficients are counted",
+            "--data: nothing to measure: the data have neither labels nor outputs of your own "
+            f"model, and {model.family} has no muMoE layers, whose coefficients could be counted",
             hint="add an array 'label' or 'output'; `moexport bench` shows what k costs a Soft MoE",
         )
     x = feed_inputs(model, data, count)

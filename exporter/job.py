@@ -1,7 +1,7 @@
 """The job of an export: its options, resolved for one model before any work begins.
 
-`export_job` makes it once, and refuses all that can be refused without calibrating, tracing or
-writing. Later steps get the whole job; only `plan` may restrict it, after the trace.
+`export_job` creates it once, and refuses whatever can be refused before calibrating, tracing or
+writing. Later steps receive the complete job; only `plan.with_trace` may restrict its sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..graphs.sizes import (
     AxisRange,
 )
 from .bundle.parity import ROUNDED_RTOL
-from .bundle.steps import STEPS, Step, asked
+from .bundle.steps import STEPS, Step, requested_steps
 from .model import Model, check_one_input, edited, fingerprint
 from .options import ExportOptions
 from .refusals import check, check_without_model, not_renormalizable
@@ -51,8 +51,8 @@ PEAK_SAMPLES = 64
 class ExportJob:
     """Everything that an export will do.
 
-    `model` includes its edits. `layers` are its layers with their k, to be planned; `fixed` are the
-    sizes of the axes that are constants of the graph. The ranges of tensors are in `table`, or
+    `model` includes its edits. `layers` are its layers with their k, not yet planned; `fixed` are
+    the sizes of the axes that are constants of the graph. The ranges of tensors are in `table`, or
     `calibration` will find them; without either, none are needed.
     """
 
@@ -98,7 +98,7 @@ class ExportJob:
 
     @property
     def whole_batch(self) -> int | None:
-        """The fixed batch size, or what every size must be a multiple of; None if any is valid."""
+        """The fixed batch size, or the divisor of every valid one; None if any is valid."""
         return self.fixed_batch or self.groups_of
 
     @property
@@ -129,7 +129,7 @@ class ExportJob:
     def traced_sizes(self) -> dict[str, int]:
         """The sizes of axes in the trace, which are within the requested ranges."""
         sizes = {**TRACED_SIZES, BATCH: TRACED_BATCH * self.model.batch_of}
-        return {axis: sizes_of.nearest(sizes[axis]) for axis, sizes_of in self.axis_ranges.items()}
+        return {axis: span.nearest(sizes[axis]) for axis, span in self.axis_ranges.items()}
 
     @property
     def needs_ranges(self) -> bool:
@@ -162,7 +162,7 @@ class ExportJob:
     def layer(self, name: str, tokens: int, *, fixed: bool = False) -> AnyPlan:
         """Returns a layer to plan, without a lowering yet, for inputs with this number of `tokens`.
 
-        `fixed`: the number is a constant of the network.
+        With `fixed`, the number is a constant of the network.
         """
         batch = self.options.batches.opt
         return replace(self.layers[name], batch=batch, tokens=tokens, tokens_fixed=fixed)
@@ -198,7 +198,7 @@ class ExportJob:
 def layers_to_plan(
     model: Model, k: Mapping[str, int | None], options: ExportOptions
 ) -> dict[str, AnyPlan]:
-    """Returns a model's layers with their k, at the usual sizes, without lowerings yet.
+    """Returns a model's layers with their k, at the sizes to optimise for, without lowerings yet.
 
     Their precisions are those of the options.
     """
@@ -213,7 +213,7 @@ def layers_to_plan(
 
 
 def _tokens_of_an_input(size: int | ir.SymbolicDim | None, batch: int) -> int | None:
-    """The rows of one input if a batch has `size` (a number, or `196*batch`); None if it varies."""
+    """Returns the tokens of one input if a batch has `size` (196, `196*batch`), None if unknown."""
     if isinstance(size, int):
         return max(1, size // batch)
     of_batch = re.fullmatch(r"(?:(\d+)\*)?batch", str(getattr(size, "value", size)))
@@ -224,7 +224,7 @@ def decodes(model: Model, options: ExportOptions) -> bool:
     """Whether a model's graphs generate text one token at a time, with a cache of earlier ones."""
     cached = any(spec.name.startswith(PAST) for spec in model.inputs)
     fixed = options.token_counts.fixed and "tokens" in model.input.dynamic_axes
-    return model.host.of_tokens and cached and not fixed
+    return model.host.per_token and cached and not fixed
 
 
 def writes_text(model: Model, options: ExportOptions) -> bool:
@@ -234,7 +234,7 @@ def writes_text(model: Model, options: ExportOptions) -> bool:
 
 def steps_of(model: Model, options: ExportOptions) -> list[Step]:
     """Returns the plugins' parts of an export: those of the model, then those of the options."""
-    return [*(STEPS[name] for name in model.host.steps), *asked(options)]
+    return [*(STEPS[name] for name in model.host.steps), *requested_steps(options)]
 
 
 def export_job(
@@ -252,7 +252,7 @@ def export_job(
     check("model", loaded, options)
     for step in steps_of(loaded, options):
         refuse(step.check(options, loaded))
-    options = _for_model(loaded, options)
+    options = _with_model_defaults(loaded, options)
     if options.token_counts != DEFAULT_TOKENS and "tokens" not in loaded.input.shape:
         loaded = loaded.host.with_token_axis(loaded, f"--tokens {options.token_counts}")
     changed = edited(loaded, options.edits)
@@ -260,7 +260,7 @@ def export_job(
     if isinstance(options.kept, Fraction):
         changed = _with_shares(changed, options.kept)
     changed = changed.host.with_k(changed, k)
-    # A token count does not determine an image's height and width: those stay dynamic.
+    # A token count does not determine an image's height and width, so these stay dynamic.
     fixed = {axis: sizes.opt for axis, sizes in options.ranges.items() if sizes.fixed}
     job = ExportJob(
         model=changed,
@@ -275,20 +275,20 @@ def export_job(
     return replace(job, calibration=_calibration_of(job)) if job.calibrates else job
 
 
-def _for_model(model: Model, options: ExportOptions) -> ExportOptions:
-    """The options with the model's defaults: a batch of whole groups, bounds of a rounded model."""
+def _with_model_defaults(model: Model, options: ExportOptions) -> ExportOptions:
+    """Returns the options with the defaults that depend on the model: the batch and the bounds."""
     images, batch = model.batch_of, options.batches
     if images > 1 and batch == DEFAULT_BATCH:
         options = replace(
             options, batch=AxisRange(images, images, -(-batch.max // images) * images)
         )
-    if model.rounded and options.held_to_rounding:
+    if model.rounded and options.bounded_by_rounding:
         options = replace(options, rtol=ROUNDED_RTOL)
     return options
 
 
 def _given_table(options: ExportOptions) -> tuple[CalibrationTable | None, str]:
-    """The given ranges, read from their file, and their name in messages."""
+    """Returns the given ranges, read from their file if needed, and their name in messages."""
     table = options.calibration
     if table is None:
         return None, ""
@@ -300,9 +300,9 @@ def _given_table(options: ExportOptions) -> tuple[CalibrationTable | None, str]:
 
 
 def _with_shares(model: Model, share: Fraction) -> Model:
-    """Returns the model whose hierarchies keep a share of each level, weights shared.
+    """Returns the model whose hierarchies keep a share of each level; it shares the weights.
 
-    Returns the model itself if a single k, at most the size of each level, gives these shares.
+    Returns the model itself if a single k for all levels gives these shares.
     """
     kept: dict[str, tuple[int, ...]] = {}
     for name, layer in model.layers.items():
@@ -331,7 +331,7 @@ def _calibration_of(job: ExportJob) -> CalibrationJob:
         samples=None if options.ranged else PEAK_SAMPLES,
         renormalize=options.renormalize,
     )
-    observed = _observed(job.k, job.model.specs)
+    observed = _observed_k(job.k, job.model.specs)
     return CalibrationJob(job.model, options.data, observed, request, job.fixed)
 
 
@@ -354,11 +354,11 @@ def calibration_job(
     if options.renormalize:
         refuse(not_renormalizable(specs))
     k = resolve_k(parse_k(options.k), specs)
-    return CalibrationJob(model, data, _observed(k, specs), options, fixed or {})
+    return CalibrationJob(model, data, _observed_k(k, specs), options, fixed or {})
 
 
-def _observed(k: Mapping[str, int | None], specs: Mapping[str, MoESpec]) -> dict[str, int]:
-    """The number of experts to observe: all if k is chosen at run time."""
+def _observed_k(k: Mapping[str, int | None], specs: Mapping[str, MoESpec]) -> dict[str, int]:
+    """Returns the number of experts to observe: all if k is chosen at run time."""
     return {name: specs[name].experts if kept is None else kept for name, kept in k.items()}
 
 
@@ -371,7 +371,7 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
     """
     from .quantization.calibrate import AGAIN, renormalised
 
-    again = AGAIN.format(path=where)
+    recalibrate = AGAIN.format(path=where)
     edits = job.model.edits
     same = not (edits.ablations or edits.combinations or edits.rewrites or edits.steers)
     models = (job.model, loaded) if same else (job.model,)
@@ -384,17 +384,17 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
         raise CalibrationError(
             f"{where} was made from another model, or from this one with other weights, "
             "configuration or edits",
-            hint=again,
+            hint=recalibrate,
         )
     if table.origin.renormalize != job.options.renormalize:
         raise CalibrationError(
-            f"{where} was made {renormalised(table.origin)}, unlike this export", hint=again
+            f"{where} was made {renormalised(table.origin)}, unlike this export", hint=recalibrate
         )
-    for layer, kept in _observed(job.k, job.model.specs).items():
+    for layer, kept in _observed_k(job.k, job.model.specs).items():
         observed = table.origin.k.get(layer, 0)
         if observed < kept:
             raise CalibrationError(
                 f"{where}: layer {layer} was observed with k = {observed}, but the export keeps "
                 f"{kept}: the inputs of the other experts were not observed",
-                hint=f"{again} --k {kept}",
+                hint=f"{recalibrate} --k {kept}",
             )

@@ -1,4 +1,4 @@
-"""Measures, on this machine, the lowerings that can serve each layer (`--lowering tune`).
+"""Measures, on this machine, the lowerings that suit each layer (`--lowering tune`).
 
 A layer is timed alone: its own weights in a graph of one layer, in ONNX Runtime, at the k and sizes
 for which the export is optimised. The candidates take turns (`common.timing`).
@@ -33,7 +33,7 @@ from ..graphs.lowerings.cost import machine_for
 from ..graphs.names import DOMAIN
 from ..graphs.targets import TARGETS, Target
 from .bundle.manifest import TimedLowering, TunedLayers, Tuning
-from .bundle.runtimes import RUNTIMES, check_runs, opened, options_for
+from .bundle.runtimes import RUNTIMES, check_runs, open_graph, options_for
 from .bundle.weights import WeightsWriter, layer_bytes, write_layer
 from .job import ExportJob
 from .quantization.precision import PrecisionPlan
@@ -75,7 +75,7 @@ def with_fastest(tuned: TunedLayers, plan: AnyPlan, target: Target) -> AnyPlan:
 
 
 @dataclass(frozen=True)
-class Measuring:
+class MeasurementOptions:
     """How layers are measured: for how long, and on what inputs (random ones if none are given).
 
     `inputs` are the inputs of layers in a real model, [s, m, d] by layer; s ≥ the batch size.
@@ -100,7 +100,7 @@ class _Group:
 
 
 def _machine(target: Target) -> str:
-    """The name of the machine on which a target's graphs run."""
+    """Returns the name of the machine on which a target's graphs run."""
     if TARGETS[target].on_cpu:
         return cpu_model()
     from .tensorrt.backends import first_gpu  # not needed for CPUs
@@ -114,7 +114,7 @@ def measure_lowerings(
     traced: ir.Model,
     precision: PrecisionPlan,
     progress: Progress | None = None,
-    measuring: Measuring | None = None,
+    measuring: MeasurementOptions | None = None,
 ) -> Tuning:
     """Returns the latency of every candidate for every layer of a traced model.
 
@@ -123,7 +123,7 @@ def measure_lowerings(
     `UsageError` if the temporary folder has no space for a layer's weights, and `EngineError`
     if the target's provider does not run here.
     """
-    measuring = measuring or Measuring()
+    measuring = measuring or MeasurementOptions()
     target, threads = job.options.target, torch.get_num_threads()
     check_runs(target)
     session = options_for(target, threads, measuring.spin_ms)
@@ -136,7 +136,7 @@ def measure_lowerings(
         rounds=measuring.protocol.rounds,
         inputs="real tokens" if measuring.inputs else INPUTS,
         measured=tuple(
-            _measured(group, job, precision, session, progress or Silent(), measuring)
+            _measure_group(group, job, precision, session, progress or Silent(), measuring)
             for group in _groups(job, traced, precision)
         ),
     )
@@ -161,13 +161,13 @@ def _groups(job: ExportJob, traced: ir.Model, precision: PrecisionPlan) -> list[
     return [_Group(nodes[names[0]], tuple(names), plans[names[0]]) for names in groups.values()]
 
 
-def _measured(
+def _measure_group(
     group: _Group,
     job: ExportJob,
     precision: PrecisionPlan,
     session: SessionOptions,
     progress: Progress,
-    measuring: Measuring,
+    measuring: MeasurementOptions,
 ) -> TunedLayers:
     plan, name = group.plan, group.names[0]
     candidates = able(plan, job.options.target)
@@ -179,8 +179,8 @@ def _measured(
     left_out: dict[str, str] = {}
     if len(candidates) > 1 or measuring.alone:
         with scratch_folder("tune") as folder:
-            paths = _write(group, job, precision, candidates, folder, left_out)
-            latencies = _timed(paths, group, session, progress, left_out, measuring)
+            paths = _write_candidates(group, job, precision, candidates, folder, left_out)
+            latencies = _time(paths, group, session, progress, left_out, measuring)
         if not latencies:
             reasons = "; ".join(f"{lowering}: {reason}" for lowering, reason in left_out.items())
             raise LoweringError(
@@ -201,7 +201,7 @@ def _measured(
     )
 
 
-def _write(
+def _write_candidates(
     group: _Group,
     job: ExportJob,
     precision: PrecisionPlan,
@@ -244,11 +244,11 @@ def _write(
     return paths
 
 
-def _choices(b: Builder, tokens: ir.Value, plan: AnyPlan) -> list[ir.Value]:
-    """The routing inputs of a layer, as random projections of its tokens.
+def _random_routing(b: Builder, tokens: ir.Value, plan: AnyPlan) -> list[ir.Value]:
+    """Returns the routing inputs of a layer, as random projections of its tokens.
 
-    They are indices and weights of rows; slots, for a layer that is given C, with tokens as its
-    logits; or the coefficients of each level.
+    These are the indices and weights of rows (token-routed), the coefficients of each level (muMoE)
+    or the slots of a Soft MoE layer that is given C, whose logits are the tokens.
     """
     spec, random = plan.spec, np.random.default_rng(SEED)
 
@@ -272,7 +272,7 @@ def _choices(b: Builder, tokens: ir.Value, plan: AnyPlan) -> list[ir.Value]:
 
 
 def _single_layer(node: ir.Node, opset: int, plan: AnyPlan) -> ir.Model:
-    """A traced layer as a separate graph, with FP32 tokens as its input and output.
+    """Returns a traced layer as a separate graph, with FP32 tokens as its input and output.
 
     A layer whose experts are chosen outside it gets a random router, the same for all candidates.
     """
@@ -281,7 +281,7 @@ def _single_layer(node: ir.Node, opset: int, plan: AnyPlan) -> ir.Model:
     routed = [value for value in routing if value is not None]
     fp32, b = ir.DataType.FLOAT, Builder("alone")
     tokens = first = ir.Value(name="input", shape=x.shape, type=ir.TensorType(fp32))
-    chosen = _choices(b, tokens, plan) if routed else []
+    chosen = _random_routing(b, tokens, plan) if routed else []
     for value, traced in zip(chosen, routed, strict=True):
         value.shape, value.type = traced.shape, traced.type
     if routed and plan.spec.chooses_sets:
@@ -304,18 +304,18 @@ def _single_layer(node: ir.Node, opset: int, plan: AnyPlan) -> ir.Model:
     return ir.Model(graph, ir_version=IR_VERSION)
 
 
-def _timed(
+def _time(
     paths: Mapping[str, Path],
     group: _Group,
     options: SessionOptions,
     progress: Progress,
     left_out: dict[str, str],
-    measuring: Measuring,
+    measuring: MeasurementOptions,
 ) -> dict[str, Latency]:
     """Returns the latencies of the graphs that run, and adds the others to `left_out`."""
     real = measuring.inputs.get(group.names[0])
     if real is None or len(group.node.inputs) > 1:
-        batches = _tokens(group.plan, group.node)
+        batches = _random_tokens(group.plan, group.node)
     else:
         rows = np.split(np.arange(PROTOCOL.inputs * group.plan.batch) % len(real), PROTOCOL.inputs)
         batches = [np.ascontiguousarray(real[indices]) for indices in rows]
@@ -323,7 +323,7 @@ def _timed(
     cases: dict[str, IndexedCall] = {}
     for name, path in paths.items():
         try:
-            session = opened(path, options)
+            session = open_graph(path, options)
         except MoexportError as error:
             left_out[name] = error.message
         else:
@@ -339,8 +339,8 @@ def _call(session: Session, batches: Sequence[np.ndarray], k: int | None, index:
     session(batches[index], k)
 
 
-def _tokens(plan: AnyPlan, node: ir.Node) -> list[np.ndarray]:
-    """Batches [b, m, d] or [t, d] to use in turn; the routing differs between inputs."""
+def _random_tokens(plan: AnyPlan, node: ir.Node) -> list[np.ndarray]:
+    """Returns batches [b, m, d] or [t, d] to use in turn; the routing differs between inputs."""
     random, spec = np.random.default_rng(SEED), plan.spec
     # A layer that is given slots has C as its input.
     takes_slots = spec.chooses_sets and len(node.inputs) > 1

@@ -53,7 +53,7 @@ class Host:
     own_code: ClassVar[bool] = False
     """Whether the network's forward is the user's own code, which may refuse an input."""
 
-    of_tokens: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
     """Whether every layer processes every token of an input, with a cache for earlier tokens."""
 
     steps: ClassVar[tuple[str, ...]] = ()
@@ -62,8 +62,8 @@ class Host:
     def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:
         """Returns a model whose own routers choose `k` experts per layer; it shares the weights.
 
-        Returns the model itself if they already do, or if it has none. Raises `UsageError` for a k
-        that a router does not support.
+        Returns the model itself if they already do, or if it has no routers. Raises `UsageError`
+        for a k that a router does not support.
         """
         return model
 
@@ -85,8 +85,8 @@ class Host:
     ) -> ir.Model | None:
         """Returns the graph of a model's network with a node for each of its layers.
 
-        None if PyTorch's own exporter traces it. Axes have the given `sizes`, and those in `fixed`
-        are constants of the graph.
+        Returns None to let PyTorch's own exporter trace it. Axes have the given `sizes`, and those
+        in `fixed` are constants of the graph.
         """
         return None
 
@@ -116,9 +116,9 @@ class Host:
 
 
 IN_MEMORY = " (in memory)"
-"""The suffix of the name of a network in memory; no name of a file or of code has it."""
+"""The suffix that marks the name of a network in memory; files and code never have it."""
 
-OURS = Host()
+CORE_HOST = Host()
 """The host of the core's families."""
 
 
@@ -126,10 +126,10 @@ OURS = Host()
 class Source:
     """Where a model came from: its files, or the code that built it.
 
-    `mapped` are the files that its weights may be mapped from: `files`, and one of converted
-    weights. `further` are the plugin options to load it again. It is `importable` unless it needs
-    code in a notebook or in this script. `watched` are the files as they were loaded. `host` is
-    provided by its loader. `in_memory` is the network of a model that was given in memory.
+    `mapped` are the files that its weights may be mapped from: `files`, and a file of converted
+    weights. `further` are the plugin options for loading it again. It is `importable` unless it
+    needs code in a notebook or in this script. `watched` are the files as they were loaded. `host`
+    is provided by its loader. `in_memory` is the network of a model that was given in memory.
     """
 
     path: str
@@ -138,11 +138,11 @@ class Source:
     further: tuple[Any, ...] = ()
     importable: bool = True
     watched: Watched | None = None
-    host: Host = field(default=OURS, compare=False, repr=False)
+    host: Host = field(default=CORE_HOST, compare=False, repr=False)
     in_memory: nn.Module | None = field(default=None, compare=False, repr=False)
 
     @property
-    def elsewhere(self) -> bool:
+    def loads_elsewhere(self) -> bool:
         """Whether another process can load it."""
         return self.importable and bool(self.files or names_code(self.path))
 
@@ -167,7 +167,7 @@ class Source:
 
     @contextmanager
     def reporting_changes(self) -> Iterator[None]:
-        """Within the block, an error names the changed file, if any, which may be the cause.
+        """Replaces an error in the block by one that names a changed file, if there is one.
 
         Copying a removed part of a mapped file to another file raises OSError.
         """
@@ -185,11 +185,11 @@ class Model:
     `module` is in eval mode, in float32 and needs no gradients; it takes a tensor for each of
     `inputs` and returns one for each of `outputs`. Its MoE layers are `MoELayer` modules.
     `original` is the untouched reference if that is not `module`: the user's own module if the
-    model came from a factory, or the model before its `edits`. `as_trained` is our network before
-    its edits and with its trained k, if that is not `module`. `order` names the MoE layers in
+    model came from a factory, or the model before its `edits`. `as_trained` is `module` before
+    its edits and with its trained k, if that differs. `order` names the MoE layers in
     execution order, if that differs from their order in the module. `rounded` models round to BF16
     internally, so differences may grow from float32's to BF16's. `config` has all the constructor
-    arguments of the family, fit for JSON. `notes` are about defaults used and keys skipped.
+    arguments of the family, as JSON values. `notes` are about defaults used and keys skipped.
     """
 
     module: nn.Module
@@ -243,7 +243,7 @@ class Model:
             for spec in self.inputs
         )
 
-    def changed(self, module: nn.Module) -> Model:
+    def with_module(self, module: nn.Module) -> Model:
         """Returns the model with `module`, a changed copy, in place of its own."""
         before = self.module if self.as_trained is None else self.as_trained
         return replace(self, module=module, original=self.untouched, as_trained=before)
@@ -275,10 +275,10 @@ def check_one_input(model: Model, what: str, *, only_optional: bool = False) -> 
         raise UsageError(
             f"{what} needs a model with one input, but this {model.family} model has "
             f"{len(model.inputs)}",
-            hint="models with token-routed experts are exported, verified and run: "
+            hint="models with token-routed experts can be exported, verified and run: "
             "docs/families.md#token-routed-models"
             if optional
-            else "such networks are exported, verified, run, measured, calibrated and tuned: "
+            else "such networks can be exported, verified, run, measured, calibrated and tuned: "
             "docs/families.md#inputs-and-outputs",
         )
 
@@ -331,10 +331,10 @@ def edited(model: Model, edits: Edits) -> Model:
     for change in changes:
         layers[change.layer].edits = edits.of(change.layer)
     for kept in edits.kept:
-        _replace(module, kept.layer, partial(_without, kept))
+        _replace_layer(module, kept.layer, partial(_with_fewer_experts, kept))
     for merged in edits.merged:
-        _replace(module, merged.layer, partial(_merged, merged))
-    changed = replace(model.changed(module), edits=edits)
+        _replace_layer(module, merged.layer, partial(_with_merged_experts, merged))
+    changed = replace(model.with_module(module), edits=edits)
     at_run_time = edits.at_run_time
     if not at_run_time:
         return changed
@@ -351,10 +351,10 @@ def edited(model: Model, edits: Edits) -> Model:
 
 
 SUBSTITUTES_HINT = "substitutes.safetensors is next to the recipe, and in its bundle"
-"""The hint that says where the numbers that replace experts are."""
+"""A hint on where the numbers that replace experts are stored."""
 
 
-def _replace(module: nn.Module, name: str, smaller: Callable[[MoELayer], MoELayer]) -> None:
+def _replace_layer(module: nn.Module, name: str, smaller: Callable[[MoELayer], MoELayer]) -> None:
     """Replaces a layer by one with fewer experts, wherever the module has it."""
     layer = moe_layers(module).get(name)
     if layer is None:
@@ -365,8 +365,8 @@ def _replace(module: nn.Module, name: str, smaller: Callable[[MoELayer], MoELaye
             module.set_submodule(path, new)
 
 
-def _without(kept: KeptExperts, layer: MoELayer) -> MoELayer:
-    """The layer with only some of its experts."""
+def _with_fewer_experts(kept: KeptExperts, layer: MoELayer) -> MoELayer:
+    """Returns the layer with only some of its experts."""
     spec = layer.spec
     if not kept.experts or not set(kept.experts) <= set(range(spec.experts)):
         raise UsageError(
@@ -386,7 +386,7 @@ def _without(kept: KeptExperts, layer: MoELayer) -> MoELayer:
     return smaller
 
 
-def _merged(edit: MergedExperts, layer: MoELayer) -> MoELayer:
+def _with_merged_experts(edit: MergedExperts, layer: MoELayer) -> MoELayer:
     from ..graphs.layers.mumoe import MuMoE  # needed for this edit only
 
     if not isinstance(layer, MuMoE):
@@ -486,16 +486,16 @@ def _check_expert(edit: Ablation | Steer, spec: MoESpec) -> None:
             f"{what} has no level {level}",
             hint=f"levels are counted from 1 (experts by level: {sizes})",
         )
-    of_level = f" in level {level}" if count > 1 else ""
-    _check_index(what, edit.expert, spec.levels[level - 1], f"experts{of_level}")
+    in_level = f" in level {level}" if count > 1 else ""
+    _check_index(what, edit.expert, spec.levels[level - 1], f"experts{in_level}")
 
 
 def _check_combination(edit: AblatedCombination, spec: MoESpec) -> None:
     what, levels = f"{edit.option}: layer {spec.name}", spec.levels
     if len(levels) < 2 or len(edit.experts) != len(levels):
-        has = "one level" if len(levels) == 1 else f"{len(levels)} levels"
+        size = "one level" if len(levels) == 1 else f"{len(levels)} levels"
         raise UsageError(
-            f"{what} has {has} of experts, but {len(edit.experts)} are named together",
+            f"{what} has {size} of experts, but {len(edit.experts)} are named together",
             hint="EXPERT+EXPERT names one expert of each level"
             if len(levels) > 1
             else "name experts of one level after commas",
@@ -508,15 +508,15 @@ def _check_rewrite(entry: Rewrite, spec: MoESpec) -> None:
     what = f"--rewrite: output {entry.output} of layer {spec.name}"
     if not spec.rewritable:
         raise UsageError(
-            f"{what}: {a_layer(spec.kind)} has no coefficients to re-write an output by",
+            f"{what}: {a_layer(spec.kind)} has no coefficients to re-write an output with",
             hint="only muMoE layers can be re-written; --ablate works for all kinds",
         )
     _check_index(f"{what}: the layer", entry.output, spec.out, "outputs")
     lengths = tuple(len(vector) for vector in entry.coefficients)
     if lengths != tuple(spec.levels):
-        given_text, wanted = (" and ".join(map(str, sizes)) for sizes in (lengths, spec.levels))
+        given, wanted = (" and ".join(map(str, sizes)) for sizes in (lengths, spec.levels))
         raise UsageError(
-            f"{what}: {given_text} coefficients, but the layer has {wanted} experts",
+            f"{what}: {given} coefficients, but the layer has {wanted} experts",
             hint="give one list per level, with the mean coefficient of every expert; "
             "`moexport specialise` writes them",
         )

@@ -1,4 +1,4 @@
-"""The options of an export: one record, checked by `refusals`. Importing this loads little."""
+"""The options of an export: one record, checked by `refusals`. This module is cheap to import."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CALIBRATED = ("int8", "fp8", "fp16")
 """Precisions for which ranges are found: to quantise, or to detect overflows."""
 
 VERIFY_SAMPLES = 256
-"""Inputs of a feed that are compared with PyTorch, unless `--verify-samples` sets the number."""
+"""The number of inputs of a feed that are compared, unless `--verify-samples` sets it."""
 
 AUTO = "auto"
 TUNE = "tune"
@@ -68,9 +68,9 @@ class ExportOptions(AxisSizes, Request):
     """Which graphs of a model are written, how they are checked, and which are compiled.
 
     The fields are the options of `export` as given; properties parse them. A plugin's options set
-    the fields without an option (`bundle.steps`): `layer_lowerings` has the lowering of a layer and
-    the reason; `edits` are made to the model. `destination` is None if no bundle is to be kept.
-    Invalid options are refused before the work begins (`refusals`).
+    the fields without an option (`bundle.steps`): `layer_lowerings` maps layers to a lowering and
+    the reason for it; `edits` are made to the model. `destination` is None if no bundle is to be
+    kept. Invalid options are refused before the work begins (`refusals`).
     """
 
     offered: ClassVar[frozenset[str]] = frozenset({"export"})
@@ -206,7 +206,7 @@ class ExportOptions(AxisSizes, Request):
         return BLOCKED_OPSET if blocked else MIN_OPSET
 
     @property
-    def reads(self) -> int:
+    def data_reads(self) -> int:
         """How many times an export reads its data: for ranges, comparison and accuracy."""
         ranges = self.finds_ranges and self.calibration is None
         return ranges + self.verify + (self.min_retention is not None)
@@ -300,7 +300,7 @@ class ExportOptions(AxisSizes, Request):
         return TOLERANCES[self.precision].with_user_bounds(self.atol, self.rtol)
 
     @property
-    def held_to_rounding(self) -> bool:
+    def bounded_by_rounding(self) -> bool:
         """Whether FP32 graphs may differ from float64 only by rounding."""
         return self.precision == "fp32" and self.atol is None and self.rtol is None
 

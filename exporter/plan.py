@@ -1,4 +1,4 @@
-"""The plan of an export: its trace, every layer's precision and lowering; writes nothing."""
+"""Plans an export: its trace and every layer's precision and lowering. Writes nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DENSE = "dense"
 class GraphPlan:
     """One graph of the bundle: its file and its layers, in execution order.
 
-    `batches` are its smallest and largest batch sizes, if other graphs cover the others.
+    `batches` are its smallest and largest batch sizes, if other graphs cover the other sizes.
     """
 
     file: str
@@ -99,8 +99,8 @@ class Plan:
         if by_k and len(self.graphs) > 1:  # see `plan_auto`
             main, dense = self.graphs
             notes += (
-                f"k is an input: {main.file} ({main.title}) copies the weights of k experts, and "
-                f"{dense.file} copies none, for a k near n: `--graph {DENSE}` runs it",
+                f"k is an input: {main.file} ({main.title}) copies the weights of k experts; "
+                f"{dense.file} copies none and suits a k near n: `--graph {DENSE}` runs it",
             )
         spans = [
             f"{graph.file} ({graph.title}) for batches of "
@@ -119,7 +119,7 @@ class Plan:
 
 
 def _share_notes(job: ExportJob) -> tuple[str, ...]:
-    """The k that a share resolves to, if layers were trained with fewer experts than they have."""
+    """Returns notes on the k of a share, if layers were trained with only some of their experts."""
     share = job.options.kept
     if not isinstance(share, Fraction):
         return ()
@@ -164,10 +164,10 @@ def with_trace(
         if axis == "tokens":
             changes = f"the network computes something else with {size} tokens"
             if job.options.token_counts == DEFAULT_TOKENS:
-                job = of_tokens(job, common.min, common.max, changes)
+                job = limited_to_tokens(job, common.min, common.max, changes)
                 continue
         raise UsageError(
-            f"--{axis} {requested}: {changes}, but a graph has one computation",
+            f"--{axis} {requested}: {changes}, but a graph has only one computation",
             hint=f"--{axis} {common} exports the graph for {common.min} to {common.max}"
             + (
                 f", --{axis} {size}:{size}:{requested.max} the one for larger sizes"
@@ -178,7 +178,7 @@ def with_trace(
     return job, traced
 
 
-def of_tokens(job: ExportJob, smallest: int, largest: int, why: str) -> ExportJob:
+def limited_to_tokens(job: ExportJob, smallest: int, largest: int, why: str) -> ExportJob:
     """Returns the job with a smaller range of tokens than its default; `why` is noted."""
     before = job.axis_ranges["tokens"]
     optimum = max(smallest, min(before.opt, largest))
@@ -240,14 +240,14 @@ def plan_traced(
     if limit is not None and plan.weights_bytes > limit:
         raise UsageError(
             f"--target {job.options.target}: the weights have {plan.weights_bytes / 1e9:.2f} GB, "
-            f"but it loads at most {limit / 1e9:.2f} GB",
+            f"but this target loads at most {limit / 1e9:.2f} GB",
             hint="use a smaller --precision (fp16, int8, int4), or run the model on a server",
         )
     return plan
 
 
 def fused_ops(job: ExportJob) -> FusedOps:
-    """Returns the ops that a job's graphs use for parts around the layers, one op for each part.
+    """Returns the fused ops that a job's graphs use for parts of the network outside MoE layers.
 
     Empty if the target has no such ops for the float type (ONNX Runtime's CPU kernels are FP32
     only, whatever the experts' type), or if they need a newer opset than requested.
@@ -264,7 +264,7 @@ def _allows_newest_ops(job: ExportJob) -> bool:
 
 
 def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
-    """Returns the graphs of `--lowering auto`: one, or several for parts of the range of batches.
+    """Returns the graphs of `--lowering auto`: one, or one for each span of batch sizes.
 
     The first, which is the main one, is for OPT.
     """
@@ -297,7 +297,7 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
 
 
 def copied_bytes(graphs: Iterable[GraphPlan], batch: int, tokens: int) -> float:
-    """Returns the most bytes of weights, as FP32, that any layer copies for a batch.
+    """Returns the most bytes of weights, counted as FP32, that any layer copies for a batch.
 
     A layer has its own number of tokens if the network has no token axis.
     """
@@ -325,7 +325,7 @@ def plan_graph(
     # An engine is compiled for the OPT of its profile.
     batches = () if TARGETS[job.options.target].compiled else (batch.min, batch.opt, batch.max)
 
-    def planned(layer: AnyPlan) -> AnyPlan:
+    def plan_layer(layer: AnyPlan) -> AnyPlan:
         if layer.name in job.options.layer_lowerings:
             lowering, why = job.options.layer_lowerings[layer.name]
             checked = check(lowering, layer, job.options.target)
@@ -339,4 +339,4 @@ def plan_graph(
             return with_fastest(tuning.of(layer.name), layer, job.options.target)
         return check(name, layer, job.options.target)
 
-    return GraphPlan(file, tuple(map(planned, job.traced_layers(traced))))
+    return GraphPlan(file, tuple(map(plan_layer, job.traced_layers(traced))))

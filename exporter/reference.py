@@ -1,6 +1,6 @@
 """Compares an export's graphs with PyTorch, and finds where a graph first differs.
 
-`compare_graphs` is the check of an export: it makes a `Reference` of each batch of inputs
+`compare_graphs` is the check of an export: it makes a `Reference` for each batch of inputs
 (`torch_reference`), checks that PyTorch's results are consistent (`check_network`), runs every
 graph (`bundle.parity`), and raises a `ParityError` with the place of the first difference and
 advice.
@@ -46,8 +46,8 @@ from ..graphs.sizes import AxisRange
 from .bundle.manifest import GraphRecord
 from .bundle.parity import (
     FEW_NUMBERS,
-    MOST_KEPT,
-    MOST_TIES,
+    MAX_STORED,
+    MAX_TIED,
     PARITY_FILE,
     TOLERANCES,
     Comparison,
@@ -62,7 +62,7 @@ from .bundle.parity import (
     sized_file,
 )
 from .bundle.verify import LARGE_WEIGHTS_BYTES, checking_session, is_large
-from .inputs import SAMPLES, Inputs, completed, of_tokens, parity_batches
+from .inputs import SAMPLES, Inputs, completed, parity_batches, with_tokens
 from .job import ExportJob
 from .model import Model
 from .options import ExportOptions
@@ -71,11 +71,11 @@ from .trace import valid_sizes
 from .write import graph_record
 
 ROUNDED_FILE = "rounded.onnx"  # the graph that others are compared with; removed afterwards
-KEPT_BYTES = 8 << 20  # the largest reference to store for another number of tokens
-LOUD = 10.0  # an input with this many times the smallest max|y| determines the ranges
+MAX_STORED_BYTES = 8 << 20  # the largest reference to store for another number of tokens
+LOUD_RATIO = 10.0  # an input with this many times the smallest max|y| determines the ranges
 EXACT_BYTES = 512 << 20  # the largest weights that are copied to float64
 
-# Limits on predicted needs, for inputs of other sizes than the first.
+# Limits on predicted needs, for inputs whose sizes differ from the first inputs'.
 MAX_BYTES = 512 << 20  # for the largest tensor
 MAX_COPIED_BYTES = 256 << 20  # for copies of weights in a graph, most of an export's memory
 MEMORY_SHARE = 0.25  # of the free memory, for PyTorch: a graph also needs some
@@ -98,7 +98,7 @@ class TokensError(ParityError):
 
 
 def compared_inputs(job: ExportJob) -> Iterator[Fields]:
-    """The inputs on which a job's graphs are compared."""
+    """Returns the inputs on which a job's graphs are compared."""
     options = job.options
     return parity_batches(
         job.model,
@@ -111,7 +111,7 @@ def compared_inputs(job: ExportJob) -> Iterator[Fields]:
 
 
 def rounded_graph(planned: Plan) -> tuple[GraphPlan, ...]:
-    """The graph of another lowering with the same number types, to compare the others with.
+    """Returns the graph of another lowering with the same number types, as a yardstick for others.
 
     Empty in FP32, for which PyTorch in float64 shows the effect of rounding, or if a lowering is
     inexact.
@@ -125,7 +125,7 @@ def rounded_graph(planned: Plan) -> tuple[GraphPlan, ...]:
     large = planned.weights_bytes * (len(planned.graphs) + 1) >= LARGE_WEIGHTS_BYTES
 
     def rank(candidate: tuple[Kind, AnyLowering]) -> tuple[bool, float]:
-        """Other lowerings come first; for large weights, those that read few of them."""
+        """Ranks unused lowerings first; for large weights, the fastest of them."""
         kind, record = candidate
         plans = (layer for layer in layers if layer.spec.kind == kind)
         times = (record.predict_us(p, machine_for(options.target, p.precision)) for p in plans)
@@ -159,7 +159,7 @@ def compare_graphs(
     inputs and PyTorch's results for them, and later inputs that choose other experts.
     """
     job = planned.job
-    by_rounding = job.options.held_to_rounding and not _inexact(planned)
+    by_rounding = job.options.bounded_by_rounding and not _inexact(planned)
     comparisons: dict[str, Comparison] = {}
     rounded: Comparison | None = None
     stored: Reference | None = None
@@ -170,23 +170,23 @@ def compare_graphs(
     experts = {name: spec.experts for name, spec in job.model.specs.items()}
     budget = Budget(job, partial(copied_bytes, (*planned.graphs, *rounded_graphs)))
 
-    def opened(graph: GraphPlan, expected: Reference) -> Comparison:
+    def open_planned(graph: GraphPlan, expected: Reference) -> Comparison:
         record = graph_record(graph, lowered[graph.file])
-        return opened_comparison(job, directory, record, expected, batches)
+        return open_comparison(job, directory, record, expected, batches)
 
     for x in compared_inputs(job):
-        expected = budget.timed(x)
+        expected = budget.measure(x)
         if not comparisons:
             batches = budget.batches(_changes(planned, "batch"))
             check_network(job, expected, batches)
-            comparisons = {graph.file: opened(graph, expected) for graph in planned.graphs}
-            rounded = next((opened(graph, expected) for graph in rounded_graphs), None)
+            comparisons = {graph.file: open_planned(graph, expected) for graph in planned.graphs}
+            rounded = next((open_planned(graph, expected) for graph in rounded_graphs), None)
         measured = by_rounding and stored is None
-        expected = _compared(job, comparisons, expected, rounded, directory, measured=measured)
+        expected = _compare_batch(job, comparisons, expected, rounded, directory, measured=measured)
         if stored is None:
             stored = expected
         elif job.least_batch == 1:
-            stored = stored.with_unreached(expected, MOST_KEPT)
+            stored = stored.with_unreached(expected, MAX_STORED)
         if job.options.tolerance.routing < 1 or expected.y[0].size < FEW_NUMBERS:
             compared.append(expected)
         for name, y in {job.model.outputs[0].name: expected.y, **expected.outputs}.items():
@@ -202,7 +202,7 @@ def compare_graphs(
         if not parity.passed:
             raise _mismatch(job, directory / file, lowered[file], parity, comparisons[file].worst)
     same_shapes = [other for other in compared if other.shapes() == compared[0].shapes()]
-    if same_shapes and not all(graph.alone(stored).passed for graph in comparisons.values()):
+    if same_shapes and not all(graph.parity_on(stored).passed for graph in comparisons.values()):
         # Fewer inputs may have a larger share of outliers or other choices: `verify` needs all.
         stored = reduce(Reference.joined, same_shapes)
     if by_rounding and stored.rounded is None:  # more inputs were added
@@ -218,7 +218,7 @@ def compare_graphs(
     return parities, (*coverage, *budget.notes(), *_dropped(stored, job.model), *zeros)
 
 
-def opened_comparison(
+def open_comparison(
     job: ExportJob,
     directory: Path,
     graph: GraphRecord,
@@ -238,14 +238,14 @@ def opened_comparison(
         tolerance=options.tolerance,
         k=expected.main_k if options.kept == "input" else None,
         probed=job.probed_batches() if batches is None else batches,
-        together=job.model.batch_of,
+        group_size=job.model.batch_of,
     )
 
 
 def _changes(planned: Plan, axis: str) -> tuple[int, ...]:
-    """The sizes of an axis at which the network may compute something other than its trace.
+    """Returns the sizes of an axis at which the network may compute something other than its trace.
 
-    They are the sizes on both sides of each change.
+    These are the sizes on both sides of each change.
     """
     valid = valid_sizes(planned.traced)
     span = planned.job.axis_ranges.get(axis)
@@ -263,7 +263,7 @@ def _compare_tokens(
     budget: Budget,
     directory: Path,
 ) -> None:
-    """Compares graphs at other numbers of tokens than the inputs have, the nearest first.
+    """Compares graphs at numbers of tokens other than that of the inputs, the nearest first.
 
     Raises `TokensError` for the first number at which a graph misses its bounds or fails.
     """
@@ -276,13 +276,13 @@ def _compare_tokens(
     random = job.options.data is None and model.example is None
 
     def problem(tokens: int) -> str | None:
-        """Why graphs are not valid for this number of tokens; None if they are."""
+        """Returns why graphs are not valid for this number of tokens; None if they are."""
         inputs = first.feeds(model.input.name)
-        x = of_tokens(model, inputs, rows, tokens, random=random)
+        x = with_tokens(model, inputs, rows, tokens, random=random)
         try:
-            expected = budget.timed(x, every_k=False)
+            expected = budget.measure(x, every_k=False)
         except (RuntimeError, ValueError, IndexError) as error:
-            return f"PyTorch cannot compute them: {str(error).strip().splitlines()[0][:200]}"
+            return f"PyTorch fails: {str(error).strip().splitlines()[0][:200]}"
         for file, comparison in comparisons.items():
             try:
                 within = comparison.add_sized(expected, tokens)
@@ -292,7 +292,7 @@ def _compare_tokens(
                 _release_weights(directory)
             if not within:
                 return f"{file} differs from PyTorch: {describe(comparison.parity())}"
-        if expected.nbytes <= KEPT_BYTES:
+        if expected.nbytes <= MAX_STORED_BYTES:
             expected.save(directory / sized_file(tokens))
         return None
 
@@ -317,7 +317,7 @@ def _first_invalid(
     span: AxisRange,
     step: int,
 ) -> TokensError:
-    """The error for the first invalid number of tokens between `valid` and `invalid`."""
+    """Returns the error for the first invalid number of tokens between `valid` and `invalid`."""
     while abs(invalid - valid) > 1:
         between = (invalid + valid) // 2
         reason = problem(between)
@@ -325,15 +325,15 @@ def _first_invalid(
         why = reason or why
     low, high = (span.min, valid) if step > 0 else (valid, span.max)
     return TokensError(
-        f"with {invalid} tokens {why}",
-        hint=f"--tokens {low}:{max(low, min(span.opt, high))}:{high} exports it for the valid "
-        "numbers",
+        f"with {invalid} tokens, {why}",
+        hint=f"--tokens {low}:{max(low, min(span.opt, high))}:{high} exports the model for the "
+        "valid numbers",
         tokens=invalid,
         valid=(low, high),
     )
 
 
-def _compared(
+def _compare_batch(
     job: ExportJob,
     comparisons: Mapping[str, Comparison],
     expected: Reference,
@@ -344,8 +344,8 @@ def _compared(
 ) -> Reference:
     """Compares each graph with a reference, which is returned with the effect of rounding.
 
-    That effect is shown by the `rounded` graph or, without one and if `measured`, by PyTorch in
-    float64.
+    The effect is measured with the `rounded` graph or, if there is none and `measured` is set, with
+    PyTorch in float64.
     """
     file = next(iter(comparisons))
     try:
@@ -361,7 +361,7 @@ def _compared(
         spec = job.model.input
         axis = spec.shape.index("tokens") if "tokens" in job.axis_ranges else 0
         raise TokensError(
-            f"{file} does not run at other sizes than the traced ones: {error.message}",
+            f"{file} does not run at sizes other than the traced ones: {error.message}",
             hint="a size of the network became a constant of the graph: --tokens N and "
             "--batch N export it for that size alone",
             tokens=expected.x.shape[axis] if axis else 0,
@@ -378,11 +378,11 @@ def _release_weights(directory: Path) -> None:
 def _mismatch(
     job: ExportJob, path: Path, lowered: Lowered, parity: Parity, worst: Reference
 ) -> ParityError:
-    """The error for a graph that misses its bounds; `worst` are its worst inputs.
+    """Returns the error for a graph that misses its bounds; `worst` are its worst inputs.
 
     Raises `ParityError` if the model itself is unsuitable for a comparison.
     """
-    if parity.tied > MOST_TIES * (parity.choices or 0):
+    if parity.tied > MAX_TIED * (parity.choices or 0):
         return ParityError(
             f"{path.name}: routing is tied in {parity.tied} of the {parity.choices} "
             f"{parity.what_chooses}, so almost nothing can be compared",
@@ -396,13 +396,13 @@ def _mismatch(
     return ParityError(
         f"{path.name} differs from PyTorch, starting in {where}: {describe(parity)}",
         hint=f"the limits are {absolute}rtol {bounds.rtol:g} · max|y| of each input{cosine} and "
-        f"the same experts in at least {bounds.routing:.0%}: {way_out(parity, job.options)}; "
+        f"the same experts in at least {bounds.routing:.0%}: {parity_advice(parity, job.options)}; "
         "--no-verify exports without the check",
     )
 
 
 def _dropped(stored: Reference, model: Model) -> tuple[str, ...]:
-    """A sentence on the tokens of the check that experts with a capacity left out."""
+    """Returns a sentence on the tokens of the check that experts with a capacity left out."""
     left_out = {
         name: (chosen >= layer.spec.experts).reshape(*chosen.shape[:2], -1)
         for name, layer in model.layers.items()
@@ -411,8 +411,8 @@ def _dropped(stored: Reference, model: Model) -> tuple[str, ...]:
     if not left_out:
         return ()
 
-    alone = ", ".join(f"{mask.all(axis=-1).mean():.1%} in {n}" for n, mask in left_out.items())
-    sentence = f"no expert computes some tokens of the check's inputs: {alone}"
+    skipped = ", ".join(f"{mask.all(axis=-1).mean():.1%} in {n}" for n, mask in left_out.items())
+    sentence = f"some tokens of the check's inputs are computed by no expert: {skipped}"
     specs = [model.specs[name] for name in left_out]
     if any(spec.trained_k < spec.experts for spec in specs):  # tokens choose
         dropped = ", ".join(f"{mask.mean():.1%} in {name}" for name, mask in left_out.items())
@@ -420,13 +420,13 @@ def _dropped(stored: Reference, model: Model) -> tuple[str, ...]:
     return (sentence,)
 
 
-def way_out(parity: Parity, options: ExportOptions) -> str:
+def parity_advice(parity: Parity, options: ExportOptions) -> str:
     """Returns advice for a graph that misses the bounds of its parity check."""
     real = ""
     if options.data is None and options.ranged:
         real = "random inputs may be outside the ranges: give real ones with --data; otherwise "
     quiet, loud = parity.loudness or (0.0, 0.0)
-    if options.ranged and options.data is not None and loud > LOUD * quiet:
+    if options.ranged and options.data is not None and loud > LOUD_RATIO * quiet:
         real = (
             f"max|y| is {quiet:.2g} for the quietest input and {loud:.2g} for the loudest, but one "
             "range of eight bits must fit them all: bring the inputs to one scale, or use "
@@ -439,39 +439,39 @@ def way_out(parity: Parity, options: ExportOptions) -> str:
             return "choose another --lowering"
         case "int8" | "fp8":
             return (
-                f"{real}--rtol does not cover other experts: try another --method or --precision, "
-                "or --min-retention, which keeps the most sensitive layers in floating point"
+                f"{real}--rtol does not excuse a choice of other experts: try another --method or "
+                "--precision, or --min-retention, which keeps sensitive layers in floating point"
             )
         case _:
-            return "--rtol does not cover other experts: use --precision fp32"
+            return "--rtol does not excuse a choice of other experts: use --precision fp32"
 
 
 @dataclass(slots=True)
 class Budget:
     """Chooses the sizes to compare: those that need no more memory and time than a check may use.
 
-    The needs of larger sizes are predicted from earlier inputs, whose reference `timed` computes.
+    The needs of larger sizes are predicted from earlier inputs, whose reference `measure` computes.
     `copied_bytes` returns the bytes of weights that a graph copies for a batch of tokens.
     """
 
     job: ExportJob
     copied_bytes: Callable[[int, int], float]
     _last: tuple[int, int, float] = (1, 1, 0.0)
-    """The number of inputs, their tokens, and the seconds for them."""
+    """The last number of inputs, their number of tokens, and the seconds that they took."""
     _row_bytes: int = 0
     _memory_growth: int = 0
     _skipped: dict[str, list[int]] = field(default_factory=dict)
 
-    def timed(self, x: Inputs, *, every_k: bool = True) -> Reference:
-        """Returns PyTorch's results for inputs (`torch_reference`)."""
+    def measure(self, x: Inputs, *, every_k: bool = True) -> Reference:
+        """Returns PyTorch's results for inputs (`torch_reference`) and records what they cost."""
         began = time.thread_time()  # other processes do not count
         with grown_memory() as memory:
             expected = torch_reference(self.job, x, every_k=every_k)
         self._memory_growth = memory.nbytes
         seconds = time.thread_time() - began
         spec = self.job.model.input
-        at = spec.shape.index("tokens") if "tokens" in spec.shape else None
-        self._last = len(expected.x), 1 if at is None else expected.x.shape[at], seconds
+        axis = spec.shape.index("tokens") if "tokens" in spec.shape else None
+        self._last = len(expected.x), 1 if axis is None else expected.x.shape[axis], seconds
         self._row_bytes = sum(
             array[:1].nbytes for array in (expected.x, expected.y, *expected.outputs.values())
         )
@@ -510,7 +510,7 @@ class Budget:
         """Returns sentences on the sizes that were not compared."""
         return tuple(
             f"{'batches' if axis == 'batch' else 'inputs'} of {', '.join(map(str, sorted(sizes)))}"
-            f"{'' if axis == 'batch' else ' tokens'} were not compared: that takes more than "
+            f"{'' if axis == 'batch' else ' tokens'} were not compared: that would take more than "
             f"{MAX_BYTES >> 20} MiB for one tensor, {MAX_COPIED_BYTES >> 20} MiB for copies of "
             f"weights, {MEMORY_SHARE:.0%} of the free memory or {MAX_SECONDS:.0f} s"
             for axis, sizes in self._skipped.items()
@@ -542,9 +542,9 @@ def kept_experts(job: ExportJob, shared: int | None = None) -> dict[str, int]:
 
 
 def other_k(job: ExportJob) -> list[int]:
-    """Returns the k compared in addition to `kept_experts`, if k is an input of the graph.
+    """Returns each k to compare besides `kept_experts`, if k is an input of the graph.
 
-    They are 1; a quarter, half and all of the experts of each layer, at each of its levels; and the
+    These are 1; a quarter, half and all of each layer's experts, at each of its levels; and the
     number that its router chose in training.
     """
     if None not in job.k.values():
@@ -572,11 +572,11 @@ def reference(
     untouched = Network(model, model.untouched)
     as_trained = model.as_trained is None and not renormalize and kept == model.trained_k
     dense: list[np.ndarray] = []
-    parts: list[Computed] = []
+    parts: list[PassResult] = []
     for part in rebatched([arrays], batch):
         values = untouched.outputs(part)
         dense.append(values[0])
-        computed = ours.computed(part)
+        computed = ours.compute(part)
         parts.append(replace(computed, outputs=values) if as_trained else computed)
     first, *others = (
         np.concatenate(y) for y in zip(*(part.outputs for part in parts), strict=True)
@@ -612,7 +612,7 @@ def with_exact(job: ExportJob, expected: Reference) -> Reference:
     with releasing_pages(model):
         try:
             feeds = expected.feeds(model.input.name)
-            parts = [network.computed(part) for part in rebatched([feeds], batch)]
+            parts = [network.compute(part) for part in rebatched([feeds], batch)]
         except Exception:  # noqa: BLE001  a network may need float32: the result is then unknown
             return unrounded
     y = np.concatenate([part.outputs[0] for part in parts])
@@ -628,18 +628,18 @@ def weights_bytes(model: Model) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class PassResult:
     """The outputs of one pass, and each choice with its margin."""
 
     outputs: list[np.ndarray]
     choices: dict[str, tuple[np.ndarray, np.ndarray]]
 
 
-def _by_input(parts: Sequence[Computed]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The choices and margins of each input, over all parts.
+def _by_input(parts: Sequence[PassResult]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns the choices and margins of each input, over all parts.
 
     Tokens that a layer processes in turn are grouped by their inputs. If inputs have different
-    numbers of choices, these are left out, and only values are compared.
+    numbers of choices, the choices are left out and only values are compared.
     """
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for name in parts[0].choices:
@@ -689,7 +689,7 @@ class Network:
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> dict[str, np.ndarray]:
         arrays = dict(x) if isinstance(x, Mapping) else {self.input_name: x}
-        computed = self.computed({spec.name: arrays[spec.name] for spec in self._model.inputs})
+        computed = self.compute({spec.name: arrays[spec.name] for spec in self._model.inputs})
         is_own = self._network is self._model.module
         values = computed.outputs if is_own else self.outputs(arrays)
         choices = {name: chosen for name, (chosen, _) in computed.choices.items()}
@@ -701,7 +701,7 @@ class Network:
         return self._values(self._network, arrays)
 
     @torch.no_grad()
-    def computed(self, arrays: Fields) -> Computed:
+    def compute(self, arrays: Fields) -> PassResult:
         """Returns the results and choices of the model's own module with the kept experts."""
         module = self._model.module
         with (
@@ -716,7 +716,7 @@ class Network:
             margin = margins.get(name, records[name].margin).numpy()
             chosen = by_expert(chosen) if margin.shape == chosen.shape else chosen
             choices[name] = chosen, margin
-        return Computed(values, choices)
+        return PassResult(values, choices)
 
     def _values(self, module: nn.Module, arrays: Fields) -> list[np.ndarray]:
         # Copies: a network may change its inputs in place.
@@ -737,7 +737,7 @@ def _in_float64(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _user_errors(model: Model, count: int) -> Iterator[None]:
-    """A context for runs of a user's own network on `count` inputs, which it may refuse."""
+    """Reports errors of a user's own network, which may refuse a batch of `count` inputs."""
     try:
         yield
     except Exception as error:  # the user's code may fail in any way
@@ -751,7 +751,7 @@ def _user_errors(model: Model, count: int) -> Iterator[None]:
 
 @contextmanager
 def releasing_pages(model: Model) -> Iterator[None]:
-    """Within the context, the pages of mapped weights are released once a module has run."""
+    """Releases the pages of mapped weights after each module that runs within the context."""
     reading = model.source.reading()
 
     def advance(module: nn.Module, *_: object) -> None:
@@ -805,7 +805,7 @@ def pytorch_bounds(options: ExportOptions) -> Tolerance:
 
 
 def _enough_inputs(arrays: Fields, count: int) -> Fields:
-    """At least `count` inputs: if there are fewer, rotated copies of them are added.
+    """Returns at least `count` inputs: if there are fewer, rotated copies of them are added.
 
     A batch that repeats one input does not show whether results depend on the other inputs.
     """

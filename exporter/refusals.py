@@ -1,6 +1,6 @@
 """The checks of an export before it starts: one table, in the order in which they run.
 
-A check yields what is invalid or impossible, before any work begins. Its stage is what it needs:
+A check yields what is invalid or impossible, before any work begins. Its stage says what it needs:
 only the options, the target's features, this machine, the loaded model, or the export as resolved
 for that model (`job.ExportJob`).
 
@@ -8,7 +8,8 @@ Only these refusals are elsewhere:
 
 - parsers refuse malformed values (`k.parse_k`, `sizes.parse_range`), and the first check
   calls them; `k.resolve_k`, which computes each layer's k, refuses a k that no layer has;
-- records of other calls refuse their own values when they are made (`requests`, `__post_init__`);
+- records of other calls refuse their own values when they are created (`requests`,
+`__post_init__`);
   those of an export cannot, because plugins change them first;
 - a plugin's step has its own checks (`bundle.steps.Step`);
 - `job.check_table` compares a table of ranges with two models, by hashes of all their weights.
@@ -27,7 +28,7 @@ from ..common.text import near_miss
 from ..errors import FeedError, LoweringError
 from ..graphs.sizes import DEFAULT_BATCH, DEFAULT_TOKENS
 from ..graphs.targets import CPU_PROVIDER, TARGETS, Precision
-from .bundle.steps import STEPS, Export, asked
+from .bundle.steps import STEPS, Export, requested_steps
 from .options import (
     BLOCKED_OPSET,
     CALIBRATED,
@@ -48,8 +49,8 @@ TOKEN_AXES = frozenset({"tokens", "height", "width"})
 """Axes that `--tokens` sets: for an image it is the number of pixels."""
 
 
-class Resolved(Export, Protocol):
-    """The input of a check of an export that is resolved for its model (`job.ExportJob`)."""
+class ResolvedExport(Export, Protocol):
+    """An export that was resolved for its model, as checks see it (`job.ExportJob`)."""
 
     @property
     def k(self) -> Mapping[str, int | None]: ...
@@ -71,7 +72,7 @@ def with_plugins(options: ExportOptions) -> ExportOptions:
     for step in STEPS if options.further else ():
         step.refuses(options)
     check("options", options)
-    steps = asked(options)
+    steps = requested_steps(options)
     for step in steps:
         options = step.change(options)
     for step in steps:
@@ -95,16 +96,16 @@ def check(stage: Stage, *arguments: Any) -> None:
         refuse(mistakes(*arguments) or ())
 
 
-def values(options: ExportOptions) -> Iterator[Mistake]:
-    """Values that have the wrong type, cannot be parsed, or are unknown."""
+def _check_values(options: ExportOptions) -> Iterator[Mistake]:
+    """Refuses values that have the wrong type, cannot be parsed, or are unknown."""
     yield from misfits(
         ExportOptions, {name: getattr(options, name) for name in declared(ExportOptions)}
     )
     _ = options.kept, options.lowerings, options.batches, options.token_counts
 
 
-def known_target(options: ExportOptions) -> Iterator[Mistake]:
-    """A target that no installed package provides."""
+def _check_target(options: ExportOptions) -> Iterator[Mistake]:
+    """Refuses a target that no installed package provides."""
     if options.target not in TARGETS:
         yield (
             f"--target {options.target}: unknown target",
@@ -112,17 +113,17 @@ def known_target(options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def integers(options: ExportOptions) -> Iterator[Mistake]:
-    """Quantisation options for precisions that do not support them, and invalid values."""
+def _check_quantisation(options: ExportOptions) -> Iterator[Mistake]:
+    """Refuses invalid quantisation options, and those that the precision does not support."""
     share = options.min_retention
     if options.weight_bits not in (None, *WEIGHT_BITS):
         yield (
             f"--weight-bits {options.weight_bits}: INT8 weights have 7 or 8 bits",
-            "leave it out: the target's usual one is exact on every machine",
+            "leave it out: the target's default is exact on every machine",
         )
     if share is not None and not 0 < share <= 1:
         yield (
-            f"--min-retention {share:g}: a share above 0 and up to 1",
+            f"--min-retention {share:g}: the share must be above 0 and at most 1",
             "--min-retention 0.99 keeps 99% of the accuracy of FP32 at the same k",
         )
     settings = {
@@ -149,19 +150,19 @@ def _not_int8(option: str, precision: Precision) -> Mistake:
     )
 
 
-def graph(options: ExportOptions) -> Iterator[Mistake]:
-    """An opset or lowerings that are invalid, or contradict other options."""
+def _check_graph(options: ExportOptions) -> Iterator[Mistake]:
+    """Refuses an opset or lowerings that are invalid or contradict other options."""
     names, opset, target = options.lowerings, options.least_opset, TARGETS[options.target]
     if not MIN_OPSET <= opset <= MAX_OPSET:
         yield (
             f"--opset {opset}: opsets {MIN_OPSET} to {MAX_OPSET} are supported",
-            "20 is the first that has Gelu; leave it out unless a runtime needs another",
+            "20 is the first with Gelu; leave --opset out unless a runtime needs another",
         )
     if len(set(names)) < len(names):
         yield f"--lowering {','.join(names)}: a name is repeated", "name each lowering once"
     if MIN_OPSET <= opset < options.needed_opset:
         yield (
-            f"--precision int4 for --target {options.target}: ONNX has weights in blocks from "
+            f"--precision int4 for --target {options.target}: ONNX supports weights in blocks from "
             f"opset {BLOCKED_OPSET} on, but the requested opset is {opset}",
             f"leave --opset out to use {BLOCKED_OPSET}, or use --target ort-cpu",
         )
@@ -184,14 +185,14 @@ def graph(options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def comparison(options: ExportOptions) -> Iterator[Mistake]:
-    """Options of the comparison if nothing is compared, and invalid bounds."""
+def _check_comparison(options: ExportOptions) -> Iterator[Mistake]:
+    """Refuses options of the comparison if nothing is compared, and invalid bounds."""
     samples, atol, rtol = options.verify_samples, options.atol, options.rtol
     if samples is not None and samples < 1:
-        yield f"--verify-samples {samples}: at least 1", "--no-verify compares nothing"
+        yield f"--verify-samples {samples}: must be at least 1", "--no-verify compares nothing"
     if options.threads is not None and options.threads < 1:
         yield (
-            f"--threads {options.threads}: at least 1",
+            f"--threads {options.threads}: must be at least 1",
             "leave it out: the best number is found by measuring",
         )
     for option, value in {"--atol": atol, "--rtol": rtol, "--verify-samples": samples}.items():
@@ -203,13 +204,13 @@ def comparison(options: ExportOptions) -> Iterator[Mistake]:
     for option, bound in {"--atol": atol, "--rtol": rtol}.items():
         if bound is not None and not 0 <= bound < math.inf:
             yield (
-                f"{option} {bound:g}: bounds are finite and not negative",
+                f"{option} {bound:g}: bounds must be finite and not negative",
                 "--rtol 1e-4 allows a difference of 1e-4 · max|y|; --no-verify allows any",
             )
 
 
-def numbers_of_target(options: ExportOptions) -> Iterator[Mistake]:
-    """Number types that a target does not support."""
+def _check_number_types(options: ExportOptions) -> Iterator[Mistake]:
+    """Refuses number types that a target does not support."""
     name, target, floats = options.precision, TARGETS[options.target], options.float_name
 
     def problem(option: str, reason: str, hint: str) -> Mistake:
@@ -241,8 +242,8 @@ def numbers_of_target(options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def inputs(options: ExportOptions) -> Iterator[Mistake]:
-    """Options that need inputs or ranges if there are none, or that have no effect."""
+def _check_inputs(options: ExportOptions) -> Iterator[Mistake]:
+    """Refuses options that need inputs or ranges if there are none, or that have no effect."""
     table = options.calibration
     for_target = f" for --target {options.target}" if options.precision == "int8" else ""
     no_ranges = f"--precision {options.precision}{for_target} needs no ranges"
@@ -287,17 +288,17 @@ def no_ranges_found(precision: Precision) -> Mistake:
     )
 
 
-def unread_data(model: Model, options: ExportOptions) -> Iterator[Mistake]:
-    """Inputs that nothing reads; a user's own network is checked on them when it is loaded."""
-    if options.data is not None and not options.reads and not model.host.own_code:
+def _check_unread(model: Model, options: ExportOptions) -> Iterator[Mistake]:
+    """Refuses inputs that nothing reads; a user's own network is checked on them on loading."""
+    if options.data is not None and not options.data_reads and not model.host.own_code:
         yield (
             "--data: nothing is calibrated, and --no-verify skips the comparison",
             "leave --data or --no-verify out",
         )
 
 
-def linear_layers(model: Model, options: ExportOptions) -> Iterator[Mistake]:
-    """`--quantize all` for a model whose only linear layers are its experts."""
+def _check_linears(model: Model, options: ExportOptions) -> Iterator[Mistake]:
+    """Refuses `--quantize all` for a model whose only linear layers are its experts."""
     inside = {id(parameter) for layer in model.layers.values() for parameter in layer.parameters()}
     others = any(id(parameter) not in inside for parameter in model.module.parameters())
     if options.quantize == "all" and not others:
@@ -307,8 +308,8 @@ def linear_layers(model: Model, options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def inputs_of_engines(model: Model, options: ExportOptions) -> Iterator[Mistake]:
-    """An engine for a model with several inputs."""
+def _check_engine_inputs(model: Model, options: ExportOptions) -> Iterator[Mistake]:
+    """Refuses an engine for a model with several inputs."""
     if TARGETS[options.target].compiled and len(model.inputs) > 1:
         yield (
             f"--target {options.target}: engines are built from graphs with one input, but this "
@@ -317,8 +318,8 @@ def inputs_of_engines(model: Model, options: ExportOptions) -> Iterator[Mistake]
         )
 
 
-def routing(job: Resolved) -> Iterator[Mistake]:
-    """`--expose-routing` if no layer chooses experts."""
+def _check_routing(job: ResolvedExport) -> Iterator[Mistake]:
+    """Refuses `--expose-routing` if no layer chooses experts."""
     shown = job.options.shown_routing
     specs = {name: spec for name, spec in job.model.specs.items() if spec.levels}
     if shown == "chosen":
@@ -332,8 +333,8 @@ def routing(job: Resolved) -> Iterator[Mistake]:
         )
 
 
-def named_layers(job: Resolved) -> Iterator[Mistake]:
-    """Options that name layers which the model does not have."""
+def _check_layer_names(job: ResolvedExport) -> Iterator[Mistake]:
+    """Refuses names of layers that the model does not have."""
     options = job.options
     named = {"keep_floating": options.keep_floating, "layer_lowerings": options.layer_lowerings}
     for option, names in named.items():
@@ -343,42 +344,42 @@ def named_layers(job: Resolved) -> Iterator[Mistake]:
                 yield f"{option}: no MoE layer is called '{name}'", hint
 
 
-def read_once(options: ExportOptions) -> Iterator[Mistake]:
-    """A feed that can be read only once, if the export reads it several times."""
-    if isinstance(options.data, Iterator) and options.reads > 1:
+def _check_rereading(options: ExportOptions) -> Iterator[Mistake]:
+    """Refuses a feed that can be read only once, if the export reads it several times."""
+    if isinstance(options.data, Iterator) and options.data_reads > 1:
         yield FeedError(
-            f"--data: the feed is a {type(options.data).__name__}, which can be read once, but "
-            f"this export reads it {options.reads} times",
+            f"--data: the feed is a {type(options.data).__name__}, which can be read only once, "
+            f"but this export reads it {options.data_reads} times",
             hint="give a list, an array, a file, or an iterable that starts again each time",
         )
 
 
-def engine(options: ExportOptions) -> None:
-    """A requested engine that cannot be built here."""
+def _check_engine(options: ExportOptions) -> None:
+    """Refuses a requested engine that cannot be built here."""
     if options.engine is not None and options.engine is not False:
         from .tensorrt.engines import check_for_export
 
         check_for_export(options.target, options.engine)
 
 
-def computed(options: ExportOptions) -> None:
-    """A precision that this machine cannot compute, if graphs are compared."""
+def _check_machine(options: ExportOptions) -> None:
+    """Refuses a precision that this machine cannot compute, if graphs are compared."""
     from .bundle.runtimes import check_computes
 
     if options.verify:
         check_computes(options.precision, options.target)
 
 
-def destination(options: ExportOptions) -> None:
-    """A folder that cannot be written, or must not be replaced."""
+def _check_destination(options: ExportOptions) -> None:
+    """Refuses a folder that cannot be written or must not be replaced."""
     from .bundle.destination import check_destination
 
     if options.destination is not None:
         check_destination(options.destination, force=options.force)
 
 
-def groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
-    """A batch size that is not a multiple of the number of inputs computed together."""
+def _check_groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
+    """Refuses batch sizes that are not multiples of the number of inputs computed together."""
     group, batch = model.batch_of, options.batches
     if batch != DEFAULT_BATCH and any(n % group for n in (batch.min, batch.opt, batch.max)):
         yield (
@@ -388,16 +389,16 @@ def groups(model: Model, options: ExportOptions) -> Iterator[Mistake]:
         )
 
 
-def retention_of_one_input(model: Model, options: ExportOptions) -> None:
-    """`--min-retention` for a model with several inputs."""
+def _check_retention(model: Model, options: ExportOptions) -> None:
+    """Refuses `--min-retention` for a model with several inputs."""
     from .model import check_one_input  # loads PyTorch
 
     if options.min_retention is not None:
         check_one_input(model, "--min-retention")
 
 
-def axes(job: Resolved) -> Iterator[Mistake]:
-    """Token counts for a model without a token axis, and sizes that it does not accept."""
+def _check_axes(job: ResolvedExport) -> Iterator[Mistake]:
+    """Refuses token counts for a model without a token axis, and sizes that it does not accept."""
     spec, options = job.model.input, job.options
     if options.token_counts != DEFAULT_TOKENS and not TOKEN_AXES.intersection(spec.dynamic_axes):
         yield (
@@ -416,14 +417,14 @@ def axes(job: Resolved) -> Iterator[Mistake]:
             )
 
 
-def renormalized(job: Resolved) -> Iterator[Mistake]:
-    """`--renormalize` for layers whose coefficients cannot be renormalised."""
+def _check_renormalize(job: ResolvedExport) -> Iterator[Mistake]:
+    """Refuses `--renormalize` for layers whose coefficients cannot be renormalised."""
     if job.options.renormalize:
         yield from not_renormalizable(job.model.specs)
 
 
 def not_renormalizable(specs: Mapping[str, MoESpec]) -> Iterator[Mistake]:
-    """Yields each layer whose coefficients cannot be renormalised."""
+    """Yields a mistake for each layer whose coefficients cannot be renormalised."""
     from ..graphs.layers.base import a_layer  # loads PyTorch
 
     for spec in specs.values():
@@ -435,8 +436,8 @@ def not_renormalizable(specs: Mapping[str, MoESpec]) -> Iterator[Mistake]:
             )
 
 
-def lowerings(job: Resolved) -> None:
-    """A lowering that does not support a layer."""
+def _check_lowerings(job: ResolvedExport) -> None:
+    """Refuses a lowering that does not support a layer."""
     from ..graphs.lowerings.choice import check as check_lowering  # loads PyTorch
 
     options = job.options
@@ -448,8 +449,8 @@ def lowerings(job: Resolved) -> None:
                 check_lowering(lowering, plan, options.target)
 
 
-def stored_integers(job: Resolved) -> Iterator[Mistake]:
-    """A layer whose weights an integer precision does not support."""
+def _check_stored_integers(job: ResolvedExport) -> Iterator[Mistake]:
+    """Refuses a layer whose weights an integer precision does not support."""
     from ..graphs.names import operand_of
 
     options = job.options
@@ -472,8 +473,8 @@ def stored_integers(job: Resolved) -> Iterator[Mistake]:
             )
 
 
-def integers_in_blocks(job: Resolved) -> Iterator[Mistake]:
-    """A precision with weights in blocks if no layer supports them: all would be floats."""
+def _check_blocks(job: ResolvedExport) -> Iterator[Mistake]:
+    """Refuses weights in blocks if no layer supports them: all would stay floats."""
     from ..graphs.precision.weights import not_in_blocks
 
     options = job.options
@@ -494,8 +495,8 @@ def integers_in_blocks(job: Resolved) -> Iterator[Mistake]:
         )
 
 
-def real_inputs(job: Resolved) -> Iterable[Mistake]:
-    """Ranges that need inputs, if there are none; and models that cannot be calibrated."""
+def _check_calibration(job: ResolvedExport) -> Iterable[Mistake]:
+    """Refuses ranges that need inputs if there are none, and models that cannot be calibrated."""
     from .model import check_one_input  # loads PyTorch
 
     options = job.options
@@ -507,19 +508,19 @@ def real_inputs(job: Resolved) -> Iterable[Mistake]:
 
 
 CHECKS: Mapping[Stage, Sequence[Callable[..., Iterable[Mistake] | None]]] = {
-    "options": (values, integers, known_target, graph, comparison),
-    "target": (numbers_of_target, inputs, read_once),
-    "machine": (engine, computed, destination),
-    "model": (unread_data, linear_layers, inputs_of_engines, groups, retention_of_one_input),
+    "options": (_check_values, _check_quantisation, _check_target, _check_graph, _check_comparison),
+    "target": (_check_number_types, _check_inputs, _check_rereading),
+    "machine": (_check_engine, _check_machine, _check_destination),
+    "model": (_check_unread, _check_linears, _check_engine_inputs, _check_groups, _check_retention),
     "export": (
-        axes,
-        routing,
-        named_layers,
-        renormalized,
-        lowerings,
-        stored_integers,
-        integers_in_blocks,
-        real_inputs,
+        _check_axes,
+        _check_routing,
+        _check_layer_names,
+        _check_renormalize,
+        _check_lowerings,
+        _check_stored_integers,
+        _check_blocks,
+        _check_calibration,
     ),
 }
 """Every check of an export, by its stage."""

@@ -1,4 +1,4 @@
-"""The options of exports and bundles, each declared once. Importing this loads little."""
+"""The options of exports and bundles, each declared once. This module is cheap to import."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class InspectRequest(LoadRequest):
 
     data: Feed | None = option(
         None,
-        "Inputs, as in export: with labels, outputs of your own model, or of muMoE layers.",
+        "Inputs, as in export: with labels, with outputs of your own model, or for muMoE layers.",
         unset="nothing is run",
         compare=False,
     )
@@ -170,7 +170,7 @@ class CalibrateRequest(SensitivityRequest):
             )
         if self.percentile is not None and not 50 < self.percentile <= 100:
             raise UsageError(
-                f"--percentile {self.percentile:g}: a share above 50 and up to 100",
+                f"--percentile {self.percentile:g}: the value must be above 50 and at most 100",
                 hint="--percentile 99.99 leaves out the outermost 0.01 % of the values",
             )
         at_least(self, "batch", 1)
@@ -282,8 +282,8 @@ class RunRequest(Request):
     def __post_init__(self) -> None:
         """Raises `UsageError` for options that the chosen runner does not have."""
         if self.runs_graph:
-            with_ = "" if self.engine is None else f" with --engine={self.engine}"
-            refuse_changed(self, ("trust_engine", "host_weights"), f": no engine is loaded{with_}")
+            given = "" if self.engine is None else f" with --engine={self.engine}"
+            refuse_changed(self, ("trust_engine", "host_weights"), f": no engine is loaded{given}")
         else:
             why = f": it belongs to ONNX Runtime, but {self.engine} runs the engine"
             refuse_changed(self, ("threads",), why)

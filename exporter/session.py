@@ -29,7 +29,7 @@ from ..errors import (
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, Runtime, runtime_names
 from .bundle.manifest import METADATA, GraphFacts, TensorSpec, nodes_in
-from .inputs import WHOLE, Inputs, by_name, check_array, check_given, completed, tensor_of
+from .inputs import INTEGERS, Inputs, by_name, check_array, check_k_given, completed, tensor_of
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 CPU, CUDA = CPU_PROVIDER, CUDA_PROVIDER
 TENSORRT = "TensorrtExecutionProvider"
 PROVIDERS = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT}
-"""Execution providers by the names that the command line and results use."""
+"""Execution providers, by the names that the command line and results use."""
 
 CUDA_MAJOR = 13
 """The CUDA version that onnxruntime-gpu needs from 1.31 on (`libcudart.so.13`)."""
@@ -184,8 +184,8 @@ class Session:
         if len(self._inputs) != len(inputs) or ambiguous:
             found = ", ".join(f"{name} ({dtype})" for name, (dtype, _) in inputs.items())
             raise BundleError(
-                f"{self.path.name} has {found or 'no inputs'}, but one input of numbers is "
-                "expected, besides k",
+                f"{self.path.name} has {found or 'no inputs'}, but one numeric input is "
+                "expected besides k",
                 hint="run a graph that `moexport export` wrote",
             )
         self._sizes = facts.sizes
@@ -242,13 +242,13 @@ class Session:
         try:
             feeds = self.feeds(x, k)  # on a GPU, this copies
             if tensor is not None and tensor.is_cuda and self._runs is not None:
-                values = self._runs.run(names, feeds, stays=True)
+                values = self._runs.run(names, feeds, as_torch=True)
             else:
                 values = self.call(names, feeds)
         except MoexportError:
             raise
         except self.errors() as error:
-            raise self._failed(error, 1 if first is None else len(first)) from error
+            raise self._run_error(error, 1 if first is None else len(first)) from error
         if tensor is not None and not tensor.is_cuda:
             import torch
 
@@ -287,8 +287,8 @@ class Session:
         values: list[np.ndarray] = run(wanted, feeds)
         return values
 
-    def _failed(self, error: Exception, batch: int) -> EngineError:
-        """The error for a run that failed although its inputs fit."""
+    def _run_error(self, error: Exception, batch: int) -> EngineError:
+        """Returns the error for a run that failed although its inputs fit."""
         runtime, message = self.failure(error)
         if re.search("bad.alloc|[Ff]ailed to allocate memory|[Oo]ut of memory", message):
             return EngineError(
@@ -306,7 +306,7 @@ class Session:
     ) -> float | None:
         """Returns the GPU's time for a run without copies to and from it, by default of one output.
 
-        None on a CPU, and for a session opened without `SessionOptions.timed`.
+        None on a CPU or for a session opened without `SessionOptions.timed`.
         """
         wanted = list(outputs or self.output_names[:1])
         return None if self._runs is None else self._runs.gpu_ms(wanted, self.feeds(x, k))
@@ -357,8 +357,8 @@ class Session:
         """Ends the profile of `SessionOptions.profile`; returns its file (JSON)."""
         return Path(self._session.end_profiling())
 
-    def _for_checks(self, name: str, tensor: Any) -> np.ndarray:
-        """The array to check for a tensor: zeros of the same shape for floats on the GPU."""
+    def _array_to_check(self, name: str, tensor: Any) -> np.ndarray:
+        """Returns the array to check for a tensor: zeros of its shape for floats on the GPU."""
         device = tensor.device
         own = "cpu" if self._runs is None else "cuda:0"
         if device.type not in ("cpu", "cuda") or (device.type == "cuda" and str(device) != own):
@@ -374,7 +374,7 @@ class Session:
 
     def feeds(self, x: Any, k: int | None) -> dict[str, Any]:
         """Returns a run's inputs by name, checked and completed; raises the errors of `run`."""
-        check_given(k, takes_k=self.takes_k, what="graph")
+        check_k_given(k, takes_k=self.takes_k, what="graph")
         # The runtime returns zeros for k = 0, and only logs other invalid values.
         if k is not None and self._experts and not (k == int(k) and 1 <= k <= self._experts):
             raise UsageError(
@@ -383,7 +383,7 @@ class Session:
             )
         given = by_name(x, self._inputs)
         tensors = {n: t for n, value in given.items() if (t := tensor_of(value)) is not None}
-        checked = {n: self._for_checks(n, tensor) for n, tensor in tensors.items()}
+        checked = {n: self._array_to_check(n, tensor) for n, tensor in tensors.items()}
         arrays = completed({**given, **checked}, self._inputs)
         feeds: dict[str, Any] = {}
         for spec in self._inputs:
@@ -409,8 +409,8 @@ class Session:
                 valid = f"from {low} on" if high is None else f"from {low} to {high}"
                 given = f"{size} tokens" if axis == "tokens" else f"a {axis} of {size}"
                 raise FeedError(
-                    f"input '{spec.name}' has {given}, but the graph is valid {valid}; beyond, the "
-                    "network computes something else",
+                    f"input '{spec.name}' has {given}, but the graph is valid {valid}; "
+                    "beyond that, the network computes something else",
                     hint=f"export another graph with --{axis}",
                 )
 
@@ -428,7 +428,7 @@ _NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "tensor(float)": np.dtype(np.float32),
     "tensor(float16)": np.dtype(np.float16),
     "tensor(bool)": np.dtype(np.bool_),
-    **{f"tensor({name})": np.dtype(name) for name in WHOLE},
+    **{f"tensor({name})": np.dtype(name) for name in INTEGERS},
 }
 
 
@@ -526,7 +526,7 @@ def _settings(options: SessionOptions) -> ort.SessionOptions:
 
 
 def _gpu_runs(path: Path, options: SessionOptions) -> GpuRuns:
-    """The runner of a graph on a GPU, with the reason if repeated runs are not replayed."""
+    """Returns the runner of a graph on a GPU, with the reason if repeated runs are not replayed."""
     from .bundle.gpu_runs import GpuRuns, capture_refused
     from .tensorrt.cuda import Stream
 
@@ -589,7 +589,7 @@ def _open(
     ]
     try:
         content: str | bytes = str(path)
-        if (model := _changed(path, options)) is not None:
+        if (model := _modified(path, options)) is not None:
             folder = "session.model_external_initializers_file_folder_path"
             settings.add_session_config_entry(folder, str(path.parent))
             content = model.SerializeToString()
@@ -610,7 +610,7 @@ def _open(
 
 
 def _check_started(session: ort.InferenceSession, provider: str) -> None:
-    """Raises `EngineError` if another provider runs: none reports that it cannot start."""
+    """Raises `EngineError` if another provider runs: none reports a failed start."""
     started = session.get_providers()[0]
     if started == provider:
         return
@@ -634,13 +634,13 @@ def _check_nodes(graph: GraphProto, name: str) -> None:
         for attribute in node.attribute:
             if attribute.name == "batch_dims" and attribute.i < 0:
                 raise BundleError(
-                    f"{name}: {node.name} of {node.op_type} has {attribute.i} batch dimensions",
+                    f"{name}: {node.name} ({node.op_type}) has {attribute.i} batch dimensions",
                     hint="the graph is damaged: export again",
                 )
 
 
-def _changed(path: Path, options: SessionOptions) -> ModelProto | None:
-    """The graph with inner values as outputs, or in FP32 with its own rounding; None if unchanged.
+def _modified(path: Path, options: SessionOptions) -> ModelProto | None:
+    """Returns a modified graph: with inner values as outputs, or emulated in FP32; otherwise None.
 
     A BF16 graph is emulated on a CPU, which has no kernels for it, and an FP16 one on request: CPUs
     with FP16 arithmetic sum it in FP16. Weights are not loaded.

@@ -56,7 +56,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """softmax(q·kᵀ·scale)·v as five nodes; masks and grouped heads use PyTorch's translation."""
+    """Computes softmax(q·kᵀ·scale)·v in five nodes; masks and grouped heads use PyTorch's nodes."""
     plain = attn_mask is None and not is_causal and not enable_gqa
     if not plain or query.shape is None or len(query.shape) != RANK:
         return torchlib.aten_scaled_dot_product_attention(
@@ -131,7 +131,7 @@ class BagsAsRows(TorchFunctionMode):
 def _reduced_rows(
     indices: Tensor, weight: Tensor, mode: str, scales: Tensor | None, padding: int | None
 ) -> Tensor:
-    """The rows of bags [b, m], looked up and reduced to [b, d]."""
+    """Returns the rows of bags [b, m], looked up and reduced to [b, d]."""
     rows = nn.functional.embedding(indices, weight)  # [b, m, d]
     if scales is not None:
         rows = rows * scales[..., None]
@@ -177,7 +177,7 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def name_nodes(graph: ir.Graph) -> None:
-    """Renames every node to `MODULE/OP` in place, and numbers further nodes of the same name."""
+    """Renames every node to `MODULE/OP` in place; adds a number to repeated names."""
     taken: set[str] = set()
     for node in graph:
         scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
@@ -222,9 +222,9 @@ class ValidSizes:
     """The sizes of its axes for which a trace is valid, as PyTorch's tracer reports them.
 
     `bounds` are the smallest and the largest size of an axis, None if unlimited. A `guard` is a
-    comparison of sizes that was made while tracing, as code in terms of axes. For sizes with
-    another result the network may compute something else, although usually only the memory layout
-    of its tensors differs. `traced` are the sizes of the trace.
+    comparison of sizes that was made while tracing, as code in terms of axes. For sizes at which
+    its result differs, the network may compute something else, although usually only the memory
+    layout of its tensors differs. `traced` are the sizes of the trace.
     """
 
     bounds: Mapping[str, tuple[int, int | None]]
@@ -322,7 +322,7 @@ def _valid_sizes(
     traced: Mapping[str, int],
     fixed: Mapping[str, int],
 ) -> ValidSizes:
-    """The sizes for which a PyTorch program is valid."""
+    """Returns the sizes for which a PyTorch program is valid."""
     users = set(program.graph_signature.user_inputs)
     values = [node.meta.get("val") for node in program.graph.nodes if node.name in users]
     symbols: dict[str, Any] = {}
@@ -342,7 +342,7 @@ def _valid_sizes(
                 continue  # a sum of axes of other inputs
             symbols[str(symbol)] = axis, int(factor)
             ranges = environment.var_to_range[symbol]
-            # The trace never covers a size of 1, or of one group: graphs are compared there.
+            # PyTorch's bounds exclude a size of 1, or one group; graphs are compared at these.
             least, high = int(ranges.lower), None
             low = 1 if least <= TRACED_BATCH else least * int(factor)
             if ranges.upper.is_integer and ranges.upper < sys.maxsize - 1:
@@ -357,7 +357,7 @@ def _valid_sizes(
 
 
 def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[CodeType, ...]:
-    """The comparisons that the tracer made, in terms of axes; others are left out."""
+    """Returns the comparisons that the tracer made, in terms of axes; others are left out."""
     by_code: dict[str, CodeType] = {}
     deferred = environment.deferred_runtime_asserts.values()
     for guard in (*environment.guards, *chain.from_iterable(deferred)):
@@ -374,7 +374,7 @@ def _guards(environment: Any, symbols: Mapping[str, tuple[str, int]]) -> tuple[C
 
 
 def _reason(cause: BaseException) -> tuple[str, str]:
-    """The reason why PyTorch could not trace a network, and the start of a hint, if any.
+    """Returns the reason why PyTorch could not trace a network, and the start of any hint.
 
     The first error has the reason; the errors chained to it name only the step.
     """
@@ -395,7 +395,7 @@ def _reason(cause: BaseException) -> tuple[str, str]:
         modules = [path for path, _ in node.meta.get("nn_module_stack", {}).values() if path]
         where = f" in {modules[-1]}" if modules else ""
         hint = "write it with other operators, or leave that part out of the network; "
-        return f"the operator {node.target}{where} has no form in ONNX", hint
+        return f"the operator {node.target}{where} has no ONNX equivalent", hint
     text = f"{type(first).__name__}: {first}"
     if "DataDependent" in text or "data-dependent" in text:
         reason = "a branch of its forward, or a size, depends on the values of its inputs"
@@ -427,7 +427,7 @@ def _program(
     *,
     opset: int,
 ) -> ir.Model:
-    """The graph of a network that takes and returns tensors, made by PyTorch's own exporter."""
+    """Returns the graph that PyTorch's exporter makes of a network."""
     examples = model.zeros(sizes)
     # Equal names are one axis, wherever they occur.
     axes = {
@@ -517,7 +517,7 @@ PYTORCH = str(Path(torch.__file__).parent)
 
 
 def _line_with_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes: Any) -> str:
-    """The line of a network's code that turns a symbolic size into a number.
+    """Returns the line of a network's code that turns a symbolic size into a number.
 
     It traces the network again and watches the calls, which takes several times longer.
     """
@@ -560,8 +560,8 @@ def _check_dynamic(
             if axis < len(sizes) and isinstance(sizes[axis], int):
                 of_batch = spec.shape[axis] == BATCH
                 raise TraceError(
-                    f"the network uses the {spec.shape[axis]} of its {spec.name} as a number, "
-                    f"{sizes[axis]} while it is traced, so the graph would run for that size "
+                    f"the network uses the {spec.shape[axis]} of its {spec.name} as a number "
+                    f"({sizes[axis]} while it is traced), so the graph would run for that size "
                     f"alone{line()}",
                     hint=f"use x.shape[{axis}] directly: no len(x), no int(…) and no loop over it"
                     + ("; or export for one size with --batch N" if of_batch else ""),

@@ -110,7 +110,7 @@ def _lower(
     }
     facts |= {name: fact for name, fact in optional.items() if fact}
     model.metadata_props[METADATA] = json.dumps(facts)
-    # The same for people: viewers show it next to the graph.
+    # The same facts for people: viewers show them next to the graph.
     about = f"{job.model.family} for {options.target} in {options.precision}"
     model.doc_string = f"{about}, exported by moexport {model.producer_version}"
     about_layers = {
@@ -122,7 +122,7 @@ def _lower(
 
 
 def _valid_sizes(plan: Plan) -> dict[str, tuple[int, int | None]]:
-    """The sizes of axes within which the graph computes the same as the network."""
+    """Returns the ranges of sizes for which the graph computes the same as the network."""
     valid = valid_sizes(plan.traced)
     limits = plan.job.model.limits
     bounds = {axis: valid.between(axis) for axis in plan.job.axis_ranges}
@@ -215,7 +215,7 @@ def _notes(plan: Plan, parities: Mapping[str, Parity]) -> list[str]:
 
 
 def _layer_record(layer: AnyPlan, lowered: Lowered, trained: Mapping[str, MoELayer]) -> LayerRecord:
-    """The record of a written layer; `trained` has the model's layers before its edits."""
+    """Returns the record of a written layer; `trained` has the model's layers before its edits."""
     experts = trained[layer.name].spec.experts if layer.name in trained else layer.spec.experts
     return LayerRecord(
         **layer.to_json(),
@@ -225,7 +225,7 @@ def _layer_record(layer: AnyPlan, lowered: Lowered, trained: Mapping[str, MoELay
 
 
 def _written_spec(spec: TensorSpec, job: ExportJob) -> TensorSpec:
-    """The spec of a model's input or output in the graphs that an export writes."""
+    """Returns the spec of a model's input or output in the graphs that an export writes."""
     dtype = spec.dtype
     if dtype == "float32" and spec.name != STEER_INPUT:
         narrow = job.options.narrow_cache and is_cached(spec.name)
@@ -244,7 +244,7 @@ def _written_spec(spec: TensorSpec, job: ExportJob) -> TensorSpec:
 
 
 def _added_spec(value: ir.Value) -> TensorSpec:
-    """The spec of an output that the network does not have: the choices of a layer."""
+    """Returns the spec of an output that the network does not have: the choices of a layer."""
     assert value.dtype is not None and value.shape is not None
     sizes = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
     return TensorSpec(str(value.name), str(value.dtype.numpy()), sizes)

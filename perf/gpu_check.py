@@ -43,8 +43,8 @@ from moexport.exporter.bundle.parity import (
     Parity,
     Reference,
     compare,
-    on_gpu,
-    recorded,
+    gpu_bounds,
+    stored_bounds,
 )
 from moexport.exporter.session import PROVIDERS, Session, SessionOptions
 from moexport.exporter.tensorrt import cache, cuda
@@ -556,7 +556,7 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
         if (each.graph, each.flavour) == (unit.graph, unit.runner)
     )
     with EngineSession(built.path / record.file, trust=True, eager=True) as session:
-        bounds = on_gpu(recorded(built.manifest.parity, unit.precision), unit.precision)
+        bounds = gpu_bounds(stored_bounds(built.manifest.parity, unit.precision), unit.precision)
         parity = engine_parity(session, built.manifest, record, expected, bounds)
         times = list(timed(session, expected.x, unit.ks, session.gpu_ms))
         captured = session.recorded
@@ -575,7 +575,7 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
 
 def check_graph(bundle: moexport.Bundle, unit: Unit) -> Checked:
     """Checks a bundle's main graph in a provider."""
-    tolerance = on_gpu(TOLERANCES[unit.precision], unit.precision)
+    tolerance = gpu_bounds(TOLERANCES[unit.precision], unit.precision)
     expected = without_ties(Reference.load(bundle.path / PARITY_FILE), tolerance.tie)
     provider = PROVIDERS[unit.runner.removeprefix("onnxruntime-")]
     session = bundle.session(options=SessionOptions(provider))

@@ -37,7 +37,7 @@ from moexport.common.text import table
 from moexport.common.writing import write_text
 from moexport.errors import one_line
 from moexport.exporter.bundle.gpu_runs import UNCAPTURED
-from moexport.exporter.bundle.parity import TOLERANCES, on_gpu
+from moexport.exporter.bundle.parity import TOLERANCES, gpu_bounds
 from moexport.exporter.model import Model
 from moexport.exporter.session import CPU, CUDA, Session, SessionOptions
 from moexport.graphs.lowerings import lowerings_of
@@ -206,7 +206,7 @@ def largest(y: np.ndarray, wanted: np.ndarray) -> float:
 
 def bound_of(precision: Precision) -> float:
     """Returns the largest permitted difference of outputs on a GPU, relative to max|y|."""
-    return on_gpu(TOLERANCES[precision], precision).rtol
+    return gpu_bounds(TOLERANCES[precision], precision).rtol
 
 
 # --- moexport's graphs ---------------------------------------------------------------------------

@@ -565,7 +565,7 @@ def test_a_third_party_runtime_gets_its_options_and_others_refuse_them(tmp_path:
     words = ("run", str(bundle.path), "-i", str(x), "-o", str(y), "--colour", "blue")
     done = with_theirs(words, tmp_path)
     assert done.returncode == 2
-    assert "colour='blue': an option of Their runtime" in done.stderr
+    assert "colour='blue' is an option of Their runtime" in done.stderr
     done = with_theirs((*words, "--engine", "mine"), tmp_path)
     assert (done.returncode, done.stdout) == (0, "colour blue\n")
     assert y.exists()

@@ -20,8 +20,8 @@ from ...data.batches import Feed, rebatched
 from ...data.user_code import names_code
 from ...errors import CalibrationError, LoweringError, MoexportError, ParityError, UsageError
 from ...exporter.bundle.manifest import MANIFEST_FILE
-from ...exporter.bundle.parity import GPU_RTOL, TOLERANCES, Tolerance, on_gpu, recorded
-from ...exporter.export import found_ranges
+from ...exporter.bundle.parity import GPU_RTOL, TOLERANCES, Tolerance, gpu_bounds, stored_bounds
+from ...exporter.export import ranges_for
 from ...exporter.inputs import random_arrays
 from ...exporter.job import ExportJob, export_job, layers_to_plan
 from ...exporter.model import Model
@@ -282,7 +282,7 @@ class _Exporter:
         key = id(computed), job.options.least_opset, frozenset(job.fixed.items())
         if key not in self.traces:
             self.traces[key] = trace(job.model, opset=job.options.least_opset, fixed=job.fixed)
-        return plan_traced(job, self.traces[key], found_ranges(job, self.traces[key]))
+        return plan_traced(job, self.traces[key], ranges_for(job, self.traces[key]))
 
     def _choose_graphs(
         self, planned: Plan, jobs: Sequence[ExportJob], options: ExportOptions
@@ -432,10 +432,10 @@ def _bounds(
     on_cpu = runtime.provider == "cpu"
     bounds = default
     if inexact or not on_cpu:
-        bounds = on_gpu(default, precision, tf32=not on_cpu)
+        bounds = gpu_bounds(default, precision, tf32=not on_cpu)
     if parity is None:
         return bounds
-    recorded_bounds = recorded(parity, precision)
+    recorded_bounds = stored_bounds(parity, precision)
     return replace(bounds, atol=recorded_bounds.atol, rtol=max(bounds.rtol, recorded_bounds.rtol))
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ...common.writing import scratch_folder
 from ...data.batches import Array
-from ...exporter.bundle.runtimes import RUNTIMES, opened
+from ...exporter.bundle.runtimes import RUNTIMES, open_graph
 from ...exporter.inputs import Inputs
 from ...exporter.session import GraphSession, Session, SessionOptions
 from ...graphs.names import is_score
@@ -118,4 +118,4 @@ class SessionLoader(GraphLoader[GraphRunner]):
 
     def _session(self, **changes: Any) -> Session:
         options = replace(self.options, threads=self.graph.threads, **changes)
-        return opened(self.graph.path, options)
+        return open_graph(self.graph.path, options)

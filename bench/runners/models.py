@@ -62,7 +62,7 @@ class TorchLoader(Loader):
         return kind.loader(run)
 
     def __reduce__(self) -> tuple[type[TorchLoader], tuple[object, ...]]:
-        if self.model is None or not self.model.source.elsewhere:
+        if self.model is None or not self.model.source.loads_elsewhere:
             raise TypeError("a model without a source cannot be opened by another process")
         source, by_code = self.model.source, names_code(self.model.source.path)
         request = LoadRequest(

@@ -17,7 +17,7 @@ from ...common.libraries import keep_compiled_code_private
 from ...data.batches import Array
 from ...errors import FeedError
 from ...exporter.inputs import Inputs, completed
-from ...exporter.model import OURS, Host, Model, TensorSpec
+from ...exporter.model import CORE_HOST, Host, Model, TensorSpec
 from ...exporter.reference import all_outputs
 from ...graphs.layers.base import Algorithm, moe_layers, recorded_choices, sharing_weights
 from ...graphs.layers.margins import routed_margins
@@ -47,7 +47,7 @@ class PyTorch(Runner):
     """
 
     def __init__(
-        self, module: nn.Module, ports: Sequence[TensorSpec] = (), host: Host = OURS
+        self, module: nn.Module, ports: Sequence[TensorSpec] = (), host: Host = CORE_HOST
     ) -> None:
         self.module, self.ports, self.host = module, ports, host
 
@@ -105,7 +105,7 @@ class PyTorchOnGpu(PyTorch):
     """
 
     def __init__(
-        self, module: nn.Module, ports: Sequence[TensorSpec] = (), host: Host = OURS
+        self, module: nn.Module, ports: Sequence[TensorSpec] = (), host: Host = CORE_HOST
     ) -> None:
         super().__init__(module, ports, host)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

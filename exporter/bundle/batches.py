@@ -17,7 +17,7 @@ from .manifest import Manifest
 class SessionByBatch(Session):
     """Several graphs of one model, each for some batch sizes; `path` is their folder.
 
-    `opened` opens a graph when its first batch arrives. The graph stays open, with its packed
+    `open_graph` opens a graph when its first batch arrives. The graph stays open, with its packed
     weights in memory.
     """
 
@@ -26,13 +26,13 @@ class SessionByBatch(Session):
         path: Path,
         options: SessionOptions,
         manifest: Manifest,
-        opened: Callable[[str], Session],
+        open_graph: Callable[[str], Session],
     ) -> None:
         self.path, self.options = path, options
         self.input_name = manifest.inputs[0].name
         self.output_names = [spec.name for spec in manifest.outputs]
         self.takes_k = manifest.k == "input"
-        self._manifest, self._opened = manifest, opened
+        self._manifest, self._open_graph = manifest, open_graph
         self._sessions: dict[str, Session] = {}
         self._last: Session | None = None
         self._opening = Lock()
@@ -42,7 +42,7 @@ class SessionByBatch(Session):
         name = self._manifest.graph_for(size).file
         with self._opening:
             if name not in self._sessions:
-                self._sessions[name] = self._opened(name)
+                self._sessions[name] = self._open_graph(name)
             return self._sessions[name]
 
     @property

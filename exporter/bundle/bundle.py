@@ -14,7 +14,7 @@ from ...errors import BundleError, EngineError, UsageError
 from ...graphs.targets import TARGETS, for_cpus, runtime_of
 from ..session import Session, SessionOptions
 from .manifest import Check, GraphRecord, Manifest, external_files, local_bundle
-from .runtimes import RUNTIMES, check_options, opened
+from .runtimes import RUNTIMES, check_options, open_graph
 
 if TYPE_CHECKING:
     from ...data.batches import Feed
@@ -89,10 +89,10 @@ class Bundle:
             provider: ONNX Runtime's execution provider, `cpu`, `cuda` or `tensorrt`. Default: cpu.
             threads: The number of threads. Default: the runtime's choice.
             spin_ms: How long threads spin after a call, waiting for the next one. Default: the
-                runtime's choice, some 35 ms; with 0 they sleep, and leave the cores to others.
+                runtime's choice, about 35 ms; with 0 they sleep and leave the cores to others.
             prepack: Keep a re-ordered copy of each weight: faster, but in twice the memory.
                 Default: True.
-            profile: Time every node, and write a file with this prefix. Default: no file.
+            profile: Time every node and write a file with this prefix. Default: no file.
             cuda_graphs: Replay repeated runs on `cuda` as CUDA graphs. Default: True.
             of_plugins: Options of the runtime's plugin, as its page and the help of `run` list
                 them.
@@ -120,20 +120,20 @@ class Bundle:
             "of_plugins": {n: each for n, each in of_plugins.items() if each is not None} or None,
         }
         given = {name: value for name, value in keywords.items() if value is not None}
-        return self._opened(graph, replace(options, **given))
+        return self._open_session(graph, replace(options, **given))
 
-    def _opened(self, graph: str | None, options: SessionOptions) -> Session:
-        """The named graph or, without a name, a session of all graphs for several batch sizes."""
+    def _open_session(self, graph: str | None, options: SessionOptions) -> Session:
+        """Returns a session of the named graph or, without a name, of all graphs by batch size."""
         check_options(options)
         RUNTIMES[options.runtime].check_graphs(self.manifest, self.path)
         of_one_graph = options.observe is not None or options.profile is not None
         if graph is not None or of_one_graph or not self.graph().batches:
-            return opened(self.graph_file(graph), options)
+            return open_graph(self.graph_file(graph), options)
         from .batches import SessionByBatch  # few bundles have several graphs
 
         self.graph_file()  # reports damage now, as for a bundle with one graph
         return SessionByBatch(
-            self.path, options, self.manifest, lambda file: opened(self.graph_file(file), options)
+            self.path, options, self.manifest, lambda n: open_graph(self.graph_file(n), options)
         )
 
     def graph_file(self, graph: str | None = None) -> Path:
@@ -145,10 +145,10 @@ class Bundle:
         from google.protobuf.message import DecodeError
 
         file = self.path / self.graph(graph).file
-        self.check_whole([file.name])
+        self.check_files([file.name])
         if self.check:
             try:
-                self.check_whole(sorted(external_files(onnx.load(file, load_external_data=False))))
+                self.check_files(sorted(external_files(onnx.load(file, load_external_data=False))))
             except DecodeError as error:
                 raise BundleError(f"{file}: not an ONNX graph ({error})") from error
         return file
@@ -223,7 +223,7 @@ class Bundle:
             self.path, self.manifest, atol=atol, rtol=rtol, trust_engine=trust_engine, data=data
         )
 
-    def check_whole(self, names: Iterable[str]) -> None:
+    def check_files(self, names: Iterable[str]) -> None:
         """Raises `BundleError` for a file that is missing or has changed since it was written."""
         for name in names:
             path, known = self.path / name, self.manifest.files.get(name)

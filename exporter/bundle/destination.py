@@ -27,8 +27,8 @@ from .manifest import MANIFEST_FILE
 def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) -> None:
     """Raises `BundleError`, before any work is done, if a bundle cannot be written there.
 
-    An empty folder may be replaced and, with `force`, a bundle that contains no files of the
-    user's. Anything else is never replaced.
+    An empty folder may be replaced; with `force`, so may a bundle that contains none of the user's
+    own files. Anything else is never replaced.
     """
     try:
         destination.lstat()
@@ -40,7 +40,7 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
     if present:
         if not destination.is_dir():
             raise BundleError(
-                f"{destination}: a file of this name exists", hint="choose another -o"
+                f"{destination}: a file with this name exists", hint="choose another -o"
             )
         listed = _files_of_bundle(destination)
         if listed is None and any(destination.iterdir()):
@@ -50,8 +50,8 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
             )
         if listed is not None and not force:
             raise BundleError(
-                f"{destination}: a bundle exists there",
-                hint="--force replaces it in the end",
+                f"{destination}: a bundle already exists there",
+                hint="--force replaces it when the export succeeds",
             )
         others = others_in(destination, listed or ())
         if others:
@@ -69,7 +69,7 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
     find_temporary_folder(parent)
     if needed_bytes and (free := shutil.disk_usage(parent).free) < needed_bytes:
         raise BundleError(
-            f"{parent}: no space: the bundle needs {needed_bytes / 1e6:.0f} MB, but only "
+            f"{parent}: not enough space: the bundle needs {needed_bytes / 1e6:.0f} MB, but only "
             f"{free / 1e6:.0f} MB are free",
             hint="free some space or choose another -o",
         )
@@ -80,8 +80,8 @@ def others_in(folder: Path, files: Collection[str]) -> list[str]:
     known = {MANIFEST_FILE, *files}
     folders = {str(parent) for name in known for parent in PurePosixPath(name).parents}
 
-    def others(place: Path) -> Iterator[str]:
-        for path in place.iterdir():
+    def others(subfolder: Path) -> Iterator[str]:
+        for path in subfolder.iterdir():
             name = path.relative_to(folder).as_posix()
             if name in folders:
                 yield from others(path)
@@ -100,13 +100,13 @@ def atomic_directory(destination: Path, *, force: bool) -> Iterator[Path]:
     is lacking, `OutputError` if a parent folder cannot be made.
     """
     check_destination(destination, force=force)
-    place = destination.resolve()
+    target = destination.resolve()
     try:
-        with made_folder(place.parent), temporary_folder(place) as partial:
+        with made_folder(target.parent), temporary_folder(target) as partial:
             yield partial
             # another export may have finished meanwhile
             check_destination(destination, force=force)
-            replace_folder(partial, place)
+            replace_folder(partial, target)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise BundleError(
@@ -119,7 +119,7 @@ def atomic_directory(destination: Path, *, force: bool) -> Iterator[Path]:
 
 
 def _files_of_bundle(folder: Path) -> set[str] | None:
-    """The files of the bundle in this folder; None if it is not a bundle.
+    """Returns the files of the bundle in this folder; None if it is not a bundle.
 
     Other programs also write a `manifest.json`.
     """

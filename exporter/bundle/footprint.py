@@ -12,7 +12,7 @@ from ...graphs.targets import for_cpus, runtime_of
 from ..session import SessionOptions
 from .manifest import Manifest
 from .parity import PARITY_FILE, Reference
-from .runtimes import opened
+from .runtimes import open_graph
 
 CALLS = 2
 
@@ -24,7 +24,7 @@ def with_peak_memory(directory: Path, manifest: Manifest) -> Manifest:
     """
     if not for_cpus(manifest.target) or not (directory / PARITY_FILE).is_file():
         return manifest
-    batch = manifest.batches.opt if manifest.batches.fixed else manifest.together
+    batch = manifest.batches.opt if manifest.batches.fixed else manifest.group_size
     graph, runtime = manifest.graph_for(batch).file, runtime_of(manifest.target)
     child = subprocess.run(
         [sys.executable, "-m", __name__, directory, graph, runtime, str(batch), manifest.k],
@@ -35,14 +35,14 @@ def with_peak_memory(directory: Path, manifest: Manifest) -> Manifest:
     )
     if child.returncode or not child.stdout.strip().isdigit():
         why = child.stderr.strip().rpartition("\n")[2] or f"it exited with code {child.returncode}"
-        note = f"the memory of one input could not be measured: {why}"
+        note = f"the memory for one input could not be measured: {why}"
         return replace(manifest, notes=[*manifest.notes, note])
     return replace(manifest, peak_memory_bytes=int(child.stdout) or None)
 
 
 def _main(directory: Path, graph: str, runtime: str, batch: int, k: str) -> None:
     expected = Reference.load(directory / PARITY_FILE)
-    session = opened(directory / graph, SessionOptions(runtime=runtime))
+    session = open_graph(directory / graph, SessionOptions(runtime=runtime))
     feeds = expected.feeds(session.input_name, batch)
     for _ in range(CALLS):
         session.run(feeds, expected.main_k if k == "input" else None)

@@ -1,6 +1,6 @@
 """Runs an ONNX Runtime session with data on a GPU, and replays repeated runs as CUDA graphs.
 
-A run launches hundreds of kernels, which take some 4 µs each. A run that is repeated with the same
+A run launches hundreds of kernels, which take about 4 µs each. A run that is repeated with the same
 shapes and k is captured as a CUDA graph, and from then on replayed by one launch: the run option
 `gpu_graph_id` names the graph. Limits of ONNX Runtime determine the design of this file:
 
@@ -48,7 +48,7 @@ DATA_SIZES = ("NonZero", "Unique", "Compress", "NonMaxSuppression")
 """Ops with a data-dependent output size, for which the CPU waits."""
 
 UNCAPTURED = ("conditional", "grouped")
-"""The lowerings with control flow or such ops."""
+"""The lowerings with control flow or such ops, which cannot be captured."""
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ def why_refused(message: str) -> str | None:
 
 
 def nodes_on_cpu(session: ort.InferenceSession) -> str:
-    """Returns a list of the ops that a session runs on the CPU; empty if it is unknown."""
+    """Returns the ops that a session runs on the CPU, as text; empty if unknown."""
     try:
         parts = session.get_provider_graph_assignment_info()
     except Exception:  # noqa: BLE001  a version or build without such a record
@@ -87,13 +87,13 @@ class CaptureLock:
     def __init__(self) -> None:
         self._changed = Condition()
         self._running = 0
-        self._alone = False
+        self._capturing = False
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Holds the lock for a run; waits for a capture to end."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._alone)
+            self._changed.wait_for(lambda: not self._capturing)
             self._running += 1
         try:
             yield
@@ -103,17 +103,17 @@ class CaptureLock:
                 self._changed.notify_all()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Holds the lock for a capture; waits for running calls to end, and blocks others."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._alone)
-            self._alone = True
+            self._changed.wait_for(lambda: not self._capturing)
+            self._capturing = True
             self._changed.wait_for(lambda: not self._running)
         try:
             yield
         finally:
             with self._changed:
-                self._alone = False
+                self._capturing = False
                 self._changed.notify_all()
 
 
@@ -134,28 +134,28 @@ class _Graph:
 class GpuRuns:
     """Runs a session with its values on a device; `refused` is why it captures no graphs.
 
-    `opened` opens the session, with or without graphs. Any number of threads may call: a session
-    with graphs runs one call at a time. The first calling thread runs its own calls; those of all
-    others run in one additional thread, since a graph belongs to a thread. `device` is the CPU in
-    tests only; `stream` is the one on which calls can be timed.
+    `open_session` opens the session, with or without graphs. Any number of threads may call: a
+    session with graphs runs one call at a time. The first calling thread runs its own calls; those
+    of all others run in one additional thread, since a graph belongs to a thread. `device` is the
+    CPU in tests only; `stream` is the one on which calls can be timed.
     """
 
     def __init__(
         self,
-        opened: Callable[[bool], ort.InferenceSession],
+        open_session: Callable[[bool], ort.InferenceSession],
         refused: str | None,
         *,
         device: str = "cuda",
         stream: Stream | None = None,
     ) -> None:
-        self._opened, self.device, self._stream = opened, device, stream
+        self._open_session, self.device, self._stream = open_session, device, stream
         self.refused = refused
         self.replayed = False
         self._lock, self._opening = Lock(), Lock()
         self._first: int | None = None
         self._others: ThreadPoolExecutor | None = None
         self._graphs: dict[GraphKey, _Graph] = {}
-        self._single: OrderedDict[GraphKey, list[tuple[list[int], int]]] = OrderedDict()
+        self._run_once: OrderedDict[GraphKey, list[tuple[list[int], int]]] = OrderedDict()
         """The outputs (shape, element type) of runs that happened once."""
         self._session: ort.InferenceSession | None = None
         with CAPTURING.shared():
@@ -169,9 +169,9 @@ class GpuRuns:
                 self._session = self._open()
             return self._session
 
-    def run(self, wanted: Sequence[str], feeds: Feeds, *, stays: bool = False) -> list[Any]:
-        """Returns outputs: numpy arrays, or with `stays` torch tensors on the device."""
-        return self._in_turn(lambda thread: self._run(thread, wanted, feeds, stays=stays))
+    def run(self, wanted: Sequence[str], feeds: Feeds, *, as_torch: bool = False) -> list[Any]:
+        """Returns outputs: numpy arrays, or with `as_torch` torch tensors on the device."""
+        return self._in_turn(lambda thread: self._run(thread, wanted, feeds, as_torch=as_torch))
 
     def run_values(
         self, wanted: Sequence[str], values: Mapping[str, ort.OrtValue]
@@ -195,7 +195,7 @@ class GpuRuns:
         if self._stream is None:
             return None
         stream = self._stream
-        return self._in_turn(lambda thread: self._timed(thread, wanted, feeds, stream))
+        return self._in_turn(lambda thread: self._time(thread, wanted, feeds, stream))
 
     def _in_turn(self, call: Callable[[object], T]) -> T:
         """Makes a call in a thread that may run graphs, or in this one if the session has none."""
@@ -216,11 +216,11 @@ class GpuRuns:
         return others.submit(locked).result()
 
     def _run(
-        self, thread: object, wanted: Sequence[str], feeds: Feeds, *, stays: bool
+        self, thread: object, wanted: Sequence[str], feeds: Feeds, *, as_torch: bool
     ) -> list[Any]:
         key = _key(thread, wanted, feeds)
         graph = self._graphs.get(key)
-        if graph is None and key in self._single and len(self._graphs) < GRAPHS:
+        if graph is None and key in self._run_once and len(self._graphs) < GRAPHS:
             graph = self._capture(key, wanted, feeds)
         elif graph is not None:
             with CAPTURING.shared():
@@ -228,12 +228,12 @@ class GpuRuns:
                 self.session.run_with_iobinding(graph.binding, graph.options)
         with CAPTURING.shared():
             if graph is None:
-                return self._plain(key, wanted, feeds, stays=stays)
+                return self._run_plain(key, wanted, feeds, as_torch=as_torch)
             self.replayed = True
-            return [_copied(value, stays=stays) for value in graph.outputs]
+            return [_copy(value, as_torch=as_torch) for value in graph.outputs]
 
-    def _plain(
-        self, key: GraphKey, wanted: Sequence[str], feeds: Feeds, *, stays: bool
+    def _run_plain(
+        self, key: GraphKey, wanted: Sequence[str], feeds: Feeds, *, as_torch: bool
     ) -> list[Any]:
         """Runs without a capture, and records the outputs under the key."""
         binding, bound = self.session.io_binding(), []
@@ -242,10 +242,10 @@ class GpuRuns:
         outputs = self._outputs(binding, wanted)
         self.replayed = False
         if self.refused is None:
-            self._single[key] = [(y.shape(), y.element_type()) for y in outputs]
-            if len(self._single) > REMEMBERED:
-                self._single.popitem(last=False)
-        return [_torch_view(y) if stays else y.numpy() for y in outputs]
+            self._run_once[key] = [(y.shape(), y.element_type()) for y in outputs]
+            if len(self._run_once) > REMEMBERED:
+                self._run_once.popitem(last=False)
+        return [_torch_view(y) if as_torch else y.numpy() for y in outputs]
 
     def _outputs(self, binding: ort.IOBinding, wanted: Sequence[str]) -> list[ort.OrtValue]:
         for name in wanted:
@@ -275,19 +275,19 @@ class GpuRuns:
 
         failures: tuple[type[Exception], ...] = (RuntimeError, *runtime_errors())
         try:
-            with CAPTURING.alone():
-                graph = self._prepared(str(len(self._graphs) + 1), key, wanted, feeds)
+            with CAPTURING.exclusive():
+                graph = self._prepare(str(len(self._graphs) + 1), key, wanted, feeds)
                 # This makes three runs: two plain ones, which allocate all memory, and the capture.
                 self.session.run_with_iobinding(graph.binding, graph.options)
         except failures as error:
             self._give_up(message_of(error))
             return None
         self._graphs[key] = graph
-        del self._single[key]
+        del self._run_once[key]
         return graph
 
-    def _prepared(self, name: str, key: GraphKey, wanted: Sequence[str], feeds: Feeds) -> _Graph:
-        """A graph with the `gpu_graph_id` `name`, its values bound and filled with these inputs."""
+    def _prepare(self, name: str, key: GraphKey, wanted: Sequence[str], feeds: Feeds) -> _Graph:
+        """Returns a graph with the `gpu_graph_id` `name`, bound to buffers with these inputs."""
         from ...common.onnx_runtime import ort
 
         def buffer(shape: Sequence[int], element: Any) -> ort.OrtValue:
@@ -297,7 +297,7 @@ class GpuRuns:
         inputs = {
             n: buffer(value.shape, _numpy_type(value)) for n, value in feeds.items() if n != K_INPUT
         }
-        outputs = [buffer(shape, element) for shape, element in self._single[key]]
+        outputs = [buffer(shape, element) for shape, element in self._run_once[key]]
         for n, value in inputs.items():
             binding.bind_ortvalue_input(n, value)
         for n, value in zip(wanted, outputs, strict=True):
@@ -319,13 +319,13 @@ class GpuRuns:
                 view.copy_(value)
                 _wait_for(view)
 
-    def _timed(self, thread: object, wanted: Sequence[str], feeds: Feeds, stream: Stream) -> float:
+    def _time(self, thread: object, wanted: Sequence[str], feeds: Feeds, stream: Stream) -> float:
         from ..tensorrt.cuda import elapsed_ms
 
         key = _key(thread, wanted, feeds)
         for _ in range(2):  # the second is the capture
             if self.refused is None and key not in self._graphs:
-                self._run(thread, wanted, feeds, stays=False)
+                self._run(thread, wanted, feeds, as_torch=False)
         graph = self._graphs.get(key)
         with CAPTURING.shared():
             if graph is None:
@@ -354,24 +354,24 @@ class GpuRuns:
 
     def _open(self) -> ort.InferenceSession:
         if self.refused is not None:
-            return self._opened(False)
+            return self._open_session(False)
         try:
-            session = self._opened(True)
+            session = self._open_session(True)
         except EngineError as error:
             self.refused = why_refused(str(error))
             if self.refused is None:
                 raise
-            session = self._opened(False)
+            session = self._open_session(False)
             self.refused += nodes_on_cpu(session)
             return session
-        self.refused = _read_on_cpu(session) if self.device != "cpu" else None
-        return session if self.refused is None else self._opened(False)
+        self.refused = _why_not_replayed(session) if self.device != "cpu" else None
+        return session if self.refused is None else self._open_session(False)
 
     def _give_up(self, message: str) -> None:
         """Stops capturing and drops the session: after a failed capture its state is undefined."""
         self.refused = f"capturing a CUDA graph failed: {message}"
         self._graphs.clear()
-        self._single.clear()
+        self._run_once.clear()
         self._session = None  # frees its memory before another one is opened
         warnings.warn(
             f"{self.refused}; the session runs kernel by kernel from now on",
@@ -381,14 +381,14 @@ class GpuRuns:
 
 
 def _key(thread: object, wanted: Sequence[str], feeds: Feeds) -> GraphKey:
-    """The key of a graph: the thread, the outputs, every input's shape, and k."""
+    """Returns the key of a graph: the thread, the outputs, every input's shape, and k."""
     shapes = tuple((name, tuple(value.shape)) for name, value in feeds.items() if name != K_INPUT)
     k = int(feeds[K_INPUT][0]) if K_INPUT in feeds else None
     return (thread, tuple(wanted), shapes, k)
 
 
-def _read_on_cpu(session: ort.InferenceSession) -> str | None:
-    """The reason if a replay would ignore an input: one other than k is read on the CPU."""
+def _why_not_replayed(session: ort.InferenceSession) -> str | None:
+    """Returns why a replay would ignore an input: one other than k is read on the CPU."""
     inputs = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
     for value, memory in inputs:
         if value.name != K_INPUT and memory.name in ("Cpu", "CudaPinned"):
@@ -411,16 +411,16 @@ def _wait_for(tensor: Any) -> None:
 
 
 def _torch_view(value: ort.OrtValue) -> Any:
-    """A torch tensor that shares a value's memory."""
+    """Returns a torch tensor that shares a value's memory."""
     import torch
 
     tensor = torch.utils.dlpack.from_dlpack(value)
     return tensor.view(torch.bool) if value.data_type() == "tensor(bool)" else tensor
 
 
-def _copied(value: ort.OrtValue, *, stays: bool) -> Any:
-    """A copy of a graph's output, which the next replay overwrites."""
-    if stays:
+def _copy(value: ort.OrtValue, *, as_torch: bool) -> Any:
+    """Returns a copy of a graph's output, which the next replay overwrites."""
+    if as_torch:
         tensor = _torch_view(value).clone()
         _wait_for(tensor)
         return tensor
@@ -429,7 +429,7 @@ def _copied(value: ort.OrtValue, *, stays: bool) -> Any:
 
 
 def capture_refused(path: Path) -> str | None:
-    """Returns why the graph in a file cannot be captured, judging by its nodes, or None."""
+    """Returns why the graph in a file cannot be captured, judging by its nodes; None if it can."""
     import onnx
     from google.protobuf.message import DecodeError
 

@@ -157,7 +157,7 @@ class TensorSpec:
         return tuple(size for size in self.shape if isinstance(size, str))
 
     def concrete(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape with each dynamic axis replaced by its size in `sizes`, or by their sum."""
+        """Returns the shape with dynamic axes, and sums of them, replaced by their `sizes`."""
         return tuple(
             size
             if isinstance(size, int)
@@ -166,7 +166,7 @@ class TensorSpec:
         )
 
     def within(self, fixed: Mapping[str, int]) -> tuple[Dimension, ...]:
-        """The shape with the sizes of `fixed` axes filled in, also in sums: `past + 5`."""
+        """Returns the shape with the sizes of `fixed` axes filled in, also in sums: `past + 5`."""
         return tuple(
             size if isinstance(size, int) else axis_within(size, fixed) for size in self.shape
         )
@@ -242,7 +242,7 @@ class Tuning:
 
 
 class Fp32NodeRecord(TypedDict):
-    """A node of the backbone that stayed in FP32, and why; `usual` ones do in any model."""
+    """A node of the backbone that stayed in FP32, and why; `usual` ones do so in any model."""
 
     node: str
     op_type: str
@@ -267,7 +267,7 @@ class Numbers(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The whole record; `to_json` and `read` convert it to and from `manifest.json`."""
+    """The complete record; `to_json` and `read` convert it to and from `manifest.json`."""
 
     moexport: str
     created: str
@@ -314,7 +314,7 @@ class Manifest:
         return parse_range(size if isinstance(size, int) else known, "--batch")
 
     @property
-    def together(self) -> int:
+    def group_size(self) -> int:
         """The number of inputs that are computed together; batch sizes are multiples of it."""
         return self.inputs[0].groups_of or 1
 
@@ -324,7 +324,7 @@ class Manifest:
         return {layer.name: layer.experts for layer in self.layers}
 
     def to_json(self) -> str:
-        """The manifest as indented JSON, `schema` first and its own hash last."""
+        """Returns the manifest as indented JSON, `schema` first and its own hash last."""
         content = asdict(self)
         content["tuning"] = content["tuning"] or {}
         listed = ("layers", "graphs", "inputs", "outputs")
@@ -379,7 +379,7 @@ class Manifest:
         return min((g for g in self.graphs if g.batches), key=distance) if main.batches else main
 
     def _problems(self) -> Iterator[str]:
-        """Values of the correct type that no export writes."""
+        """Yields why values of the correct types are invalid: no export writes them."""
         for name in self.files:
             if not all(map(is_plain_name, name.split("/"))):
                 yield f"{name!r} is not the name of a file in the bundle's folder"
@@ -514,8 +514,8 @@ def tensors_in(message: Message) -> Iterator[TensorProto]:
     if message.DESCRIPTOR.name == "TensorProto":
         yield message
         return
-    for described, value in message.ListFields():
-        if described.message_type is not None:
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is not None:
             for child in (value,) if hasattr(value, "DESCRIPTOR") else value:
                 yield from tensors_in(child)
 

@@ -22,16 +22,16 @@ import onnx
 from ...common.documents import from_data
 from ...data.batches import rebatched
 from ...errors import BundleError, FeedError, ParityError
-from ..inputs import again
+from ..inputs import repeated_indices
 
 if TYPE_CHECKING:
     from ...graphs.targets import Precision
     from ..session import GraphSession
 
 PARITY_FILE = "parity.npz"
-MOST_KEPT = 32  # inputs in this file, if fewer do not reach every expert
+MAX_STORED = 32  # inputs in this file, unless fewer reach every expert
 MAX_BYTES_PER_K = 16 << 20  # of outputs in it for each other k; one input is always stored
-FEW = 8  # the most experts or layers that a message names
+MAX_LISTED = 8  # experts or layers that a message names
 
 # Relative to the k-th score, or to max|y|.
 TIE = 1e-5  # FP32 scores this close may be in either order
@@ -41,7 +41,7 @@ MIN_SCALE = 1e-3  # the smallest scale of an input's outputs, relative to quiet 
 
 # Shares of the inputs, or of the choices.
 OUTLIERS = 0.05  # that may be outliers, rounded down, if a precision allows any
-MOST_TIES = 0.75  # that may be ties, which are not compared
+MAX_TIED = 0.75  # that may be ties, which are not compared
 CHOICES_BY_CHANCE = 0.005  # that may differ, at least one, between graphs that round alike
 FEW_NUMBERS = 8  # fewer outputs may all be near zero by chance, and have no clear direction
 
@@ -74,8 +74,8 @@ class Tolerance:
     just one of the two dropped count, and `routing` is a share of tokens.
 
     A graph is also compared with the exact result for its own weights (`Rounded`): its distance
-    from this may be `roundings` times as large as the distance between this and PyTorch. If
-    `roundings` is below 1, a difference in the last bit of its floats is also allowed.
+    from that result may be `roundings` times as large as PyTorch's. If `roundings` is below 1, a
+    difference in the last bit of its floats is also allowed.
     """
 
     atol: float = 0.0
@@ -132,7 +132,7 @@ def tolerance_of(precision: str) -> Tolerance:
     return next(known, TOLERANCES["fp32"])
 
 
-def recorded(parity: Mapping[str, Any] | None, precision: str = "fp32") -> Tolerance:
+def stored_bounds(parity: Mapping[str, Any] | None, precision: str = "fp32") -> Tolerance:
     """Returns the bounds in a manifest's `parity`; without one, no difference is allowed.
 
     Bounds that an older manifest lacks are those of the precision. Raises `BundleError` for invalid
@@ -144,11 +144,11 @@ def recorded(parity: Mapping[str, Any] | None, precision: str = "fp32") -> Toler
     )
 
 
-def on_gpu(bounds: Tolerance, precision: str, *, tf32: bool = False) -> Tolerance:
+def gpu_bounds(bounds: Tolerance, precision: str, *, tf32: bool = False) -> Tolerance:
     """Returns the bounds of every comparison that runs on a GPU.
 
     FP32 may be `GPU_RTOL` off. TF32 keeps as many bits of a factor as FP16, and has its bounds. In
-    other precisions rounding exceeds the effect of the order of sums: their bounds are the same.
+    other precisions rounding exceeds the effect of the order of sums, so bounds are the same.
     """
     if precision != "fp32":
         return bounds
@@ -206,7 +206,7 @@ class Parity:
     ks: tuple[int, ...] = ()
     """Each k that was compared, if it is an input of the graph."""
     k: int | None = None
-    """The one of `ks` whose figures these are: the worst."""
+    """The worst of `ks`, whose figures these are."""
     batch: int | None = None
     """The batch size that misses the bounds, if the usual one meets them."""
     token_counts: tuple[int, ...] = ()
@@ -214,8 +214,8 @@ class Parity:
     tokens: int | None = None
     """The number of tokens that misses the bounds, if the usual one meets them."""
     apart: float | None = None
-    """The graph's distance from the exact result for its weights (`Rounded`), over the distance
-    between this and PyTorch."""
+    """The graph's distance from the exact result for its weights (`Rounded`), divided by
+    PyTorch's."""
     computed_in: str | None = None
     """The type in which the runtime reports that it computed matrix products."""
     whole_differing: float | None = None
@@ -263,7 +263,7 @@ _BOUNDS_AFTER = {
 
 
 def describe(parity: Parity) -> str:
-    """One line about a parity result: the outputs compared, and the choices."""
+    """Returns one line about a parity result: the outputs compared, and the choices."""
     p, inputs = parity, f"{parity.samples} inputs"
     values = differences(p.max_abs, p.max_rel, p.cosine, p.usual_rel)
     if p.differing == 0:
@@ -341,7 +341,7 @@ def by_expert(chosen: np.ndarray) -> np.ndarray:
 
 
 def counted_choices(chosen: np.ndarray, *others: np.ndarray) -> np.ndarray:
-    """Returns a mask [s, 1] or [s, m] of choices that count: if experts choose, those they made."""
+    """Returns a mask [s, 1] or [s, m] of choices that count; what an expert leaves out does not."""
     shape = (len(chosen), -1)
     if chosen.ndim < len("smn1"):
         return np.ones(chosen.shape[:-1], dtype=bool).reshape(shape)
@@ -404,7 +404,7 @@ class Reference:
         return next(iter(self.kept.values()))
 
     def feeds(self, first: str, count: int | None = None) -> dict[str, np.ndarray]:
-        """Returns the inputs by name, up to `count` of each; `first` is that of `x`."""
+        """Returns the inputs by name, up to `count` of each; `first` is the name of `x`."""
         return {name: array[:count] for name, array in {first: self.x, **self.inputs}.items()}
 
     def rows(self, chosen: np.ndarray) -> Reference:
@@ -441,10 +441,10 @@ class Reference:
                 found[name] = found.get(name, frozenset()) | chosen
         return found
 
-    def with_unreached(self, later: Reference, most: int) -> Reference:
+    def with_unreached(self, later: Reference, limit: int) -> Reference:
         """Returns the reference with those inputs of a later one that choose other experts.
 
-        It has at most `most` inputs; none are added if shapes differ.
+        It has at most `limit` inputs; none are added if shapes differ.
         """
         if self.shapes() != later.shapes():
             return self
@@ -453,7 +453,7 @@ class Reference:
         for row in range(len(later.x)):
             chosen = later.rows(np.array([row])).reached()
             is_new = any(chosen[name] - reached[name] for name in reached)
-            if is_new and len(self.x) + len(rows) < most:
+            if is_new and len(self.x) + len(rows) < limit:
                 rows.append(row)
                 reached = {name: reached[name] | chosen[name] for name in reached}
         return self.joined(later.rows(np.array(rows))) if rows else self
@@ -495,7 +495,7 @@ class Reference:
         np.savez(path, **arrays)  # type: ignore[arg-type]
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """The arrays of the file by name, with a row per input; for another k, those that differ.
+        """Returns the file's arrays by name, with a row per input; for other k, those that differ.
 
         An array without axes has one value for all inputs.
         """
@@ -515,7 +515,7 @@ class Reference:
         return arrays
 
     def _own_arrays(self) -> dict[str, np.ndarray]:
-        """The arrays that depend on k."""
+        """Returns the arrays that depend on k."""
         return {name: array for name, array in self._arrays().items() if not _shared(name)}
 
     @staticmethod
@@ -533,7 +533,7 @@ class Reference:
 
     @staticmethod
     def _of(arrays: Mapping[str, np.ndarray]) -> Reference:
-        """The record whose `_arrays` these are."""
+        """Returns the record whose `_arrays` these are."""
         shared = {name: array for name, array in arrays.items() if _shared(name)}
         at_other_k = {}
         for prefix in dict.fromkeys(match[1] for name in arrays if (match := _AT_K.match(name))):
@@ -559,7 +559,7 @@ class Reference:
         )
 
     def _problems(self) -> Iterator[str]:
-        """Why it is not a valid record of one model's outputs."""
+        """Yields why it is not a valid record of one model's outputs."""
         rounded = Rounded(self.y, {}) if self.rounded is None else self.rounded
         groups = (self.selected, self.margin, self.inputs, self.outputs, rounded.selected)
         arrays = [("x", self.x), ("y", self.y), ("dense", self.dense)]
@@ -589,7 +589,7 @@ class Reference:
                 yield f"the results with k = {k} are not complete"
 
     def _problems_of_choices(self, rounded: Mapping[str, np.ndarray]) -> Iterator[str]:
-        """Why its choices are invalid."""
+        """Yields why its choices are invalid."""
         for name, sets in rounded.items():
             if name not in self.selected or sets.shape != self.selected[name].shape:
                 yield f"'rounded/{name}' has the shape {sets.shape}"
@@ -619,7 +619,7 @@ def _shared(name: str) -> bool:
 
 
 def _first(arrays: Mapping[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
-    """The values of the first inputs."""
+    """Returns the values of the first inputs."""
     return {name: array[:count] if array.ndim else array for name, array in arrays.items()}
 
 
@@ -639,7 +639,7 @@ def not_compared(reached: Mapping[str, frozenset[int]], experts: Mapping[str, in
     }
     layers = "; ".join(
         f"{len(indices)} of {experts[layer]} in layer {layer} "
-        f"({', '.join(map(str, indices[:FEW]))}{', …' if len(indices) > FEW else ''})"
+        f"({', '.join(map(str, indices[:MAX_LISTED]))}{', …' if len(indices) > MAX_LISTED else ''})"
         for layer, indices in missing.items()
         if indices
     )
@@ -666,7 +666,7 @@ def compare(
     return comparison.parity()
 
 
-def furthest_off(parities: Mapping[int, Parity]) -> Parity:
+def worst_parity(parities: Mapping[int, Parity]) -> Parity:
     """Returns the parity of the worst k of a graph that was compared with each k."""
     k = max(parities, key=lambda k: (not parities[k].passed, parities[k].max_rel))
     return replace(parities[k], k=k, ks=tuple(sorted(parities)))
@@ -679,8 +679,8 @@ class Comparison:
     `selected_values` names the graph's value with a layer's chosen experts, for the layers that
     choose. `batch` should differ from the size that was traced. The first inputs are also compared
     in batches of each size in `probed`: a graph with a size that was frozen in the trace, or
-    another dependence on the batch, is correct for at most one of them. Groups of inputs that are
-    computed `together` are not split.
+    another dependence on the batch, is correct for at most one of them. Groups of
+    `group_size` inputs, which are computed together, are not split.
     """
 
     session: GraphSession
@@ -690,7 +690,7 @@ class Comparison:
     tolerance: Tolerance
     k: int | None = None
     probed: Sequence[int] = ()
-    together: int = 1
+    group_size: int = 1
     _results: list[_PartResult] = field(default_factory=list, init=False)
     _at_sizes: dict[tuple[Axis, int], _PartResult] = field(default_factory=dict, init=False)
     """Results in batches of other sizes, for the first inputs, and with other token counts."""
@@ -703,7 +703,7 @@ class Comparison:
 
     def add(self, expected: Reference) -> None:
         """Runs the graph on the reference's inputs, with each k for which it has outputs."""
-        result = self._compared(expected, self.batch)
+        result = self._compare(expected, self.batch)
         furthest, is_first = result.everything.max_rel, not self._results
         if is_first or furthest > self._furthest:
             self._worst, self._furthest = expected, furthest
@@ -712,7 +712,7 @@ class Comparison:
             self._first = expected
             for size in self.probed:
                 if size != self.batch:
-                    self._at_sizes["batch", size] = self._compared(self._first_inputs(size), size)
+                    self._at_sizes["batch", size] = self._compare(self._first_inputs(size), size)
         for k, other in expected.at_other_k.items():
             if k not in self._at_other_k:
                 self._at_other_k[k] = replace(self, k=k, probed=())
@@ -720,7 +720,7 @@ class Comparison:
 
     def add_sized(self, expected: Reference, tokens: int) -> bool:
         """Runs the graph on inputs with another token count; returns whether the outputs match."""
-        result = self._at_sizes["tokens", tokens] = self._compared(expected, len(expected.x))
+        result = self._at_sizes["tokens", tokens] = self._compare(expected, len(expected.x))
         return not self._missed("tokens", tokens, result)
 
     def with_rounded(self, expected: Reference) -> Reference:
@@ -736,7 +736,7 @@ class Comparison:
         rounded = Rounded(next(iter(values.values())), sets)
         return replace(expected, rounded=rounded, at_other_k=others)
 
-    def alone(self, expected: Reference) -> Parity:
+    def parity_on(self, expected: Reference) -> Parity:
         """Returns how far the graph is off on only these inputs, and at other token counts."""
         other = replace(self)
         other._at_sizes = {at: part for at, part in self._at_sizes.items() if at[0] == "tokens"}
@@ -757,14 +757,14 @@ class Comparison:
         If only one batch size misses the bounds, this is the result for it; of several k, this is
         the result for the worst.
         """
-        main = self._at_one_k()
+        main = self._parity_at_one_k()
         if not self._at_other_k:
             return main
         assert self.k is not None, "a reference with several k needs a graph with k as an input"
         parities = {self.k: main, **{k: other.parity() for k, other in self._at_other_k.items()}}
-        return furthest_off(parities)
+        return worst_parity(parities)
 
-    def _compared(self, expected: Reference, batch: int) -> _PartResult:
+    def _compare(self, expected: Reference, batch: int) -> _PartResult:
         """Compares names and shapes, then values and choices (`_part_result`).
 
         If choices differ, and outputs miss the bounds or most are left out as ties, the result is
@@ -776,7 +776,7 @@ class Comparison:
         for array, actual in outputs:
             if actual.shape != array.shape:
                 raise ParityError(
-                    f"the graph's outputs are {actual.shape}, but the reference's {array.shape}"
+                    f"the graph's outputs have the shape {actual.shape}, PyTorch's {array.shape}"
                 )
         result = _part_result(expected, outputs, sets, self.tolerance)
         parity = _parity([result], self.tolerance)
@@ -802,7 +802,7 @@ class Comparison:
     def _run(
         self, expected: Reference, batch: int, given: GraphSession | None = None
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """The graph's outputs by name, and the choices of its layers.
+        """Returns the graph's outputs by name, and the choices of its layers.
 
         The `given` session gets the reference's choices as inputs.
         """
@@ -837,11 +837,11 @@ class Comparison:
         )
 
     def _first_inputs(self, size: int) -> Reference:
-        """The first inputs, repeated (`again`) if there are fewer than `size`."""
-        return self._first.rows(again(len(self._first.x), size, self.together))
+        """Returns the first inputs, repeated if there are fewer than `size`."""
+        return self._first.rows(repeated_indices(len(self._first.x), size, self.group_size))
 
-    def _at_one_k(self) -> Parity:
-        """How far the graph is off with the k of this comparison.
+    def _parity_at_one_k(self) -> Parity:
+        """Returns how far the graph is off with the k of this comparison.
 
         If the usual size meets the bounds but another misses them, the other one decides.
         """
@@ -865,17 +865,17 @@ class Comparison:
     def _missed(self, axis: Axis, size: int, probe: _PartResult) -> bool:
         """Whether a few inputs of another size miss the bounds that all others meet.
 
-        They do if they are too far off, choose differently too often, or choose differently between
-        scores so far apart that rounding is not the reason, unlike any input at the usual size.
-        Tokens that choose differently with another number of tokens are not compared, so only a few
-        may do so at each number.
+        That is so if they are too far off, choose differently too often, or choose differently
+        between scores so far apart that rounding is not the reason, unlike any input at the usual
+        size. Tokens that choose differently with another number of tokens are not compared, so only
+        a few may do so at each number.
         """
         bounds, usual = self.tolerance, _by_output(self._results)
         far = max(*(part.margin for part in self._results), bounds.tie * _FAR_APART[axis])
         wrong = int(probe.wrong.sum())
         if axis == "batch":
-            rows = again(len(self._first.x), size, self.together)
-            near = [a.like(b, rows, bounds) for a, b in zip(probe.same, usual, strict=True)]
+            rows = repeated_indices(len(self._first.x), size, self.group_size)
+            near = [a.matches(b, rows, bounds) for a, b in zip(probe.same, usual, strict=True)]
             # A choice that is also wrong at the usual size counts only there.
             flips = wrong - int(self._results[0].wrong[rows].sum())
             often = self._missed_routing(probe, max(0, flips))
@@ -902,19 +902,19 @@ class Comparison:
 
 
 def _as_recorded(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A layer's choices in the graph, in the shape of the reference.
+    """Returns a layer's choices in the graph, in the shape of the reference.
 
-    None if a layer gets tokens one by one, but not the same ones: then only values are compared.
+    None if a layer gets single tokens, but not those of PyTorch: then only values are compared.
     """
-    of_tokens = len(shape) > array.ndim
+    is_by_token = len(shape) > array.ndim
     if len(shape) == len("smn1") and array.shape[-1:] == shape[-2:-1]:
         array = by_expert(array)
     # A single token, for which the layer in PyTorch has no axis.
     if array.shape == (shape[0], 1, *shape[1:]):
         array = array[:, 0]
     same_k = array.ndim > 0 and array.shape[-1] == shape[-1]
-    if not same_k or not (of_tokens or array.shape == shape):
-        raise ParityError(f"layer {name}: choices {array.shape} for {shape} in the reference")
+    if not same_k or not (is_by_token or array.shape == shape):
+        raise ParityError(f"layer {name}: its choices are {array.shape}, PyTorch's are {shape}")
     if array.size != math.prod(shape):
         return None
     array = array.reshape(shape)
@@ -922,7 +922,7 @@ def _as_recorded(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.nda
 
 
 def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
-    """The result over all parts."""
+    """Returns the result over all parts."""
     samples = sum(part.samples for part in parts)
     tokens = any(part.by_token for part in parts)
     choices = sum(part.choices for part in parts)
@@ -950,7 +950,7 @@ def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
             all(output.within(bounds) for output in outputs)
             and agreeing / choices >= bounds.routing
             and same.inputs
-            and (given or tied <= MOST_TIES * choices)
+            and (given or tied <= MAX_TIED * choices)
             and (wrong is None or wrong <= 1 - bounds.routing)
             and (apart is None or apart <= bounds.roundings)
         ),
@@ -975,7 +975,7 @@ def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
 
 
 def _by_output(parts: Sequence[_PartResult]) -> tuple[Distance, ...]:
-    """How far each output is off, over the inputs of all parts."""
+    """Returns how far each output is off, over the inputs of all parts."""
     by_output = zip(*(part.same for part in parts), strict=True)
     return tuple(Distance.of(list(distances)) for distances in by_output)
 
@@ -1085,10 +1085,10 @@ def _part_result(
 
 
 def _same_tokens(differs: Sequence[np.ndarray], output: tuple[int, ...]) -> np.ndarray:
-    """The tokens to compare if each token chooses for itself and some may differ.
+    """Returns the tokens to compare if each token chooses for itself and some may differ.
 
     They are the tokens [s, m] with the same choice in every layer, if outputs of this shape have
-    these tokens; otherwise the samples [s] in which all tokens have.
+    these tokens; otherwise the samples [s] in which all tokens do.
     """
     tokens = all(mask.shape == output[:2] and len(output) > mask.ndim for mask in differs)
     masks = [~mask if tokens else ~mask.any(axis=1) for mask in differs]
@@ -1174,11 +1174,11 @@ class Distance:
         return largest <= limit and self.within_outliers(bounds)
 
     def _beyond(self, atol: float = 0.0) -> np.ndarray:
-        """The difference of each counted input beyond `atol`, in its scale."""
+        """Returns the difference of each counted input beyond `atol`, in its scale."""
         excess: np.ndarray = (np.maximum(0.0, self.off - atol) / self.scale())[self.counted]
         return excess
 
-    def like(self, other: Distance, rows: np.ndarray, bounds: Tolerance) -> bool:
+    def matches(self, other: Distance, rows: np.ndarray, bounds: Tolerance) -> bool:
         """Whether inputs in another batch are within the bounds, or as far off as in the usual one.
 
         They are these `rows` of `other`, whose scales are used: a few rows have no reliable scales.
@@ -1197,14 +1197,14 @@ class Distance:
 
 
 def _largest_usual(relative: np.ndarray) -> float:
-    """The largest value without the outliers."""
+    """Returns the largest value without the outliers."""
     if not relative.size:
         return 0.0
     return float(np.sort(relative)[len(relative) - 1 - int(OUTLIERS * len(relative))])
 
 
 def distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> Distance:
-    """How far outputs are off in the samples [s] or tokens [s, m] that are `same`.
+    """Returns how far outputs are off in the samples [s] or tokens [s, m] that are `same`.
 
     Whole numbers have no distance: callers count those that differ.
     """
@@ -1237,7 +1237,7 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _jaccard(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The mean overlap of two choices: of sets of experts [s, k], or of non-zero coefficients."""
+    """Returns the mean overlap of two choices: sets of experts [s, k] or non-zero coefficients."""
     if has_coefficients(expected):
         a, b = actual > 0, expected > 0
         shares = (a & b).sum(axis=-1) / np.maximum(1, (a | b).sum(axis=-1))
@@ -1254,7 +1254,7 @@ def jaccard(chosen: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 
 def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -> np.ndarray:
-    """Where two choices differ: [s, 1] for sets of experts [s, k], [s, m] for those of tokens.
+    """Returns where choices differ: [s, 1] for sets of experts [s, k], [s, m] for those of tokens.
 
     Below FP32 rounding before a layer moves its coefficients, so only experts that one of the two
     has dropped count.
@@ -1288,9 +1288,9 @@ class _Rounding:
         """Returns the largest of the three quotients over all parts; None without parts.
 
         The tolerance of FP32 and the share of choices due to chance are subtracted. Against float64
-        the tolerance is the last bit, and choices are not counted: FP32 graphs make PyTorch's. If
-        only weights are rounded (`half`), a largest difference of FP16's last bit is ignored: sums
-        in another order are rounded to either neighbour.
+        the tolerance is the last bit, and choices are not counted: FP32 graphs choose like PyTorch.
+        If only weights are rounded (`half`), a largest difference of FP16's last bit is ignored:
+        sums in another order are rounded to either neighbour.
         """
         if not parts:
             return None
@@ -1326,7 +1326,7 @@ class _Rounding:
             return None
 
         def differing(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> np.ndarray:
-            """The number of choices that differ, for each input."""
+            """Returns the number of choices that differ, for each input."""
             count = np.zeros(len(y))
             for name in a.keys() & b.keys():
                 count += _different(a[name], b[name], tolerance).sum(axis=1)
@@ -1342,17 +1342,17 @@ class _Rounding:
         common = sets.keys() & rounded.selected.keys()
         masks = (counted_choices(rounded.selected[name], sets[name]) for name in common)
         return _Rounding(
-            off=(*_size(y[same], rounded.y[same]), float(flips.sum())),
-            own=(*_size(rounded.y[exact], expected.y[exact]), float(own_flips.sum())),
-            scale=(*_size(rounded.y), float(sum(int(mask.sum()) for mask in masks))),
+            off=(*_magnitude(y[same], rounded.y[same]), float(flips.sum())),
+            own=(*_magnitude(rounded.y[exact], expected.y[exact]), float(own_flips.sum())),
+            scale=(*_magnitude(rounded.y), float(sum(int(mask.sum()) for mask in masks))),
             exact=rounded.exact,
             half=tolerance.roundings < 1.0 and rounded.half,
         )
 
 
-def _size(y: np.ndarray, less: np.ndarray | float = 0.0) -> tuple[float, float]:
-    """The largest absolute number of a difference, and its sum of squares per input."""
-    off = y.astype(np.float64) - less
+def _magnitude(y: np.ndarray, subtracted: np.ndarray | float = 0.0) -> tuple[float, float]:
+    """Returns the largest absolute value of a difference, and its mean sum of squares."""
+    off = y.astype(np.float64) - subtracted
     return float(np.abs(off).max(initial=0.0)), float((off**2).sum()) / max(1, len(y))
 
 

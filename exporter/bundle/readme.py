@@ -24,7 +24,7 @@ CONTENTS = {
     "parity.npz": "reference inputs and PyTorch's outputs, which `moexport verify` uses",
     "calibration.json": "the value ranges of tensors that quantisation used",
     "substitutes.safetensors": "the arrays that replace experts that were dropped or merged",
-    MANIFEST_FILE: "everything above and more, for programs; the hash of every file",
+    MANIFEST_FILE: "all of this and more, for programs, with the hash of every file",
 }
 
 
@@ -64,8 +64,8 @@ def readme(manifest: Manifest, steps: Sequence[Step] = ()) -> str:
         (f"`{name}`", f"{record.bytes:,}", contents.get(name) or _content_text(manifest, name))
         for name, record in manifest.files.items()
     ]
-    together = manifest.together
-    multiples = f", the batch any multiple of {together}" if together > 1 else ""
+    group = manifest.group_size
+    multiples = f", the batch any multiple of {group}" if group > 1 else ""
     notes = [markdown_text(note) for note in manifest.notes]
     if manifest.engines:
         from ..tensorrt.records import engine_page  # needed for engines only
@@ -107,16 +107,17 @@ def readme(manifest: Manifest, steps: Sequence[Step] = ()) -> str:
 
 
 def _computed_text(layer: LayerRecord) -> str:
-    """The number of computed experts: `4 of 16`; if some were dropped, of the kept ones."""
+    """Returns the number of computed experts: `4 of 16`, or `4 of 12 (of 16 trained)`."""
     kept = layer.kept if layer.k else K_INPUT
     if layer.trained is None:
         return f"{kept} of {layer.of_experts}"
-    dropped = f"{layer.experts} of {layer.trained}"
-    return dropped if layer.k == layer.experts else f"{kept} of the {dropped} that stay"
+    if layer.k == layer.experts:
+        return f"{layer.experts} of {layer.trained}"
+    return f"{kept} of {layer.experts} (of {layer.trained} trained)"
 
 
 def _title_text(computed: Sequence[str]) -> str:
-    """The number of computed experts in all layers, for the title."""
+    """Returns the number of computed experts in all layers, for the title."""
     different = list(dict.fromkeys(computed))
     if len(different) < 2:
         text = "".join(different).replace(f"{K_INPUT} of", "any k of")
@@ -128,7 +129,7 @@ def _title_text(computed: Sequence[str]) -> str:
 
 
 def _edits_text(edits: Edits) -> Iterator[str]:
-    """The differences between the model and its weights."""
+    """Yields a paragraph on how the model was edited."""
     if edits:
         lines = "\n".join(f"- {markdown_text(text)}" for text in edits.texts())
         yield f"The MoE layers were edited:\n\n{lines}"
@@ -152,10 +153,10 @@ def _content_text(manifest: Manifest, name: str) -> str:
             first, last = graph.batches
             return f"a graph: {lowerings}; for batch sizes {first} to {last}, but it accepts any"
     if sized_files([name]):
-        return f"the same for inputs of {next(iter(sized_files([name])))} tokens"
+        return f"reference inputs of {next(iter(sized_files([name])))} tokens and PyTorch's outputs"
     folder = name.rpartition("/")[0]
     if folder:
-        return f"the same for {folder.partition('/')[0]}, with the file names that it expects"
+        return f"for {folder.partition('/')[0]}, with the file name that it expects"
     if not manifest.engines:
         return "added by a plugin"
     from ..tensorrt.records import engine_files  # loaded if a bundle has an engine
@@ -164,7 +165,7 @@ def _content_text(manifest: Manifest, name: str) -> str:
 
 
 def _least_shape(spec: TensorSpec) -> str:
-    """The smallest shape of an input: the fewest inputs, one token, an empty cache."""
+    """Returns the smallest shape of an input: the fewest inputs, one token, an empty cache."""
     smallest = {PAST_AXIS: 0, "batch": spec.groups_of or 1}
     return ", ".join(
         str(size if isinstance(size, int) else smallest.get(size, 1)) for size in spec.shape
@@ -172,7 +173,7 @@ def _least_shape(spec: TensorSpec) -> str:
 
 
 def _listed(specs: Sequence[TensorSpec]) -> str:
-    """The first input or output and the network's others, without cache and routing."""
+    """Returns the first input or output and the network's others, without cache and routing."""
     others = (p for p in specs[1:] if p.default is None and p.name != K_INPUT)
     shown = (p for p in others if "/" not in p.name and not p.name.startswith(f"{PRESENT}."))
     return ", ".join(map(_spec_text, (specs[0], *shown)))
@@ -198,7 +199,7 @@ ON_OTHER_CPUS = (
 
 
 def _checked_on(manifest: Manifest) -> Iterator[str]:
-    """The CPUs on which the precision was checked, and the memory for one input."""
+    """Yields the CPUs on which the precision was checked, and the memory for one input."""
     cpu = manifest.environment.get("cpu", {})
     names = ", ".join(cpu.get("instructions", ()))
     machine = f"{cpu.get('architecture', 'this machine')}" + (f" with {names}" if names else "")
@@ -208,7 +209,7 @@ def _checked_on(manifest: Manifest) -> Iterator[str]:
         )
         yield f"It was checked on {machine}.{elsewhere} `moexport verify` checks it anywhere else."
     if not for_cpus(manifest.target):
-        yield "**Never run on a GPU**: it is for one, but an export compares graphs on the CPU."
+        yield "**Never run on a GPU**: it is meant for one, but exports compare on the CPU."
     if manifest.peak_memory_bytes is not None:
         yield (
             f"One input needs at most {size(manifest.peak_memory_bytes)} of memory, including "
@@ -217,7 +218,7 @@ def _checked_on(manifest: Manifest) -> Iterator[str]:
 
 
 def _program(manifest: Manifest) -> str:
-    """The program that runs the main graph on one input of zeros."""
+    """Returns the program that runs the main graph on one input of zeros."""
     k = max(1, min(manifest.experts.values()) // 4)
     feeds = [
         f'"{K_INPUT}": np.array([{k}], "int64")'

@@ -65,16 +65,16 @@ def run(
         raise UsageError(f"--k {k}: the model has {fewest} experts", hint=f"use 1 ≤ k ≤ {fewest}")
     spec = record.inputs[0]
     total = count(str(input_file), spec.name)
-    _check_groups(options.batch_size, total, record.together, input_file)
+    _check_groups(options.batch_size, total, record.group_size, input_file)
     feed = in_batches(_checked_parts(input_file, spec), _sizes(record, options, total))
     first = next(feed, None)
     if first is None:
         raise FeedError(f"{input_file} contains no inputs")
     others = _others(input_file, record.inputs[1:], total)
-    session = _opened(opened, options, first, k)
+    session = _session(opened, options, first, k)
     progress.step(f"running {bundle_path.name}", total=total, unit="inputs")
     names = _written_outputs(record)
-    with whole_file(output_file) as partial, _Rows(partial, names[0], total) as rows:
+    with whole_file(output_file) as partial, _OutputArchive(partial, names[0], total) as rows:
         done = 0
         for x in chain([first], feed):
             extra = {name: array[done : done + len(x)] for name, array in others.items()}
@@ -87,7 +87,7 @@ def run(
 
 
 def _written_outputs(record: Manifest) -> list[str]:
-    """The outputs to write: all but the cache.
+    """Returns the names of the outputs to write: all but the cache.
 
     Routing is written only if the graph has scores, or coefficients of a layer that keeps all
     experts.
@@ -115,10 +115,10 @@ def _check_output(output: Path, source: Path, *, force: bool) -> None:
             f"--output {output} is the input, which would be lost", hint="choose another -o"
         )
     if output.exists() and not force:
-        raise OutputError(f"{output}: a file exists there", hint="--force replaces it")
+        raise OutputError(f"{output}: the file already exists", hint="--force replaces it")
 
 
-def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -> GraphSession:
+def _session(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -> GraphSession:
     if options.runs_graph:
         return bundle.session(
             options.graph,
@@ -140,20 +140,20 @@ def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -
     )
 
 
-def _check_groups(size: int | None, total: int | None, together: int, source: Path) -> None:
+def _check_groups(size: int | None, total: int | None, group: int, source: Path) -> None:
     """Raises if a group of inputs that are computed together would be incomplete."""
-    reason = f"the bundle computes {together} inputs together"
-    if size is not None and size % together:
-        raise UsageError(f"--batch-size {size}: {reason}", hint=f"choose a multiple of {together}")
-    if total is not None and total % together:
+    reason = f"the bundle computes {group} inputs together"
+    if size is not None and size % group:
+        raise UsageError(f"--batch-size {size}: {reason}", hint=f"choose a multiple of {group}")
+    if total is not None and total % group:
         raise FeedError(
             f"{source} contains {total} inputs, but {reason}",
-            hint=f"give a multiple of {together} inputs: padding would change other outputs",
+            hint=f"give a multiple of {group} inputs: padding would change other outputs",
         )
 
 
 def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRange:
-    """The batch sizes: smallest, usual and largest."""
+    """Returns the batch sizes: smallest, usual and largest."""
     known, size = record.batches, options.batch_size
     if not options.runs_graph:  # an engine's profiles limit the batch
         usual = size or total or known.max
@@ -167,7 +167,7 @@ def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRang
 
 
 def _others(path: Path, specs: Sequence[TensorSpec], total: int | None) -> dict[str, np.ndarray]:
-    """All inputs in a file except the first; missing ones have defaults."""
+    """Returns all inputs in a file except the first; missing ones get their defaults later."""
     if path.suffix != ".npz":
         return {}
     names = set(npz_names(path))
@@ -186,7 +186,7 @@ def _others(path: Path, specs: Sequence[TensorSpec], total: int | None) -> dict[
 
 
 def _checked_parts(path: Path, spec: TensorSpec) -> Iterator[np.ndarray]:
-    """The inputs of a feed, a few at a time; they must stack: none may be left out."""
+    """Yields the inputs of a feed, a few at a time; they must stack, since none may be left out."""
     shape: tuple[int, ...] | None = None
     for part in batches(path, spec.name):
         shape = part.shape[1:] if shape is None else shape
@@ -231,12 +231,12 @@ def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nda
         raise FeedError(
             f"{len(tail)} inputs are left, but the bundle was exported for batches of {sizes.min} "
             f"to {sizes.max}",
-            hint="give a number of inputs that such batches can divide, or export again with "
-            "--batch 1:8:32",
+            hint="give a number of inputs that can be divided into such batches, or export again "
+            "with --batch 1:8:32",
         )
 
 
-class _Rows:
+class _OutputArchive:
     """An `.npz` archive of arrays that grow by rows; a context manager that completes it.
 
     If the number of rows is known, those of the array `name` are written as they arrive. Other
@@ -251,7 +251,7 @@ class _Rows:
         self._archive = zipfile.ZipFile(path, "w", zipfile.ZIP_STORED)
         self._file: IO[bytes] | None = None
 
-    def __enter__(self) -> _Rows:
+    def __enter__(self) -> _OutputArchive:
         return self
 
     def __exit__(self, *_: object) -> None:

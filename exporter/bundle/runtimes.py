@@ -26,7 +26,7 @@ def _onnxruntime_options(
     return SessionOptions(provider=record.provider, threads=threads, spin_ms=spin_ms)
 
 
-def _has_provider(record: TargetRecord) -> None:
+def _check_target_provider(record: TargetRecord) -> None:
     if record.provider is not None:  # engines have another check
         check_provider(record.provider)
 
@@ -37,8 +37,8 @@ class RuntimeRecord:
 
     `open` opens a graph: a runtime that no target uses needs nothing else. `takes` are the optional
     session options that it accepts (`session.OWN_OPTIONS`, and those of plugins' panels for
-    `run`). `options` returns the session options for a target's graphs with a number of threads,
-    which spin for a number of ms. `check_runs` raises a `MoexportError` if this machine cannot run
+    `run`). `options` returns the session options for a target's graphs, given the number of threads
+    and the ms for which they spin. `check_runs` raises a `MoexportError` if this machine cannot run
     a target's graphs, `check_computes` if it cannot compute a precision for a target, so that
     nothing can be compared, and `check_graphs` if a bundle has no graphs for this runtime. `state`
     describes the installation, or raises `MissingExtraError`. `advice` returns a line if this
@@ -75,7 +75,7 @@ RUNTIMES = Registry(
             open=Session,
             takes=("provider", "profile", "cuda_graphs"),
             options=_onnxruntime_options,
-            check_runs=_has_provider,
+            check_runs=_check_target_provider,
         ),
     ),
 )
@@ -100,8 +100,8 @@ def check_options(options: SessionOptions) -> None:
     """Raises `UsageError` for an option that the named runtime does not accept."""
     defaults = {name: getattr(SessionOptions(), name) for name in OWN_OPTIONS}
     defaults |= of_plugins() if options.of_plugins else {}  # loads the plugins
-    stated = {name: getattr(options, name) for name in OWN_OPTIONS} | {**options.of_plugins}
-    for name, value in stated.items():
+    values = {name: getattr(options, name) for name in OWN_OPTIONS} | {**options.of_plugins}
+    for name, value in values.items():
         is_default = name in defaults and value == defaults[name]
         if is_default or name in RUNTIMES[options.runtime].takes:
             continue
@@ -111,12 +111,12 @@ def check_options(options: SessionOptions) -> None:
             hint = near_miss(name, dict.fromkeys(known)) + left_out()
             raise UsageError(f"{name}: no runtime has such an option", hint=hint)
         raise UsageError(
-            f"{name}={value!r}: an option of {title}",
+            f"{name}={value!r} is an option of {title}",
             hint=f"leave {name} out" + (f", or give runtime='{runtime}'" if runtime else ""),
         )
 
 
-def opened(path: Path | str, options: SessionOptions | None = None) -> Session:
+def open_graph(path: Path | str, options: SessionOptions | None = None) -> Session:
     """Returns a graph, opened in the runtime that the options name.
 
     Raises `UsageError` for an option that it does not accept, and the errors of opening the graph.

@@ -61,7 +61,7 @@ STEPS = Registry("moexport.steps", Step)
 """All steps come from plugins."""
 
 
-def asked(options: ExportOptions) -> list[Step]:
+def requested_steps(options: ExportOptions) -> list[Step]:
     """Returns the steps that options of plugins request."""
     return [step for step in STEPS if step.asked(options)] if options.further else []
 

@@ -38,13 +38,13 @@ from .parity import (
     Reference,
     Tolerance,
     describe,
+    gpu_bounds,
     not_compared,
-    on_gpu,
-    recorded,
     sized_files,
+    stored_bounds,
     tolerance_of,
 )
-from .runtimes import RUNTIMES, opened
+from .runtimes import RUNTIMES, open_graph
 
 AS_RECORDED = "SHA-256 as recorded"
 CHANGED = "the content has changed"
@@ -106,12 +106,12 @@ def checks(
         def on_gpus(tf32: bool) -> Tolerance:
             bounds = _bounds(directory, manifest, None, atol, rtol)
             default_bounds = atol is None and rtol is None
-            return on_gpu(bounds, manifest.precision, tf32=tf32) if default_bounds else bounds
+            return gpu_bounds(bounds, manifest.precision, tf32=tf32) if default_bounds else bounds
 
         yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
     if expected is None:
-        never = manifest.parity is None and all(graph.parity is None for graph in manifest.graphs)
-        yield Check("parity", False, NEVER_COMPARED if never else REFERENCE_MISSING)
+        was_compared = manifest.parity or any(graph.parity for graph in manifest.graphs)
+        yield Check("parity", False, REFERENCE_MISSING if was_compared else NEVER_COMPARED)
     if manifest.answers or data is not None:
         from ..checks.bundle import data_checks, recorded_checks  # few bundles have either
 
@@ -133,7 +133,7 @@ def missed_parity(directory: Path, manifest: Manifest, graph: GraphRecord) -> st
     if graph.parity is None or PARITY_FILE not in manifest.files:
         return None
     bounds = _bounds(directory, manifest, graph, None, None)
-    if recorded(manifest.parity, manifest.precision).wider_than(bounds):
+    if stored_bounds(manifest.parity, manifest.precision).wider_than(bounds):
         return None
     expected = Reference.load(directory / PARITY_FILE)
     check = _parity_check(directory, manifest, graph, expected, bounds)
@@ -150,8 +150,8 @@ def checking_session(
 ) -> Session:
     """Returns a session of a graph, in a bundle or in one being written, to compare its values.
 
-    With `rounded` it rounds 16-bit floats as a GPU does, not as this machine does. By default, it
-    is set for targets that are not CPUs.
+    With `rounded` it rounds 16-bit floats as a GPU does, not as this machine does; that is the
+    default for targets that are not CPUs.
     """
     options = SessionOptions(
         runtime=runtime_of(target),
@@ -161,7 +161,7 @@ def checking_session(
         observe=observe,
         rounded=not for_cpus(target) if rounded is None else rounded,
     )
-    return opened(graph, options)
+    return open_graph(graph, options)
 
 
 def is_large(directory: Path) -> bool:
@@ -194,7 +194,7 @@ def _graph_check(directory: Path, manifest: Manifest, graph: GraphRecord) -> Che
     try:
         onnx.checker.check_model(str(path))
         model = onnx.load(path, load_external_data=False)
-        wrong = next(_differences(model, manifest, graph), None)
+        difference = next(_differences(model, manifest, graph), None)
     except (onnx.checker.ValidationError, DecodeError, UnicodeDecodeError) as error:
         detail = str(error).strip().splitlines()[0]
         if "symbolic link" in detail:
@@ -202,11 +202,11 @@ def _graph_check(directory: Path, manifest: Manifest, graph: GraphRecord) -> Che
         return Check(name, False, detail)
     except MoexportError as error:
         return Check(name, False, error.message)
-    return Check(name, wrong is None, wrong or f"valid, {len(model.graph.node)} nodes")
+    return Check(name, difference is None, difference or f"valid, {len(model.graph.node)} nodes")
 
 
 def _differences(model: onnx.ModelProto, manifest: Manifest, graph: GraphRecord) -> Iterator[str]:
-    """How a graph differs from the manifest."""
+    """Yields how a graph differs from the manifest."""
     for file in sorted(external_files(model) - manifest.files.keys()):
         yield f"it keeps weights in {file}, for which {MANIFEST_FILE} lists no hash"
     takes_k = {"k"} if manifest.k == "input" else set()
@@ -220,16 +220,16 @@ def _differences(model: onnx.ModelProto, manifest: Manifest, graph: GraphRecord)
             yield f"its {what} are {_listed(names)}, but {MANIFEST_FILE} lists {_listed(expected)}"
     facts = GraphFacts.of(model, graph.file)
     if facts is None:
-        yield "it has no metadata of moexport"
+        yield "it has no moexport metadata"
         return
     for layer in manifest.layers:
-        described = facts.layers.get(layer.name)
+        known = facts.layers.get(layer.name)
         k = "k" if layer.k is None else layer.k
         lowering = graph.lowerings.get(layer.name)
-        if described != LayerFacts(n=layer.experts, k=k, lowering=str(lowering)):
+        if known != LayerFacts(n=layer.experts, k=k, lowering=str(lowering)):
             found = "does not name it"
-            if described is not None:
-                found = f"has {described.n} experts, k {described.k}, lowering {described.lowering}"
+            if known is not None:
+                found = f"has {known.n} experts, k {known.k}, lowering {known.lowering}"
             yield (
                 f"layer {layer.name}: {MANIFEST_FILE} lists {layer.experts} experts, k {k}, "
                 f"lowering {lowering}, but the graph {found}"
@@ -247,7 +247,7 @@ def _bounds(
     atol: float | None,
     rtol: float | None,
 ) -> Tolerance:
-    """The bounds of a comparison: those given, or those of the export.
+    """Returns the bounds of a comparison: those given, or those of the export.
 
     If any is given for FP32, `roundings` does not apply, as in an export. The manifest's bounds
     may not be wider than the defaults of the precision (`ROUNDED_RTOL` if the `graph` rounds to
@@ -255,7 +255,7 @@ def _bounds(
     """
     limit = tolerance_of(manifest.precision)
     has_record = manifest.parity is not None
-    bounds = recorded(manifest.parity, manifest.precision) if has_record else limit
+    bounds = stored_bounds(manifest.parity, manifest.precision) if has_record else limit
     fp32 = limit == TOLERANCES["fp32"]
     if fp32 and bounds.rtol > limit.rtol and graph is not None and _rounds(directory / graph.file):
         limit = replace(limit, rtol=ROUNDED_RTOL)
@@ -284,11 +284,11 @@ def _parity_check(
 ) -> Check:
     name = f"parity of {graph.file}"
     on_cpu = for_cpus(manifest.target)
-    compared = partial(_compared, directory, manifest, graph, expected, bounds)
+    compare = partial(_compare_graph, directory, manifest, graph, expected, bounds)
     try:
-        parity = intended = compared(rounded=not on_cpu)
+        parity = intended = compare(rounded=not on_cpu)
         if on_cpu and not parity.passed and manifest.numbers.get("rest") == "fp16":
-            intended = compared(rounded=True)
+            intended = compare(rounded=True)
     except MoexportError as error:
         is_missing = isinstance(error, MissingExtraError | PluginError)
         return Check(name, False, error.message, error.hint if is_missing else None)
@@ -307,7 +307,7 @@ def _parity_check(
             f"correct ({describe(intended)}). Export it again: FP16 graphs for CPUs now compute in "
             "FP32"
         )
-    exported = recorded(manifest.parity, manifest.precision)
+    exported = stored_bounds(manifest.parity, manifest.precision)
     if not parity.passed and exported.wider_than(bounds):
         detail += (
             f"; it was exported with wider bounds than the default for {manifest.precision}: "
@@ -317,19 +317,19 @@ def _parity_check(
 
 
 def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]]:
-    """The batch sizes of a comparison: the one for all inputs, and those for the first inputs.
+    """Returns the batch sizes of a comparison: one for all inputs, and others for the first inputs.
 
     They are those of the export or, if it recorded none, the smallest ones.
     """
-    known, unit = manifest.batches, manifest.together
+    known, group = manifest.batches, manifest.group_size
     if known.fixed:
         return known.opt, ()
     sizes = (graph.parity or {}).get("batches", ())
     compared = [size for size in sizes if isinstance(size, int) and size > 0]
-    return known.compared(unit), compared or [known.nearest(size * unit) for size in PARITY_BATCHES]
+    return known.compared(group), compared or [known.nearest(n * group) for n in PARITY_BATCHES]
 
 
-def _compared(
+def _compare_graph(
     directory: Path,
     manifest: Manifest,
     graph: GraphRecord,
@@ -338,7 +338,7 @@ def _compared(
     *,
     rounded: bool,
 ) -> Parity:
-    """How far a graph is off on this machine; `rounded` as in `checking_session`."""
+    """Returns how far a graph is off on this machine; `rounded` as in `checking_session`."""
     path, observe = directory / graph.file, expected.observed(graph.selected)
     batch, probed = _batches(manifest, graph)
     comparison = Comparison(
@@ -348,7 +348,7 @@ def _compared(
         tolerance=bounds,
         k=expected.main_k if manifest.k == "input" else None,
         probed=probed,
-        together=manifest.together,
+        group_size=manifest.group_size,
     )
     comparison.add(expected)
     for tokens, file in sized_files(manifest.files).items():

@@ -9,7 +9,7 @@ loaded as a whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -43,8 +43,8 @@ _WORD = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """The place and type of a tensor in the weights file."""
+class StoredTensor:
+    """The location and type of a tensor in the weights file."""
 
     offset: int
     shape: tuple[int, ...]
@@ -54,13 +54,13 @@ class Stored:
     def bytes(self) -> int:
         return size_of(self.shape, self.dtype)
 
-    def part(self, index: int) -> Stored:
-        """The `index`-th part along the first axis, in the same bytes."""
+    def part(self, index: int) -> StoredTensor:
+        """Returns the `index`-th part along the first axis, in the same bytes."""
         shape = self.shape[1:]
-        return Stored(self.offset + index * size_of(shape, self.dtype), shape, self.dtype)
+        return StoredTensor(self.offset + index * size_of(shape, self.dtype), shape, self.dtype)
 
     def external(self, name: str) -> ir.ExternalTensor:
-        """The tensor as external data of an ONNX file next to the weights file."""
+        """Returns the tensor as external data of an ONNX file next to the weights file."""
         return ir.ExternalTensor(
             location=WEIGHTS_FILE,
             offset=self.offset,
@@ -105,12 +105,12 @@ class WeightsWriter:
         parts: Iterable[np.ndarray],
         shape: tuple[int, ...],
         dtype: ir.DataType = ir.DataType.FLOAT,
-    ) -> Stored:
+    ) -> StoredTensor:
         """Writes the parts one after the other as one tensor of `shape`, converted to `dtype`.
 
         Four-bit numbers are passed as bytes of two numbers each.
         """
-        stored = Stored(offset=self._align(size_of(shape, dtype)), shape=shape, dtype=dtype)
+        stored = StoredTensor(offset=self._align(size_of(shape, dtype)), shape=shape, dtype=dtype)
         for part in parts:
             packed = dtype.bitwidth < 8
             array = np.ascontiguousarray(part, dtype=np.uint8 if packed else dtype.numpy())
@@ -133,7 +133,7 @@ class WeightsWriter:
 class StoredLayer:
     """One layer's weights in the weights file (`graphs.layers.stored.LayerTensors`)."""
 
-    def __init__(self, layer: str, tensors: Mapping[str, Stored]) -> None:
+    def __init__(self, layer: str, tensors: Mapping[str, StoredTensor]) -> None:
         self._layer = layer
         self._tensors = tensors
 
@@ -143,7 +143,7 @@ class StoredLayer:
     def stacked(self, name: str, *, batched: bool = False) -> ir.ExternalTensor:
         stored = self._tensors[name]
         if batched:
-            stored = Stored(offset=stored.offset, shape=(1, *stored.shape), dtype=stored.dtype)
+            stored = replace(stored, shape=(1, *stored.shape))
         return stored.external(f"{self._layer}/{name}")
 
     def expert(self, name: str, index: int) -> ir.ExternalTensor:

@@ -23,9 +23,9 @@ ALIGNMENT = 16
 def uninitialised(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], Path | None]:
     """Returns uninitialised float32 tensors of these shapes, and the file they are mapped from.
 
-    It is an unlinked temporary file, which disappears with the last tensor or the process. It is
-    None if the tensors are small, the disk is full, or the system has no such files: then they are
-    in memory.
+    The file is an unlinked temporary one, which disappears with the last tensor or the process. If
+    the tensors are small, the disk is full or the system has no such files, it is None and the
+    tensors are in memory.
     """
     sizes = {key: int(np.prod(shape, dtype=np.int64)) for key, shape in shapes.items()}
     starts, size = {}, 0
@@ -37,11 +37,11 @@ def uninitialised(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tens
     mapped = _temporary(size) if 4 * size > IN_MEMORY_BYTES else None
     if mapped is None:
         return {key: torch.empty(shape) for key, shape in shapes.items()}, None
-    numbers, place = mapped
+    numbers, file = mapped
     return {
         key: numbers[starts[key] : starts[key] + sizes[key]].view(shape)
         for key, shape in shapes.items()
-    }, place
+    }, file
 
 
 def upcast(
@@ -52,24 +52,24 @@ def upcast(
     `files` are the mapped sources, whose pages are released while they are read; a `watched` one
     must not be truncated meanwhile.
     """
-    floats, place = uninitialised({key: tuple(tensor.shape) for key, tensor in tensors.items()})
-    if place is None:
+    floats, file = uninitialised({key: tuple(tensor.shape) for key, tensor in tensors.items()})
+    if file is None:
         return {key: tensor.float() for key, tensor in tensors.items()}, None
-    reading = Reading((*files, place), watched)
+    reading = Reading((*files, file), watched)
     for key, tensor in tensors.items():
         floats[key].copy_(tensor)
         reading.advance(tensor.nbytes + floats[key].nbytes)
     reading.end()
-    return floats, place
+    return floats, file
 
 
 def _temporary(size: int) -> tuple[Tensor, Path] | None:
-    """`size` numbers in an unlinked temporary file, and the file's former path; None on failure."""
+    """Returns `size` numbers in an unlinked temporary file and its former path; None on failure."""
     if not hasattr(os, "posix_fallocate"):
         return None
     try:
         with scratch_file("float32") as path, path.open("r+b") as file:
-            # reserves the space, so that no write finds the disk full
+            # Reserves the space, so that no write finds the disk full.
             os.posix_fallocate(file.fileno(), 0, 4 * size)
             numbers = np.memmap(file, dtype=np.float32, mode="r+", shape=(size,))
     except OSError:

@@ -42,7 +42,7 @@ def load(source: str | os.PathLike[str] | nn.Module, options: LoadRequest) -> Mo
     network is not modified; its float32 weights on the CPU are shared. The configuration has the
     settings that shapes do not determine: constructor arguments of the published code, or of the
     factory. Without `values` a checkpoint's weights are neither checked nor converted
-    (`state_dict.read_checkpoint`): enough to inspect a model, but not to run or export it.
+    (`state_dict.read_checkpoint`), which is enough to inspect a model, but not to run or export it.
 
     Raises:
         CheckpointError: the file cannot be read, or is not a checkpoint.
@@ -65,7 +65,7 @@ def load(source: str | os.PathLike[str] | nn.Module, options: LoadRequest) -> Mo
 
 
 def model_of(model: AnyModel, options: LoadRequest, data: Feed | None = None) -> Model:
-    """Returns the model for a caller's argument: loaded, to be loaded, or a function.
+    """Returns the model for the `model` argument of a call, loading it if necessary.
 
     A user's own network is also checked on the first inputs of `data`.
     """
@@ -123,7 +123,7 @@ def _settings(request: LoadRequest) -> Settings:
 
 
 def _is_unknown(folder: Path) -> bool:
-    """Whether the weights in a folder are of an unknown family, by their names and shapes."""
+    """Whether the names and shapes of the weights in a folder match no known family."""
     try:
         detect(read_checkpoint(folder, values=False).tensors)
     except FamilyError:
@@ -137,11 +137,11 @@ def _load_checkpoint(path: Path, settings: Settings, request: LoadRequest) -> Mo
     notes: list[str] = []
     where = ""
     try:
-        family = chosen or _detected(checkpoint)
+        family = chosen or _detect_family(checkpoint)
         config = {**family.published(settings[0]), **settings[1]}
         recorded, notes = _recorded_settings(checkpoint, family, config)
         where = f" ({'; '.join(notes)}; --set overrides it)" if recorded else ""
-        model = _built(family, checkpoint, {**recorded, **config}, notes, values=request.values)
+        model = _build(family, checkpoint, {**recorded, **config}, notes, values=request.values)
     except (CheckpointError, FamilyError) as error:
         raise type(error)(f"{path}: {error.message}{where}", hint=error.hint) from error
     shape, odd = model.inputs[0].shape, list[str]()
@@ -168,8 +168,8 @@ def _load_checkpoint(path: Path, settings: Settings, request: LoadRequest) -> Mo
     )
 
 
-def _detected(checkpoint: Checkpoint) -> Family:
-    """The family of a checkpoint; the error tells users if no plugin loads other models."""
+def _detect_family(checkpoint: Checkpoint) -> Family:
+    """Returns a checkpoint's family; an error tells users if no plugin loads other models."""
     try:
         return detect(checkpoint.tensors)
     except FamilyError as error:
@@ -178,7 +178,7 @@ def _detected(checkpoint: Checkpoint) -> Family:
         raise FamilyError(error.message, hint=f"{error.hint}; {MISSING}") from error
 
 
-def _built(
+def _build(
     family: Family,
     checkpoint: Checkpoint,
     config: dict[str, Any],
@@ -186,7 +186,7 @@ def _built(
     *,
     values: bool,
 ) -> FamilyModel:
-    """The model of a checkpoint.
+    """Returns the model of a checkpoint.
 
     For inspection, missing settings of a model from JAX are replaced by examples: its files
     identify the family, but do not contain these settings.
@@ -198,18 +198,18 @@ def _built(
             raise
         model = family.build(checkpoint.tensors, {**config, **error.examples})
         used = ", ".join(f"{key}={value}" for key, value in error.examples.items())
-        notes.append(f"no parameter determines these settings, which an export needs; here {used}")
+        notes.append(f"no parameter determines settings that an export needs; used here: {used}")
         return model
 
 
 def _recorded_settings(
     checkpoint: Checkpoint, family: Family, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The family's settings from the checkpoint and its `config.json`, and notes.
+    """Returns the family's settings from the checkpoint and its `config.json`, and notes.
 
     The constructor's arguments come first, then the `config.json`. A training script's own options
     are used only for settings that shapes do not determine: others may have another meaning.
-    Unknown keys are ignored, because these sources do not only describe the constructor.
+    Unknown keys are ignored, because these sources describe more than the constructor.
     """
     sources = [
         (f"the file's {key}", value, family.options) for key, value in checkpoint.arguments.items()

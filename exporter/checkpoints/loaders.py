@@ -43,7 +43,7 @@ class ModelLoader:
 
 
 LOADERS = Registry("moexport.loaders", ModelLoader)
-"""All come from plugins: the core loads its families itself, and first."""
+"""All loaders come from plugins; the core loads its own families itself, before these."""
 
 
 def loader_of(source: str | Path | nn.Module) -> tuple[ModelLoader, str] | None:

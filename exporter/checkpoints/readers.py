@@ -14,7 +14,7 @@ from ...common.registry import Registry
 
 
 class ForeignArrays(Protocol):
-    """Files of another training code, which together contain its arrays.
+    """Files of another training framework, which together contain its arrays.
 
     `note` is a sentence that describes them.
     """
@@ -25,11 +25,11 @@ class ForeignArrays(Protocol):
     def note(self) -> str: ...
 
     def zeros(self) -> dict[str, Tensor]:
-        """Tensors of the correct shapes, without memory."""
+        """Returns tensors of the correct shapes, without memory."""
         ...
 
     def read(self, watched: Watched | None) -> tuple[dict[str, Tensor], Path | None]:
-        """The arrays as float32, and the temporary file they are mapped from, if any."""
+        """Returns the arrays as float32, and the temporary file they are mapped from, if any."""
         ...
 
 
@@ -38,19 +38,19 @@ class Reader:
     """One format of checkpoints.
 
     `formats` is its name in messages. `finds` returns the checkpoint at a path, a file or folder,
-    or None if it has another format; `reads` opens the result. `beside` returns the names of the
-    other files that belong to a file, for downloads.
+    or None if it has another format; `reads` opens the result. `companions` returns the names of
+    the other files that belong to a file, for downloads.
     """
 
     name: str
     formats: str
     finds: Callable[[Path], Path | None]
     reads: Callable[[Path], ForeignArrays]
-    beside: Callable[[Path], Sequence[str]]
+    companions: Callable[[Path], Sequence[str]]
 
 
 READERS = Registry("moexport.readers", Reader)
-"""All come from plugins."""
+"""All readers come from plugins."""
 
 
 def formats() -> list[str]:

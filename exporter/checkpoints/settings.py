@@ -1,6 +1,6 @@
 """Settings of a model that its weights do not determine: `--config` files and `--set KEY=VALUE`.
 
-This module imports little: settings that cannot be read are refused before PyTorch is imported.
+This module is cheap to import: unreadable settings are refused before PyTorch is imported.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _read_file(file: Path) -> dict[str, Any]:
     if kind is None:
         raise UsageError(
             f"{file}: configuration is read from .json, .yaml or .toml, not {file.suffix!r}",
-            hint="rename the file to its format, or give settings one by one: --set KEY=VALUE",
+            hint="change its suffix to match the format, or use --set KEY=VALUE for each setting",
         )
     try:
         content = read_document(file, kind, partial(UsageError, hint="check --config"))

@@ -35,7 +35,7 @@ AVERAGES = ("model_ema", "state_dict_ema")
 
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.", "params.", "opt.target.")
 """Prefixes that every key may have: from DataParallel and torch.compile, from a LightningModule's
-attribute for its network, and from training codes in JAX."""
+attribute for its network, and from training code in JAX."""
 
 TRAINING = re.compile(
     r"(criterion|loss(_\w+)?|\w+_loss|(\w+_)?metrics?|(\w+_)?acc(uracy)?|(train|val|valid|test)_\w+)\."
@@ -52,7 +52,7 @@ class Checkpoint:
     keys, outermost first. `config` is a `config.json` next to the weights. `arguments` are
     the constructor's arguments in the file, and `options` those of the training script, each by its
     key. `mapped` are the files that `tensors` are mapped from: `files`, and a temporary file of
-    converted weights. `by_jax`: the files come from a training code in JAX. `watched` are the
+    converted weights. `by_jax`: the files come from training code in JAX. `watched` are the
     states of the files when they were read; None without `values`.
     """
 
@@ -178,12 +178,12 @@ def _check_plain(source: Path, tensors: dict[str, Tensor], size: int) -> None:
             raise CheckpointError(
                 f"{source}: its tensors up to {key} of shape {list(tensor.shape)} need {declared} "
                 f"bytes, but the file has {size}",
-                hint="save tensors with their own numbers: tensor.contiguous(), or .clone()",
+                hint="save tensors that own their numbers: tensor.contiguous() or tensor.clone()",
             )
 
 
 def _unwrap(content: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
-    """The innermost state dict, inside the wrappers of training scripts."""
+    """Returns the innermost state dict, inside the wrappers of training scripts."""
     visited: list[int] = []
     while id(content) not in visited:  # a mapping may contain itself
         visited.append(id(content))
@@ -204,7 +204,7 @@ def _unwrap(content: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
 
 
 def _settings(saved: Mapping[str, Any], keys: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The values of these keys, if they are mappings or of type `argparse.Namespace`."""
+    """Returns the values of these keys, if they are mappings or of type `argparse.Namespace`."""
     values = {key: saved[key] for key in keys if key in saved}
     settings = {k: vars(v) if isinstance(v, Namespace) else v for k, v in values.items()}
     return {
@@ -215,7 +215,7 @@ def _settings(saved: Mapping[str, Any], keys: Sequence[str]) -> dict[str, dict[s
 
 
 def _network_tensors(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
-    """The tensors without losses and metrics, if all others have a known prefix."""
+    """Returns the tensors without losses and metrics, if all others have a known prefix."""
     network = {key: value for key, value in tensors.items() if not TRAINING.match(key)}
     others = [key for key in tensors if key not in network]
     if not network or not others or not _without_prefixes(network)[1]:
@@ -225,7 +225,7 @@ def _network_tensors(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, 
 
 
 def _without_prefixes(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The tensors without the prefixes that all keys share, and those prefixes in order."""
+    """Returns the tensors without the prefixes that all keys share, and those prefixes in order."""
     removed: list[str] = []
     while True:
         shared = next((p for p in PREFIXES if all(k.startswith(p) for k in tensors)), None)
@@ -259,7 +259,7 @@ def check_finite(source: Path | str, tensors: Mapping[str, Tensor], reading: Rea
     reading.end()
 
 
-# --- other types of number ---------------------------------------------------------------------
+# --- other number types ------------------------------------------------------------------------
 
 
 def _as_float32(

@@ -54,7 +54,7 @@ class WeightFiles:
 
     `keys` maps each shard to the keys that the index expects in it (empty for a single file);
     `config` is the `config.json` in the folder of the files. `arrays` reads the files of another
-    training code, which cannot be read one by one.
+    training framework, which cannot be read one by one.
     """
 
     files: tuple[Path, ...]
@@ -77,7 +77,7 @@ def local_checkpoint(source: str | os.PathLike[str]) -> Path:
             copy_siblings(location, ("config.json",))
         elif path.suffix.lower() not in SUFFIXES:
             for reader, found in found_by_readers(path):
-                copy_siblings(location, reader.beside(found))
+                copy_siblings(location, reader.companions(found))
     return path
 
 
@@ -109,7 +109,7 @@ def find_files(source: Path) -> WeightFiles:
 
 
 def _foreign(source: Path, found: Sequence[tuple[Reader, Path]]) -> WeightFiles:
-    """The files that one reader found at a path; CheckpointError if several readers did."""
+    """Returns the files that a reader found at a path; CheckpointError if several readers did."""
     if len(found) > 1:
         listed = ", ".join(f"{path.name} ({reader.name})" for reader, path in found)
         raise CheckpointError(
@@ -148,7 +148,7 @@ def _find_in_folder(folder: Path) -> WeightFiles:
         if files and not weights:
             raise CheckpointError(
                 f"{files[0]} is an adapter, but the weights of its base model are missing",
-                hint="merge it into that model: merge_and_unload() of peft, then save_pretrained",
+                hint="merge it into that model: merge_and_unload() in peft, then save_pretrained()",
             )
         files = weights
     if not files:
@@ -174,7 +174,7 @@ def is_adapter(file: Path) -> bool:
 
 
 def _standard(folder: Path) -> list[Path]:
-    """The file or the index that Hugging Face's libraries would read, if there is one.
+    """Returns the file or the index that Hugging Face's libraries would read, if there is one.
 
     Raises CheckpointError if a folder has both: one may be from another save.
     """
@@ -194,7 +194,7 @@ def _standard(folder: Path) -> list[Path]:
 
 
 def _read_index(index: Path, config: Path | None) -> WeightFiles:
-    """The shards of a `*.index.json`, whose `weight_map` maps every key to its file."""
+    """Returns the shards of a `*.index.json`, whose `weight_map` maps every key to its file."""
     weight_map = _weight_map(index)
     if not weight_map:
         raise CheckpointError(f"{index} lists no weights")
@@ -331,7 +331,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
 
 
 def _values(path: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> Iterable[tuple[str, Any]]:
-    """Arrays as tensors; strings, which some scripts save with them, unchanged."""
+    """Yields arrays as tensors; strings, which some scripts save with them, are unchanged."""
     for key, array in arrays:
         if array.dtype.kind in "US":
             yield key, str(array)
@@ -358,7 +358,7 @@ def _read_pickled(path: Path) -> Any:
     if is_zip:
         _check_archives(path)
     elif _is_tar(start):  # PyTorch's reader hangs on a malicious header
-        raise CheckpointError(f"{path} is a tar file, as before PyTorch 0.1.10", hint=RESAVE)
+        raise CheckpointError(f"{path} is a tar file, PyTorch's format before 0.1.10", hint=RESAVE)
     _check_pickles(path, is_zip)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
@@ -404,14 +404,14 @@ def _check_pickles(path: Path, is_zip: bool) -> None:
 
 
 PICKLE_BYTES = 64 << 20
-"""How much of a file from before torch 1.6 is searched for names of pickled objects."""
+"""How much of a file from before torch 1.6 is searched for the names of pickled objects."""
 
 HARMLESS = re.compile(r"torch\.(?!nn\.modules)|collections\.OrderedDict|argparse\.Namespace")
 """Names that every checkpoint refers to."""
 
 
 def _refusal(path: Path, is_zip: bool, message: str) -> CheckpointError:
-    """The error for a pickle that torch refuses; names the classes and functions in it."""
+    """Returns the error for a pickle that torch refuses; names the classes and functions in it."""
     names = re.findall(r"GLOBAL ([\w.]+)", message)
     if is_zip:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -433,7 +433,7 @@ def _refusal(path: Path, is_zip: bool, message: str) -> CheckpointError:
 
 
 def _pickled_names(file: IO[bytes]) -> tuple[list[str], list[str]]:
-    """The names and the texts in a file's pickles, read without executing them."""
+    """Returns the names and the texts in a file's pickles, read without executing them."""
     names: list[str] = []
     strings: list[str] = []
     while True:

@@ -29,10 +29,10 @@ from ...data.batches import (
 from ...data.feeds import named_batches
 from ...data.shards import shard_batches, shards_of
 from ...errors import FeedError
-from ..inputs import Ports, fitted_arrays
+from ..inputs import HasPorts, fitted_arrays
 
 COUNT = 256
-"""How many inputs of a feed are evaluated by default."""
+"""The number of inputs of a feed that are evaluated by default."""
 
 MAX_CHANGED = 0.01
 """The share of integer outputs (classes, masks) that may differ."""
@@ -40,7 +40,7 @@ MAX_CHANGED = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The number of correct answers, of those with a label."""
+    """The number of correct answers (`right`) among those with a label (`of`)."""
 
     right: int = 0
     of: int = 0
@@ -55,7 +55,7 @@ class Score:
 
 
 def one_per_sample(y: np.ndarray, labels: Labels | None = None) -> np.ndarray:
-    """Returns scores [b, 1, c] of a head that sees a vector as one token as [b, c]; else y."""
+    """Returns y; scores [b, 1, c] of a head that treats vectors as single tokens, as [b, c]."""
     tokens = labels is not None and labels.shape == y.shape[:2]
     return y[:, 0] if y.ndim == 3 and y.shape[1] == 1 and not tokens else y
 
@@ -85,8 +85,8 @@ def score(y: np.ndarray, labels: Labels) -> Score | None:
 class GraphAnswers:
     """A graph's results on a feed: its accuracy, and how far it is from a user's own outputs.
 
-    `apart` has, for each input, the largest difference of an output over its max|y|; empty if the
-    feed has no outputs. `agreeing` counts inputs with the same largest number in the first output.
+    `apart` has each input's largest difference of an output over its max|y|; empty without outputs
+    in the feed. `agreeing` counts inputs with the same largest number in the first output.
     `unscored` is the output that labels of the feed do not fit; None if they do, or without labels.
     """
 
@@ -105,9 +105,9 @@ def no_accuracy(output: str) -> str:
     )
 
 
-def measured(
+def evaluate(
     run: Callable[[Fields], Mapping[str, np.ndarray]],
-    ports: Ports,
+    ports: HasPorts,
     data: Feed,
     batch: int,
     fixed: Mapping[str, int],
@@ -133,14 +133,14 @@ def measured(
         total += found or Score()
         inputs += row_count(part)
         if theirs:
-            apart.append(_apart(theirs, values))
+            apart.append(_largest_differences(theirs, values))
             agreeing += agreeing_inputs(theirs, values)
     if not inputs:
         return None
-    together = np.concatenate(apart) if apart else np.empty(0)
+    differences = np.concatenate(apart) if apart else np.empty(0)
     accuracy = total if scored and total.of else None
     unscored = labelled if any_labels and accuracy is None else None
-    return GraphAnswers(inputs, accuracy, together, agreeing, unscored)
+    return GraphAnswers(inputs, accuracy, differences, agreeing, unscored)
 
 
 def agreeing_inputs(theirs: Fields, values: Mapping[str, np.ndarray]) -> int:
@@ -152,8 +152,8 @@ def agreeing_inputs(theirs: Fields, values: Mapping[str, np.ndarray]) -> int:
     return int(same.reshape(len(same), -1).all(axis=1).sum())
 
 
-def _apart(theirs: Fields, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """How far apart each input's outputs are, over max|y|; for integers, the share that differs."""
+def _largest_differences(theirs: Fields, values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Returns how far each input's outputs differ, over max|y|; for integers, the share that do."""
     rows = row_count(theirs)
     apart = np.zeros(rows)
     for name, array in theirs.items():
@@ -167,7 +167,7 @@ def _apart(theirs: Fields, values: Mapping[str, np.ndarray]) -> np.ndarray:
     return apart
 
 
-def arrays_of(part: Fields, model: Ports, fixed: Mapping[str, int] | None) -> Fields:
+def arrays_of(part: Fields, model: HasPorts, fixed: Mapping[str, int] | None) -> Fields:
     """Returns all inputs of a batch; missing steering strengths are zeros, which have no effect."""
     rows = row_count(part)
     zeros = {
@@ -178,11 +178,11 @@ def arrays_of(part: Fields, model: Ports, fixed: Mapping[str, int] | None) -> Fi
     return fitted_arrays({**part, **zeros}, model, fixed)
 
 
-def output_names(model: Ports) -> list[str]:
+def output_names(model: HasPorts) -> list[str]:
     return [spec.name for spec in model.outputs]
 
 
-def fields_of(model: Ports, data: Feed, count: int) -> Iterator[Fields]:
+def fields_of(model: HasPorts, data: Feed, count: int) -> Iterator[Fields]:
     """Yields the inputs of a feed with any labels and outputs of the user's own model."""
     names, outputs = [spec.name for spec in model.inputs], output_names(model)
     several = outputs if len(outputs) > 1 else ()
@@ -190,7 +190,7 @@ def fields_of(model: Ports, data: Feed, count: int) -> Iterator[Fields]:
     return limited(read, count)
 
 
-def of_images(data: Feed) -> bool:
+def is_images_or_text(data: Feed) -> bool:
     """Whether a feed consists of image files or is a text file, which other code reads."""
     if not isinstance(data, str | Path):
         return False
@@ -203,7 +203,7 @@ def of_images(data: Feed) -> bool:
     return path.is_file() and path.suffix not in (".npz", ".npy")
 
 
-def labelled_output(model: Ports, data: Feed) -> int:
+def labelled_output(model: HasPorts, data: Feed) -> int:
     """Returns the index of the labelled output: the first, unless a label names another."""
     outputs = output_names(model)
     if len(outputs) < 2 or not isinstance(data, str | Path):
@@ -216,7 +216,7 @@ def labelled_output(model: Ports, data: Feed) -> int:
     return outputs.index(label) if label in outputs else 0
 
 
-def unread_arrays(model: Ports, data: Feed | None) -> list[str]:
+def unread_arrays(model: HasPorts, data: Feed | None) -> list[str]:
     """Returns a sentence on the arrays of an archive that nothing reads; empty if all are read."""
     if not isinstance(data, str | Path) or local(data).suffix != ".npz":
         return []
@@ -226,7 +226,7 @@ def unread_arrays(model: Ports, data: Feed | None) -> list[str]:
     others = ", ".join(f"'{name}'" for name in npz_names(path) if name not in read)
     if not others:
         return []
-    return [f"{data}: nothing reads {others}; labels are an array 'label', 'labels' or 'y'"]
+    return [f"{data}: nothing reads {others}; labels must be an array 'label', 'labels' or 'y'"]
 
 
 def distances(y: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -245,8 +245,8 @@ def check_own(theirs: np.ndarray, ours: np.ndarray, name: str) -> None:
     """Raises `FeedError` for arrays that cannot be outputs of this model."""
     if theirs.shape != ours.shape:
         raise FeedError(
-            f"--data: the outputs of your own model are {('batch', *theirs.shape[1:])}, but "
-            f"'{name}' of this one is {('batch', *ours.shape[1:])}",
+            f"--data: the outputs of your own model have the shape {('batch', *theirs.shape[1:])}, "
+            f"but '{name}' of this one has {('batch', *ours.shape[1:])}",
             hint="save the outputs of the model for these inputs, before any argmax or softmax, as "
             f"'{OUTPUT}' or '{name}'",
         )

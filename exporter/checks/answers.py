@@ -27,9 +27,9 @@ from .accuracy import (
     distances,
     epsilon,
     fields_of,
+    is_images_or_text,
     labelled_output,
     no_accuracy,
-    of_images,
     output_names,
     score,
 )
@@ -97,8 +97,8 @@ class Answers:
         return found
 
 
-def texts(answers: Answers, model: Model) -> list[str]:
-    """Returns sentences on PyTorch's results: the accuracy, and whether it is the user's model."""
+def answer_sentences(answers: Answers, model: Model) -> list[str]:
+    """Returns sentences on PyTorch's results: accuracy, and whether they equal the user's own."""
     found = [*answers.notes]
     if answers.accuracy is not None:
         own = answers.own_accuracy
@@ -134,11 +134,11 @@ def answers_of(
 
     None if it has neither labels nor outputs of the user's own model. `batch` is the only batch
     size of the network, if it has one, and `fixed` are the sizes of axes. The outputs may differ by
-    `ROUNDINGS`, or by `bounds` if these were `asked` for or if float64 is unusable. Raises
+    `ROUNDINGS`, or by `bounds` if the user `asked` for these or float64 is unusable. Raises
     `ParityError` if the user's own outputs in the feed differ from those of the rebuilt model by
     more than rounding, and `FeedError` for arrays that cannot be such outputs.
     """
-    if data is None or of_images(data):
+    if data is None or is_images_or_text(data):
         return None
     fields = fields_of(model, data, COUNT if count is None else count)
     first = next(fields, None)
@@ -166,7 +166,7 @@ def answers_of(
 
 def check_own_outputs(model: Model, data: Feed | None) -> None:
     """Raises what `answers_of` raises, if a feed has outputs of the user's own model."""
-    if data is None or isinstance(data, np.ndarray | Iterator) or of_images(data):
+    if data is None or isinstance(data, np.ndarray | Iterator) or is_images_or_text(data):
         return
     first = next(fields_of(model, data, 1), {})
     if {*output_names(model)} & first.keys():
@@ -174,7 +174,7 @@ def check_own_outputs(model: Model, data: Feed | None) -> None:
 
 
 def _with_equal_fields(first: Fields, rest: Iterator[Fields]) -> Iterator[Fields]:
-    """All batches, with the fields of the first one."""
+    """Yields all batches, with the fields of the first one."""
     yield first
     for fields in rest:
         missing = next((name for name in first if name not in fields), None)
@@ -286,7 +286,7 @@ class _Results:
 
 
 def _exact_outputs(model: Model, x: Fields) -> list[np.ndarray] | None:
-    """The untouched model's results in float64; None if it does not run in float64."""
+    """Returns the untouched model's results in float64; None if it does not run in float64."""
     if weights_bytes(model) > EXACT_BYTES:
         return None
     try:
@@ -298,20 +298,20 @@ def _exact_outputs(model: Model, x: Fields) -> list[np.ndarray] | None:
 
 
 def _tied_inputs(model: Model, x: Fields) -> np.ndarray:
-    """The inputs [b] for which rounding may change the choices of the untouched model."""
+    """Returns the inputs [b] for which rounding may change the choices of the untouched model."""
     ours = model.module if model.as_trained is None else model.as_trained
     trained = replace(model, module=ours, as_trained=None)
     kept = trained.trained_k
     rows = row_count(x)
     tied = np.zeros(rows, dtype=bool)
-    for _, margin in Network(trained, ours, kept).computed(x).choices.values():
+    for _, margin in Network(trained, ours, kept).compute(x).choices.values():
         if len(margin) % rows == 0:
             tied |= (margin.reshape(rows, -1) <= TOLERANCES["fp32"].tie).any(axis=1)
     return tied
 
 
 def _max_share(off: np.ndarray, scale: np.ndarray) -> float:
-    """The largest of some distances, as shares of the scales."""
+    """Returns the largest of some distances, as shares of the scales."""
     return float((off / np.where(scale > 0, scale, 1.0)).max(initial=0.0))
 
 
@@ -323,7 +323,7 @@ def _is_softmax(theirs: np.ndarray, ours: np.ndarray) -> bool:
 
 
 def _disagreement(model: Model, answers: Answers, found: _Results, *, option: bool) -> ParityError:
-    """The error for a network that is not the user's own; `option`: the command accepts bounds."""
+    """Returns the error for a network that differs from the user's; `option`: bounds can be set."""
     own = answers.own
     assert own is not None
     settings = _settings(model)
@@ -340,8 +340,8 @@ def _disagreement(model: Model, answers: Answers, found: _Results, *, option: bo
     named = ", ".join(f"'{name}'" for name in found.others)
     which = f" {named}" if len(output_names(model)) > 1 else ""
     text = (
-        f"{model.source.path}: the network that is {built} gives other outputs{which} than your "
-        f"own model in {own.wrong:,} of {own.inputs:,} inputs of --data: {own.text}{share}"
+        f"{model.source.path}: the network {built} gives outputs{which} that differ from your own "
+        f"model's in {own.wrong:,} of {own.inputs:,} inputs of --data: {own.text}{share}"
     )
     if answers.accuracy is not None and answers.own_accuracy is not None:
         text += (
@@ -364,7 +364,7 @@ def _disagreement(model: Model, answers: Answers, found: _Results, *, option: bo
 
 
 def _settings(model: Model) -> str:
-    """The settings that shapes do not determine, with the values in use."""
+    """Returns the settings that shapes do not determine, with the values in use."""
     from ..families import FAMILIES  # only needed for an error
 
     questions = FAMILIES[model.family].questions if model.family in FAMILIES else model.config

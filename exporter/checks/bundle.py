@@ -18,10 +18,10 @@ from .accuracy import (
     COUNT,
     Score,
     arrays_of,
+    evaluate,
     fields_of,
-    measured,
+    is_images_or_text,
     no_accuracy,
-    of_images,
     output_names,
 )
 from .choices import CHOICES
@@ -80,9 +80,9 @@ def data_checks(
     edits, the number of equal answers is reported. Raises `FeedError` for data that has neither
     labels nor outputs, or does not fit.
     """
-    if of_images(data):
+    if is_images_or_text(data):
         raise FeedError(
-            "--data: verify reads arrays, but these are files of images",
+            "--data: verify reads arrays, but these are image files",
             hint="save them as inputs of the model: np.savez(path, input=x, label=labels)",
         )
     ports = _Ports(
@@ -96,13 +96,13 @@ def data_checks(
         data = tuple(fields_of(ports, data, COUNT))
     main = sessions.get(manifest.graphs[0].file)
     counted = main is not None and CHOICES in manifest.answers
-    for file, opened in sessions.items():
-        session = opened()
+    for file, open_session in sessions.items():
+        session = open_session()
 
         def run(x: Fields, session: Session = session) -> Mapping[str, np.ndarray]:
             return session.run(x, k)
 
-        found = measured(run, ports, data, size, fixed)
+        found = evaluate(run, ports, data, size, fixed)
         if found is None and counted:
             break
         if found is None:
@@ -133,17 +133,17 @@ def data_checks(
         text, hint = "the export recorded no choices for its --data", None
         if _keeps_all(manifest):
             text = "every layer keeps all of its experts"
-            hint = _COEFFICIENTS if _coefficients_alone(manifest) else None
+            hint = _COEFFICIENTS if _has_only_coefficients(manifest) else None
         yield Check(ROUTING, True, f"not compared: {text}", hint)
 
 
 def _nothing_to_compare(manifest: Manifest) -> FeedError:
     nothing = ", and no layer chooses among its experts" if _keeps_all(manifest) else ""
-    routing = f"; {_COEFFICIENTS}" if _coefficients_alone(manifest) else ""
+    routing = f"; {_COEFFICIENTS}" if _has_only_coefficients(manifest) else ""
     return FeedError(
         f"--data has neither labels nor outputs of your own model{nothing}",
         hint="without --data, verify compares the bundle with PyTorch; np.savez(path, input=x, "
-        f"label=labels, output=y) adds the accuracy, and a comparison with your model{routing}",
+        f"label=labels, output=y) adds the accuracy and a comparison with your model{routing}",
     )
 
 
@@ -154,13 +154,13 @@ def _keeps_all(manifest: Manifest) -> bool:
     return all(layer.k == layer.experts for layer in manifest.layers)
 
 
-def _coefficients_alone(manifest: Manifest) -> bool:
+def _has_only_coefficients(manifest: Manifest) -> bool:
     """Whether all experts are kept, and some have coefficients that could be compared."""
     return _keeps_all(manifest) and any(layer.kind == "mumoe" for layer in manifest.layers)
 
 
 def _inputs(ports: _Ports, data: Feed, size: int, fixed: Mapping[str, int]) -> Iterator[Fields]:
-    """The inputs of a feed without labels and outputs, in batches that a graph accepts."""
+    """Yields the inputs of a feed without labels and outputs, in batches that a graph accepts."""
     others = {LABEL, *output_names(ports)}
     for part in rebatched(fields_of(ports, data, COUNT), size):
         inputs = {name: array for name, array in part.items() if name not in others}
@@ -190,7 +190,7 @@ def _computes_the_model(expected: Reference | None, k: int | None) -> bool:
 
 
 def _batch(manifest: Manifest) -> tuple[int, dict[str, int]]:
-    """A batch size that every graph accepts, and the sizes of axes that are constants."""
+    """Returns a batch size that every graph accepts, and the sizes of axes that are constants."""
     spec = manifest.inputs[0]
     if isinstance(spec.shape[0], int):
         return spec.shape[0], {"batch": spec.shape[0]}

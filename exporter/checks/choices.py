@@ -1,6 +1,6 @@
 """How often a graph chooses each expert: the histogram that an export records for its data.
 
-A layer that keeps all of its experts chooses nothing, and has no histogram.
+A layer that keeps all of its experts chooses nothing, so it has no histogram.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHOICES = "choices"
 
 
 def real_tokens(inputs: Fields, rows: int, tokens: int) -> np.ndarray | None:
-    """Returns which tokens [rows, tokens] a mask among the inputs keeps; None without a mask."""
+    """Returns the tokens [rows, tokens] that a mask among the inputs keeps; None without a mask."""
     if any(name.startswith(("encoder", "decoder")) for name in inputs):
         return None  # the tokens belong to two texts
     masks = [array for name, array in inputs.items() if name.endswith("mask") and array.ndim == 2]
@@ -36,8 +36,8 @@ def by_input(
     """Returns how often each input chose each expert, [rows, n], and how many it lost, [rows].
 
     `chosen` are indices, or the coefficients of all experts, whose sums are returned. A choice that
-    exceeds an expert's capacity is lost, yet counted. None if every token chooses every expert, or
-    if choices do not belong to single inputs.
+    exceeds an expert's capacity is lost, but still counted. None if every token chooses every
+    expert, or if choices do not belong to single inputs.
     """
     if not rows or len(chosen) % rows:
         return None

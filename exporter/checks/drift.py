@@ -1,7 +1,7 @@
-"""Whether new inputs choose other experts than the export's inputs: a distance, and its interval.
+"""Tests whether new inputs choose other experts than the export's: a distance and its interval.
 
 The distance of two histograms p and q is Σ|p − q| / 2: the share of the choices that would have to
-be of other experts. Chance alone makes it larger than 0, more so with more experts. The noise is
+go to other experts. Chance alone makes it larger than 0, more so with more experts. The noise is
 therefore simulated from how much single inputs differ: tokens of one input are not independent
 draws. The interval contains the multiples λ·|p − q| for which the observation is within the noise;
 the distance is the one for which it is the median, or 0 if chance explains all of it.
@@ -18,7 +18,7 @@ import numpy as np
 
 from ...data.batches import Fields
 from ..bundle.manifest import Check, Manifest
-from ..bundle.parity import FEW, Reference
+from ..bundle.parity import MAX_LISTED, Reference
 from ..session import Session
 from .choices import ChoiceHistogram, choices_of, chosen_k, deviations, recorded_histograms
 
@@ -71,7 +71,7 @@ def drift_of(layer: str, before: ChoiceHistogram, now: np.ndarray, level: float 
     noise = _noise(before, now)
 
     def quantile(times: float, z: float) -> float:
-        """A quantile of observed distances, if the true difference is `times` the observed one."""
+        """Returns a quantile of distances, if the true difference is `times` the observed one."""
         # Wilson and Hilferty: the cube root of a sum of squares is nearly normal.
         powers = (np.abs(times * moved + noise).sum(axis=1) / 2) ** (2 / 3)
         return math.pow(max(0.0, float(powers.mean() + z * powers.std())), 1.5)
@@ -85,11 +85,11 @@ def drift_of(layer: str, before: ChoiceHistogram, now: np.ndarray, level: float 
 
 
 def _noise(before: ChoiceHistogram, now: np.ndarray) -> np.ndarray:
-    """Draws of the difference of two histograms of one distribution, [draws, n]."""
+    """Draws differences of two histograms of one distribution, [draws, n]."""
     count, random = len(now), np.random.default_rng(0)
     changes = deviations(now)
     noise: np.ndarray = random.standard_normal((DRAWS, count)) @ changes / np.sqrt(count - 1)
-    # Should the new inputs vary less, by chance, the variance is that of both sets of inputs.
+    # If the new inputs vary less, by chance, the variance is that of both sets of inputs.
     variance = (changes**2).sum(axis=0) / (count - 1)
     pooled = (before.inputs * before.spread**2 + count * variance) / (before.inputs + count)
     extra = np.sqrt(np.maximum(0.0, pooled - variance))
@@ -103,7 +103,7 @@ def _noise(before: ChoiceHistogram, now: np.ndarray) -> np.ndarray:
 
 
 def _root(function: Callable[[float], float]) -> float:
-    """The λ ≥ 0 at which an increasing function reaches 0; 0 if the function starts above 0."""
+    """Returns the λ ≥ 0 at which an increasing function reaches 0; 0 if it starts above 0."""
     if function(0.0) >= 0:
         return 0.0
     low, high = 0.0, 1.0
@@ -117,20 +117,20 @@ def _root(function: Callable[[float], float]) -> float:
 
 def drift_checks(
     manifest: Manifest,
-    opened: Callable[[Mapping[str, int]], Session],
+    open_session: Callable[[Mapping[str, int]], Session],
     batches: Iterable[Fields],
     expected: Reference | None,
 ) -> Iterator[Check]:
     """Yields whether new inputs choose other experts than the export's inputs.
 
-    `opened` returns the main graph with further values as outputs. Yields nothing for a bundle
-    without histograms.
+    `open_session` returns the main graph with additional values as outputs. Yields nothing for a
+    bundle without histograms.
     """
     before = recorded_histograms(manifest.answers)
     if not before or expected is None:
         return
     graph = manifest.graphs[0]
-    session = opened(expected.observed(graph.selected))
+    session = open_session(expected.observed(graph.selected))
     k = chosen_k(manifest, expected)
     found = choices_of(session, manifest, graph, batches, k)
     now = {choice: found.of(choice) for choice in before if choice in found.counts}
@@ -163,13 +163,13 @@ def _drift_check(drift: tuple[Drift, ...], now: int, before: int, at_k: str) -> 
         if len(drift) > 1:
             text += f" in layer {furthest.layer}, the most of {len(drift)} layers"
         return DriftCheck(NAME, True, f"{text} ({compared})", drift=drift)
-    where = ", ".join(f"{layer.text} in layer {layer.layer}" for layer in drifted[:FEW])
-    extra = len(drifted) - FEW
+    where = ", ".join(f"{layer.text} in layer {layer.layer}" for layer in drifted[:MAX_LISTED])
+    extra = len(drifted) - MAX_LISTED
     where += f", and less in {extra} more" if extra > 0 else ""
     return DriftCheck(
         NAME,
         True,
-        f"DRIFTED: other experts are chosen than in the export, {where} ({compared})",
+        f"DRIFTED: the choices of experts differ from those of the export, by {where} ({compared})",
         "measure the accuracy on new labels, or export again with these inputs as --data",
         drift,
     )

@@ -15,7 +15,7 @@ from ..bundle.parity import PARITY_FILE, Reference
 from ..bundle.verify import checking_session
 from ..job import ExportJob
 from ..reference import Network, compared_inputs, kept_experts, pytorch_bounds, releasing_pages
-from .accuracy import Score, measured, output_names, unread_arrays
+from .accuracy import Score, evaluate, output_names, unread_arrays
 from .answers import Answers, answers_of, what_pytorch_is
 from .choices import CHOICES, Choices, choices_of, chosen_k
 
@@ -59,14 +59,14 @@ def with_scores(
     if not job.options.verify or not manifest.graphs[0].selected:
         return manifest  # if all experts are kept, nothing is chosen
     progress.step("counting how often each expert is chosen", unit="inputs")
-    found = _counted(job, manifest, directory, progress)
+    found = _choices(job, manifest, directory, progress)
     if not found.counts:
         return manifest
     return replace(manifest, answers={**manifest.answers, CHOICES: found.record()})
 
 
-def _counted(job: ExportJob, manifest: Manifest, directory: Path, progress: Progress) -> Choices:
-    """The main graph's choices for the inputs of the comparison, counted as in `verify`."""
+def _choices(job: ExportJob, manifest: Manifest, directory: Path, progress: Progress) -> Choices:
+    """Returns the main graph's choices for the inputs of the comparison, counted as in `verify`."""
     graph = manifest.graphs[0]
     expected = Reference.load(directory / PARITY_FILE)
     observe = expected.observed(graph.selected)
@@ -83,7 +83,7 @@ def _counted(job: ExportJob, manifest: Manifest, directory: Path, progress: Prog
 def _with_accuracies(
     job: ExportJob, manifest: Manifest, directory: Path, answers: Answers, progress: Progress
 ) -> Manifest:
-    """The manifest with the accuracies on labels, and how far PyTorch is from the user's model."""
+    """Returns the manifest with accuracies on labels and notes on PyTorch and the user's model."""
     record, notes = answers.record(), [*answers.notes]
     if answers.accuracy is not None:
         progress.step("measuring the accuracy")
@@ -93,12 +93,12 @@ def _with_accuracies(
         record["graphs"] = {file: asdict(score) for file, score in known.items()}
         if kept is not None:
             record["pytorch_at_k"] = asdict(kept)
-        notes.append(_accuracies(job, answers, kept, known))
+        notes.append(_accuracy_note(job, answers, kept, known))
     notes += what_pytorch_is(answers, job.model)
     return replace(manifest, answers=record, notes=[*manifest.notes, *notes])
 
 
-def _accuracies(
+def _accuracy_note(
     job: ExportJob, answers: Answers, kept: Score | None, graphs: Mapping[str, Score]
 ) -> str:
     assert answers.accuracy is not None, "there are labels"
@@ -112,14 +112,12 @@ def _accuracies(
     parts += [f"{file}{at_k} {score.text}" for file, score in graphs.items()]
     options = job.options
     ranged = job.needs_ranges and options.data is not None and options.calibration is None
-    same = (
-        "; the ranges come from the same inputs: give a --calibration from others" if ranged else ""
-    )
+    same = "; the ranges come from the same inputs: use a --calibration from other ones" * ranged
     return f"accuracy on labelled inputs: {', '.join(parts)}{same}"
 
 
 def _shared_k(job: ExportJob) -> int | None:
-    """The k for scoring graphs that have it as an input: the largest that every layer supports."""
+    """Returns the largest k that every layer supports, for graphs with k as an input."""
     return job.fewest_experts if None in job.k.values() else None
 
 
@@ -130,7 +128,7 @@ def _graph_score(job: ExportJob, graph: GraphRecord, directory: Path) -> Score |
 
 
 def _kept_score(job: ExportJob) -> Score | None:
-    """PyTorch's accuracy with the experts and edits of the export; None if it is as trained."""
+    """Returns PyTorch's accuracy with the export's experts and edits; None if it is as trained."""
     kept = kept_experts(job, _shared_k(job))
     trained = job.model.trained_k
     if kept == trained and not job.options.renormalize and job.model.as_trained is None:
@@ -139,16 +137,16 @@ def _kept_score(job: ExportJob) -> Score | None:
     def run(x: Fields) -> Mapping[str, np.ndarray]:
         network = Network(job.model, job.model.module, kept, renormalize=job.options.renormalize)
         with releasing_pages(job.model):
-            return dict(zip(output_names(job.model), network.computed(x).outputs, strict=True))
+            return dict(zip(output_names(job.model), network.compute(x).outputs, strict=True))
 
     return _score(job, run)
 
 
 def _score(job: ExportJob, run: Callable[[Fields], Mapping[str, np.ndarray]]) -> Score | None:
-    """The accuracy of `run` on labelled inputs of a job, in batches that its graphs accept."""
+    """Returns the accuracy of `run` on a job's labelled inputs, in batches that graphs accept."""
     data = job.options.data
     assert data is not None, "there are labels"
     group = job.whole_batch or 1
     size = group * max(1, min(BATCH, job.largest_batch) // group)
-    found = measured(run, job.model, data, size, job.fixed, job.options.samples_to_verify)
+    found = evaluate(run, job.model, data, size, job.fixed, job.options.samples_to_verify)
     return None if found is None else found.accuracy

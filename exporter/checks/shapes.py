@@ -40,7 +40,7 @@ def shape_hint(sizes: Sequence[int], shape: Sequence[object]) -> str:
 
 
 def _reshape_hint(wanted: Sequence[int]) -> str:
-    """How flat rows become arrays, which for images depends on the order of the channels."""
+    """Returns how to reshape flat rows; for images this depends on the order of the channels."""
     rows = f"x = x.reshape({', '.join(map(str, (-1, *wanted)))})"
     if len(wanted) != 3 or wanted[0] == 1:
         return rows
@@ -50,7 +50,7 @@ def _reshape_hint(wanted: Sequence[int]) -> str:
 
 
 def _image_hint(sizes: Sequence[int], shape: Sequence[object]) -> str:
-    """Advice for images that have another size, or channels on another axis."""
+    """Returns advice for images that have another size, or channels on another axis."""
     if len(sizes) != 4 or len(shape) != 4 or not all(isinstance(n, int) for n in shape[1:]):
         return ""
     first = shape[1] in COLOURS
@@ -74,7 +74,7 @@ def _image_hint(sizes: Sequence[int], shape: Sequence[object]) -> str:
 
 
 def _order(sizes: Sequence[int], shape: Sequence[object]) -> tuple[int, ...] | None:
-    """The order of axes in which an array fits; orders that move one axis are tried first."""
+    """Returns an order of axes in which an array fits; moves of one axis are tried first."""
     if len(sizes) != len(shape) or not 2 < len(sizes) <= MAX_AXES:
         return None
     orders = _orders(len(sizes))
@@ -123,7 +123,7 @@ def odd_sizes(shape: Sequence[object]) -> Iterator[str]:
 
 
 def _as_patch(channels: int) -> str:
-    """A remark on the patch with this many numbers, if there is one."""
+    """Returns a remark on the patch with this many numbers, if there is one."""
     for colours in (3, 1, 4):
         side = math.isqrt(channels // colours)
         if side > 1 and side * side * colours == channels:

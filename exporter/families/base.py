@@ -24,7 +24,7 @@ from ...graphs.layers.expert import Activation
 from ...graphs.layers.soft_moe import SoftMoE
 from ...graphs.names import PAST, PRESENT
 from ..inputs import PAST_AXIS
-from ..model import OURS, Host, TensorSpec
+from ..model import CORE_HOST, Host, TensorSpec
 
 Tensors = Mapping[str, Tensor]
 TensorShape = tuple[int, ...]
@@ -48,7 +48,7 @@ class FamilyModel:
     outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
     rounded: bool = False
-    host: Host = OURS
+    host: Host = CORE_HOST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from ..job import ExportJob, export_job
 from ..model import Model
 from ..options import AUTO, TUNE, ExportOptions
 from ..plan import plan_traced
-from ..reference import all_outputs, opened_comparison, torch_reference
+from ..reference import all_outputs, open_comparison, torch_reference
 from ..trace import trace
 from ..write import graph_record, write_graphs
 from .precision import KeptPart, Measure, Retention, quantised_parts
@@ -181,7 +181,7 @@ class Trials:
         expected = torch_reference(self.job, x)  # equal for all precisions
         for part in parts:
             with self.graph({*parts} - {part}) as (folder, graph):
-                comparison = opened_comparison(self.job, folder, graph, expected)
+                comparison = open_comparison(self.job, folder, graph, expected)
                 comparison.add(expected)
                 share = 0.0
                 if outputs is not None:

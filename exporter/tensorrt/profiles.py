@@ -11,7 +11,7 @@ from ...errors import FeedError, UsageError
 from ...graphs.names import K_INPUT
 from ...graphs.sizes import AxisRange, parse_range
 from ..bundle.manifest import TensorSpec
-from ..inputs import check_given
+from ..inputs import check_k_given
 
 AXES = ("batch", "tokens", "height", "width", K_INPUT)
 
@@ -182,8 +182,8 @@ def cap_k(wanted: Profile, copies: int) -> Profile:
 
 
 def check_k(profiles: Sequence[Profile], k: int | None) -> None:
-    """Raises `UsageError` for a k that no profile of an engine contains, for any inputs."""
-    check_given(k, takes_k=profiles[0].k is not None, what="engine")
+    """Raises `UsageError` for a k that no profile of an engine contains, whatever the inputs."""
+    check_k_given(k, takes_k=profiles[0].k is not None, what="engine")
     if k is not None and not any(p.k and p.k.min <= k <= p.k.max for p in profiles):
         raise _k_outside(profiles, k)
 

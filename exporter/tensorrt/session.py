@@ -22,7 +22,7 @@ from ...common.files import known_sha256
 from ...errors import EngineError, FeedError
 from ...graphs.names import K_INPUT
 from ...graphs.sizes import AxisRange
-from ..inputs import check_given, tensor_of
+from ..inputs import check_k_given, tensor_of
 from . import cuda
 from .backends import first_gpu
 from .bindings import BoundWeight, PlacedWeight, check_weights, experts_of, place_weight
@@ -200,7 +200,7 @@ class EngineSession:
     def _prepare(self, key: Key) -> None:
         """Prepares a run with these shapes, unless it is prepared already."""
         shape, k = key
-        check_given(k, takes_k=self.takes_k, what="engine")
+        check_k_given(k, takes_k=self.takes_k, what="engine")
         if key == self._prepared:
             return
         index = choose(self.profiles, shape, k)

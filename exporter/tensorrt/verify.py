@@ -23,8 +23,8 @@ from ..bundle.parity import (
     compare,
     describe,
     differences,
-    furthest_off,
-    recorded,
+    stored_bounds,
+    worst_parity,
 )
 from .backends import backend_named, first_gpu
 from .records import EngineRecord, engines_of
@@ -87,7 +87,7 @@ def engine_parity(
     inputs with a tie are left out. Raises `FeedError` or `UsageError` if the profiles do not
     contain the inputs or k.
     """
-    bounds = tolerance or recorded(manifest.parity, manifest.precision)
+    bounds = tolerance or stored_bounds(manifest.parity, manifest.precision)
     exposed = _exposed(session, manifest, record)
 
     def compared(reference: Reference) -> Parity:
@@ -104,7 +104,7 @@ def engine_parity(
         except (FeedError, UsageError):  # no profile contains this k, or all inputs have ties
             if reference is expected:
                 raise
-    return furthest_off(parities)
+    return worst_parity(parities)
 
 
 def _exposed(session: EngineSession, manifest: Manifest, record: EngineRecord) -> dict[str, str]:

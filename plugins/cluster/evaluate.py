@@ -20,7 +20,7 @@ from ...common.console import Progress
 from ...common.writing import scratch_folder
 from ...data.batches import Array
 from ...exporter.bundle.manifest import MAIN_GRAPH
-from ...exporter.bundle.runtimes import opened
+from ...exporter.bundle.runtimes import open_graph
 from ...exporter.session import Session, SessionOptions
 from ..tune.accuracy.quality import Tally
 from ..tune.shards import Batch, Evaluate, Tallies
@@ -77,5 +77,5 @@ def evaluate_shard(
     with scratch_folder("tune") as folder:
         for name, content in files.items():
             content.tofile(Path(folder) / name)
-        session = opened(Path(folder) / MAIN_GRAPH, options)
+        session = open_graph(Path(folder) / MAIN_GRAPH, options)
         return [batch.tally(session) for batch in batches]

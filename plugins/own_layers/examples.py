@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...data.feeds import named_samples
 from ...data.user_code import user_code
 from ...errors import FeedError, UsageError
-from ...exporter.inputs import WHOLE, Example, by_name, fitted
+from ...exporter.inputs import INTEGERS, Example, by_name, fitted
 from ...exporter.model import TensorSpec
 from .ports import GIVE, INPUT, SERVED, Arguments, arguments_of, required
 
@@ -148,7 +148,7 @@ def _input(source: str, what: str, value: object) -> Tensor:
             hint="give at least one input [b, …]",
         )
     dtype = str(value.dtype).removeprefix("torch.")
-    if not value.is_floating_point() and dtype not in (*WHOLE, "bool"):
+    if not value.is_floating_point() and dtype not in (*INTEGERS, "bool"):
         raise UsageError(f"{source}: {what} is {dtype}", hint=f"supported types: {SERVED}")
     return value.detach().float() if value.is_floating_point() else value.detach()
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import FamilyError, UsageError
-from ...exporter.inputs import WHOLE
+from ...exporter.inputs import INTEGERS
 from ...graphs.layers.base import sharing_weights
 from ...graphs.names import K_INPUT, STEER_INPUT
 
@@ -25,7 +25,7 @@ INPUT = "input"
 
 OUTPUT = "output"
 
-SERVED = "float32 (other floats are converted), bool, " + ", ".join(WHOLE)
+SERVED = "float32 (other floats are converted), bool, " + ", ".join(INTEGERS)
 
 GIVE = (
     "example_input is a tensor (b, …), a tuple of them as forward takes them, or a dictionary by "

@@ -180,7 +180,7 @@ class Specialisation:
 
 def only_counts(model: Model, data: str | Path | LabelledData | Mapping[str, Any]) -> bool:
     """Whether only the use of a model's experts can be measured: texts, or several inputs."""
-    if len(model.inputs) > 1 or model.host.of_tokens:
+    if len(model.inputs) > 1 or model.host.per_token:
         return True
     return not model.input.dtype.startswith("float") and not labelled(data, model, 1).labelled
 

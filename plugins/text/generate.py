@@ -266,7 +266,7 @@ def check_generates(bundle: Bundle) -> None:
             "any other bundle",
         )
     bundle.graph_file()
-    bundle.check_whole(name for name in files if name in CONTENTS)
+    bundle.check_files(name for name in files if name in CONTENTS)
     problem = tokenizer_problem(bundle.path, vocabulary)
     if problem is not None:
         raise BundleError(

@@ -19,7 +19,7 @@ from .trace import traced_program
 class TransformersHost(Host):
     """The host of all models of `transformers`."""
 
-    of_tokens = True
+    per_token = True
     steps = ("generation",)
 
     def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:

@@ -536,7 +536,7 @@ class RouterHost(Host):
         for name, layer in _by_layer(module).items():
             if name in changes:
                 layer.k = changes[name]
-        changed = model.changed(module)
+        changed = model.with_module(module)
         if model.example is not None:  # a factory's network; a family's router supports every k
             _try(changed, changes)
         return changed

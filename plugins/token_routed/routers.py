@@ -114,4 +114,4 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
     if common is not None:  # modules share one configuration
         setattr(changed.wrapped.config.get_text_config(), routers.field, common)
     setting: Any = ks if common is None else common
-    return replace(model.changed(changed), config={**model.config, routers.field: setting})
+    return replace(model.with_module(changed), config={**model.config, routers.field: setting})

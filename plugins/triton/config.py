@@ -15,14 +15,14 @@ import numpy as np
 
 from ...errors import BundleError
 from ...exporter.bundle.manifest import TensorSpec
-from ...exporter.inputs import WHOLE
+from ...exporter.inputs import INTEGERS
 
 TYPES = {
     "float32": "TYPE_FP32",
     "float16": "TYPE_FP16",
     "bfloat16": "TYPE_BF16",
     "bool": "TYPE_BOOL",
-    **{name: f"TYPE_{name.upper()}" for name in WHOLE},
+    **{name: f"TYPE_{name.upper()}" for name in INTEGERS},
 }
 
 WARM_UP = "warmup"

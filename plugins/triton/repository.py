@@ -426,7 +426,7 @@ def _samples(bundle: Bundle, options: TritonRequest, *, batched: bool) -> dict[s
     if PARITY_FILE not in manifest.files or manifest.inputs[0].dtype == "bfloat16":
         return {}
     feeds = Reference.load(bundle.path / PARITY_FILE).feeds(manifest.inputs[0].name)
-    count = manifest.batches.opt if manifest.batches.fixed else manifest.together
+    count = manifest.batches.opt if manifest.batches.fixed else manifest.group_size
     arrays = {
         port.name: np.ascontiguousarray(feeds[port.name][:count], dtype=port.dtype)
         for port in manifest.inputs

@@ -67,7 +67,7 @@ def tune(
 
     loaded, labelled = _tune_data(model, data, request)
     with (
-        nullcontext(evaluate_here) if executor is None else executor.evaluating(request)
+        nullcontext(evaluate_here) if executor is None else executor.evaluator(request)
     ) as evaluate:
         tuned = search_and_export(
             loaded, labelled, Path(destination), request, clock=clock, evaluate=evaluate
@@ -91,7 +91,7 @@ def _tune_data(model: AnyModel, data: AnyData, request: TuneRequest) -> tuple[Mo
     from ...bench.data import LabelledData, Streamed, ids_of, labelled
     from ...bench.measure.sequences import benchmark_of
     from ...exporter.checkpoints.load import model_of
-    from ...exporter.checks.answers import answers_of, texts
+    from ...exporter.checks.answers import answer_sentences, answers_of
     from ...graphs.sizes import DEFAULT_TOKENS
 
     feed = None if isinstance(data, LabelledData | Streamed) else data
@@ -104,6 +104,6 @@ def _tune_data(model: AnyModel, data: AnyData, request: TuneRequest) -> tuple[Mo
     if isinstance(data, str | Path) and request.pixels is None:
         answers = answers_of(loaded, data)
         if answers is not None and request.progress is not None:
-            for text in texts(answers, loaded):
+            for text in answer_sentences(answers, loaded):
                 request.progress.step(text)
     return loaded, labelled(data, loaded, 1, request.pixels)

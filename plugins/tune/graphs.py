@@ -23,7 +23,7 @@ from ...common.timing import Protocol, measure
 from ...common.writing import scratch_folder
 from ...data.batches import rebatched_pairs
 from ...exporter.bundle.manifest import MAIN_GRAPH
-from ...exporter.bundle.runtimes import opened, options_for
+from ...exporter.bundle.runtimes import open_graph, options_for
 from ...exporter.bundle.weights import WEIGHTS_FILE
 from ...exporter.plan import plan_traced
 from ...exporter.session import Session
@@ -200,7 +200,7 @@ class Graphs:
                 options = options_for(point.target, torch.get_num_threads(), spin_ms)
                 with self.clock.step(OPEN):
                     write_graphs(plan_traced(job, traced, job.table), subfolder)
-                    sessions.append(opened(subfolder / MAIN_GRAPH, options))
+                    sessions.append(open_graph(subfolder / MAIN_GRAPH, options))
             yield sessions
 
     def whole(self, batches: Iterable[InputsAndLabels]) -> Iterator[InputsAndLabels]:

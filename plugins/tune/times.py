@@ -11,7 +11,7 @@ import numpy as np
 
 from ...common.console import Progress
 from ...common.timing import Protocol
-from ...exporter.measured_lowerings import Measuring, measure_lowerings
+from ...exporter.measured_lowerings import MeasurementOptions, measure_lowerings
 from ...exporter.quantization.precision import apply_precision
 from ...graphs.targets import Precision, Target
 from .budget import SPIN_MS, TIMES_SHARE
@@ -198,7 +198,7 @@ class LayerTimes:
                 fitted = self._substitutes.fitted_to(point) if self._substitutes else None
                 export, traced = unlowered(job.base, point, fitted), job.traced.clone()
                 precisions = apply_precision(export, traced, export.table)
-                measuring = Measuring(
+                measuring = MeasurementOptions(
                     BRIEF, inputs, alone=True, within=MOST_PREDICTED_RATIO, spin_ms=SPIN_MS
                 )
                 tuning = measure_lowerings(export, traced, precisions, progress, measuring)

@@ -193,7 +193,7 @@ REFUSED = {
         "--samples 0": "--samples 0: must be at least 1",
         "--batch 0": "--batch 0: must be at least 1",
         "--method mse --percentile 99": "--percentile 99: the method mse has",
-        "--percentile 3": "--percentile 3: a share above 50",
+        "--percentile 3": "--percentile 3: the value must be above 50",
     },
     "bench": {
         "--lowering denss": "--lowering denss: there is no lowering 'denss'",

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from moexport.errors import CalibrationError, OutputError, UsageError
-from moexport.exporter.export import found_ranges
+from moexport.exporter.export import ranges_for
 from moexport.exporter.job import check_table, export_job
 from moexport.exporter.options import ExportOptions
 from moexport.exporter.trace import trace
@@ -110,7 +110,7 @@ def test_force_replaces_it(table: Path, feed: Path, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (("--method", "minmax", "--percentile", "99"), "the method minmax has no percentile"),
-        (("--percentile", "0.99"), "a share above 50 and up to 100"),
+        (("--percentile", "0.99"), "the value must be above 50 and at most 100"),
         (("--samples", "0"), "--samples 0: must be at least 1"),
         (("--batch", "0"), "--batch 0: must be at least 1"),
         (("--k", "99"), "has 4 experts"),
@@ -140,7 +140,7 @@ def test_an_export_takes_a_table_of_as_many_experts_or_more(table: Path) -> None
 def test_ranges_for_a_k_chosen_per_run_are_those_of_all_experts(feed: Path) -> None:
     options = ExportOptions(k="input", precision="int8")
     job = export_job(moexport.load(WEIGHTS), options, data=feed)
-    made = found_ranges(job, trace(job.model))
+    made = ranges_for(job, trace(job.model))
     assert made is not None
     assert made.origin.k == {"layer": 4}
 

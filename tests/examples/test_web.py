@@ -207,7 +207,9 @@ def test_weights_that_a_browser_cannot_load_are_refused_before_anything_is_writt
     weights = CASE.weights
     outcome = run("export", weights, "-o", tmp_path / "out", "--target", "ort-web")
     assert outcome.code == 2
-    assert "--target ort-web: the weights have 0.00 GB, but it loads at most" in outcome.error
+    assert (
+        "--target ort-web: the weights have 0.00 GB, but this target loads at most" in outcome.error
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -12,7 +12,7 @@ import torch
 from moexport.common.threads import with_threads
 from moexport.exporter.bundle.parity import TOLERANCES, Parity
 from moexport.exporter.options import ExportOptions
-from moexport.exporter.reference import way_out
+from moexport.exporter.reference import parity_advice
 from moexport.graphs.targets import Precision
 from moexport.tests.recorded import DATA
 from moexport.tests.threads import SlowOnManyThreads
@@ -50,7 +50,7 @@ def missed(routing_agreement: float) -> Parity:
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
 def test_values_that_differ_may_be_allowed(precision: Precision) -> None:
     options = ExportOptions(precision=precision)
-    assert "raise --rtol" in way_out(missed(1.0), options)
+    assert "raise --rtol" in parity_advice(missed(1.0), options)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_values_that_differ_may_be_allowed(precision: Precision) -> None:
 )
 def test_other_experts_are_not_a_matter_of_rtol(precision: Precision, advice: str) -> None:
     options = ExportOptions(precision=precision, target="onnx")
-    advised = way_out(missed(0.9), options)
+    advised = parity_advice(missed(0.9), options)
     assert advice in advised
     assert "raise --rtol" not in advised
 
@@ -72,5 +72,5 @@ def test_other_experts_are_not_a_matter_of_rtol(precision: Precision, advice: st
 @pytest.mark.parametrize("routing", [1.0, 0.9])
 def test_without_data_int8_is_to_be_compared_on_real_inputs(routing: float) -> None:
     options = ExportOptions(precision="int8")
-    assert "give real ones with --data" in way_out(missed(routing), options)
-    assert "--data" not in way_out(missed(routing), replace(options, data=np.zeros((1, 2))))
+    assert "give real ones with --data" in parity_advice(missed(routing), options)
+    assert "--data" not in parity_advice(missed(routing), replace(options, data=np.zeros((1, 2))))

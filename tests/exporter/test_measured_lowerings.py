@@ -13,7 +13,7 @@ import onnx
 import pytest
 from moexport.exporter import measured_lowerings
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.runtimes import opened as open_graph
+from moexport.exporter.bundle.runtimes import open_graph
 from moexport.exporter.checkpoints.load import load
 from moexport.exporter.job import export_job
 from moexport.exporter.quantization.precision import apply_precision
@@ -90,7 +90,7 @@ def test_what_is_predicted_to_be_far_slower_is_not_measured() -> None:
     numbers = apply_precision(job, traced, None)
     found = {}
     for within in (1.0, 1e9):
-        measuring = measured_lowerings.Measuring(
+        measuring = measured_lowerings.MeasurementOptions(
             measured_lowerings.PROTOCOL, alone=True, within=within
         )
         (group,) = measured_lowerings.measure_lowerings(
@@ -111,7 +111,7 @@ def test_scores_that_an_export_shows_are_computed_in_what_is_timed(
         outputs[path.stem] = len(onnx.load(path, load_external_data=False).graph.output)
         return open_graph(path, options)
 
-    monkeypatch.setattr(measured_lowerings, "opened", opened)
+    monkeypatch.setattr(measured_lowerings, "open_graph", opened)
     loaded = load(case.weights, config=case.config)
     for shown, count in ((False, 1), ("scores", 4)):  # y, then D, C and the sums of its columns
         job = export_job(loaded, k=2, lowering="tune", expose_routing=shown, verify=False)

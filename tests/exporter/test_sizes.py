@@ -18,7 +18,7 @@ from moexport.errors import FeedError, ParityError, TraceError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import MANIFEST_FILE, FileRecord
 from moexport.exporter.bundle.parity import sized_file
-from moexport.exporter.inputs import again
+from moexport.exporter.inputs import repeated_indices
 from moexport.exporter.job import calibration_job
 from moexport.exporter.model import Model
 from moexport.exporter.quantization.calibrate import find_ranges
@@ -315,7 +315,7 @@ def wrapped(network: Callable[[nn.Module], nn.Module]) -> Model:
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
 def test_no_block_of_inputs_that_come_again_is_a_later_one(count: int) -> None:
-    rows = again(count, 40)
+    rows = repeated_indices(count, 40)
     assert rows[:count].tolist() == [*range(count)]
     assert sorted(set(rows.tolist())) == [*range(count)]
     for block in range(1, 21):
@@ -323,10 +323,10 @@ def test_no_block_of_inputs_that_come_again_is_a_later_one(count: int) -> None:
 
 
 def test_inputs_that_are_computed_together_come_again_together() -> None:
-    groups = again(8, 24, together=4).reshape(-1, 4)
+    groups = repeated_indices(8, 24, group_size=4).reshape(-1, 4)
     assert groups[:, 0].tolist() == [0, 4, 4, 0, 4, 0]
     assert (np.diff(groups) == 1).all()
-    assert again(1, 3).tolist() == [0, 0, 0]
+    assert repeated_indices(1, 3).tolist() == [0, 0, 0]
 
 
 def test_tokens_are_compared_from_the_first_to_the_last(tmp_path: Path) -> None:
@@ -399,10 +399,10 @@ def test_a_trace_tells_at_which_sizes_the_network_changes(tmp_path: Path) -> Non
     assert trace(wrapped(Branching)).meta[VALID_SIZES].bounds["tokens"][1] == 64
     above = trace(wrapped(Branching), sizes={"tokens": 70}).meta[VALID_SIZES]
     assert above.bounds["tokens"] == (65, None)
-    with pytest.raises(ParityError, match=r"with 16 tokens model\.onnx differs") as told:
+    with pytest.raises(ParityError, match=r"with 16 tokens, model\.onnx differs") as told:
         moexport.export(wrapped(Whole), tmp_path / "out", tokens="1:10:100")
     assert "tokens=(17, 17, 100) exports" in str(told.value.hint)
-    with pytest.raises(ParityError, match=r"with 32 tokens model\.onnx differs"):
+    with pytest.raises(ParityError, match=r"with 32 tokens, model\.onnx differs"):
         moexport.export(wrapped(Whole), tmp_path / "out", tokens="17:17:100")
     assert not (tmp_path / "out").exists()
 

@@ -490,7 +490,7 @@ def test_a_benchmark_opens_the_layer_in_another_process_too() -> None:
     ).values():
         assert pickle.loads(pickle.dumps(loader))() is not None
     adapt = vars(sys.modules["own"])["adapt"]
-    assert load("own:soft", example=FEED, adapter=adapt).source.elsewhere
+    assert load("own:soft", example=FEED, adapter=adapt).source.loads_elsewhere
     adapt.__module__ = "__main__"  # as in a notebook
     here = load("own:soft", example=FEED, adapter=adapt)
     loader, *_ = loaders(Candidate("own", here, (2,), ())).values()

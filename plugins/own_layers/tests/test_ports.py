@@ -142,8 +142,8 @@ def test_an_unsupported_field_is_refused_by_its_name(factory: str, error: str, h
 @pytest.mark.parametrize(
     ("does", "error", "hint"),
     [
-        ("median", "the operator aten.median.dim has no form in ONNX", "other operators"),
-        ("distances", "_cdist_forward.default has no form in ONNX", "other operators"),
+        ("median", "the operator aten.median.dim has no ONNX equivalent", "other operators"),
+        ("distances", "_cdist_forward.default has no ONNX equivalent", "other operators"),
         ("branch", "depends on the values of its inputs (own_net.py", "torch.where"),
         ("unused", "no output of the network depends on its MoE layers (mix", "return a result"),
     ],
@@ -270,7 +270,7 @@ def test_numbers_that_an_input_cannot_hold_are_refused() -> None:
     assert run("export", "ports_net:net", *ADAPTER, *given).code == 0
     np.savez("x.npz", input=np.full((2, 6, 12), 300))
     outcome = run("run", "out", "-i", "x.npz", "-o", "y.npz")
-    assert "'input' contains 300, but uint8 has 0 to 255" in outcome.error
+    assert "'input' contains 300, but uint8 allows 0 to 255" in outcome.error
     assert not Path("y.npz").exists()
 
 

@@ -241,11 +241,11 @@ def usage_of(
     the `subgroups`. Raises `UsageError` for an invalid k, `FeedError` for too few inputs.
     """
     model, kept = _with_k(model, k)
-    tokens = data.inputs.shape[1] if model.host.of_tokens and data.inputs.ndim > 1 else None
+    tokens = data.inputs.shape[1] if model.host.per_token and data.inputs.ndim > 1 else None
     groups = Members.of(data.labels, subgroups, tokens)
     sums: dict[tuple[str, int], _LevelSums] = {}
     multiple = model.batch_of
-    usual = BATCH_OF_TOKENS if model.host.of_tokens else BATCH
+    usual = BATCH_OF_TOKENS if model.host.per_token else BATCH
     size = multiple * max(1, usual // multiple)
     count = len(data) // multiple * multiple
     if not count:

@@ -191,7 +191,7 @@ def test_a_layout_is_whole_and_every_file_of_it_is_in_the_manifest(bundle: Bundl
     assert files >= {"onnx/model_q4.onnx", "onnx/model_q4.onnx_data"}
     assert {f"optimum/{file}" for file in files} <= bundle.manifest.files.keys()
     readme = (bundle.path / "README.md").read_text(encoding="utf-8")
-    assert "the same for optimum, with the file names that it expects" in readme
+    assert "for optimum, with the file name that it expects" in readme
     config = transformers.AutoConfig.from_pretrained(place)
     cache = [port for port in bundle.manifest.inputs if port.name.startswith("past")]
     sizes = (config.num_hidden_layers * 2, config.num_key_value_heads, config.head_dim)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.given_choices import given_choice, own_choice
-from moexport.exporter.bundle.parity import Comparison, Parity, Reference, recorded
+from moexport.exporter.bundle.parity import Comparison, Parity, Reference, stored_bounds
 from moexport.exporter.bundle.verify import checking_session
 from moexport.exporter.session import Session, SessionOptions
 from moexport.plugins.token_routed.tests.architectures import ARCHITECTURES, Library, save
@@ -90,7 +90,7 @@ def compared(bundle: Bundle, reference: Reference) -> Parity:
         checking_session(bundle.path / graph.file, manifest.target, observe=observe),
         graph.selected,
         batch=3,
-        tolerance=recorded(graph.parity, "bf16"),
+        tolerance=stored_bounds(graph.parity, "bf16"),
     )
     comparison.add(reference)
     return comparison.parity()

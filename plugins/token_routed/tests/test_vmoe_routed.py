@@ -532,6 +532,6 @@ def test_an_index_alone_is_looked_at_without_settings(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     for fact in ("vmoe-vit", "108 arrays", "2 shards", "float32", "blocks.5.mlp.experts"):
         assert fact in outcome.out
-    assert "which an export needs; here router=" in outcome.out
+    assert "settings that an export needs; used here: router=" in outcome.out
     outcome = run("export", index, "-o", tmp_path / "out")
     assert outcome.code != 0 and "shards are missing" in outcome.err

@@ -217,7 +217,7 @@ def test_fewer_experts_in_int8_of_a_layer_with_an_adapter_are_written_and_never_
         )
         return tuned.bundle.path
 
-    with pytest.raises(BundleError, match="a file of this name exists") as caught:
+    with pytest.raises(BundleError, match="a file with this name exists") as caught:
         tune(Occupies(destination))
     kept = report / "recipe" / "recipe.yaml"
     recipe = read_recipe(kept)

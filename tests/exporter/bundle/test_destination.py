@@ -53,7 +53,7 @@ def test_an_existing_bundle_stays_unless_forced(tmp_path: Path) -> None:
     a_bundle(tmp_path / "out")
     before = contents(tmp_path)
     outcome = export(tmp_path / "out")
-    assert_refused(outcome, "a bundle exists there")
+    assert_refused(outcome, "a bundle already exists there")
     assert "--force" in outcome.hint
     assert contents(tmp_path) == before
     assert export(tmp_path / "out", "--force").code == 0
@@ -138,8 +138,8 @@ def test_a_file_or_a_dangling_link_is_never_replaced(
 ) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to("nowhere")
-    assert_refused(export(tmp_path / "file", *force), "a file of this name exists")
-    assert_refused(export(tmp_path / "link", *force), "a file of this name exists")
+    assert_refused(export(tmp_path / "file", *force), "a file with this name exists")
+    assert_refused(export(tmp_path / "link", *force), "a file with this name exists")
     assert contents(tmp_path) == {"file": b"mine"}
     assert (tmp_path / "link").is_symlink()
 
@@ -190,7 +190,7 @@ def test_a_disk_too_small_for_the_weights_is_told_before_anything_is_written(
     outcome = run(
         *("export", DATA / "soft_moe_mnist" / "weights.pt", "-o", small_disk / "out", "--k", "4")
     )
-    assert_refused(outcome, "no space: the bundle needs")
+    assert_refused(outcome, "not enough space: the bundle needs")
     assert "writing" not in outcome.err
     assert list(small_disk.iterdir()) == []
 
@@ -404,7 +404,7 @@ def test_an_interrupt_while_writing_keeps_the_old_bundle(tmp_path: Path) -> None
 
 def test_a_destination_that_appeared_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     with (
-        pytest.raises(BundleError, match="a bundle exists there"),
+        pytest.raises(BundleError, match="a bundle already exists there"),
         atomic_directory(tmp_path / "out", force=False) as folder,
     ):
         (folder / "weights.bin").write_bytes(b"new")

@@ -75,9 +75,9 @@ class Runs:
     def failure(self, graph: str) -> Exception | None:
         return self.fails(graph)
 
-    def __call__(self, x: Any, k: int, *, stays: bool = False) -> Any:
+    def __call__(self, x: Any, k: int, *, as_torch: bool = False) -> Any:
         feeds = {"input": x, "k": np.array([k])}
-        return self.runs.run(["output"], feeds, stays=stays)[0]
+        return self.runs.run(["output"], feeds, as_torch=as_torch)[0]
 
 
 def inputs(batch: int, seed: int = 0) -> np.ndarray:
@@ -108,12 +108,12 @@ def test_what_a_replay_gave_is_not_overwritten_by_the_next(
     bundle: moexport.Bundle, expected: Callable[[np.ndarray, int], np.ndarray]
 ) -> None:
     runs = Runs(bundle)
-    for stays in (False, True):
+    for as_torch in (False, True):
         given = [inputs(2, seed) for seed in range(4)]
-        values = [torch.from_numpy(x) if stays else x for x in given]
-        found = [runs(x, 3, stays=stays) for x in values]
+        values = [torch.from_numpy(x) if as_torch else x for x in given]
+        found = [runs(x, 3, as_torch=as_torch) for x in values]
         for x, y in zip(given, found, strict=True):
-            assert isinstance(y, torch.Tensor) is stays
+            assert isinstance(y, torch.Tensor) is as_torch
             np.testing.assert_array_equal(np.asarray(y), expected(x, 3))
 
 
@@ -131,7 +131,7 @@ def test_a_session_captures_a_bounded_number_of_graphs(
             np.testing.assert_array_equal(runs(x, 2), expected(x, 2))
     assert set(runs.ids) == {PLAIN, "1", "2"}
     assert runs.ids.count(PLAIN) == 2 + 4 * 3
-    assert len(runs.runs._single) <= 3
+    assert len(runs.runs._run_once) <= 3
 
 
 def test_a_refused_session_is_opened_and_run_without_graphs(bundle: moexport.Bundle) -> None:
@@ -252,7 +252,7 @@ def test_a_capture_waits_for_runs_that_have_begun_and_lets_no_other_begin() -> N
             order.append("run")
 
     def capture() -> None:
-        with turns.alone():
+        with turns.exclusive():
             order.append("capture begins")
             time.sleep(0.02)
             order.append("capture ends")
@@ -266,7 +266,7 @@ def test_a_capture_waits_for_runs_that_have_begun_and_lets_no_other_begin() -> N
     assert begun.wait(5)
     second = threading.Thread(target=capture)
     second.start()
-    while not turns._alone:
+    while not turns._capturing:
         time.sleep(0.001)
     third = threading.Thread(target=later)
     third.start()
@@ -338,7 +338,7 @@ def test_an_input_that_the_cpu_reads_keeps_a_graph_from_being_captured() -> None
     g (float[N] x, int64[1] k) => (float[M] y) { z, i = TopK(x, k)  y = Identity(z) }"""
     model = onnx.parser.parse_model(text)
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    assert gpu_runs._read_on_cpu(session) == "its input 'x' is read on the CPU"
+    assert gpu_runs._why_not_replayed(session) == "its input 'x' is read on the CPU"
 
 
 @pytest.fixture

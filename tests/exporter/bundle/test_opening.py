@@ -204,7 +204,7 @@ def test_a_graph_that_says_nothing_of_itself_is_found(bundle: Path) -> None:
         del model.metadata_props[:]
 
     change_graph(bundle, "model.onnx", forget)
-    assert failed_checks(bundle)["ONNX check of model.onnx"] == "it has no metadata of moexport"
+    assert failed_checks(bundle)["ONNX check of model.onnx"] == "it has no moexport metadata"
 
 
 def test_bounds_that_somebody_wrote_into_a_manifest_are_not_believed(bundle: Path) -> None:

@@ -85,7 +85,7 @@ def test_experts_that_were_dropped_count_as_those_that_were_trained(exported: Pa
     small = replace(manifest.layers[0], experts=3, trained=8, k=3)
     assert "| 3 of 8 |" in readme(replace(manifest, layers=[small]))
     page = readme(replace(manifest, layers=[replace(small, k=2)]))
-    assert "| 2 of the 3 of 8 that stay |" in page
+    assert "| 2 of 3 (of 8 trained) |" in page
 
 
 @pytest.mark.parametrize("target", ["ort-cuda", "tensorrt", "tensorrt-rtx", "ort-cpu"])

@@ -140,7 +140,7 @@ def test_without_plugins_code_and_unknown_folders_are_refused(
 class Asked(Host):
     """Chooses one expert whatever it is asked for, and traces what it is given another way."""
 
-    of_tokens = True
+    per_token = True
 
     def __init__(self) -> None:
         self.asked: list[object] = []

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import FeedError, ParityError
-from moexport.exporter.checks.accuracy import Score, measured
+from moexport.exporter.checks.accuracy import Score, evaluate
 from moexport.exporter.checks.answers import ROUNDINGS, answers_of
 from moexport.exporter.model import Model, TensorSpec
 from moexport.tests.command import Outcome, run
@@ -75,7 +75,7 @@ def test_own_outputs_of_one_number_per_input_are_compared_next_to_labels() -> No
         outputs=tuple(TensorSpec(name, "float32", shape) for name, shape in sizes.items()),
     )
     data = {"x": x, "energy": energy, "label": y.argmax(axis=1)}
-    found = measured(lambda _: {"logits": y, "energy": energy}, ports, [data], 8, {}, 8)
+    found = evaluate(lambda _: {"logits": y, "energy": energy}, ports, [data], 8, {}, 8)
     assert found is not None and found.accuracy == Score(8, 8)
     assert found.agreeing == 8 and found.apart.max() == 0
 
@@ -104,7 +104,7 @@ def test_wrong_settings_are_refused_beside_outputs_of_the_user_s_own_model(
     monkeypatch.chdir(tmp_path)
     outcome = run(command[0], WEIGHTS, *WRONG, "--data", data, *command[1:])
     assert outcome.code != 0
-    assert "gives other outputs than your own model in 60 of 60 inputs" in outcome.error
+    assert "gives outputs that differ from your own model's in 60 of 60 inputs" in outcome.error
     assert "num_heads=2" in outcome.error
     assert "global_pool=avg" in outcome.error
     assert f"that of your outputs {accuracy(own.y, own.labels)}" in outcome.error
@@ -115,7 +115,7 @@ def test_wrong_settings_are_refused_beside_outputs_of_the_user_s_own_model(
 def test_a_benchmark_compares_outputs_in_a_dict(own: Labelled) -> None:
     model = moexport.load(WEIGHTS, config={"num_heads": 2, "rest": "default"})
     given = {"input": own.x, "label": own.labels, "output": own.y}
-    with pytest.raises(ParityError, match="gives other outputs than your own model"):
+    with pytest.raises(ParityError, match="gives outputs that differ from your own model"):
         moexport.bench(model, data=given, k="n", engine="onnxruntime")
 
 
@@ -142,7 +142,7 @@ def test_an_export_names_arrays_of_its_data_that_nothing_reads(
 ) -> None:
     np.savez(tmp_path / "test.npz", input=own.x, target=own.labels)
     outcome = exported(tmp_path, *RIGHT, "--data", tmp_path / "test.npz")
-    assert "test.npz: nothing reads 'target'; labels are an array 'label'" in outcome.err
+    assert "test.npz: nothing reads 'target'; labels must be an array 'label'" in outcome.err
     labelled = exported(tmp_path, *RIGHT, "--data", own.save(tmp_path / "test.npz"), "--force")
     assert "nothing reads" not in labelled.err
 
@@ -240,7 +240,7 @@ def test_recorded_outputs_of_published_code_are_the_rebuilt_model_s(name: str) -
     assert answers.own.inputs == len(case.x)
     assert answers.own.wrong == 0
     other = case.y() + 1e-3 * np.abs(case.y()).max()
-    with pytest.raises(ParityError, match="gives other outputs"):
+    with pytest.raises(ParityError, match="gives outputs that differ"):
         answers_of(model, [{model.input.name: case.x, model.output.name: other}])
 
 
@@ -248,7 +248,7 @@ def test_recorded_outputs_of_published_code_are_the_rebuilt_model_s(name: str) -
     ("change", "said"),
     [
         (lambda y: np.exp(y) / np.exp(y).sum(axis=1, keepdims=True), "softmax"),
-        (lambda y: y[:, :5], "are ('batch', 5)"),
+        (lambda y: y[:, :5], "have the shape ('batch', 5)"),
         (lambda y: y.argmax(axis=1), "before any argmax"),
         (lambda y: y[:-1], "outputs for 59 inputs"),
         (lambda y: np.where(y == y.max(), np.nan, y), "NaN or Inf"),

@@ -210,9 +210,9 @@ def test_what_not_even_floats_hold_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--min-retention", "0"), "--min-retention 0: a share above 0 and up to 1"),
-        (("--min-retention", "1.5"), "a share above 0 and up to 1"),
-        (("--min-retention", "nan"), "a share above 0 and up to 1"),
+        (("--min-retention", "0"), "--min-retention 0: the share must be above 0 and at most 1"),
+        (("--min-retention", "1.5"), "the share must be above 0 and at most 1"),
+        (("--min-retention", "nan"), "the share must be above 0 and at most 1"),
         (("--min-retention", "0.9", "--precision", "fp16"), "belongs to --precision int8"),
         (("--min-retention", "0.9", "--k", "input"), "retention needs one k"),
         (("--min-retention", "0.9"), "there are none"),

@@ -22,7 +22,7 @@ from moexport.exporter.bundle.parity import (
     PARITY_FILE,
     TOLERANCES,
     Reference,
-    on_gpu,
+    gpu_bounds,
 )
 from moexport.exporter.session import PROVIDERS, SessionOptions
 from moexport.exporter.tensorrt import cache, cuda
@@ -208,7 +208,7 @@ def test_tf32_is_off_unless_asked_for(backend: Backend, case: RecordedCase, tmp_
         assert_close(session(case.x, k), case.y(k))
     with opened(backend, case, tmp_path / "tf32", tf32=True) as session:
         off = np.abs(session(case.x, k) - case.y(k)).max()
-    bounds = on_gpu(TOLERANCES["fp32"], "fp32", tf32=True)
+    bounds = gpu_bounds(TOLERANCES["fp32"], "fp32", tf32=True)
     assert off <= bounds.rtol * np.abs(case.y(k)).max()
 
 

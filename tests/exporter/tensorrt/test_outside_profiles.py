@@ -62,7 +62,7 @@ LISTED = "(input 1:2:4×4:8:16×24, k 2:2:3; input 8×5×24, k 4)"
             "(batch, tokens, 24), not float32 (2, 8, 23)",
             "`moexport inspect` shows the inputs",
         ),
-        ((2, 0, 24), "2", 1, "input 'input' is empty: (2, 0, 24)", "its axis tokens is at least 1"),
+        ((2, 0, 24), "2", 1, "input 'input' is empty: (2, 0, 24)", "tokens must be at least 1"),
     ],
 )
 def test_a_run_outside_the_profiles_is_refused_before_the_engine_is_looked_at(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from moexport.bench.engines import requirements
 from moexport.errors import EngineError
-from moexport.exporter.bundle.parity import GPU_RTOL, TOLERANCES, on_gpu
+from moexport.exporter.bundle.parity import GPU_RTOL, TOLERANCES, gpu_bounds
 from moexport.exporter.session import TENSORRT
 from moexport.exporter.tensorrt import cache, cuda
 from moexport.exporter.tensorrt.backends import Gpu, first_gpu
@@ -214,10 +214,10 @@ def test_a_compatibility_package_for_another_card_is_told(monkeypatch: pytest.Mo
 
 def test_bounds_on_a_gpu_are_stated_once() -> None:
     fp32, fp16 = TOLERANCES["fp32"], TOLERANCES["fp16"]
-    assert on_gpu(fp32, "fp32").rtol == GPU_RTOL > fp32.rtol
-    assert on_gpu(fp32, "fp32").routing == fp32.routing
-    assert on_gpu(fp32, "fp32", tf32=True).rtol == fp16.rtol
-    assert on_gpu(fp16, "fp16") is fp16
+    assert gpu_bounds(fp32, "fp32").rtol == GPU_RTOL > fp32.rtol
+    assert gpu_bounds(fp32, "fp32").routing == fp32.routing
+    assert gpu_bounds(fp32, "fp32", tf32=True).rtol == fp16.rtol
+    assert gpu_bounds(fp16, "fp16") is fp16
 
 
 def test_compiled_kernels_are_kept_for_the_next_start(

@@ -27,8 +27,8 @@ from moexport.exporter.bundle.parity import (
     sized_files,
 )
 from moexport.exporter.bundle.verify import checking_session
-from moexport.exporter.inputs import again
-from moexport.exporter.reference import opened_comparison
+from moexport.exporter.inputs import repeated_indices
+from moexport.exporter.reference import open_comparison
 from moexport.graphs.targets import Precision
 
 from .bases import Base
@@ -183,7 +183,7 @@ def damaged_bundle(base: Base, graph: Graph, folder: Path) -> Bundle:
 def opened(base: Base, bundle: Bundle) -> Comparison:
     """Returns the comparison that an export makes of a graph, at its sizes of batches."""
     graph = bundle.manifest.graphs[0]
-    return opened_comparison(base.job, bundle.path, graph, base.expected, batches(base))
+    return open_comparison(base.job, bundle.path, graph, base.expected, batches(base))
 
 
 def compared(base: Base, bundle: Bundle) -> Comparison:
@@ -248,7 +248,7 @@ def elsewhere(base: Base, bundle: Bundle) -> list[np.ndarray]:
     path, threads = bundle.path / manifest.graphs[0].file, torch.get_num_threads()
     session = checking_session(path, manifest.target, threads=threads)
     count, together = len(expected.x), base.model.batch_of
-    inputs = [expected.rows(again(count, size, together)) for size in batches(base)]
+    inputs = [expected.rows(repeated_indices(count, size, together)) for size in batches(base)]
     k = expected.main_k if manifest.k == "input" else None
     found = []
     for one in (*inputs, *by_tokens(base).values()):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moexport.exporter.bundle.parity import (
-    MOST_KEPT,
+    MAX_STORED,
     TOLERANCES,
     Reference,
     not_compared,
@@ -142,12 +142,12 @@ def reference(chosen: list[list[int]]) -> Reference:
 
 def test_inputs_that_reach_further_experts_are_kept() -> None:
     first = reference([[0, 1], [0, 1]])
-    kept = first.with_unreached(reference([[0, 1], [1, 3], [0, 3], [3, 4]]), MOST_KEPT)
+    kept = first.with_unreached(reference([[0, 1], [1, 3], [0, 3], [3, 4]]), MAX_STORED)
     assert kept.x[:, 0].tolist() == [0.0, 1.0, 1.0, 3.0]
     assert kept.reached() == {"moe": frozenset({0, 1, 3, 4})}
-    assert first.with_unreached(reference([[2, 3]]), most=2) is first
+    assert first.with_unreached(reference([[2, 3]]), limit=2) is first
     other = replace(reference([[2, 3]]), x=np.zeros((1, 7), np.float32))
-    assert first.with_unreached(other, MOST_KEPT) is first
+    assert first.with_unreached(other, MAX_STORED) is first
 
 
 def test_experts_that_no_input_chose_are_told() -> None:
