@@ -17,7 +17,7 @@ from ....errors import FamilyError, UsageError
 from ...token_routed.own_forward import result_of
 from ..calls import LayerCall
 from ..expert_forms import ExpertArguments, is_map
-from ..ports import required
+from ..ports import required_args
 from .request import TriedSizes
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
@@ -382,7 +382,7 @@ def further_inputs(layer: nn.Module) -> list[str]:
     """Returns the required positional arguments of a layer's forward after its tokens."""
     parameters = inspect.signature(layer.forward).parameters
     named = {n for n, each in parameters.items() if each.kind is Parameter.KEYWORD_ONLY}
-    return [name for name in required(layer)[1:] if name not in named]
+    return [name for name in required_args(layer)[1:] if name not in named]
 
 
 def optional_inputs(layer: nn.Module) -> list[str]:

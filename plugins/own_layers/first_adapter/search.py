@@ -25,7 +25,7 @@ from ....data.user_code import callable_named, module_made
 from ....errors import FamilyError, ParityError, UsageError
 from ....exporter.checkpoints.settings import read_config
 from ..calls import changed_buffers
-from ..comparison import random_result
+from ..comparison import random_result_error
 from ..examples import INPUT_SHAPE
 from ..expert_forms import PAIRS
 from ..mismatch import CLOSE, TOLERANCE, difference
@@ -191,7 +191,7 @@ class _Search:
         if difference(call.y, again.y) > TOLERANCE:
             changed = changed_buffers(self.layer, before)
             because = f", because it changes {', '.join(changed)}" if changed else ""
-            raise random_result(self.source, because)
+            raise random_result_error(self.source, because)
         what = f"trying {self.source} with {reading.words}"
         count = FormCount(self.progress, what, self.ends)
         guess = Guess(self.layer, reading, call, self.source, count)

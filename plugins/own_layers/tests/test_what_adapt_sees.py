@@ -14,7 +14,7 @@ from moexport.common.console import Silent
 from moexport.errors import UsageError
 from moexport.plugins.own_layers.adapters import describe
 from moexport.plugins.own_layers.calls import LayerCall
-from moexport.plugins.own_layers.comparison import result_of_code, surroundings
+from moexport.plugins.own_layers.comparison import result_of_code, wrapper_for
 from moexport.plugins.own_layers.descriptions import ExpertsDescription
 from moexport.plugins.token_routed.own_forward import result_of
 from moexport.tests.command import run
@@ -51,7 +51,7 @@ def assert_right(name: str, code: str) -> None:
         if isinstance(description, ExpertsDescription):
             ours = result_of_code(description, call, "the layer")[0]
         else:
-            ours = result_of(surroundings(description, call)(description.build(""))(x))  # type: ignore[assignment]
+            ours = result_of(wrapper_for(description, call)(description.build(""))(x))  # type: ignore[assignment]
         off = (ours - y).abs().flatten(1).amax(1) / y.abs().flatten(1).amax(1)
         assert float(off.max()) < 1e-3, (inputs, weights)
 
