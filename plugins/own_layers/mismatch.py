@@ -208,7 +208,7 @@ def _other_weights(prefix: str, description: Description, call: LayerCall) -> Pa
     if not isinstance(description, ExpertsDescription) or description.weights_on != "output":
         return None
     bank = Tried(description)
-    ours = result_of(description.code.run(bank, *call.copied()))
+    ours = result_of(description.code.run(bank, *call.copy_args()))
     terms = bank.terms(MAX_TOKENS)
     if ours is None or terms is None or ours.shape != call.y.shape:
         return None

@@ -59,4 +59,4 @@ def adapt(
             hint="complete the adapter's forward: docs/own-layer.md",
         )
     if output is not None:
-        show(f"{output}: the layer is recognised; name it with --adapter {output.stem}:adapt")
+        show(f"{output}: the layer was recognised; pass --adapter {output.stem}:adapt")
