@@ -51,7 +51,7 @@ class ExpertsReading:
     """A candidate for a layer's experts, as arguments of a description.
 
     `words` describe it to the user; `problem` is the reason if the experts cannot be read. `uses`
-    are the names of the layer's attributes that contain them, and `own` the ids of their parameters.
+    are the names of the layer's attributes that contain them, `own` the ids of their parameters.
     """
 
     keywords: str

@@ -85,7 +85,7 @@ def arguments_of(source: str) -> str:
     required = [each.name for each in parameters if each.default is Parameter.empty]
     listed = ", ".join(str(each.replace(annotation=Parameter.empty)) for each in parameters)
     options = " ".join(f"--set {name}=…" for name in required or [parameters[0].name])
-    return f"{source} takes {listed}: {options}"
+    return f"it takes {listed}: {options}"
 
 
 @dataclass(slots=True)
@@ -247,7 +247,7 @@ class _Search:
         return FirstAdapter(self._module("\n".join([*comments, text])), (missing,))
 
     def _module(self, body: str, more: Sequence[str] = ()) -> str:
-        """Returns the module of an adapter, with imports (`more` and its own) and function."""
+        """Returns the module of an adapter, with its imports, among them `more`."""
         name, where = type(self.layer).__name__, type(self.layer).__module__
         prefix = f"from {where} import "
         own = [line.removeprefix(prefix).split(", ") for line in more if line.startswith(prefix)]
