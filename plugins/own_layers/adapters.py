@@ -59,7 +59,7 @@ def adapter_name(adapter: Adapter) -> str:
 
 
 def adapters_for(adapters: Sequence[Adapter | str]) -> dict[type, Adapter]:
-    """Returns adapters, which are functions or their names, by the class that they describe.
+    """Returns adapters, given as functions or by name, by the class that they describe.
 
     The class comes from `adapts` or else from the first parameter's annotation. Raises UsageError
     if there is no class, if one has two adapters, and for a name that cannot be imported.
@@ -74,7 +74,7 @@ def adapters_for(adapters: Sequence[Adapter | str]) -> dict[type, Adapter]:
 
 
 def adapter_of(layer: nn.Module, adapters: Mapping[type, Adapter]) -> Adapter | None:
-    """Returns the adapter of a layer's class or its nearest base class, first from `adapters`."""
+    """Returns the adapter of a layer's class or nearest base class; those in `adapters` win."""
     for cls in type(layer).__mro__:
         adapter = adapters.get(cls) or _registered.get(cls)
         if adapter is not None:
@@ -87,7 +87,7 @@ def describe(adapter: Adapter, layer: nn.Module, where: str) -> Description:
 
     `where` is the layer's name in messages. Every UsageError names the adapter and the layer.
     """
-    what = f"the adapter {adapter_name(adapter)}, {where}"
+    what = f"the adapter {adapter_name(adapter)} for {where}"
     with torch.no_grad(), user_code(what, "--verbose shows where it was raised"):
         try:
             description = adapter(layer)

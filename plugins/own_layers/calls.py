@@ -44,7 +44,7 @@ class LayerCall:
         return self.args[1:]
 
     def describe_args(self, start: int = 0) -> list[str]:
-        """Returns words for each argument from a position on, for messages."""
+        """Describes each argument from a position on, for messages."""
         pairs = [("", value) for value in self.args[start:]]
         pairs += [(f"{key}=", value) for key, value in self.named.items()]
         return [

@@ -1,4 +1,4 @@
-"""Compares our layers with the user's: on single inputs, as described, and in the network."""
+"""Compares single inputs with batches, layers with their descriptions, and whole networks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _part_outputs(layer: nn.Module, call: LayerCall, description: Description) -
 def random_result_error(at: str, because: str = "") -> ParityError:
     """Returns the error for a layer whose results differ between equal calls."""
     return ParityError(
-        f"{at} gives a different result each time it is called, even in eval mode{because}",
+        f"{at} returns a different result each time it is called, even in eval mode{because}",
         hint="add noise and change buffers in training only: if self.training",
     )
 
@@ -95,8 +95,8 @@ def check_batch_independence(
     if off <= TOLERANCE:
         return
     raise ParityError(
-        f"{source}: {found.at} mixes the inputs of its batch: an input's result within the "
-        f"batch is off by {off:.2g} of max|y| from its result alone",
+        f"{source}: {found.at} mixes the inputs of its batch: in a batch, the result of an "
+        f"input is off by {off:.2g} of max|y| from its result alone",
         hint="softmax, sums, statistics and reshapes in the layer must not include the first axis",
     )
 
@@ -232,8 +232,8 @@ def check_same(
         if found.path not in ours.layers:
             raise FamilyError(
                 f"{source}: the network does not call the replacement of {found.at}",
-                hint="its forward may look for layers of that class, or be a closure over the "
-                "network: make it a method that calls the layer by its name",
+                hint="the network's forward may look for layers of that class, or be a closure "
+                "over the network: make it a method that calls the layer by its name",
             )
     wrong = [
         (found, deviation)

@@ -92,8 +92,8 @@ class ExpertArguments:
 
     Each of the n `experts` is `(first, second)`, which computes second(act(first(x))); `(gate, up,
     second)`, which computes second(act(gate(x)) · up(x)); one map, which only an `out_activation`
-    may follow; or a module, whose forward is read. A map is a `LinearMap`.
-    An `nn.LayerNorm` or `nn.RMSNorm` in a tuple is applied to the output of the map before it.
+    may follow; or a module, whose forward is read. A map is a `LinearMap`. An `nn.LayerNorm` or
+    `nn.RMSNorm` in a tuple is applied to the output of the map before it.
 
     The stacked weights have the input axis first: `w1` [n, d, h], `b1` [n, h], `w2` [n, h, o] and
     `b2` [n, o]. `w1` and `w2` may be lists of n matrices, and `w2` may be left out. With a `gate`,
@@ -138,7 +138,7 @@ class ExpertArguments:
         activation = form.activation if self.activation is None else self.activation
         if form.w2 is None and self.activation is not None:
             raise UsageError(
-                f"activation={self.activation!r} applies between two maps, but an expert has one",
+                f"activation={self.activation!r} applies between two maps, but each expert has one",
                 hint="out_activation follows an expert's last map",
             )
         if self.alpha != 1.0 and activation not in (None, "silu"):
@@ -190,7 +190,7 @@ class ExpertArguments:
         experts = [_parts(f"experts[{e}]", part) for e, part in enumerate(entries_of(self.experts))]
         if not experts:
             raise UsageError(
-                f"experts is a {type(self.experts).__name__} without experts", hint=PAIRS
+                f"experts is a {type(self.experts).__name__} that contains no experts", hint=PAIRS
             )
         first = experts[0]
         for e, part in enumerate(experts):
@@ -358,7 +358,7 @@ def is_weight_and_bias(value: object) -> bool:
 
 
 def linear_map(what: str, value: object) -> Map:
-    """Returns the weight and bias of a map: of a linear layer or 1×1 convolution, or given."""
+    """Returns a map's weight and bias, which may be given as a linear layer or 1×1 convolution."""
     pair: Any = value
     if isinstance(value, nn.Module):
         pair = getattr(value, "weight", None), getattr(value, "bias", None)
@@ -556,7 +556,7 @@ class _Value(ExpertParts):
             activation = self.activation or "identity"
             maps = (*self.maps, (weight, bias))
             return replace(self, at="last", maps=maps, activation=activation)
-        raise _UnknownStepError("a further linear map")
+        raise _UnknownStepError("another linear map")
 
     def activated(self, activation: Activation) -> _Value:
         if self.at == "first":

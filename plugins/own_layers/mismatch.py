@@ -32,7 +32,7 @@ MAX_OPTIONS = 6
 """The largest number of options whose error is listed."""
 
 DescribedRun = Callable[[Description, LayerCall], Tensor]
-"""Runs a description on a call."""
+"""Returns what a description computes for a call."""
 
 
 def difference(expected: Tensor, actual: Tensor) -> float:
@@ -47,7 +47,7 @@ def difference(expected: Tensor, actual: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Changed options, and the errors of y: as it is (`off`), and without the best addend.
+    """Changed options, and their errors for y (`off`) and for y without the best addend.
 
     `added` describes that addend: whether x is in it, and the name of the part whose output is.
     """
@@ -98,7 +98,7 @@ def _all_trials(
     layer: LayerContents,
     outputs: Mapping[str, Tensor],
 ) -> list[_Trial]:
-    """Returns trials of changed options by number of changes, up to the first with a match."""
+    """Tries changed options, the fewest first; stops at a number of changes with a match."""
     trials: list[_Trial] = []
     addends = list(_addends(call, outputs))
     variants = sorted(description.variants(layer), key=lambda variant: len(variant[0]))
@@ -138,8 +138,7 @@ def _other_options(prefix: str, closer: Sequence[_Trial]) -> ParityError:
     fewest = [_list_options(changes) for changes in fitting if len(changes) == len(fitting[0])]
     return ParityError(
         f"{prefix}; it matches with {' or with '.join(fewest[:3])}",
-        hint="moexport.SoftMoE has no such option: moexport.Experts with a forward computes it "
-        f"({PAGE})"
+        hint=f"moexport.SoftMoE has no such option: use moexport.Experts with a forward ({PAGE})"
         if any("softmax" in key for key in fitting[0])
         else "use these options in the adapter if they describe the layer",
     )

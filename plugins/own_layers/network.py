@@ -1,4 +1,4 @@
-"""Loads a user's network: finds its MoE layers, replaces them by ours, and compares the results."""
+"""Loads a user's network: finds its MoE layers, replaces them with ours, and compares them."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _model_of(
     adapters: Sequence[Adapter | str],
     held: nn.Module | None = None,
 ) -> Model:
-    """Returns the network, with our MoE layers, as a model; `held` is a network in memory."""
+    """Returns the network, with our MoE layers, as a model; `held` is set if it was in memory."""
     module, notes = _uncompiled(module)
     by_class = adapters_for(adapters)
     files: tuple[Path, ...] = ()
@@ -279,7 +279,7 @@ def _load_weights(module: nn.Module, checkpoint: Checkpoint, source: str) -> Non
 def _with_prefixes(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Returns the tensors with the prefixes that the keys of the network have.
 
-    What marks layers that were compiled in training is removed from the keys.
+    The mark of layers that were compiled in training is removed from the keys.
     """
     tensors = {key.replace(f".{COMPILED}.", "."): t for key, t in checkpoint.tensors.items()}
     for start in range(len(checkpoint.prefixes) + 1):
@@ -321,7 +321,7 @@ def _first_pass(
     """Returns the first pass, and a note on the buffers that it changed, which are restored.
 
     Raises FamilyError if a changed buffer affects the next result, because a graph keeps nothing
-    between calls. Random results are a FamilyError or, of a layer, a ParityError.
+    between calls. Random results also raise FamilyError, or ParityError if they are a layer's.
     """
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     first = forward_pass(module, found_layers, inputs, source)
@@ -344,8 +344,8 @@ def _first_pass(
         if random:
             raise random_result_error(f"{source}: {random[0]}")
         raise FamilyError(
-            f"{source}: the network gives a different result each time it is called, even in eval "
-            "mode",
+            f"{source}: the network returns a different result each time it is called, even in "
+            "eval mode",
             hint="add noise in training only: if self.training",
         )
     if not changed:
@@ -380,7 +380,7 @@ def _called_layers(
 
 
 def _wrap_with_code(found: FoundLayer, layer: nn.Module, call: LayerCall, name: str) -> OwnForward:
-    """Returns our layer in the user's code, which reads a copy of the user's layer.
+    """Returns our layer within the user's code, which reads a copy of the user's layer.
 
     The copy shares all parameters except the experts', which our layer takes over.
     """

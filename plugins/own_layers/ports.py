@@ -201,7 +201,7 @@ def check_outputs(outputs: Mapping[str, Tensor], inputs: int, what: str) -> None
 class TensorInterface(nn.Module):
     """A network that takes one tensor for each of its inputs, in order.
 
-    This class becomes a base class of the network's own, so the paths of submodules do not change.
+    The network's class becomes a subclass of this one and its own, so submodules keep their paths.
     If `flat`, the network returns a tensor for each output, otherwise what its own forward returns.
     """
 

@@ -34,7 +34,7 @@ def adapt(
         ),
     ],
     request: Annotated[AdaptRequest, OPTIONS],
-    output: Annotated[Path | None, output_option("FILE.py", "The file of the adapter.")] = None,
+    output: Annotated[Path | None, output_option("FILE.py", "The adapter's file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     messages: Messages,
 ) -> None:

@@ -276,7 +276,7 @@ class RoutedForms:
 
     @property
     def fits(self) -> bool:
-        """Whether the layer takes tokens of the experts' width and returns the same number."""
+        """Whether the layer takes tokens of the experts' width and returns one output for each."""
         x, y = self.guess.call.x, self.guess.call.y
         return (
             x.ndim <= 3 and x.shape[-1] == self.guess.reading.dim and y.shape[:-1] == x.shape[:-1]
@@ -464,7 +464,7 @@ class RoutedForms:
 
     @staticmethod
     def _returns_logits(module: nn.Module, x: Tensor, n: int) -> bool:
-        """Whether a module computes a number per expert from tokens, like a router."""
+        """Whether a module computes one number per expert from tokens, like a router."""
         if isinstance(module, nn.ModuleList | nn.ModuleDict) or not [*module.parameters()]:
             return False
         try:

@@ -52,7 +52,7 @@ AXES = {
     "an expert's slots": "logits.softmax(dim=3)",
     "the tokens": "logits.softmax(dim=1)",
 }
-"""Code of the softmax of L [b, m, n, p], by what it is over."""
+"""Code of the softmax of L [b, m, n, p], by the axes it is over."""
 
 
 class SoftForms:

@@ -216,5 +216,5 @@ def _method_uses(kinds: Sequence[type], name: str, uses: frozenset[str], visited
 
 
 def indent_lines(lines: Sequence[str], indent: str = "    ") -> str:
-    """Returns the lines joined and indented, except empty ones."""
+    """Returns the lines as one text, in which all but empty ones are indented."""
     return "\n".join(f"{indent}{line}" if line.strip() else "" for line in lines)

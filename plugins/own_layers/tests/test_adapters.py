@@ -548,7 +548,7 @@ def test_data_that_cannot_be_the_example_says_so() -> None:
             {"swapped": True},
             "the softmax of dispatch over all slots, of combine over",
         ),
-        ("random", {}, "gives a different result each time it is called, even in eval mode$"),
+        ("random", {}, "returns a different result each time it is called, even in eval mode$"),
         ("inverted", {}, "none of [0-9]+ combinations of options matches"),
     ],
 )
@@ -595,7 +595,7 @@ def test_a_mumoe_that_differs_says_what_matches() -> None:
     [
         (
             "own:raises",
-            "own:<lambda>, the layer mix: AttributeError: .*nothing_of",
+            "own:<lambda> for the layer mix: AttributeError: .*nothing_of",
             "the traceback",
         ),
         ("own:not_transposed", r"but phi \[4, 1, 8\] is for d = 4", "is transposed"),

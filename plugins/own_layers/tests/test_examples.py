@@ -239,7 +239,7 @@ def test_a_layer_that_looks_at_the_batch_is_refused_where_the_network_takes_one_
 
 
 def test_noise_is_told_from_a_look_at_the_batch() -> None:
-    with pytest.raises(ParityError, match="the layer mix gives a different result each time"):
+    with pytest.raises(ParityError, match="the layer mix returns a different result each time"):
         loaded(fault="noise")
 
 

@@ -171,7 +171,7 @@ def test_what_was_not_recognised_is_said_and_the_own_forward_is_a_start(
     assert "return moexport.Experts(experts=layer.experts, forward=forward)" in text
     outcome = run("adapt", "bare_layers:SpecialisedExperts")
     assert "the experts: experts[0] (Specialised): " in outcome.err.replace("layer.", "")
-    assert "a further linear map" in outcome.err
+    assert "another linear map" in outcome.err
 
 
 def test_a_layer_that_cannot_be_made_or_called_says_so() -> None:
@@ -315,7 +315,7 @@ class Norms(Noisy):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("Noisy", "gives a different result each time it is called, even in eval mode"),
+        ("Noisy", "returns a different result each time it is called, even in eval mode"),
         ("Choosy", "RuntimeError: 1000 tokens, please"),
     ],
 )

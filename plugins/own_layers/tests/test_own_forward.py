@@ -200,7 +200,7 @@ class Branching(Odd):
         (Odd(), "a step that is not supported in an expert: sin of the first map's output"),
         (Branching(), "its forward cannot be read: TraceError"),
         (nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()), "not supported in an expert: a Tanh"),
-        (nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3))), "a further linear map"),
+        (nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3))), "another linear map"),
         (nn.Identity(), "does not return an expert's output"),
     ],
 )
