@@ -219,12 +219,12 @@ def _check_call(found: FoundLayer, call: LayerCall, what: str) -> None:
     """Raises FamilyError if this call of a layer shows that the layer cannot be replaced."""
     if not isinstance(call.y, Tensor):
         raise FamilyError(
-            f"{what}: {found.at} returns a {type(call.structure).__name__} without a tensor",
+            f"{what}: {found.label} returns a {type(call.structure).__name__} without a tensor",
             hint="a layer must return y, alone or with others: (y, loss), or {'y': y, …}",
         )
     if not call.args or not isinstance(call.x, Tensor):
         raise FamilyError(
-            f"{what}: {found.at} is called without a tensor as its first positional "
+            f"{what}: {found.label} is called without a tensor as its first positional "
             f"argument: {', '.join(call.describe_args()) or 'no arguments'}",
             hint="the network must call it as layer(x, …), with the tokens first",
         )
@@ -232,15 +232,15 @@ def _check_call(found: FoundLayer, call: LayerCall, what: str) -> None:
         names = ", ".join([*(f"a{i}" for i in range(1, len(call.args))), *call.named])
         extra = ", ".join(call.describe_args(1))
         raise FamilyError(
-            f"{what}: {found.at} is called with more than its tokens: {extra}",
+            f"{what}: {found.label} is called with more than its tokens: {extra}",
             hint=f"an adapter with a forward accepts them: moexport.Experts(forward=lambda "
             f"experts, x, {names}: …, experts=…)",
         )
     for verb, tensor in (("is called on", call.x), ("returns", call.y)):
         if tensor.dtype != torch.float32:
             raise FamilyError(
-                f"{what}: {found.at} {verb} {_dtype(tensor.dtype)}, but moexport needs layers that "
-                "compute in float32",
+                f"{what}: {found.label} {verb} {_dtype(tensor.dtype)}, but moexport needs layers "
+                "that compute in float32",
                 hint="remove the cast; --precision sets the precision of the exported graph",
             )
 

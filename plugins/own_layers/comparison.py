@@ -95,7 +95,7 @@ def check_batch_independence(
     if off <= TOLERANCE:
         return
     raise ParityError(
-        f"{source}: {found.at} mixes the inputs of its batch: in a batch, the result of an "
+        f"{source}: {found.label} mixes the inputs of its batch: in a batch, the result of an "
         f"input is off by {off:.2g} of max|y| from its result alone",
         hint="softmax, sums, statistics and reshapes in the layer must not include the first axis",
     )
@@ -118,7 +118,7 @@ def check_adapter(found: FoundLayer, layer: nn.Module, network: ForwardPass, sou
     if description is None or call is None:
         return
     x, y = call.x, call.y
-    at = f"{source}: {found.at}" + (", which changes its input in place," if call.in_place else "")
+    at = f"{source}: {found.label}" + ", which changes its input in place," * call.in_place
     if description.code is None:
         spec = found.make("").spec
         pixels = layout_of(call) == "pixels"
@@ -231,7 +231,7 @@ def check_same(
     for found in called:
         if found.path not in ours.layers:
             raise FamilyError(
-                f"{source}: the network does not call the replacement of {found.at}",
+                f"{source}: the network does not call the replacement of {found.label}",
                 hint="the network's forward may look for layers of that class, or be a closure "
                 "over the network: make it a method that calls the layer by its name",
             )
@@ -245,7 +245,7 @@ def check_same(
     result = next((f"{name} is {off}" for name, off in outputs if off is not None), None)
     if not wrong and result is None:
         return
-    changing = [found.at for found in called if own.layers[found.path].in_place]
+    changing = [found.label for found in called if own.layers[found.path].in_place]
     if changing:
         raise ParityError(
             f"{source}: {changing[0]} changes its input in place, and the network then uses it",
@@ -259,12 +259,12 @@ def check_same(
     found, deviation = wrong[0]
     if found.adapter is not None:
         raise ParityError(
-            f"{source}: {found.at} computes something different in the network than {found.title}: "
-            f"{deviation}",
+            f"{source}: {found.label} computes something different in the network than "
+            f"{found.title}: {deviation}",
             hint="check whether the network adds hooks to it or calls it in different ways",
         )
     raise ParityError(
-        f"{source}: {found.at} computes something different from the published layer that its "
+        f"{source}: {found.label} computes something different from the published layer that its "
         f"parameters resemble: {deviation}",
         hint="its forward differs (dispatch and combine swapped, another normalisation or "
         f"activation, …): {EXAMPLE.format(name=found.class_name)}",

@@ -53,7 +53,7 @@ TRIED_EPS: Mapping[NormKind, tuple[float, ...]] = {
     "l2-rsqrt": (1e-6,),
     "layernorm": (1e-5, 1e-6, 1e-12),
 }
-"""The usual values of eps by normalisation; others change tokens of usual length too little."""
+"""The usual values of eps by normalisation; no others are tried, for they hardly change tokens."""
 
 
 def _soft_moe(
@@ -195,7 +195,7 @@ class SoftMoEDescription(ExpertArguments):
     average: x̂ (`normalised`) or x (`raw`).
 
     `forward` is user code around the layer: `forward(moe, …)` takes our layer, then the arguments
-    of the user's layer, calls `moe(x)` once and returns what the user's layer does.
+    of the user's layer, calls `moe(x)` once and returns what the user's layer returns.
 
     Raises UsageError, naming the argument and what was expected.
     """
@@ -265,7 +265,7 @@ class SoftMoEDescription(ExpertArguments):
     def variants(
         self, own: LayerContents
     ) -> Iterator[tuple[dict[str, str], SoftMoEDescription | ExpertsDescription]]:
-        """Yields the same weights with other options, and what changed.
+        """Yields descriptions with other options, and what changed in them.
 
         These are all combinations of activation, normalisation and source of slots, and each other
         option by itself. `own` is the contents of the user's layer, such as possible temperatures.
@@ -383,7 +383,7 @@ TensorForm = Tensor | Factors | tuple[Tensor, Factors]
 class MuMoEDescription:
     """A muMoE layer: y = W(a_1, …, a_E, x) for each token, a_e = activation(norm(x·gate_e)).
 
-    `gates` has a matrix [d, n_e] or an `nn.Linear` per level of experts. `weights` is the whole
+    `gates` has a matrix [d, n_e] or an `nn.Linear` for each level. `weights` is the whole
     tensor [n_1, …, d, o]; its CP factors [n_1, R], …, [d, R], [o, R] or TR cores [r1, n_1, r2], …,
     [r, d, r'], [r', o, r1] as a list; or for Tucker (core, factors). If the input mode has d + 1
     rows, the last is the bias. `second` is a second tensor in the same form, after a GELU.
@@ -394,8 +394,8 @@ class MuMoEDescription:
     `nn.LayerNorm` of the tensors' input; the gate's input is x itself.
 
     `forward` is user code around the layer: `forward(mumoe, …)` takes our layer, then the arguments
-    of the user's layer, calls `mumoe(x)` once and returns what the user's layer does. Without
-    `gates` it calls `mumoe(x, a_1, …)` with each level's coefficients [b, m, n].
+    of the user's layer, calls `mumoe(x)` once and returns the result of that layer. Without
+    `gates`, it calls `mumoe(x, a_1, …)` with each level's coefficients [b, m, n].
 
     Raises UsageError, naming the argument and what was expected.
     """
@@ -474,7 +474,7 @@ class MuMoEDescription:
         return MuMoE(spec, weights).eval()
 
     def variants(self, own: LayerContents) -> Iterator[tuple[dict[str, str], MuMoEDescription]]:
-        """Yields the same weights with every combination of the few options, and what changed."""
+        """Yields descriptions with each norm and activation, and what changed in them."""
         del own
         if self.gates is None:
             yield {}, self
@@ -510,7 +510,7 @@ class MuMoEDescription:
         gates = entries_of(self.gates)
         if not gates:
             raise UsageError(
-                "gates is not a list with a gate per level of experts", hint="gates=[layer.gate]"
+                "gates is not a list with a gate for each level", hint="gates=[layer.gate]"
             )
         for level, gate in enumerate(gates):
             what, bias = f"gates[{level}]", None
@@ -555,7 +555,7 @@ class ExpertsDescription(ExpertArguments):
 
     - `experts(x, index, weights)`: each token of x [..., d] through the experts index [..., k],
       integers from 0 to n - 1; returns Σ_k weights[..., k] · expert(x), [..., o]
-    - `experts(x, weights=w)`: with a weight w [..., n] for every expert; the k largest count
+    - `experts(x, weights=w)`: with a weight w [..., n] for every expert; the k largest are used
     - `experts(slots, combine=C)`: each expert on its own slots [b, n, p, d]; returns Σ C · outputs,
       [b, m, o], for combine weights C [b, m, n, p]; Algorithm 1 chooses the k experts with the
       largest sums over the tokens and slots of C
@@ -640,7 +640,7 @@ class ExpertsDescription(ExpertArguments):
             raise UsageError("router and forward are both given", hint="give only one")
 
     def variants(self, own: LayerContents) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
-        """Yields the same weights with other options, and what changed."""
+        """Yields descriptions with other options, and what changed in them."""
         forms = _expert_variants(self, "silu", own)
         for (changed, other), weights_on in product(forms, get_args(WeightsOn)):
             more = {} if weights_on == self.weights_on else {"weights_on": repr(weights_on)}

@@ -40,7 +40,7 @@ class FoundLayer:
     description: Description | None = None
 
     @property
-    def at(self) -> str:
+    def label(self) -> str:
         """The layer's name in messages."""
         return f"the layer {self.path or '(the network itself)'}"
 

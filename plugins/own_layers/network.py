@@ -105,7 +105,7 @@ def load_module(
     if not is_data and (not isinstance(example, Mapping) or accepts(copied, example)):
         copied.example_input, given = given, None
     try:
-        return _model_of(copied, source, config, weights, given, adapters, held=copied)
+        return _model_of(copied, source, config, weights, given, adapters, in_memory=copied)
     except FamilyError as error:
         if not any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
             raise
@@ -120,9 +120,9 @@ def _model_of(
     weights: Path | None,
     example: Example | None,
     adapters: Sequence[Adapter | str],
-    held: nn.Module | None = None,
+    in_memory: nn.Module | None = None,
 ) -> Model:
-    """Returns the network, with our MoE layers, as a model; `held` is set if it was in memory."""
+    """Returns the network, with our MoE layers, as a model; `in_memory` if no factory built it."""
     module, notes = _uncompiled(module)
     by_class = adapters_for(adapters)
     files: tuple[Path, ...] = ()
@@ -133,7 +133,7 @@ def _model_of(
         _load_weights(module, checkpoint, source)
         files, mapped = checkpoint.files, checkpoint.mapped
     else:
-        if held is None:
+        if in_memory is None:
             notes += (f"no --weights: the network keeps the weights from {source}",)
         own = {key: p for key, p in module.named_parameters() if not is_lazy(p)}
         check_finite(source, own, Reading())
@@ -175,10 +175,10 @@ def _model_of(
             mapped=mapped,
             further=options,
             # Another process cannot import code of a notebook or of this script.
-            importable=held is None
+            importable=in_memory is None
             and all(names_code(name) and not name.startswith("__main__:") for name in used),
             host=FactoryHost(),
-            in_memory=held,
+            in_memory=in_memory,
         ),
         inputs=_specs_of(passes[0].inputs),
         outputs=_specs_of(passes[0].outputs),
@@ -331,7 +331,7 @@ def _first_pass(
     for _ in range(REPEATED_CALLS if changed else int(first.finite)):  # NaN is reported elsewhere
         repeated = forward_pass(module, found_layers, inputs, source)
         calls = [(found, first.layers[found.path], repeated.layers[found.path]) for found in called]
-        random = [p.at for p, a, b in calls if _same(a.x, b.x) and not _same(a.y, b.y)]
+        random = [p.label for p, a, b in calls if _same(a.x, b.x) and not _same(a.y, b.y)]
         if not random and all(_same(y, repeated.outputs[n]) for n, y in first.outputs.items()):
             continue
         if changed:
@@ -367,7 +367,7 @@ def _called_layers(
     """Returns the layers that the network calls, in order, and notes on the others."""
     by_path = {found.path: found for found in found_layers}
     called = dict.fromkeys(path for pass_ in passes for path in pass_.layers)
-    uncalled = [found.at for path, found in by_path.items() if path not in called]
+    uncalled = [found.label for path, found in by_path.items() if path not in called]
     if not called:
         raise FamilyError(
             f"{source}: the network calls none of the layers that moexport found in it on "
@@ -386,10 +386,10 @@ def _wrap_with_code(found: FoundLayer, layer: nn.Module, call: LayerCall, name: 
     """
     assert found.adapter is not None
     host, returned = sharing_weights(layer), call.structure
-    description = describe(found.adapter, host, found.at)
+    description = describe(found.adapter, host, found.label)
     code = description.code
     assert code is not None
-    _, tried = result_of_code(description, call, found.at)
+    _, tried = result_of_code(description, call, found.label)
     if not isinstance(description, ExpertsDescription):
         return OwnForward(description.build(name), code, host, returned=returned)
     assert tried is not None and isinstance(tried.layer, MoELayer)

@@ -155,7 +155,7 @@ class Guess:
     def masks(self) -> list[str]:
         """Masks that may be True at ignored tokens, as code."""
         named = self.extra_inputs.items()
-        return [turn + n for n, v in named if v.dtype == torch.bool for turn in ("~", "")]
+        return [sign + n for n, v in named if v.dtype == torch.bool for sign in ("~", "")]
 
     def numbers(self) -> dict[str, float]:
         """Returns the numbers in the layer and its parts, by the code that reads them."""

@@ -187,9 +187,9 @@ def _with_problem(reading: ExpertsReading) -> ExpertsReading:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """One matrix of all experts [n, in, out], the code that reads it, and its name.
+    """The stacked matrices of all experts [n, in, out], the code that reads them, and their name.
 
-    `listed` is code that reads the matrices as a list, if they are not one tensor.
+    `listed` is code that reads them as a list, if they are not one tensor.
     """
 
     code: str
@@ -219,7 +219,7 @@ def _stacks(layer: nn.Module) -> Iterator[_Stack]:
 def _stacked(layer: nn.Module) -> Iterator[ExpertsReading]:
     """Yields experts with stacked weights: two matrices each, or three with a gate.
 
-    Of two, the first may contain gate and up. Each is read with every choice of biases that fit.
+    Of two, the first may contain gate and up. Yields a reading for every choice of fitting biases.
     """
     stacks = list(_stacks(layer))
     for one, two in itertools.permutations(stacks, 2):
@@ -271,9 +271,9 @@ def _biased(
         ids = own
         for key, bias in zip(("b1", "b2"), biases, strict=True):
             if bias is not None and id(bias[1]) not in ids:
-                path, p, turn = bias
-                arguments[key] = p.squeeze(1) if turn else p
-                words[key] = f"{code_of(layer, path)}{turn}"
+                path, p, suffix = bias
+                arguments[key] = p.squeeze(1) if suffix else p
+                words[key] = f"{code_of(layer, path)}{suffix}"
                 ids |= {id(p)}
         ordered = [f"{key}={words[key]}" for key in ("w1", "b1", "w2", "b2") if key in words]
         ordered += [f"gate={gate!r}"] if gate else []

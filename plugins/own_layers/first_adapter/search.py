@@ -156,7 +156,7 @@ class _Search:
     def _incomplete(
         self, results: Sequence[_Result], readings: Sequence[ExpertsReading]
     ) -> FirstAdapter:
-        """Returns the layer's own forward as a start, with why no adapter was found."""
+        """Returns the layer's own forward as a start, and why no adapter was found."""
         fit = (each for each in readings if each.problem is None)
         reading = results[0].guess.reading if results else next(fit, readings[0])
         missing = [*map(_describe, results)]
@@ -182,7 +182,7 @@ class _Search:
         return self._module("\n".join([*lines, *advice, call]), start.imports)
 
     def _prepare(self, reading: ExpertsReading) -> _Result:
-        """Returns a reading with a call that the layer accepts; UsageError if there is none."""
+        """Returns a reading with a call that the layer accepts; raises UsageError without one."""
         watched = WatchedForward(self.layer)
         call = first_call(self.layer, reading, self.shape, self.sizes, self.source)
         before = {name: buffer.clone() for name, buffer in self.layer.named_buffers()}
@@ -268,7 +268,7 @@ MAX_LISTED = 6
 
 
 def _describe(result: _Result) -> str:
-    """Returns words for the result of a reading."""
+    """Describes the result of a reading."""
     guess = result.guess
     read, count = f"moexport read {guess.reading.words}", guess.count
     given = ", ".join(guess.extra_inputs)

@@ -198,7 +198,7 @@ class SoftForms:
         d, n = guess.reading.dim, guess.reading.count
         raw: list[str] = []
         for code, p in guess.other_parameters:
-            raw += [f"{code}{turn}" for turn in _reshapes(tuple(p.shape), d, n)]
+            raw += [f"{code}{suffix}" for suffix in _reshapes(tuple(p.shape), d, n)]
         for name in vars(type(guess.layer)):
             method = getattr(guess.layer, name, None)
             if name.startswith("_") or name == "forward" or not callable(method):
@@ -208,7 +208,7 @@ class SoftForms:
             except Exception:  # noqa: BLE001  a method may need arguments
                 continue
             if isinstance(matrix, Tensor):
-                raw += [f"layer.{name}(){turn}" for turn in _reshapes(tuple(matrix.shape), d, n)]
+                raw += [f"layer.{name}(){end}" for end in _reshapes(tuple(matrix.shape), d, n)]
         yield from map(Phi, raw)
         scalars = [code for code, p in guess.other_parameters if p.numel() == 1]
         biases = {
@@ -232,9 +232,9 @@ def _reshapes(shape: tuple[int, ...], d: int, n: int) -> list[str]:
         return ["" if order == (0, 1, 2) else f".permute{order}" for order in orders]
     if len(shape) != 2:
         return []
-    turns = []
-    for rows, columns, turn in ((*shape, ""), (*shape[::-1], ".T")):
+    suffixes = []
+    for rows, columns, suffix in ((*shape, ""), (*shape[::-1], ".T")):
         if rows == d and columns % n == 0 and columns < MAX_WIDTH:
             p = columns // n
-            turns.append(turn if p == 1 else f"{turn}.unflatten(1, ({n}, {p}))")
-    return turns
+            suffixes.append(suffix if p == 1 else f"{suffix}.unflatten(1, ({n}, {p}))")
+    return suffixes
