@@ -66,12 +66,12 @@ def arguments_of(
     """
     found: dict[str, object] = {}
     if isinstance(example, Mapping) and accepts(module, example):
-        form = Arguments((), {key: _named(key, value, found) for key, value in example.items()})
+        form = Arguments((), {key: _label(key, value, found) for key, value in example.items()})
     else:
         values = tuple(example) if isinstance(example, tuple | list) else (example,)
-        keys = [""] if len(values) == 1 else _parameters(module, len(values))
+        keys = [""] if len(values) == 1 else _parameter_names(module, len(values))
         pairs = zip(keys, values, strict=True)
-        form = Arguments(tuple(_named(key, value, found) for key, value in pairs))
+        form = Arguments(tuple(_label(key, value, found) for key, value in pairs))
     for name in (K_INPUT, STEER_INPUT):
         if name in found:
             raise UsageError(
@@ -103,7 +103,7 @@ def accepts(module: nn.Module, named: Mapping[Any, Any]) -> bool:
     return True
 
 
-def _parameters(module: nn.Module, count: int) -> list[str]:
+def _parameter_names(module: nn.Module, count: int) -> list[str]:
     """Returns the names of the first parameters of a forward; those of `*xs` are numbered."""
     names: list[str] = []
     for name, parameter in signature(module.forward).parameters.items():
@@ -115,16 +115,16 @@ def _parameters(module: nn.Module, count: int) -> list[str]:
     return [*names, *(f"{INPUT}_{i}" for i in range(len(names), count))][:count]
 
 
-def _joined(name: str, key: object) -> str:
+def _join(name: str, key: object) -> str:
     return f"{name}_{key}" if name else str(key)
 
 
-def _named(name: str, value: object, found: dict[str, object]) -> Any:
+def _label(name: str, value: object, found: dict[str, object]) -> Any:
     """Returns an argument with names in place of its tensors, which are added to `found`."""
     if isinstance(value, Mapping):
-        return {key: _named(_joined(name, key), part, found) for key, part in value.items()}
+        return {key: _label(_join(name, key), part, found) for key, part in value.items()}
     if isinstance(value, tuple | list):
-        parts = [_named(_joined(name or INPUT, i), part, found) for i, part in enumerate(value)]
+        parts = [_label(_join(name or INPUT, i), part, found) for i, part in enumerate(value)]
         return tuple(parts) if isinstance(value, tuple) else parts
     if value is None:
         return None
@@ -167,10 +167,10 @@ def _results(name: str, value: object) -> Iterator[tuple[str, object]]:
         value = dict(zip(value._fields, value, strict=True))
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _results(_joined(name, key), part)
+            yield from _results(_join(name, key), part)
     elif isinstance(value, tuple | list):
         for index, part in enumerate(value):
-            yield from _results(_joined(name or OUTPUT, index), part)
+            yield from _results(_join(name or OUTPUT, index), part)
     elif value is not None or not name:
         yield name, value
 
