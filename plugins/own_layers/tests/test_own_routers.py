@@ -284,10 +284,7 @@ W = torch.zeros
             {"w1": W(4, 8, 12), "w2": W(4, 12, 8), "experts": [W(2, 2)]},
             "the experts are given twice",
         ),
-        (
-            {"w1": [W(8, 12), W(8, 11)], "w2": W(2, 12, 8)},
-            "w1 contains matrices of different shapes",
-        ),
+        ({"w1": [W(8, 12), W(8, 11)], "w2": W(2, 12, 8)}, "matrices of different shapes"),
         ({"experts": [(W(12, 8),) * 4]}, "experts[0] is a tuple, not (first, second)"),
         ({"experts": [(W(12, 8), W(8, 12)), (W(12, 8), W(8, 11))]}, "experts[1]: its last weight"),
         ({"experts": [(W(12, 8), W(11, 8), W(8, 12))]}, "a gated expert's first two weights"),
