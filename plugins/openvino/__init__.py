@@ -1,1 +1,1 @@
-"""Graphs in OpenVINO: sessions, rows of `bench`, and the capabilities of its devices."""
+"""Runs graphs in OpenVINO, also for `bench`, and checks what its devices support."""

@@ -18,7 +18,7 @@ OpenVinoDevice = Literal["cpu", "gpu", "npu"]
 
 @dataclass(frozen=True, kw_only=True)
 class OpenVinoOptions:
-    """The options of a session in OpenVINO: `run --device gpu`, `Bundle.session(device="gpu")`."""
+    """The options of OpenVINO's sessions, for `run` and `Bundle.session`."""
 
     device: OpenVinoDevice = option("cpu", "OpenVINO's device.")
     cache: str | Path | None = option(
@@ -39,7 +39,7 @@ class OpenVinoOptions:
         streams: Any = self.streams
         if streams is not None and (not isinstance(streams, Integral) or streams < 1):
             raise UsageError(
-                f"streams={streams!r}: not a number of calls", hint="for example streams=2"
+                f"streams={streams!r} is not a number of calls", hint="for example streams=2"
             )
 
 

@@ -33,13 +33,13 @@ def _state() -> str:
 
 
 def _program(file: str, feed: str, output: str) -> str:
-    """Returns a program that runs a graph in FP32.
+    """Returns a program that runs a graph in its own types.
 
-    By default, OpenVINO computes FP32 in BF16 on CPUs that support it.
+    OpenVINO's default computes FP32 in BF16 on CPUs that support it.
     """
     return (
         "import numpy as np, openvino\n"
-        'settings = {"INFERENCE_PRECISION_HINT": "f32"}  # as the graph is typed\n'
+        'settings = {"INFERENCE_PRECISION_HINT": "f32"}  # keeps the types of the graph\n'
         f'compiled = openvino.Core().compile_model("{file}", "{DEVICES["cpu"]}", settings)\n'
         f'y = compiled({{{feed}}})["{output}"]'
     )

@@ -45,9 +45,9 @@ PRODUCTS = ("FullyConnected", "MatMul", "Convolution", "GatherMatmul")
 class OpenVinoSession(Session):
     """An exported graph, compiled by OpenVINO for a device.
 
-    It computes in the types of the graph; OpenVINO's default computes FP32, even the choice of
-    experts, in BF16 if the CPU supports it. With the option `streams`, calls from several threads
-    run in parallel.
+    It computes in the types of the graph, whereas OpenVINO's default computes FP32, even the choice
+    of experts, in BF16 if the CPU supports it. With the option `streams`, calls from several
+    threads run in parallel.
     """
 
     def __init__(self, path: Path | str, options: SessionOptions | None = None) -> None:
@@ -63,7 +63,7 @@ class OpenVinoSession(Session):
                 f"OpenVINO cannot load {path.name}: it is not an ONNX graph ({error})",
                 hint="`moexport verify` checks whether the bundle is damaged",
             ) from error
-        self._compiled = _compiled(path, self.options)
+        self._compiled = _compile(path, self.options)
         outputs = dict.fromkeys(value.name for value in graph.graph.output)
         outputs |= dict.fromkeys(self.options.observe or ())
         self.describe(described(graph), [*outputs], GraphFacts.of(graph, path.name))
@@ -82,11 +82,11 @@ class OpenVinoSession(Session):
 
     def products(self) -> list[tuple[str, str]]:
         """Returns the nodes and the type of each matrix product in the compiled graph."""
-        facts = (op.get_rt_info() for op in self._compiled.get_runtime_model().get_ordered_ops())
+        infos = (op.get_rt_info() for op in self._compiled.get_runtime_model().get_ordered_ops())
         return [
-            (str(fact["originalLayersNames"].value), str(fact["runtimePrecision"].value).lower())
-            for fact in facts
-            if str(fact["layerType"].value) in PRODUCTS
+            (str(info["originalLayersNames"].value), str(info["runtimePrecision"].value).lower())
+            for info in infos
+            if str(info["layerType"].value) in PRODUCTS
         ]
 
     def call(self, wanted: Sequence[str], feeds: Mapping[str, Any]) -> list[np.ndarray]:
@@ -139,17 +139,17 @@ def _infer(
     return [results[0]] if outputs is None else [results[name] for name in outputs]
 
 
-WORTH_BYTES = 20_000_000
+MIN_BYTES = 20_000_000
 """For weights of at least this size, BF16 in OpenVINO is predicted to be faster than FP32 in ONNX
-Runtime: its calls take about 0.07 ms longer, but products of that size gain more
+Runtime: calls of OpenVINO have about 0.07 ms more overhead, but products of that size gain more
 (docs/performance.md). In the same precision, neither runtime is predicted to be faster."""
 
 
 def advice(target: str, precision: str, weights_bytes: int) -> str | None:
     """Returns advice to use OpenVINO if it is installed and likely faster than a target."""
     bf16 = _instruction(_FOR_BF16)
-    likely = target in ("onnx", "ort-cpu") and precision == "fp32" and bf16 is not None
-    if not likely or weights_bytes < WORTH_BYTES or importlib.util.find_spec("openvino") is None:
+    applies = target in ("onnx", "ort-cpu") and precision == "fp32" and bf16 is not None
+    if not applies or weights_bytes < MIN_BYTES or importlib.util.find_spec("openvino") is None:
         return None
     return (
         f"OpenVINO is installed and this CPU has {bf16}: --target openvino --precision bf16 is "
@@ -211,7 +211,7 @@ def check_package() -> None:
     if numbers < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise MissingExtraError(
-            f"OpenVINO {version} is too old: {oldest} is the first that is supported",
+            f"OpenVINO {version} is too old: {oldest} is the oldest supported version",
             hint=install("openvino"),
         )
 
@@ -227,7 +227,7 @@ def instructions() -> str:
 
 
 def _instruction(titles: Mapping[str, str]) -> str | None:
-    """Returns the title of the first of some instructions that this CPU has."""
+    """Returns the title of the first of these instructions that this CPU has, or None."""
     flags = cpu_instructions()
     return next((title for flag, title in titles.items() if flag in flags), None)
 
@@ -241,7 +241,7 @@ _FOR_INT8 = {
 }
 
 
-def _compiled(path: Path, options: SessionOptions) -> openvino.CompiledModel:
+def _compile(path: Path, options: SessionOptions) -> openvino.CompiledModel:
     runtime = openvino_package()
     own = OpenVinoOptions(**options.of_plugins)
     check_device(own.device)
@@ -262,38 +262,38 @@ def _compiled(path: Path, options: SessionOptions) -> openvino.CompiledModel:
             if any(op.get_type_name() == "If" for op in graph.get_ops()):
                 raise EngineError(
                     f"{path.name}: OpenVINO computes `If` wrongly if the batch is dynamic",
-                    hint="use another lowering than conditional, or export with a fixed --batch",
+                    hint="use a --lowering other than conditional, or export with a fixed --batch",
                 )
             if device == "NPU":
                 raise EngineError(
                     f"{path.name}: OpenVINO's NPU supports only graphs of fixed sizes",
                     hint="export with a fixed --batch (and --tokens), and --lowering dense",
                 )
-        graph = _with_float_ports(graph)
-        there = {name for output in graph.outputs for name in output.names}
-        graph.add_outputs([value for value in options.observe or () if value not in there])
+        graph = _with_float_io(graph)
+        present = {name for output in graph.outputs for name in output.names}
+        graph.add_outputs([value for value in options.observe or () if value not in present])
         return core.compile_model(graph, device, settings)
     except RuntimeError as error:
         raise EngineError(
             f"OpenVINO cannot load {path.name}: {_message(error)}",
-            hint="another --lowering may run; `dense` needs the fewest ops",
+            hint="try another --lowering; `dense` needs the fewest operators",
         ) from error
 
 
-def _with_float_ports(graph: openvino.Model) -> openvino.Model:
+def _with_float_io(graph: openvino.Model) -> openvino.Model:
     """Replaces BF16 inputs and outputs by FP32, because numpy has no BF16."""
-    ports = {"input": graph.inputs, "output": graph.outputs}
-    short = [
-        (kind, place)
-        for kind, values in ports.items()
-        for place, value in enumerate(values)
+    values_of = {"input": graph.inputs, "output": graph.outputs}
+    bf16 = [
+        (kind, index)
+        for kind, values in values_of.items()
+        for index, value in enumerate(values)
         if value.element_type == openvino_package().Type.bf16
     ]
-    if not short:
+    if not bf16:
         return graph
     changed = openvino_package().preprocess.PrePostProcessor(graph)
-    for kind, place in short:
-        getattr(changed, kind)(place).tensor().set_element_type(openvino_package().Type.f32)
+    for kind, index in bf16:
+        getattr(changed, kind)(index).tensor().set_element_type(openvino_package().Type.f32)
     return changed.build()
 
 

@@ -1,4 +1,4 @@
-"""`--target openvino`: the limits of its graphs, and the rates of CPUs with it."""
+"""The target `openvino`: what its graphs support, and how fast CPUs run them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU_BF16 = replace(
     macs_per_us=2 * CPU.macs_per_us,
     batched_macs_per_us=2 * CPU.batched_macs_per_us,
 )
-"""For CPUs with BF16 instructions: half the bytes of weights, and twice the products per cycle.
+"""CPUs with BF16 instructions: half the bytes of weights, and twice the products per cycle.
 This is an estimate, not a measurement; the other constants were not fitted to OpenVINO either."""
 
 TARGET = TargetRecord(
@@ -25,10 +25,10 @@ TARGET = TargetRecord(
     MachineKind("openvino-cpu", {**CPU_RATES, "bf16": CPU_BF16}),
     "qdq-unsigned",
     runtime="openvino",
-    branches=False,  # with a dynamic batch it overwrites an earlier output of an `If`
+    branches=False,  # if the batch is dynamic, OpenVINO overwrites earlier outputs of an `If`
     broadcasts=False,
     constant_integers=True,
     bf16_attention=True,
     refused=NO_FP8,
-    notes={"fp16": "OpenVINO computes FP16 in FP32 on most CPUs: half the file, no faster"},
+    notes={"fp16": "OpenVINO computes FP16 in FP32 on most CPUs: half the size, the same speed"},
 )

@@ -1,4 +1,4 @@
-"""Networks and mixture layers of the user's own."""
+"""Networks and mixture layers that users wrote themselves."""
 
 from __future__ import annotations
 

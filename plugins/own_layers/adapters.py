@@ -1,7 +1,7 @@
 """Adapters: user functions that describe the user's own layers.
 
-`@adapts(MySoftMoE)` or `--adapter package.module:adapt` names one. The description it returns
-(`descriptions`) is compared with what the layer computes (`comparison`).
+`@adapts(MySoftMoE)` registers one, and `--adapter package.module:adapt` names one. The description
+that it returns (`descriptions`) is compared with what the layer computes (`comparison`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ _registered: dict[type, Adapter] = {}
 def adapts(*classes: type[nn.Module]) -> Callable[[A], A]:
     """Decorates a function that describes layers of these classes.
 
-    It returns a `moexport.SoftMoE`, a `moexport.MuMoE` or `moexport.Experts` and also applies to
-    subclasses without an adapter of their own. Raises UsageError for a class that has another
-    adapter already.
+    The function returns a `moexport.SoftMoE`, `MuMoE` or `Experts`, and also applies to subclasses
+    without an adapter. Raises UsageError for a class that already has another adapter.
     """
     for class_ in classes:
         if not _is_layer_class(class_):
@@ -47,7 +46,7 @@ def adapts(*classes: type[nn.Module]) -> Callable[[A], A]:
 
     def register(adapter: A) -> A:
         for class_ in classes:
-            _enter(_registered, class_, adapter)
+            _register(_registered, class_, adapter)
         return adapter
 
     return register
@@ -60,22 +59,22 @@ def adapter_name(adapter: Adapter) -> str:
 
 
 def adapters_for(adapters: Sequence[Adapter | str]) -> dict[type, Adapter]:
-    """Returns the adapters of a call by class; they are given by name or as functions.
+    """Returns adapters, given as functions or by name, by the class that they describe.
 
     The class comes from `adapts` or else from the first parameter's annotation. Raises UsageError
-    if there is none, if two are for one class, and for a name that cannot be imported.
+    if there is no class, if one has two adapters, and for a name that cannot be imported.
     """
     classes: dict[type, Adapter] = {}
-    for entry in adapters:
-        adapter: Adapter = callable_named(entry, "an adapter") if isinstance(entry, str) else entry
-        decorated = [cls for cls, known in _registered.items() if known is adapter]
-        for cls in decorated or _annotated(adapter):
-            _enter(classes, cls, adapter)
+    for given in adapters:
+        adapter: Adapter = callable_named(given, "an adapter") if isinstance(given, str) else given
+        decorated = [cls for cls, entry in _registered.items() if entry is adapter]
+        for cls in decorated or _annotated_classes(adapter):
+            _register(classes, cls, adapter)
     return classes
 
 
 def adapter_of(layer: nn.Module, adapters: Mapping[type, Adapter]) -> Adapter | None:
-    """Returns the adapter of the nearest class of a layer; the call's adapters come first."""
+    """Returns the adapter of a layer's class or nearest base class; those in `adapters` win."""
     for cls in type(layer).__mro__:
         adapter = adapters.get(cls) or _registered.get(cls)
         if adapter is not None:
@@ -84,11 +83,11 @@ def adapter_of(layer: nn.Module, adapters: Mapping[type, Adapter]) -> Adapter | 
 
 
 def describe(adapter: Adapter, layer: nn.Module, where: str) -> Description:
-    """Returns an adapter's description of a layer, with its shapes checked.
+    """Returns an adapter's description of a layer after checking its shapes.
 
-    `where` is the layer's place in messages. Raises UsageError that names both.
+    `where` is the layer's name in messages. Every UsageError names the adapter and the layer.
     """
-    what = f"the adapter {adapter_name(adapter)}, {where}"
+    what = f"the adapter {adapter_name(adapter)} for {where}"
     with torch.no_grad(), user_code(what, "--verbose shows where it was raised"):
         try:
             description = adapter(layer)
@@ -98,15 +97,15 @@ def describe(adapter: Adapter, layer: nn.Module, where: str) -> Description:
             raise UsageError(f"{what}: {error.message}", hint=error.hint) from error
     if not isinstance(description, Description):
         raise UsageError(
-            f"{what}: returned a {type(description).__name__}",
+            f"{what}: it returned a {type(description).__name__}",
             hint="an adapter returns a moexport.SoftMoE, a moexport.MuMoE or moexport.Experts "
             f"({PAGE})",
         )
     return description
 
 
-def _enter(table: dict[type, Adapter], cls: type, adapter: Adapter) -> None:
-    """Registers an adapter for a class; redefining a function replaces it."""
+def _register(table: dict[type, Adapter], cls: type, adapter: Adapter) -> None:
+    """Adds a class's adapter to a table; a redefinition of the same function replaces it."""
     known = table.get(cls, adapter)
     if known is not adapter and adapter_name(known) != adapter_name(adapter):
         raise UsageError(
@@ -116,8 +115,8 @@ def _enter(table: dict[type, Adapter], cls: type, adapter: Adapter) -> None:
     table[cls] = adapter
 
 
-def _annotated(adapter: Adapter) -> tuple[type, ...]:
-    """The classes in the annotation of an adapter's first parameter."""
+def _annotated_classes(adapter: Adapter) -> tuple[type, ...]:
+    """Returns the classes in the annotation of an adapter's first parameter."""
     what = adapter_name(adapter)
     try:
         parameters = inspect.signature(adapter, eval_str=True).parameters.values()

@@ -1,4 +1,4 @@
-"""Calls of the layers in a user's network, and the outputs of layers and network."""
+"""Records a forward pass of a user's network: its outputs, and the calls of its layers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.overrides import TorchFunctionMode
 from ...data.user_code import user_code
 from ...errors import FamilyError
 from ..token_routed.own_forward import result_of
-from .layers import LayerPlace
+from .layers import FoundLayer
 from .ports import check_outputs, outputs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
-    """One call of a layer: its arguments, x first, and its return value, with its result y.
+    """One call of a layer: its arguments, of which x is the first, and its result y.
 
-    All are copies from the time of the call. `structure` is the return value if that is more than a
-    tensor. `in_place`: the layer changed x. `direct`: the network called its `forward`, not the
-    module.
+    Tensors are copied at the time of the call. `structure` is the return value if it is more than a
+    tensor. `in_place`: the layer changed an argument in place. `direct`: the network called the
+    layer's `forward` instead of the module.
     """
 
     args: tuple[Any, ...]
@@ -40,12 +40,12 @@ class LayerCall:
         return x
 
     @property
-    def further(self) -> tuple[Any, ...]:
+    def extra_args(self) -> tuple[Any, ...]:
         return self.args[1:]
 
-    def described(self, first: int = 0) -> list[str]:
-        """Describes the arguments from a position on, for messages."""
-        pairs = [("", value) for value in self.args[first:]]
+    def describe_args(self, start: int = 0) -> list[str]:
+        """Describes each argument from a position on, for messages."""
+        pairs = [("", value) for value in self.args[start:]]
         pairs += [(f"{key}=", value) for key, value in self.named.items()]
         return [
             f"{name}a tensor {_dtype(value.dtype)} {[*value.shape]}"
@@ -54,14 +54,14 @@ class LayerCall:
             for name, value in pairs
         ]
 
-    def copied(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns copies of the arguments, which user code may change in place."""
-        return _copied_in_depth(self.args), _copied_in_depth(dict(self.named))
+    def copy_args(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns copies of the arguments, because user code may change arguments in place."""
+        return _deep_copy(self.args), _deep_copy(dict(self.named))
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """One forward pass: inputs and outputs by name, and each layer's last call.
+    """One forward pass: inputs and outputs by name, and each layer's last call by path.
 
     `single`: the network returned one tensor, not a tuple or dictionary.
     """
@@ -80,24 +80,23 @@ class ForwardPass:
 
 def forward_pass(
     module: nn.Module,
-    places: Sequence[LayerPlace],
+    found_layers: Sequence[FoundLayer],
     inputs: Mapping[str, Tensor],
     what: str,
     hint: str = "check that the example, or --set input_shape=…, fits the network",
 ) -> ForwardPass:
-    """Runs the network once on `inputs`; returns its outputs and the calls of its MoE layers.
+    """Runs a network once on `inputs`; returns its outputs and the calls of its MoE layers.
 
-    It takes a tensor for each input, in order. Raises UsageError, with `hint`, if its forward
-    fails, and FamilyError if a layer is called with more than its tokens, if something is not
-    computed in float32, or for an output of an unsupported type. A layer with user code around it
-    may be called with more.
+    The network takes one tensor for each input, in order. Raises UsageError, with `hint`, if its
+    forward fails. Raises FamilyError if a layer is called with more than its tokens although no
+    user code surrounds it, if something is not computed in float32, or for an unsupported output.
     """
     calls: dict[str, LayerCall] = {}
-    with ExitStack() as watching, torch.no_grad():
-        for place in places:
-            layer = module.get_submodule(place.path)
-            watching.enter_context(_recorded(layer, place.path, calls))
-        autocast = watching.enter_context(_Autocast())
+    with ExitStack() as stack, torch.no_grad():
+        for found in found_layers:
+            layer = module.get_submodule(found.path)
+            stack.enter_context(_record_calls(layer, found.path, calls))
+        autocast = stack.enter_context(_Autocast())
         with user_code(f"{what}: its forward failed on {shapes_of(inputs)}", hint):
             result = module(*(tensor.clone() for tensor in inputs.values()))
     if autocast.dtype is not None:
@@ -105,9 +104,9 @@ def forward_pass(
             f"{what}: its forward computes in {_dtype(autocast.dtype)} under torch.autocast, but "
             "moexport needs a network that computes in float32",
             hint="use a factory that can disable autocast, for example by --set amp=false; "
-            "--precision sets what the exported graph computes in",
+            "--precision sets the precision of the exported graph",
         )
-    by_path = {place.path: place for place in places}
+    by_path = {found.path: found for found in found_layers}
     for path, call in calls.items():
         _check_call(by_path[path], call, what)
     outputs = {n: y.detach() for n, y in outputs_of(result, [*inputs], what).items()}
@@ -123,29 +122,29 @@ def shapes_of(inputs: Mapping[str, Tensor]) -> str:
 
 
 @contextmanager
-def _recorded(layer: nn.Module, path: str, calls: dict[str, LayerCall]) -> Iterator[None]:
-    """Records each call of a layer, of the module or of its `forward` alone, in the context."""
-    own_forward, replaced = layer.forward, "forward" in vars(layer)
-    under_way: list[tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = []
+def _record_calls(layer: nn.Module, path: str, calls: dict[str, LayerCall]) -> Iterator[None]:
+    """Records the calls of a layer, or of its `forward` alone, within the context."""
+    own_forward, overridden = layer.forward, "forward" in vars(layer)
+    pending: list[tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = []
 
     def begin(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        copies = tuple(map(_copied, args))
-        under_way.append((copies, {key: _copied(value) for key, value in named.items()}, args))
+        copies = tuple(map(_copy, args))
+        pending.append((copies, {key: _copy(value) for key, value in named.items()}, args))
 
     def end(returned: object, *, direct: bool) -> None:
-        copies, named, args = under_way.pop()
+        copies, named, args = pending.pop()
         tensors = [(a, b) for a, b in zip(args, copies, strict=True) if isinstance(a, Tensor)]
         calls[path] = LayerCall(
             args=copies,
             named=named,
-            y=_copied(result_of(returned)),
+            y=_copy(result_of(returned)),
             structure=None if isinstance(returned, Tensor) else returned,
-            in_place=any(not _same(a, b) for a, b in tensors),
+            in_place=any(not _equal(a, b) for a, b in tensors),
             direct=direct,
         )
 
     def forward(*args: Any, **named: Any) -> Any:
-        direct = not under_way
+        direct = not pending
         if direct:
             begin(layer, args, named)
         returned = own_forward(*args, **named)
@@ -154,7 +153,7 @@ def _recorded(layer: nn.Module, path: str, calls: dict[str, LayerCall]) -> Itera
         return returned
 
     hooks = (
-        # This hook runs before the user's, which the layer's replacement does not have.
+        # Runs before the user's hooks, which the layer's replacement does not have.
         layer.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
         layer.register_forward_hook(lambda _, __, returned: end(returned, direct=False)),
     )
@@ -162,7 +161,7 @@ def _recorded(layer: nn.Module, path: str, calls: dict[str, LayerCall]) -> Itera
     try:
         yield
     finally:
-        if replaced:
+        if overridden:
             layer.forward = own_forward
         else:
             del layer.forward
@@ -171,30 +170,30 @@ def _recorded(layer: nn.Module, path: str, calls: dict[str, LayerCall]) -> Itera
 
 
 def changed_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
-    """Returns the names of the buffers of a module that changed."""
+    """Returns the names of a module's buffers that differ from `before`."""
     return [
         name
         for name, buffer in module.named_buffers()
-        if name not in before or not _same(before[name], buffer)
+        if name not in before or not _equal(before[name], buffer)
     ]
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def _copied(value: Any) -> Any:
-    """A copy of a tensor, since later code may change it in place."""
+def _copy(value: Any) -> Any:
+    """Returns a copy of a tensor, because later code may change it; other values themselves."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _copied_in_depth(value: Any) -> Any:
-    """A structure of arguments with its tensors copied."""
+def _deep_copy(value: Any) -> Any:
+    """Returns a structure of arguments with its tensors copied."""
     if isinstance(value, tuple | list):
-        return type(value)(map(_copied_in_depth, value))
+        return type(value)(map(_deep_copy, value))
     if isinstance(value, dict):
-        return {key: _copied_in_depth(item) for key, item in value.items()}
-    return _copied(value)
+        return {key: _deep_copy(item) for key, item in value.items()}
+    return _copy(value)
 
 
 class _Autocast(TorchFunctionMode):
@@ -216,33 +215,33 @@ class _Autocast(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _check_call(place: LayerPlace, call: LayerCall, what: str) -> None:
-    """Raises FamilyError for a call of a layer that cannot be replaced."""
+def _check_call(found: FoundLayer, call: LayerCall, what: str) -> None:
+    """Raises FamilyError if this call of a layer shows that the layer cannot be replaced."""
     if not isinstance(call.y, Tensor):
         raise FamilyError(
-            f"{what}: {place.at} returns a {type(call.structure).__name__} without a tensor",
+            f"{what}: {found.label} returns a {type(call.structure).__name__} without a tensor",
             hint="a layer must return y, alone or with others: (y, loss), or {'y': y, …}",
         )
     if not call.args or not isinstance(call.x, Tensor):
         raise FamilyError(
-            f"{what}: {place.at} is called with no tensor before its named arguments "
-            f"({', '.join(call.named)})",
+            f"{what}: {found.label} is called without a tensor as its first positional "
+            f"argument: {', '.join(call.describe_args()) or 'no arguments'}",
             hint="the network must call it as layer(x, …), with the tokens first",
         )
-    if (len(call.args) > 1 or call.named) and not place.own_code:
+    if (len(call.args) > 1 or call.named) and not found.own_code:
         names = ", ".join([*(f"a{i}" for i in range(1, len(call.args))), *call.named])
-        further = ", ".join(call.described(1))
+        extra = ", ".join(call.describe_args(1))
         raise FamilyError(
-            f"{what}: {place.at} is called with more than its tokens: {further}",
+            f"{what}: {found.label} is called with more than its tokens: {extra}",
             hint=f"an adapter with a forward accepts them: moexport.Experts(forward=lambda "
             f"experts, x, {names}: …, experts=…)",
         )
     for verb, tensor in (("is called on", call.x), ("returns", call.y)):
         if tensor.dtype != torch.float32:
             raise FamilyError(
-                f"{what}: {place.at} {verb} {_dtype(tensor.dtype)}, but moexport needs layers that "
-                "compute in float32",
-                hint="remove the cast; --precision sets what the exported graph computes in",
+                f"{what}: {found.label} {verb} {_dtype(tensor.dtype)}, but moexport needs layers "
+                "that compute in float32",
+                hint="remove the cast; --precision sets the precision of the exported graph",
             )
 
 

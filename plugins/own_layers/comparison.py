@@ -1,4 +1,4 @@
-"""Compares the exported layers with the user's: alone, as described, and in the network."""
+"""Compares single inputs with batches, layers with their descriptions, and whole networks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .descriptions import (
     contents_of,
 )
 from .examples import differ, random_like
-from .layers import LayerPlace
+from .layers import FoundLayer
 from .mismatch import CLOSE, TOLERANCE, difference, mismatch
 
 
 def _part_outputs(layer: nn.Module, call: LayerCall, description: Description) -> dict[str, Tensor]:
-    """The outputs of the layer's parts that have the shape of y, by name, without the experts."""
+    """Returns the outputs of a layer's parts, except experts, that have y's shape, by name."""
     experts = set[int]()
     if not isinstance(description, MuMoEDescription):
         experts = {tensor.data_ptr() for tensor in description.tensors()}
@@ -46,7 +46,7 @@ def _part_outputs(layer: nn.Module, call: LayerCall, description: Description) -
         for name, part in layer.named_modules()
         if name and (own := [*part.parameters()]) and not experts & {p.data_ptr() for p in own}
     ]
-    args, named = call.copied()
+    args, named = call.copy_args()
     with ExitStack() as hooks:
         for name, part in parts:
             hook = part.register_forward_hook(lambda _, __, y, name=name: record(name, y))
@@ -58,34 +58,36 @@ def _part_outputs(layer: nn.Module, call: LayerCall, description: Description) -
     return {name: outputs[name] for name, _ in parts if name in outputs}  # outer modules first
 
 
-def random_result(at: str, because: str = "") -> ParityError:
-    """Returns the error for a layer with another result for the same call."""
+def random_result_error(at: str, because: str = "") -> ParityError:
+    """Returns the error for a layer whose results differ between equal calls."""
     return ParityError(
-        f"{at} gives a different result each time it is called, even in eval mode{because}",
+        f"{at} returns a different result each time it is called, even in eval mode{because}",
         hint="add noise and change buffers in training only: if self.training",
     )
 
 
-TRIED_ALONE = 4
+SINGLE_INPUTS = 4
 
 
-def check_alone(place: LayerPlace, layer: nn.Module, call: LayerCall, source: str) -> None:
-    """Raises ParityError if a layer's result for an input depends on the others of its batch.
+def check_batch_independence(
+    found: FoundLayer, layer: nn.Module, call: LayerCall, source: str
+) -> None:
+    """Raises ParityError if a layer's result for an input depends on the rest of the batch.
 
-    The exported layer's results never do. A user's router is part of the graph and compared there.
+    Our layers' results never do. User code around a layer is part of the graph and compared there.
     """
-    if place.own_code is not None:
+    if found.own_code is not None:
         return
     x = call.x if differ(call.x) else torch.cat([call.x, *islice(random_like(call.x), 1)])
-    together = _numbers(layer, x)
+    together = _finite_result(layer, x)
     if together is None or together.shape[:1] != x.shape[:1]:
         return
-    rows = sorted({*torch.linspace(0, len(x) - 1, TRIED_ALONE).long().tolist()})
+    rows = sorted({*torch.linspace(0, len(x) - 1, SINGLE_INPUTS).long().tolist()})
     alone = []
     for row in rows:
         # Two inputs, for a layer that does not accept a batch of one.
         batches = (x[[row]], x[[row, row]])
-        y = next((y for batch in batches if (y := _numbers(layer, batch)) is not None), None)
+        y = next((y for batch in batches if (y := _finite_result(layer, batch)) is not None), None)
         if y is None or y[:1].numel() != together[:1].numel():
             return
         alone.append(y[:1].reshape(together[:1].shape))
@@ -93,14 +95,14 @@ def check_alone(place: LayerPlace, layer: nn.Module, call: LayerCall, source: st
     if off <= TOLERANCE:
         return
     raise ParityError(
-        f"{source}: {place.at} mixes the inputs of its batch: the result for one is off by "
-        f"{off:.2g} of max|y| from the result for it alone",
-        hint="softmax, sums, statistics and reshapes of the layer must not include its first axis",
+        f"{source}: {found.label} mixes the inputs of its batch: in a batch, the result of an "
+        f"input is off by {off:.2g} of max|y| from its result alone",
+        hint="softmax, sums, statistics and reshapes in the layer must not include the first axis",
     )
 
 
-def _numbers(layer: nn.Module, x: Tensor) -> Tensor | None:
-    """The layer's result for x outside of its network; None if it has no finite result there."""
+def _finite_result(layer: nn.Module, x: Tensor) -> Tensor | None:
+    """Returns the layer's result for x outside its network; None if that is not finite."""
     with torch.no_grad():
         try:
             y = result_of(layer(x.clone()))
@@ -109,16 +111,16 @@ def _numbers(layer: nn.Module, x: Tensor) -> Tensor | None:
     return y if y is not None and bool(y.isfinite().all()) else None
 
 
-def check_adapter(place: LayerPlace, layer: nn.Module, network: ForwardPass, source: str) -> None:
-    """Raises ParityError unless an adapter's description returns y for x, as `layer` did."""
-    call = network.layers.get(place.path)
-    description = place.description
+def check_adapter(found: FoundLayer, layer: nn.Module, network: ForwardPass, source: str) -> None:
+    """Raises ParityError unless an adapter's description returns the same y as `layer` did."""
+    call = network.layers.get(found.path)
+    description = found.description
     if description is None or call is None:
         return
     x, y = call.x, call.y
-    at = f"{source}: {place.at}" + (", which changes its input in place," if call.in_place else "")
+    at = f"{source}: {found.label}" + ", which changes its input in place," * call.in_place
     if description.code is None:
-        spec = place.make("").spec
+        spec = found.make("").spec
         pixels = layout_of(call) == "pixels"
         ranks = (2, 3, 4, 5) if spec.routes_tokens else (3, 4, 5)
         if x.ndim not in ranks or x.shape[1 if pixels else -1] != spec.dim:
@@ -148,10 +150,10 @@ def check_adapter(place: LayerPlace, layer: nn.Module, network: ForwardPass, sou
 
 
 def result_of_description(description: Description, call: LayerCall, at: str) -> Tensor:
-    """Returns the result of a described layer for a call of the user's."""
+    """Returns what a description computes for a call of the user's layer."""
     if description.code is not None:
         return result_of_code(description, call, at)[0]
-    y = result_of(surroundings(description, call)(description.build(""))(call.x))
+    y = result_of(wrapper_for(description, call)(description.build(""))(call.x))
     assert y is not None
     return y
 
@@ -161,7 +163,7 @@ def result_of_code(
 ) -> tuple[Tensor, Tried | None]:
     """Returns the result of the user's code around our layer for a call.
 
-    UsageErrors name the layer. `Tried` records the arguments of a bank of experts.
+    For a bank of experts, it also returns the call of the bank. UsageErrors name the layer.
     """
     code = description.code
     assert code is not None
@@ -177,17 +179,17 @@ def result_of_code(
     what = "router" if code.router is not None else "forward"
     hint = (
         f"it gets {'' if what == 'router' else 'our layer and '}the layer's arguments "
-        f"({', '.join(call.described())}); --verbose shows where it was raised"
+        f"({', '.join(call.describe_args())}); --verbose shows where the error was raised"
     )
     try:
         with torch.no_grad(), user_code(f"its {what} failed", hint):
-            returned = code.run(counted, *call.copied())
+            returned = code.run(counted, *call.copy_args())
     except MoexportError as error:
         raise UsageError(f"{at}: {error.message}", hint=error.hint) from error
     y = result_of(returned)
     if y is None:
         raise UsageError(
-            f"{at}: its forward returned a {type(returned).__name__} without a tensor in it",
+            f"{at}: its forward returned a {type(returned).__name__} without a tensor",
             hint="it must return the layer's result, or only its first tensor",
         )
     if calls != 1:
@@ -201,19 +203,19 @@ def result_of_code(
 
 
 def check_same(
-    own: ForwardPass, twin: nn.Module, places: Sequence[LayerPlace], source: str
+    own: ForwardPass, converted: nn.Module, found_layers: Sequence[FoundLayer], source: str
 ) -> None:
-    """Raises ParityError unless the twin returns what the user's network returned in a pass.
+    """Raises ParityError unless the network with our layers returns what the user's returned.
 
-    It names the first layer that differs. `places` are the replaced layers.
+    The error names the first layer that differs. `found_layers` are the replaced layers.
     """
     try:
         ours = forward_pass(
-            twin,
-            places,
+            converted,
+            found_layers,
             own.inputs,
-            f"{source}, its MoE layers replaced",
-            hint="the network may only use the layer's output: y = layer(x)",
+            f"{source} with its MoE layers replaced",
+            hint="the network may use only the outputs of its MoE layers: y = layer(x)",
         )
     except UsageError as error:
         cause = error.__cause__
@@ -221,28 +223,29 @@ def check_same(
             raise
         raise FamilyError(
             f"{source}: the network reads the attribute {cause.name} of a layer, but the exported "
-            "layer has none",
+            "layer does not have it",
             hint="an adapter with a forward keeps the layer's attributes: "
             "moexport.SoftMoE(…, forward=lambda moe, x: moe(x))",
         ) from error
-    called = [place for place in places if place.path in own.layers]
-    for place in called:
-        if place.path not in ours.layers:
+    called = [found for found in found_layers if found.path in own.layers]
+    for found in called:
+        if found.path not in ours.layers:
             raise FamilyError(
-                f"{source}: the network does not call the replacement of {place.at}",
-                hint="its forward may look for layers of that class, or be a closure over the "
-                "network: make it a method that calls the layer by its name",
+                f"{source}: the network does not call the replacement of {found.label}",
+                hint="the network's forward may look for layers of that class, or be a closure "
+                "over the network: make it a method that calls the layer by its name",
             )
     wrong = [
-        (place, miss)
-        for place in called
-        if (miss := _miss(own.layers[place.path].y, ours.layers[place.path].y)) is not None
+        (found, deviation)
+        for found in called
+        if (deviation := _deviation(own.layers[found.path].y, ours.layers[found.path].y))
+        is not None
     ]
-    misses = ((n, _miss(y, ours.outputs[n])) for n, y in own.outputs.items())
-    result = next((f"{name} is {miss}" for name, miss in misses if miss is not None), None)
+    outputs = ((n, _deviation(y, ours.outputs[n])) for n, y in own.outputs.items())
+    result = next((f"{name} is {off}" for name, off in outputs if off is not None), None)
     if not wrong and result is None:
         return
-    changing = [place.at for place in called if own.layers[place.path].in_place]
+    changing = [found.label for found in called if own.layers[found.path].in_place]
     if changing:
         raise ParityError(
             f"{source}: {changing[0]} changes its input in place, and the network then uses it",
@@ -253,23 +256,23 @@ def check_same(
             f"{source}: every MoE layer matches, but the network's result does not: {result}",
             hint="check that the network is deterministic in eval mode",
         )
-    place, miss = wrong[0]
-    if place.adapter is not None:
+    found, deviation = wrong[0]
+    if found.adapter is not None:
         raise ParityError(
-            f"{source}: {place.at} computes something different in the network than {place.title}: "
-            f"{miss}",
+            f"{source}: {found.label} computes something different in the network than "
+            f"{found.title}: {deviation}",
             hint="check whether the network adds hooks to it or calls it in different ways",
         )
     raise ParityError(
-        f"{source}: {place.at} computes something different from the published layer that its "
-        f"parameters resemble: {miss}",
+        f"{source}: {found.label} computes something different from the published layer that its "
+        f"parameters resemble: {deviation}",
         hint="its forward differs (dispatch and combine swapped, another normalisation or "
-        f"activation, …): {EXAMPLE.format(name=place.class_name)}",
+        f"activation, …): {EXAMPLE.format(name=found.class_name)}",
     )
 
 
-def _miss(expected: Tensor, actual: Tensor) -> str | None:
-    """How two tensors differ; None if they agree within TOLERANCE of the larger's maximum."""
+def _deviation(expected: Tensor, actual: Tensor) -> str | None:
+    """Returns how two tensors differ; None if they agree within TOLERANCE of max|expected|."""
     if expected.shape != actual.shape:
         return f"shape {list(actual.shape)} instead of {list(expected.shape)}"
     expected, actual = expected.double(), actual.double()  # integers may overflow
@@ -285,18 +288,18 @@ def layout_of(call: LayerCall) -> Literal["tokens", "pixels", "vectors"]:
     return "vectors" if call.x.ndim == call.y.ndim == 2 else "tokens"
 
 
-def surroundings(description: Description | None, call: LayerCall) -> partial[InPlace]:
-    """Returns the wrapper around our layer that replaces the user's."""
+def wrapper_for(description: Description | None, call: LayerCall) -> partial[InPlace]:
+    """Returns the wrapper in which our layer replaces the user's."""
     residual = isinstance(description, SoftMoEDescription) and description.residual
     return partial(InPlace, layout=layout_of(call), residual=residual, returned=call.structure)
 
 
-def needs_surroundings(place: LayerPlace, call: LayerCall) -> bool:
-    """Whether anything is wrapped around our layer.
+def needs_wrapper(found: FoundLayer, call: LayerCall) -> bool:
+    """Whether our layer needs a wrapper.
 
-    That is a change of layout or of the returned structure, a name, or a module whose `forward`
-    calls our layer, if the network calls that module.
+    It does for another layout or returned structure, for a residual, if the network calls the
+    layer's `forward` directly, and if the layer is the network itself.
     """
-    around = surroundings(place.description, call).keywords
-    plain = around == {"layout": "tokens", "residual": False, "returned": None}
-    return not plain or call.direct or not place.path
+    wrapper = wrapper_for(found.description, call).keywords
+    plain = wrapper == {"layout": "tokens", "residual": False, "returned": None}
+    return not plain or call.direct or not found.path

@@ -1,4 +1,4 @@
-"""Descriptions of a user's layer: the user's tensors, as they are, and options.
+"""Descriptions of a user's layer, which consist of the layer's tensors and options.
 
 An adapter (`adapters`) returns one of the three descriptions, which `moexport` exports as
 `SoftMoE`, `MuMoE` and `Experts`. Each checks shapes, builds the layer of `graphs.layers` that
@@ -32,28 +32,28 @@ from ..token_routed.own_forward import Code, Forward, Router
 from .expert_forms import (
     ExpertArguments,
     ExpertForm,
+    check_choice,
     check_shape,
-    choice,
+    entries_of,
+    float_tensor,
+    float_vector,
     is_map,
-    linear,
+    linear_map,
     rms_eps,
-    several,
-    tensor,
-    vector,
 )
 
 DEFAULT_EPS: Mapping[NormKind, float] = {"none": 0.0, "l2": 1e-12, "layernorm": 1e-5}
 """The defaults of `F.normalize` and `nn.LayerNorm`; other normalisations have no usual eps, so it
 must be given."""
 
-TRIED: Mapping[NormKind, tuple[float, ...]] = {
+TRIED_EPS: Mapping[NormKind, tuple[float, ...]] = {
     "none": (0.0,),
     "l2": (1e-12,),
     "l2-plus": (1e-6,),
     "l2-rsqrt": (1e-6,),
     "layernorm": (1e-5, 1e-6, 1e-12),
 }
-"""Each normalisation with its usual values of eps: tokens of usual length hide other values."""
+"""The usual values of eps by normalisation; no others are tried, for they hardly change tokens."""
 
 
 def _soft_moe(
@@ -63,10 +63,10 @@ def _soft_moe(
     activation: Activation,
     **weights: Tensor | None,
 ) -> SoftMoE:
-    """A Soft MoE layer with these experts; `spec` has the other properties."""
+    """Returns a Soft MoE layer with these experts; `spec` has the other properties."""
     form = form.in_halves()
     kind: ExpertKind = "mlp" if form.gate == "none" else "gated"
-    whole = SoftMoESpec(
+    full_spec = SoftMoESpec(
         experts=form.count,
         dim=form.dim,
         hidden=form.hidden,
@@ -79,14 +79,14 @@ def _soft_moe(
         out_activation=form.out_activation,
         **spec,
     )
-    parts = SoftMoEWeights(
+    all_weights = SoftMoEWeights(
         phi=phi, w1=form.w1, b1=form.b1, w2=form.w2, b2=form.b2, norms=form.norms, **weights
     )
-    return SoftMoE(whole, parts).eval()
+    return SoftMoE(full_spec, all_weights).eval()
 
 
 def _softmax(logits: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """The softmax over some axes of L."""
+    """Returns the softmax of the logits over some axes."""
     return (logits - logits.logsumexp(axes, keepdim=True)).exp()
 
 
@@ -97,7 +97,7 @@ D = TypeVar("D", bound=ExpertArguments)
 class LayerContents:
     """The contents of a user's layer.
 
-    `numbers` has numeric attributes, and parameters and buffers of one element, by name; `biases`
+    `numbers` has numeric attributes, and parameters and buffers of one element, by name. `biases`
     has the biases of maps by the memory address of their weights.
     """
 
@@ -126,22 +126,22 @@ def contents_of(layer: nn.Module) -> LayerContents:
     return LayerContents(numbers=numbers, parameters=dict(layer.named_parameters()), biases=biases)
 
 
-def _forms(
+def _expert_variants(
     description: D, default: Activation, own: LayerContents
 ) -> Iterator[tuple[dict[str, str], D]]:
     """Yields a description with other activations, and with its weights read in other ways."""
     experts = description.with_biases(own.biases)
     if experts is not None:
-        yield {"experts": "with their biases"}, replace(description, experts=experts)
+        yield {"the experts": "with their biases"}, replace(description, experts=experts)
     form = description.form()
-    given = form.activation or default
-    between = dict.fromkeys([given, *(() if form.w2 is None else get_args(Activation))])
+    current = form.activation or default
+    between = dict.fromkeys([current, *(() if form.w2 is None else get_args(Activation))])
     usual: tuple[Activation, ...] = ("relu", "gelu", "silu", "softmax", "identity")
     after = dict.fromkeys([form.out_activation, *usual])
     for activation, out, alpha, (reading, weights) in product(
-        between, after, dict.fromkeys([description.alpha, 1.0]), _weights_read_otherwise(form)
+        between, after, dict.fromkeys([description.alpha, 1.0]), _reread_weights(form)
     ):
-        changed = {} if activation == given else {"activation": repr(activation)}
+        changed = {} if activation == current else {"activation": repr(activation)}
         if alpha != description.alpha:
             changed["alpha"] = f"{alpha:g}"
         changed |= reading
@@ -153,8 +153,8 @@ def _forms(
         yield changed, replace(description, read=read, alpha=alpha)
 
 
-def _weights_read_otherwise(form: ExpertForm) -> Iterator[tuple[dict[str, str], ExpertForm]]:
-    """Yields experts as they are, and each other way to read their weights."""
+def _reread_weights(form: ExpertForm) -> Iterator[tuple[dict[str, str], ExpertForm]]:
+    """Yields the experts unchanged, and then with each other way to read their weights."""
     yield {}, form
     if form.gate != "none":
         yield {"gate and up": "exchanged"}, form.exchanged()
@@ -172,7 +172,7 @@ def _weights_read_otherwise(form: ExpertForm) -> Iterator[tuple[dict[str, str], 
 
 
 def _transposed(matrix: Tensor, halves: tuple[int, ...]) -> Tensor:
-    """The columns [d, 2d] of gate and up with these halves transposed."""
+    """Returns the columns [d, 2d] of gate and up with these halves transposed."""
     both = enumerate(matrix.chunk(2, dim=1))
     return torch.cat([half.T if i in halves else half for i, half in both], dim=1)
 
@@ -185,23 +185,23 @@ class SoftMoEDescription(ExpertArguments):
     tokens; y is the sum of the experts' outputs weighted by each token's softmax of L over all
     slots of all experts, plus the layer's input if the layer is `residual`.
 
-    `phi` is [d, n, p], or [d, n] for one slot each: as the router multiplies with it, normalised
-    and scaled; `bias` is [n, p] or [n]. See `ExpertArguments` for the experts; their default
-    `activation` is `gelu`.
+    `phi` [d, n, p], or [d, n] for one slot each, is the matrix by which the router multiplies
+    tokens, normalised and scaled; `bias` is [n, p] or [n]. See `ExpertArguments` for the experts;
+    their default `activation` is `gelu`.
 
     `norm` is how x becomes x̂: `none`; `l2` x / max(‖x‖, eps); `l2-plus` x / (‖x‖ + eps);
     `l2-rsqrt` x / √(‖x‖² + eps); `layernorm`; or the `nn.LayerNorm` or `nn.RMSNorm` itself. `gain`
-    and, for `layernorm`, `shift` [d] follow it. `slots_from` is which tokens the slots average: x̂
-    (`normalised`) or x (`raw`).
+    and, for `layernorm`, `shift` [d] follow it. `slots_from` determines which tokens the slots
+    average: x̂ (`normalised`) or x (`raw`).
 
     `forward` is user code around the layer: `forward(moe, …)` takes our layer, then the arguments
-    of the user's layer, calls `moe(x)` once and returns what the user's layer does.
+    of the user's layer, calls `moe(x)` once and returns what the user's layer returns.
 
     Raises UsageError, naming the argument and what was expected.
     """
 
     advice: ClassVar[str] = (
-        "phi is the matrix that the router multiplies with, normalised and scaled; dispatch is a "
+        "phi is the matrix by which the router multiplies, normalised and scaled; dispatch is a "
         "softmax over the tokens, combine one over all slots; for anything else use "
         "moexport.Experts with a forward"
     )
@@ -223,10 +223,10 @@ class SoftMoEDescription(ExpertArguments):
 
     def build(self, name: str) -> SoftMoE:
         form = self.form()
-        phi = tensor("phi", self.phi, (2, 3), "[d, n, p], or [d, n] for one slot per expert")
+        phi = float_tensor("phi", self.phi, (2, 3), "[d, n, p], or [d, n] for one slot per expert")
         phi = phi.unsqueeze(2) if phi.ndim == 2 else phi
         d, n, p = phi.shape
-        choice("slots_from", self.slots_from, SlotSource)
+        check_choice("slots_from", self.slots_from, SlotSource)
         norm, eps, gain, shift = self._normalisation(d)
         self._check_experts(form, d, n)
         temperature = float(self.temperature)
@@ -234,7 +234,7 @@ class SoftMoEDescription(ExpertArguments):
             raise UsageError(f"temperature={temperature:g} is not above 0")
         bias = None
         if self.bias is not None:
-            flat = tensor("bias", self.bias, None, "[n, p]").reshape(-1)
+            flat = float_tensor("bias", self.bias, None, "[n, p]").reshape(-1)
             check_shape("bias", flat, (n * p,), "[n, p], a number per slot")
             bias = flat.view(n, p) / temperature
         spec = {"name": name, "slots": p, "norm": norm, "norm_eps": eps, "alpha": self.alpha}
@@ -265,34 +265,35 @@ class SoftMoEDescription(ExpertArguments):
     def variants(
         self, own: LayerContents
     ) -> Iterator[tuple[dict[str, str], SoftMoEDescription | ExpertsDescription]]:
-        """Yields the same weights with other options, and what changed.
+        """Yields descriptions with other options, and what changed in them.
 
         These are all combinations of activation, normalisation and source of slots, and each other
-        option by itself. `own` is the contents of the user's layer: a number may be a temperature.
+        option by itself. `own` is the contents of the user's layer, such as possible temperatures.
         """
         d = self.phi.shape[0]
-        given = self._normalisation(d)
-        norms = dict.fromkeys([given[:2], *((kind, eps) for kind in TRIED for eps in TRIED[kind])])
-        forms = list(_forms(self, "gelu", own))
-        for (norm, eps), source, (experts, other), root in product(
+        current = self._normalisation(d)
+        usual = ((kind, eps) for kind, values in TRIED_EPS.items() for eps in values)
+        norms = dict.fromkeys([current[:2], *usual])
+        forms = list(_expert_variants(self, "gelu", own))
+        for (norm, eps), source, (experts, other), rms in product(
             norms, get_args(SlotSource), forms, (False, True)
         ):
             if norm == "none" and source != self.slots_from:
                 continue  # no normalisation, so the same tokens
-            if root and not norm.startswith("l2"):
+            if rms and not norm.startswith("l2"):
                 continue
-            changed = {} if norm == given[0] else {"norm": repr(norm)}
+            changed = {} if norm == current[0] else {"norm": repr(norm)}
             if source != self.slots_from:
                 changed["slots_from"] = repr(source)
             changed |= experts
-            if eps != (given[1] if norm == given[0] else DEFAULT_EPS.get(norm)):
+            if eps != (current[1] if norm == current[0] else DEFAULT_EPS.get(norm)):
                 changed["eps"] = f"{eps:g}"  # the default is not shown
             if "out_activation" in changed and len(changed) > 1:
                 continue
-            gain, shift = given[2], given[3] if norm == "layernorm" else None
-            if root:  # an RMSNorm is x̂·√d·γ
+            gain, shift = current[2], current[3] if norm == "layernorm" else None
+            if rms:  # an RMSNorm is x̂·√d·γ
                 gain = torch.full((d,), d**0.5) * (1 if gain is None else gain)
-                changed["gain"] = "d**0.5" if given[2] is None else "d**0.5 * gain"
+                changed["gain"] = "d**0.5" if current[2] is None else "d**0.5 * gain"
             options = {"norm": norm, "eps": eps, "gain": gain, "shift": shift}
             yield changed, replace(other, **options, slots_from=source)
         yield from self._rescaled(own)
@@ -331,8 +332,8 @@ class SoftMoEDescription(ExpertArguments):
         layer = self.build("")
         axes = {"all slots": (2, 3), "the experts": (2,), "an expert's slots": (3,)}
         axes |= {"the tokens": (1,)}
-        for (one, dispatch), (other, combine) in product(axes.items(), axes.items()):
-            if (one, other) == ("the tokens", "all slots"):
+        for (d_name, dispatch), (c_name, combine) in product(axes.items(), axes.items()):
+            if (d_name, c_name) == ("the tokens", "all slots"):
                 continue  # the Soft MoE itself
 
             def forward(
@@ -346,27 +347,27 @@ class SoftMoEDescription(ExpertArguments):
                 slots = torch.einsum("bmd,bmnp->bnpd", source, _softmax(logits, dispatch))
                 return experts(slots, combine=_softmax(logits, combine))
 
-            changed = {"the softmax of dispatch": f"over {one}", "of combine": f"over {other}"}
+            changed = {"the softmax of dispatch": f"over {d_name}", "of combine": f"over {c_name}"}
             yield changed, ExpertsDescription(read=read, alpha=self.alpha, forward=forward)
 
     def _normalisation(self, d: int) -> tuple[NormKind, float, Tensor | None, Tensor | None]:
-        """How x becomes x̂: the kind, its eps, gain and shift."""
+        """Returns how x becomes x̂: the kind, its eps, gain and shift."""
         norm, eps, gain, shift = self.norm, self.eps, self.gain, self.shift
         if isinstance(norm, nn.Module):
             if eps is not None or gain is not None or shift is not None:
                 raise UsageError(
-                    f"eps, gain and shift belong to the {type(norm).__name__} given as norm",
+                    f"eps, gain and shift are already in the {type(norm).__name__} given as norm",
                     hint="leave them out",
                 )
             norm, eps, gain, shift = _from_module(norm, d)
-        choice("norm", norm, NormKind)
+        check_choice("norm", norm, NormKind)
         if eps is None:
             if norm not in DEFAULT_EPS:
                 raise UsageError(f"norm={norm!r} needs an eps", hint="for example eps=1e-6")
             eps = DEFAULT_EPS[norm]
         if shift is not None and norm != "layernorm":
-            raise UsageError(f"shift goes with norm='layernorm', but norm is {norm!r}")
-        return norm, eps, vector("gain", gain, (d,)), vector("shift", shift, (d,))
+            raise UsageError(f"shift needs norm='layernorm', but norm is {norm!r}")
+        return norm, eps, float_vector("gain", gain, (d,)), float_vector("shift", shift, (d,))
 
 
 Statistics = tuple[Tensor, Tensor]
@@ -375,17 +376,17 @@ Statistics = tuple[Tensor, Tensor]
 Factors = Sequence[Tensor] | nn.ParameterList
 
 TensorForm = Tensor | Factors | tuple[Tensor, Factors]
-"""A weight tensor: whole, [n_1, …, d, o]; by its CP factors or TR cores; Tucker's core, factors."""
+"""A weight tensor: the whole [n_1, …, d, o], CP factors, TR cores, or Tucker's (core, factors)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MuMoEDescription:
     """A muMoE layer: y = W(a_1, …, a_E, x) for each token, a_e = activation(norm(x·gate_e)).
 
-    `gates` has a matrix [d, n_e] or an `nn.Linear` per level of experts. `weights` is the whole
+    `gates` has a matrix [d, n_e] or an `nn.Linear` for each level. `weights` is the whole
     tensor [n_1, …, d, o]; its CP factors [n_1, R], …, [d, R], [o, R] or TR cores [r1, n_1, r2], …,
-    [r, d, r'], [r', o, r1] as a list; or for Tucker (core, factors). One more row of the input
-    mode, d + 1, is the bias. `second` is a second tensor in the same form, after a GELU.
+    [r, d, r'], [r', o, r1] as a list; or for Tucker (core, factors). If the input mode has d + 1
+    rows, the last is the bias. `second` is a second tensor in the same form, after a GELU.
 
     `norm` comes before the `activation` (`entmax15`, `sparsemax` or `softmax`): `none`; `ln`, a
     layer normalisation over the experts without gain and shift, eps 1e-5; or a list with each
@@ -393,15 +394,15 @@ class MuMoEDescription:
     `nn.LayerNorm` of the tensors' input; the gate's input is x itself.
 
     `forward` is user code around the layer: `forward(mumoe, …)` takes our layer, then the arguments
-    of the user's layer, calls `mumoe(x)` once and returns what the user's layer does. Without
-    `gates` it calls `mumoe(x, a_1, …)` with each level's coefficients [b, m, n].
+    of the user's layer, calls `mumoe(x)` once and returns the result of that layer. Without
+    `gates`, it calls `mumoe(x, a_1, …)` with each level's coefficients [b, m, n].
 
     Raises UsageError, naming the argument and what was expected.
     """
 
     advice: ClassVar[str] = (
-        "each level's coefficients are activation(norm(x·gate)), and the tensor is multiplied with "
-        "all of them and x"
+        "each level's coefficients are activation(norm(x·gate)), and the tensor is multiplied by x "
+        "and all coefficients"
     )
 
     gates: Sequence[nn.Linear | Tensor] | nn.ModuleList | nn.ParameterList | None = None
@@ -417,7 +418,7 @@ class MuMoEDescription:
         return None if self.forward is None else Code(self.forward)
 
     def build(self, name: str) -> MuMoE:
-        choice("activation", self.activation, GateActivation)
+        check_choice("activation", self.activation, GateActivation)
         projections, means = list[Tensor](), list[Tensor]()
         if self.gates is None:
             d, levels = self._sizes()
@@ -435,7 +436,7 @@ class MuMoEDescription:
         for what, form in (("weights", self.weights), ("second", self.second)):
             if form is None:
                 continue
-            named = _named(what, form)
+            named = _named_parts(what, form)
             try:
                 specs.append(read_tensor("moexport.MuMoE", what, named, levels, width))
             except CheckpointError as error:
@@ -446,7 +447,7 @@ class MuMoEDescription:
             width = specs[-1].out
         if len({spec.form for spec in specs}) > 1:
             raise UsageError(
-                f"weights is in the form {specs[0].form}, but second in {specs[1].form}",
+                f"weights has the form {specs[0].form}, but second has the form {specs[1].form}",
                 hint="both tensors of a layer must have the same form",
             )
         gain = shift = None
@@ -460,7 +461,7 @@ class MuMoEDescription:
             input_norm=gain is not None,
             external_routing=self.gates is None,
         )
-        # The norm is folded into the gate: this variance divides by 1.
+        # The norm is folded into the gate, so these variances divide by 1.
         variances = tuple(torch.full_like(mean, 1 - NORM_EPS) for mean in means)
         weights = MuMoEWeights(
             projections=tuple(projections),
@@ -473,7 +474,7 @@ class MuMoEDescription:
         return MuMoE(spec, weights).eval()
 
     def variants(self, own: LayerContents) -> Iterator[tuple[dict[str, str], MuMoEDescription]]:
-        """Yields the same weights with every combination of the few options, and what changed."""
+        """Yields descriptions with each norm and activation, and what changed in them."""
         del own
         if self.gates is None:
             yield {}, self
@@ -488,13 +489,13 @@ class MuMoEDescription:
             yield changed, replace(self, norm=norm, activation=activation)
 
     def _sizes(self) -> tuple[int, tuple[int, ...]]:
-        """The width of a token and the number of experts by level, taken from the weights."""
+        """Returns the width of a token and the number of experts per level, from the weights."""
         if self.forward is None:
             raise UsageError(
                 "neither gates nor a forward that computes the coefficients is given",
                 hint="gates=[layer.gate], or forward=lambda mumoe, x: mumoe(x, coefficients)",
             )
-        named = _named("weights", self.weights)
+        named = _named_parts("weights", self.weights)
         if FULL in named:
             *levels, d, _ = named[FULL].shape
             return d, tuple(levels)
@@ -504,20 +505,20 @@ class MuMoEDescription:
         return d, tuple(sizes)
 
     def _gates(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Each level's projection [d, n] and bias [n]."""
+        """Returns each level's projection [d, n] and bias [n]."""
         projections, biases = [], []
-        gates = several(self.gates)
+        gates = entries_of(self.gates)
         if not gates:
             raise UsageError(
-                "gates is not a list with a gate per level of experts", hint="gates=[layer.gate]"
+                "gates is not a list with a gate for each level", hint="gates=[layer.gate]"
             )
         for level, gate in enumerate(gates):
             what, bias = f"gates[{level}]", None
             if isinstance(gate, nn.Module):
-                weight, bias = linear(what, gate)
+                weight, bias = linear_map(what, gate)
                 projection = weight.T
             else:
-                projection = tensor(what, gate, (2,), "[d, n]")
+                projection = float_tensor(what, gate, (2,), "[d, n]")
             projections.append(projection)
             n = projection.shape[1]
             check_shape(what, projection, (projections[0].shape[0], n), "[d, n], d inputs")
@@ -527,10 +528,10 @@ class MuMoEDescription:
     def _folded(
         self, projections: list[Tensor], biases: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The projections with the batch normalisation in them, and the remaining subtrahend."""
+        """Returns the projections with the norm folded in, and what to subtract afterwards."""
         if self.norm == "none":
             return projections, [-bias for bias in biases]
-        norms = several(self.norm)
+        norms = entries_of(self.norm)
         if len(norms) != len(projections):
             raise UsageError(
                 f"norm={self.norm!r} is neither 'none' nor 'ln' nor a list with the batch "
@@ -547,34 +548,34 @@ class MuMoEDescription:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertsDescription(ExpertArguments):
-    """A bank of experts, and user code around it, which is traced as it is.
+    """A bank of experts, and user code around it, which is traced unchanged.
 
     `forward(experts, …)` takes the bank, then the arguments of the user's layer, and returns the
     layer's result. It calls the bank once:
 
     - `experts(x, index, weights)`: each token of x [..., d] through the experts index [..., k],
-      whole numbers from 0 to n - 1; returns Σ_k weights[..., k] · expert(x), [..., o]
-    - `experts(x, weights=w)`: with a weight w [..., n] for every expert; k are the largest of them
+      integers from 0 to n - 1; returns Σ_k weights[..., k] · expert(x), [..., o]
+    - `experts(x, weights=w)`: with a weight w [..., n] for every expert; the k largest are used
     - `experts(slots, combine=C)`: each expert on its own slots [b, n, p, d]; returns Σ C · outputs,
-      [b, m, o], for combine weights C [b, m, n, p]; k by Algorithm 1: the experts with the largest
-      sums over the tokens and slots of C
+      [b, m, o], for combine weights C [b, m, n, p]; Algorithm 1 chooses the k experts with the
+      largest sums over the tokens and slots of C
 
-    A parameter `k` of the function allows another number of experts.
+    If the function has a parameter `k`, the number of experts can be changed.
 
     `router` is short for a forward that returns `experts(x, index, weights)`: a function that takes
-    the arguments of the user's layer and returns index and weights. With neither, the layer itself
-    is called with them.
+    the arguments of the user's layer and returns index and weights. Without either, the adapted
+    module itself takes index and weights as arguments.
 
     See `ExpertArguments` for the experts; their default `activation` is `silu`. With a gate,
-    `limit` bounds the gate from above and up to -limit … limit before it, and `up_offset` is added
-    to up. `weights_on` is what the weights multiply: an expert's `output` or its `input`.
+    `limit` bounds the gate from above and keeps up within -limit … limit, and `up_offset` is added
+    to up. `weights_on`: the weights multiply an expert's `output` or its `input`.
 
     Raises UsageError, naming the argument and what was expected.
     """
 
     advice: ClassVar[str] = (
         "forward is what the layer computes, with experts(…) in place of its experts; index has "
-        "the numbers of each token's experts, weights the factor of each"
+        "the numbers of each token's experts, and weights their factors"
     )
 
     forward: Forward | None = None
@@ -588,9 +589,9 @@ class ExpertsDescription(ExpertArguments):
         return Code(self.forward, self.router)
 
     def build(self, name: str, k: int = 1) -> Experts:
-        """Returns the experts alone, of which k are chosen for each token."""
+        """Returns the experts alone; k of them are chosen for each token."""
         form = self.form()
-        choice("weights_on", self.weights_on, WeightsOn)
+        check_choice("weights_on", self.weights_on, WeightsOn)
         self._check_code()
         if form.gate == "none" and (self.limit is not None or self.up_offset):
             raise UsageError("limit and up_offset need a gate", hint="leave them out")
@@ -636,20 +637,21 @@ class ExpertsDescription(ExpertArguments):
             if code is not None and not callable(code):
                 raise UsageError(f"{what} is a {type(code).__name__}, not a function", hint=hint)
         if self.router is not None and self.forward is not None:
-            raise UsageError("router and forward are both given", hint="give one of them")
+            raise UsageError("router and forward are both given", hint="give only one")
 
     def variants(self, own: LayerContents) -> Iterator[tuple[dict[str, str], ExpertsDescription]]:
-        """Yields the same weights with other options, and what changed."""
-        for (changed, other), weights_on in product(_forms(self, "silu", own), get_args(WeightsOn)):
+        """Yields descriptions with other options, and what changed in them."""
+        forms = _expert_variants(self, "silu", own)
+        for (changed, other), weights_on in product(forms, get_args(WeightsOn)):
             more = {} if weights_on == self.weights_on else {"weights_on": repr(weights_on)}
             yield changed | more, replace(other, weights_on=weights_on)
 
 
 def _from_module(norm: nn.Module, d: int) -> tuple[NormKind, float, Tensor | None, Tensor | None]:
-    """A normalisation layer in the terms of `SoftMoESpec`."""
+    """Returns a normalisation layer's kind, eps, gain and shift, as in `SoftMoESpec`."""
     gain, shape = getattr(norm, "weight", None), getattr(norm, "normalized_shape", None)
     if isinstance(norm, nn.LayerNorm | nn.RMSNorm) and tuple(shape or ()) != (d,):
-        raise UsageError(f"norm is over {list(shape or ())}, but phi is for tokens of width {d}")
+        raise UsageError(f"norm is for width {list(shape or ())}, but phi for tokens of width {d}")
     if isinstance(norm, nn.LayerNorm):
         return "layernorm", norm.eps, gain, norm.bias
     if isinstance(norm, nn.RMSNorm):
@@ -662,19 +664,19 @@ def _from_module(norm: nn.Module, d: int) -> tuple[NormKind, float, Tensor | Non
 
 
 def _input_norm(norm: nn.LayerNorm, d: int) -> tuple[Tensor, Tensor]:
-    """Gain and shift [d] of an input normalisation; the lowerings fix its eps."""
+    """Returns the gain and shift [d] of an input normalisation, whose eps must be `NORM_EPS`."""
     if not isinstance(norm, nn.LayerNorm) or norm.normalized_shape != (d,) or norm.eps != NORM_EPS:
         raise UsageError(
             f"input_norm={norm} is not supported",
             hint=f"nn.LayerNorm({d}, eps={NORM_EPS:g}) is supported",
         )
-    gain = vector("input_norm", norm.weight, (d,))
-    shift = vector("input_norm", norm.bias, (d,))
+    gain = float_vector("input_norm", norm.weight, (d,))
+    shift = float_vector("input_norm", norm.bias, (d,))
     return torch.ones(d) if gain is None else gain, torch.zeros(d) if shift is None else shift
 
 
 def _batch_norm(what: str, norm: object, n: int) -> tuple[Tensor, Tensor]:
-    """Scale and shift [n] in float64 of a batch normalisation in eval mode."""
+    """Returns the scale and shift [n], in float64, of a batch normalisation in eval mode."""
     moments: tuple[object, object] = (None, None)
     gain, bias, eps = torch.ones(n), torch.zeros(n), NORM_EPS
     if isinstance(norm, nn.BatchNorm1d):
@@ -695,21 +697,21 @@ def _batch_norm(what: str, norm: object, n: int) -> tuple[Tensor, Tensor]:
     return scale, bias.double() - mean.double() * scale
 
 
-def _named(what: str, form: TensorForm) -> dict[str, Tensor]:
-    """A weight tensor's parts by their published names."""
+def _named_parts(what: str, form: TensorForm) -> dict[str, Tensor]:
+    """Returns the parts of a weight tensor by their published names."""
     if isinstance(form, Tensor):
-        return {FULL: tensor(what, form, None, "[n, …, d, o]")}
-    parts = several(form)
+        return {FULL: float_tensor(what, form, None, "[n, …, d, o]")}
+    parts = entries_of(form)
     named: dict[str, Any] = {}
     if len(parts) == 2 and not isinstance(parts[1], Tensor):
-        named[CORE], parts = parts[0], several(parts[1])
+        named[CORE], parts = parts[0], entries_of(parts[1])
     named |= {f"{FACTORS}.{i}": part for i, part in enumerate(parts)}
     if not parts or not all(isinstance(value, Tensor) for value in named.values()):
         raise UsageError(
             f"{what} is a {type(form).__name__}, not a weight tensor",
             hint="the whole tensor, a list of its factors or cores, or (core, factors) for Tucker",
         )
-    return {key: tensor(f"{what}.{key}", value, None, "") for key, value in named.items()}
+    return {key: float_tensor(f"{what}.{key}", value, None, "") for key, value in named.items()}
 
 
 Description = SoftMoEDescription | MuMoEDescription | ExpertsDescription

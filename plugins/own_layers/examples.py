@@ -1,7 +1,7 @@
-"""The inputs on which a user's network is compared with the export: its example, and random ones.
+"""Chooses the inputs on which a user's network is compared with the export.
 
-One input proves little: zeros hide every factor, and a single input cannot reveal mixing in the
-batch.
+These are its example and random inputs. One input proves little: zeros hide every factor, and a
+single input cannot reveal that a layer mixes the inputs of its batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...data.user_code import user_code
 from ...errors import FeedError, UsageError
 from ...exporter.inputs import INTEGERS, Example, by_name, fitted
 from ...exporter.model import TensorSpec
-from .ports import GIVE, INPUT, SERVED, Arguments, arguments_of, required
+from .ports import EXAMPLE_FORMS, INPUT, SUPPORTED, Arguments, arguments_of, required_args
 
 INPUT_SHAPE = "input_shape"
 
@@ -28,8 +28,8 @@ RANDOM_INPUTS = 2
 
 FEED_INPUTS = 8
 
-DRAWS = 8
-"""How often values are drawn again if they equal the example's."""
+MAX_DRAWS = 8
+"""The largest number of attempts to draw values that differ from the example's."""
 
 
 def example_of(
@@ -37,23 +37,23 @@ def example_of(
 ) -> tuple[Arguments, dict[str, Tensor], tuple[str, ...]]:
     """Returns the network's arguments, the inputs in them, and a note if they are random.
 
-    The network's own example decides the names and types of the inputs; the values are those of
+    The network's own example determines the names and types of the inputs; the values are those of
     `example` if it is given. Raises UsageError for invalid inputs.
     """
     own = _own_example(source, module, needed=example is None)
     notes: tuple[str, ...] = ()
     if own is not None:
         form, found = arguments_of(source, module, own)
-        of_own = EXAMPLE_INPUT if form.plain else f"the input '{{}}' of {EXAMPLE_INPUT}"
-        inputs = {name: _input(source, of_own.format(name), x) for name, x in found.items()}
+        label = EXAMPLE_INPUT if form.plain else f"the input '{{}}' of {EXAMPLE_INPUT}"
+        inputs = {name: _as_tensor(source, label.format(name), x) for name, x in found.items()}
         if example is not None:
-            inputs = _given(source, form, inputs, example)
-    elif example is not None:  # a network of several inputs needs one for each of its parameters
-        names = required(module)
+            inputs = _user_inputs(source, form, inputs, example)
+    elif example is not None:  # with several parameters, each needs an array
+        names = required_args(module)
         form = Arguments(tuple(names)) if len(names) > 1 else Arguments()
-        inputs = _given(source, form, dict.fromkeys(form.args), example)
+        inputs = _user_inputs(source, form, dict.fromkeys(form.args), example)
     else:
-        form, inputs = Arguments(), {INPUT: _random(source, module, shape)}
+        form, inputs = Arguments(), {INPUT: _random_input(source, module, shape)}
         sizes = [*inputs[INPUT].shape[1:]]
         notes = (f"the replaced layers were checked on random inputs of shape {sizes}",)
     count = len(next(iter(inputs.values())))
@@ -62,14 +62,14 @@ def example_of(
             raise UsageError(
                 f"{source}: the input '{name}' has shape {list(tensor.shape)}, but "
                 f"'{next(iter(inputs))}' has {count} inputs: the first axis of each is the batch",
-                hint="give a value for each input, x.expand(b), or keep shared values as buffers "
-                "of the network",
+                hint="repeat the value for each input, x.expand(b), or keep shared values as "
+                "buffers of the network",
             )
     return form, inputs, notes
 
 
 def _own_example(source: str, module: nn.Module, *, needed: bool) -> object:
-    """The network's own example; None if there is none, or if it fails and is not needed."""
+    """Returns the network's own example; None without one, or if it fails and is not needed."""
     own = getattr(module, EXAMPLE_INPUT, None)
     if not callable(own):
         return own
@@ -83,12 +83,12 @@ def _own_example(source: str, module: nn.Module, *, needed: bool) -> object:
         return None
 
 
-def _given(
+def _user_inputs(
     source: str, form: Arguments, types: Mapping[str, Tensor | None], example: Example
 ) -> dict[str, Tensor]:
-    """The inputs that a user gives, in the types of the network's own example if there is one."""
-    table = isinstance(example, Mapping) and not example.keys() <= types.keys()
-    if isinstance(example, str | Path) or table:  # data with labels
+    """Returns the user's inputs, with the types of the network's own example if it has one."""
+    labelled = isinstance(example, Mapping) and not example.keys() <= types.keys()
+    if isinstance(example, str | Path) or labelled:
         arrays = named_samples(example, [*types], FEED_INPUTS)
     else:
         arrays = by_name(example, [TensorSpec(next(iter(types)), "float32", ("batch",))])
@@ -97,39 +97,39 @@ def _given(
         if name not in arrays:
             raise FeedError(
                 f"--data: the input '{name}' is missing",
-                hint=f"{source} takes {', '.join(types)}: an .npz with an array for each",
+                hint=f"pass an .npz with an array for each input of {source}: {', '.join(types)}",
             )
         array = arrays[name]
         if known is not None and array.dtype.kind in "fbiu":
             dtype = str(known.dtype).removeprefix("torch.")
             array = fitted(array, TensorSpec(name, dtype, ("batch", *array.shape[1:])))
         what = "the example" if form.plain else f"the example's input '{name}'"
-        inputs[name] = _input(source, what, array)
+        inputs[name] = _as_tensor(source, what, array)
     return inputs
 
 
-def _random(source: str, module: nn.Module, shape: object) -> Tensor:
+def _random_input(source: str, module: nn.Module, shape: object) -> Tensor:
     sizes = [shape] if isinstance(shape, int) else shape
     if not isinstance(sizes, list | tuple) or not all(isinstance(s, int) and s > 0 for s in sizes):
         why = "" if shape is None else f" ({INPUT_SHAPE}={shape!r} is not a list of sizes)"
         raise UsageError(
-            f"{source}: no input to check the replaced layers with{why}",
-            hint=f"--set {INPUT_SHAPE}=3,224,224 (without the batch), --data with real inputs, or "
-            f"an attribute {EXAMPLE_INPUT} on the network",
+            f"{source}: there is no input to check the replaced layers with{why}",
+            hint=f"pass --set {INPUT_SHAPE}=3,224,224 (without the batch) or --data with real "
+            f"inputs, or give the network an attribute {EXAMPLE_INPUT}",
         )
-    needed = required(module)
+    needed = required_args(module)
     if len(needed) > 1:
         raise UsageError(
             f"{source}: its forward takes {', '.join(needed)}, but {INPUT_SHAPE} sets one input",
-            hint=f"--data with an .npz of those arrays, or an attribute {EXAMPLE_INPUT} on the "
-            f"network: {GIVE}",
+            hint="pass --data with an .npz of those arrays, or give the network an attribute "
+            f"{EXAMPLE_INPUT}: {EXAMPLE_FORMS}",
         )
     generator = torch.Generator().manual_seed(0)
     return torch.randn(RANDOM_INPUTS, *sizes, generator=generator)
 
 
-def _input(source: str, what: str, value: object) -> Tensor:
-    """A user's inputs [b, …] as a tensor; floats become float32, like the network."""
+def _as_tensor(source: str, what: str, value: object) -> Tensor:
+    """Returns a user's inputs [b, …] as a tensor, with floats in float32 like the network's."""
     if isinstance(value, np.ndarray):
         try:
             value = torch.from_numpy(np.ascontiguousarray(value))
@@ -144,12 +144,12 @@ def _input(source: str, what: str, value: object) -> Tensor:
         )
     if value.ndim == 0 or value.numel() == 0:
         raise UsageError(
-            f"{source}: {what} has the shape {list(value.shape)}, which has no batch axis",
+            f"{source}: {what} has the shape {list(value.shape)}, so it contains no batch",
             hint="give at least one input [b, …]",
         )
     dtype = str(value.dtype).removeprefix("torch.")
     if not value.is_floating_point() and dtype not in (*INTEGERS, "bool"):
-        raise UsageError(f"{source}: {what} is {dtype}", hint=f"supported types: {SERVED}")
+        raise UsageError(f"{source}: {what} is {dtype}", hint=f"supported types: {SUPPORTED}")
     return value.detach().float() if value.is_floating_point() else value.detach()
 
 
@@ -159,18 +159,18 @@ def differ(*inputs: Tensor) -> bool:
 
 
 def all_random_like(inputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Yields `random_like` of all inputs at once; one that has no alternative stays as it is."""
+    """Yields `random_like` of all inputs at once; one without alternatives stays as it is."""
     choices = [[*random_like(each)] or [each] for each in inputs]
     for index in range(max(map(len, choices))):
         yield tuple(choice[min(index, len(choice) - 1)] for choice in choices)
 
 
 def random_like(inputs: Tensor) -> Iterator[Tensor]:
-    """Yields further random inputs of the same kind, the most plausible first.
+    """Yields random inputs of the example's shape and type, the most plausible first.
 
-    Floats are normal with the example's mean and scale (1 if constant); then, like other types,
-    drawn from the example's values. A constant integer is drawn from itself and one more or less.
-    All have the example's shape and differ from it.
+    Floats come from a normal distribution with the example's mean and deviation (1 if constant);
+    then, like other types, from the example's values. If the example is a constant integer, they
+    come from it and the next larger or smaller one. All differ from the example.
     """
     values = inputs[inputs.isfinite()]
     if not len(values) or inputs.is_complex():
@@ -181,7 +181,7 @@ def random_like(inputs: Tensor) -> Iterator[Tensor]:
         normal = torch.randn(inputs.shape, generator=generator, dtype=torch.float64)
         yield (values.double().mean() + scale * normal).to(inputs.dtype)
     for choice in _choices(values):
-        for _ in range(DRAWS):
+        for _ in range(MAX_DRAWS):
             drawn = choice[torch.randint(len(choice), inputs.shape, generator=generator)]
             if differ(torch.cat([inputs, drawn])):
                 yield drawn
@@ -189,7 +189,7 @@ def random_like(inputs: Tensor) -> Iterator[Tensor]:
 
 
 def _choices(values: Tensor) -> list[Tensor]:
-    """The values to draw from, by the values of an example: at least two different ones."""
+    """Returns sets of at least two different values to draw from, given an example's values."""
     if differ(values):
         return [values]
     if values.dtype == torch.bool:
@@ -197,5 +197,5 @@ def _choices(values: Tensor) -> list[Tensor]:
     if values.is_floating_point():
         return []
     value, limits = int(values[0]), torch.iinfo(values.dtype)
-    near = [other for other in (value + 1, value - 1) if limits.min <= other <= limits.max]
-    return [torch.tensor([value, other], dtype=values.dtype) for other in near]
+    nearest = [n for n in (value + 1, value - 1) if limits.min <= n <= limits.max]
+    return [torch.tensor([value, other], dtype=values.dtype) for other in nearest]

@@ -32,7 +32,7 @@ TRANSPOSED = "nn.Linear and lists have [out, in], w1 and w2 [n, in, out]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertForm:
-    """Experts as they were given: the properties of `AroundMaps`, and their weights.
+    """The experts that a user passes: the properties of `AroundMaps`, and the weights.
 
     `w1` and `w2` have a matrix [in, out] for each expert; with a gate, `gate` is the order of the
     columns of `w1` and `b1`. `w2` is None for experts of one map. If `activation` is None, the
@@ -81,7 +81,7 @@ class ExpertForm:
         )
 
     def _with_columns(self, change: Callable[[Tensor], Tensor]) -> ExpertForm:
-        """The experts with the columns of their first maps changed."""
+        """Returns the experts with the columns of their first maps changed."""
         b1 = None if self.b1 is None else change(self.b1)
         return replace(self, w1=tuple(map(change, self.w1)), b1=b1)
 
@@ -90,17 +90,17 @@ class ExpertForm:
 class ExpertArguments:
     """The arguments for experts: `experts`, or the stacked `w1`, `b1`, `w2` and `b2`.
 
-    `experts` are n `(first, second)` pairs of `nn.Linear` or weights [out, in], which compute
-    second(act(first(x))); `(gate, up, second)`: second(act(gate(x)) · up(x)); one map, which only
-    an `out_activation` may follow; or modules, whose forward is read. An `nn.LayerNorm` or
-    `nn.RMSNorm` in such a list is applied to the output of the map before it. Instead of `experts`
-    the stacked `w1` [n, d, h], `b1` [n, h], `w2` [n, h, o] and `b2` [n, o], inputs first, of which
-    `w1` and `w2` may be lists of n matrices, and `w2` may be left out; with a `gate`, `w1` is [n,
-    d, 2h], and its columns `concatenated`, gate before up, or `interleaved`: gate, up, gate, …
+    Each of the n `experts` is `(first, second)`, which computes second(act(first(x))); `(gate, up,
+    second)`, which computes second(act(gate(x)) · up(x)); one map, which only an `out_activation`
+    may follow; or a module, whose forward is read. A map is a `LinearMap`. An `nn.LayerNorm` or
+    `nn.RMSNorm` in a tuple is applied to the output of the map before it.
 
-    `activation` is `gelu` (exact), `gelu-tanh`, `relu`, `silu`, which is z·sigmoid(alpha·z),
-    `relu2`, max(z, 0)², `softmax` over the channels, or `identity`. `out_activation` follows an
-    expert's last map.
+    The stacked weights have the input axis first: `w1` [n, d, h], `b1` [n, h], `w2` [n, h, o] and
+    `b2` [n, o]. `w1` and `w2` may be lists of n matrices, and `w2` may be left out. With a `gate`,
+    `w1` is [n, d, 2h]; its columns are `concatenated` (gate before up) or `interleaved`.
+
+    `activation` is `gelu` (exact), `gelu-tanh`, `relu`, `silu` (z·sigmoid(alpha·z)), `relu2`
+    (max(z, 0)²), `softmax` over the channels, or `identity`. `out_activation` follows the last map.
     """
 
     experts: Sequence[Expert] | nn.ModuleList | None = None
@@ -113,10 +113,10 @@ class ExpertArguments:
     alpha: float = 1.0
     out_activation: Activation | None = None
     read: ExpertForm | None = field(default=None, repr=False)
-    """The experts, if they were read before; all other arguments are then ignored."""
+    """Experts that were read earlier; if given, all other arguments are ignored."""
 
     def form(self) -> ExpertForm:
-        """Returns the experts, read; a UsageError names the argument and what was expected."""
+        """Returns the experts that the arguments describe; UsageError names a wrong argument."""
         if self.read is not None:
             return self.read
         for what, value, choices in (
@@ -125,52 +125,52 @@ class ExpertArguments:
             ("gate", self.gate, Gate),
         ):
             if value is not None:
-                choice(what, value, choices)
+                check_choice(what, value, choices)
         stacked = self.w1, self.b1, self.w2, self.b2
         if self.experts is None:
             form = self._stacked()
         elif any(weight is not None for weight in stacked):
             raise UsageError(
-                "the experts are given twice: experts and w1, b1, w2 or b2", hint="give one of them"
+                "the experts are given twice: experts and w1, b1, w2 or b2", hint="give only one"
             )
         else:
             form = self._from_list()
         activation = form.activation if self.activation is None else self.activation
         if form.w2 is None and self.activation is not None:
             raise UsageError(
-                f"activation={self.activation!r} applies between two maps, but an expert has one",
+                f"activation={self.activation!r} applies between two maps, but each expert has one",
                 hint="out_activation follows an expert's last map",
             )
         if self.alpha != 1.0 and activation not in (None, "silu"):
             raise UsageError(
                 f"alpha={self.alpha:g} needs activation='silu', but activation is {activation!r}",
-                hint="leave it out",
+                hint="leave alpha out",
             )
         after = form.out_activation if self.out_activation is None else self.out_activation
         return replace(form, activation=activation, out_activation=after)
 
     def with_biases(self, biases: Mapping[int, Tensor]) -> Sequence[Expert] | None:
-        """Returns the experts with the biases of maps that were given as weights only.
+        """Returns `experts` with the missing biases of maps that were given as weights only.
 
-        `biases` are those of a layer by the memory address of their weights. None if none fits.
+        `biases` has a layer's biases by the memory address of their weights. None if none fits.
         """
         if self.experts is None or not all(isinstance(e, list | tuple) for e in self.experts):
             return None
-        parts = [part for expert in self.experts for part in several(expert)]
+        parts = [part for expert in self.experts for part in entries_of(expert)]
         if not any(isinstance(part, Tensor) and part.data_ptr() in biases for part in parts):
             return None
-        return [tuple(_with_bias(part, biases) for part in several(e)) for e in self.experts]
+        return [tuple(_with_bias(part, biases) for part in entries_of(e)) for e in self.experts]
 
     def tensors(self) -> Iterator[Tensor]:
         return _tensors((self.experts, self.w1, self.b1, self.w2, self.b2))
 
     def _stacked(self) -> ExpertForm:
         if self.w1 is None:
-            raise UsageError("the experts are not given", hint=f"{PAIRS}; or w1 and w2, stacked")
+            raise UsageError("no experts are given", hint=f"{PAIRS}; or w1 and w2, stacked")
         gate: Gate = self.gate or "none"
         w1 = _matrices("w1", self.w1, "[n, d, h], or with a gate [n, d, 2h]")
         n, (d, inner) = len(w1), w1[0].shape
-        b1 = vector("b1", self.b1, (n, inner), "as many columns as w1")
+        b1 = float_vector("b1", self.b1, (n, inner), "as many columns as w1")
         if self.w2 is None:
             if gate != "none" or self.b2 is not None:
                 extra = f"gate={gate!r}" if gate != "none" else "b2"
@@ -182,15 +182,15 @@ class ExpertArguments:
         _check_hidden(names, gate, inner, (rows, out))
         if len(w2) != n:
             raise UsageError(f"w1 has {n} experts, but w2 has {len(w2)}")
-        b2 = vector("b2", self.b2, (n, out), "as many columns as w2")
+        b2 = float_vector("b2", self.b2, (n, out), "as many columns as w2")
         return ExpertForm(w1=w1, b1=b1, w2=w2, b2=b2, gate=gate)
 
     def _from_list(self) -> ExpertForm:
-        """The experts from a list; their matrices are views, one per expert."""
-        experts = [_parts(f"experts[{e}]", part) for e, part in enumerate(several(self.experts))]
+        """Returns the experts of a list, without copying weights unless a gate is joined."""
+        experts = [_parts(f"experts[{e}]", part) for e, part in enumerate(entries_of(self.experts))]
         if not experts:
             raise UsageError(
-                f"experts is a {type(self.experts).__name__} without entries", hint=PAIRS
+                f"experts is a {type(self.experts).__name__} that contains no experts", hint=PAIRS
             )
         first = experts[0]
         for e, part in enumerate(experts):
@@ -205,11 +205,11 @@ class ExpertArguments:
         three = len(first.maps) == 3
         if three and self.gate not in (None, "concatenated"):
             raise UsageError(
-                f"gate={self.gate!r} does not go with experts of three maps", hint="leave gate out"
+                f"gate={self.gate!r} cannot describe experts of three maps", hint="leave gate out"
             )
         gate: Gate = "concatenated" if three or first.halves else self.gate or "none"
-        maps = [_joined(part) for part in experts]
-        w1, b1 = _of_all("first", [expert[0] for expert in maps])
+        maps = [_join_gate(part) for part in experts]
+        w1, b1 = _collect("first", [expert[0] for expert in maps])
         form = ExpertForm(
             w1=w1,
             b1=b1,
@@ -227,13 +227,13 @@ class ExpertArguments:
         (inner, d), (out, columns) = (weight.shape for weight, _ in maps[0])
         names = f"experts[0]: its first weight {[inner, d]}", f"its second {[out, columns]}"
         _check_hidden(names, gate, inner, (columns, out))
-        w2, b2 = _of_all("last", [expert[1] for expert in maps])
+        w2, b2 = _collect("last", [expert[1] for expert in maps])
         form = replace(form, w2=w2, b2=b2)
         return form.exchanged() if first.up_first else form
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in an argument for experts, however nested."""
+    """Yields the tensors in an argument for experts, however nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Module):
@@ -246,7 +246,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _check_hidden(maps: tuple[str, str], gate: Gate, inner: int, second: tuple[int, int]) -> None:
     """Raises UsageError if a second map [in, out] does not fit the output of the first.
 
-    `maps` describes the two.
+    `maps` are the names of the two in messages.
     """
     hidden, (rows, out) = inner if gate == "none" else inner // 2, second
     if rows == hidden and not (gate != "none" and inner % 2):
@@ -264,15 +264,16 @@ def _check_hidden(maps: tuple[str, str], gate: Gate, inner: int, second: tuple[i
 
 
 def _matrices(what: str, value: Tensor | Sequence[Tensor], expected: str) -> Matrices:
-    """Stacked matrices, or n of one shape."""
+    """Returns stacked matrices, or a tuple of n matrices of the same shape."""
     if isinstance(value, Tensor):
-        return tensor(what, value, (3,), expected)
+        return float_tensor(what, value, (3,), expected)
     matrices = [
-        tensor(f"{what}[{e}]", matrix, (2,), f"a matrix of {expected}")
-        for e, matrix in enumerate(several(value))
+        float_tensor(f"{what}[{e}]", matrix, (2,), f"a matrix of {expected}")
+        for e, matrix in enumerate(entries_of(value))
     ]
     if not matrices or len({matrix.shape for matrix in matrices}) > 1:
-        raise UsageError(f"{what} contains {len(matrices)} matrices of different shapes")
+        problem = "matrices of different shapes" if matrices else "no matrices"
+        raise UsageError(f"{what} contains {problem}")
     return tuple(matrices)
 
 
@@ -281,19 +282,19 @@ Map = tuple[Tensor, Tensor | None]
 
 
 def _parts(what: str, expert: object) -> ExpertParts:
-    """An expert's maps, and the other parts that are given with it."""
+    """Returns an expert's maps, and the other parts that are given with them."""
     if is_weight_and_bias(expert) or isinstance(expert, Tensor) or is_map(expert):
-        return ExpertParts(maps=(linear(what, expert),))
+        return ExpertParts(maps=(linear_map(what, expert),))
     if isinstance(expert, nn.Module) and not isinstance(expert, nn.ModuleList):
         return parts_of(what, expert)
     maps: list[Map] = []
     norms: dict[int, nn.Module] = {}
-    entries = several(expert)
+    entries = entries_of(expert)
     for i, part in enumerate(entries):
         if is_norm(part) and maps:
             norms[len(maps)] = part
         else:
-            maps.append(linear(f"{what}[{i}]" if len(entries) > 1 else what, part))
+            maps.append(linear_map(f"{what}[{i}]" if len(entries) > 1 else what, part))
     if not 1 <= len(maps) <= 3:
         raise UsageError(f"{what} is a {type(expert).__name__}, not (first, second)", hint=PAIRS)
     last = norms.pop(len(maps), None)
@@ -301,13 +302,13 @@ def _parts(what: str, expert: object) -> ExpertParts:
     if norms:
         raise UsageError(
             f"{what}: a normalisation follows one map of a gated pair",
-            hint="a norm follows the first map of two, or the last one",
+            hint="a norm may follow only the first map of two, or the last map",
         )
     return ExpertParts(maps=tuple(maps), inner=inner, outer=last)
 
 
-def _joined(parts: ExpertParts) -> tuple[Map, ...]:
-    """The maps of an expert; of three the first two are joined, the gate's outputs first."""
+def _join_gate(parts: ExpertParts) -> tuple[Map, ...]:
+    """Returns an expert's maps; the first two of three are joined, the gate's outputs first."""
     if len(parts.maps) < 3:
         return parts.maps
     gate, up, last = parts.maps
@@ -321,16 +322,16 @@ def _joined(parts: ExpertParts) -> tuple[Map, ...]:
     return both, last
 
 
-def _of_all(which: str, maps: Sequence[Map]) -> tuple[Matrices, Tensor | None]:
-    """The same map of all experts: views [in, out] of their weights, and the biases [n, out]."""
+def _collect(which: str, maps: Sequence[Map]) -> tuple[Matrices, Tensor | None]:
+    """Returns one map of all experts: views [in, out] of the weights, and the biases [n, out]."""
     for e, (weight, _) in enumerate(maps):
         what = f"experts[{e}]: its {which} weight"
-        check_shape(what, weight, tuple(maps[0][0].shape), "[out, in], as of the others")
+        check_shape(what, weight, tuple(maps[0][0].shape), "[out, in], as in the others")
     return tuple(weight.T for weight, _ in maps), _biases(maps)
 
 
 def _norm_weights(experts: Sequence[ExpertParts]) -> NormWeights:
-    """The gains and shifts of all experts, stacked."""
+    """Returns the gains and shifts of all experts, stacked."""
 
     def stacked(which: Literal["inner", "outer"], name: str) -> Tensor | None:
         weights = [getattr(getattr(expert, which), name, None) for expert in experts]
@@ -346,7 +347,7 @@ def _norm_weights(experts: Sequence[ExpertParts]) -> NormWeights:
 
 
 def is_weight_and_bias(value: object) -> bool:
-    """Whether this is one map: a matrix with a vector; two matrices are two maps."""
+    """Whether a value is one map: a matrix with a vector or None; two matrices are two maps."""
     return (
         isinstance(value, tuple)
         and len(value) == 2
@@ -356,8 +357,8 @@ def is_weight_and_bias(value: object) -> bool:
     )
 
 
-def linear(what: str, value: object) -> Map:
-    """Weight and bias of a linear layer or a 1×1 convolution, or as they were given."""
+def linear_map(what: str, value: object) -> Map:
+    """Returns a map's weight and bias, which may be given as a linear layer or 1×1 convolution."""
     pair: Any = value
     if isinstance(value, nn.Module):
         pair = getattr(value, "weight", None), getattr(value, "bias", None)
@@ -369,12 +370,12 @@ def linear(what: str, value: object) -> Map:
             f"{what} is a {type(value).__name__}{shown}, not a linear map",
             hint="give an nn.Linear, its weight [out, in], or (weight, bias)",
         )
-    weight = tensor(what, pair[0], (2, 3, 4, 5), "[out, in]").flatten(1)
-    return weight, vector(f"{what}'s bias", pair[1], (weight.shape[0],))
+    weight = float_tensor(what, pair[0], (2, 3, 4, 5), "[out, in]").flatten(1)
+    return weight, float_vector(f"{what}'s bias", pair[1], (weight.shape[0],))
 
 
 def _biases(maps: Sequence[Map]) -> Tensor | None:
-    """The biases stacked, [n, out]; None if no map has one."""
+    """Returns the stacked biases [n, out]; None if no map has one."""
     if all(bias is None for _, bias in maps):
         return None
     return torch.stack([w.new_zeros(w.shape[0]) if bias is None else bias for w, bias in maps])
@@ -385,14 +386,14 @@ def _with_bias(part: LinearMap, biases: Mapping[int, Tensor]) -> LinearMap:
     return part if bias is None else (part, bias)  # type: ignore[return-value]
 
 
-def several(value: object) -> list[Any]:
-    """The entries of a list, also of PyTorch's list modules; empty for other values."""
+def entries_of(value: object) -> list[Any]:
+    """Returns the entries of a list or of PyTorch's list modules; none for other values."""
     is_list = isinstance(value, list | tuple | nn.ModuleList | nn.ParameterList)
     return list(value) if is_list else []  # type: ignore[call-overload]
 
 
-def tensor(what: str, value: object, ranks: tuple[int, ...] | None, expected: str) -> Tensor:
-    """A tensor of one of these ranks, detached, in float32."""
+def float_tensor(what: str, value: object, ranks: tuple[int, ...] | None, expected: str) -> Tensor:
+    """Returns a tensor, which must have one of these ranks, detached and in float32."""
     if not isinstance(value, Tensor):
         raise UsageError(f"{what} is a {type(value).__name__}, not a tensor {expected}".rstrip())
     if ranks is not None and value.ndim not in ranks:
@@ -400,7 +401,7 @@ def tensor(what: str, value: object, ranks: tuple[int, ...] | None, expected: st
     return value.detach().to(torch.float32)
 
 
-def vector(
+def float_vector(
     what: str,
     value: Tensor | None,
     expected: tuple[int, ...],
@@ -408,7 +409,7 @@ def vector(
 ) -> Tensor | None:
     if value is None:
         return None
-    checked = tensor(what, value, None, str(list(expected)))
+    checked = float_tensor(what, value, None, str(list(expected)))
     check_shape(what, checked, expected, why)
     return checked
 
@@ -420,7 +421,7 @@ def check_shape(what: str, value: Tensor, expected: tuple[int, ...], why: str) -
         )
 
 
-def choice(what: str, value: object, choices: Any) -> None:
+def check_choice(what: str, value: object, choices: Any) -> None:
     if value not in get_args(choices):
         names = ", ".join(map(repr, get_args(choices)))
         raise UsageError(f"{what}={value!r} is not one of {names}")
@@ -438,8 +439,8 @@ READ = (
 class ExpertParts:
     """The parts of one expert: weights [out, in] with biases, norms, and activations.
 
-    Of three maps the first is the gate's. `halves`: the first of two maps returns gate and up, or
-    with `up_first` up and gate. `inner` follows the first map of two, `outer` the last one. If
+    Of three maps, the first is the gate. `halves`: the first of two maps returns gate and up or, if
+    `up_first`, up and gate. `inner` follows the first map of two, and `outer` the last map. If
     `activation` is None, it was not given.
     """
 
@@ -453,7 +454,7 @@ class ExpertParts:
 
     @property
     def around(self) -> tuple[object, ...]:
-        """All parts except the weights: equal for experts of one layer."""
+        """All parts except the weights; they must be equal for all experts of a layer."""
         norms = [
             (_norm(norm), *(getattr(norm, name, None) is None for name in ("weight", "bias")))
             for norm in (self.inner, self.outer)
@@ -462,7 +463,7 @@ class ExpertParts:
 
 
 def is_map(module: object) -> bool:
-    """Whether a module is a linear map: a weight, and a bias or none."""
+    """Whether a module is a linear map: it has a weight and at most a bias."""
     if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return True
     if not isinstance(module, nn.Module) or is_norm(module) or any(True for _ in module.children()):
@@ -513,15 +514,15 @@ def parts_of(what: str, module: nn.Module) -> ExpertParts:
 
 
 class _UnknownStepError(Exception):
-    """A step of a forward that an expert may not have, described."""
+    """A step of a forward that an expert may not have; the message describes the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Value(ExpertParts):
     """A value in an expert's forward: the parts before it, and its position among the maps.
 
-    `half` says which part of the first map's output this is. A `sigmoid` becomes a SiLU if it is
-    multiplied with its input.
+    `half` is the number of the value's half in the first map's output. A `sigmoid` becomes a SiLU
+    if it is multiplied by its input.
     """
 
     at: Literal["input", "first", "hidden", "last", "after"] = "input"
@@ -533,7 +534,7 @@ class _Value(ExpertParts):
         return _POSITIONS[self.at]
 
     def parts(self) -> ExpertParts:
-        """Returns the parts, if this is the output of an expert."""
+        """Returns the parts if the value is an expert's output; otherwise raises UsageError."""
         one_map = len(self.maps) == 1
         ends = one_map or self.at in ("last", "after")
         if self.half is not None or self.sigmoid or not ends:
@@ -555,7 +556,7 @@ class _Value(ExpertParts):
             activation = self.activation or "identity"
             maps = (*self.maps, (weight, bias))
             return replace(self, at="last", maps=maps, activation=activation)
-        raise _UnknownStepError("a further linear map")
+        raise _UnknownStepError("another linear map")
 
     def activated(self, activation: Activation) -> _Value:
         if self.at == "first":
@@ -585,7 +586,7 @@ class _Value(ExpertParts):
         raise _UnknownStepError("a square of something other than a ReLU")
 
     def times(self, other: _Value) -> _Value:
-        """Returns the product of two values: a gate's, or a SiLU's."""
+        """Returns the product of a gate and up, or of a sigmoid and its input."""
         for gate, up in ((self, other), (other, self)):
             if gate.sigmoid and gate.maps is up.maps and gate.half == up.half:
                 return up.activated("silu")
@@ -618,23 +619,23 @@ _WITHOUT_EFFECT = (F.dropout, "contiguous", "float", "clone")
 
 
 def _value(graph: fx.GraphModule, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
-    """The value of a node, if an expert may compute it."""
+    """Returns the value of a node, if an expert may compute it."""
     args = [known.get(arg, arg) if isinstance(arg, fx.Node) else arg for arg in node.args]
     first = args[0] if args else None
     if node.op == "placeholder":
         return first if node.args else _Value()
     if not isinstance(first, _Value):
-        value = _of_weights(graph, node, args)
+        value = _value_of_weights(graph, node, args)
         if value is not None:
             return value
         raise _UnknownStepError(node.format_node() or str(node))
     if node.op == "call_module":
-        return _of_module(graph.get_submodule(str(node.target)), first)
-    return _of_function(node, first, args)
+        return _value_of_module(graph.get_submodule(str(node.target)), first)
+    return _value_of_function(node, first, args)
 
 
-def _of_weights(graph: fx.GraphModule, node: fx.Node, args: list[Any]) -> Any:
-    """The value of an operation on parameters or on a pair of halves; None for others."""
+def _value_of_weights(graph: fx.GraphModule, node: fx.Node, args: list[Any]) -> Any:
+    """Returns the value of an operation on parameters or a pair of halves; None for others."""
     if node.op == "get_attr":
         owner: Any = graph
         for part in str(node.target).split("."):
@@ -651,7 +652,7 @@ def _of_weights(graph: fx.GraphModule, node: fx.Node, args: list[Any]) -> Any:
     return None
 
 
-def _of_module(module: nn.Module, x: _Value) -> _Value:
+def _value_of_module(module: nn.Module, x: _Value) -> _Value:
     if is_map(module):
         weight, bias = module.weight, module.bias
         assert isinstance(weight, Tensor)
@@ -669,11 +670,11 @@ def _of_module(module: nn.Module, x: _Value) -> _Value:
     return x.activated(activation)
 
 
-def _of_function(node: fx.Node, x: _Value, args: list[Any]) -> Any:
+def _value_of_function(node: fx.Node, x: _Value, args: list[Any]) -> Any:
     target: Any = node.target
     second = args[1] if len(args) > 1 else None
     if isinstance(second, Tensor):
-        value = _of_parameter(node, x, second, args)
+        value = _with_parameter(node, x, second, args)
         if value is not None:
             return value
     options = (node.kwargs.get(name, second) for name in ("dim", "approximate"))
@@ -694,8 +695,8 @@ def _of_function(node: fx.Node, x: _Value, args: list[Any]) -> Any:
     raise _UnknownStepError(f"{name} of {' and '.join(map(str, args))}")
 
 
-def _of_parameter(node: fx.Node, x: _Value, parameter: Tensor, args: list[Any]) -> _Value | None:
-    """The value of a function of a value and a parameter, if that is a map or a bias."""
+def _with_parameter(node: fx.Node, x: _Value, parameter: Tensor, args: list[Any]) -> _Value | None:
+    """Returns the value of a map, or of a sum with a bias; None for other functions."""
     if node.target is F.linear:
         bias = args[2] if len(args) > 2 else node.kwargs.get("bias")
         return x.mapped(parameter, bias if isinstance(bias, Tensor) else None)
@@ -705,7 +706,7 @@ def _of_parameter(node: fx.Node, x: _Value, parameter: Tensor, args: list[Any]) 
 
 
 def _activation_of(kind: object, dim: object, approximate: object) -> Activation | None:
-    """The activation of a function or a class of modules; None for others."""
+    """Returns the activation that a function or module class computes; None for others."""
     if kind in (nn.Softmax, torch.softmax, F.softmax, "softmax"):
         return "softmax" if dim in LAST_AXES else None
     if kind in (nn.GELU, F.gelu):

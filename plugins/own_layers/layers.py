@@ -1,7 +1,7 @@
 """Finds the MoE layers of a user's network.
 
-They have an adapter for their class (`adapters`), are of moexport's own classes, or have parameters
-with the names and shapes of a published layer.
+A module is a MoE layer if its class has an adapter (`adapters`) or is one of moexport's own, or if
+its parameters have the names and shapes of a published layer's.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .request import Adapter
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlace:
-    """A MoE layer in a user's network: its place, its names, and what replaces it.
+class FoundLayer:
+    """A MoE layer in a user's network: its path, its title in messages, and what replaces it.
 
-    `class_name` is that of the user's class, and `make` returns our layer with a name. `adapter`
-    made the `description`, which is used only if it computes the same as the layer. `aliases`
-    are further names of the same module in the network.
+    `class_name` is the name of the user's class, and `make` builds our layer under a given name.
+    `adapter` returned `description`, which must compute what the layer computes. `aliases` are
+    other paths of the same module in the network.
     """
 
     path: str
@@ -40,8 +40,8 @@ class LayerPlace:
     description: Description | None = None
 
     @property
-    def at(self) -> str:
-        """Its place in messages."""
+    def label(self) -> str:
+        """The layer's name in messages."""
         return f"the layer {self.path or '(the network itself)'}"
 
     @property
@@ -49,66 +49,66 @@ class LayerPlace:
         return None if self.description is None else self.description.code
 
 
-def find_in_module(module: nn.Module, adapters: Mapping[type, Adapter]) -> tuple[LayerPlace, ...]:
+def find_in_module(module: nn.Module, adapters: Mapping[type, Adapter]) -> tuple[FoundLayer, ...]:
     """Returns the MoE layers of a network.
 
-    Raises FamilyError if there is none, and UsageError for an adapter of `adapters` whose class
-    does not occur, or whose description is invalid.
+    Raises FamilyError if there are none, and UsageError if an adapter's class does not occur in
+    the network or an adapter's description is invalid.
     """
     tensors = module.state_dict()
     paths: dict[int, list[str]] = {}
     for path, sub in module.named_modules(remove_duplicate=False):
         paths.setdefault(id(sub), []).append(path)
-    places: dict[str, LayerPlace] = {}
+    layers: dict[str, FoundLayer] = {}
     for layout in layouts():
         for prefix in find_layers(tensors, layout):
             path = prefix.removesuffix(".")
-            places[path] = LayerPlace(
+            layers[path] = FoundLayer(
                 path=path,
                 title=f"a {layout.family} layer",
                 class_name=type(module.get_submodule(path)).__name__,
                 make=partial(layout.make, prefix, tensors),
             )
     for path, own in moe_layers(module).items():
-        places[path] = LayerPlace(
+        layers[path] = FoundLayer(
             path=path,
             title=a_layer(own.spec.kind),
             class_name=type(own).__name__,
-            make=partial(_renamed, own),
+            make=partial(_with_name, own),
         )
-    adapted = _adapted(module, adapters)
+    adapted = _find_adapted(module, adapters)
     inside = tuple(f"{path}." if path else "" for path in adapted)
-    places = {path: place for path, place in places.items() if not path.startswith(inside)}
-    places |= adapted
-    if not places:
+    layers = {path: found for path, found in layers.items() if not path.startswith(inside)}
+    layers |= adapted
+    if not layers:
         names = ", ".join(list(tensors)[:6])
         raise FamilyError(
             f"{type(module).__name__} has no Soft MoE or muMoE layer that moexport "
-            f"knows (its parameters: {names}, …)",
-            hint=f"{_adapt(module)}; layers known by the names and "
-            f"shapes of their parameters: {', '.join(all_names())}; the layer must be a module of "
-            "its own",
+            f"recognises (its parameters: {names}, …)",
+            hint=f"{_adapter_hint(module)}; layers recognised by the names and "
+            f"shapes of their parameters: {', '.join(all_names())}; the layer must be a separate "
+            "module",
         )
     return tuple(
-        replace(places[first], aliases=tuple(others))
+        replace(layers[first], aliases=tuple(others))
         for first, *others in paths.values()
-        if first in places
+        if first in layers
     )
 
 
-def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, LayerPlace]:
-    """The layers that an adapter describes, the outermost if they are nested."""
-    places: dict[str, LayerPlace] = {}
+def _find_adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, FoundLayer]:
+    """Returns the layers that have an adapter; of nested ones, only the outermost."""
+    layers: dict[str, FoundLayer] = {}
     unused = dict(adapters)
     for path, sub in module.named_modules():
-        if any(path.startswith(f"{outer}." if outer else "") for outer in places):
+        if any(path.startswith(f"{outer}." if outer else "") for outer in layers):
             continue
         adapter = adapter_of(sub, adapters)
         if adapter is None:
             continue
-        unused = {cls: other for cls, other in unused.items() if other is not adapter}
+        unused = {cls: entry for cls, entry in unused.items() if entry is not adapter}
         description = describe(adapter, sub, f"the layer {path or '(the network itself)'}")
-        places[path] = LayerPlace(
+        layers[path] = FoundLayer(
             path=path,
             title=f"described by the adapter {adapter_name(adapter)}",
             class_name=type(sub).__name__,
@@ -122,19 +122,19 @@ def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, L
         raise UsageError(
             f"the adapter {adapter_name(adapter)} is for {cls.__name__}, but "
             f"{type(module).__name__} has no such layer",
-            hint=f"classes in it: {own or 'only those of torch.nn'}",
+            hint=f"classes in the network: {own or 'only those of torch.nn'}",
         )
-    return places
+    return layers
 
 
 def _own_classes(module: nn.Module) -> list[type[nn.Module]]:
-    """The classes in a network that are not PyTorch's, each once."""
+    """Returns the distinct classes of a network's modules that are not PyTorch's."""
     classes = (type(sub) for sub in module.modules())
     return list(dict.fromkeys(c for c in classes if not c.__module__.startswith("torch.")))
 
 
-def _adapt(module: nn.Module) -> str:
-    """A hint to describe the user's layer: the first whose class name contains MoE, or any."""
+def _adapter_hint(module: nn.Module) -> str:
+    """Returns a hint to write an adapter, if possible for a class whose name contains MoE."""
     inner = list(dict.fromkeys(c for child in module.children() for c in _own_classes(child)))
     likely = next((c for c in inner if "moe" in c.__name__.lower()), (*inner, None)[0])
     if likely is None:
@@ -145,10 +145,10 @@ def _adapt(module: nn.Module) -> str:
     )
 
 
-def _renamed(layer: MoELayer, name: str) -> MoELayer:
-    """A layer of moexport's own classes with its weights, under the name of its place."""
-    twin = sharing_weights(layer)
-    assert isinstance(twin, MoELayer)
-    # Specs are dataclasses, but their protocol does not include that.
-    twin.spec = replace(layer.spec, name=name)  # type: ignore[type-var]
-    return twin
+def _with_name(layer: MoELayer, name: str) -> MoELayer:
+    """Returns a copy of one of our layers under this name, sharing its weights."""
+    copy = sharing_weights(layer)
+    assert isinstance(copy, MoELayer)
+    # Specs are dataclasses, but their protocol does not say so.
+    copy.spec = replace(layer.spec, name=name)  # type: ignore[type-var]
+    return copy

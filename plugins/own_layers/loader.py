@@ -1,4 +1,4 @@
-"""Networks of user code as models, and their registration with the core."""
+"""Loads networks of user code as models, and registers this with the core."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ if TYPE_CHECKING:
 API = 1
 
 
-def _finds(source: str | Path) -> str | None:
+def _family_of(source: str | Path) -> str | None:
     return FAMILY if isinstance(source, str) else None
 
 
-def _finds_module(module: nn.Module) -> str | None:
+def _family_of_module(module: nn.Module) -> str | None:
     del module  # its layers are found when it is loaded
     return FAMILY
 
 
-def _loads(
-    source: str | Path | nn.Module, config: Mapping[str, Any], request: LoadRequest
-) -> Model:
+def _load(source: str | Path | nn.Module, config: Mapping[str, Any], request: LoadRequest) -> Model:
     if request.family is not None:
         raise UsageError(
             f"--family {request.family}: a factory's layers are found by their structure",
@@ -47,7 +45,7 @@ def _loads(
     return load_factory(str(source), config, weights, request.example, adapters)
 
 
-def _refuses(source: str, request: LoadRequest) -> None:
+def _check_options(source: str, request: LoadRequest) -> None:
     options = request.asked(NetworkOptions)
     if names_code(source):
         return
@@ -63,4 +61,6 @@ def _refuses(source: str, request: LoadRequest) -> None:
         )
 
 
-FACTORY = ModelLoader("factory", _finds, _loads, refuses=_refuses, finds_module=_finds_module)
+FACTORY = ModelLoader(
+    "factory", _family_of, _load, refuses=_check_options, finds_module=_family_of_module
+)

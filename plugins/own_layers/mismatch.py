@@ -1,7 +1,4 @@
-"""Explains how a layer differs from its adapter's description.
-
-It tries other options, parts and weights.
-"""
+"""Explains how a layer differs from its description, by trying other options, parts and weights."""
 
 from __future__ import annotations
 
@@ -23,19 +20,19 @@ TOLERANCE = 1e-4
 """The largest accepted difference from the user's forward, as a fraction of max|y|, in float32."""
 
 CLOSE = 1e-5
-"""A layer that differs by more may be another one, so all options are tried."""
+"""If a layer differs by more, other options may fit better, so they are tried."""
 
 TRIED_INPUTS = 8
 
-ROWS, MOST_WEIGHTS, NONE = 64, 4, 1e-3
-"""Tokens whose weights are examined, weights shown of one token, and the largest weight that counts
-as none."""
+MAX_TOKENS, MAX_WEIGHTS, ZERO = 64, 4, 1e-3
+"""The largest numbers of tokens to examine and of weights to list for one, and the largest weight
+that counts as zero."""
 
-MOST_SHOWN = 6
+MAX_OPTIONS = 6
 """The largest number of options whose error is listed."""
 
 DescribedRun = Callable[[Description, LayerCall], Tensor]
-"""Runs a description on a call."""
+"""Returns what a description computes for a call."""
 
 
 def difference(expected: Tensor, actual: Tensor) -> float:
@@ -50,9 +47,9 @@ def difference(expected: Tensor, actual: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Changed options, and the error of y: unchanged, and with an addend subtracted from it.
+    """Changed options, and their errors for y (`off`) and for y without the best addend.
 
-    `added` is the best of the possible addends: whether x is in it, and the part whose output is.
+    `added` describes that addend: whether x is in it, and the name of the part whose output is.
     """
 
     changed: dict[str, str]
@@ -69,28 +66,28 @@ def mismatch(
     outputs: Mapping[str, Tensor],
     at: str,
 ) -> ParityError | None:
-    """Explains why a layer is not what its adapter describes; None if they agree.
+    """Returns an error that explains how a layer differs from its adapter; None if they agree.
 
-    `layer` is the contents of the user's layer, and `outputs` those of its parts in the call
-    that have the shape of y. The text begins with `at`.
+    `layer` is the contents of the user's layer, and `outputs` are the outputs in this call of its
+    parts that have the shape of y. The message begins with `at`.
     """
     off = difference(call.y, run(description, call))
     if description.code is None:
         count = slice(TRIED_INPUTS)
-        call = replace(call, args=(call.x[count], *call.further), y=call.y[count])
+        call = replace(call, args=(call.x[count], *call.extra_args), y=call.y[count])
         outputs = {name: values[count] for name, values in outputs.items()}
     trials = _all_trials(description, call, run, layer, outputs)
-    as_it_is = next(trial.off for trial in trials if not trial.changed)
-    closer = [trial for trial in trials if trial.off <= min(TOLERANCE, as_it_is / 10)]
+    unchanged = next(trial.off for trial in trials if not trial.changed)
+    closer = [trial for trial in trials if trial.off <= min(TOLERANCE, unchanged / 10)]
     if off <= TOLERANCE and not closer:
         return None
-    begins = f"{at} does not match its adapter: off by {_share(off)} of max|y|"
+    prefix = f"{at} does not match its adapter: off by {_format_share(off)} of max|y|"
     return (
-        (_other_options(begins, closer) if closer else None)
-        or _something_added(begins, trials, description)
-        or _another_input(begins, description, call, run, outputs)
-        or _other_weights(begins, description, call)
-        or _nothing_that_fits(begins, trials, description, outputs)
+        (_other_options(prefix, closer) if closer else None)
+        or _added_term(prefix, trials, description)
+        or _different_input(prefix, description, call, run, outputs)
+        or _other_weights(prefix, description, call)
+        or _no_match(prefix, trials, description, outputs)
     )
 
 
@@ -101,7 +98,7 @@ def _all_trials(
     layer: LayerContents,
     outputs: Mapping[str, Tensor],
 ) -> list[_Trial]:
-    """Trials of changed options, the fewest changes first, up to the first that matches."""
+    """Tries changed options, the fewest first; stops at a number of changes with a match."""
     trials: list[_Trial] = []
     addends = list(_addends(call, outputs))
     variants = sorted(description.variants(layer), key=lambda variant: len(variant[0]))
@@ -135,23 +132,22 @@ def _addends(
         yield from (((True, name), x + part) for x in own)
 
 
-def _other_options(begins: str, closer: Sequence[_Trial]) -> ParityError:
+def _other_options(prefix: str, closer: Sequence[_Trial]) -> ParityError:
     limit = max(10 * min(trial.off for trial in closer), CLOSE)
     fitting = [trial.changed for trial in closer if trial.off <= limit]
     fewest = [_list_options(changes) for changes in fitting if len(changes) == len(fitting[0])]
     return ParityError(
-        f"{begins}; it matches with {' or with '.join(fewest[:3])}",
-        hint="moexport.SoftMoE has no such option: moexport.Experts with a forward computes it "
-        f"({PAGE})"
+        f"{prefix}; it matches with {' or with '.join(fewest[:3])}",
+        hint=f"moexport.SoftMoE has no such option: use moexport.Experts with a forward ({PAGE})"
         if any("softmax" in key for key in fitting[0])
         else "use these options in the adapter if they describe the layer",
     )
 
 
-def _something_added(
-    begins: str, trials: Sequence[_Trial], description: Description
+def _added_term(
+    prefix: str, trials: Sequence[_Trial], description: Description
 ) -> ParityError | None:
-    """The explanation if the layer adds its input, or an output of its parts."""
+    """Returns the explanation if the layer adds its input or the output of a part."""
     trial = next((candidate for candidate in trials if candidate.off_without <= TOLERANCE), None)
     if trial is None:
         return None
@@ -169,20 +165,20 @@ def _something_added(
     else:
         hint = f"add it in the adapter's forward: return {summed} + experts(…)"
     return ParityError(
-        f"{begins}; it matches with {_list_options(trial.changed)} once {' and '.join(words)} "
+        f"{prefix}; it matches with {_list_options(trial.changed)} once {' and '.join(words)} "
         f"{'are' if both else 'is'} subtracted from y: the layer adds {adds}",
         hint=hint,
     )
 
 
-def _another_input(
-    begins: str,
+def _different_input(
+    prefix: str,
     description: Description,
     call: LayerCall,
     run: DescribedRun,
     outputs: Mapping[str, Tensor],
 ) -> ParityError | None:
-    """The explanation if the layer's input is an output of its parts."""
+    """Returns the explanation if the input of the experts is the output of a part."""
     own = isinstance(description, SoftMoEDescription) and description.code is None
     plain = description
     if isinstance(description, SoftMoEDescription):
@@ -190,15 +186,15 @@ def _another_input(
     for name, h in outputs.items():
         if h.shape != call.x.shape:
             continue
-        ours = run(plain, replace(call, args=(h, *call.further)))
+        ours = run(plain, replace(call, args=(h, *call.extra_args)))
         if ours.shape != call.y.shape:
             continue
-        # The added input may be either.
+        # The layer may add nothing, x, or x where the description adds h.
         added = (0 * h, call.x, call.x - h)
         if min(difference(call.y - x, ours) for x in added) > TOLERANCE:
             continue
         return ParityError(
-            f"{begins}; it matches if its input is what layer.{name} returns, not x",
+            f"{prefix}; it matches if its input is what layer.{name} returns, not x",
             hint=f"norm=layer.{name} in the adapter"
             if own
             else f"in the adapter's forward: experts(layer.{name}(x), …)",
@@ -206,13 +202,13 @@ def _another_input(
     return None
 
 
-def _other_weights(begins: str, description: Description, call: LayerCall) -> ParityError | None:
-    """The explanation if the experts are correct, and other weights for them produce y."""
+def _other_weights(prefix: str, description: Description, call: LayerCall) -> ParityError | None:
+    """Returns the explanation if the experts are correct, but y needs other weights."""
     if not isinstance(description, ExpertsDescription) or description.weights_on != "output":
         return None
     bank = Tried(description)
-    ours = result_of(description.code.run(bank, *call.copied()))
-    terms = bank.terms(ROWS)
+    ours = result_of(description.code.run(bank, *call.copy_args()))
+    terms = bank.terms(MAX_TOKENS)
     if ours is None or terms is None or ours.shape != call.y.shape:
         return None
     outputs, weights = (term.double() for term in terms)  # [t, c, o] and [t, c]
@@ -221,53 +217,55 @@ def _other_weights(begins: str, description: Description, call: LayerCall) -> Pa
     if fitting is None:
         return None
     token = int((fitting - weights).abs().amax(1).argmax())
-    has, takes = (_weighted(values[token]) for values in (weights, fitting))
+    actual, needed = (_list_weights(values[token]) for values in (weights, fitting))
     return ParityError(
-        f"{begins}; its experts are correct, but their weights are not: token {token} "
-        f"has {has}, but y needs {takes}",
+        f"{prefix}; its experts are correct, but their weights are not: token {token} "
+        f"has {actual}, but y needs {needed}",
         hint="check how the adapter computes the weights: the axis of a softmax, a temperature, a "
         "bias or a norm before the router, weights divided by their sum",
     )
 
 
 def weights_that_fit(outputs: Tensor, target: Tensor) -> Tensor | None:
-    """Returns weights [t, c] with which outputs [t, c, o] sum to a target [t, o], of `ROWS` tokens.
+    """Returns the weights [t, c] with which outputs [t, c, o] sum to a target [t, o].
 
-    None if there are none, and if there are for any target.
+    Examines the first `MAX_TOKENS` tokens. None if no weights fit, or if some fit any target.
     """
-    outputs, target = outputs[:ROWS].double(), target[:ROWS].double()
+    outputs, target = outputs[:MAX_TOKENS].double(), target[:MAX_TOKENS].double()
     if not len(outputs) or outputs.shape[1] >= outputs.shape[2]:
         return None
-    # The fewest weights, in case some experts' outputs are equal.
+    # The smallest weights, in case some experts' outputs are equal.
     weights = (torch.linalg.pinv(outputs.mT) @ target.unsqueeze(-1)).squeeze(-1)
     off = difference(target, torch.einsum("tc,tco->to", weights, outputs))
     return weights if off <= TOLERANCE else None
 
 
-def _weighted(weights: Tensor) -> str:
-    """The largest weights of a token, with the experts' numbers."""
-    largest = weights.abs().topk(min(MOST_WEIGHTS, len(weights))).indices.tolist()
-    terms = [f"{float(weights[i]):.3g} of {i}" for i in largest if abs(weights[i]) > NONE]
+def _list_weights(weights: Tensor) -> str:
+    """Returns the largest weights of a token, with the experts' numbers, for messages."""
+    largest = weights.abs().topk(min(MAX_WEIGHTS, len(weights))).indices.tolist()
+    terms = [f"{float(weights[i]):.3g} of {i}" for i in largest if abs(weights[i]) > ZERO]
     return ", ".join(terms).replace("of ", "of expert ", 1) or "none"
 
 
-def _nothing_that_fits(
-    begins: str, trials: Sequence[_Trial], description: Description, outputs: Mapping[str, Tensor]
+def _no_match(
+    prefix: str, trials: Sequence[_Trial], description: Description, outputs: Mapping[str, Tensor]
 ) -> ParityError:
     single: dict[str, _Trial] = {}
     for trial in sorted(trials, key=lambda trial: trial.off):
         keys = trial.changed.keys() - {"eps"} or trial.changed.keys()
         if len(keys) == 1:  # with the best eps
             single.setdefault(next(iter(keys)), trial)
-    shown = [*single.values()][:MOST_SHOWN]
-    errors = ", ".join(f"{_list_options(trial.changed)}: {_share(trial.off)}" for trial in shown)
+    shown = [*single.values()][:MAX_OPTIONS]
+    errors = ", ".join(
+        f"{_list_options(trial.changed)}: {_format_share(trial.off)}" for trial in shown
+    )
     code = description.code
     parts = ", ".join(f"layer.{name}" for name in outputs if "." not in name)
-    around = code is None or code.router is not None  # parts that a forward would also run
-    around &= not isinstance(getattr(description, "norm", None), nn.Module)
-    extra = f"the layer also runs {parts}, which needs a forward; " if parts and around else ""
+    missing = code is None or code.router is not None  # a forward would run the parts
+    missing &= not isinstance(getattr(description, "norm", None), nn.Module)
+    extra = f"the layer also runs {parts}, which needs a forward; " if parts and missing else ""
     return ParityError(
-        f"{begins}; none of {len(trials)} combinations of options matches ({errors})",
+        f"{prefix}; none of {len(trials)} combinations of options matches ({errors})",
         hint=f"{extra}{description.advice} ({PAGE})",
     )
 
@@ -275,8 +273,9 @@ def _nothing_that_fits(
 def _list_options(changed: Mapping[str, str]) -> str:
     if not changed:
         return "the options as they are"
-    return ", ".join(f"{key}={value}" for key, value in changed.items())
+    separators = {True: " ", False: "="}  # keys with spaces are prose
+    return ", ".join(f"{key}{separators[' ' in key]}{value}" for key, value in changed.items())
 
 
-def _share(share: float) -> str:
+def _format_share(share: float) -> str:
     return f"{share:.2g}" if share >= 0.01 else f"{share:.0e}"

@@ -1,8 +1,4 @@
-"""Loads a user's network: a factory builds it, its MoE layers are found, replaced and compared.
-
-A layer is found by an adapter for its class (`adapters`), as one of moexport's own classes, or by
-the names and shapes of its parameters, which are then those of a published layer.
-"""
+"""Loads a user's network: finds its MoE layers, replaces them with ours, and compares them."""
 
 from __future__ import annotations
 
@@ -27,35 +23,35 @@ from .adapters import EXAMPLE, adapter_name, adapters_for, describe
 from .calls import ForwardPass, LayerCall, changed_buffers, forward_pass, shapes_of
 from .comparison import (
     check_adapter,
-    check_alone,
+    check_batch_independence,
     check_same,
-    needs_surroundings,
-    random_result,
+    needs_wrapper,
+    random_result_error,
     result_of_code,
-    surroundings,
+    wrapper_for,
 )
 from .descriptions import ExpertsDescription
 from .examples import INPUT_SHAPE, all_random_like, differ, example_of
-from .layers import LayerPlace, find_in_module
+from .layers import FoundLayer, find_in_module
 from .lengths import with_token_axis
 from .mismatch import CLOSE, difference
 from .placeholder import MovedWeight
-from .ports import INPUT, Arguments, ported, takes
+from .ports import INPUT, Arguments, accepts, with_tensor_interface
 from .request import Adapter, NetworkOptions
 
 ARGUMENTS = "--config and --set are passed to the factory as its arguments"
 
 FAMILY = "factory"
 
-CALLS_TRIED = 2
-"""The number of further calls of a network that changes its buffers."""
+REPEATED_CALLS = 2
+"""How many times a network that changes its buffers is called again."""
 
 COMPILED = "_orig_mod"
 """The attribute with the original module in a module made by `torch.compile`."""
 
 
 class FactoryHost(RouterHost):
-    """The host of factories' networks."""
+    """The host of networks that a user's factory builds."""
 
     own_code = True
 
@@ -70,12 +66,12 @@ def load_factory(
     example: Example | None,
     adapters: Sequence[Adapter | str],
 ) -> Model:
-    """Returns the network that a factory builds, its MoE layers replaced by ours.
+    """Returns the network that a factory builds, with its MoE layers replaced by ours.
 
-    `config` has the factory's arguments, and `input_shape` without the batch if the network has no
-    `example_input` and no `example` [b, …] is given. Both networks run on that input, and on a
-    random one if it has no two different inputs; a difference is a ParityError. `Model.original` is
-    the user's own module.
+    `config` contains the factory's arguments and, if neither the network's `example_input` nor
+    `example` [b, …] provides inputs, `input_shape` (without the batch). Both networks run on these
+    inputs, and on random ones if all are equal; ParityError reports a difference. `Model.original`
+    is the user's own module.
     """
     arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
     module = module_made(source, "a factory", arguments, ARGUMENTS)
@@ -89,27 +85,27 @@ def load_module(
     example: object,
     adapters: Sequence[Adapter | str],
 ) -> Model:
-    """Returns a network in memory as `load_factory` does for a factory's; it is not changed.
+    """Returns a network in memory like `load_factory`, without changing it.
 
-    The model shares its weights if they are in float32 on the CPU. `example` is the network's
-    arguments, like an `example_input`, or a file of inputs.
+    The model shares the network's weights if they are in float32 on the CPU. `example` is the
+    network's arguments, like an `example_input`, or a file of inputs.
     """
     source = f"{type(getattr(module, COMPILED, module)).__name__}{IN_MEMORY}"
-    wrong = sorted(config.keys() - {INPUT_SHAPE})
-    if wrong:
+    extra = sorted(config.keys() - {INPUT_SHAPE})
+    if extra:
         raise UsageError(
-            f"--set {wrong[0]}: {source} exists already, so it takes no arguments",
-            hint=f"leave it out; only {INPUT_SHAPE} can be set, the shape of the input to check it "
-            "with",
+            f"--set {extra[0]}: {source} already exists, so it takes no arguments",
+            hint=f"leave it out; you can set only {INPUT_SHAPE}, the shape of the input for the "
+            "check",
         )
     copied = own_copy(module, source)
     given: Any = example
     is_data = isinstance(example, str | Path | None)
-    # A table of data has other names than the network's arguments.
-    if not is_data and (not isinstance(example, Mapping) or takes(copied, example)):
+    # In a table of data, the names are not those of the network's arguments.
+    if not is_data and (not isinstance(example, Mapping) or accepts(copied, example)):
         copied.example_input, given = given, None
     try:
-        return _model_of(copied, source, config, weights, given, adapters, held=copied)
+        return _model_of(copied, source, config, weights, given, adapters, in_memory=copied)
     except FamilyError as error:
         if not any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
             raise
@@ -124,20 +120,20 @@ def _model_of(
     weights: Path | None,
     example: Example | None,
     adapters: Sequence[Adapter | str],
-    held: nn.Module | None = None,
+    in_memory: nn.Module | None = None,
 ) -> Model:
-    """The network as a model, its MoE layers replaced by ours; `held` if it is in memory."""
+    """Returns the network, with our MoE layers, as a model; `in_memory` if no factory built it."""
     module, notes = _uncompiled(module)
-    known = adapters_for(adapters)
+    by_class = adapters_for(adapters)
     files: tuple[Path, ...] = ()
     mapped: tuple[Path, ...] = ()
     if weights is not None:
         checkpoint = read_checkpoint(weights)
         notes += checkpoint.notes
-        _fill(module, checkpoint, source)
+        _load_weights(module, checkpoint, source)
         files, mapped = checkpoint.files, checkpoint.mapped
     else:
-        if held is None:
+        if in_memory is None:
             notes += (f"no --weights: the network keeps the weights from {source}",)
         own = {key: p for key, p in module.named_parameters() if not is_lazy(p)}
         check_finite(source, own, Reading())
@@ -145,44 +141,48 @@ def _model_of(
         notes += ("converted the network to float32",)
     module = module.float().eval().requires_grad_(False)
     form, inputs, random = example_of(source, module, config.get(INPUT_SHAPE), example)
-    module = ported(module, form, [*inputs])
-    places = find_in_module(module, known)
-    passes, checked = _passes(module, places, inputs, source)
-    places, left = _called(places, passes, source)
+    module = with_tensor_interface(module, form, [*inputs])
+    found_layers = find_in_module(module, by_class)
+    passes, checked = _run_passes(module, found_layers, inputs, source)
+    found_layers, uncalled = _called_layers(found_layers, passes, source)
     calls = {path: call for pass_ in reversed(passes) for path, call in pass_.layers.items()}
-    for place in places:
-        check_alone(place, module.get_submodule(place.path), calls[place.path], source)
+    for found in found_layers:
+        check_batch_independence(found, module.get_submodule(found.path), calls[found.path], source)
         for pass_ in passes:
-            check_adapter(place, module.get_submodule(place.path), pass_, source)
-    twin, layers, replaced = swapped(module, places, calls)
+            check_adapter(found, module.get_submodule(found.path), pass_, source)
+    converted, layers, replaced = replace_layers(module, found_layers, calls)
     for pass_ in passes:
-        check_same(pass_, twin, places, source)
+        check_same(pass_, converted, found_layers, source)
     if not passes[0].single:
-        module, twin = (ported(each, Arguments(), [*inputs], flat=True) for each in (module, twin))
+        module, converted = (
+            with_tensor_interface(each, Arguments(), [*inputs], flat=True)
+            for each in (module, converted)
+        )
     arrays = {name: tensor.numpy() for name, tensor in passes[0].inputs.items()}
-    used = {adapter_name(layer.adapter): None for layer in places if layer.adapter is not None}
-    further: tuple[NetworkOptions, ...] = ()  # with which another process loads it again
+    adapted = [found.adapter for found in found_layers if found.adapter is not None]
+    used = dict.fromkeys(map(adapter_name, adapted))
+    options: tuple[NetworkOptions, ...] = ()  # so that another process can load it
     if weights is not None or used:
         path = None if weights is None else str(weights)
-        further = (NetworkOptions(weights=path, adapter=tuple(used)),)
+        options = (NetworkOptions(weights=path, adapter=tuple(used)),)
     return Model(
-        module=twin,
+        module=converted,
         family=FAMILY,
         config=dict(config),
         source=Source(
             path=source,
             files=files,
             mapped=mapped,
-            further=further,
-            # Code of a notebook or of this script cannot be imported by another process.
-            importable=held is None
+            further=options,
+            # Another process cannot import code of a notebook or of this script.
+            importable=in_memory is None
             and all(names_code(name) and not name.startswith("__main__:") for name in used),
             host=FactoryHost(),
-            in_memory=held,
+            in_memory=in_memory,
         ),
-        inputs=_ports(passes[0].inputs),
-        outputs=_ports(passes[0].outputs),
-        notes=(*notes, *random, *checked, *replaced, *left),
+        inputs=_specs_of(passes[0].inputs),
+        outputs=_specs_of(passes[0].outputs),
+        notes=(*notes, *random, *checked, *replaced, *uncalled),
         original=module,
         example=arrays if len(arrays) > 1 or not form.plain else arrays[INPUT],
         order=layers,
@@ -192,8 +192,8 @@ def _model_of(
 def own_copy(module: nn.Module, source: str) -> nn.Module:
     """Returns a copy of a network on the CPU, so that the user's is not changed.
 
-    Weights in float32 on the CPU are shared. Raises UsageError for a network without values, or
-    that cannot be copied.
+    Weights in float32 on the CPU are shared. Raises UsageError for parameters without values and
+    for a network that cannot be copied.
     """
     memo: dict[int, Any] = {}
     for name, p in module.named_parameters():
@@ -216,11 +216,11 @@ def own_copy(module: nn.Module, source: str) -> nn.Module:
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
-    given = tensor.detach().cpu()
-    return given.float() if given.is_floating_point() else given
+    tensor = tensor.detach().cpu()
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _ports(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+def _specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     return tuple(
         TensorSpec(name, str(x.dtype).removeprefix("torch."), ("batch", *x.shape[1:]))
         for name, x in tensors.items()
@@ -228,7 +228,7 @@ def _ports(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
 
 
 def _uncompiled(module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """The network without `torch.compile`, and a note: compiled code keeps its own layers."""
+    """Returns a network without `torch.compile`, which would keep the user's layers, and a note."""
     paths = []
     for path, sub in reversed([*module.named_modules(remove_duplicate=False)]):  # inner ones first
         if type(sub).__name__ == "OptimizedModule":
@@ -247,10 +247,10 @@ def _uncompiled(module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     return module, (f"torch.compile was removed from {', '.join(reversed(paths))}",)
 
 
-def _fill(module: nn.Module, checkpoint: Checkpoint, source: str) -> None:
-    """Gives the network its weights without a copy; raises CheckpointError for other keys."""
+def _load_weights(module: nn.Module, checkpoint: Checkpoint, source: str) -> None:
+    """Loads weights without copying them; raises CheckpointError if they do not fit the network."""
     expected = module.state_dict()
-    tensors = _named_as(expected, checkpoint)
+    tensors = _with_prefixes(expected, checkpoint)
     missing = [key for key in expected if key not in tensors]
     extra = [key for key in tensors if key not in expected]
     wrong = [
@@ -276,10 +276,10 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: str) -> None:
     module.load_state_dict(tensors, assign=True)
 
 
-def _named_as(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The tensors with prefixes put back as the network's own keys have them.
+def _with_prefixes(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Returns the tensors with the prefixes that the keys of the network have.
 
-    The keys of a layer that was compiled in training are those of the layer.
+    The mark of layers that were compiled in training is removed from the keys.
     """
     tensors = {key.replace(f".{COMPILED}.", "."): t for key, t in checkpoint.tensors.items()}
     for start in range(len(checkpoint.prefixes) + 1):
@@ -289,50 +289,50 @@ def _named_as(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[st
     return tensors
 
 
-def _passes(
-    module: nn.Module, places: Sequence[LayerPlace], inputs: Mapping[str, Tensor], source: str
+def _run_passes(
+    module: nn.Module, found_layers: Sequence[FoundLayer], inputs: Mapping[str, Tensor], source: str
 ) -> tuple[list[ForwardPass], tuple[str, ...]]:
-    """The passes to compare, over at least two different inputs, and a note if some are random.
+    """Returns the passes to compare, on at least two different inputs, and notes on the inputs.
 
     A network that fails on random inputs, or returns NaN for them, is compared on its example only.
     """
-    alone, notes = _first_pass(module, places, inputs, source)
+    first, notes = _first_pass(module, found_layers, inputs, source)
     if differ(*inputs.values()):
-        return [alone], notes
-    begins = "the example has no two different inputs: the replaced layers were"
+        return [first], notes
+    start = "the example has no two different inputs, so the replaced layers were"
     for values in all_random_like([*inputs.values()]):
-        further = dict(zip(inputs, values, strict=True))
-        both = {name: torch.cat([x, further[name]]) for name, x in inputs.items()}
+        random = dict(zip(inputs, values, strict=True))
+        both = {name: torch.cat([x, random[name]]) for name, x in inputs.items()}
         # A network may accept only batches of the example's size.
-        for batch, before in ((both, ()), (further, (alone,))):
+        for batch, before in ((both, ()), (random, (first,))):
             try:
-                more = forward_pass(module, places, batch, source)
+                more = forward_pass(module, found_layers, batch, source)
             except MoexportError:
                 continue
             if more.finite:
-                return [*before, more], (*notes, f"{begins} also checked on random ones")
-    why = "because the network cannot run on random ones; --data with real inputs checks more"
-    return [alone], (*notes, f"{begins} checked on it alone, {why}")
+                return [*before, more], (*notes, f"{start} also checked on random ones")
+    why = "because the network fails on random inputs; --data with real inputs checks more"
+    return [first], (*notes, f"{start} checked on the example alone, {why}")
 
 
 def _first_pass(
-    module: nn.Module, places: Sequence[LayerPlace], inputs: Mapping[str, Tensor], source: str
+    module: nn.Module, found_layers: Sequence[FoundLayer], inputs: Mapping[str, Tensor], source: str
 ) -> tuple[ForwardPass, tuple[str, ...]]:
-    """Returns the first pass, and a note on buffers that it changes, which are reset.
+    """Returns the first pass, and a note on the buffers that it changed, which are restored.
 
-    A graph keeps nothing between calls. Raises FamilyError if a changed buffer affects the next
-    result, and if results are random.
+    Raises FamilyError if a changed buffer affects the next result, because a graph keeps nothing
+    between calls. Random results also raise FamilyError, or ParityError if they are a layer's.
     """
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    first = forward_pass(module, places, inputs, source)
+    first = forward_pass(module, found_layers, inputs, source)
     changed = changed_buffers(module, before)
     buffers = ", ".join(changed)
-    called = [place for place in places if place.path in first.layers]
-    for _ in range(CALLS_TRIED if changed else int(first.finite)):  # NaN is reported elsewhere
-        again = forward_pass(module, places, inputs, source)
-        calls = [(place, first.layers[place.path], again.layers[place.path]) for place in called]
-        random = [p.at for p, a, b in calls if _same(a.x, b.x) and not _same(a.y, b.y)]
-        if not random and all(_same(y, again.outputs[n]) for n, y in first.outputs.items()):
+    called = [found for found in found_layers if found.path in first.layers]
+    for _ in range(REPEATED_CALLS if changed else int(first.finite)):  # NaN is reported elsewhere
+        repeated = forward_pass(module, found_layers, inputs, source)
+        calls = [(found, first.layers[found.path], repeated.layers[found.path]) for found in called]
+        random = [p.label for p, a, b in calls if _same(a.x, b.x) and not _same(a.y, b.y)]
+        if not random and all(_same(y, repeated.outputs[n]) for n, y in first.outputs.items()):
             continue
         if changed:
             raise FamilyError(
@@ -342,10 +342,10 @@ def _first_pass(
                 "self.training)",
             )
         if random:
-            raise random_result(f"{source}: {random[0]}")
+            raise random_result_error(f"{source}: {random[0]}")
         raise FamilyError(
-            f"{source}: the network gives a different result each time it is called, even in eval "
-            "mode",
+            f"{source}: the network returns a different result each time it is called, even in "
+            "eval mode",
             hint="add noise in training only: if self.training",
         )
     if not changed:
@@ -361,35 +361,35 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return difference(a.double(), b.double()) <= CLOSE
 
 
-def _called(
-    places: Sequence[LayerPlace], passes: Sequence[ForwardPass], source: str
-) -> tuple[tuple[LayerPlace, ...], tuple[str, ...]]:
-    """The layers that the network calls, in their order, and notes on the others."""
-    by_path = {place.path: place for place in places}
+def _called_layers(
+    found_layers: Sequence[FoundLayer], passes: Sequence[ForwardPass], source: str
+) -> tuple[tuple[FoundLayer, ...], tuple[str, ...]]:
+    """Returns the layers that the network calls, in order, and notes on the others."""
+    by_path = {found.path: found for found in found_layers}
     called = dict.fromkeys(path for pass_ in passes for path in pass_.layers)
-    left = [place.at for path, place in by_path.items() if path not in called]
+    uncalled = [found.label for path, found in by_path.items() if path not in called]
     if not called:
         raise FamilyError(
             f"{source}: the network calls none of the layers that moexport found in it on "
-            f"{shapes_of(passes[0].inputs)}: {', '.join(left)}",
+            f"{shapes_of(passes[0].inputs)}: {', '.join(uncalled)}",
             hint="a layer is called as y = layer(x); if another branch calls it, select that with "
             "real inputs (--data) or another argument (--set)",
         )
-    notes = tuple(f"{path} is not called: left as it is" for path in left)
+    notes = tuple(f"{label} is not called, so it was not replaced" for label in uncalled)
     return tuple(by_path[path] for path in called), notes
 
 
-def _with_code(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) -> OwnForward:
-    """Our layer with the user's code around it, which reads a copy of the user's layer.
+def _wrap_with_code(found: FoundLayer, layer: nn.Module, call: LayerCall, name: str) -> OwnForward:
+    """Returns our layer within the user's code, which reads a copy of the user's layer.
 
-    The copy shares the parameters, except those of the experts, which our layer has.
+    The copy shares all parameters except the experts', which our layer takes over.
     """
-    assert place.adapter is not None
+    assert found.adapter is not None
     host, returned = sharing_weights(layer), call.structure
-    description = describe(place.adapter, host, place.at)
+    description = describe(found.adapter, host, found.label)
     code = description.code
     assert code is not None
-    _, tried = result_of_code(description, call, place.at)
+    _, tried = result_of_code(description, call, found.label)
     if not isinstance(description, ExpertsDescription):
         return OwnForward(description.build(name), code, host, returned=returned)
     assert tried is not None and isinstance(tried.layer, MoELayer)
@@ -405,7 +405,7 @@ def _with_code(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) 
         for parameter_name, parameter in [*module.named_parameters(recurse=False)]:
             first, last = _bytes_of(parameter)
             if any(first < end and start < last for start, end in ranges):
-                names = (place.path, path, parameter_name)
+                names = (found.path, path, parameter_name)
                 delattr(module, parameter_name)
                 moved = MovedWeight(".".join(filter(None, names)), parameter)
                 setattr(module, parameter_name, moved)
@@ -415,54 +415,54 @@ def _with_code(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) 
 
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:
-    """The memory addresses where a tensor's values begin and end."""
+    """Returns the memory addresses at which a tensor's values begin and end."""
     first = tensor.data_ptr()
     return first, first + tensor.numel() * tensor.element_size()
 
 
-def swapped(
-    module: nn.Module, places: Sequence[LayerPlace], calls: Mapping[str, LayerCall]
+def replace_layers(
+    module: nn.Module, found_layers: Sequence[FoundLayer], calls: Mapping[str, LayerCall]
 ) -> tuple[nn.Module, tuple[str, ...], tuple[str, ...]]:
-    """Returns a copy of the network with ours for its MoE layers, their paths, and notes.
+    """Returns a copy of the network with our MoE layers, the paths of these, and notes.
 
     All tensors are shared with `module`. Raises FamilyError for a layer with parameters that the
     published code does not have.
     """
     try:
-        twin = sharing_weights(module)
+        converted = sharing_weights(module)
     except (TypeError, RuntimeError) as error:
         raise FamilyError(
             f"{type(module).__name__} cannot be copied, so its layers cannot be replaced: {error}",
             hint="keep what cannot be copied (locks, files, results) out of its attributes",
         ) from error
     names, notes = [], []
-    for place in places:
-        path, call = place.path, calls[place.path]
-        if place.own_code is not None:
+    for found in found_layers:
+        path, call = found.path, calls[found.path]
+        if found.own_code is not None:
             name = f"{path}.experts".removeprefix(".")
-            ours: nn.Module = _with_code(place, module.get_submodule(path), call, name)
-        elif needs_surroundings(place, call):
+            ours: nn.Module = _wrap_with_code(found, module.get_submodule(path), call, name)
+        elif needs_wrapper(found, call):
             name = f"{path}.layer".removeprefix(".")
-            ours = surroundings(place.description, call)(_ours(place, name))
+            ours = wrapper_for(found.description, call)(_our_layer(found, name))
         else:
             name = path
-            ours = _ours(place, name)
-        for each in (path, *place.aliases):
+            ours = _our_layer(found, name)
+        for each in (path, *found.aliases):
             if each:
-                twin.set_submodule(each, ours.eval())
+                converted.set_submodule(each, ours.eval())
             else:
-                twin = ours.eval()
+                converted = ours.eval()
         names.append(name)
-        notes.append(f"{path or 'the network'} replaced as {place.title}")
-    return twin, tuple(names), tuple(notes)
+        notes.append(f"{path or 'the network'} replaced as {found.title}")
+    return converted, tuple(names), tuple(notes)
 
 
-def _ours(place: LayerPlace, name: str) -> nn.Module:
+def _our_layer(found: FoundLayer, name: str) -> nn.Module:
     try:
-        return place.make(name)
+        return found.make(name)
     except CheckpointError as error:
         raise FamilyError(
-            f"{place.path or 'the network'} resembles {place.title}: {error.message}",
+            f"{found.path or 'the network'} resembles {found.title}: {error.message}",
             hint=f"its parameters are not those of the published code: "
-            f"{EXAMPLE.format(name=place.class_name)}",
+            f"{EXAMPLE.format(name=found.class_name)}",
         ) from error

@@ -1,4 +1,4 @@
-"""The placeholder in a user's layer for weights that moved to ours: only shapes may be read."""
+"""A placeholder for expert weights of a user's layer that our layer has taken over."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _READ |= {"dtype", "layout", "requires_grad", "is_cuda", "is_floating_point"}
 """Attributes and methods that do not depend on a weight's values."""
 
 _NEW = frozenset(("new_zeros", "new_ones", "new_empty", "new_full"))
-"""Methods that make another tensor of the same type and device."""
+"""Methods that create a tensor of the same type and on the same device."""
 
 _VIEWS = frozenset(("T", "mT", "data", "detach"))
 
 
 class MovedWeight:
-    """Has the shape and the type of a weight, and raises an error if its values are used."""
+    """Has the shape and type of a weight, and raises an error if its values are used."""
 
     def __init__(self, name: str, weight: Tensor) -> None:
         self._name = name
@@ -28,7 +28,7 @@ class MovedWeight:
         self._device = weight.device
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # code that copies and inspects objects asks for these
+        if name.startswith("__"):  # looked up by code that copies or inspects objects
             raise AttributeError(name)
         if name == "device":
             return self._device
@@ -38,9 +38,9 @@ class MovedWeight:
             return getattr(torch.empty(0, dtype=self._like.dtype, device=self._device), name)
         if name in _VIEWS:
             view = getattr(self._like, name)
-            other = MovedWeight(self._name, view() if callable(view) else view)
-            other._device = self._device
-            return (lambda: other) if callable(view) else other
+            moved = MovedWeight(self._name, view() if callable(view) else view)
+            moved._device = self._device
+            return (lambda: moved) if callable(view) else moved
         return self._refuse()
 
     def __len__(self) -> int:

@@ -1,8 +1,8 @@
-"""Named tensors for a network's arguments and results: its ports.
+"""Names the tensors among a network's arguments and results.
 
-A network may take several tensors, or dictionaries of them, and return several. The code that
-traces, runs and compares it uses one tensor for each input and output; `ported` makes such a
-network of it.
+A network may take and return several tensors, or dictionaries of them. The code that traces, runs
+and compares networks uses one tensor for each input and output, so `with_tensor_interface` adapts
+the network to that.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ INPUT = "input"
 
 OUTPUT = "output"
 
-SERVED = "float32 (other floats are converted), bool, " + ", ".join(INTEGERS)
+SUPPORTED = "float32 (other floats are converted), bool, " + ", ".join(INTEGERS)
 
-GIVE = (
-    "example_input is a tensor (b, …), a tuple of them as forward takes them, or a dictionary by "
-    "the names of its parameters"
+EXAMPLE_FORMS = (
+    "example_input is a tensor (b, …), a tuple of forward's arguments, or a dictionary of them by "
+    "parameter name"
 )
 
 
@@ -42,19 +42,19 @@ class Arguments:
 
     @property
     def plain(self) -> bool:
-        """Whether there is one tensor only."""
+        """Whether a single tensor is the only argument."""
         return self.args == (INPUT,) and not self.named
 
 
-def _with_tensors(place: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Arguments with tensors in place of their names."""
-    if isinstance(place, str):
-        return tensors[place]
-    if isinstance(place, tuple | list):
-        return type(place)(_with_tensors(part, tensors) for part in place)
-    if isinstance(place, dict):
-        return {key: _with_tensors(part, tensors) for key, part in place.items()}
-    return place
+def _with_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Returns arguments with the tensors in place of their names."""
+    if isinstance(value, str):
+        return tensors[value]
+    if isinstance(value, tuple | list):
+        return type(value)(_with_tensors(part, tensors) for part in value)
+    if isinstance(value, dict):
+        return {key: _with_tensors(part, tensors) for key, part in value.items()}
+    return value
 
 
 def arguments_of(
@@ -62,29 +62,29 @@ def arguments_of(
 ) -> tuple[Arguments, dict[str, object]]:
     """Returns how a network is called with its example, and the example's tensors by name.
 
-    Raises UsageError for a name that a port cannot have.
+    Raises UsageError for an example without tensors, and for a name that an input cannot have.
     """
     found: dict[str, object] = {}
-    if isinstance(example, Mapping) and takes(module, example):
-        form = Arguments((), {key: _named(key, value, found) for key, value in example.items()})
+    if isinstance(example, Mapping) and accepts(module, example):
+        form = Arguments((), {key: _label(key, value, found) for key, value in example.items()})
     else:
         values = tuple(example) if isinstance(example, tuple | list) else (example,)
-        keys = [""] if len(values) == 1 else _parameters(module, len(values))
+        keys = [""] if len(values) == 1 else _parameter_names(module, len(values))
         pairs = zip(keys, values, strict=True)
-        form = Arguments(tuple(_named(key, value, found) for key, value in pairs))
+        form = Arguments(tuple(_label(key, value, found) for key, value in pairs))
     for name in (K_INPUT, STEER_INPUT):
         if name in found:
             raise UsageError(
-                f"{source}: the network has an input '{name}', a name that graphs of moexport use "
-                "for their own input",
-                hint="give that parameter of its forward another name",
+                f"{source}: the network has an input '{name}', but moexport uses that name for an "
+                "input that it adds to graphs",
+                hint="rename that parameter of the network's forward",
             )
     if not found:
-        raise UsageError(f"{source}: the example contains no tensor", hint=GIVE)
+        raise UsageError(f"{source}: the example contains no tensor", hint=EXAMPLE_FORMS)
     return form, found
 
 
-def required(module: nn.Module) -> list[str]:
+def required_args(module: nn.Module) -> list[str]:
     """Returns the parameters of a network's forward that have no default."""
     kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     return [
@@ -94,7 +94,7 @@ def required(module: nn.Module) -> list[str]:
     ]
 
 
-def takes(module: nn.Module, named: Mapping[Any, Any]) -> bool:
+def accepts(module: nn.Module, named: Mapping[Any, Any]) -> bool:
     """Whether a network's forward accepts exactly these keywords."""
     try:
         signature(module.forward).bind(**named)
@@ -103,8 +103,8 @@ def takes(module: nn.Module, named: Mapping[Any, Any]) -> bool:
     return True
 
 
-def _parameters(module: nn.Module, count: int) -> list[str]:
-    """The names of the first parameters of a network's forward; those of `*xs` are numbered."""
+def _parameter_names(module: nn.Module, count: int) -> list[str]:
+    """Returns the names of the first parameters of a forward; those of `*xs` are numbered."""
     names: list[str] = []
     for name, parameter in signature(module.forward).parameters.items():
         if parameter.kind is Parameter.VAR_POSITIONAL:
@@ -115,16 +115,16 @@ def _parameters(module: nn.Module, count: int) -> list[str]:
     return [*names, *(f"{INPUT}_{i}" for i in range(len(names), count))][:count]
 
 
-def _joined(name: str, key: object) -> str:
+def _join(name: str, key: object) -> str:
     return f"{name}_{key}" if name else str(key)
 
 
-def _named(name: str, value: object, found: dict[str, object]) -> Any:
-    """An argument with a name in place of each tensor; `found` gets the tensors by name."""
+def _label(name: str, value: object, found: dict[str, object]) -> Any:
+    """Returns an argument with names in place of its tensors, which are added to `found`."""
     if isinstance(value, Mapping):
-        return {key: _named(_joined(name, key), part, found) for key, part in value.items()}
+        return {key: _label(_join(name, key), part, found) for key, part in value.items()}
     if isinstance(value, tuple | list):
-        parts = [_named(_joined(name or INPUT, i), part, found) for i, part in enumerate(value)]
+        parts = [_label(_join(name or INPUT, i), part, found) for i, part in enumerate(value)]
         return tuple(parts) if isinstance(value, tuple) else parts
     if value is None:
         return None
@@ -133,10 +133,10 @@ def _named(name: str, value: object, found: dict[str, object]) -> Any:
 
 
 def outputs_of(result: object, taken: Sequence[str], what: str) -> dict[str, Tensor]:
-    """Returns the tensors that a network's forward returned, by name; None is left out.
+    """Returns the tensors that a network's forward returned, by name, without any None.
 
     The names are the keys of a dictionary, or numbers. `taken` are the names of the inputs, which
-    no output can have. Raises FamilyError for anything but tensors.
+    outputs cannot have. Raises FamilyError for values that are not tensors.
     """
     found: dict[str, Tensor] = {}
     for path, value in _results("", result):
@@ -147,11 +147,11 @@ def outputs_of(result: object, taken: Sequence[str], what: str) -> dict[str, Ten
                 f"{what}: its output '{name}' is a {type(value).__name__}, not a tensor",
                 hint="return only tensors: one, a tuple, or a dictionary of them",
             )
-        twin = next((other for other, tensor in found.items() if tensor is value), None)
-        if twin is not None:
+        earlier = next((other for other, tensor in found.items() if tensor is value), None)
+        if earlier is not None:
             raise FamilyError(
-                f"{what}: its outputs '{twin}' and '{name}' are the same tensor",
-                hint="return it once: the outputs of a graph are different values",
+                f"{what}: its outputs '{earlier}' and '{name}' are the same tensor",
+                hint="return it once: a graph cannot output the same value twice",
             )
         found[name] = value
     if not found:
@@ -167,30 +167,30 @@ def _results(name: str, value: object) -> Iterator[tuple[str, object]]:
         value = dict(zip(value._fields, value, strict=True))
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _results(_joined(name, key), part)
+            yield from _results(_join(name, key), part)
     elif isinstance(value, tuple | list):
         for index, part in enumerate(value):
-            yield from _results(_joined(name or OUTPUT, index), part)
+            yield from _results(_join(name or OUTPUT, index), part)
     elif value is not None or not name:
         yield name, value
 
 
 def check_outputs(outputs: Mapping[str, Tensor], inputs: int, what: str) -> None:
-    """Raises FamilyError for an unsupported output: the batch is the first axis of each."""
+    """Raises FamilyError for an output of an unsupported type or without a leading batch axis."""
     for name, tensor in outputs.items():
-        port, shape = f"{what}: its output '{name}'", tuple(tensor.shape)
+        output, shape = f"{what}: its output '{name}'", tuple(tensor.shape)
         if tensor.dtype == torch.bfloat16:
-            raise FamilyError(f"{port} is bfloat16", hint="return y.float()")
+            raise FamilyError(f"{output} is bfloat16", hint="return y.float()")
         if tensor.is_complex():
-            raise FamilyError(f"{port} is complex", hint="return torch.view_as_real(y)")
+            raise FamilyError(f"{output} is complex", hint="return torch.view_as_real(y)")
         if not shape:
             raise FamilyError(
-                f"{port} is one number, but the first axis of every output must be the batch",
+                f"{output} is a scalar, but the first axis of every output must be the batch",
                 hint="return one result for each input, without a mean or a loss over the batch",
             )
         if shape[0] != inputs:
             raise FamilyError(
-                f"{port} has shape {shape} for {inputs} inputs, but the first axis of every "
+                f"{output} has shape {shape} for {inputs} inputs, but the first axis of every "
                 "output must be the batch",
                 hint="if it is the batch times the tokens, return y.unflatten(0, (x.shape[0], -1))"
                 if shape[0] % inputs == 0
@@ -198,42 +198,42 @@ def check_outputs(outputs: Mapping[str, Tensor], inputs: int, what: str) -> None
             )
 
 
-class Ported(nn.Module):
-    """A network that takes a tensor for each of its ports, in their order.
+class TensorInterface(nn.Module):
+    """A network that takes one tensor for each of its inputs, in order.
 
-    The module stays the same, with the paths of all its submodules: this class is put before its
-    own. `flat`: it returns a tensor for each output; otherwise the result of its own forward.
+    The network's class becomes a subclass of this one and its own, so submodules keep their paths.
+    If `flat`, the network returns a tensor for each output, otherwise what its own forward returns.
     """
 
     arguments: Arguments
-    takes: tuple[str, ...]
+    input_names: tuple[str, ...]
     flat: bool
     own_forward: Callable[..., Any] | None
 
     def forward(self, *tensors: Tensor) -> Any:
-        by_name = dict(zip(self.takes, tensors, strict=True))
+        by_name = dict(zip(self.input_names, tensors, strict=True))
         args, named = _with_tensors((self.arguments.args, dict(self.arguments.named)), by_name)
         forward = super().forward if self.own_forward is None else self.own_forward
         result = forward(*args, **named)
-        return tuple(outputs_of(result, self.takes, "").values()) if self.flat else result
+        return tuple(outputs_of(result, self.input_names, "").values()) if self.flat else result
 
 
-def ported(
-    network: nn.Module, arguments: Arguments, takes: Sequence[str], *, flat: bool = False
+def with_tensor_interface(
+    network: nn.Module, arguments: Arguments, input_names: Sequence[str], *, flat: bool = False
 ) -> nn.Module:
-    """Returns a network that takes a tensor for each of `takes`; itself if it already does.
+    """Returns a copy of a network with `TensorInterface`; the network itself if it needs none.
 
-    If `flat`, it returns a tuple with a tensor for each output. Its weights are shared.
+    If `flat`, the copy returns a tuple with a tensor for each output. It shares the weights.
     """
-    if flat and isinstance(network, Ported):
+    if flat and isinstance(network, TensorInterface):
         network.flat = True
         return network
     if arguments.plain and not flat:
         return network
     copy = sharing_weights(network)
     own = type(copy)
-    copy.__class__ = type(own.__name__, (Ported, own), {"__module__": own.__module__})
-    assert isinstance(copy, Ported)
-    copy.own_forward = vars(copy).pop("forward", None)  # of the object, not of its class
-    copy.arguments, copy.takes, copy.flat = arguments, tuple(takes), flat
+    copy.__class__ = type(own.__name__, (TensorInterface, own), {"__module__": own.__module__})
+    assert isinstance(copy, TensorInterface)
+    copy.own_forward = vars(copy).pop("forward", None)  # set on the object, not its class
+    copy.arguments, copy.input_names, copy.flat = arguments, tuple(input_names), flat
     return copy

@@ -174,7 +174,7 @@ def test_what_depends_on_the_batch_needs_its_size(
 
 def test_an_expert_with_a_third_map_is_refused(example: ModuleType) -> None:
     del example
-    with pytest.raises(UsageError, match="a further linear map") as refused:
+    with pytest.raises(UsageError, match="another linear map") as refused:
         moexport.load("own_layers:build", config={"layer": "specialised"})
     assert "one linear map, two, or" in str(refused.value.hint)
 

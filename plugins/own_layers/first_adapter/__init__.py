@@ -1,1 +1,1 @@
-"""`moexport adapt`: a first adapter for a layer, found by trying, or a start to complete."""
+"""`moexport adapt`: finds a first adapter for a layer by trial, or writes one to complete."""

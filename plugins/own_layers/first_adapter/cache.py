@@ -23,15 +23,15 @@ from .request import TriedSizes
 
 
 def key_of(layer: nn.Module, source: str, config: Mapping[str, Any], sizes: TriedSizes) -> str:
-    """Returns a hash of a search's inputs: code, arguments, sizes, and generated values."""
+    """Returns a hash of a search's inputs: code, arguments, sizes and initial weights."""
     own = sorted(own_files(layer))
     folders = {Path(file).parent for file in own}
     modules = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
-    near = {Path.cwd(), *folders}
-    neighbours = sorted({file for file in modules if near & {*Path(file).parents}})
-    here = sorted(map(str, Path(__file__).parents[1].rglob("*.py")))
+    parents = {Path.cwd(), *folders}
+    neighbours = sorted({file for file in modules if parents & {*Path(file).parents}})
+    plugin = sorted(map(str, Path(__file__).parents[1].rglob("*.py")))
     digest = hashlib.sha256()
-    for file in dict.fromkeys([*own, *neighbours, *here]):
+    for file in dict.fromkeys([*own, *neighbours, *plugin]):
         with suppress(OSError):
             digest.update(sha256(Path(file)).encode())
     inputs = [source, sorted(config.items(), key=str), sizes, metadata.version("torch")]
@@ -42,16 +42,16 @@ def key_of(layer: nn.Module, source: str, config: Mapping[str, Any], sizes: Trie
     return digest.hexdigest()
 
 
-MOST_ENTRIES = 200
-"""The number of layers whose adapters stay in the cache, the latest."""
+MAX_ENTRIES = 200
+"""The largest number of entries in the cache; the oldest are removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstAdapter:
     """An adapter as Python code.
 
-    `missing` is the part that was not recognised, empty if it matches. `notes` list the parts of
-    the layer's forward that no input reached, which the adapter may lack.
+    `missing` lists what was not recognised; it is empty if the adapter matches. `notes` list the
+    parts of the layer's forward that no input reached, which the adapter may lack.
     """
 
     code: str
@@ -66,12 +66,12 @@ def cached_adapter(key: str) -> FirstAdapter | None:
         return None
     content = object_in(file)
     code, missing, notes = (content.get(name) for name in ("code", "missing", "notes"))
-    if not isinstance(code, str) or not _are_texts(missing) or not _are_texts(notes):
+    if not isinstance(code, str) or not _is_string_list(missing) or not _is_string_list(notes):
         return None
     return FirstAdapter(code, tuple(missing), tuple(notes))
 
 
-def _are_texts(value: Any) -> TypeGuard[list[str]]:
+def _is_string_list(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
@@ -84,7 +84,7 @@ def store_adapter(key: str, found: FirstAdapter) -> None:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_text(json.dumps(asdict(found), indent=1) + "\n", file)
         entries = sorted(file.parent.glob("*.json"), key=lambda entry: entry.stat().st_mtime)
-        for old in entries[:-MOST_ENTRIES]:
+        for old in entries[:-MAX_ENTRIES]:
             old.unlink(missing_ok=True)
 
 

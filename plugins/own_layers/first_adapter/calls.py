@@ -1,4 +1,4 @@
-"""A first adapter for a layer, as a Python call."""
+"""Finds a first adapter for a layer, from Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def adapt(source: str, request: AdaptRequest) -> FirstAdapter:
     """Returns a first adapter for the layer that `package.module:Class` makes, as Python code.
 
-    It is found by trials and compared with the layer; `missing` is the unrecognised part.
+    The adapter is found by trial and compared with the layer; `missing` lists unrecognised parts.
     """
     check_pytorch("trying a layer")
     from .search import first_adapter

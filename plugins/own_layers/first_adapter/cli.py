@@ -34,7 +34,7 @@ def adapt(
         ),
     ],
     request: Annotated[AdaptRequest, OPTIONS],
-    output: Annotated[Path | None, output_option("FILE.py", "The file of the adapter.")] = None,
+    output: Annotated[Path | None, output_option("FILE.py", "The adapter's file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     messages: Messages,
 ) -> None:
@@ -59,4 +59,4 @@ def adapt(
             hint="complete the adapter's forward: docs/own-layer.md",
         )
     if output is not None:
-        show(f"{output}: the layer is recognised; name it with --adapter {output.stem}:adapt")
+        show(f"{output}: the layer was recognised; pass --adapter {output.stem}:adapt")

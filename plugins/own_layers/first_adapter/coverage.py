@@ -25,12 +25,12 @@ from torch.overrides import TorchFunctionMode
 
 _IN_PLACE = ("clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "threshold", "nan_to_num")
 LIMITS = frozenset((*_IN_PLACE, *(f"{name}_" for name in _IN_PLACE), "minimum", "maximum"))
-"""Functions that change some values and leave others."""
+"""Functions that change some values and leave others as they are."""
 
 MASKS = frozenset(("where", "masked_fill", "masked_fill_", "masked_scatter", "masked_scatter_"))
 
-COMPARED = frozenset(("lt", "le", "gt", "ge", "less", "greater", "__lt__", "__le__"))
-COMPARED |= {"__gt__", "__ge__"}
+COMPARISONS = frozenset(("lt", "le", "gt", "ge", "less", "greater", "__lt__", "__le__"))
+COMPARISONS |= {"__gt__", "__ge__"}
 """Comparisons that make a mask."""
 
 
@@ -41,18 +41,18 @@ BOUNDS |= {"clip": ("min", "max"), "hardtanh": ("min_val", "max_val")}
 Bounds = tuple[float | None, float | None]
 """The bounds of a clamp."""
 
-CodePlace = tuple[int, int]
-"""A line of a file and a column in it, in bytes."""
+Position = tuple[int, int]
+"""A line of a file, and a column of it in bytes."""
 
 Decision = ast.If | ast.While | ast.IfExp
 
-MOST_SIZE = 2048
-"""The largest batch or number of tokens to try because a branch compares something with it."""
+MAX_SIZE = 2048
+"""The largest number in a condition that is tried as a batch size and number of tokens."""
 
 
 @dataclass(slots=True)
-class Place:
-    """A line of the user's code with a limit, a mask or a comparison, and the outcomes of calls."""
+class WatchedLine:
+    """A line of the user's code with a limit, a mask or a comparison, and its outcomes."""
 
     text: str
     name: str
@@ -61,11 +61,11 @@ class Place:
 
     @property
     def description(self) -> str:
-        """The line, and the outcome that no input had there."""
+        """The line, and the outcome that did not occur."""
         if self.name not in LIMITS:
             which = "True" if self.outcomes == {False} else "False"
             return f"{self.text} (its mask was never {which})"
-        return f"{self.text} (no value reached it)"
+        return f"{self.text} (no value reached the limit)"
 
     def record(
         self, before: Tensor | None, returned: Any, args: Sequence[Any], named: Mapping[str, Any]
@@ -89,9 +89,9 @@ class WatchedForward(TorchFunctionMode):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.places: dict[tuple[str, int, str], Place] = {}
+        self.lines: dict[tuple[str, int, str], WatchedLine] = {}
         self._layer, self._files = layer, own_files(layer)
-        self._ran: dict[CodeType, set[int]] = defaultdict(set)
+        self._executed: dict[CodeType, set[int]] = defaultdict(set)
 
     def __torch_function__(
         self,
@@ -102,28 +102,28 @@ class WatchedForward(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if name not in LIMITS | MASKS | COMPARED:
+        if name not in LIMITS | MASKS | COMPARISONS:
             return func(*args, **named)
         before = args[0].clone() if args and isinstance(args[0], Tensor) else None
         returned = func(*args, **named)
-        place = self._place(name)
-        if place is not None:
-            place.record(before, returned, args, named)
+        line = self._watched_line(name)
+        if line is not None:
+            line.record(before, returned, args, named)
         return returned
 
-    def _place(self, name: str) -> Place | None:
-        """The user's line that the call is in; None if it is in none of the layer's files."""
+    def _watched_line(self, name: str) -> WatchedLine | None:
+        """Returns the user's line that made the call; None if it is not in the layer's files."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename not in self._files:
             frame = frame.f_back
         if frame is None:
             return None
         file, line = frame.f_code.co_filename, frame.f_lineno
-        return self.places.setdefault((file, line, name), Place(_line(file, line), name))
+        return self.lines.setdefault((file, line, name), WatchedLine(_line_text(file, line), name))
 
     @contextmanager
-    def calling(self) -> Iterator[None]:
-        """Records within the context, in which the caller calls the layer."""
+    def recording(self) -> Iterator[None]:
+        """Records what calls of the layer do within the context."""
         before = sys.gettrace()
         sys.settrace(self._trace)
         try:
@@ -136,7 +136,7 @@ class WatchedForward(TorchFunctionMode):
         del event, argument
         if frame.f_code.co_filename not in self._files:
             return None
-        ran = self._ran[frame.f_code]
+        ran = self._executed[frame.f_code]
         frame.f_trace_opcodes = True  # two branches may be on one line
 
         def local(inner: FrameType, event: str, argument: object) -> Any:
@@ -147,26 +147,26 @@ class WatchedForward(TorchFunctionMode):
         return local
 
     def unreached(self) -> list[str]:
-        """Returns the limits, masks of one value, and branches that no call reached."""
+        """Returns the limits and branches that no call reached, and masks that never varied."""
         lines = [
-            place.description
-            for place in self.places.values()
-            if (True not in place.outcomes if place.name in LIMITS else len(place.outcomes) == 1)
+            line.description
+            for line in self.lines.values()
+            if (True not in line.outcomes if line.name in LIMITS else len(line.outcomes) == 1)
         ]
         for file, node, reached in self._decisions():
             for body, what in ((node.body, "was not taken"), (node.orelse, "was always taken")):
                 part = body if isinstance(body, list) else [body]
-                if part and not _run(part[0], part[-1], reached) and not _only_raises(part):
-                    lines.append(f"{_line(file, node.lineno)} (it {what})")
+                if part and not _was_run(part[0], part[-1], reached) and not _only_raises(part):
+                    lines.append(f"{_line_text(file, node.lineno)} (it {what})")
         return list(dict.fromkeys(lines))
 
-    def _decisions(self) -> Iterator[tuple[str, Decision, set[CodePlace]]]:
-        """Yields the conditions that were tested and that other inputs may change.
+    def _decisions(self) -> Iterator[tuple[str, Decision, set[Position]]]:
+        """Yields the branches whose conditions were tested and may differ for other inputs.
 
-        Each comes with its file and with what ran there.
+        Each comes with its file and with the positions that ran there.
         """
-        points: dict[str, set[CodePlace]] = defaultdict(set)
-        for code, ran in self._ran.items():
+        points: dict[str, set[Position]] = defaultdict(set)
+        for code, ran in self._executed.items():
             for index, (line, _, column, _) in enumerate(code.co_positions()):
                 if 2 * index in ran and line is not None and column is not None:
                     points[code.co_filename].add((line, column))
@@ -178,34 +178,32 @@ class WatchedForward(TorchFunctionMode):
             for node in ast.walk(tree):
                 if (
                     isinstance(node, Decision)
-                    and _run(node.test, node.test, reached)
-                    and _matters(node)
+                    and _was_run(node.test, node.test, reached)
+                    and _may_vary(node)
                     and (
                         node.orelse or isinstance(node.body, ast.AST) or not _only_raises(node.body)
                     )
                 ):
                     yield file, node, reached
 
-    def all_places(self) -> list[str]:
-        """Returns the lines with limits, masks and branches, with any outcomes."""
-        lines = [place.text for place in self.places.values()]
-        lines += [_line(file, node.lineno) for file, node, _ in self._decisions()]
+    def all_lines(self) -> list[str]:
+        """Returns the lines with limits, masks and branches, whatever their outcomes."""
+        lines = [line.text for line in self.lines.values()]
+        lines += [_line_text(file, node.lineno) for file, node, _ in self._decisions()]
         return list(dict.fromkeys(lines))
 
     def sizes(self) -> list[int]:
-        """Returns the numbers that branches compare sizes with, if they can be sizes."""
+        """Returns the numbers in the conditions of branches that may be sizes."""
         found = [
             value
             for _, node, _ in self._decisions()
             for part in ast.walk(node.test)
             for value in self._values(part)
         ]
-        return [
-            size for size in dict.fromkeys(found) if type(size) is int and 1 < size <= MOST_SIZE
-        ]
+        return [size for size in dict.fromkeys(found) if type(size) is int and 1 < size <= MAX_SIZE]
 
     def _values(self, part: ast.AST) -> Iterator[object]:
-        """Yields the values that a part of a condition may have, in the layer or its module."""
+        """Yields the values of a part of a condition: constants, attributes and globals."""
         if isinstance(part, ast.Constant):
             yield part.value
         for module in self._layer.modules():
@@ -217,12 +215,12 @@ class WatchedForward(TorchFunctionMode):
     @property
     def limits(self) -> list[Bounds]:
         """The numerical bounds of clamps, in the order of their first calls."""
-        found = [place.bounds for place in self.places.values() if place.bounds is not None]
+        found = [line.bounds for line in self.lines.values() if line.bounds is not None]
         return list(dict.fromkeys(found))
 
 
 def _bounds(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Bounds | None:
-    """The numerical bounds of a clamp; None for tensors and other functions."""
+    """Returns the numerical bounds of a clamp; None for tensors and other functions."""
     names = BOUNDS.get(name.removesuffix("_"))
     if names is None:
         return None
@@ -234,7 +232,7 @@ def _bounds(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Bounds 
 
 
 def own_files(layer: nn.Module) -> frozenset[str]:
-    """Returns the files that the classes of a layer and of its parts are written in."""
+    """Returns the source files of the classes of a layer and its parts."""
     files = set()
     for cls in {cls for module in layer.modules() for cls in type(module).__mro__}:
         if cls.__module__.split(".")[0] in ("torch", "builtins"):
@@ -248,12 +246,12 @@ def own_files(layer: nn.Module) -> frozenset[str]:
     return frozenset(files)
 
 
-def _line(file: str, line: int) -> str:
+def _line_text(file: str, line: int) -> str:
     return f"{Path(file).name} line {line}: `{linecache.getline(file, line).strip()}`"
 
 
-def _run(first: ast.stmt | ast.expr, last: ast.stmt | ast.expr, reached: set[CodePlace]) -> bool:
-    """Whether anything ran from the beginning of one part of a file to the end of another."""
+def _was_run(first: ast.stmt | ast.expr, last: ast.stmt | ast.expr, reached: set[Position]) -> bool:
+    """Whether anything ran between the start of one node and the end of another."""
     begin = first.lineno, first.col_offset
     end = last.end_lineno or last.lineno, last.end_col_offset or 0
     return any(begin <= point < end for point in reached)
@@ -263,8 +261,8 @@ def _only_raises(body: Sequence[ast.AST]) -> bool:
     return isinstance(body[-1], ast.Raise) or all(isinstance(part, ast.Pass) for part in body)
 
 
-def _matters(node: Decision) -> bool:
-    """Whether other inputs may take a branch, not only training mode, arguments or parts."""
+def _may_vary(node: Decision) -> bool:
+    """Whether a condition may depend on the input, not only on the mode or missing arguments."""
     text = ast.unparse(node.test)
     if "training" in text or " is None" in text or " is not None" in text:
         return False

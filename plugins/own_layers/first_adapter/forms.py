@@ -1,7 +1,7 @@
 """The candidates for an adapter around a reading of the experts, as text, and their results.
 
-A text runs like a user's adapter. Cheap checks come first: for experts that a router
-chooses, whether any weights of the experts can produce y.
+A text runs like a user's adapter. Cheap checks come first: if a router chooses the experts, whether
+any weights of their outputs can produce y.
 """
 
 from __future__ import annotations
@@ -24,58 +24,58 @@ from ..descriptions import Description, ExpertsDescription, numbers_in
 from ..expert_forms import is_norm
 from ..mismatch import difference, weights_that_fit
 from .coverage import Bounds
-from .readings import ExpertsReading, code_of, further_inputs
-from .start import joined
+from .readings import ExpertsReading, code_of, required_inputs
+from .start import indent_lines
 
-USERS_CODE = (MoexportError, RuntimeError, AttributeError, TypeError, ValueError, LookupError)
+USER_CODE_ERRORS = (MoexportError, RuntimeError, AttributeError, TypeError, ValueError, LookupError)
 """The exceptions that a wrong guess may raise."""
 
 
 def distance(expected: Tensor, actual: Tensor | None) -> float:
-    """The largest error of a result over its inputs; infinite without a result."""
+    """Returns the largest error of an input's result; infinite without a result."""
     if actual is None or actual.shape != expected.shape:
         return inf
     return max(difference(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 STEP_EVERY = 50
-"""The number of forms tried between two lines of progress."""
+"""The number of forms tried between two progress messages."""
 
 
 class OutOfTimeError(Exception):
-    """A search has used up its time."""
+    """Raised when a search has used up its time."""
 
 
 class FormCount:
-    """The number of forms tried for one reading, and the error of the best.
+    """Counts the forms tried for a reading, and records the error of the best (`nearest`).
 
-    `ends` is the CPU time (`time.process_time`) after which no further form is tried.
+    `deadline` is the CPU time (`time.process_time`) after which no more forms are tried.
     """
 
-    def __init__(self, progress: Progress, what: str, ends: float = inf) -> None:
+    def __init__(self, progress: Progress, what: str, deadline: float = inf) -> None:
         self.forms, self.nearest = 0, inf
-        self._progress, self._what, self._ends = progress, what, ends
-        self.say("reading its forward")
+        self._progress, self._what, self._deadline = progress, what, deadline
+        self.report("reading its forward")
 
-    def say(self, doing: str) -> None:
+    def report(self, step: str) -> None:
         """Reports the current step; raises `OutOfTimeError` if there is no time for it."""
-        if process_time() > self._ends:
+        if process_time() > self._deadline:
             raise OutOfTimeError
-        self._progress.step(f"{self._what}: {doing}")
+        self._progress.step(f"{self._what}: {step}")
 
     def add(self, off: float = inf) -> None:
-        """Counts a form with this error; raises `OutOfTimeError` as `say` does."""
+        """Counts a form with this error; raises `OutOfTimeError` like `report`."""
         self.forms += 1
         self.nearest = min(self.nearest, off)
-        if process_time() > self._ends:
+        if process_time() > self._deadline:
             raise OutOfTimeError
         if self.forms % STEP_EVERY == 0:
-            self.say(f"{self.forms} forms")
+            self.report(f"{self.forms} forms")
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A layer, a reading of its experts, and a call of it that adapters are compared with."""
+    """A layer, a reading of its experts, and a call of the layer to compare adapters with."""
 
     layer: nn.Module
     reading: ExpertsReading
@@ -84,28 +84,28 @@ class Guess:
     count: FormCount
 
     @property
-    def further(self) -> dict[str, Tensor]:
+    def extra_inputs(self) -> dict[str, Tensor]:
         """The layer's arguments after its tokens, by name."""
-        return dict(zip(further_inputs(self.layer), self.call.further, strict=False))
+        return dict(zip(required_inputs(self.layer), self.call.extra_args, strict=False))
 
     def value(self, code: str, names: Mapping[str, Any]) -> Any:
         """Returns the value of code with these names and the layer; None if it does not run."""
         try:
             return eval(code, {"layer": self.layer, "torch": torch, "F": nn.functional, **names})
-        except USERS_CODE:
+        except USER_CODE_ERRORS:
             return None
 
-    def described(self, body: str) -> Description | None:
+    def describe(self, body: str) -> Description | None:
         """Runs the text of an adapter and returns its result; None if it does not run."""
         import moexport
 
         known: dict[str, Any] = {"moexport": moexport, "torch": torch, "F": nn.functional}
         try:
-            exec(f"def adapt(layer):\n{joined(body.splitlines())}", known)
-            described: Description = known["adapt"](self.layer)
-        except USERS_CODE:
+            exec(f"def adapt(layer):\n{indent_lines(body.splitlines())}", known)
+            description: Description = known["adapt"](self.layer)
+        except USER_CODE_ERRORS:
             return None
-        return described
+        return description
 
     def result(self, description: Description | None, call: LayerCall) -> Tensor | None:
         """Returns a description's result for a call; None if it does not run."""
@@ -114,15 +114,15 @@ class Guess:
         with torch.no_grad():
             try:
                 return result_of_description(description, call, self.source)
-            except USERS_CODE:
+            except USER_CODE_ERRORS:
                 return None
 
-    def off(self, body: str) -> float:
-        """A text's distance from the layer's result; infinite if it does not run."""
-        return distance(self.call.y, self.result(self.described(body), self.call))
+    def error_of(self, body: str) -> float:
+        """Returns the error of a text's result; infinite if the text does not run."""
+        return distance(self.call.y, self.result(self.describe(body), self.call))
 
     @property
-    def others(self) -> list[tuple[str, nn.Parameter]]:
+    def other_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters outside the experts, by the code that reads them."""
         return [
             (code_of(self.layer, name), p)
@@ -141,49 +141,49 @@ class Guess:
 
     @property
     def linears(self) -> list[tuple[str, int, int]]:
-        """Those that are linear maps, with the widths of their output and input."""
+        """The linear maps outside the experts, with the widths of their outputs and inputs."""
         linears = [(code, m.weight) for code, m in self.modules if isinstance(m, nn.Linear)]
         return [(code, *weight.shape) for code, weight in linears]
 
     @property
     def norms(self) -> list[str]:
-        """The normalisations of tokens outside of the experts, as code."""
+        """The normalisations of tokens outside the experts, as code."""
         dim = (self.reading.dim,)
         return [c for c, m in self.modules if is_norm(m) and tuple(m.normalized_shape) == dim]
 
     @property
     def masks(self) -> list[str]:
-        """A mask that is True at ignored tokens, as code."""
-        named = self.further.items()
-        return [turn + n for n, v in named if v.dtype == torch.bool for turn in ("~", "")]
+        """Masks that may be True at ignored tokens, as code."""
+        named = self.extra_inputs.items()
+        return [sign + n for n, v in named if v.dtype == torch.bool for sign in ("~", "")]
 
     def numbers(self) -> dict[str, float]:
-        """The numbers in the layer and its parts, by the code that reads them."""
+        """Returns the numbers in the layer and its parts, by the code that reads them."""
         found: dict[str, float] = {}
         for code, module in (("layer", self.layer), *self.modules):
             for name, value in numbers_in(module).items():
                 found.setdefault(f"{code}.{name}", value)
-        found |= {code: float(p) for code, p in self.others if p.numel() == 1}
+        found |= {code: float(p) for code, p in self.other_parameters if p.numel() == 1}
         return found
 
     def text(self, lines: Sequence[str], activation: str = "", k: str = "") -> str:
-        """Returns the text of experts with a forward of these lines."""
-        names = ", ".join(["experts", "x", *self.further, *([f"k={k}"] if k else [])])
+        """Returns the text of an adapter whose forward has these lines."""
+        names = ", ".join(["experts", "x", *self.extra_inputs, *([f"k={k}"] if k else [])])
         more = [f"activation={activation!r}"] if activation and not self.reading.listed else []
         call = call_text("moexport.Experts", [self.reading.keywords, *more, "forward=forward"])
-        return "\n".join([f"def forward({names}):", joined(lines), "", call])
+        return "\n".join([f"def forward({names}):", indent_lines(lines), "", call])
 
 
 def call_text(name: str, options: Sequence[str]) -> str:
-    """A return of a call, on several lines if it is long."""
-    one = f"return {name}({', '.join(options)})"
-    if len(one) <= 90:
-        return one
+    """Returns a `return` statement with a call, on several lines if it is long."""
+    line = f"return {name}({', '.join(options)})"
+    if len(line) <= 90:
+        return line
     return "\n".join([f"return {name}(", *(f"    {option}," for option in options), ")"])
 
 
 def clamped(code: str, limit: Bounds | None) -> str:
-    """Code followed by a clamp."""
+    """Returns code followed by a clamp."""
     if limit is None:
         return code
     low, high = limit
@@ -207,7 +207,7 @@ FORMS = (
     "w = {logits}.relu()\nexperts(x, weights=w)",
     "w, index = {logits}.topk({k}, dim=-1)\nexperts(x, index, w)",
 )
-"""Ways to choose experts by logits: all of them, or k."""
+"""Ways to weight all experts by logits, or to choose k of them."""
 
 CORRECTED = (
     "scores = {logits}.{squash}\nindex = (scores + {bias}).topk({k}, dim=-1).indices\n"
@@ -215,7 +215,7 @@ CORRECTED = (
     "scores = {logits}.{squash}\nindex = (scores + {bias}).topk({k}, dim=-1).indices\n"
     "w = scores.gather(-1, index)\nw = w / w.sum(dim=-1, keepdim=True)\nexperts(x, index, w)",
 )
-"""Ways with a bias that affects the choice, but no weight."""
+"""Ways to choose experts with a bias that does not affect their weights."""
 
 SHARED_ACTIVATIONS = ("F.gelu", "F.relu", "F.silu")
 
@@ -226,9 +226,9 @@ GATE_ACTIVATIONS = (
 """The functions that may be between the two maps of a router."""
 
 CodeOfMap = tuple[str, int, int]
-"""A linear map as code of `{}`, and the widths of its input and of its output."""
+"""A linear map as code, with `{}` for its input, and its input and output widths."""
 
-MOST_ADDED = 200
+MAX_ADDENDS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +271,12 @@ class RoutedForms:
     def __init__(self, guess: Guess) -> None:
         self.guess = guess
         self.right_experts = False
-        """Whether any weights of the experts produce y, regardless of their origin."""
-        self._known = {"x": guess.call.x} | guess.further
+        """Whether some weights of the experts produce y, however they are computed."""
+        self._known = {"x": guess.call.x} | guess.extra_inputs
 
     @property
     def fits(self) -> bool:
-        """Whether the layer takes tokens of the experts' width and returns the same number."""
+        """Whether the layer takes tokens of the experts' width and returns one output for each."""
         x, y = self.guess.call.x, self.guess.call.y
         return (
             x.ndim <= 3 and x.shape[-1] == self.guess.reading.dim and y.shape[:-1] == x.shape[:-1]
@@ -285,7 +285,7 @@ class RoutedForms:
     def text(self, form: RoutedForm) -> str:
         return self.guess.text(form.lines(), form.activation, form.k)
 
-    def limited(self, form: RoutedForm, limit: Bounds) -> Iterator[str]:
+    def with_limit(self, form: RoutedForm, limit: Bounds) -> Iterator[str]:
         """Yields the text of a form with a clamp at each place where a layer may have one."""
         for where in ("logits", "y", "x", "weights"):
             yield self.text(replace(form, limits=(*form.limits, (where, limit))))
@@ -325,7 +325,7 @@ class RoutedForms:
         targets: Sequence[tuple[str, Tensor]],
         rows: Tensor,
     ) -> Iterator[RoutedForm]:
-        """Yields the forms by the gate, how it chooses, and k."""
+        """Yields the forms that produce y, for each gate, way to choose, and k."""
         guess = self.guess
         h, largest = "h" if plain.norm else "x", float(guess.call.y.abs().max())
         numbers = guess.numbers()
@@ -346,21 +346,21 @@ class RoutedForms:
                     guess.count.nearest = min(guess.count.nearest, off)
                     if not off <= 1e-4:
                         continue
-                    for scale in _named(ratio, numbers):
+                    for scale in _codes_of_factor(ratio, numbers):
                         yield replace(plain, gate=gate, form=form, added=added, scale=scale, k=k)
 
     def _value(self, code: str) -> Any:
         return self.guess.value(code, self._known)
 
     def _weights(self, gate: str, form: str, k: str) -> Tensor | None:
-        """The weights [..., n] of all experts for a way to choose."""
+        """Returns the weights [..., n] of all experts for a way to choose; None if it fails."""
         *steps, last = form.format(logits=gate, k=k).splitlines()
         names = {"layer": self.guess.layer, "torch": torch, "F": nn.functional}
         known: dict[str, Any] = {**names, **self._known}
         try:
             exec("\n".join(steps), known)
             w = eval("w.softmax(dim=-1)" if "w.softmax" in last else "w", known)
-        except USERS_CODE:
+        except USER_CODE_ERRORS:
             return None
         if "index" not in last:
             return w if isinstance(w, Tensor) and w.shape[-1] == self.guess.reading.count else None
@@ -369,12 +369,12 @@ class RoutedForms:
         return dense.scatter(-1, index, w) if w.shape == index.shape else None
 
     def _outputs(self, h: Tensor, activation: str) -> Tensor | None:
-        """Every expert's outputs for the tokens, [..., n, o]."""
+        """Returns every expert's outputs for the tokens, [..., n, o]."""
         more: dict[str, Any] = {"activation": activation} if activation else {}
         try:
             bank = ExpertsDescription(**self.guess.reading.arguments, **more).build("")
             return torch.stack([bank.expert(i, h) for i in range(bank.spec.experts)], dim=-2)
-        except USERS_CODE:
+        except USER_CODE_ERRORS:
             return None
 
     def _activations(self) -> Sequence[str]:
@@ -384,7 +384,7 @@ class RoutedForms:
         yield from FORMS
         n = self.guess.reading.count
         layer = self.guess.layer
-        tensors = [*self.guess.others]
+        tensors = [*self.guess.other_parameters]
         tensors += [(code_of(layer, name), b) for name, b in layer.named_buffers()]  # type: ignore[misc]
         for bias, tensor in tensors:
             if tuple(tensor.shape) == (n,) and tensor.is_floating_point():
@@ -392,7 +392,7 @@ class RoutedForms:
                     yield form.replace("{bias}", bias).replace("{squash}", squash)
 
     def _gates(self) -> Iterator[str]:
-        """Yields a router's logits as code, of `{x}` or of a further input, and divided."""
+        """Yields code of router logits, from `{x}` or another input, also scaled by numbers."""
         plain = list(self._plain_gates())
         yield from plain
         numbers = {c: v for c, v in self.guess.numbers().items() if v not in (0.0, 1.0) and v > 0}
@@ -404,7 +404,7 @@ class RoutedForms:
         guess = self.guess
         d, n, x = guess.reading.dim, guess.reading.count, guess.call.x
         inputs = ["{x}", *(f"{norm}(x)" for norm in guess.norms)]
-        for name, value in guess.further.items():
+        for name, value in guess.extra_inputs.items():
             if value.shape == (*x.shape[:-1], n):
                 yield name
             elif value.shape == x.shape and value.is_floating_point():
@@ -413,7 +413,7 @@ class RoutedForms:
                 inputs.append(f"{name}.unsqueeze(1).expand_as(x)")
         inside: set[int] = set()
         for code, module in guess.modules:
-            if self._gives_logits(module, x, n):
+            if self._returns_logits(module, x, n):
                 inside |= {id(p) for p in module.parameters()}
                 yield from (f"{code}({value})" for value in inputs)
         yield from self._two_layer_gates(inputs)
@@ -422,7 +422,7 @@ class RoutedForms:
                 yield from (code.format(value) for value in inputs)
 
     def _two_layer_gates(self, inputs: Sequence[str]) -> Iterator[str]:
-        """Yields routers of two linear maps that are attributes of the layer, as code of `{x}`."""
+        """Yields routers of two linear maps of the layer, as code with `{x}` for the input."""
         guess, n, d = self.guess, self.guess.reading.count, self.guess.reading.dim
         maps = [(f"{code}({{}})", given, out) for code, out, given in guess.linears]
         linears = [module for _, module in guess.modules if isinstance(module, nn.Linear)]
@@ -434,11 +434,11 @@ class RoutedForms:
                     yield second.format(act.format(first.format(value)))
 
     def _matrices(self, inside: Collection[int]) -> Iterator[CodeOfMap]:
-        """Yields maps by matrices outside of modules, with each vector that may be a bias.
+        """Yields the maps of matrices outside modules, with each vector that may be a bias.
 
-        `inside` are the ids of the parameters of modules that are maps themselves.
+        `inside` are the ids of the parameters of modules that are themselves maps.
         """
-        parameters = [(code, p) for code, p in self.guess.others if id(p) not in inside]
+        parameters = [(code, p) for code, p in self.guess.other_parameters if id(p) not in inside]
         vectors = [(code, len(p)) for code, p in parameters if p.ndim == 1]
         for code, p in parameters:
             if p.ndim != 2:
@@ -463,8 +463,8 @@ class RoutedForms:
                 yield from (act.format(code) for act in GATE_ACTIVATIONS if act != "{}")
 
     @staticmethod
-    def _gives_logits(module: nn.Module, x: Tensor, n: int) -> bool:
-        """Whether a module computes a number per expert from tokens, like a router."""
+    def _returns_logits(module: nn.Module, x: Tensor, n: int) -> bool:
+        """Whether a module computes one number per expert from tokens, like a router."""
         if isinstance(module, nn.ModuleList | nn.ModuleDict) or not [*module.parameters()]:
             return False
         try:
@@ -474,24 +474,24 @@ class RoutedForms:
         return isinstance(logits, Tensor) and logits.shape == (*x.shape[:-1], n)
 
     def _ks(self) -> list[str]:
-        """The candidates for k, as code, and none."""
+        """Returns the candidates for k, as code; the empty one is for all experts."""
         n, numbers = self.guess.reading.count, self.guess.numbers()
         names = [code for code, value in numbers.items() if value.is_integer() and 0 < value < n]
         return ["", *names, *(str(k) for k in range(1, min(n, 5)) if not names)]
 
     def _addends(self, h: str) -> list[tuple[str, Tensor]]:
-        """Terms that may be added to the experts' sum, as code, with their values for a call."""
+        """Returns terms that may be added to the experts' sum, as code, with their values."""
         guess, zero = self.guess, torch.zeros_like(self.guess.call.y)
         parts = [*self._shared_modules(), *self._shared_maps()]
         gates = [f"{code}({{h}}).sigmoid()" for code, rows, _ in guess.linears if rows == 1]
         out = guess.call.y.shape[-1]
-        biases = [code for code, p in guess.others if tuple(p.shape) == (out,)]
+        biases = [code for code, p in guess.other_parameters if tuple(p.shape) == (out,)]
         codes = ["", "x", *parts, *biases]
         codes += [f"{gate} * {part}" for gate, part in itertools.product(gates, parts)]
         codes += [f"x + {code}" for code in codes[2:]]
         codes += [" + ".join(pair) for pair in itertools.combinations(parts, 2)]
         found = []
-        for code in codes[:MOST_ADDED]:
+        for code in codes[:MAX_ADDENDS]:
             value = self._value(code.format(h=h)) if code else zero
             if isinstance(value, Tensor) and value.is_floating_point():
                 try:
@@ -502,7 +502,7 @@ class RoutedForms:
         return found
 
     def _shared_modules(self) -> Iterator[str]:
-        """Separate modules that may be shared experts, and lists of them, of `{h}`."""
+        """Yields code of modules that may be shared experts, and of lists, with `{h}` as input."""
         inside: set[int] = set()
         for code, module in self.guess.modules:
             if id(module) in inside or is_norm(module) or not [*module.parameters()]:
@@ -516,7 +516,7 @@ class RoutedForms:
                 yield f"{code}({{h}})"
 
     def _shared_maps(self) -> Iterator[str]:
-        """Shared experts that are two or three maps of the layer itself, of `{h}`."""
+        """Yields code of shared experts made of two or three maps of the layer, with `{h}`."""
         guess, d, out = self.guess, self.guess.reading.dim, self.guess.call.y.shape[-1]
         maps = guess.linears
         ups = [(code, rows) for code, rows, columns in maps if columns == d and rows > 1]
@@ -529,8 +529,8 @@ class RoutedForms:
                 yield f"{down}({act}({gate}({{h}})) * {up}({{h}}))"
 
 
-def _named(ratio: float, numbers: dict[str, float]) -> list[str]:
-    """The code of a factor: empty for 1, otherwise the layer's numbers with this value."""
+def _codes_of_factor(ratio: float, numbers: dict[str, float]) -> list[str]:
+    """Returns the codes of a factor: empty for 1, otherwise the layer's numbers of this value."""
     if ratio == 1.0:
         return [""]
     return [code for code, value in numbers.items() if abs(value - ratio) <= 1e-4 * abs(ratio)]

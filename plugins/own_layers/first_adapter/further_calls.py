@@ -22,19 +22,19 @@ from .request import TriedSizes
 SCALES = ((0.1, 1.0), (10.0, 1.0), (100.0, 1.0), (1.0, 10.0), (1.0, 100.0))
 """Factors of the inputs, and of the parameters outside the experts."""
 
-APART = 1e-3
-"""How far off a text may be, as a share of max|y|, beyond the effect of rounded inputs."""
+MAX_ERROR = 1e-3
+"""The largest accepted error of a text, as a share of max|y|, beyond the effect of rounding."""
 
-ROUNDED, ROUNDING = 2e-7, 30
-"""A change of inputs as small as rounding, and how many times its effect is rounding's own."""
+NOISE, NOISE_FACTOR = 2e-7, 30
+"""Changes of inputs that imitate rounding, and the multiple of their effect that is accepted."""
 
 UNSTABLE = 0.01
-"""If rounding changes results by more, nothing is compared."""
+"""Results that rounding changes by more than this share are not compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class FurtherCall:
-    """A call that a text must match: its description, the factor of the weights, the tolerance."""
+    """A call that a text must match: in words, with a factor of the weights and a tolerance."""
 
     words: str
     weights: float
@@ -43,7 +43,7 @@ class FurtherCall:
 
 
 Planned = tuple[str, float, tuple[Tensor, ...], bool]
-"""A call in words, the factor of the weights, the arguments, and whether it must not fail."""
+"""A call in words, the factor of the weights, the arguments, and whether it must succeed."""
 
 
 class FurtherCalls:
@@ -54,23 +54,23 @@ class FurtherCalls:
         calls = (*self._scaled(), *self._resized(sizes))
         self._calls = [further for call in calls if (further := self._call(*call)) is not None]
 
-    def fails(self, text: str) -> tuple[str, float] | None:
-        """Returns the first call that a text does not match, in words, and how far off it is."""
+    def mismatch(self, text: str) -> tuple[str, float] | None:
+        """Returns the first call that a text does not match, in words, and the text's error."""
         for further in self._calls:
-            self._guess.count.say(f"comparing an adapter for {further.words}")
-            with self._weights_times(further.weights):
-                ours = self._guess.result(self._guess.described(text), further.call)
+            self._guess.count.report(f"comparing an adapter for {further.words}")
+            with self._scaled_weights(further.weights):
+                ours = self._guess.result(self._guess.describe(text), further.call)
             y = further.call.y
             if ours is None or ours.shape != y.shape:
                 return f"{further.words}, for which it fails", float("inf")
-            off = _apart(y, ours)
+            off = _errors(y, ours)
             beyond = off - further.allowed
-            if bool((beyond > APART).any()) or not bool(ours.isfinite().all()):
+            if bool((beyond > MAX_ERROR).any()) or not bool(ours.isfinite().all()):
                 return further.words, float(off[beyond.argmax()])
         return None
 
     @contextmanager
-    def _weights_times(self, factor: float) -> Iterator[None]:
+    def _scaled_weights(self, factor: float) -> Iterator[None]:
         """Scales the layer's parameters within the context, except those of its experts."""
         own = self._guess.reading.own
         old = [(p, p.detach().clone()) for p in self._guess.layer.parameters() if id(p) not in own]
@@ -90,7 +90,7 @@ class FurtherCalls:
             words = f"inputs {inputs:g} times as large"
             if weights != 1.0:
                 words = f"weights around the experts {weights:g} times as large"
-            yield words, weights, (base.x * inputs, *base.further), False
+            yield words, weights, (base.x * inputs, *base.extra_args), False
 
     def _resized(self, sizes: TriedSizes) -> Iterator[Planned]:
         base, compared = self._guess.call, [size + 1 for size in self._watched.sizes()]
@@ -108,22 +108,22 @@ class FurtherCalls:
     def _call(
         self, words: str, weights: float, args: tuple[Tensor, ...], required: bool
     ) -> FurtherCall | None:
-        """A call of the layer, with the effect of rounding; None if it fails.
+        """Returns a call of the layer and the effect of rounding; None if the call fails.
 
         Raises UsageError if a `required` call fails.
         """
-        self._guess.count.say(f"calling it with {words}")
+        self._guess.count.report(f"calling it with {words}")
         generator = torch.Generator().manual_seed(3)
         layer, x = self._guess.layer, args[0]
-        with self._weights_times(weights):
+        with self._scaled_weights(weights):
             try:
-                with self._watched.calling():
+                with self._watched.recording():
                     call = call_of(layer, args)
                 noise = torch.zeros(len(call.y))
                 for _ in range(2):
-                    factors = 1 + ROUNDED * torch.randn(x.shape, generator=generator)
+                    factors = 1 + NOISE * torch.randn(x.shape, generator=generator)
                     near = call_of(layer, (x * factors, *args[1:]))
-                    noise = torch.maximum(noise, _apart(call.y, near.y))
+                    noise = torch.maximum(noise, _errors(call.y, near.y))
             except Exception as error:  # the user's code may fail in any way
                 if not required:
                     return None
@@ -131,12 +131,12 @@ class FurtherCalls:
                     f"{self._guess.source}: its forward fails, or returns NaN, for {words}",
                     hint="give --batch and --tokens sizes that the layer accepts",
                 ) from error
-        allowed = torch.where(noise > UNSTABLE, torch.inf, ROUNDING * noise)
+        allowed = torch.where(noise > UNSTABLE, torch.inf, NOISE_FACTOR * noise)
         return FurtherCall(words, weights, call, allowed)
 
 
-def _apart(expected: Tensor, actual: Tensor) -> Tensor:
-    """How far off each input's result is, as a share of its own largest value."""
+def _errors(expected: Tensor, actual: Tensor) -> Tensor:
+    """Returns the error of each input's result, as a share of that result's largest value."""
     flat = expected.flatten(1) if expected.ndim > 1 else expected[:, None]
     off = (flat - actual.reshape(flat.shape)).abs().amax(1)
     return off / flat.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)

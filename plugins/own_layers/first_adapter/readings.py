@@ -1,4 +1,4 @@
-"""Finds the parts of a layer that may be its experts, and arguments to call it with."""
+"""Finds the parts of a layer that may be its experts, and arguments that the layer accepts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ....errors import FamilyError, UsageError
 from ...token_routed.own_forward import result_of
 from ..calls import LayerCall
 from ..expert_forms import ExpertArguments, is_map
-from ..ports import required
+from ..ports import required_args
 from .request import TriedSizes
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
 TABLES = (nn.ModuleDict, nn.ParameterDict)
 
-MOST_READINGS = 12
+MAX_READINGS = 12
 
 SMALL = 1e-3
-"""A factor for the last input: tokens near 0 distinguish normalisations."""
+"""A factor of the last input, because normalisations differ most for tokens near 0."""
 
 
 def code_of(layer: nn.Module, path: str) -> str:
@@ -50,8 +50,8 @@ def code_of(layer: nn.Module, path: str) -> str:
 class ExpertsReading:
     """A candidate for a layer's experts, as arguments of a description.
 
-    `words` describe it to the user; `problem` is the reason if they cannot be read. `uses` are the
-    names of the layer's attributes with them, and `own` the ids of their parameters.
+    `words` describe it to the user; `problem` is the reason if the experts cannot be read. `uses`
+    are the names of the layer's attributes that contain them, `own` the ids of their parameters.
     """
 
     keywords: str
@@ -67,14 +67,14 @@ class ExpertsReading:
 
     @property
     def listed(self) -> bool:
-        """Whether they are modules, whose forward determines the activation."""
+        """Whether the experts are modules, whose forward determines the activation."""
         return all(isinstance(part, nn.Module) for part in self.arguments.get("experts", [None]))
 
 
 def readings_of(layer: nn.Module) -> list[ExpertsReading]:
     """Returns the candidates for the experts, the likeliest first; FamilyError if none."""
-    found = [*map(_checked, (*_listed(layer), *_paired(layer), *_stacked(layer)))]
-    found = sorted(found, key=lambda reading: _unlikely(reading, found, layer))[:MOST_READINGS]
+    found = [*map(_with_problem, (*_listed(layer), *_paired(layer), *_stacked(layer)))]
+    found = sorted(found, key=lambda reading: _unlikely(reading, found, layer))[:MAX_READINGS]
     if found:
         return found
     names = ", ".join(f"{n} {list(p.shape)}" for n, p in layer.named_parameters())
@@ -109,7 +109,7 @@ def _unlikely(
 
 
 def _listed(layer: nn.Module) -> Iterator[ExpertsReading]:
-    """Lists and tables of modules of one class; of lists in a list, all their modules together."""
+    """Yields lists and dictionaries of modules of one class; nested lists count as one."""
     inside: list[str] = []
     for path, module in layer.named_modules():
         if not isinstance(module, nn.ModuleList | nn.ModuleDict) or not path:
@@ -121,7 +121,7 @@ def _listed(layer: nn.Module) -> Iterator[ExpertsReading]:
         values = f"{code}.values()" if isinstance(module, nn.ModuleDict) else code
         if parts and all(isinstance(part, nn.ModuleList) for part in parts):
             parts = [inner for part in parts for inner in part.children()]
-            code = f"[expert for several in {values} for expert in several]"
+            code = f"[expert for group in {values} for expert in group]"
         elif isinstance(module, nn.ModuleDict):
             code = f"[*{values}]"
         if len(parts) < 2 or len({type(part) for part in parts}) > 1:
@@ -143,7 +143,7 @@ def _listed(layer: nn.Module) -> Iterator[ExpertsReading]:
 
 
 def _paired(layer: nn.Module) -> Iterator[ExpertsReading]:
-    """Experts with a list for each map: `zip(layer.up, layer.down)`, or three lists.
+    """Yields experts that have a list for each map: `zip(layer.up, layer.down)`, or three lists.
 
     The first map's output is the last one's input; of three maps, the first two have equal sizes.
     """
@@ -175,8 +175,8 @@ def _paired(layer: nn.Module) -> Iterator[ExpertsReading]:
             )
 
 
-def _checked(reading: ExpertsReading) -> ExpertsReading:
-    """The reading, with the reason if it cannot be read as experts."""
+def _with_problem(reading: ExpertsReading) -> ExpertsReading:
+    """Returns the reading, with the problem if it does not describe experts."""
     try:
         ExpertArguments(**reading.arguments).form()
     except UsageError as error:
@@ -187,7 +187,7 @@ def _checked(reading: ExpertsReading) -> ExpertsReading:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """A matrix for each expert [n, in, out], the code that reads them, and where they are.
+    """The stacked matrices of all experts [n, in, out], the code that reads them, and their name.
 
     `listed` is code that reads them as a list, if they are not one tensor.
     """
@@ -217,9 +217,9 @@ def _stacks(layer: nn.Module) -> Iterator[_Stack]:
 
 
 def _stacked(layer: nn.Module) -> Iterator[ExpertsReading]:
-    """Experts whose weights are stacked: two matrices each, a gate and up in the first, or three.
+    """Yields experts with stacked weights: two matrices each, or three with a gate.
 
-    Takes the first that fit, with each choice of biases that fit, those called biases first.
+    Of two, the first may contain gate and up. Yields a reading for every choice of fitting biases.
     """
     stacks = list(_stacks(layer))
     for one, two in itertools.permutations(stacks, 2):
@@ -246,7 +246,7 @@ def _stacked(layer: nn.Module) -> Iterator[ExpertsReading]:
 def _biased(
     layer: nn.Module, firsts: Sequence[_Stack], second: _Stack, gate: str
 ) -> Iterator[ExpertsReading]:
-    """A reading for each choice of biases, the likeliest first."""
+    """Yields a reading for each choice of biases, the likeliest first."""
     n, d, _ = firsts[0].tensor.shape
     w1 = torch.cat([stack.tensor for stack in firsts], dim=-1)
     code = firsts[0].listed or firsts[0].code
@@ -271,9 +271,9 @@ def _biased(
         ids = own
         for key, bias in zip(("b1", "b2"), biases, strict=True):
             if bias is not None and id(bias[1]) not in ids:
-                path, p, turn = bias
-                arguments[key] = p.squeeze(1) if turn else p
-                words[key] = f"{code_of(layer, path)}{turn}"
+                path, p, suffix = bias
+                arguments[key] = p.squeeze(1) if suffix else p
+                words[key] = f"{code_of(layer, path)}{suffix}"
                 ids |= {id(p)}
         ordered = [f"{key}={words[key]}" for key in ("w1", "b1", "w2", "b2") if key in words]
         ordered += [f"gate={gate!r}"] if gate else []
@@ -297,7 +297,7 @@ LAST, UP = ("down", "w2", "wo", "out", "proj", "second", "value"), ("up", "w3")
 
 
 def _oddity(names: Sequence[str]) -> int:
-    """How many names of an expert's matrices are unusual for their order, minus the usual ones."""
+    """Returns how unusual the names of an expert's matrices are for their order."""
     odd = sum(_named_like(name, LAST) for name in names[:-1]) - _named_like(names[-1], LAST)
     if len(names) > 2:
         odd += _named_like(names[0], UP) - _named_like(names[1], UP)
@@ -314,13 +314,13 @@ def _named_bias(path: str) -> bool:
     return "bias" in name or name.startswith("b")
 
 
-# --- what a layer is called with ------------------------------------------------------------------
+# --- the arguments of a layer --------------------------------------------------------------------
 
 
 def first_call(
     layer: nn.Module, reading: ExpertsReading, shape: object, sizes: TriedSizes, source: str
 ) -> LayerCall:
-    """Returns a call of the layer on random tokens, in the layout that it takes."""
+    """Returns a call of the layer on random tokens, in a layout that it accepts."""
     given = [shape] if isinstance(shape, int) else shape
     batch, tokens = sizes.batches[0], sizes.tokens[0]
     if isinstance(given, list | tuple):
@@ -335,19 +335,19 @@ def first_call(
     for dims in shapes:
         x = torch.randn(dims, generator=torch.Generator().manual_seed(0))
         x[-1] *= SMALL if batch > 1 else 1
-        for further in _further(layer, x, reading.count):
+        for extra in _extra_inputs(layer, x, reading.count):
             try:
-                return call_of(layer, (x, *further))
+                return call_of(layer, (x, *extra))
             except Exception as error:  # noqa: BLE001  the user's code may fail in any way
                 problem = problem or error
-    names = further_inputs(layer)
+    names = required_inputs(layer)
     more = f" with {', '.join(names)}" if names else ""
     raise UsageError(
         f"{source}: its forward rejects tokens {list(shapes[0])}{more}: {type(problem).__name__}: "
         f"{problem} (moexport read {reading.words}, for tokens of width {reading.dim})",
         hint="--set input_shape=… sets the input's shape without the batch, --batch and --tokens "
-        "sizes; further inputs other than a mask [b, m], tokens [b, m, d], vectors [b, d] or "
-        "logits [b, m, n] need an adapter with a forward (docs/own-layer.md)",
+        "set sizes; inputs after the tokens other than masks [b, m], tokens [b, m, d], vectors "
+        "[b, d] or logits [b, m, n] need an adapter with a forward (docs/own-layer.md)",
     )
 
 
@@ -367,7 +367,7 @@ def call_of(layer: nn.Module, args: tuple[Any, ...]) -> LayerCall:
 
 
 def _widths(layer: nn.Module, reading: ExpertsReading) -> list[int]:
-    """The most likely width of the tokens, then others: the layer may split or map it first."""
+    """Returns possible widths of tokens, the likeliest first; a layer may split or map tokens."""
     linears = [int(m.weight.shape[1]) for m in layer.modules() if isinstance(m, nn.Linear)]
     numbers = [
         value
@@ -378,11 +378,11 @@ def _widths(layer: nn.Module, reading: ExpertsReading) -> list[int]:
     return list(dict.fromkeys([reading.dim, *linears, *whole, *numbers]))[:24]
 
 
-def further_inputs(layer: nn.Module) -> list[str]:
+def required_inputs(layer: nn.Module) -> list[str]:
     """Returns the required positional arguments of a layer's forward after its tokens."""
     parameters = inspect.signature(layer.forward).parameters
     named = {n for n, each in parameters.items() if each.kind is Parameter.KEYWORD_ONLY}
-    return [name for name in required(layer)[1:] if name not in named]
+    return [name for name in required_args(layer)[1:] if name not in named]
 
 
 def optional_inputs(layer: nn.Module) -> list[str]:
@@ -391,13 +391,13 @@ def optional_inputs(layer: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.default is not Parameter.empty]
 
 
-def _further(layer: nn.Module, x: Tensor, experts: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yields what a layer may be given after its tokens: masks, tokens, logits or vectors."""
+def _extra_inputs(layer: nn.Module, x: Tensor, experts: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yields possible arguments after the tokens: masks, tokens, logits and vectors."""
     sizes = [x.shape, (*x.shape[:-1], experts), (len(x), x.shape[-1])]
     generator = torch.Generator().manual_seed(1)
     floats = [torch.randn(size, generator=generator) for size in dict.fromkeys(map(tuple, sizes))]
     masks = [_mask(x.shape[:-1])]
-    yield from itertools.product([*masks, *floats], repeat=len(further_inputs(layer)))
+    yield from itertools.product([*masks, *floats], repeat=len(required_inputs(layer)))
 
 
 def _mask(shape: Sequence[int]) -> Tensor:
@@ -407,7 +407,7 @@ def _mask(shape: Sequence[int]) -> Tensor:
 
 
 def resized(call: LayerCall, batch: int, tokens: int | None) -> tuple[Any, ...]:
-    """Returns the arguments of a call for another batch, and another number of tokens [b, m, …]."""
+    """Returns arguments like a call's for another batch size and number of tokens [b, m, …]."""
     b, generator = len(call.x), torch.Generator().manual_seed(2)
     m = call.x.shape[1] if call.x.ndim == 3 else None
 

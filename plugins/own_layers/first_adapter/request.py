@@ -16,9 +16,9 @@ SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class TriedSizes:
-    """The batches and the numbers of tokens to try a layer with; the first is used everywhere.
+    """The batch sizes and numbers of tokens to try a layer with; the first are used everywhere.
 
-    `required_…`: the user gave them, so the layer must accept each.
+    `required_…`: the user gave the sizes, so the layer must accept all of them.
     """
 
     batches: tuple[int, ...] = (3, 1, 8)
@@ -47,7 +47,7 @@ class AdaptRequest(Request):
     )
     tokens: Sizes | None = option(
         None,
-        "The numbers of tokens to try the layer with, without input_shape.",
+        "The numbers of tokens to try the layer with, unless input_shape is set.",
         unset="7, and 16 if the layer accepts it",
     )
     time: str | float | None = option(

@@ -1,8 +1,8 @@
-"""A first adapter for a layer: reads its experts, and guesses the computation around them.
+"""Finds a first adapter for a layer: reads its experts, and guesses the code around them.
 
-Each guess is a text that runs like a user's adapter and is compared with the layer's result. One
-that matches is the adapter; without one, the message names the part that was not recognised, and
-the layer's own forward is the start of an adapter.
+Each guess is a text that runs like a user's adapter and is compared with the layer's result. If one
+matches, it is the adapter. Otherwise the message names the part that was not recognised, and the
+layer's own forward is the start of an adapter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ....data.user_code import callable_named, module_made
 from ....errors import FamilyError, ParityError, UsageError
 from ....exporter.checkpoints.settings import read_config
 from ..calls import changed_buffers
-from ..comparison import random_result
+from ..comparison import random_result_error
 from ..examples import INPUT_SHAPE
 from ..expert_forms import PAIRS
 from ..mismatch import CLOSE, TOLERANCE, difference
@@ -36,12 +36,12 @@ from .further_calls import FurtherCalls
 from .readings import ExpertsReading, call_of, first_call, optional_inputs, readings_of
 from .request import AdaptRequest, TriedSizes
 from .soft_forms import SoftForms
-from .start import joined, start_of
+from .start import indent_lines, start_of
 
 STACKED = "w1=, b1=, w2= and b2=, stacked: w1 is [n, in, hidden], w2 [n, hidden, out]"
 
-MOST_NEAR = 4
-"""Texts that match usual inputs alone, and are tried with limits that the layer has."""
+MAX_NEAR = 4
+"""The largest number of texts that match only usual inputs and are tried with limits."""
 
 
 def first_adapter(source: str, request: AdaptRequest) -> FirstAdapter:
@@ -55,45 +55,45 @@ def first_adapter(source: str, request: AdaptRequest) -> FirstAdapter:
     torch.manual_seed(0)
     layer = module_made(source, "a layer", arguments, arguments_of(source))
     layer = layer.float().eval().requires_grad_(False)
-    for parameter in layer.parameters():  # zeros and ones hide what multiplies and adds
+    for parameter in layer.parameters():  # factors of 1 and terms of 0 hide operations
         if parameter.ndim < 2 or float(parameter.std()) == 0:
             parameter.data.add_(0.3 * torch.randn_like(parameter))
     key = key_of(layer, source, config, sizes)
-    ended = f"{key[:24]}-{seconds:g}s"  # another limit may find another adapter
-    known = cached_adapter(key) or cached_adapter(ended)
-    if known is not None:
-        progress.step(f"using the result of an earlier search of {source}")
-        return known
-    # The layers are small: more threads than one take longer, on a busy machine far longer.
+    timed_key = f"{key[:24]}-{seconds:g}s"  # a search with another limit may find another adapter
+    cached = cached_adapter(key) or cached_adapter(timed_key)
+    if cached is not None:
+        progress.step(f"using the result of an earlier search for {source}")
+        return cached
+    # The layers are small: several threads take longer than one, on a busy machine far longer.
     with with_threads(1):
         search = _Search(layer, config.get(INPUT_SHAPE), sizes, source, progress, seconds)
         found = search.result()
-    store_adapter(ended if search.ended else key, found)
+    store_adapter(timed_key if search.timed_out else key, found)
     return found
 
 
 def arguments_of(source: str) -> str:
-    """Returns how the arguments of a layer's class are given, by their own names."""
+    """Returns a hint that lists the arguments of a layer's class and how to set them."""
     kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     try:
         signature = inspect.signature(callable_named(source, "a layer"))
     except (TypeError, ValueError):
         return "--set KEY=VALUE sets its arguments"
-    taken = [each for each in signature.parameters.values() if each.kind in kinds]
-    if not taken:
-        return f"{source} takes no arguments by name"
-    needed = [each.name for each in taken if each.default is Parameter.empty]
-    others = ", ".join(str(each.replace(annotation=Parameter.empty)) for each in taken)
-    shown = " ".join(f"--set {name}=…" for name in needed or [taken[0].name])
-    return f"it takes {others}: {shown}"
+    parameters = [each for each in signature.parameters.values() if each.kind in kinds]
+    if not parameters:
+        return f"{source} takes no named arguments"
+    required = [each.name for each in parameters if each.default is Parameter.empty]
+    listed = ", ".join(str(each.replace(annotation=Parameter.empty)) for each in parameters)
+    options = " ".join(f"--set {name}=…" for name in required or [parameters[0].name])
+    return f"it takes {listed}: {options}"
 
 
 @dataclass(slots=True)
 class _Result:
     """The result for one reading of the experts.
 
-    `complete`: all forms were tried. `near` are texts that match usual inputs, with the inputs that
-    they do not match and how far off they are for them.
+    `complete`: all forms were tried. Each entry of `near` is a text that matches usual inputs,
+    other inputs that it does not match, and its error for these.
     """
 
     guess: Guess
@@ -105,7 +105,7 @@ class _Result:
 
 @dataclass(slots=True)
 class _Search:
-    """The guesses for one layer, one reading of its experts after the other."""
+    """The search for a layer's adapter, which tries the readings of its experts in turn."""
 
     layer: nn.Module
     shape: object
@@ -113,12 +113,12 @@ class _Search:
     source: str
     progress: Progress
     seconds: float
-    ended: bool = False
-    ends: float = inf
+    timed_out: bool = False
+    deadline: float = inf
 
     def result(self) -> FirstAdapter:
         """Returns the first guess that matches, or a start that names the missing part."""
-        self.ends = process_time() + self.seconds
+        self.deadline = process_time() + self.seconds
         try:
             readings = readings_of(self.layer)
         except FamilyError as error:
@@ -129,7 +129,7 @@ class _Search:
             if reading.problem is not None:
                 continue
             try:
-                result = self._guess(reading)
+                result = self._prepare(reading)
                 results.append(result)
                 found = self._matching(result)
             except (UsageError, ParityError) as error:
@@ -138,34 +138,34 @@ class _Search:
                 refused = refused or error
                 continue
             except OutOfTimeError:
-                self.ended = True
+                self.timed_out = True
                 break
             if found is not None:
                 return FirstAdapter(self._module(found), (), tuple(self._notes(result.watched)))
         why = [] if refused is None or results else [f"{refused.message} ({refused.hint})"]
-        if self.ended:
+        if self.timed_out:
             forms = sum(result.guess.count.forms for result in results)
             why.append(
                 f"the search ended after {self.seconds:g} s of CPU time and {forms} forms, none of "
                 f"which matches: --time {2 * self.seconds:g}s searches longer"
             )
         near = next((result for result in results if result.near), None)
-        best = self._start(results, readings) if near is None else self._near(near)
+        best = self._incomplete(results, readings) if near is None else self._near(near)
         return replace(best, missing=(*why, *best.missing))
 
-    def _start(
+    def _incomplete(
         self, results: Sequence[_Result], readings: Sequence[ExpertsReading]
     ) -> FirstAdapter:
-        """The layer's own forward as a start, and why nothing better was found."""
+        """Returns the layer's own forward as a start, and why no adapter was found."""
         fit = (each for each in readings if each.problem is None)
         reading = results[0].guess.reading if results else next(fit, readings[0])
-        missing = [*map(_described, results)]
+        missing = [*map(_describe, results)]
         missing += [f"the experts: {each.problem}" for each in readings if each.problem is not None]
         code = self._own_forward(reading.keywords, reading.uses)
-        return FirstAdapter(code, tuple(missing[:MOST_REPORTED]))
+        return FirstAdapter(code, tuple(missing[:MAX_REPORTED]))
 
     def _bare_start(self, error: FamilyError) -> FirstAdapter:
-        """The layer's own forward if no part of it was recognised as its experts."""
+        """Returns the layer's own forward if no part of the layer was recognised as experts."""
         names = [name.partition(".")[0] for name, _ in self.layer.named_parameters()]
         likely = [name for name in names if "expert" in name.lower()]
         if not likely:
@@ -175,44 +175,44 @@ class _Search:
         return FirstAdapter(code, (error.message,))
 
     def _own_forward(self, experts: str, uses: frozenset[str], advice: Sequence[str] = ()) -> str:
-        """An adapter with the layer's own forward, the lines with its experts marked."""
+        """Returns an adapter with the layer's own forward, and marks the lines with experts."""
         start = start_of(self.layer, uses)
-        lines = [*start.before, f"def forward({start.parameters}):", joined(start.lines), ""]
+        lines = [*start.before, f"def forward({start.parameters}):", indent_lines(start.lines), ""]
         call = call_text("moexport.Experts", [experts, "forward=forward"])
         return self._module("\n".join([*lines, *advice, call]), start.imports)
 
-    def _guess(self, reading: ExpertsReading) -> _Result:
-        """A reading with a call that the layer accepts; raises UsageError if there is none."""
+    def _prepare(self, reading: ExpertsReading) -> _Result:
+        """Returns a reading with a call that the layer accepts; raises UsageError without one."""
         watched = WatchedForward(self.layer)
         call = first_call(self.layer, reading, self.shape, self.sizes, self.source)
         before = {name: buffer.clone() for name, buffer in self.layer.named_buffers()}
-        with watched.calling():
-            again = call_of(self.layer, (call.x, *call.further))
-        if difference(call.y, again.y) > TOLERANCE:
+        with watched.recording():
+            repeated = call_of(self.layer, (call.x, *call.extra_args))
+        if difference(call.y, repeated.y) > TOLERANCE:
             changed = changed_buffers(self.layer, before)
             because = f", because it changes {', '.join(changed)}" if changed else ""
-            raise random_result(self.source, because)
+            raise random_result_error(self.source, because)
         what = f"trying {self.source} with {reading.words}"
-        count = FormCount(self.progress, what, self.ends)
+        count = FormCount(self.progress, what, self.deadline)
         guess = Guess(self.layer, reading, call, self.source, count)
         return _Result(guess, watched, RoutedForms(guess))
 
     def _matching(self, result: _Result) -> str | None:
-        """The first text that matches every call; `result` records the near misses."""
+        """Returns the first text that matches all calls; adds near misses to `result`."""
         guess = result.guess
         further_calls = FurtherCalls(guess, self.sizes, result.watched)
-        for text, limited in self._candidates(result.routed, SoftForms(guess)):
-            if guess.off(text) > CLOSE:
+        for text, with_limit in self._candidates(result.routed, SoftForms(guess)):
+            if guess.error_of(text) > CLOSE:
                 continue
-            fails = further_calls.fails(text)
-            if fails is None:
+            mismatch = further_calls.mismatch(text)
+            if mismatch is None:
                 return text
-            result.near.append((text, *fails))
+            result.near.append((text, *mismatch))
             for limit in result.watched.limits:
-                for other in limited(limit):
-                    if guess.off(other) <= CLOSE and further_calls.fails(other) is None:
+                for other in with_limit(limit):
+                    if guess.error_of(other) <= CLOSE and further_calls.mismatch(other) is None:
                         return other
-            if len(result.near) == MOST_NEAR:
+            if len(result.near) == MAX_NEAR:
                 break
         result.complete = True
         return None
@@ -221,58 +221,57 @@ class _Search:
     def _candidates(
         routed: RoutedForms, soft: SoftForms
     ) -> Iterator[tuple[str, Callable[[Bounds], Iterator[str]]]]:
-        """Yields texts that may match, each with a function for its texts with a limit."""
+        """Yields texts that may match, each with a function that adds a limit to the text."""
         for form in routed.matching():
-            yield routed.text(form), partial(routed.limited, form)
-        if not routed.right_experts:  # they take tokens, not slots
-            yield from ((form.text, partial(soft.limited, form)) for form in soft.matching())
+            yield routed.text(form), partial(routed.with_limit, form)
+        if not routed.right_experts:  # which take tokens, not slots
+            yield from ((form.text, partial(soft.with_limit, form)) for form in soft.matching())
 
     def _notes(self, watched: WatchedForward) -> Iterator[str]:
         """Yields notes on parts of the layer's forward that no input reached."""
         for each in watched.unreached():
             yield f"no trial input reached {each}: check whether the adapter needs it"
-        left = optional_inputs(self.layer)
-        if left:
-            yield f"the layer also accepts {', '.join(left)}: the adapter was tried without"
+        untried = optional_inputs(self.layer)
+        if untried:
+            names = " and ".join(untried)
+            yield f"the layer also accepts {names}, which no trial passed"
 
     def _near(self, result: _Result) -> FirstAdapter:
-        """The text that matches usual inputs, with the other operations of the layer."""
+        """Returns a text that matches only usual inputs, and what else the layer does."""
         text, words, off = result.near[0]
-        also = result.watched.all_places()
-        has = f"; its forward also has {'; '.join(also)}" if also else ""
-        missing = (
-            f"the adapter matches usual inputs, but is off by {off:.2g} of max|y| for {words}{has}"
-        )
-        comments = [f"# Incomplete: off by {off:.2g} of max|y| for {words}."]
-        comments += [f"# Its forward also has {each}" for each in also]
+        lines, error = result.watched.all_lines(), f"off by {off:.2g} of max|y| for {words}"
+        others = f"; the layer's forward also has {'; '.join(lines)}" if lines else ""
+        missing = f"the adapter matches usual inputs, but is {error}{others}"
+        comments = [f"# Incomplete: {error}."]
+        comments += [f"# The layer's forward also has {line}" for line in lines]
         return FirstAdapter(self._module("\n".join([*comments, text])), (missing,))
 
     def _module(self, body: str, more: Sequence[str] = ()) -> str:
-        """The module of an adapter: imports and the function."""
+        """Returns the module of an adapter, with its imports, among them `more`."""
         name, where = type(self.layer).__name__, type(self.layer).__module__
-        begins = f"from {where} import "
-        own = [line.removeprefix(begins).split(", ") for line in more if line.startswith(begins)]
+        prefix = f"from {where} import "
+        own = [line.removeprefix(prefix).split(", ") for line in more if line.startswith(prefix)]
         names = sorted({name, *itertools.chain(*own)})
         imports = ["import moexport"]
         imports += ["import torch"] if "torch." in body else []
         imports += ["from torch.nn import functional as F"] if "F." in body else []
-        imports += [line for line in more if not line.startswith(begins)]
-        lines = [*dict.fromkeys(imports), f"{begins}{', '.join(names)}", "", ""]
+        imports += [line for line in more if not line.startswith(prefix)]
+        lines = [*dict.fromkeys(imports), f"{prefix}{', '.join(names)}", "", ""]
         lines += [f"@moexport.adapts({name})", f"def adapt(layer: {name}):"]
-        return "\n".join([*lines, joined(body.splitlines()), ""])
+        return "\n".join([*lines, indent_lines(body.splitlines()), ""])
 
 
-MOST_REPORTED = 2
-"""Readings of the experts that are reported with their results."""
+MAX_REPORTED = 2
+"""The largest number of readings whose results are reported."""
 
-MOST_LISTED = 6
+MAX_LISTED = 6
 
 
-def _described(result: _Result) -> str:
-    """The result for a reading, in words."""
+def _describe(result: _Result) -> str:
+    """Describes the result of a reading."""
     guess = result.guess
     read, count = f"moexport read {guess.reading.words}", guess.count
-    given = ", ".join(guess.further)
+    given = ", ".join(guess.extra_inputs)
     around = "the code around the experts" + (f", with {given}" if given else "")
     if result.routed.right_experts:
         return (
@@ -289,6 +288,6 @@ def _described(result: _Result) -> str:
     if not result.routed.fits:
         x, y = list(guess.call.x.shape), list(guess.call.y.shape)
         return f"{around}: {read}, but no usual form returns {y} for {x}"
-    others = [f"{code} {list(p.shape)}" for code, p in guess.others]
-    listed = ", ".join([*others[:MOST_LISTED], *(["…"] if len(others) > MOST_LISTED else [])])
-    return f"the router: {read}, but none of the other parameters fits one ({listed or 'none'})"
+    others = [f"{code} {list(p.shape)}" for code, p in guess.other_parameters]
+    listed = ", ".join([*others[:MAX_LISTED], *(["…"] if len(others) > MAX_LISTED else [])])
+    return f"the router: {read}, but no other parameter fits a router ({listed or 'none'})"

@@ -11,9 +11,9 @@ from torch import Tensor
 from ..descriptions import Description, SoftMoEDescription, contents_of
 from ..mismatch import CLOSE
 from .coverage import Bounds
-from .forms import USERS_CODE, Guess, call_text, clamped, distance
+from .forms import USER_CODE_ERRORS, Guess, call_text, clamped, distance
 
-MOST_WIDTH = 1 << 16
+MAX_WIDTH = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class SoftForm:
 
 DISPATCH = "the softmax of dispatch"
 
-ENDS = (
+RESULTS = (
     "y",
     "x + y",
     "y.masked_fill({mask}[..., None], 0)",
     "x + y.masked_fill({mask}[..., None], 0)",
     "(x + y).masked_fill({mask}[..., None], 0)",
 )
-"""The returned part of y if a mask selects tokens."""
+"""What a forward may return if a mask selects tokens."""
 
 AXES = {
     "all slots": "logits.flatten(2).softmax(dim=-1).view_as(logits)",
@@ -52,11 +52,11 @@ AXES = {
     "an expert's slots": "logits.softmax(dim=3)",
     "the tokens": "logits.softmax(dim=1)",
 }
-"""Softmaxes of L [b, m, n, p] as code, by what they are over."""
+"""Code of the softmax of L [b, m, n, p], by the axes it is over."""
 
 
 class SoftForms:
-    """The forms of a guess in which every expert has slots of its own."""
+    """The forms of a guess in which every expert processes its own slots."""
 
     def __init__(self, guess: Guess) -> None:
         self.guess = guess
@@ -64,28 +64,28 @@ class SoftForms:
     def matching(self) -> Iterator[SoftForm]:
         """Yields the forms that produce y, those with the fewest options first."""
         guess = self.guess
-        if guess.call.further:
+        if guess.call.extra_args:
             for form in self._masked():
-                if self._off(form.text) <= CLOSE:
+                if self._counted_error(form.text) <= CLOSE:
                     yield form
             return
         contents, found = contents_of(guess.layer), {}
         for phi, norm in itertools.product(self.phis(), ["", *guess.norms]):
             options = [f"phi={phi.code}", *([f"bias={phi.bias}"] if phi.bias else [])]
             options += [guess.reading.keywords, *([f"norm={norm}"] if norm else [])]
-            description = guess.described(call_text("moexport.SoftMoE", options))
+            description = guess.describe(call_text("moexport.SoftMoE", options))
             if isinstance(description, SoftMoEDescription):
                 try:
                     found[phi, norm] = options, [*description.variants(contents)]
-                except USERS_CODE:
+                except USER_CODE_ERRORS:
                     continue
         for simple in (True, False):
             for (phi, norm), (options, variants) in found.items():
                 for changed, variant in variants:
                     if simple == (len(changed) < 2):
-                        yield from self._of_variant(phi, norm, options, changed, variant)
+                        yield from self._variant_form(phi, norm, options, changed, variant)
 
-    def limited(self, form: SoftForm, limit: Bounds) -> Iterator[str]:
+    def with_limit(self, form: SoftForm, limit: Bounds) -> Iterator[str]:
         """Yields the text of a form as a forward with a clamp where a layer may have one."""
         options = dict(form.options)
         if set(options) - {"norm", "temperature", "slots_from", "eps"}:
@@ -116,24 +116,24 @@ class SoftForms:
         dispatch: str = AXES["the tokens"],
         combine: str = AXES["all slots"],
     ) -> str:
-        """The text of a forward after these lines: the slots average `source`, it returns `y`."""
+        """Returns the text of a forward: these lines, slots that average `source`, and `y`."""
         slots = f'slots = torch.einsum("bmd,bmnp->bnpd", {source}, {dispatch})'
         result = f"y = experts(slots, combine={combine})"
-        # The default activation of a Soft MoE's experts.
+        # GELU is the default activation of a Soft MoE's experts.
         return self.guess.text([*lines, slots, result, f"return {y}"], "gelu")
 
     def _with_slots(self, phi: str) -> str:
-        """Code of phi as [d, n, p]."""
+        """Returns code of phi as [d, n, p]."""
         value = self.guess.value(phi, {})
         return f"{phi}.unsqueeze(2)" if value is not None and value.ndim == 2 else phi
 
-    def _off(self, text: str) -> float:
-        """Counts a text and returns how far off it is."""
-        off = self.guess.off(text)
+    def _counted_error(self, text: str) -> float:
+        """Counts a text and returns its error."""
+        off = self.guess.error_of(text)
         self.guess.count.add(off)
         return off
 
-    def _of_variant(
+    def _variant_form(
         self,
         phi: Phi,
         norm: str,
@@ -141,7 +141,7 @@ class SoftForms:
         changed: Mapping[str, str],
         variant: Description,
     ) -> Iterator[SoftForm]:
-        """Yields the form of a description with changed options if that matches."""
+        """Yields the form of a description with changed options, if it matches."""
         guess = self.guess
         ours, x, y = guess.result(variant, guess.call), guess.call.x, guess.call.y
         added = None if ours is None or x.shape != ours.shape else x + ours
@@ -153,25 +153,25 @@ class SoftForms:
         if DISPATCH in changed:
             if not residual and not phi.bias:
                 text = self._with_axes(changed, phi.code, norm)
-                if self._off(text) <= CLOSE:
+                if self._counted_error(text) <= CLOSE:
                     yield SoftForm(text, phi, norm, (("axes", "others"),))
             return
         named = {k: v.replace("phi", phi.code) if k == "phi" else v for k, v in changed.items()}
         if any(" " in key for key in named):
             return
-        kept = [option for option in options if option.split("=", 1)[0] not in changed]
-        more = [f"{key}={value}" for key, value in named.items()]
+        unchanged = [option for option in options if option.split("=", 1)[0] not in changed]
+        new = [f"{key}={value}" for key, value in named.items()]
         text = call_text(
-            "moexport.SoftMoE", [*kept, *more, *(["residual=True"] if residual else [])]
+            "moexport.SoftMoE", [*unchanged, *new, *(["residual=True"] if residual else [])]
         )
-        if self._off(text) <= CLOSE:
+        if self._counted_error(text) <= CLOSE:
             yield SoftForm(text, phi, norm, tuple(named.items()), residual)
 
     def _masked(self) -> Iterator[SoftForm]:
-        """Yields forms with a mask of tokens as a further input."""
+        """Yields forms whose second input is a mask of tokens."""
         guess = self.guess
-        for phi, norm, mask, end in itertools.product(
-            self.phis(), ["", *guess.norms], guess.masks, ENDS
+        for phi, norm, mask, result in itertools.product(
+            self.phis(), ["", *guess.norms], guess.masks, RESULTS
         ):
             if phi.bias:
                 continue
@@ -182,11 +182,11 @@ class SoftForms:
                 f'logits = torch.einsum("bmd,dnp->bmnp", {h}, {self._with_slots(phi.code)})',
                 f"dispatch = {hidden}.softmax(dim=1)",
             ]
-            text = self._forward(lines, h, end.format(mask=mask), "dispatch")
+            text = self._forward(lines, h, result.format(mask=mask), "dispatch")
             yield SoftForm(text, phi, norm, (("mask", mask),))
 
     def _with_axes(self, changed: Mapping[str, str], phi: str, norm: str) -> str:
-        """The text of a layer with its softmaxes over other axes."""
+        """Returns the text of a layer with its softmaxes over other axes."""
         dispatch, combine = (AXES[changed[key].removeprefix("over ")] for key in changed)
         lines = [f"x = {norm}(x)"] if norm else []
         lines.append(f'logits = torch.einsum("bmd,dnp->bmnp", x, {self._with_slots(phi)})')
@@ -197,8 +197,8 @@ class SoftForms:
         guess = self.guess
         d, n = guess.reading.dim, guess.reading.count
         raw: list[str] = []
-        for code, p in guess.others:
-            raw += [f"{code}{turn}" for turn in _turns(tuple(p.shape), d, n)]
+        for code, p in guess.other_parameters:
+            raw += [f"{code}{suffix}" for suffix in _reshapes(tuple(p.shape), d, n)]
         for name in vars(type(guess.layer)):
             method = getattr(guess.layer, name, None)
             if name.startswith("_") or name == "forward" or not callable(method):
@@ -208,9 +208,9 @@ class SoftForms:
             except Exception:  # noqa: BLE001  a method may need arguments
                 continue
             if isinstance(matrix, Tensor):
-                raw += [f"layer.{name}(){turn}" for turn in _turns(tuple(matrix.shape), d, n)]
+                raw += [f"layer.{name}(){end}" for end in _reshapes(tuple(matrix.shape), d, n)]
         yield from map(Phi, raw)
-        scalars = [code for code, p in guess.others if p.numel() == 1]
+        scalars = [code for code, p in guess.other_parameters if p.numel() == 1]
         biases = {
             f"{code}.weight": f"{code}.bias"
             for code, module in (("layer", guess.layer), *guess.modules)
@@ -221,8 +221,8 @@ class SoftForms:
             yield from (Phi(phi, b) for w, b in biases.items() if phi.startswith(w))
 
 
-def _turns(shape: tuple[int, ...], d: int, n: int) -> list[str]:
-    """Code that turns a tensor of this shape into [d, n, p]; none if impossible."""
+def _reshapes(shape: tuple[int, ...], d: int, n: int) -> list[str]:
+    """Returns the code of each way to turn a tensor of this shape into [d, n, p]."""
     if len(shape) == 3:
         orders = [
             order
@@ -232,9 +232,9 @@ def _turns(shape: tuple[int, ...], d: int, n: int) -> list[str]:
         return ["" if order == (0, 1, 2) else f".permute{order}" for order in orders]
     if len(shape) != 2:
         return []
-    turns = []
-    for rows, columns, turn in ((*shape, ""), (*shape[::-1], ".T")):
-        if rows == d and columns % n == 0 and columns < MOST_WIDTH:
+    suffixes = []
+    for rows, columns, suffix in ((*shape, ""), (*shape[::-1], ".T")):
+        if rows == d and columns % n == 0 and columns < MAX_WIDTH:
             p = columns // n
-            turns.append(turn if p == 1 else f"{turn}.unflatten(1, ({n}, {p}))")
-    return turns
+            suffixes.append(suffix if p == 1 else f"{suffix}.unflatten(1, ({n}, {p}))")
+    return suffixes

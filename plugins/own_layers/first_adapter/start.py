@@ -1,4 +1,4 @@
-"""A start for an adapter: the layer's own forward, with the experts' part marked."""
+"""Starts an adapter from the layer's own forward, in which it marks the lines of the experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TypeGuard
 
 from torch import nn
 
-from .readings import further_inputs
+from .readings import required_inputs
 
 CALLS = (
     "(slots, combine=C)    slots [b, n, p, d], C [b, m, n, p]",
@@ -32,7 +32,7 @@ EXPERTS, LAYER = "experts", "layer"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A forward: its parameters, the experts first, its lines, and the lines before it."""
+    """A forward: its parameters (the experts first), lines, imports, and the lines before it."""
 
     parameters: str
     lines: tuple[str, ...]
@@ -43,18 +43,18 @@ class Start:
 def start_of(layer: nn.Module, uses: frozenset[str]) -> Start:
     """Returns a layer's forward for an adapter, or a placeholder if its source cannot be read.
 
-    `uses` are the names of the layer's attributes with its experts.
+    `uses` are the names of the layer's attributes that contain its experts.
     """
-    own = _OwnForward.of(layer)
+    own = _ForwardSource.of(layer)
     if own is None:
-        names = ", ".join([EXPERTS, "x", *further_inputs(layer)])
+        names = ", ".join([EXPERTS, "x", *required_inputs(layer)])
         lines = (*_help("What the layer computes", EXPERTS), "raise NotImplementedError")
         return Start(names, lines)
     bank = EXPERTS if EXPERTS not in own.names else "bank"
-    layer_name = LAYER if LAYER not in own.names else "whole"
+    layer_name = LAYER if LAYER not in own.names else "own_layer"
     return Start(
         parameters=", ".join([bank, *([own.parameters] if own.parameters else [])]),
-        lines=(*_help(f"The layer's forward ({own.place})", bank), *own.lines(layer_name, uses)),
+        lines=(*_help(f"The layer's forward ({own.origin})", bank), *own.lines(layer_name, uses)),
         imports=tuple(own.imports()),
         before=() if layer_name == LAYER else (f"{layer_name} = {LAYER}",),
     )
@@ -67,16 +67,16 @@ def _help(what: str, bank: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _OwnForward:
-    """The source of a forward: its tree, its text, and the module it is in."""
+class _ForwardSource:
+    """The source of a forward: its tree, its text, its class, and its file and line."""
 
     tree: ast.FunctionDef
     text: str
     cls: type[nn.Module]
-    place: str
+    origin: str
 
     @classmethod
-    def of(cls, layer: nn.Module) -> _OwnForward | None:
+    def of(cls, layer: nn.Module) -> _ForwardSource | None:
         kind = type(layer)
         try:
             lines, first = inspect.getsourcelines(kind.forward)
@@ -89,12 +89,12 @@ class _OwnForward:
             return None
         if "super(" in text and "forward" not in vars(kind):  # another class defines it
             return None
-        place = f"{file.replace(chr(92), '/').rsplit('/', 1)[-1]}, line {first}"
-        return cls(tree, text, kind, place)
+        origin = f"{file.replace(chr(92), '/').rsplit('/', 1)[-1]}, line {first}"
+        return cls(tree, text, kind, origin)
 
     @property
     def name(self) -> str:
-        """The forward's name for the layer: `self`."""
+        """The forward's name for the layer, usually `self`."""
         return self.tree.args.args[0].arg
 
     @property
@@ -114,7 +114,7 @@ class _OwnForward:
         return named | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
     def lines(self, layer_name: str, uses: frozenset[str]) -> list[str]:
-        """The lines of the body for a layer of this name; those that use its experts are marked."""
+        """Returns the body's lines for this name of the layer, and marks those with experts."""
         body = self.tree.body
         first = body[1 if len(body) > 1 and ast.get_docstring(self.tree) is not None else 0]
         nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute | ast.Name)]
@@ -133,9 +133,9 @@ class _OwnForward:
     def _changes(
         self, nodes: Sequence[ast.Attribute | ast.Name], layer_name: str
     ) -> Iterator[tuple[int, int, int, str]]:
-        """Yields the places of `self` and of names that are private to the class, with new texts.
+        """Yields what replaces `self`, `super()` and names that are private to the class.
 
-        A place is a line, with its first byte and its end there.
+        Each item is a line, the first byte and the end of the old text there, and the new text.
         """
         for node in nodes:
             line, end = node.end_lineno or node.lineno, node.end_col_offset or 0
@@ -144,12 +144,12 @@ class _OwnForward:
             elif isinstance(node, ast.Attribute) and node.attr != self._mangled(node.attr):
                 yield line, end - len(node.attr.encode()), end, self._mangled(node.attr)
         for call in ast.walk(self.tree):
-            if _is_super(call) and not call.args:  # it works only inside a class
+            if _is_super(call) and not call.args:  # `super()` works only inside a class
                 line, end = call.end_lineno or call.lineno, call.end_col_offset or 0
                 yield line, call.col_offset, end, f"super({self.cls.__name__}, {layer_name})"
 
     def _mangled(self, name: str) -> str:
-        """A name as Python mangles it in the class if it begins with two underscores."""
+        """Returns a name as Python mangles it in the class if it begins with two underscores."""
         if not name.startswith("__") or name.endswith("__"):
             return name
         return f"_{self.cls.forward.__qualname__.split('.')[-2].lstrip('_')}{name}"
@@ -199,9 +199,9 @@ def _is_super(node: ast.AST) -> TypeGuard[ast.Call]:
 
 
 def _method_uses(kinds: Sequence[type], name: str, uses: frozenset[str], visited: set[str]) -> bool:
-    """Whether the method of the first of these classes that has it uses attributes of the layer.
+    """Whether a method, as the first of these classes defines it, uses attributes of the layer.
 
-    Methods that it calls count, except those in `visited`.
+    Methods that it calls count too, except those in `visited`.
     """
     method = next((vars(kind)[name] for kind in kinds if name in vars(kind)), None)
     if method is None or name in visited:
@@ -215,6 +215,6 @@ def _method_uses(kinds: Sequence[type], name: str, uses: frozenset[str], visited
     return bool(named & uses) or any(_method_uses(kinds, other, uses, visited) for other in named)
 
 
-def joined(lines: Sequence[str], indent: str = "    ") -> str:
-    """Returns lines indented, empty ones without spaces."""
+def indent_lines(lines: Sequence[str], indent: str = "    ") -> str:
+    """Returns the lines as one text, in which all but empty ones are indented."""
     return "\n".join(f"{indent}{line}" if line.strip() else "" for line in lines)

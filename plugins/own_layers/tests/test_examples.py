@@ -110,7 +110,7 @@ def adapt_router(layer: Router):
     pairs = list(zip(layer.enter, layer.leave))
     return moexport.Experts(router=layer.route, experts=pairs, activation="gelu")
 '''
-ONE = "the example has no two different inputs: the replaced layers were "
+ONE = "the example has no two different inputs, so the replaced layers were "
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +166,7 @@ def test_a_network_that_runs_on_one_input_at_a_time_is_checked_on_two() -> None:
 def test_a_network_that_cannot_take_random_inputs_is_checked_on_its_example(takes: str) -> None:
     model = loaded(takes=takes)
     assert model.example is not None and len(model.example) == 1
-    assert any(note.startswith(f"{ONE}checked on it alone") for note in model.notes)
+    assert any(note.startswith(f"{ONE}checked on the example alone") for note in model.notes)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_layer_that_looks_at_the_batch_is_refused_where_the_network_takes_one_
 
 
 def test_noise_is_told_from_a_look_at_the_batch() -> None:
-    with pytest.raises(ParityError, match="the layer mix gives a different result each time"):
+    with pytest.raises(ParityError, match="the layer mix returns a different result each time"):
         loaded(fault="noise")
 
 

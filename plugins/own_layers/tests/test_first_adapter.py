@@ -15,7 +15,7 @@ import torch
 from moexport.common.files import cache_folder
 from moexport.docs.sources import ROOT
 from moexport.errors import UsageError
-from moexport.plugins.own_layers.first_adapter.cache import MOST_ENTRIES
+from moexport.plugins.own_layers.first_adapter.cache import MAX_ENTRIES
 from moexport.plugins.own_layers.first_adapter.readings import readings_of
 from moexport.plugins.own_layers.first_adapter.start import start_of
 from moexport.tests.command import run
@@ -171,7 +171,7 @@ def test_what_was_not_recognised_is_said_and_the_own_forward_is_a_start(
     assert "return moexport.Experts(experts=layer.experts, forward=forward)" in text
     outcome = run("adapt", "bare_layers:SpecialisedExperts")
     assert "the experts: experts[0] (Specialised): " in outcome.err.replace("layer.", "")
-    assert "a further linear map" in outcome.err
+    assert "another linear map" in outcome.err
 
 
 def test_a_layer_that_cannot_be_made_or_called_says_so() -> None:
@@ -264,14 +264,14 @@ def test_what_was_found_before_is_bounded_and_may_be_damaged(tmp_path: Path) -> 
     for damaged in ("{", "[]", '{"code": 3}', '{"code": "x", "missing": 3, "notes": []}', ""):
         file.write_text(damaged)
         assert moexport.adapt("numbered:Numbered") == found
-    for number in range(MOST_ENTRIES + 5):
+    for number in range(MAX_ENTRIES + 5):
         old = file.with_name(f"old{number}.json")
         old.write_text("{}")
         os.utime(old, (number, number))
     (tmp_path / "numbered.py").write_text(f"{NUMBERED}\n# changed\n")
     moexport.adapt("numbered:Numbered")
     entries = {each.name for each in file.parent.glob("*.json")}
-    assert len(entries) == MOST_ENTRIES
+    assert len(entries) == MAX_ENTRIES
     assert file.name in entries and "old0.json" not in entries
 
 
@@ -315,7 +315,7 @@ class Norms(Noisy):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("Noisy", "gives a different result each time it is called, even in eval mode"),
+        ("Noisy", "returns a different result each time it is called, even in eval mode"),
         ("Choosy", "RuntimeError: 1000 tokens, please"),
     ],
 )

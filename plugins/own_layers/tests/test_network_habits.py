@@ -133,7 +133,7 @@ def assert_right(does: str = "", **given: object) -> None:
         ("compile in place", "torch.compile was removed from mix"),
         ("compile all", "torch.compile was removed from the network"),
         ("call forward", "mix replaced as"),
-        ("hold one more", "the layer other is not called: left as it is"),
+        ("hold one more", "the layer other is not called, so it was not replaced"),
         ("tie two layers", "other replaced as"),
         ("tie the network", "mix replaced as"),
     ],

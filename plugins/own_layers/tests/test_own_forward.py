@@ -127,7 +127,7 @@ def without_the_input(layer: Layer, experts: Any, x: Tensor) -> Any:
         (lambda layer, experts, x: experts(x), {}, r"its forward calls experts\(x\)"),
         (lambda layer, experts, x: experts(x, 1, 2), {}, "a int as index"),
         (numbered, {}, "chose expert 3, but the experts are 0 to 2"),
-        (lambda layer, experts, x: {"loss": 1.0}, {}, "returned a dict without a tensor in it"),
+        (lambda layer, experts, x: {"loss": 1.0}, {}, "returned a dict without a tensor"),
         (lambda layer, experts, x: x + layer.nothing, {}, "its forward failed: AttributeError"),
         (lambda layer, experts: 1, {}, "its forward failed: TypeError"),
         (lambda layer, experts, x: experts(x[..., :4], weights=x[..., :N]), {}, r"tokens \(…, 8\)"),
@@ -200,7 +200,7 @@ class Branching(Odd):
         (Odd(), "a step that is not supported in an expert: sin of the first map's output"),
         (Branching(), "its forward cannot be read: TraceError"),
         (nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()), "not supported in an expert: a Tanh"),
-        (nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3))), "a further linear map"),
+        (nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3))), "another linear map"),
         (nn.Identity(), "does not return an expert's output"),
     ],
 )

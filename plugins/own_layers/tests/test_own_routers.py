@@ -238,7 +238,7 @@ def test_gate_and_up_exchanged_are_told() -> None:
     routed = importlib.import_module("routed")
     maps = routed.net().moe.maps
     wrong = list(zip(maps["up"], maps["gate"], maps["down"], strict=True))
-    with pytest.raises(ParityError, match="it matches with gate and up=exchanged"):
+    with pytest.raises(ParityError, match="it matches with gate and up exchanged"):
         moexport.load("routed:net", example=X, adapter=adapted(experts=wrong))
 
 
@@ -278,13 +278,13 @@ W = torch.zeros
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"b1": W(4, 12)}, "the experts are not given"),
+        ({"b1": W(4, 12)}, "no experts are given"),
         ({"w1": W(4, 8, 24), "w2": W(4, 12, 8)}, "w1 [4, 8, 24] returns 24 numbers"),
         (
             {"w1": W(4, 8, 12), "w2": W(4, 12, 8), "experts": [W(2, 2)]},
             "the experts are given twice",
         ),
-        ({"w1": [W(8, 12), W(8, 11)], "w2": W(2, 12, 8)}, "w1 contains 2 matrices"),
+        ({"w1": [W(8, 12), W(8, 11)], "w2": W(2, 12, 8)}, "matrices of different shapes"),
         ({"experts": [(W(12, 8),) * 4]}, "experts[0] is a tuple, not (first, second)"),
         ({"experts": [(W(12, 8), W(8, 12)), (W(12, 8), W(8, 11))]}, "experts[1]: its last weight"),
         ({"experts": [(W(12, 8), W(11, 8), W(8, 12))]}, "a gated expert's first two weights"),

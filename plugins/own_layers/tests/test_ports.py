@@ -122,10 +122,10 @@ ADAPTER = ("--adapter", "ports_net:adapt")
     ("factory", "error", "hint"),
     [
         ("own_net:own does=flat", "'output' has shape (40, 5) for 4 inputs", "unflatten"),
-        ("own_net:own does=loss", "'loss' is one number", "without a mean or a loss"),
+        ("own_net:own does=loss", "'loss' is a scalar", "without a mean or a loss"),
         ("own_net:own does=noise", "a different result each time it is called", "self.training"),
         ("own_net:own does=turned", "'output' has shape (10, 4, 5)", "movedim(1, 0)"),
-        ("own_net:odd what=k", "has an input 'k'", "another name"),
+        ("own_net:odd what=k", "has an input 'k'", "rename that parameter"),
         ("own_net:odd what=shared", "'t' has shape [1], but 'x' has 4", "x.expand(b)"),
         ("own_net:odd what=number", "'t' of example_input is a int", "arguments of the factory"),
         ("own_net:odd what=complex", "'t' of example_input is complex64", "uint8"),
@@ -227,7 +227,7 @@ def test_a_network_of_one_length_says_so() -> None:
     given = ("--set", "does=fixed positions", "--tokens", "4:8:16")
     outcome = run("export", "own_net:own", *ADAPTER, *given, "-o", "out")
     assert outcome.code == 2
-    assert "accepts no other length of its input 'input' (batch, 10, 12)" in outcome.error
+    assert "accepts no other length for its input 'input' (batch, 10, 12)" in outcome.error
 
 
 def net(form: str, dtype: str = "float32") -> moexport.Model:

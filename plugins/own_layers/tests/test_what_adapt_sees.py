@@ -14,7 +14,7 @@ from moexport.common.console import Silent
 from moexport.errors import UsageError
 from moexport.plugins.own_layers.adapters import describe
 from moexport.plugins.own_layers.calls import LayerCall
-from moexport.plugins.own_layers.comparison import result_of_code, surroundings
+from moexport.plugins.own_layers.comparison import result_of_code, wrapper_for
 from moexport.plugins.own_layers.descriptions import ExpertsDescription
 from moexport.plugins.token_routed.own_forward import result_of
 from moexport.tests.command import run
@@ -51,7 +51,7 @@ def assert_right(name: str, code: str) -> None:
         if isinstance(description, ExpertsDescription):
             ours = result_of_code(description, call, "the layer")[0]
         else:
-            ours = result_of(surroundings(description, call)(description.build(""))(x))  # type: ignore[assignment]
+            ours = result_of(wrapper_for(description, call)(description.build(""))(x))  # type: ignore[assignment]
         off = (ours - y).abs().flatten(1).amax(1) / y.abs().flatten(1).amax(1)
         assert float(off.max()) < 1e-3, (inputs, weights)
 
@@ -86,7 +86,7 @@ def test_a_clamp_that_usual_inputs_do_not_reach_is_in_the_adapter(name: str, lin
 def test_what_an_adapter_has_not_is_said_and_no_success(name: str, words: str, line: str) -> None:
     outcome = run("adapt", f"mine:{name}", "-o", "found.py")
     assert outcome.code == 3
-    assert f"of max|y| for {words}; its forward also has mine.py line " in outcome.error
+    assert f"of max|y| for {words}; the layer's forward also has mine.py line " in outcome.error
     assert line in outcome.error
     text = Path("found.py").read_text()
     assert f"of max|y| for {words}." in text and line in text  # and the nearest adapter
@@ -97,8 +97,8 @@ def test_what_an_adapter_has_not_is_said_and_no_success(name: str, words: str, l
 def test_what_no_input_reaches_is_said() -> None:
     outcome = run("adapt", "mine:Unreached")
     assert outcome.code == 0
-    assert "`logits = self.gate(x).clamp(-1e9, 1e9)` (no value reached it)" in outcome.err
-    assert "the layer also accepts bias: the adapter was tried without" in outcome.err
+    assert "`logits = self.gate(x).clamp(-1e9, 1e9)` (no value reached the limit)" in outcome.err
+    assert "the layer also accepts bias, which no trial passed" in outcome.err
     assert "bias is not None" not in outcome.err
     outcome = run("adapt", "mine:LongUnreached")  # branches on one line with their conditions
     assert outcome.code == 0
@@ -149,9 +149,10 @@ def test_a_start_is_the_layers_own_forward_with_the_experts_marked() -> None:
         in outcome.error
     )
     text = Path("found.py").read_text()
-    assert "    whole = layer\n    def forward(experts, x):\n" in text  # `layer` is a name in it
-    assert "for expert in whole.experts], -2)  # <- experts\n" in text
-    assert "shares = [gate(x).softmax(-1) for gate in whole.gates]\n" in text
+    # `layer` is a name in it.
+    assert "    own_layer = layer\n    def forward(experts, x):\n" in text
+    assert "for expert in own_layer.experts], -2)  # <- experts\n" in text
+    assert "shares = [gate(x).softmax(-1) for gate in own_layer.gates]\n" in text
     compile(text, "found.py", "exec")
     torch.manual_seed(0)
     layer = importlib.import_module("mine").Halves().eval()
@@ -187,7 +188,7 @@ def test_a_search_says_how_far_it_is_and_is_done_once(tmp_path: Path) -> None:
     assert any(text.endswith(": 50 forms") for text in first.said)
     assert torch.get_num_threads() == before
     assert moexport.adapt("mine:Waves", progress=again) == found
-    assert again.said == ["using the result of an earlier search of mine:Waves"]
+    assert again.said == ["using the result of an earlier search for mine:Waves"]
     (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text() + "\n# changed\n")
     moexport.adapt("mine:Waves", progress=changed)
     assert len(changed.said) > 1
