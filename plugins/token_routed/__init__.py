@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CONFIG_FILE = "config.json"
-"""The settings of a `transformers` model, in its folder."""
+"""The file in the folder of a `transformers` model that contains its configuration."""
 
 GENERATION_FILE = "generation_config.json"
-"""The settings with which that model generates text."""
+"""The file beside it with the model's settings for generating text."""
