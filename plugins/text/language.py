@@ -210,7 +210,7 @@ def phase_inputs(phase: Phase, x: Inputs, base: PyTorch) -> dict[str, Array]:
     if not phase.past:
         return prompt
     assert isinstance(base.module, TransformersNetwork)
-    outputs = zip(base.module.output_names, base.outputs(prompt), strict=True)
+    outputs = zip(base.module.outputs, base.outputs(prompt), strict=True)
     cache = {n.replace(PRESENT, PAST): array for n, array in outputs if PRESENT in n}
     return _cut(name, ids, mask, phase.past, phase.past + phase.tokens) | cache
 

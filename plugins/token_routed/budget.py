@@ -41,10 +41,7 @@ MISMATCH = "config.json and the weights belong to different models"
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """What the headers of a model's files declare.
-
-    These are the count of the tensors, the count of their numbers, and the longest axis.
-    """
+    """The counts of tensors and of numbers, and the longest axis, in the headers of the files."""
 
     folder: Path
     tensors: int

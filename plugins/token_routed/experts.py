@@ -92,7 +92,7 @@ def _with_gate(spec: ExpertsSpec, module: Any) -> ExpertsSpec:
     limit = max(map(abs, _numbers(module, "limit")), default=1.0)
     z = 4 * max(1.0, limit) * _test_values(2 * spec.hidden)
     gate: Gate = "concatenated" if module.is_concatenated else "interleaved"
-    return _matching_spec(replace(spec, gate=gate), module, z, module._apply_gate(z))
+    return _find_spec(replace(spec, gate=gate), module, z, module._apply_gate(z))
 
 
 def with_activation(spec: ExpertsSpec, act: Any, module: nn.Module) -> ExpertsSpec:
@@ -101,16 +101,14 @@ def with_activation(spec: ExpertsSpec, act: Any, module: nn.Module) -> ExpertsSp
     Raises `FamilyError` for an activation that the layer does not support.
     """
     z = 4 * _test_values(spec.hidden)
-    return _matching_spec(replace(spec, gate="none"), module, z, act(z))
+    return _find_spec(replace(spec, gate="none"), module, z, act(z))
 
 
 def _test_values(width: int) -> Tensor:
     return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0))
 
 
-def _matching_spec(
-    spec: ExpertsSpec, module: nn.Module, z: Tensor, expected: Tensor
-) -> ExpertsSpec:
+def _find_spec(spec: ExpertsSpec, module: nn.Module, z: Tensor, expected: Tensor) -> ExpertsSpec:
     """Returns the first candidate that computes `expected` from z."""
     unused = torch.empty(0)
     for candidate in _candidates(spec, module):

@@ -15,14 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...common.documents import object_in, read_document
 from ...common.files import Reading, Watched
-from ...errors import (
-    CheckpointError,
-    FamilyError,
-    MissingExtraError,
-    UsageError,
-    install,
-    one_line,
-)
+from ...errors import CheckpointError, FamilyError, MissingExtraError, UsageError, install, one_line
 from ...exporter.checkpoints.weight_files import INDEX
 from ...exporter.families.base import cache_specs
 from ...exporter.model import Model, Source, TensorSpec
@@ -107,7 +100,7 @@ def architecture_of(path: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def load_transformers(path: Path, settings: Mapping[str, Any], *, values: bool = True) -> Model:
+def load_transformers(source: Path, settings: Mapping[str, Any], *, values: bool = True) -> Model:
     """Returns the model of a folder, or of a file in it, with its experts replaced by our layers.
 
     `settings` may contain `use_cache`, and the `part` of an encoder-decoder model. Without `values`
@@ -116,7 +109,7 @@ def load_transformers(path: Path, settings: Mapping[str, Any], *, values: bool =
     """
     _check_settings(settings)
     version = transformers_library().__version__
-    found = folder_files(path)
+    found = folder_files(source)
     folder, files = found.folder, found.files
     sizes = WeightSizes.of(folder, found.weights.files)
     sizes.check_config()
@@ -126,8 +119,8 @@ def load_transformers(path: Path, settings: Mapping[str, Any], *, values: bool =
     with sizes.building(version):
         output_notes = _remove_extra_outputs(config)
         class_ = _class(folder, config)
-        architecture = _architecture(folder, class_.__name__, config, settings.get("part"))
-        build = _builder(class_, architecture)
+        arch = _architecture(folder, class_.__name__, config, settings.get("part"))
+        build = _builder(class_, arch)
         skeleton = build(config)
         packed = getattr(config, "quantization_config", None) is not None
         sizes.check_built(skeleton, packed=packed)
@@ -136,29 +129,20 @@ def load_transformers(path: Path, settings: Mapping[str, Any], *, values: bool =
     with sizes.building(version):
         routers = find_routers(build, config, max(experts)) if paths else None
         inputs, outputs, notes = _inputs_and_outputs(
-            skeleton,
-            config,
-            architecture,
-            cached=architecture.cached and settings.get("use_cache", True),
+            skeleton, config, arch, cached=arch.cached and settings.get("use_cache", True)
         )
     has_cache = any(spec.name.startswith(PAST) for spec in inputs)
     if has_cache:
         notes = (*_cache_note(folder, settings), *notes)
-    input_names, output_names = [spec.name for spec in inputs], [spec.name for spec in outputs]
+    names = [spec.name for spec in inputs], [spec.name for spec in outputs]
     watched = Watched.now(files)
     model, mapped = skeleton, files
     if values:
         loaded = load_weights(found, class_, config, watched)
-        model, mapped, notes = (
-            _part(loaded.module, architecture),
-            loaded.mapped,
-            (*notes, *loaded.notes),
-        )
+        model, mapped, notes = _part(loaded.module, arch), loaded.mapped, (*notes, *loaded.notes)
     # A model that scans its tokens has a cache with more than keys and values.
-    loops = values and not architecture.encoder_decoder and not has_cache and _has_loop(skeleton)
-    original = TransformersNetwork(
-        model.eval().requires_grad_(False), input_names, output_names, loops=loops
-    )
+    loops = values and not arch.encoder_decoder and not has_cache and _has_loop(skeleton)
+    original = TransformersNetwork(model.eval().requires_grad_(False), *names, loops=loops)
     network = sharing_weights(original)
     k, reading = k_of(config.get_text_config()), Reading(mapped, watched)
     if k and experts and k[1] > min(experts):
@@ -182,9 +166,9 @@ def load_transformers(path: Path, settings: Mapping[str, Any], *, values: bool =
     return Model(
         module=network,
         family=str(config.model_type),
-        config=_configuration(config, routers, architecture, cached=original.cached),
+        config=_configuration(config, routers, arch, cached=original.cached),
         source=Source(
-            str(path),
+            str(source),
             files,
             mapped=mapped,
             watched=watched.hashed() if values else None,
@@ -219,7 +203,7 @@ def _replace_blocks(network: nn.Module, original: nn.Module, *, check: bool) -> 
 
 
 def _configuration(
-    config: Any, routers: Routers | None, architecture: _Architecture, *, cached: bool
+    config: Any, routers: Routers | None, arch: _Architecture, *, cached: bool
 ) -> dict[str, Any]:
     """Returns the configuration for the manifest: the usual sizes, k, and the cache."""
     text = config.get_text_config()
@@ -227,8 +211,8 @@ def _configuration(
     record = {name: getattr(text, name) for name in names if hasattr(text, name)}
     if routers is not None:
         record[routers.field] = routers.trained
-    if architecture.part is not None:
-        record["part"] = architecture.part
+    if arch.part is not None:
+        record["part"] = arch.part
     return {**record, "use_cache": cached}
 
 
@@ -402,22 +386,22 @@ def _unsupported(folder: Path, name: str) -> FamilyError:
     )
 
 
-def _builder(class_: Any, architecture: _Architecture) -> Any:
+def _builder(class_: Any, arch: _Architecture) -> Any:
     def build(config: Any) -> nn.Module:
         with torch.device("meta"):
             model = class_._from_config(config, attn_implementation=attention_of(class_))
         assert isinstance(model, nn.Module)
-        return _part(model.eval(), architecture)
+        return _part(model.eval(), arch)
 
     return build
 
 
-def _part(model: nn.Module, architecture: _Architecture) -> nn.Module:
+def _part(model: nn.Module, arch: _Architecture) -> nn.Module:
     """Returns the part of a model to export: the model, its encoder, or the model without that."""
-    if architecture.part is None:
+    if arch.part is None:
         return model
     encoder: nn.Module = model.get_encoder()  # type: ignore[operator]
-    if architecture.part == "encoder":
+    if arch.part == "encoder":
         return encoder
     path = next(name for name, module in model.named_modules() if module is encoder)
     model.set_submodule(path, nn.Identity())
@@ -436,7 +420,7 @@ def _experts(folder: Path, skeleton: nn.Module, config: Any) -> list[str]:
 
 
 def _inputs_and_outputs(
-    skeleton: nn.Module, config: Any, architecture: _Architecture, *, cached: bool
+    skeleton: nn.Module, config: Any, arch: _Architecture, *, cached: bool
 ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], tuple[str, ...]]:
     """Returns the inputs and outputs, and a note if there is no cache although one is expected."""
     text = config.get_text_config()
@@ -445,15 +429,15 @@ def _inputs_and_outputs(
         "labels": getattr(config, "num_labels", 0),
         "hidden": text.hidden_size,
     }
-    shape = tuple(sizes.get(axis, axis) for axis in architecture.axes)
-    output = TensorSpec(architecture.output, "float32", shape)
+    shape = tuple(sizes.get(axis, axis) for axis in arch.axes)
+    output = TensorSpec(arch.output, "float32", shape)
     positions = getattr(text, "max_position_embeddings", None)
-    shapes = _cache_shapes(skeleton, architecture, text.hidden_size) if cached else None
-    if architecture.part == "decoder":
+    shapes = _cache_shapes(skeleton, arch, text.hidden_size) if cached else None
+    if arch.part == "decoder":
         inputs = decoder_specs(text.vocab_size, text.hidden_size)
     else:
         inputs = token_specs(text.vocab_size, positions, cached=shapes is not None)
-    if architecture.encoder_decoder and architecture.part is None:
+    if arch.encoder_decoder and arch.part is None:
         limits = {} if positions is None else {"decoder_tokens": positions}
         axes = ("batch", "decoder_tokens")
         decoder_input = TensorSpec(DECODED, "int64", axes, limits, below=text.vocab_size)
@@ -470,13 +454,13 @@ def _inputs_and_outputs(
 
 
 def _cache_shapes(
-    skeleton: nn.Module, architecture: _Architecture, hidden: int
+    skeleton: nn.Module, arch: _Architecture, hidden: int
 ) -> dict[str, tuple[int, int]] | None:
     """Returns the heads and width of each part of the cache, from a run without weights."""
     with _without_weights(skeleton):
         ids = torch.zeros((2, 3), dtype=torch.int64)
         arguments: dict[str, Any] = {"input_ids": ids}
-        if architecture.part == "decoder":
+        if arch.part == "decoder":
             arguments = {DECODED: ids, "encoder_outputs": encoded(torch.zeros(2, 3, hidden))}
         try:
             outputs = skeleton(**arguments, use_cache=True)

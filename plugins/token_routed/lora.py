@@ -29,7 +29,7 @@ FACTOR = re.compile(
 WRAPPED = "base_model.model."
 """The prefix that peft puts before every key."""
 
-SUPPORTED = {
+ALLOWED = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
     *("revision", "inference_mode", "target_modules", "exclude_modules", "layers_pattern"),
     *("layers_to_transform", "r", "lora_alpha", "lora_dropout", "rank_pattern", "use_rslora"),
@@ -37,8 +37,8 @@ SUPPORTED = {
 }
 """Fields of the configuration that are read here or have no effect after training."""
 
-INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
-"""Initialisations that set only the factors; others also change the weights."""
+INITIAL = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that set only the factors; others also change the weights."""
 
 
 Pair = tuple[str, str]
@@ -82,17 +82,13 @@ def check_config(file: Path) -> dict[str, Any]:
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
         raise CheckpointError(f"{file}: the adapter is a {kind}, not a LORA", hint=MERGE)
     neutral = {"bias": "none", "lora_bias": False, "init_lora_weights": True}
-    unsupported = [
-        key for key, value in config.items() if key not in SUPPORTED | neutral.keys() and value
-    ]
-    unsupported += [
-        key for key in ("bias", "lora_bias") if config.get(key) not in (neutral[key], None)
-    ]
-    if config.get("init_lora_weights", True) not in INITIALISATIONS:
-        unsupported.append("init_lora_weights")
-    if unsupported:
+    others = [key for key, value in config.items() if key not in ALLOWED | neutral.keys() and value]
+    others += [key for key in ("bias", "lora_bias") if config.get(key) not in (neutral[key], None)]
+    if config.get("init_lora_weights", True) not in INITIAL:
+        others.append("init_lora_weights")
+    if others:
         raise CheckpointError(
-            f"{file}: {unsupported[0]} is {config[unsupported[0]]!r}, which is not plain LoRA",
+            f"{file}: {others[0]} is {config[others[0]]!r}, which is not plain LoRA",
             hint=MERGE,
         )
     for key in ("r", "lora_alpha"):

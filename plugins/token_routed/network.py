@@ -24,30 +24,21 @@ DECODED = "decoder_input_ids"
 
 
 class TransformersNetwork(nn.Module):
-    """A `transformers` model that takes a tensor for each of `input_names`.
+    """A `transformers` model that takes a tensor for each of `inputs`.
 
-    Its modules have the same paths as in the model itself. Each of `output_names` is a field of the
+    Its modules have the same paths as in the model itself. Each of `outputs` is a field of the
     model's output, or a key or value of its cache. `loops`: the model loops over its tokens, and a
     trace unrolls the loop.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        input_names: Sequence[str],
-        output_names: Sequence[str],
-        *,
-        loops: bool = False,
+        self, model: nn.Module, inputs: list[str], outputs: list[str], *, loops: bool = False
     ) -> None:
         super().__init__()
         for name, child in model.named_children():
             self.add_module(name, child)
         self._wrapped = (model,)  # in a tuple, so that modules are not found twice
-        self.input_names, self.output_names, self.loops = (
-            tuple(input_names),
-            tuple(output_names),
-            loops,
-        )
+        self.inputs, self.outputs, self.loops = tuple(inputs), tuple(outputs), loops
 
     @property
     def wrapped(self) -> Any:
@@ -56,19 +47,19 @@ class TransformersNetwork(nn.Module):
     @property
     def cached(self) -> bool:
         """Whether keys and values of earlier tokens are inputs and outputs."""
-        return any(name.startswith(PAST) for name in self.input_names)
+        return any(name.startswith(PAST) for name in self.inputs)
 
     def forward(self, *tensors: Tensor) -> Any:
-        """Returns a tuple of a tensor for each of `output_names`, or the tensor if there is one."""
+        """Returns a tuple of a tensor for each of `outputs`, or the tensor if there is one."""
         results = self.wrapped(**self.arguments(tensors))
-        outputs = tuple(self._output(results, name) for name in self.output_names)
+        outputs = tuple(self._output(results, name) for name in self.outputs)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def arguments(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """Returns the arguments of the model's own forward for the tensors of `input_names`."""
+        """Returns the arguments of the model's own forward for the tensors of `inputs`."""
         from transformers import DynamicCache, EncoderDecoderCache
 
-        by_name = dict(zip(self.input_names, tensors, strict=True))
+        by_name = dict(zip(self.inputs, tensors, strict=True))
         arguments: dict[str, Any] = {n: t for n, t in by_name.items() if not n.startswith(PAST)}
         is_decoder = ENCODED in arguments
         if is_decoder:
@@ -91,8 +82,8 @@ class TransformersNetwork(nn.Module):
         if not name.startswith(PRESENT):
             return results[name]  # type: ignore[no-any-return]
         _, layer, part = name.split(".")
-        layer_cache = self_attention(results[PAST]).layers[int(layer)]
-        return layer_cache.keys if part == "key" else layer_cache.values  # type: ignore[no-any-return]
+        past = self_attention(results[PAST]).layers[int(layer)]
+        return past.keys if part == "key" else past.values  # type: ignore[no-any-return]
 
 
 def encoded(hidden: Tensor) -> Any:

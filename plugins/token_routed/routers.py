@@ -98,8 +98,7 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
         return model
     if not routers.attributes:
         raise UsageError(
-            f"--k: {model.family} models support only k = {routers.trained}",
-            hint="leave --k out",
+            f"--k: {model.family} models support only k = {routers.trained}", hint="leave --k out"
         )
     changed = sharing_weights(network)
     assert isinstance(changed, TransformersNetwork)

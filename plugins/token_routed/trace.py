@@ -157,11 +157,11 @@ def _shapes(
     network: TransformersNetwork, arguments: Mapping[str, Any], axes: Sequence[dict[int, Any]]
 ) -> dict[str, Any]:
     """Returns the dynamic axes of each argument, in the structure of its pytree."""
-    shapes: dict[str, Any] = dict(zip(network.input_names, axes, strict=True))
+    shapes: dict[str, Any] = dict(zip(network.inputs, axes, strict=True))
     if ENCODED in shapes:
         shapes["encoder_outputs"] = [shapes.pop(ENCODED)]
         shapes["attention_mask"] = shapes.pop(ENCODED_MASK)
-    past = [shapes.pop(name) for name in network.input_names if name.startswith(PAST)]
+    past = [shapes.pop(name) for name in network.inputs if name.startswith(PAST)]
     if PAST in arguments:
         shapes[PAST] = _cache_shapes(arguments[PAST], past, network)
     return {name: shapes[name] for name in arguments if name in shapes}

@@ -375,7 +375,7 @@ class GroupRouting:
     experts_choose: bool
 
     @classmethod
-    def images(cls, config: Config, tokens: int) -> GroupRouting:
+    def of(cls, config: Config, tokens: int) -> GroupRouting:
         """Reads a configuration; raises FamilyError for an invalid one."""
         n, router = config["num_experts"], str(config["router"])
         members = whole_number(NAME, "ensemble_size", config["ensemble_size"])
@@ -439,11 +439,7 @@ class GroupRouting:
         else:
             columns = kernel.reshape(-1, self.members, self.experts // self.members)
             router = TokensChoose(
-                columns.transpose(0, 1),
-                self.k,
-                self.group,
-                self.capacities,
-                priority=self.priority,
+                columns.transpose(0, 1), self.k, self.group, self.capacities, priority=self.priority
             )
         router.layer = experts.spec.name
         return OwnForward(experts, Code(None, router), router)

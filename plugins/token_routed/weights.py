@@ -93,14 +93,14 @@ def folder_files(path: Path) -> FolderFiles:
     return FolderFiles(path, weights, adapter, config, notes if skipped else ())
 
 
-class _RecordedTensor:
-    """A tensor that adds its key to `used_keys` when the library reads it."""
+class _Recorded:
+    """A tensor that adds its key to `read` when the library reads it."""
 
-    def __init__(self, key: str, tensor: Tensor, used_keys: set[str]) -> None:
-        self._key, self._tensor, self._used_keys = key, tensor, used_keys
+    def __init__(self, key: str, tensor: Tensor, read: set[str]) -> None:
+        self._key, self._tensor, self._read = key, tensor, read
 
     def __getitem__(self, part: Any) -> Tensor:
-        self._used_keys.add(self._key)
+        self._read.add(self._key)
         return self._tensor[part]
 
 
@@ -131,21 +131,21 @@ def load_weights(found: FolderFiles, class_: Any, config: Any, watched: Watched)
     check_experts(found.path, plain.tensors)
     # Weights of this type are mapped, unless they are assembled from several.
     main = _most_common(plain.tensors)
-    model, used_keys, report = _read(found, class_, config, plain.tensors, main)
+    model, read, report = _read(found, class_, config, plain.tensors, main)
     if main != torch.float32 and (
-        _has_narrow_buffers(model) or _was_narrowed(model, plain.tensors, used_keys, main)
+        _has_narrow_buffers(model) or _was_narrowed(model, plain.tensors, read, main)
     ):
-        model, used_keys, report = _read(found, class_, config, plain.tensors, torch.float32)
-    notes = check_surplus(found.path, model, plain.tensors.keys() - used_keys, report)
+        model, read, report = _read(found, class_, config, plain.tensors, torch.float32)
+    notes = check_surplus(found.path, model, plain.tensors.keys() - read, report)
     check_missing(found.path, model, report)
     check_mismatched(found.path, model, report)
-    _check_dtypes_and_names(found.path, model, plain.tensors, used_keys)
-    used = {key: plain.tensors[key] for key in sorted(used_keys)}
+    _check_numbers(found.path, model, plain.tensors, read)
+    used = {key: plain.tensors[key] for key in sorted(read)}
     for tensors in (plain.read, used):
         check_finite(found.path, tensors, Reading(found.files, watched))
     _load_generation_config(model, found.folder)
     release(found.files)
-    places = (*found.files, *(() if plain.path is None else (plain.path,)))
+    places = (*found.files, *(() if plain.mapped is None else (plain.mapped,)))
     mapped = (*places, *_to_float32(model, places))
     return LoadedModel(model, mapped, (*found.notes, *plain.notes, *notes))
 
@@ -162,14 +162,12 @@ def _read(
     found: FolderFiles, class_: Any, config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[Any, set[str], Mapping[str, Any]]:
     """Returns a model of the library, the keys that it used, and its report on the weights."""
-    used_keys: set[str] = set()
+    read: set[str] = set()
     try:
         model, report = class_.from_pretrained(
             None,
             config=copy.deepcopy(config),
-            state_dict={
-                key: _RecordedTensor(key, tensor, used_keys) for key, tensor in tensors.items()
-            },
+            state_dict={key: _Recorded(key, tensor, read) for key, tensor in tensors.items()},
             dtype=dtype,
             attn_implementation=attention_of(class_),
             ignore_mismatched_sizes=True,  # `check_mismatched` reports them
@@ -182,7 +180,7 @@ def _read(
             f"{found.path}: transformers cannot load its weights: {one_line(error)}",
             hint=f"{CONFIG_FILE} and the weights must belong to the same model",
         ) from error
-    return model, used_keys, report
+    return model, read, report
 
 
 def attention_of(class_: Any) -> str:
@@ -201,7 +199,7 @@ def _has_narrow_buffers(model: nn.Module) -> bool:
 
 
 def _was_narrowed(
-    model: nn.Module, tensors: Mapping[str, Tensor], used_keys: set[str], main: torch.dtype
+    model: nn.Module, tensors: Mapping[str, Tensor], read: set[str], main: torch.dtype
 ) -> bool:
     """Returns whether tensors of types wider than `main` were rounded to `main`."""
     used = {tensor.data_ptr() for tensor in model.state_dict().values()}
@@ -209,17 +207,15 @@ def _was_narrowed(
         tensor.is_floating_point()
         and torch.promote_types(tensor.dtype, main) != main
         and tensor.data_ptr() not in used
-        for tensor in (tensors[key] for key in used_keys)
+        for tensor in (tensors[key] for key in read)
     )
 
 
-def _check_dtypes_and_names(
-    path: Path, model: Any, tensors: Mapping[str, Tensor], used_keys: set[str]
-) -> None:
+def _check_numbers(path: Path, model: Any, tensors: Mapping[str, Tensor], read: set[str]) -> None:
     """Raises `CheckpointError` for integers instead of floats, and for two keys of one weight."""
     state = model.state_dict()
     integers = Counter(tuple(t.shape) for t in state.values() if not t.is_floating_point())
-    for key in sorted(used_keys):
+    for key in sorted(read):
         tensor = tensors[key]
         if not tensor.is_floating_point():
             integers[tuple(tensor.shape)] -= 1
@@ -229,13 +225,12 @@ def _check_dtypes_and_names(
                     "but the network computes with floats",
                     hint=DEQUANTISED,
                 )
-    tied_sizes, tied = {0}, set(getattr(model, "all_tied_weights_keys", None) or ())
+    sums, tied = {0}, set(getattr(model, "all_tied_weights_keys", None) or ())
     for size in (state[key].numel() for key in tied if key in state):
-        # A tied weight may be saved under each of its names.
-        tied_sizes |= {size + total for total in tied_sizes}
+        sums |= {size + total for total in sums}  # a tied weight may be saved under all its names
     needed = sum(tensor.numel() for key, tensor in state.items() if key not in tied)
-    saved = sum(tensors[key].numel() for key in used_keys)
-    if saved > needed and saved - needed not in tied_sizes:
+    saved = sum(tensors[key].numel() for key in read)
+    if saved > needed and saved - needed not in sums:
         raise CheckpointError(
             f"{path} has {saved} numbers for {needed} parameters, some under two names",
             hint="save each weight under one name",
@@ -266,12 +261,12 @@ def _load_generation_config(model: Any, folder: Path) -> None:
 def _to_float32(model: Any, files: tuple[Path, ...]) -> tuple[Path, ...]:
     """Converts a model's weights to float32, in place; returns the files they are mapped from."""
     model.config.dtype = torch.float32
-    narrower: dict[str, Tensor] = {
+    to_convert: dict[str, Tensor] = {
         name: tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if tensor.is_floating_point() and tensor.dtype != torch.float32
     }
-    converted, file = upcast({name: tensor.detach() for name, tensor in narrower.items()}, files)
-    for name, tensor in narrower.items():
+    converted, file = upcast({name: tensor.detach() for name, tensor in to_convert.items()}, files)
+    for name, tensor in to_convert.items():
         tensor.data = converted[name]
     return () if file is None else (file,)

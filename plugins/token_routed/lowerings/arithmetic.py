@@ -18,13 +18,7 @@ from ....graphs.lowerings.experts import (
     stacked_linear,
     stacked_rows,
 )
-from ....graphs.names import (
-    EXPERT_HIDDEN,
-    EXPERT_INPUT,
-    EXPERT_OUTPUTS,
-    EXPERT_PRODUCTS,
-    OUTPUT,
-)
+from ....graphs.names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS, OUTPUT
 from ....graphs.precision.products import Linear, operand, product, scaled_rows
 from ....graphs.routing import is_expert, one_hot_experts
 from ....graphs.targets import TARGETS

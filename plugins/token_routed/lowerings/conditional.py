@@ -37,7 +37,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     mask = by_expert(b, one_hot, None)  # [t, n]
     shares = mask
     tokens = token_rows(b, layer, x)
-    weight_columns: list[ir.Value] | None = None
+    column: list[ir.Value] | None = None
     if layer.spec.weights_on == "input":
         columns = b.cast(
             by_expert(b, one_hot, weights),
@@ -45,24 +45,20 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
             layer.compute.inner,
             "dispatch/weights",
         )
-        weight_columns = split(b, columns, n, 1, "dispatch/weight")
+        column = split(b, columns, n, 1, "dispatch/weight")
         rows = ScaledRows(values=tokens)
     else:
         shares = by_expert(b, one_hot, weights)
         rows = first_rows(b, layer, tokens)
     outputs = []
-    for e, is_chosen in enumerate(chosen_at_all(b, mask, n)):
+    for e, used in enumerate(chosen_at_all(b, mask, n)):
         run = b.nested(f"experts/{e}/run")
         expert_rows = rows
-        if weight_columns is not None:
-            expert_rows = first_rows(
-                run, layer, run.op("Mul", tokens, weight_columns[e], name="weighted")
-            )
+        if column is not None:
+            expert_rows = first_rows(run, layer, run.op("Mul", tokens, column[e], name="weighted"))
         multiply = partial(products, run, layer, e)
         y = normalised(run, layer, both_products(run, layer, expert_rows, multiply, e))
-        outputs.append(
-            if_chosen(b, e, is_chosen, run, y, tokens, layer.spec.out, outputs_type(layer))
-        )
+        outputs.append(if_chosen(b, e, used, run, y, tokens, layer.spec.out, outputs_type(layer)))
     by_token = [
         b.op("Unsqueeze", y, b.ints(1), name=f"combine/expert_{e}") for e, y in enumerate(outputs)
     ]

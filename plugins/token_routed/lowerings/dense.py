@@ -29,11 +29,9 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     one_hot: ir.Value | None = None
     if layer.spec.weights_on == "input":
         one_hot = chosen(b, layer)
-        by_expert_weights = by_expert(b, one_hot, weights)
-        by_expert_weights = b.cast(
-            by_expert_weights, ir.DataType.FLOAT, layer.compute.inner, "dispatch/weights_narrow"
-        )
-        columns = b.op("Transpose", by_expert_weights, perm=[1, 0], name="dispatch/weights")
+        rows = by_expert(b, one_hot, weights)
+        rows = b.cast(rows, ir.DataType.FLOAT, layer.compute.inner, "dispatch/weights_narrow")
+        columns = b.op("Transpose", rows, perm=[1, 0], name="dispatch/weights")
         columns = b.op("Unsqueeze", columns, b.ints(2), name="dispatch/weight_columns")
         tokens = b.op("Mul", tokens, columns, name="dispatch/weighted")  # [n, t, d]
         shares = by_expert(b, one_hot, None)

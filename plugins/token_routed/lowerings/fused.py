@@ -39,15 +39,7 @@ from ....graphs.lowerings.moe_op import (
 )
 from ....graphs.targets import TARGETS, Machine, Precision, Target
 from ..layers.experts import ExpertsSpec
-from .arithmetic import (
-    ExpertsLayer,
-    by_token,
-    output,
-    outputs_type,
-    pair_rows,
-    routed,
-    token_rows,
-)
+from .arithmetic import ExpertsLayer, by_token, output, outputs_type, pair_rows, routed, token_rows
 from .cost import ExpertsPlan, combine_us
 
 
@@ -150,13 +142,7 @@ def _weights_by_expert(
     shape = b.op("Concat", tokens, b.ints(layer.spec.experts), axis=0, name="router/shape")
     none = b.op("ConstantOfShape", shape, name="router/none")
     return b.op(
-        "ScatterElements",
-        none,
-        index,
-        weights,
-        axis=1,
-        reduction="add",
-        name="router/by_expert",
+        "ScatterElements", none, index, weights, axis=1, reduction="add", name="router/by_expert"
     )
 
 

@@ -14,14 +14,7 @@ from ....graphs.builder import Builder
 from ....graphs.lowerings.base import LoweringOf, no_blocks
 from ....graphs.targets import Machine
 from ..layers.experts import ExpertsSpec
-from .arithmetic import (
-    ExpertsLayer,
-    all_experts,
-    kept_only,
-    pair_weights,
-    token_rows,
-    weighted_sum,
-)
+from .arithmetic import ExpertsLayer, all_experts, kept_only, pair_weights, token_rows, weighted_sum
 from .cost import ExpertsPlan, all_experts_us, combine_us
 
 

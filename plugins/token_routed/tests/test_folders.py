@@ -348,7 +348,7 @@ ODD: dict[str, tuple[Change, tuple[str, ...]]] = {
     "no head": (_left_out("lm_head"), ("lm_head.weight", "architectures")),
     "another prefix": (
         lambda w: {f"teacher.{k}": t for k, t in w.items()},
-        ("teacher.lm_head.weight", "without teacher. before its keys"),
+        ("teacher.lm_head.weight", "its keys then lack teacher."),
     ),
     "a prefix of the head's module": (
         lambda w: {f"transformer.{k}": t for k, t in w.items()},
@@ -358,10 +358,10 @@ ODD: dict[str, tuple[Change, tuple[str, ...]]] = {
         _left_out(f"{LAYER}block_sparse_moe.gate"),
         (f"{LAYER}mlp.gate.weight", "save the weights and config.json together"),
     ),
-    "no second layer": (_left_out(LAYER), ("config.json has more layers",)),
+    "no second layer": (_left_out(LAYER), ("config.json describes more layers",)),
     "an optimiser": (
         lambda w: {**w, "optimizer.state.0.exp_avg": torch.ones(4)},
-        ("the state of a training", "save only the network"),
+        ("a part of the training state", "save only the network"),
     ),
     "beyond float32": (
         lambda w: {**w, "model.norm.weight": torch.full((32,), 1e300, dtype=torch.float64)},
@@ -449,7 +449,7 @@ def test_a_class_of_images_and_text_is_refused_with_its_text_part(
     folder = changed(
         mixtral, tmp_path / "vl", dict, architectures=["Qwen3VLMoeForConditionalGeneration"]
     )
-    with pytest.raises(FamilyError, match="it takes more than text") as caught:
+    with pytest.raises(FamilyError, match="its input is more than text") as caught:
         moexport.load(folder)
     assert "language_model" in str(caught.value.hint)
 
@@ -516,7 +516,7 @@ def test_a_configuration_of_an_adapter_without_its_factors_is_told(
 ) -> None:
     folder = changed(mixtral, tmp_path / "left", lambda w: w)
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG))
-    refused(folder, "names an adapter", "remove the file")
+    refused(folder, "describes an adapter", "remove the file")
     check_same(moexport.load(folder / "model.safetensors"), mixtral)
 
 
@@ -573,7 +573,7 @@ def test_a_cache_that_training_turned_off_is_exported_with_a_note(
     folder = changed(mixtral, tmp_path / "trained", lambda w: w, use_cache=False)
     model = moexport.load(folder)
     assert any(port.name.startswith("past_key_values") for port in model.inputs)
-    assert any('"use_cache": false of config.json' in note for note in model.notes)
+    assert any('"use_cache": false in config.json' in note for note in model.notes)
     alone = moexport.load(folder, sets=["use_cache=false"])
     assert [port.name for port in alone.inputs] == ["input_ids", "attention_mask"]
     assert not any("use_cache" in note for note in alone.notes)
