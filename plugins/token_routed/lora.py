@@ -65,7 +65,7 @@ def factors_in(keys: Mapping[str, Any], path: Path) -> dict[str, Pair]:
         if len(pair) == 1:
             key = next(iter(pair.values()))
             raise CheckpointError(
-                f"{path}: {key} is one LoRA factor of {module}, but the other one is missing",
+                f"{path}: {key} is one factor of a LoRA pair of {module}; the other is missing",
                 hint=MERGE,
             )
     return {module: (pair["A"], pair["B"]) for module, pair in found.items()}

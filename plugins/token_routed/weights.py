@@ -85,7 +85,7 @@ def folder_files(path: Path) -> FolderFiles:
     for file in others:
         if file.name not in skipped and file not in adapters:
             raise CheckpointError(
-                f"{file} has weights that are ignored, because {weights.files[0].name} is read",
+                f"{file} has weights that are not read, because {weights.files[0].name} is read",
                 hint="move it out of the folder, or give the path of the correct weights",
             )
     notes = (f"left out {', '.join(skipped)}: the names of its weights are not the library's",)

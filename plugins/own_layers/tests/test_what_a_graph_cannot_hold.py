@@ -210,5 +210,5 @@ def test_slots_that_follow_the_batch_need_a_fixed_one() -> None:
     assert "--batch N" in outcome.hint and not Path("out").exists()
     outcome = run("export", "kept:build", "--set", "layer=Slots", "-o", "out", "--batch", "2")
     assert outcome.code == 2
-    assert "passes 2 slots to experts(slots, combine=C), but 4 for the inputs" in outcome.error
+    assert "passes 2 slots to experts(slots, combine=C), but passed 4 when the" in outcome.error
     assert off(exported("Slots", "--batch", "4"), "Slots", X) < 1e-5

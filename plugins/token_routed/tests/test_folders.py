@@ -149,7 +149,7 @@ def test_blocks_that_are_no_powers_of_two_are_those_of_the_configuration(
     right = changed(mixtral, tmp_path / "right", lambda w: {**w, f"{Q}.weight": meant[Q]})
     check_same(moexport.load(folder), right)
     method = {"quant_method": "fp8", "weight_block_size": [8, 8]}
-    refused(changed(mixtral, tmp_path / "8", change, quantization_config=method), "blocks of 8 × 8")
+    refused(changed(mixtral, tmp_path / "8", change, quantization_config=method), "block of 8 × 8")
 
 
 def test_a_number_of_blocks_that_leaves_their_length_open_is_refused(
@@ -301,7 +301,7 @@ ODD: dict[str, tuple[Change, tuple[str, ...]]] = {
     "no scale": (_packed, (f"{Q}.weight is float8_e4m3fn and has no scales",)),
     "two scales": (
         lambda w: _packed(w, weight_scale=torch.ones(1), weight_scale_inv=torch.ones(1)),
-        ("two scales",),
+        ("two tensors of scales",),
     ),
     "scales of no blocks": (
         lambda w: _packed(w, weight_scale=torch.ones(3, 5)),

@@ -206,7 +206,9 @@ def test_a_cache_of_more_than_keys_and_values_is_left_out_with_a_note(
     """The keys of an indexer, states of a convolution or of linear attention."""
     model = moexport.load(save(UNUSUAL[name], tmp_path / "model"))
     assert [each.name for each in model.inputs] == ["input_ids", "attention_mask"]
-    assert "exported without a cache, because that contains more than keys and values" in model.notes
+    assert (
+        "exported without a cache, because that contains more than keys and values" in model.notes
+    )
 
 
 @pytest.mark.parametrize("name", ["jamba", "qwen3_next"])

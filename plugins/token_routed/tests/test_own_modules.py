@@ -51,7 +51,7 @@ def test_an_nllb_decoder_computes_step_by_step_what_its_router_chooses(
 def test_tokens_beyond_the_capacity_of_a_switch_expert_weigh_nothing(switch: Path) -> None:
     model = moexport.load(switch)
     block = model.module.get_submodule("encoder.block.1.layer.1.mlp")
-    index, weights = block.choice(torch.randn(2, 20, 32), None)  # type: ignore[operator]
+    index, weights = block.selected_experts(torch.randn(2, 20, 32), None)  # type: ignore[operator]
     kept = [
         torch.bincount(each[weight > 0], minlength=4)
         for each, weight in zip(index.reshape(2, 20), weights.reshape(2, 20), strict=True)
