@@ -1,4 +1,4 @@
-"""The options of the demo. This module imports no large library."""
+"""The options of the demo; this module imports no large library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from ...common.option import Request, option
 
-Trained = Literal["soft-moe", "mumoe", "experts"]
+TrainedKind = Literal["soft-moe", "mumoe", "experts"]
 """The kinds of MoE layers that the demo can train."""
 
 
@@ -15,5 +15,5 @@ Trained = Literal["soft-moe", "mumoe", "experts"]
 class DemoRequest(Request):
     """The options of the demo."""
 
-    family: Trained = option("soft-moe", "The kind of networks to train.")
+    family: TrainedKind = option("soft-moe", "The kind of networks to train.")
     force: bool = option(False, "Replace an earlier demo.")

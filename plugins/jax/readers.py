@@ -1,4 +1,4 @@
-"""The readers of JAX checkpoints."""
+"""Registers the readers of JAX checkpoints with the core."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ API = 1
 
 
 def _index_at(source: Path) -> Path | None:
-    """Returns the google-research/vmoe index at a path: a file, its prefix or its folder."""
+    """Returns the google-research/vmoe index for a path: the file, its prefix or its folder."""
     if source.is_dir():
         found = sorted(source.glob(f"*{INDEX}"))
         if len(found) > 1:

@@ -109,12 +109,8 @@ class WatchedRequests:
 
 def _describe_error(error: BaseException) -> str:
     """Describes an error in one line: its type, message and origin."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    origin = (
-        ""
-        if traceback is None
-        else f", {traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
-    )
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    origin = "" if last is None else f", {last.tb_frame.f_code.co_filename}:{last.tb_lineno}"
     return printable(f"{type(error).__name__}: {error}"[:500] + origin)

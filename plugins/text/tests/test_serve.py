@@ -346,7 +346,9 @@ def test_a_cache_that_does_not_fit_is_reported_with_its_size(out: Path, tmp_path
     many = ("--max-tokens", str(2**31 - 1))
     done = run("generate", bundle, PROMPT, *many)
     assert done.code == 1
-    assert done.error.startswith("there is not enough memory for the cache of 2,147,483,647 tokens: it needs 5")
+    assert done.error.startswith(
+        "there is not enough memory for the cache of 2,147,483,647 tokens: it needs 5"
+    )
     assert "--context" in done.hint
     assert (
         run("generate", bundle, PROMPT, "--max-tokens", str(2**31 - 1), "--context", "16").code == 0
