@@ -71,7 +71,7 @@ class WeightSizes:
         file = self.folder / CONFIG_FILE
         left = [read_document(file, "json", CheckpointError)]
         if not isinstance(left[0], dict):
-            raise CheckpointError(f"{file} contains a {type(left[0]).__name__}, not an object")
+            raise CheckpointError(f"{file} contains a {type(left[0]).__name__}, not keys and values")
         limit = max(SMALL_COUNT, self.tensors, self.longest)
         while left:
             node = left.pop()

@@ -403,7 +403,7 @@ def test_what_no_parameter_says_is_asked_for() -> None:
         ({"capacity_factor": -1}, "capacity_factor=-1 is not a number above 0"),
         ({"num_selected_experts": 9}, "num_selected_experts=9 do not fit 8 experts"),
         ({"ensemble_size": 3}, "ensemble_size=3"),
-        ({"router": "HashRouter"}, "router=HashRouter is not known"),
+        ({"router": "HashRouter"}, "router=HashRouter is not supported"),
         ({"batch_priority": "often"}, "batch_priority=often is neither true nor false"),
         ({"ensemble": "best"}, "ensemble=best is neither members nor mean"),
         ({"ensemble_size": 2, "num_selected_experts": 1}, "group_size=51 is not a multiple of 34"),
