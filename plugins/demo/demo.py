@@ -204,9 +204,9 @@ def create_folder(directory: Path, *, force: bool) -> None:
         if not force:
             raise BundleError(
                 f"{directory} already contains a demo",
-                hint="--force overwrites it; -o names another folder",
+                hint="--force overwrites it; -o chooses a different folder",
             )
-    write_text("Everything here was made by `moexport demo`.\n", marker)
+    write_text("Everything in this folder was created by `moexport demo`.\n", marker)
 
 
 def save_data(data: LabelledData, path: Path) -> Path:
@@ -222,7 +222,7 @@ def save_data(data: LabelledData, path: Path) -> Path:
 def _exported(
     network: TrainedNetwork, model: Model, directory: Path, progress: Progress
 ) -> Iterator[Bundle]:
-    """Yields a network's bundles, each compared with PyTorch on its data; traces it only once."""
+    """Yields a network's bundles, each compared with PyTorch on its data; traces only once."""
     traced = None
     for planned in network.bundles:
         progress.step(f"exporting {planned.folder}")

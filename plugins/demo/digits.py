@@ -38,7 +38,7 @@ def hidden_width(experts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """Images [b, 1, 28, 28], float32, and labels 0..9: for training, and held out."""
+    """Images [b, 1, 28, 28], float32, and labels 0..9, for training and for testing."""
 
     train: LabelledData
     test: LabelledData

@@ -256,7 +256,7 @@ def trainable_mixer(spec: MixerSpec, experts: int, hidden: tuple[int, int], rank
 
 
 def trainable_gpt2(spec: GPT2Spec, experts: int, hidden: int, rank: int) -> GPT2:
-    """Returns a GPT-2 with CP blocks in place of MLPs, and embeddings initialised as in nanoGPT."""
+    """Returns a GPT-2 with CP blocks instead of MLPs, and embeddings initialised as in nanoGPT."""
     model = GPT2(spec)
     for name, parameter in model.named_parameters():
         if name.endswith(("wte.weight", "wpe.weight")):

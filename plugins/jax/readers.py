@@ -20,7 +20,7 @@ def _index_at(source: Path) -> Path | None:
             names = ", ".join(path.name for path in found[:6])
             raise CheckpointError(
                 f"{source}: {len(found)} files could be the weights ({names})",
-                hint="give the path of one of them",
+                hint="pass the path of one of them",
             )
         return found[0] if found else None
     if source.name.endswith(INDEX):

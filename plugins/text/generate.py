@@ -236,9 +236,7 @@ class GeneratedText(Iterator[str]):
             self.finish = "stop"
             return self._pending
         text = self._pending + self._decoder.text(token)
-        end = min(
-            (position for stop in self._stop if (position := text.find(stop)) >= 0), default=None
-        )
+        end = min((at for stop in self._stop if (at := text.find(stop)) >= 0), default=None)
         if end is not None:
             self.finish = "stop"
             return text[:end]

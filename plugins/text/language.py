@@ -124,9 +124,7 @@ def _text_ids(path: Path, model: Model) -> Array:
     try:
         return _ids(tokenizer, path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise FeedError(
-            f"{path} is not UTF-8 text", hint="use UTF-8 text, an .npz or an .npy"
-        ) from error
+        raise FeedError(f"{path} is not UTF-8 text", hint="use text, .npz or .npy") from error
 
 
 def _tokenizer(folder: Path) -> Any:

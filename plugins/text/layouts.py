@@ -1,4 +1,4 @@
-"""Writes a language model's files in another program's layout, in a separate folder of the bundle.
+"""Writes a language model's files in the layout of a program, in a separate folder of the bundle.
 
 The folder contains a copy of the weights, because ONNX does not open weights that are links.
 """

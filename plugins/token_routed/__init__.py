@@ -1,4 +1,4 @@
-"""Experts with routers: models of `transformers`, and users' own routers."""
+"""Token-routed experts: models of `transformers`, V-MoE, and users' own routers."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ CONFIG_FILE = "config.json"
 """The file in the folder of a `transformers` model that contains its configuration."""
 
 GENERATION_FILE = "generation_config.json"
-"""The file beside it with the model's settings for generating text."""
+"""The file next to it that contains the model's settings for generating text."""

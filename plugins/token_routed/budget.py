@@ -69,14 +69,15 @@ class WeightSizes:
     def check_config(self) -> None:
         """Raises CheckpointError for an invalid `config.json`, or one with impossible counts."""
         file = self.folder / CONFIG_FILE
-        left = [read_document(file, "json", CheckpointError)]
-        if not isinstance(left[0], dict):
-            raise CheckpointError(f"{file} contains a {type(left[0]).__name__}, not keys and values")
+        nodes = [read_document(file, "json", CheckpointError)]
+        if not isinstance(nodes[0], dict):
+            kind = type(nodes[0]).__name__
+            raise CheckpointError(f"{file} contains a {kind}, not keys and values")
         limit = max(SMALL_COUNT, self.tensors, self.longest)
-        while left:
-            node = left.pop()
+        while nodes:
+            node = nodes.pop()
             values = node.values() if isinstance(node, dict) else node
-            left += [value for value in values if isinstance(value, dict | list)]
+            nodes += [value for value in values if isinstance(value, dict | list)]
             for key, value in node.items() if isinstance(node, dict) else ():
                 if isinstance(value, int | float) and value > limit and COUNT_FIELDS.search(key):
                     raise CheckpointError(

@@ -57,8 +57,8 @@ EXTRA_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_sta
 """Outputs that a configuration may request in addition, for training or inspection."""
 
 UNSUPPORTED_EXPERTS = (
-    "dbrx, jetmoe, llama4, longcat_flash and step3p7 have their own kind of experts, which is not "
-    "supported"
+    "the experts of dbrx, jetmoe, llama4, longcat_flash and step3p7, which have their own classes, "
+    "are not supported"
 )
 
 ModelPart = Literal["encoder", "decoder"]
@@ -182,7 +182,7 @@ def load_transformers(source: Path, settings: Mapping[str, Any], *, values: bool
 
 
 def _replace_blocks(network: nn.Module, original: nn.Module, *, check: bool) -> str | None:
-    """Replaces the sparse blocks of a network by our layers, in place.
+    """Replaces the sparse blocks of a network with our layers, in place.
 
     Returns a note if the library's blocks do not compute what their routers and experts specify.
     """
@@ -252,7 +252,7 @@ def _config(folder: Path) -> Any:
         return library.AutoConfig.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # every class of configurations has its own errors
+    except Exception as error:  # every configuration class raises its own errors
         custom_code = "auto_map" in object_in(folder / CONFIG_FILE)
         raise FamilyError(
             f"{folder}: transformers {library.__version__} cannot read its config.json: "
@@ -288,7 +288,7 @@ def _cache_note(folder: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _remove_extra_outputs(config: Any) -> tuple[str, ...]:
-    """Removes all outputs but the model's result from its configuration; returns a note if any.
+    """Removes all outputs but the model's result from a configuration; returns a note of them.
 
     The other outputs do not affect the result. Some of them, such as the load-balancing loss,
     cannot be traced.

@@ -31,7 +31,7 @@ KINDS_OF_KEYS: Mapping[str, tuple[str, str]] = {
     ),
     r"bias$": ("a bias that this network does not have", ""),
     r"(^|\.)(lm_head|score|classifier|qa_outputs|v_head|value_head|summary)\.": (
-        "a head of another class",
+        "a head of a different class",
         f'set "architectures" in {CONFIG_FILE} to the class that was saved',
     ),
 }
@@ -59,30 +59,30 @@ _SAVED_SEPARATELY = "save the weights and config.json together: model.save_pretr
 
 
 def check_surplus(
-    path: Path, model: Any, left: Iterable[str], report: Mapping[str, Any]
+    path: Path, model: Any, surplus: Iterable[str], report: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Returns a note on keys that the network lacks and does not need.
+    """Returns a note on the surplus keys if the network needs none of them.
 
-    The class lists these as ignored, or they belong to layers for multi-token prediction. Raises
+    The class lists those as ignored, or they belong to layers for multi-token prediction. Raises
     `CheckpointError` for any other key.
     """
-    left = sorted(left)
-    extra_layers = _prediction_layers(model, left)
+    surplus = sorted(surplus)
+    extra_layers = _prediction_layers(model, surplus)
     patterns = (*(model._keys_to_ignore_on_load_unexpected or ()), *COMPUTED)
-    wrong = [
+    unknown = [
         key
-        for key in left
+        for key in surplus
         if not (PREDICTION.search(key) and not _has_layer(model, key))
         and not any(key.startswith(layer) for layer in extra_layers)
         and not any(re.search(p, key) for p in patterns if not _names_own_layer(p, model, key))
     ]
-    if wrong:
-        raise _surplus_error(path, model, wrong, report)
-    left = [key for key in left if not any(re.search(p, key) for p in COMPUTED)]
-    if not left:
+    if unknown:
+        raise _surplus_error(path, model, unknown, report)
+    surplus = [key for key in surplus if not any(re.search(p, key) for p in COMPUTED)]
+    if not surplus:
         return ()
-    prefixes = ", ".join(dict.fromkeys(_key_prefix(key) for key in left))
-    return (f"left out {len(left)} weights that the network does not use: {prefixes}",)
+    prefixes = ", ".join(dict.fromkeys(_key_prefix(key) for key in surplus))
+    return (f"left out {len(surplus)} weights that the network does not use: {prefixes}",)
 
 
 def _prediction_layers(model: Any, keys: Iterable[str]) -> set[str]:
@@ -119,12 +119,12 @@ def _key_prefix(key: str) -> str:
 
 
 def _surplus_error(
-    path: Path, model: Any, wrong: list[str], report: Mapping[str, Any]
+    path: Path, model: Any, unknown: list[str], report: Mapping[str, Any]
 ) -> CheckpointError:
-    # The most informative patterns come first: a layer's factors are, its bias is not.
-    first, what, hint = wrong[0], "", ""
+    # The most informative patterns come first: those of an adapter explain more than a bias.
+    first, what, hint = unknown[0], "", ""
     for pattern, (origin, advice) in KINDS_OF_KEYS.items():
-        match = next((key for key in wrong if re.search(pattern, key)), None)
+        match = next((key for key in unknown if re.search(pattern, key)), None)
         if match is not None:
             first, what, hint = match, f", which looks like {origin}", advice
             break
@@ -133,16 +133,16 @@ def _surplus_error(
     layer = LAYER.match(first)
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     if not what and layer and count is not None and int(layer[2]) >= count:
-        what = f", and {CONFIG_FILE} has {count} layers"
+        what = f", because {CONFIG_FILE} has only {count} layers"
     missing = sorted(report["missing_keys"])
-    embedded = next((key for key in wrong if missing and key.endswith(f".{missing[0]}")), None)
+    embedded = next((key for key in unknown if missing and key.endswith(f".{missing[0]}")), None)
     if embedded is not None:  # the network was saved as part of a larger one
         first, what = embedded, ""
         prefix = first.removesuffix(missing[0])
         hint = f"save only the network with its save_pretrained: its keys then lack {prefix}"
     if missing:
         what += f"; {missing[0]} is missing"
-    more = f" (and {len(wrong) - 1} more keys)" if len(wrong) > 1 else ""
+    more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
     return CheckpointError(
         f"{path}: {type(model).__name__} has no parameter {first}{more}{what}",
         hint=hint or MISMATCH,
@@ -220,10 +220,10 @@ def _whole_layers(model: Any, missing: Sequence[str]) -> bool:
 
 def check_mismatched(path: Path, model: Any, report: Mapping[str, Any]) -> None:
     """Raises `CheckpointError` for weights whose shapes differ from the configuration's."""
-    wrong = sorted(report.get("mismatched_keys") or (), key=str)
-    if not wrong:
+    mismatched = sorted(report.get("mismatched_keys") or (), key=str)
+    if not mismatched:
         return
-    key, saved, expected = wrong[0]
+    key, saved, expected = mismatched[0]
     text, hint = model.config.get_text_config(), MISMATCH
     if len(saved) == len(expected) and saved[1:] == expected[1:]:
         field = next(
@@ -233,7 +233,7 @@ def check_mismatched(path: Path, model: Any, report: Mapping[str, Any]) -> None:
         if field is not None:
             hint = f'set "{field}": {saved[0]} in {CONFIG_FILE} if the model was saved this way'
         siblings = {name for name in model.state_dict() if _unnumbered(name) == _unnumbered(key)}
-        if field in EXPERTS and siblings - {name for name, *_ in wrong}:
+        if field in EXPERTS and siblings - {name for name, *_ in mismatched}:
             hint = ALL_EXPERTS  # other layers have all their experts
     raise CheckpointError(
         f"{path}: {key} is {list(saved)}, but {CONFIG_FILE} requires {list(expected)}", hint=hint

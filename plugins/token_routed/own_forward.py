@@ -258,7 +258,7 @@ class Tried:
 
 
 class InPlace(nn.Module):
-    """Replaces a user's layer by ours, with its layout, residual and structure of the result.
+    """Replaces a user's layer with ours, in its layout, residual and structure of the result.
 
     The tokens of `pixels` are the pixels of (b, d, …), row by row; each of `vectors` (b, d) is a
     token. With `returned` our result takes the place of the main tensor in its structure.

@@ -1,4 +1,4 @@
-"""Traces a `transformers` model with the library's own exporter."""
+"""Traces a `transformers` model with the library's exporter."""
 
 from __future__ import annotations
 

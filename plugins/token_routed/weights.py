@@ -86,7 +86,7 @@ def folder_files(path: Path) -> FolderFiles:
         if file.name not in skipped and file not in adapters:
             raise CheckpointError(
                 f"{file} has weights that are not read, because {weights.files[0].name} is read",
-                hint="move it out of the folder, or give the path of the correct weights",
+                hint="move it out of the folder, or pass the path of the correct weights",
             )
     notes = (f"left out {', '.join(skipped)}: the names of its weights are not the library's",)
     adapter = adapters[0] if adapters else None
@@ -145,8 +145,8 @@ def load_weights(found: FolderFiles, class_: Any, config: Any, watched: Watched)
         check_finite(found.path, tensors, Reading(found.files, watched))
     _load_generation_config(model, found.folder)
     release(found.files)
-    places = (*found.files, *(() if plain.mapped is None else (plain.mapped,)))
-    mapped = (*places, *_to_float32(model, places))
+    files = (*found.files, *(() if plain.mapped is None else (plain.mapped,)))
+    mapped = (*files, *_to_float32(model, files))
     return LoadedModel(model, mapped, (*found.notes, *plain.notes, *notes))
 
 

@@ -214,7 +214,7 @@ def half(path: str, shape: tuple[int, ...]) -> list[Slices]:
 
 
 def test_chunks_that_overlap_reach_outside_or_leave_gaps_are_refused(tmp_path: Path) -> None:
-    for cut, words in ((overlapping, "overlap at"), (gapped, "leave gaps"), (outside, "outside")):
+    for cut, words in ((overlapping, "overlap at"), (gapped, "leave gaps"), (outside, "beyond")):
         with pytest.raises(CheckpointError, match=f"head/kernel.*{words}"):
             read(write(tmp_path / "a", ARRAYS, told=cut))
     with pytest.raises(CheckpointError, match=r"head/kernel at .* its index has it at"):

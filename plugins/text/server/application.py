@@ -126,7 +126,7 @@ class _Service:
         self._reading, self._computing = CapacityLimiter(1), CapacityLimiter(1)
 
     def trim_memory(self) -> None:
-        """Returns freed memory to the system soon, once for all requests that end by then."""
+        """Schedules the return of freed memory to the system, unless it is already scheduled."""
         if _trim is not None and (self._trimming is None or self._trimming.when() < self._now()):
             self._trimming = asyncio.get_running_loop().call_later(TRIM_S, _trim, 0)
 

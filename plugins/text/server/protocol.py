@@ -125,9 +125,7 @@ class CompletionRequest:
             raise UsageError(f"{other}: this endpoint expects {field} instead")
         if self.messages is not None:
             if len(self.messages) > limit:
-                raise UsageError(
-                    f"messages: there are {len(self.messages):,}, but only {limit:,} tokens fit"
-                )
+                raise UsageError(f"messages: {len(self.messages):,}, but only {limit:,} tokens fit")
             return [
                 _message(message, f"messages[{i}]", reads)
                 for i, message in enumerate(self.messages)

@@ -50,7 +50,7 @@ class Turns:
     _busy: bool = False
     _by_size: bool = False
     _ahead: float = 0.0
-    """The seconds beyond their share that smallest texts got, since more than one waited."""
+    """How many seconds more than their share the smallest texts got while several waited."""
     _reserved_for: TurnTaker | None = None
     _reservation: asyncio.TimerHandle | None = None
 

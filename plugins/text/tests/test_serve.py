@@ -178,7 +178,7 @@ def test_200000_keys_of_a_message_are_refused_at_once(server: Server) -> None:
     assert answer.seconds < 5
     many = [{"role": "user", "content": ""}] * (CONTEXT + 1)
     answer = post(server.port, {"messages": many}, CHATS)
-    assert answer.error == "messages: there are 4,097, but only 4,096 tokens fit"
+    assert answer.error == "messages: 4,097, but only 4,096 tokens fit"
 
 
 def test_a_large_body_is_not_read(server: Server) -> None:

@@ -188,9 +188,9 @@ def _activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value) -> ir.Value:
         return activation(b, layer, hidden, spec.activation, "experts/hidden", spec.alpha)
     gate, up = b.ops("Split", hidden, names=("experts/gate", "experts/up"), axis=-1, num_outputs=2)
     if spec.limit is not None:
-        limit, least = b.number(spec.limit, inner), b.number(-spec.limit, inner)
+        limit, lower = b.number(spec.limit, inner), b.number(-spec.limit, inner)
         gate = b.op("Min", gate, limit, name="experts/gate_limited")
-        up = b.op("Clip", up, least, limit, name="experts/up_limited")
+        up = b.op("Clip", up, lower, limit, name="experts/up_limited")
     if spec.up_offset:
         up = b.op("Add", up, b.number(spec.up_offset, inner), name="experts/up_offset")
     activated = activation(b, layer, gate, spec.activation, "experts/gate_activated", spec.alpha)
@@ -198,7 +198,7 @@ def _activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value) -> ir.Value:
 
 
 def all_experts(b: Builder, layer: ExpertsLayer, tokens: ir.Value) -> ir.Value:
-    """Adds the outputs [n, t, o] of all experts, for all tokens [t, d] or own rows [n, t, d]."""
+    """Adds all experts' outputs [n, t, o], for tokens [t, d] or each expert's rows [n, t, d]."""
     rows, multiply = first_rows(b, layer, tokens), partial(stacked_products, b, layer)
     return normalised(b, layer, both_products(b, layer, rows, multiply, None))
 
@@ -270,19 +270,21 @@ def output(b: Builder, layer: ExpertsLayer, y: ir.Value) -> ir.Value:
 
 def by_expert(b: Builder, one_hot: ir.Value, values: ir.Value | None) -> ir.Value:
     """Adds each token's weight for each expert [t, n]; if `values` is None, its count."""
-    spread = one_hot
+    by_expert_weights = one_hot
     if values is not None:
         weights = b.op("Unsqueeze", values, b.ints(2), name="router/weights")
-        spread = b.op("Mul", spread, weights, name="router/one_hot_weights")
-    return b.op("ReduceSum", spread, b.ints(1), keepdims=0, name="router/by_expert")
+        by_expert_weights = b.op("Mul", by_expert_weights, weights, name="router/one_hot_weights")
+    return b.op("ReduceSum", by_expert_weights, b.ints(1), keepdims=0, name="router/by_expert")
 
 
 def shares_by_expert(b: Builder, layer: ExpertsLayer, weights: ir.Value) -> ir.Value:
     """Adds the weight [t, n] of each expert for each token, 0 if it was not chosen."""
     is_chosen = is_expert(b, layer.routed[0], layer.spec.experts)
     column = b.op("Unsqueeze", weights, b.ints(2), name="router/weights")
-    spread = b.op("Where", is_chosen, column, b.number(0.0), name="router/one_hot_weights")
-    return b.op("ReduceSum", spread, b.ints(1), keepdims=0, name="router/by_expert")
+    by_expert_weights = b.op(
+        "Where", is_chosen, column, b.number(0.0), name="router/one_hot_weights"
+    )
+    return b.op("ReduceSum", by_expert_weights, b.ints(1), keepdims=0, name="router/by_expert")
 
 
 def weighted_only(b: Builder, layer: ExpertsLayer, outputs: ir.Value, shares: ir.Value) -> ir.Value:

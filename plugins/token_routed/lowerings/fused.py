@@ -55,10 +55,12 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
         return by_token(b, layer, outputs, index, weights)
     assert isinstance(layer.k, int)
     rows = token_rows(b, layer, x)
-    spread = _weights_by_expert(b, layer, index, weights)  # the k largest are the chosen ones
+    by_expert = _weights_by_expert(b, layer, index, weights)  # the k largest are the chosen ones
     if TARGETS[layer.target].on_cpu:
-        return output(b, layer, moe_node(b, layer, experts, rows, spread, layer.k, weights=spread))
-    logits = _log_weights(b, layer, spread)
+        return output(
+            b, layer, moe_node(b, layer, experts, rows, by_expert, layer.k, weights=by_expert)
+        )
+    logits = _log_weights(b, layer, by_expert)
     shares = moe_node(b, layer, experts, rows, logits, layer.k)
     if _sums_to_one(layer.routed[1]):
         return output(b, layer, shares)
@@ -146,16 +148,16 @@ def _weights_by_expert(
     )
 
 
-def _log_weights(b: Builder, layer: ExpertsLayer, spread: ir.Value) -> ir.Value:
+def _log_weights(b: Builder, layer: ExpertsLayer, by_expert: ir.Value) -> ir.Value:
     """Adds logits [t, n] whose softmax is each expert's share of the token's total weight.
 
     The weights are divided by the largest, whose logarithm is then 0: in 16 bits a logarithm near 0
     has the smallest rounding error, and errors of small weights matter little.
     """
-    peak = b.op("ReduceMax", spread, b.ints(1), keepdims=1, name="router/largest")
-    share = b.op("Div", spread, peak, name="router/of_largest")
+    peak = b.op("ReduceMax", by_expert, b.ints(1), keepdims=1, name="router/largest")
+    share = b.op("Div", by_expert, peak, name="router/of_largest")
     log = b.op("Log", share, name="router/logarithms")
-    chosen = b.op("Greater", spread, b.number(0.0), name="router/weighted")
+    chosen = b.op("Greater", by_expert, b.number(0.0), name="router/weighted")
     other = b.number(never(layer.target))
     logits = b.op("Where", chosen, log, other, name="router/logits")
     return b.cast(logits, ir.DataType.FLOAT, layer.compute.inner, "router/logits_narrow")

@@ -1,4 +1,4 @@
-"""`grouped`: sorts the (token, expert) pairs by expert, so that each expert computes its own.
+"""`grouped`: sorts the (token, expert) pairs by expert; each expert computes only its own pairs.
 
 An expert's weights are constants of 2-D products, which runtimes pack once. An expert that no token
 chose has zero rows, which costs next to nothing. The operation between the two products runs once

@@ -343,7 +343,7 @@ ODD: dict[str, tuple[Change, tuple[str, ...]]] = {
     "the last expert of all": (_left_out(".experts.7."), ('"num_local_experts": 7',)),
     "a layer more": (
         lambda w: {**w, **{k.replace("layers.1", "layers.2"): t for k, t in w.items()}},
-        ("model.layers.2.", "config.json has 2 layers"),
+        ("model.layers.2.", "config.json has only 2 layers"),
     ),
     "no head": (_left_out("lm_head"), ("lm_head.weight", "architectures")),
     "another prefix": (
@@ -352,7 +352,7 @@ ODD: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "a prefix of the head's module": (
         lambda w: {f"transformer.{k}": t for k, t in w.items()},
-        ("no parameter transformer.lm_head.weight (and ", "keys); lm_head.weight is missing"),
+        ("no parameter transformer.lm_head.weight (and ", "more); lm_head.weight is missing"),
     ),
     "a router": (
         _left_out(f"{LAYER}block_sparse_moe.gate"),
