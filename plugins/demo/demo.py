@@ -101,7 +101,7 @@ class Group:
 
 
 BundleSearch = Callable[[TrainedNetwork, Path, Progress], tuple[Bundle, str]]
-"""Searches for a network's best bundle and writes it to the demo's folder; with a summary."""
+"""Writes a network's best bundle to the demo's folder; returns it, and a summary of the search."""
 
 
 @dataclass(frozen=True, slots=True)

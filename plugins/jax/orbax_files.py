@@ -86,7 +86,7 @@ def read_state(folder: Path) -> OrbaxState:
 
     Raises MissingExtraError without `tensorstore`.
     """
-    what = f"{folder}: reading a folder of Orbax needs tensorstore"
+    what = f"{folder}: reading an Orbax folder needs tensorstore"
     tensorstore = library("tensorstore", what, install("orbax"))
     base = f"file://{folder.resolve()}/"
     database = (folder / MANIFEST).is_file()

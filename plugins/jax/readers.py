@@ -37,4 +37,4 @@ VMOE = Reader(
     lambda file: [shard.name for shard in read_index(file).shards],
 )
 
-ORBAX = Reader("orbax", "a state of Orbax", state_in, read_state, lambda _: ())
+ORBAX = Reader("orbax", "an Orbax state", state_in, read_state, lambda _: ())

@@ -18,10 +18,10 @@ from torch import Tensor
 from ...errors import CheckpointError
 
 SCALES = ("_scale", "_scale_inv")
-"""What the names of a weight's scales have after the weight's name."""
+"""The suffixes of the names of scales, which begin with the weight's name."""
 
 ACTIVATIONS = re.compile(r"(^|\.)(input|output|act|kv|k|v|q)_scale$")
-"""Scales of activations and of the cache, which are floats in our graphs."""
+"""Matches the names of scales of activations and of the cache, which are floats in our graphs."""
 
 DEQUANTISED = "export the original checkpoint in bfloat16 or float32"
 

@@ -56,7 +56,7 @@ class TransformersHost(Host):
         return form
 
     def in_form(self, model: Model, k: Mapping[str, int], form: str | None) -> nn.Module:
-        """Returns the model in a form of the library's experts, with k experts in each layer."""
+        """Returns the library's model with its experts implementation `form`, with these k."""
         network = sharing_weights(model.untouched)
         network.routers = model.module.routers
         chosen = with_k(replace(model, module=network), dict(k)).module

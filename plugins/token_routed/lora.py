@@ -80,7 +80,7 @@ def check_config(file: Path) -> dict[str, Any]:
     config = read_document(file, "json", CheckpointError)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise CheckpointError(f"{file}: the adapter is a {kind}, not a LORA", hint=MERGE)
+        raise CheckpointError(f"{file}: the adapter's type is {kind}, not LORA", hint=MERGE)
     neutral = {"bias": "none", "lora_bias": False, "init_lora_weights": True}
     others = [key for key, value in config.items() if key not in ALLOWED | neutral.keys() and value]
     others += [key for key in ("bias", "lora_bias") if config.get(key) not in (neutral[key], None)]

@@ -1,4 +1,4 @@
-"""A `transformers` model as a network whose inputs and outputs are named, plain tensors.
+"""A `transformers` model as a network whose inputs and outputs are named tensors.
 
 A causal language model with a cache takes the keys and values of earlier tokens as inputs and
 returns those of all tokens, under the names that other exporters to ONNX use.

@@ -161,7 +161,7 @@ class OwnForward(nn.Module):
 
 
 class Code:
-    """A user's function around a bank of experts, or only a router, which is short for one.
+    """A user's function around a bank of experts; a router alone is a short form of one.
 
     It is not a module, but may contain modules, which are already part of its host.
     """
@@ -258,7 +258,7 @@ class Tried:
 
 
 class InPlace(nn.Module):
-    """Replaces a user's layer with ours, in its layout, residual and structure of the result.
+    """Replaces a user's layer with ours; adapts layout, residual and the structure of the result.
 
     The tokens of `pixels` are the pixels of (b, d, …), row by row; each of `vectors` (b, d) is a
     token. With `returned` our result takes the place of the main tensor in its structure.
@@ -513,7 +513,7 @@ class RouterHost(Host):
     """The host of networks with routers around our layers."""
 
     def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:
-        """Returns a model whose routers use this k in each layer; shares weights.
+        """Returns a model with the same weights, whose routers use this k in each layer.
 
         Returns the model itself if no k changes. Raises `UsageError` for a k that a router does not
         support, because it has no parameter `k` or returns a different number of experts.

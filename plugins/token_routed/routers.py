@@ -45,7 +45,7 @@ def k_of(config: Any) -> tuple[str, int] | None:
 
 
 def find_routers(build: Callable[[Any], nn.Module], config: Any, experts: int) -> Routers | None:
-    """Returns where the models that `build` makes from a configuration, without weights, store k.
+    """Returns where the models of a configuration store k; `build` makes them without weights.
 
     Returns None if the configuration has no k. If k cannot change, there are no `attributes`.
     """
@@ -73,7 +73,7 @@ def find_routers(build: Callable[[Any], nn.Module], config: Any, experts: int) -
 
 
 def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
-    """Returns a model with this k in each layer, as if its configuration had it; shares weights.
+    """Returns a model with the same weights and this k in each layer, as if configured like this.
 
     Returns the model itself if it was trained with this k or is not from `transformers`. Raises
     `UsageError` for a k that its architecture does not support.

@@ -47,7 +47,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
 
 
 def _sizes(spec: ExpertsSpec, k: object) -> tuple[int, int, int]:
-    assert isinstance(k, int) and spec.group is not None, "k must be fixed and tokens in groups"
+    assert isinstance(k, int) and spec.group is not None, "k must be fixed, with tokens in groups"
     return k, spec.group, spec.capacities[k - 1]
 
 
@@ -70,7 +70,7 @@ def _slot_of_pair(b: Builder, chosen: ir.Value, n: int, capacity: int) -> ir.Val
 
 
 def _token_of_slot(b: Builder, slot: ir.Value, group: int, k: int, slots: int) -> ir.Value:
-    """Adds the token in each slot, [G, n·C, 1], counted in its group; 0 for an empty slot."""
+    """Adds the number of the token in each slot, [G, n·C, 1], in its group; 0 for an empty slot."""
     groups = b.op("Shape", slot, start=0, end=1, name="slots/group_count")
     shape = b.op("Concat", groups, b.ints(slots + 1), axis=0, name="slots/table_shape")
     table = b.op("Expand", b.integer(0), shape, name="slots/empty")
