@@ -7,7 +7,7 @@ from typing import Literal
 
 from ...common.option import Request, option
 
-TrainedKind = Literal["soft-moe", "mumoe", "experts"]
+Trained = Literal["soft-moe", "mumoe", "experts"]
 """The kinds of MoE layers that the demo can train."""
 
 
@@ -15,5 +15,5 @@ TrainedKind = Literal["soft-moe", "mumoe", "experts"]
 class DemoRequest(Request):
     """The options of the demo."""
 
-    family: TrainedKind = option("soft-moe", "The kind of networks to train.")
+    family: Trained = option("soft-moe", "The kind of networks to train.")
     force: bool = option(False, "Replace an earlier demo.")
