@@ -1,4 +1,4 @@
-"""`moexport demo`: trains networks on real data, and exports, verifies and measures them."""
+"""`moexport demo`: trains networks on real data, then exports, verifies and measures them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ API = 1
 
 COMMAND = Command(
     "demo",
-    "Train small networks, export, verify and measure them.",
+    "Train small networks, then export, verify and measure them.",
     "moexport demo -o demo",
     "moexport.plugins.demo.cli:demo",
     150,

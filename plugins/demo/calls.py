@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @takes(DemoRequest)
 def demo(out: AnyPath, request: DemoRequest) -> Outcome:
-    """Trains networks on handwritten digits or on text; exports, verifies and measures them.
+    """Trains networks on handwritten digits or text, then exports, verifies and measures them.
 
     All files are written to the folder `out`.
     """

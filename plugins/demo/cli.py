@@ -19,7 +19,7 @@ def demo(
     request: Annotated[DemoRequest, options_of(DemoRequest)],
     printing: Printing,
 ) -> None:
-    """Train small networks, export, verify and measure them."""
+    """Train small networks, then export, verify and measure them."""
     with printing.console() as console:
         outcome = run_demo(output, replace(request, progress=console))
     content = {"output": str(outcome.directory), "report": str(outcome.report)}

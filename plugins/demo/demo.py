@@ -1,4 +1,4 @@
-"""What every demo does with the networks that it trains: exports, verifies and measures them."""
+"""What all demos do with the networks they train: export, verify and measure them."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from ...graphs.targets import Precision, Target
 from ..service.request import ServiceOptions
 
 THREADS = 1
-"""The number of threads for training: with more, sums are added in another order, and the same seed
-gives another network."""
+"""The number of threads for training: with more, sums are added in a different order, so the same
+seed gives a different network."""
 
 ROUND_S = 0.05
-"""The length of a timing round of a case: short, but at least eight calls of the slowest."""
+"""The seconds of a case's timing round: few, but enough for eight calls of the slowest case."""
 
 SERVICE = "service"
-"""The study of service rates."""
+"""The name of the study of service rates."""
 
 SERVED_S = 0.5
-"""The length of a LoadGen run: about a thousand requests for these networks."""
+"""The seconds of a LoadGen run, enough for about a thousand requests to these networks."""
 
 VERIFIED = 64
 """The number of inputs on which each bundle is compared with PyTorch; the benchmark uses all."""
@@ -60,7 +60,7 @@ VERIFIED_HEADER = ("bundle", "k/n", "lowering", "max |difference|", "verified")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A bundle to export: its folder, its k as on the command line, and its precision."""
+    """A bundle to export: its folder, its k as on the command line, its data, and its precision."""
 
     folder: str
     k: str
@@ -87,8 +87,8 @@ class TrainedNetwork:
 class Group:
     """Networks that are measured on the same inputs, with a report in the folder `report`.
 
-    The command line reads the inputs from files, which `Exported.data` names. The first network is
-    also served if there is a `bound` of its latency.
+    The command line reads the inputs from the files that `Exported.data` names. The first network
+    is also served if there is a `bound` on its latency.
     """
 
     report: str
@@ -101,16 +101,16 @@ class Group:
 
 
 BundleSearch = Callable[[TrainedNetwork, Path, Progress], tuple[Bundle, str]]
-"""Searches for a network's best bundle and writes it to the demo's folder; describes the result."""
+"""Writes a network's best bundle to the demo's folder; returns it, and a summary of the search."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demo:
     """A demo: a function that trains its networks, and the parts of its text.
 
-    Networks are measured at each of `ks` if k is an input. In the text, the result of `about`
-    precedes the measurements and `remarks` follow them. The bundle that `search` finds for the
-    first network is measured with its other bundles. `check` raises an error for a missing package.
+    Networks are measured at each of `ks` if k is an input. In the text, the result of `about` comes
+    before the measurements and `remarks` after them. The bundle that `search` finds for the first
+    network is measured with its other bundles. `check` raises an error for a missing package.
     """
 
     command: str
@@ -124,7 +124,7 @@ class Demo:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The files of a demo, and the text that the command prints."""
+    """The files of a demo and the text that the command prints."""
 
     directory: Path
     report: Path
@@ -132,15 +132,15 @@ class Outcome:
 
 
 def run_demo(demo: Demo, directory: Path, progress: Progress, *, force: bool) -> Outcome:
-    """Trains a demo's networks; exports, verifies and measures them.
+    """Trains a demo's networks, then exports, verifies and measures them.
 
     Raises `BundleError` if `directory` exists, unless it is an earlier demo and `force` is given.
     """
     started = time.monotonic()
     demo.check()
-    claim(directory, force=force)
+    create_folder(directory, force=force)
     groups = demo.train(directory, progress)
-    checked, measured, reports, ends = [], [], [], []
+    checked, measured, reports, summaries = [], [], [], []
     for group in groups:
         report = directory / group.report
         models = [network.load() for network in group.networks]
@@ -162,14 +162,14 @@ def run_demo(demo: Demo, directory: Path, progress: Progress, *, force: bool) ->
             candidates = []
             for network, model in zip(group.networks, models, strict=True):
                 bundles = list(_exported(network, model, directory, progress))
-                checked += [verified(bundle) for bundle in bundles]
+                checked += [verify_row(bundle) for bundle in bundles]
                 if demo.search is not None and network is groups[0].networks[0]:
                     found, summary = demo.search(network, directory, progress)
                     bundles.append(found)
-                    ends.append(summary)
-                (own,) = side_by_side(bundles, request, model, name=network.name)
-                both = stack.enter_context(with_other_exporters(own, threads.count))
-                candidates.append(in_phases(both, group.data, None))
+                    summaries.append(summary)
+                (candidate,) = side_by_side(bundles, request, model, name=network.name)
+                with_exporters = stack.enter_context(with_other_exporters(candidate, threads.count))
+                candidates.append(in_phases(with_exporters, group.data, None))
             progress.step(f"measuring for {report.name}")
             results = bench(
                 candidates,
@@ -181,20 +181,20 @@ def run_demo(demo: Demo, directory: Path, progress: Progress, *, force: bool) ->
             )
         measured.append(rows_table(results))
         reports.append(report / "report.html")
-    took = f"took {time.monotonic() - started:.0f} s"
+    elapsed = f"took {time.monotonic() - started:.0f} s"
     text = (
         table(VERIFIED_HEADER, checked),
         *demo.about(groups),
         *measured,
         *demo.remarks,
-        *ends,
-        "\n".join((took, *(f"report: {report}" for report in reports))),
+        *summaries,
+        "\n".join((elapsed, *(f"report: {report}" for report in reports))),
     )
     return Outcome(directory, reports[0], "\n\n".join(text))
 
 
-def claim(directory: Path, *, force: bool) -> None:
-    """Makes the demo's folder; overwrites only an earlier demo."""
+def create_folder(directory: Path, *, force: bool) -> None:
+    """Creates the demo's folder; overwrites only an earlier demo."""
     marker = directory / MARKER
     if directory.exists() and any(directory.iterdir()):
         if not marker.is_file():
@@ -204,12 +204,12 @@ def claim(directory: Path, *, force: bool) -> None:
         if not force:
             raise BundleError(
                 f"{directory} already contains a demo",
-                hint="--force overwrites it; -o names another folder",
+                hint="--force overwrites it; -o chooses a different folder",
             )
-    write_text("Everything here was made by `moexport demo`.\n", marker)
+    write_text("Everything in this folder was created by `moexport demo`.\n", marker)
 
 
-def saved(data: LabelledData, path: Path) -> Path:
+def save_data(data: LabelledData, path: Path) -> Path:
     """Writes inputs and labels for the command line; returns the file."""
     arrays = {data.input_name: data.inputs}
     if data.labels is not None and data.label_name is not None:
@@ -222,7 +222,7 @@ def saved(data: LabelledData, path: Path) -> Path:
 def _exported(
     network: TrainedNetwork, model: Model, directory: Path, progress: Progress
 ) -> Iterator[Bundle]:
-    """Yields a network's bundles, each compared with PyTorch on its data; traces it only once."""
+    """Yields a network's bundles, each compared with PyTorch on its data; traces only once."""
     traced = None
     for planned in network.bundles:
         progress.step(f"exporting {planned.folder}")
@@ -236,14 +236,14 @@ def _exported(
             force=True,
         )
         job = export_job(model, options)
-        same = job.model is model  # with another k of a router, the network is another
-        if same and traced is None:
+        is_traced_model = job.model is model  # not if the router's k was changed
+        if is_traced_model and traced is None:
             traced = trace(model, opset=options.least_opset, fixed=job.fixed)
-        yield write_bundle(job, traced=traced if same else None)
+        yield write_bundle(job, traced=traced if is_traced_model else None)
 
 
-def verified(bundle: Bundle) -> tuple[str, ...]:
-    """Verifies a bundle; returns its row of the table, or raises MoexportError."""
+def verify_row(bundle: Bundle) -> tuple[str, ...]:
+    """Verifies a bundle and returns its row of the table; raises MoexportError if a check fails."""
     checks = list(bundle.verify())
     failed = [check for check in checks if not check.passed]
     if failed:
@@ -261,16 +261,16 @@ def verified(bundle: Bundle) -> tuple[str, ...]:
 
 
 def _in_service(candidate: Candidate, group: Group, request: BenchRequest) -> dict[str, Any]:
-    """Measures a network's rate within the group's latency bound, with all experts and the fewest.
+    """Measures a network's rate within the group's latency bound, with the most and fewest experts.
 
-    Returns nothing if the group has no bound or LoadGen is not installed.
+    Measures nothing if the group has no bound or LoadGen is not installed.
     """
     installed = importlib.util.find_spec("mlperf_loadgen") is not None
     if group.bound is None or SERVICE not in STUDIES or not installed:
         return {}
     ks = [graph.k for graph in candidate.graphs]
-    few = tuple(graph for graph in candidate.graphs if graph.k in (min(ks), max(ks)))
-    served = replace(candidate, graphs=few, engines=())
+    limited = tuple(graph for graph in candidate.graphs if graph.k in (min(ks), max(ks)))
+    served = replace(candidate, graphs=limited, engines=())
     request = request.asking(
         ServiceOptions(scenario="server", latency_bound=group.bound, duration=SERVED_S)
     )

@@ -27,7 +27,7 @@ TOKENS = 4
 WIDTH = PATCH * PATCH
 CLASSES = 10
 
-MANY = 32
+MANY_EXPERTS = 32
 """From this number on, experts are so small that one product for all of them is faster."""
 
 
@@ -38,16 +38,16 @@ def hidden_width(experts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """Images [b, 1, 28, 28] float32 and labels 0..9, for training and held out."""
+    """Images [b, 1, 28, 28], float32, and labels 0..9, for training and for testing."""
 
     train: LabelledData
     test: LabelledData
 
 
 def load_digits(*, test_share: float = 0.2, seed: int = 0) -> Digits:
-    """Returns the digits at 28×28, pixels in [0, 1].
+    """Returns the digits at 28×28, with pixels in [0, 1].
 
-    Both parts have the same shares of each digit; a seed gives the same split on every machine.
+    Both parts have the same share of each digit; a seed gives the same split on every machine.
     Raises MissingExtraError if scikit-learn is not installed.
     """
     try:
@@ -76,8 +76,8 @@ class SoftMoEMnist(nn.Module):
 
     `w1` [n, d, h] and `w2` [n, h, d] stack the experts; `published_state_dict` returns them one by
     one, as the released code saves them. `phi` is [d, n]. With `normalise`, tokens and phi are
-    divided by (norm + 1e-6), and phi is multiplied by a learned scale, which starts at `scale`:
-    with a larger scale, few experts have most of an input's weight. There is no residual.
+    divided by (norm + 1e-6), and phi is multiplied by a learned scale, which starts at `scale`. The
+    larger it is, the fewer experts have most of an input's weight. There is no residual.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class SoftMoEMnist(nn.Module):
             x = x / (x.norm(dim=-1, keepdim=True) + 1e-6)
             phi = self.normalization_scale_param * phi / (phi.norm(dim=0, keepdim=True) + 1e-6)
         logits = x @ phi  # [b, m, n]
-        outputs = self._by_tokens if self.experts >= MANY else self._by_slots
+        outputs = self._by_tokens if self.experts >= MANY_EXPERTS else self._by_slots
         return F.linear(outputs(x, logits).flatten(1), self.decoder.weight)
 
     def _by_slots(self, x: Tensor, logits: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class SoftMoEMnist(nn.Module):
         return logits.softmax(dim=2) @ outputs
 
     def _by_tokens(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Returns the same, with the sums over tokens and over experts moved past the products.
+        """Returns the same as `_by_slots`, with sums over tokens and experts after the products.
 
         (Σ_m D x)·w1 = Σ_m D (x·w1) and Σ_n C (a·w2) = (C a)·w2: two products for any n, without a
         tensor of size b·n·d.
@@ -148,7 +148,7 @@ def patches(images: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A network and its training: the paper's optimiser, with more epochs for less data.
+    """How a network is trained: with the paper's optimiser, but more epochs for less data.
 
     `hidden` is the width of an expert (None: the paper's), and `scale` is phi's initial scale.
     """

@@ -1,4 +1,4 @@
-"""`moexport demo --family experts`: a small language model with routed experts, end to end."""
+"""`moexport demo --family experts`: a small language model with routed experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ...graphs.targets import Precision
 from ..text.language import python_topics
 from ..token_routed.load import transformers_library
 from . import digits
-from .demo import THREADS, Demo, Exported, Group, TrainedNetwork, saved
+from .demo import THREADS, Demo, Exported, Group, TrainedNetwork, save_data
 from .mumoe import random_windows
 
 NAME = "mixtral"
@@ -48,7 +48,7 @@ CONFIG: Mapping[str, Any] = {
 STEPS, BATCH, RATE = 300, 8, 4e-3
 TEST_WINDOWS = 48
 HELD_OUT = 10
-"""One in this number of topics is held out for the test."""
+"""One in this many topics is held out for the test."""
 
 BUNDLES: tuple[tuple[str, str, Precision], ...] = (
     ("k4", "trained", "fp32"),
@@ -60,8 +60,8 @@ BUNDLES: tuple[tuple[str, str, Precision], ...] = (
 
 ENGINES = (ONNXRUNTIME, PYTORCH_GROUPED_MM, PYTORCH_EXPERTS_EAGER, TRANSFORMERS_ONNX)
 
-CAVEAT = """The model is so small that its weights stay in the cache, and the overhead of calls
-dominates its time. INT8 and a smaller k gain more in a larger model."""
+CAVEAT = """The model is so small that its weights stay in the cache and the overhead of calls
+dominates its time. INT8 and a smaller k save more in a larger model."""
 
 
 def trained(
@@ -74,7 +74,7 @@ def trained(
     """Trains the model and saves it with its data; returns the group to measure."""
     topics = python_topics()
     test = "\n\n".join(topics[::HELD_OUT])
-    train = "\n\n".join(topic for place, topic in enumerate(topics) if place % HELD_OUT)
+    train = "\n\n".join(topic for index, topic in enumerate(topics) if index % HELD_OUT)
     folder = directory / NAME
     tokenizer = trained_tokenizer(train, VOCABULARY)
     tokens = {
@@ -93,7 +93,7 @@ def trained(
     length = LENGTH + 1
     windows = tokens["test"][: TEST_WINDOWS * length].reshape(-1, length)
     data = LabelledData(windows, None, "input_ids")
-    file = saved(data, directory / "test.npz")
+    file = save_data(data, directory / "test.npz")
     bundles = tuple(
         Exported(f"{NAME}-{name}", k, file, precision) for name, k, precision in BUNDLES
     )

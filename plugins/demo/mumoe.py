@@ -1,4 +1,4 @@
-"""`moexport demo --family mumoe`: CP and TR classifiers, an MLP-Mixer and a GPT-2, end to end."""
+"""`moexport demo --family mumoe`: CP and TR classifiers, an MLP-Mixer and a GPT-2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ...graphs.layers import mumoe
 from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec
 from ..text.language import python_topics
 from . import digits
-from .demo import THREADS, Demo, Exported, Group, TrainedNetwork, saved
+from .demo import THREADS, Demo, Exported, Group, TrainedNetwork, save_data
 
 EXPERTS = 32
 KEPT = ("n", "16", "8", "4", "2", "1")
@@ -34,22 +34,22 @@ SEED = 0
 LENGTH = 64
 """The number of positions of the GPT-2."""
 
-CAVEAT = """A smaller k gains almost no speed here: experts are a small part of a muMoE's work, and
-all of it is computed for every k; only the cost of choosing experts falls. The smallest k that
-keeps the accuracy shows how many experts the task needs."""
+CAVEAT = """A smaller k is hardly faster here: experts are a small part of a muMoE's work, and all
+of it is computed for every k; only the cost of choosing experts falls. The smallest k that keeps
+the accuracy shows how many experts the task needs."""
 
 SUPPORT_HEADER = ("model", "layer", "experts n", "mean", "p99", "max")
 
 
 def train(directory: Path, progress: Progress) -> list[Group]:
-    """Trains and saves four networks, to be exported once, with k as an input of the graph."""
+    """Trains and saves four networks, each to be exported once with k as an input of the graph."""
     with torch.random.fork_rng(devices=[]), with_threads(THREADS):
         torch.manual_seed(SEED)
         return [*_on_digits(directory, progress), _on_text(directory, progress)]
 
 
 def _supports(groups: Sequence[Group]) -> Iterator[str]:
-    """Yields a table of the numbers of nonzero coefficients per token."""
+    """Yields a table of how many coefficients per token are nonzero."""
     rows = [
         (network.name, row.layer, row.experts, f"{row.mean:.1f}", f"{row.p99:.0f}", row.max)
         for group in groups
@@ -64,8 +64,8 @@ def _supports(groups: Sequence[Group]) -> Iterator[str]:
 def _group(
     name: str, data: LabelledData, directory: Path, configs: Mapping[str, Mapping[str, Any]]
 ) -> Group:
-    """Returns a group of trained networks, given by the names of their checkpoints."""
-    file = saved(data, directory / f"{name}-test.npz")
+    """Returns a group of trained networks; `configs` has their settings by checkpoint name."""
+    file = save_data(data, directory / f"{name}-test.npz")
     networks = tuple(
         TrainedNetwork(
             network, directory / f"{network}.pt", (Exported(network, "input", file),), config
@@ -76,7 +76,7 @@ def _group(
 
 
 def _on_digits(directory: Path, progress: Progress) -> Iterator[Group]:
-    """Trains CP and TR classifiers of whole images as vectors, and an MLP-Mixer on images."""
+    """Trains CP and TR classifiers on images as vectors, and an MLP-Mixer on images."""
     data = digits.load_digits()
     images, labels = torch.from_numpy(data.train.inputs), torch.from_numpy(data.train.labels)
     flat = data.test.inputs.reshape(len(data.test), -1)
@@ -110,23 +110,23 @@ def _on_text(directory: Path, progress: Progress) -> Group:
 
 
 def _random_batches(inputs: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields endless random batches of labelled inputs."""
+    """Yields random batches of labelled inputs without end."""
     while True:
         rows = torch.randint(len(inputs), (size,))
         yield inputs[rows], labels[rows]
 
 
 def random_windows(ids: np.ndarray, size: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields endless random batches: sequences, and the next token at each position."""
+    """Yields random batches without end: sequences, and the next token at each position."""
     tokens = torch.from_numpy(ids)
-    within = torch.arange(length + 1)
+    offsets = torch.arange(length + 1)
     while True:
-        window = tokens[torch.randint(len(tokens) - length, (size, 1)) + within]
+        window = tokens[torch.randint(len(tokens) - length, (size, 1)) + offsets]
         yield window[:, :-1], window[:, 1:]
 
 
 HELD_OUT = 9
-"""One in this number of topics is held out for the test."""
+"""One in this many topics is held out for the test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ def entmax15(logits: Tensor) -> Tensor:
     """Returns p = [z − τ]₊² for z = logits/2, where τ is the root of f = Σp − 1; differentiable.
 
     τ is found by sorting, without a gradient; one Newton step from there does not change its value
-    and adds the gradient of the root, −∂f/∂z / ∂f/∂τ.
+    but adds the gradient of the root, −∂f/∂z / ∂f/∂τ.
     """
     z = logits / 2
     with torch.no_grad():
@@ -256,7 +256,7 @@ def trainable_mixer(spec: MixerSpec, experts: int, hidden: tuple[int, int], rank
 
 
 def trainable_gpt2(spec: GPT2Spec, experts: int, hidden: int, rank: int) -> GPT2:
-    """Returns a GPT-2 with CP blocks in place of MLPs, and embeddings initialised as in nanoGPT."""
+    """Returns a GPT-2 with CP blocks instead of MLPs, and embeddings initialised as in nanoGPT."""
     model = GPT2(spec)
     for name, parameter in model.named_parameters():
         if name.endswith(("wte.weight", "wpe.weight")):
@@ -282,7 +282,7 @@ def _block(
 def fit(model: nn.Module, batches: Batches, steps: int, learning_rate: float) -> nn.Module:
     """Trains a model to predict the classes of its last axis; returns it in eval mode.
 
-    It uses AdamW; the learning rate falls to zero along half a cosine.
+    The optimiser is AdamW; the learning rate falls to zero along half a cosine.
     """
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)

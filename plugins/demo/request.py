@@ -1,4 +1,4 @@
-"""The options of the demo. This module imports no large library."""
+"""The options of the demo; this module imports no large library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moexport demo`: two Soft MoE networks on handwritten digits, and the best bundle by `tune`."""
+"""`moexport demo`: two Soft MoE networks on handwritten digits, and `tune`'s best bundle."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ..tune.findings import text
 from ..tune.request import TuneRequest
 from ..tune.tune import search_and_export
 from . import digits
-from .demo import THREADS, Demo, Exported, Group, TrainedNetwork, saved
+from .demo import THREADS, Demo, Exported, Group, TrainedNetwork, save_data
 
 KEPT = {"n": "n", "n2": "1/2", "n4": "1/4", "n8": "1/8"}
-"""The exported k, by the ending of the bundle's name."""
+"""The exported k, by the ending of the bundle's folder."""
 
 NETWORKS: tuple[tuple[digits.Training, Mapping[Precision, Sequence[str]]], ...] = (
     (
@@ -41,7 +41,7 @@ counterexample: it needs all of them, and they are so small that fewer save no t
 TEST_FILE = "digits-test.npz"
 HELD_OUT = 0.5
 """The share of digits held out: 899 images that no network is trained on. The report judges the
-kept accuracy by the lower end of an interval. With 360 images this is at most 98.9%, so no smaller
+kept accuracy by the lower end of an interval, which with 360 images is at most 98.9%, so no smaller
 k could be proven to keep 99%. Shifted copies of images do not help, because an interval assumes
 independent images."""
 
@@ -52,8 +52,8 @@ SECONDS = 45.0
 def train(directory: Path, progress: Progress) -> list[Group]:
     """Trains the networks and saves them with their data; returns the group to measure."""
     data = digits.load_digits(test_share=HELD_OUT)
-    test = saved(data.test, directory / TEST_FILE)
-    calibration = saved(data.train, directory / "digits-train.npz")
+    test = save_data(data.test, directory / TEST_FILE)
+    calibration = save_data(data.train, directory / "digits-train.npz")
     networks = []
     for training, exports in NETWORKS:
         n = training.experts
@@ -89,10 +89,10 @@ def train(directory: Path, progress: Progress) -> list[Group]:
 def tuned_bundle(
     network: TrainedNetwork, directory: Path, progress: Progress
 ) -> tuple[Bundle, str]:
-    """Searches for a network's best bundle; returns it, in the demo's folder, and the front.
+    """Returns a network's best bundle, which is written to the demo's folder, and the front.
 
     The bundle must keep the share of accuracy that the report requires of every row. The search
-    uses images that the network was trained on; the report's images, unused until then, confirm it.
+    uses images that the network was trained on; the report's images confirm the result.
     """
     request = TuneRequest(
         keep=KEPT_ACCURACY,
@@ -103,12 +103,12 @@ def tuned_bundle(
         progress=progress,
     )
     progress.step(f"tuning {network.name}: {KEPT_ACCURACY:.0%} kept")
-    data = halves(digits.load_digits(test_share=HELD_OUT))
+    data = join_halves(digits.load_digits(test_share=HELD_OUT))
     tuned = search_and_export(network.load(), data, directory / "tuned", request)
     return tuned.bundle, text(tuned)
 
 
-def halves(data: digits.Digits) -> LabelledData:
+def join_halves(data: digits.Digits) -> LabelledData:
     """Joins the images so that `tune` searches with training images and confirms with others."""
     count = min(len(data.train), len(data.test))
     search = searched(0, 2 * count)

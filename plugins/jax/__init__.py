@@ -1,1 +1,1 @@
-"""Reads checkpoints of JAX: google-research/vmoe's files, and Orbax states."""
+"""Reads JAX checkpoints: google-research/vmoe's files and Orbax states."""

@@ -1,7 +1,7 @@
-"""Reads the arrays of a JAX model from Orbax folders; needs only `tensorstore`.
+"""Reads the arrays of a JAX model from Orbax folders with `tensorstore`, without JAX and Orbax.
 
-A state has a folder for each array (`params.Encoder.encoder_norm.bias/.zarray`), or the same tree
-in a database (`manifest.ocdbt`). JAX and Orbax are not needed.
+A state has a folder for each array (`params.Encoder.encoder_norm.bias/.zarray`), or a database with
+the same tree (`manifest.ocdbt`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 @dataclass(frozen=True, slots=True)
 class OrbaxState:
-    """The parameters in one state: open arrays of `tensorstore` by key, not yet read."""
+    """The parameters in a state: open arrays of `tensorstore` by key, which are not yet read."""
 
     folder: Path
     files: tuple[Path, ...]
-    opened: dict[str, Any]
+    arrays: dict[str, Any]
     note: str
 
     def zeros(self) -> dict[str, Tensor]:
         """Returns a tensor of each array's shape that occupies no memory."""
         return {
-            key: torch.zeros(()).expand(tuple(array.shape)) for key, array in self.opened.items()
+            key: torch.zeros(()).expand(tuple(array.shape)) for key, array in self.arrays.items()
         }
 
     def read(self, watched: Watched | None) -> tuple[dict[str, Tensor], Path | None]:
@@ -45,11 +45,11 @@ class OrbaxState:
 
         Raises CheckpointError for an array that cannot be read.
         """
-        tensors, place = uninitialised(
-            {key: tuple(tensor.shape) for key, tensor in self.opened.items()}
+        tensors, base = uninitialised(
+            {key: tuple(tensor.shape) for key, tensor in self.arrays.items()}
         )
-        reading = Reading(() if place is None else (place,), watched)
-        for key, array in self.opened.items():
+        reading = Reading(() if base is None else (base,), watched)
+        for key, array in self.arrays.items():
             try:
                 values = array.read().result()
             except ValueError as error:
@@ -57,26 +57,26 @@ class OrbaxState:
             tensors[key].numpy()[...] = values
             reading.advance(values.nbytes + tensors[key].nbytes)
         reading.end()
-        return tensors, place
+        return tensors, base
 
 
 def state_in(folder: Path) -> Path | None:
-    """Returns the state in a folder: the folder itself, a step's `state`, or its only step's.
+    """Returns the folder of the state: `folder` itself, its `state`, or that of its only step.
 
     Returns None for other paths. Raises CheckpointError if there are several steps.
     """
     if not folder.is_dir():
         return None
-    for place in (folder, folder / "state"):
-        if (place / MANIFEST).is_file() or next(place.glob(f"*/{ZARRAY}"), None) is not None:
-            return place
+    for base in (folder, folder / "state"):
+        if (base / MANIFEST).is_file() or next(base.glob(f"*/{ZARRAY}"), None) is not None:
+            return base
     steps = [step for step in sorted(folder.iterdir()) if step.name.isdigit() and step.is_dir()]
     candidates = [step for step in steps if (step / "state").is_dir()]
     if len(candidates) > 1:
         raise CheckpointError(
             f"{folder}: {len(candidates)} steps could be the weights "
             f"({', '.join(step.name for step in candidates[:6])})",
-            hint=f"give the folder of one: {candidates[-1]}",
+            hint=f"pass the folder of one step: {candidates[-1]}",
         )
     return state_in(candidates[0]) if candidates else None
 
@@ -86,33 +86,33 @@ def read_state(folder: Path) -> OrbaxState:
 
     Raises MissingExtraError without `tensorstore`.
     """
-    what = f"{folder}: reading a folder of Orbax needs tensorstore"
+    what = f"{folder}: reading an Orbax folder needs tensorstore"
     tensorstore = library("tensorstore", what, install("orbax"))
-    place = f"file://{folder.resolve()}/"
+    base = f"file://{folder.resolve()}/"
     database = (folder / MANIFEST).is_file()
-    store = {"driver": "ocdbt", "base": place} if database else place
+    store = {"driver": "ocdbt", "base": base} if database else base
     try:
         names = [name.decode() for name in tensorstore.KvStore.open(store).result().list().result()]
     except ValueError as error:
         raise _damaged(folder, MANIFEST, error) from error
     keys = sorted(name.removesuffix(f"/{ZARRAY}") for name in names if name.endswith(f"/{ZARRAY}"))
-    wanted = [key for key in keys if key.startswith(PARAMS)] or keys
-    if not wanted:
-        raise CheckpointError(f"{folder} contains no arrays", hint="give the folder of one step")
+    selected = [key for key in keys if key.startswith(PARAMS)] or keys
+    if not selected:
+        raise CheckpointError(f"{folder} contains no arrays", hint="pass the folder of one step")
     files = tuple(sorted(file for file in folder.rglob("*") if file.is_file()))
     size = sum(file.stat().st_size for file in files)
-    whole = _writes_zeros(folder)
-    opened, declared = {}, 0
-    for key in wanted:
-        inside: Any = (
+    complete = _stores_zeros(folder)
+    arrays, declared = {}, 0
+    for key in selected:
+        kvstore: Any = (
             {**store, "path": f"{key}/"}
             if isinstance(store, dict)
             else {"driver": "file", "path": f"{folder.resolve()}/{key}/"}
         )
         try:
             array = tensorstore.open(
-                # A missing chunk is all zeros, unless the writer also stores zeros.
-                {"driver": "zarr", "kvstore": inside, "fill_missing_data_reads": not whole},
+                # A missing chunk is all zeros, unless the writer also stores chunks of zeros.
+                {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": not complete},
                 open=True,
                 read=True,
             ).result()
@@ -125,24 +125,24 @@ def read_state(folder: Path) -> OrbaxState:
         declared += max(numbers, chunk) * array.dtype.numpy_dtype.itemsize
         if declared > allowed_bytes(size):
             raise CheckpointError(
-                f"{folder}: its arrays up to {key} of shape {list(array.shape)} have {declared} "
-                f"bytes, in files of {size}"
+                f"{folder}: its arrays up to {key} of shape {list(array.shape)} declare {declared} "
+                f"bytes, but its files have only {size}"
             )
-        opened[key.removeprefix(PARAMS)] = array
-    numbers = sum(math.prod(array.shape) for array in opened.values())
-    types = ", ".join(sorted({array.dtype.name for array in opened.values()}))
+        arrays[key.removeprefix(PARAMS)] = array
+    numbers = sum(math.prod(array.shape) for array in arrays.values())
+    types = ", ".join(sorted({array.dtype.name for array in arrays.values()}))
     step = next((path.name for path in (folder, folder.parent) if path.name.isdigit()), None)
     note = (
         "Orbax checkpoint: "
         + (f"step {step}, " if step else "")
-        + f"{len(opened)} of {len(keys)} arrays are the network's, with {numbers} numbers as "
-        + f"{types}, in {'a database' if database else 'a folder each'}"
+        + f"{len(arrays)} of {len(keys)} arrays are the network's, with {numbers} numbers as "
+        + f"{types}, in {'a database' if database else 'one folder each'}"
     )
-    return OrbaxState(folder, files, opened, note)
+    return OrbaxState(folder, files, arrays, note)
 
 
-def _writes_zeros(folder: Path) -> bool:
-    """Whether a state's metadata declares that chunks of zeros were stored as well."""
+def _stores_zeros(folder: Path) -> bool:
+    """Returns whether a state's metadata declares that chunks of zeros were also stored."""
     try:
         with (folder / METADATA).open("rb") as file:
             content = json.loads(file.read(64 << 20))
@@ -152,7 +152,7 @@ def _writes_zeros(folder: Path) -> bool:
 
 
 def _damaged(folder: Path, key: str, error: ValueError) -> CheckpointError:
-    said = str(error).partition(" [tensorstore_spec")[0].replace("\n", " ")[:200]
+    reason = str(error).partition(" [tensorstore_spec")[0].replace("\n", " ")[:200]
     return CheckpointError(
-        f"{folder}: {key} cannot be read ({said})", hint="copy the folder again: a part is missing"
+        f"{folder}: {key} cannot be read ({reason})", hint="copy the folder again, in full"
     )

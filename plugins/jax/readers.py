@@ -1,4 +1,4 @@
-"""The readers of JAX checkpoints."""
+"""Registers the readers of JAX checkpoints with the core."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ API = 1
 
 
 def _index_at(source: Path) -> Path | None:
-    """Returns the google-research/vmoe index at a path: a file, its prefix or its folder."""
+    """Returns the google-research/vmoe index for a path: the file, its prefix or its folder."""
     if source.is_dir():
         found = sorted(source.glob(f"*{INDEX}"))
         if len(found) > 1:
             names = ", ".join(path.name for path in found[:6])
             raise CheckpointError(
                 f"{source}: {len(found)} files could be the weights ({names})",
-                hint="give the path of one of them",
+                hint="pass the path of one of them",
             )
         return found[0] if found else None
     if source.name.endswith(INDEX):
@@ -37,4 +37,4 @@ VMOE = Reader(
     lambda file: [shard.name for shard in read_index(file).shards],
 )
 
-ORBAX = Reader("orbax", "a state of Orbax", state_in, read_state, lambda _: ())
+ORBAX = Reader("orbax", "an Orbax state", state_in, read_state, lambda _: ())

@@ -2,11 +2,11 @@
 
 `PREFIX.index` is a tree of arrays, each with its shape, its type and its division into chunks;
 `PREFIX.data-00000-of-00002` contains chunks. Both are MessagePack with extension types, which
-contain MessagePack again. Shards refer to arrays by number: the position in the tree with its keys
-sorted as strings, so that `encoderblock_10` comes before `encoderblock_2`.
+contain MessagePack themselves. Shards refer to arrays by number: the position in the tree with its
+keys sorted as strings, so `encoderblock_10` comes before `encoderblock_2`.
 
 Before anything is allocated, the sizes in a shard are compared with the index, and those in the
-index with the sizes of the files. Shards are mapped one at a time, and chunks copied into place.
+index with the sizes of the files. Shards are mapped one at a time, and their chunks are copied.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ T = TypeVar("T")
 
 INDEX = ".index"
 INDEX_BYTES = 32 << 20
-"""The largest size of an index: an array takes about a hundred bytes, a chunk about forty."""
+"""The largest size of an index; an array takes about a hundred bytes, a chunk about forty."""
 
 VERSION = "20220622"
-"""The version in an index; those written before 24 June 2022 have none."""
+"""The version in an index; an index written before 24 June 2022 has none."""
 
-CHUNKED = "__msgpack_array_chunk_a87ca2__"
+SHARD_KEY = "__msgpack_array_chunk_a87ca2__"
 """The key that identifies a shard."""
 
 ARRAY, SLICE_ND, INDEX_INFO = 1, 6, 8
 """Codes of extension types."""
 
-MOST_AXES, MOST_CHUNKS, MOST_SHARDS, MOST_PARTS = 8, 1 << 14, 99_999, 1 << 10
+MAX_AXES, MAX_CHUNKS, MAX_SHARDS, MAX_PARTS = 8, 1 << 14, 99_999, 1 << 10
 
 WITHOUT_SHARDS = 1 << 26
-"""The largest size of an array without a shard that confirms it, except for experts."""
+"""The largest number of elements of an array if no shard confirms it, except for experts."""
 
 DTYPES = {
     "float32": np.dtype("<f4"),
@@ -59,32 +59,32 @@ DTYPES = {
 }
 
 TRAIN_STATE = ("step", "params", "opt_state", "rngs")
-"""Fields of a train state, in the order in which files without a version count their arrays."""
+"""Fields of a train state, in the order in which their arrays are numbered without a version."""
 
-AGAIN = "copy or download the file again; it was probably truncated"
+TRUNCATED = "copy or download the file again; it was probably truncated"
 
 Slices = tuple[tuple[int, int], ...]
 """The position of a chunk in its array: start and stop on each axis."""
 
 _Size = Annotated[int, Meta(ge=0, le=2**40)]
-_Shape = Annotated[list[_Size], Meta(max_length=MOST_AXES)]
-_Shards = Annotated[list[_Size], Meta(max_length=MOST_CHUNKS)]
-_Places = Annotated[list[bytes], Meta(max_length=MOST_CHUNKS)]
+_Shape = Annotated[list[_Size], Meta(max_length=MAX_AXES)]
+_Shards = Annotated[list[_Size], Meta(max_length=MAX_CHUNKS)]
+_Positions = Annotated[list[bytes], Meta(max_length=MAX_CHUNKS)]
 
 _MAP = msgspec.msgpack.Decoder(dict[str, Raw])
 _TEXT = msgspec.msgpack.Decoder(str)
-_COUNT = msgspec.msgpack.Decoder(Annotated[int, Meta(ge=1, le=MOST_SHARDS)])
+_COUNT = msgspec.msgpack.Decoder(Annotated[int, Meta(ge=1, le=MAX_SHARDS)])
 _EXTENSION = msgspec.msgpack.Decoder(msgspec.msgpack.Ext)
-_INFO = msgspec.msgpack.Decoder(tuple[bytes, _Places, _Shards])
+_INFO = msgspec.msgpack.Decoder(tuple[bytes, _Positions, _Shards])
 _SHAPED = msgspec.msgpack.Decoder(tuple[_Shape, str, Raw, Raw])
-_AXES = msgspec.msgpack.Decoder(Annotated[list[bytes], Meta(max_length=MOST_AXES)])
+_AXES = msgspec.msgpack.Decoder(Annotated[list[bytes], Meta(max_length=MAX_AXES)])
 _AXIS = msgspec.msgpack.Decoder(tuple[_Size, _Size, None])
 _NDARRAY = msgspec.msgpack.Decoder(tuple[_Shape, str, memoryview])
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedArray:
-    """An array in an index: its number, and the shard of each of its chunks."""
+    """An array in an index: its number, and the position and shard of each of its chunks."""
 
     key: str
     number: int
@@ -97,24 +97,24 @@ class IndexedArray:
 class VmoeIndex:
     """The contents of an index: the network's arrays, the shards, and a description of both.
 
-    `held` counts all arrays in each shard.
+    `counts` has the number of all arrays in each shard.
     """
 
     file: Path
     shards: tuple[Path, ...]
     arrays: tuple[IndexedArray, ...]
-    held: Counter[int]
+    counts: Counter[int]
     note: str
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The index, and its existing shards."""
+        """The index and its existing shards."""
         return (self.file, *(shard for shard in self.shards if shard.is_file()))
 
     def zeros(self) -> dict[str, Tensor]:
         """Returns a tensor of each array's shape that occupies no memory; reads no shard.
 
-        Raises CheckpointError for a large array without shards that confirm its size.
+        Raises CheckpointError for a large array if no shards confirm its size.
         """
         if len(self.files) > len(self.shards):
             _check_sizes(self)
@@ -124,7 +124,7 @@ class VmoeIndex:
                 if numbers > WITHOUT_SHARDS and "/Moe/Mlp/" not in array.key:
                     raise CheckpointError(
                         f"{self.file}: {array.key} of shape {list(array.shape)} is too large to "
-                        "accept without its shards"
+                        "be accepted without its shards"
                     )
         return {array.key: torch.zeros(()).expand(array.shape) for array in self.arrays}
 
@@ -141,12 +141,12 @@ class VmoeIndex:
                 hint=f"put them into {self.file.parent}",
             )
         _check_sizes(self)
-        tensors, place = uninitialised({array.key: array.shape for array in self.arrays})
-        reading = Reading(self.shards if place is None else (*self.shards, place), watched)
+        tensors, mapped = uninitialised({array.key: array.shape for array in self.arrays})
+        reading = Reading(self.shards if mapped is None else (*self.shards, mapped), watched)
         for number, shard in enumerate(self.shards):
             _read_shard(self, number, shard, tensors, reading)
             reading.end()
-        return tensors, place
+        return tensors, mapped
 
 
 # --- the index ---------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def read_index(file: Path) -> VmoeIndex:
     if version not in (None, VERSION):
         raise CheckpointError(
             f"{file}: its version is {str(version)[:40]!r}, but only {VERSION} is supported",
-            hint="the layout may have changed: export it with a newer moexport",
+            hint="the layout may have changed: use a newer version of moexport",
         )
     count = _decoded(file, top["shard_count"], _COUNT)
     prefix = file.name.removesuffix(INDEX)
@@ -181,12 +181,12 @@ def read_index(file: Path) -> VmoeIndex:
     if not state and "opt_state" in roots:
         raise CheckpointError(
             f"{file} is a train state without params: it has {', '.join(sorted(roots))[:200]}",
-            hint="give the checkpoint that has the network's parameters",
+            hint="pass the checkpoint that has the network's parameters",
         )
     if version is None and state:
-        leaves = _in_order_of_fields(file, leaves, roots)
+        leaves = _sort_by_field(file, leaves, roots)
     arrays = [_array(file, path, number, leaf, count) for number, (path, leaf) in enumerate(leaves)]
-    held = Counter(shard for array in arrays for shard in {shard for _, shard in array.chunks})
+    counts = Counter(shard for array in arrays for shard in {shard for _, shard in array.chunks})
     network = tuple(
         replace(array, key=array.key.removeprefix("params/"))
         for array in arrays
@@ -199,19 +199,19 @@ def read_index(file: Path) -> VmoeIndex:
             raise CheckpointError(f"{file}: {array.key} has dtype {array.dtype}, expected a float")
         _check_covered(file, array)
     return VmoeIndex(
-        file, shards, network, held, _note(prefix, network, len(arrays), count, state=state)
+        file, shards, network, counts, _note(prefix, network, len(arrays), count, state=state)
     )
 
 
 def _note(
-    prefix: str, network: tuple[IndexedArray, ...], every: int, shards: int, *, state: bool
+    prefix: str, network: tuple[IndexedArray, ...], total: int, shards: int, *, state: bool
 ) -> str:
     step = re.fullmatch(r".*_(\d+)", prefix)
-    of = f"train state, {every} arrays" if state else "parameters"
+    contents = f"train state, {total} arrays" if state else "parameters"
     types = ", ".join(sorted({array.dtype for array in network}))
     numbers = sum(math.prod(array.shape) for array in network)
     return (
-        f"google-research/vmoe checkpoint: {of}, "
+        f"google-research/vmoe checkpoint: {contents}, "
         + (f"step {step[1]} by its name, " if step and state else "")
         + f"{len(network)} arrays of the network with {numbers} numbers as {types}, in {shards} "
         + f"shard{'s' * (shards > 1)}"
@@ -224,26 +224,26 @@ def _leaves(
     """Yields the arrays of a tree, with keys sorted as strings; skips nil and empty maps."""
     if len(path) > MAX_LEVELS:
         raise CheckpointError(f"{file}: maps are nested more than {MAX_LEVELS} levels deep")
-    kind = bytes(memoryview(node)[:1])
-    if kind == b"\xc0":
+    first = bytes(memoryview(node)[:1])
+    if first == b"\xc0":
         return
-    if 0x80 <= kind[0] <= 0x8F or kind in (b"\xde", b"\xdf"):
+    if 0x80 <= first[0] <= 0x8F or first in (b"\xde", b"\xdf"):
         for key, inner in sorted(_decoded(file, node, _MAP).items()):
             yield from _leaves(file, inner, (*path, key))
         return
     yield path, node
 
 
-def _in_order_of_fields(
+def _sort_by_field(
     file: Path, leaves: list[tuple[tuple[str, ...], Raw]], roots: set[str]
 ) -> list[tuple[tuple[str, ...], Raw]]:
-    """Sorts the arrays of a train state as files without a version number them."""
+    """Sorts the arrays of a train state in the order of files without a version."""
     if not roots <= set(TRAIN_STATE):
         raise CheckpointError(
             f"{file}: the order of the arrays in its shards is unknown, because it has no version "
             f"and contains {', '.join(sorted(roots))[:200]}",
-            hint="save only the parameters, or restore and save it with vmoe's code of after June "
-            "2022",
+            hint="save only the parameters, or restore and save the state with vmoe's code from "
+            "after June 2022",
         )
     return sorted(leaves, key=lambda leaf: TRAIN_STATE.index(leaf[0][0]))
 
@@ -263,12 +263,12 @@ def _array(file: Path, path: tuple[str, ...], number: int, leaf: Raw, count: int
 
 
 def _slices(file: Path, data: bytes | memoryview) -> Slices:
-    """Reads the position of a chunk."""
+    """Decodes the position of a chunk."""
     ranges = (_decoded(file, axis, _AXIS) for axis in _decoded(file, data, _AXES))
     return tuple((start, stop) for start, stop, _ in ranges)
 
 
-MOST_CELLS = 1 << 16
+MAX_CELLS = 1 << 16
 
 
 def _check_covered(file: Path, array: IndexedArray) -> None:
@@ -278,27 +278,27 @@ def _check_covered(file: Path, array: IndexedArray) -> None:
     for slices, _ in array.chunks:
         inside = all(0 <= a < b <= size for (a, b), size in zip(slices, shape, strict=False))
         if len(slices) != len(shape) or not inside:
-            raise CheckpointError(f"{what} reach outside it: {_shown(slices)}")
+            raise CheckpointError(f"{what} extend beyond the array: {_format(slices)}")
     # Chunk boundaries cut the array into cells; a chunk covers a cell completely or not at all.
     edges = [
         sorted({0, size, *(edge for slices, _ in array.chunks for edge in slices[axis])})
         for axis, size in enumerate(shape)
     ]
     cells = [len(cuts) - 1 for cuts in edges]
-    if math.prod(cells) > MOST_CELLS:
-        raise CheckpointError(f"{what} cut it into more than {MOST_CELLS} cells")
-    places = [{edge: cell for cell, edge in enumerate(cuts)} for cuts in edges]
+    if math.prod(cells) > MAX_CELLS:
+        raise CheckpointError(f"{what} divide it into more than {MAX_CELLS} cells")
+    cells_at = [{edge: cell for cell, edge in enumerate(cuts)} for cuts in edges]
     filled = np.zeros(cells, dtype=bool)
     for slices, _ in array.chunks:
-        box = tuple(slice(place[a], place[b]) for place, (a, b) in zip(places, slices, strict=True))
+        box = tuple(slice(at[a], at[b]) for at, (a, b) in zip(cells_at, slices, strict=True))
         if filled[box].any():
-            raise CheckpointError(f"{what} overlap at {_shown(slices)}")
+            raise CheckpointError(f"{what} overlap at {_format(slices)}")
         filled[box] = True
     if not filled.all():
-        raise CheckpointError(f"{what} leave gaps", hint=AGAIN)
+        raise CheckpointError(f"{what} leave gaps", hint=TRUNCATED)
 
 
-def _shown(slices: Slices) -> str:
+def _format(slices: Slices) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in slices) + "]"
 
 
@@ -311,36 +311,36 @@ def _volume(slices: Slices) -> int:
 
 def _check_sizes(index: VmoeIndex) -> None:
     """Raises CheckpointError for a shard that is shorter than its arrays."""
-    bytes_of = Counter[int]()
+    expected_bytes = Counter[int]()
     for array in index.arrays:
         for slices, shard in array.chunks:
-            bytes_of[shard] += DTYPES[array.dtype].itemsize * _volume(slices)
+            expected_bytes[shard] += DTYPES[array.dtype].itemsize * _volume(slices)
     for number, file in enumerate(index.shards):
         size = file.stat().st_size
-        if size < bytes_of[number]:
+        if size < expected_bytes[number]:
             raise CheckpointError(
-                f"{file} has {size} bytes, but its index places {bytes_of[number]} in it",
-                hint=AGAIN,
+                f"{file} has {size} bytes, but its index places {expected_bytes[number]} in it",
+                hint=TRUNCATED,
             )
 
 
 def _read_shard(
     index: VmoeIndex, number: int, shard: Path, tensors: Mapping[str, Tensor], reading: Reading
 ) -> None:
-    """Copies a shard's chunks of the network into their arrays."""
+    """Copies a shard's chunks of the network into its tensors."""
     if shard.stat().st_size == 0:
-        raise CheckpointError(f"{shard}: the file is empty", hint=AGAIN)
-    # The file stays mapped as long as anything refers to it.
+        raise CheckpointError(f"{shard}: the file is empty", hint=TRUNCATED)
+    # The file stays mapped as long as anything refers to the view.
     view = np.memmap(shard, mode="r").data
-    _check_count(shard, view, index.held[number])
-    of_arrays = _decoded(shard, view, _MAP)
-    if CHUNKED not in of_arrays:
+    _check_count(shard, view, index.counts[number])
+    arrays = _decoded(shard, view, _MAP)
+    if SHARD_KEY not in arrays:
         raise CheckpointError(f"{shard} is not a shard of google-research/vmoe")
     for array in index.arrays:
-        wanted = {slices for slices, at in array.chunks if at == number}
-        if wanted:
-            raw = of_arrays.get(str(array.number))
-            _place(shard, array, wanted, raw, tensors[array.key].numpy(), reading)
+        expected = {slices for slices, shard_number in array.chunks if shard_number == number}
+        if expected:
+            raw = arrays.get(str(array.number))
+            _copy_array(shard, array, expected, raw, tensors[array.key].numpy(), reading)
 
 
 def _check_count(shard: Path, view: memoryview, arrays: int) -> None:
@@ -362,30 +362,30 @@ def _check_count(shard: Path, view: memoryview, arrays: int) -> None:
         )
 
 
-class _ChunkPlace:
-    """The position of a chunk in its array."""
+class _ChunkPosition:
+    """The position of a chunk in its array, as the decoder returns it."""
 
     def __init__(self, slices: Slices) -> None:
         self.slices = slices
 
 
-_Parts = Annotated[list[np.ndarray], Meta(max_length=MOST_PARTS)]  # flat pieces of a chunk
-_Chunks = Annotated[list[tuple[_Parts, _ChunkPlace]], Meta(max_length=MOST_CHUNKS)]
+_Parts = Annotated[list[np.ndarray], Meta(max_length=MAX_PARTS)]  # flat pieces of a chunk
+_Chunks = Annotated[list[tuple[_Parts, _ChunkPosition]], Meta(max_length=MAX_CHUNKS)]
 
 
-def _place(
+def _copy_array(
     shard: Path,
     array: IndexedArray,
-    wanted: set[Slices],
+    expected: set[Slices],
     raw: Raw | None,
-    into: np.ndarray,
+    target: np.ndarray,
     reading: Reading,
 ) -> None:
     """Copies the chunks of one array to their positions."""
 
     def hook(code: int, data: memoryview) -> Any:
         if code == SLICE_ND:
-            return _ChunkPlace(_slices(shard, data))
+            return _ChunkPosition(_slices(shard, data))
         if code != ARRAY:
             raise CheckpointError(f"{shard}: {array.key} has a value of type {code}")
         shape, dtype, raw = _decoded(shard, data, _NDARRAY)
@@ -398,36 +398,36 @@ def _place(
 
     decoder = msgspec.msgpack.Decoder(_Chunks, ext_hook=hook)
     chunks = [] if raw is None else _decoded(shard, raw, decoder)
-    places = [where.slices for _, where in chunks]
-    if len(places) != len(wanted) or set(places) != wanted:
+    found = [position.slices for _, position in chunks]
+    if len(found) != len(expected) or set(found) != expected:
         raise CheckpointError(
-            f"{shard} has {array.key} at {', '.join(map(_shown, places[:4])) or 'no position'}, "
-            f"but its index has it at {', '.join(map(_shown, sorted(wanted)[:4]))}",
+            f"{shard} has {array.key} at {', '.join(map(_format, found[:4])) or 'no position'}, "
+            f"but its index has it at {', '.join(map(_format, sorted(expected)[:4]))}",
             hint="use the index and shards of one checkpoint",
         )
-    for parts, where in chunks:
-        _fill(shard, array, parts, where.slices, into, reading)
+    for parts, position in chunks:
+        _copy_chunk(shard, array, parts, position.slices, target, reading)
 
 
-def _fill(
+def _copy_chunk(
     shard: Path,
     array: IndexedArray,
     parts: list[np.ndarray],
     slices: Slices,
-    into: np.ndarray,
+    target: np.ndarray,
     reading: Reading,
 ) -> None:
     """Copies one chunk, whose pieces are in C order."""
     numbers = sum(len(part) for part in parts)
     if numbers != _volume(slices):
         raise CheckpointError(
-            f"{shard}: the chunk {_shown(slices)} of {array.key} has {numbers} numbers, expected "
+            f"{shard}: the chunk {_format(slices)} of {array.key} has {numbers} numbers, expected "
             f"{_volume(slices)}",
-            hint=AGAIN,
+            hint=TRUNCATED,
         )
     values = parts[0] if len(parts) == 1 else np.concatenate(parts)
     box = tuple(slice(start, stop) for start, stop in slices)
-    into[box] = values.reshape([stop - start for start, stop in slices])
+    target[box] = values.reshape([stop - start for start, stop in slices])
     reading.advance(values.nbytes + 4 * numbers)
 
 
@@ -436,7 +436,7 @@ def _decoded(file: Path, data: Any, decoder: msgspec.msgpack.Decoder[T]) -> T:
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        said = str(error).partition("\n")[0][:200] or type(error).__name__
+        reason = str(error).partition("\n")[0][:200] or type(error).__name__
         raise CheckpointError(
-            f"{file} is damaged, or is not a file of google-research/vmoe ({said})", hint=AGAIN
+            f"{file} is damaged or is not a file of google-research/vmoe ({reason})", hint=TRUNCATED
         ) from error

@@ -1,7 +1,7 @@
 """Writes the files that programs need to generate text into a bundle.
 
-The tokenizer's files and the configuration are copied from the model's folder as data; no code in
-them is run. ONNX Runtime GenAI opens a folder that has a `genai_config.json`.
+The tokenizer's files and the configuration are copied from the model's folder as data, and no code
+in them is run. ONNX Runtime GenAI opens a folder with a `genai_config.json`.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ if TYPE_CHECKING:
 
 API = 1
 
-CODE = "auto_map"
-"""The key that names code of the checkpoint's author, which loaders would run."""
+CODE_KEY = "auto_map"
+"""The key that names code from the checkpoint's author, which loaders would run."""
 
-NO_POSITIONS = 32_768
-"""The context if a configuration has no maximum position."""
+DEFAULT_CONTEXT = 32_768
+"""The context if a configuration does not state the largest number of positions."""
 
-MOST_TOKENS = 4096
-"""The default length of a text, for which the cache is allocated at the start."""
+DEFAULT_TOKENS = 4096
+"""The default largest length of a text, for which the cache is allocated at the start."""
 
 GENAI_PROVIDERS: Mapping[str, str] = {CUDA: "cuda"}
-"""ONNX Runtime GenAI's names for the providers of ONNX Runtime; the CPU's has none."""
+"""ONNX Runtime GenAI's names for ONNX Runtime's providers; the CPU's has none."""
 
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
-"""The settings of a `generation_config.json` that ONNX Runtime GenAI also has."""
+"""The settings of a `generation_config.json` that ONNX Runtime GenAI supports."""
 
 
 def with_generation(job: Export, directory: Path, manifest: Manifest) -> Manifest:
-    """Writes the files for text generation, if a job's graphs can generate text.
+    """Writes the files for text generation if a job's graphs can generate text.
 
-    The returned manifest lists them, or has notes on why there are none.
+    Returns the manifest with these files, and with notes on what prevents text generation.
     """
     if not job.writes_text:
         return manifest
@@ -73,7 +73,7 @@ def write_generation(
 ) -> tuple[str, ...]:
     """Writes the files for text generation with a model's graph for a target.
 
-    Returns notes on what prevents it.
+    Returns notes on what prevents it or makes other programs generate different text.
     """
     from ...graphs.fusion.fuse import appends_in_place  # these load PyTorch, as the model did
     from ..token_routed.network import TransformersNetwork
@@ -86,10 +86,10 @@ def write_generation(
         if (folder / name).is_file():
             _copy(folder / name, directory / name)
     config = _without_code(object_in(folder / CONFIG_FILE))
-    config.pop("quantization_config", None)  # the graph's weights are no longer those of the folder
+    config.pop("quantization_config", None)  # the graph's weights are not those of the folder
     for field in FIELDS:
         k = model.config.get(field)
-        if field in config and isinstance(k, int):  # a graph whose router has this k
+        if field in config and isinstance(k, int):  # the k of the router in the graph
             config[field] = k
     write_object(config, directory / CONFIG_FILE)
     generation = network.wrapped.generation_config.to_json_string()
@@ -110,8 +110,8 @@ def write_generation(
 
 def _cache(model: Model, part: str) -> list[tuple[int, int]]:
     """Returns the number of heads and the width of each layer's keys or values."""
-    ports = [port for port in model.inputs if port.name.startswith(f"{PAST}.")]
-    return [(port.shape[1], port.shape[3]) for port in ports if port.name.endswith(part)]  # type: ignore[misc]
+    specs = [spec for spec in model.inputs if spec.name.startswith(f"{PAST}.")]
+    return [(spec.shape[1], spec.shape[3]) for spec in specs if spec.name.endswith(part)]  # type: ignore[misc]
 
 
 def genai_config(model: Model, target: Target, file: str, *, in_place: bool) -> dict[str, Any]:
@@ -127,18 +127,18 @@ def genai_config(model: Model, target: Target, file: str, *, in_place: bool) -> 
     keys = _cache(model, "key")
     heads, width = keys[0]
     end = generation.eos_token_id
-    # Without an end token, GenAI's loop would stop at the padding token; the last token of a
-    # vocabulary is rarely used.
+    # Without an end token GenAI's loop would stop at the padding token, so the last token of the
+    # vocabulary, which is rarely used, becomes the end token.
     ends = end if isinstance(end, list) else [vocabulary - 1 if end is None else end]
     pad = ends[0] if generation.pad_token_id is None else generation.pad_token_id
-    context = getattr(text, "max_position_embeddings", None) or NO_POSITIONS
+    context = getattr(text, "max_position_embeddings", None) or DEFAULT_CONTEXT
     provider = GENAI_PROVIDERS.get(TARGETS[target].provider or "")
     tokens = {"bos_token_id": generation.bos_token_id, "eos_token_id": ends, "pad_token_id": pad}
     search = {name: getattr(generation, name, None) for name in SAMPLING}
     return {
         "model": {
             "type": "decoder",
-            **_known(tokens),
+            **_without_none(tokens),
             "vocab_size": vocabulary,
             "context_length": context,
             "decoder": {
@@ -166,33 +166,33 @@ def genai_config(model: Model, target: Target, file: str, *, in_place: bool) -> 
         },
         "search": {
             "do_sample": False,
-            **_known(search),
-            "max_length": min(context, MOST_TOKENS),
+            **_without_none(search),
+            "max_length": min(context, DEFAULT_TOKENS),
             "past_present_share_buffer": in_place,
         },
     }
 
 
-def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _copy(source: Path, place: Path) -> None:
-    """Copies a file unchanged except for names of code, which it removes.
+def _copy(source: Path, target_file: Path) -> None:
+    """Copies a file unchanged except for names of code, which are removed.
 
     Raises `CheckpointError` for broken JSON.
     """
     content = None
     if source.suffix == ".json":
         content = read_document(source, "json", CheckpointError, TOKENIZER_BYTES, LARGE_BITS)
-    if isinstance(content, dict) and CODE in content:
-        write_object(_without_code(content), place)
+    if isinstance(content, dict) and CODE_KEY in content:
+        write_object(_without_code(content), target_file)
     else:
-        shutil.copyfile(source, place)
+        shutil.copyfile(source, target_file)
 
 
 def _without_code(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in content.items() if key != CODE}
+    return {key: value for key, value in content.items() if key != CODE_KEY}
 
 
 GENERATION = Step("generation", finish=with_generation, contents=CONTENTS)

@@ -32,7 +32,7 @@ def generate(
 
 
 def text_model(bundle: Bundle | AnyPath, request: GenerateRequest) -> TextModel:
-    """Returns a bundle's language model, ready to generate one text after another."""
+    """Returns a bundle's language model, which can generate any number of texts."""
     from ...exporter.bundle.bundle import Bundle
     from .generate import TextModel
 

@@ -12,8 +12,8 @@ from ...commands.printing import Messages, Printing
 from ...common.console import Console, show
 from ...common.interrupts import in_own_process
 from ...common.text import printable
-from .calls import generate as continued
-from .calls import serve as answer
+from .calls import generate as generate_text
+from .calls import serve as serve_bundle
 from .calls import text_model
 from .request import GenerateRequest, LayoutOptions, ServeRequest
 
@@ -56,10 +56,10 @@ def generate(
     if prompt is None and request.chat and sys.stdin.isatty() and not printing.as_json:
         _converse(text_model(bundle, request), request, console)
         return
-    text = continued(bundle, sys.stdin.read() if prompt is None else prompt, request)
+    text = generate_text(bundle, sys.stdin.read() if prompt is None else prompt, request)
     if printing.as_json:
-        whole = "".join(text)
-        show(json_text({"text": whole, **_taken(text)}))
+        complete = "".join(text)
+        show(json_text({"text": complete, **_statistics(text)}))
         return
     _print(text, console)
 
@@ -98,7 +98,7 @@ def _print(text: GeneratedText, console: Console) -> str:
     return "".join(pieces)
 
 
-def _taken(text: GeneratedText) -> dict[str, object]:
+def _statistics(text: GeneratedText) -> dict[str, object]:
     return {
         "finish": text.finish,
         "prompt_tokens": text.prompt_tokens,
@@ -133,14 +133,14 @@ def serve(
     in_own_process()
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("moexport.serve").setLevel("ERROR" if messages.quiet else "INFO")
-    where = f"http://{request.host}:{request.port}/v1"
+    url = f"http://{request.host}:{request.port}/v1"
     from ...exporter.bundle.bundle import Bundle
     from .generate import check_generates
 
     opened = Bundle.open(bundle)
     check_generates(opened)
-    messages.console().step(f"serving {bundle} at {where}; Ctrl-C ends it")
-    answer(opened, request)
+    messages.console().step(f"serving {bundle} at {url}; Ctrl-C ends it")
+    serve_bundle(opened, request)
 
 
 layout_options = options_of(LayoutOptions)

@@ -1,7 +1,7 @@
 """Compares the tokens of ONNX Runtime GenAI's tokenizer with Hugging Face's.
 
 `generate` and `serve` use Hugging Face's; other programs that open a bundle's folder with GenAI use
-GenAI's. It supports fewer kinds of files and may crash, so it runs in a separate process.
+GenAI's. GenAI's supports fewer kinds of files and may crash, so it runs in a separate process.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ LIMIT_S = 60
 def different_tokens(folder: Path) -> str | None:
     """Returns how GenAI's tokenizer differs for a bundle's folder, or None if it does not.
 
-    Also returns None if GenAI or `tokenizers` is not installed.
+    It also returns None if GenAI or `tokenizers` is not installed.
     """
     if any(importlib.util.find_spec(name) is None for name in ("onnxruntime_genai", "tokenizers")):
         return None
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", __name__, str(folder.absolute())],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -56,27 +56,27 @@ def different_tokens(folder: Path) -> str | None:
             check=True,
         )
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
-        return f"ONNX Runtime GenAI's own tokenizer cannot read {TOKENIZER_FILE}: {_ADVICE}"
-    others = [TEXTS[at] for at in json.loads(done.stdout)]
-    if not others:
+        return f"ONNX Runtime GenAI's own tokenizer cannot read {TOKENIZER_FILE}; {_ADVICE}"
+    texts = [TEXTS[index] for index in json.loads(result.stdout)]
+    if not texts:
         return None
     return (
-        f"ONNX Runtime GenAI's own tokenizer makes different tokens for {len(others)} of "
-        f"{len(TEXTS)} texts, such as {others[0]!r}: {_ADVICE}"
+        f"ONNX Runtime GenAI's own tokenizer returns different tokens for {len(texts)} of "
+        f"{len(TEXTS)} texts, such as {texts[0]!r}; {_ADVICE}"
     )
 
 
-_ADVICE = "moexport does not use it; in other programs, give GenAI the tokens of transformers"
+_ADVICE = "moexport does not use it; in other programs, pass GenAI the tokens of transformers"
 
 
-def _without_weights(folder: Path, place: Path) -> None:
-    """Copies a folder's files for GenAI's tokenizer, with a graph of one node as the model."""
+def _write_small_model(folder: Path, target: Path) -> None:
+    """Copies the files for GenAI's tokenizer, and writes a graph of one node as the model."""
     import onnx
     from onnx import TensorProto, helper
 
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
-            shutil.copyfile(folder / name, place / name)
+            shutil.copyfile(folder / name, target / name)
     ids, logits = "input_ids", "logits"
     graph = helper.make_graph(
         [helper.make_node("Cast", [ids], [logits], to=TensorProto.FLOAT)],
@@ -85,11 +85,11 @@ def _without_weights(folder: Path, place: Path) -> None:
         [helper.make_tensor_value_info(logits, TensorProto.FLOAT, ["batch", "tokens"])],
     )
     opset = helper.make_opsetid("", 17)
-    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=8), place / "model.onnx")
+    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=8), target / "model.onnx")
     config: dict[str, Any] = object_in(folder / GENAI_FILE)
     decoder = {"filename": "model.onnx", "inputs": {ids: ids}, "outputs": {logits: logits}}
     config["model"]["decoder"] |= decoder | {"session_options": {"provider_options": []}}
-    write_object(config, place / GENAI_FILE)
+    write_object(config, target / GENAI_FILE)
 
 
 def main() -> None:
@@ -99,16 +99,16 @@ def main() -> None:
 
     folder = Path(sys.argv[1])
     onnxruntime_genai.disable_telemetry_events()
-    known = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-    known.no_truncation()
-    known.no_padding()
-    with tempfile.TemporaryDirectory() as place:
-        _without_weights(folder, Path(place))
-        other = onnxruntime_genai.Tokenizer(onnxruntime_genai.Model(place))
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    with tempfile.TemporaryDirectory() as target:
+        _write_small_model(folder, Path(target))
+        genai_tokenizer = onnxruntime_genai.Tokenizer(onnxruntime_genai.Model(target))
         different = [
-            at
-            for at, text in enumerate(TEXTS)
-            if other.encode(text).tolist() != known.encode(text).ids
+            index
+            for index, text in enumerate(TEXTS)
+            if genai_tokenizer.encode(text).tolist() != tokenizer.encode(text).ids
         ]
     print(json.dumps(different))
 

@@ -1,9 +1,9 @@
 """A process that reads requests and tokenises their prompts; `prompts.py` starts it.
 
 The chat template of a bundle is a program, a pattern in its tokenizer may run for years, and a
-client may send anything. Each request is therefore read in a copy of this process (a fork, if the
-system supports it), which is killed after a time limit and frees its memory. Templates run in
-Jinja's sandbox.
+client may send anything. Each request is therefore handled in a copy of this process (a fork, if
+the system supports it), which frees its memory when it ends and is killed after a time limit.
+Templates run in Jinja's sandbox.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 MEMORY_BYTES = 4 << 30
 """The memory limit of this process, if the system supports limits; large tokenizers need 1 GB."""
 
-MOST_WORDS = 300
-"""The number of characters to which a library's message is cut."""
+MAX_MESSAGE = 300
+"""The largest length of a library's message in characters; longer ones are cut."""
 
 Chat = Sequence[Mapping[str, str]]
 
@@ -44,31 +44,31 @@ class Encoder:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-        # The file may still have padding and truncation, which are for batches.
+        # The file may enable padding and truncation, which are for batches.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         words = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._context, self._most = context, context * max(map(len, words), default=1)
+        self._context, self._max_characters = context, context * max(map(len, words), default=1)
         self._template: jinja2.Template | None = None
         self._reads: frozenset[str] = frozenset()
-        self._problem = "--chat: the model has no chat template, so it was not trained to chat"
+        self._problem = "--chat: the model has no chat template, so it was not trained for chats"
         source = template_in(folder)
         if source is not None:
             try:
                 self._template, self._reads = _compiled(source, folder)
             except Exception as error:  # noqa: BLE001 - a template may be any text
-                self._problem = f"the model's chat template cannot be compiled: {_message(error)}"
+                self._problem = f"the model's chat template cannot be compiled: {_one_line(error)}"
 
-    def completion(self, body: bytes, name: str, most: int, *, chat: bool) -> dict[str, Any]:
+    def completion(self, body: bytes, name: str, max_tokens: int, *, chat: bool) -> dict[str, Any]:
         """Returns a client's request without its prompt, and the prompt's tokens."""
         completion = parse_request(body)
         if completion.model not in ("", name):
             named = printable(completion.model[:64])
-            raise NoSuchModelError(f"model: {named} is not served here, only {name} is")
-        completion.request(most)
-        content = completion.content(chat=chat, most=self._context, reads=self._reads)
-        left = replace(completion, prompt=None, messages=None)
-        return {"request": asdict(left), "ids": self.tokens(content)}
+            raise NoSuchModelError(f"model: {named} is not served here, only {name}")
+        completion.request(max_tokens)
+        content = completion.content(chat=chat, limit=self._context, reads=self._reads)
+        options = replace(completion, prompt=None, messages=None)
+        return {"request": asdict(options), "ids": self.tokens(content)}
 
     def tokens(self, prompt: str | Chat) -> list[int]:
         """Returns the tokens of a text, or of a chat as formatted by the model's template.
@@ -77,33 +77,34 @@ class Encoder:
         """
         parts = [prompt] if isinstance(prompt, str) else [t for m in prompt for t in m.values()]
         if any("\0" in part for part in parts):
-            raise UsageError("the prompt has a NUL character, which is not text", hint="remove it")
+            raise UsageError(
+                "the prompt contains a NUL character, which is not text", hint="remove it"
+            )
         text = prompt if isinstance(prompt, str) else self._rendered(prompt)
-        if len(text) > self._most:
+        if len(text) > self._max_characters:
             raise _too_long(f"{len(text):,} characters", self._context)
-        # A chat template already writes the special tokens.
+        # A chat template writes the special tokens itself.
         special = isinstance(prompt, str)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         if len(ids) >= self._context:
             raise _too_long(f"{len(ids):,} tokens", self._context)
         if not ids:
-            raise UsageError("the prompt is empty", hint="give some text to continue")
+            raise UsageError("the prompt is empty", hint="write some text to continue")
         return ids
 
     def _rendered(self, messages: Chat) -> str:
         if self._template is None:
-            hint = "without --chat, the model continues the prompt"
-            raise UsageError(self._problem, hint=hint)
+            raise UsageError(self._problem, hint="omit --chat: the model then continues the prompt")
         text = ""
         try:
             for piece in self._template.generate(messages=messages):
                 text += piece
-                if len(text) > self._most:
+                if len(text) > self._max_characters:
                     break
         except Exception as cause:
             raise UsageError(
-                f"the model's chat template does not accept these messages: {_message(cause)}",
-                hint="omit --system: some templates do not support system messages",
+                f"the model's chat template does not accept these messages: {_one_line(cause)}",
+                hint="if there is a system message, omit it: some templates do not support them",
             ) from cause
         return text
 
@@ -123,7 +124,7 @@ def _compiled(source: str, folder: Path) -> tuple[jinja2.Template, frozenset[str
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """A block that only marks the text that a model is trained on."""
+        """A block that marks the text that a model is trained on, and has no other effect."""
 
         tags = {"generation"}  # noqa: RUF012 - the type that Jinja declares
 
@@ -138,11 +139,9 @@ def _compiled(source: str, folder: Path) -> tuple[jinja2.Template, frozenset[str
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, loopcontrols],
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    # A constant expression may run forever, so it is computed during a request, not on loading.
+    # A constant expression may run forever, so it is computed for a request, not during loading.
     environment.intercepted_binops = frozenset(environment.default_binop_table)
     environment.filters["tojson"] = to_json
     special = {
@@ -165,25 +164,25 @@ def _compiled(source: str, folder: Path) -> tuple[jinja2.Template, frozenset[str
     return template, frozenset(reads)
 
 
-def _message(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Returns an error's message in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text[:MOST_WORDS]
+    return text[:MAX_MESSAGE]
 
 
 def _answer(encoder: Encoder, header: Mapping[str, Any], body: bytes) -> bytes:
     try:
         if "name" in header:
-            name, most = header["name"], header["most"]
-            found = encoder.completion(body, name, most, chat=header["chat"])
+            name, max_tokens = header["name"], header["most"]
+            answer = encoder.completion(body, name, max_tokens, chat=header["chat"])
         else:
-            found = {"ids": encoder.tokens(json.loads(body))}
+            answer = {"ids": encoder.tokens(json.loads(body))}
     except UsageError as error:
         unknown = isinstance(error, NoSuchModelError)
-        found = {"error": error.message, "hint": error.hint, "unknown": unknown}
+        answer = {"error": error.message, "hint": error.hint, "unknown": unknown}
     except MemoryError:
-        found = {}
-    return json.dumps(found).encode() + b"\n"
+        answer = {}
+    return json.dumps(answer).encode() + b"\n"
 
 
 def _write(answer: bytes) -> None:
@@ -192,7 +191,7 @@ def _write(answer: bytes) -> None:
 
 
 def _answer_in_copy(encoder: Encoder, header: Mapping[str, Any], body: bytes) -> None:
-    """Answers in a copy of this process; kills it after a time limit, and reports that."""
+    """Answers in a copy of this process; reports if that was killed after the time limit."""
     if sys.platform == "win32":  # Windows cannot fork
         _write(_answer(encoder, header, body))
         return
@@ -209,13 +208,13 @@ def _answer_in_copy(encoder: Encoder, header: Mapping[str, Any], body: bytes) ->
 
 
 NICE = 5
-"""The priority of this process: generation comes before reading prompts."""
+"""The nice value of this process, since generating text has priority over reading prompts."""
 
 
 def main() -> None:
     """Answers requests on standard input until it is closed.
 
-    A request is a line of JSON, followed by a body whose size is in the JSON.
+    A request is a line of JSON followed by a body, whose size is in the JSON.
     """
     if sys.platform != "win32":
         import resource

@@ -16,10 +16,10 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
 TOKENIZER_BYTES = 128 << 20
-"""The largest size of a tokenizer: one with 200,000 words has 30 MB."""
+"""The largest size of a tokenizer; one with 200,000 words has 30 MB."""
 
 TEMPLATE_BYTES = 1 << 20
-"""The largest size of a chat template: long ones have 20 kB."""
+"""The largest size of a chat template; long ones have 20 kB."""
 
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
@@ -32,20 +32,20 @@ TOKENIZER_FILES = (
     TEMPLATE_FILE,
     "chat_template.json",
 )
-"""The names of the files of a tokenizer, and of a chat template."""
+"""The names of the files of a tokenizer and of a chat template."""
 
 CONTENTS = {
     GENAI_FILE: "opens this folder in ONNX Runtime GenAI, which generates text from it",
-    GENERATION_FILE: "the model's own settings of generation",
+    GENERATION_FILE: "the model's own settings for generation",
     CONFIG_FILE: "the model's configuration, as in transformers",
     **dict.fromkeys(TOKENIZER_FILES, "a file of the tokenizer, unchanged"),
 }
-"""The files of a bundle for programs that generate text, described for its page."""
+"""A bundle's files for programs that generate text, with their descriptions for its README."""
 
 
-def write_object(content: Mapping[str, Any], place: Path) -> None:
+def write_object(content: Mapping[str, Any], file: Path) -> None:
     """Writes an indented JSON file."""
-    place.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def tokenizer_problem(folder: Path, vocabulary: int) -> str | None:
@@ -57,14 +57,14 @@ def tokenizer_problem(folder: Path, vocabulary: int) -> str | None:
     model, added = content.get("model"), content.get("added_tokens")
     words = model.get("vocab") if isinstance(model, dict) else None
     ids = [entry.get("id") for entry in added or () if isinstance(entry, dict)]
-    # Some tokenizers have a list of words, in which an id is an index.
+    # Some tokenizers have a list of words, whose indices are the ids.
     ids += [*words.values()] if isinstance(words, dict) else [len(words or ()) - 1]
     largest = max((token_id for token_id in ids if isinstance(token_id, int)), default=-1)
     if largest < 0:
         return f"{file} is not a tokenizer"
     if largest >= vocabulary:
         return (
-            f"{file} belongs to another model: it has the token {largest}, but this model's "
+            f"{file} belongs to a different model: it has the token {largest}, but this model's "
             f"vocabulary ends at {vocabulary - 1}"
         )
     return None
@@ -77,12 +77,12 @@ def template_in(folder: Path) -> str | None:
         with file.open("rb") as opened:
             return opened.read(TEMPLATE_BYTES).decode("utf-8", errors="replace")
     for name in (TOKENIZER_CONFIG_FILE, "chat_template.json"):
-        written = object_in(folder / name).get("chat_template")
-        if isinstance(written, list):
+        value = object_in(folder / name).get("chat_template")
+        if isinstance(value, list):
             named = {
-                each.get("name"): each.get("template") for each in written if isinstance(each, dict)
+                each.get("name"): each.get("template") for each in value if isinstance(each, dict)
             }
-            written = named.get("default")
-        if isinstance(written, str):
-            return written
+            value = named.get("default")
+        if isinstance(value, str):
+            return value
     return None

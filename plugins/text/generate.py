@@ -1,6 +1,6 @@
 """Continues a text with the loop and the samplers of ONNX Runtime GenAI.
 
-GenAI's tokenizer is not used, because it recurses for each character and crashes on a long text.
+GenAI's tokenizer is not used, because it recurses for each character and crashes on long texts.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Message = Mapping[str, str]
 """A message in a chat: its `role` and its `content`."""
 
 Finish = Literal["stop", "length"]
-"""Why a text ends: at an end token or stop text, or at the largest number of tokens."""
+"""Why a text ended: at an end token or a stop text, or at the largest number of tokens."""
 
 
 PROMPT_TOKENS = 128
-"""The number of prompt tokens computed in one step, during which nothing else runs."""
+"""The number of prompt tokens that one step computes; no other text advances meanwhile."""
 
 
 class TextModel:
-    """A bundle that is ready to generate text, with its own context or a smaller one.
+    """A bundle that is ready to generate text, with the model's context or a smaller one.
 
     Raises `BundleError` if the bundle cannot generate text or its files have changed, and
     `MissingExtraError` without ONNX Runtime GenAI.
@@ -60,7 +60,7 @@ class TextModel:
             self._model = genai.Model(config)
         except RuntimeError as error:
             raise EngineError(
-                f"{bundle.path}: ONNX Runtime GenAI cannot open it: {error}",
+                f"{bundle.path}: ONNX Runtime GenAI cannot open the bundle: {error}",
                 hint="`moexport verify` checks the bundle, `moexport doctor` this machine",
             ) from error
         self._genai = genai
@@ -68,12 +68,12 @@ class TextModel:
         self._ends, self._vocabulary = frozenset(model["eos_token_id"]), model["vocab_size"]
         self.context = min(model["context_length"], context or model["context_length"])
         self.prompts = Prompts(bundle.path, self.context)
-        self._words = _words(bundle.path)
+        self._tokenizer = _tokenizer(bundle.path)
         self._token_bytes = sum(
-            math.prod(size for size in port.shape if isinstance(size, int))
-            * (4 if port.dtype == "float32" else 2)
-            for port in bundle.manifest.inputs
-            if port.name.startswith(f"{PAST}.")
+            math.prod(size for size in spec.shape if isinstance(size, int))
+            * (4 if spec.dtype == "float32" else 2)
+            for spec in bundle.manifest.inputs
+            if spec.name.startswith(f"{PAST}.")
         )
 
     def generate(self, prompt: str | Sequence[Message], request: GenerateRequest) -> GeneratedText:
@@ -93,31 +93,31 @@ class TextModel:
         return self.prompts.tokens(messages)
 
     def start(self, tokens: list[int], request: GenerateRequest) -> GeneratedText:
-        """Starts the text that follows some tokens, with its own cache.
+        """Starts the text that follows these tokens, with its own cache.
 
         Raises `CacheMemoryError` if the cache does not fit into the memory.
         """
         length = min(len(tokens) + request.max_tokens, self.context)
         if self._token_bytes * length > available_bytes():
-            raise self.no_memory(length)
+            raise self.memory_error(length)
         params = self._genai.GeneratorParams(self._model)
-        params.set_search_options(max_length=length, **self._drawing(request))
+        params.set_search_options(max_length=length, **self._search_options(request))
         try:
             generator = self._genai.Generator(self._model, params)
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
-                raise self.no_memory(length) from error
+                raise self.memory_error(length) from error
             raise
         return GeneratedText(
             generator,
-            Decoder(self._words),
+            Decoder(self._tokenizer),
             np.array(tokens, np.int32),
             tuple(request.stop),
             self._ends,
-            partial(self.no_memory, length),
+            partial(self.memory_error, length),
         )
 
-    def _drawing(self, request: GenerateRequest) -> dict[str, Any]:
+    def _search_options(self, request: GenerateRequest) -> dict[str, Any]:
         """Returns GenAI's search options for the sampling of a request."""
         temperature = None if request.temperature is None else np.float32(request.temperature)
         sampled = None if (request.top_p, request.top_k) == (None, None) else True
@@ -130,10 +130,10 @@ class TextModel:
         }
         return {name: value for name, value in settings.items() if value is not None}
 
-    def no_memory(self, length: int) -> CacheMemoryError:
+    def memory_error(self, length: int) -> CacheMemoryError:
         """Returns the error for a cache that does not fit into the memory."""
         return CacheMemoryError(
-            f"no memory for the cache of {length:,} tokens: it needs "
+            f"there is not enough memory for the cache of {length:,} tokens: it needs "
             f"{self._token_bytes * length / 2**20:,.1f} MiB, but "
             f"{available_bytes() / 2**20:,.0f} MiB are free"
         )
@@ -142,17 +142,17 @@ class TextModel:
 class Decoder:
     """Decodes tokens to text, one after another."""
 
-    def __init__(self, words: Tokenizer) -> None:
-        self._words = words
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._stream = self._new_stream()
 
     def text(self, token: int) -> str:
         """Returns the text of the next token, which is empty until a character is complete."""
         try:
-            return self._stream.step(self._words, token) or ""
-        except Exception:  # noqa: BLE001 - its own, for bytes that are no text: it takes no others
+            return self._stream.step(self._tokenizer, token) or ""
+        except Exception:  # noqa: BLE001 - what it raises for bytes that are not text
             self._stream = self._new_stream()
-            return self._stream.step(self._words, token) or ""
+            return self._stream.step(self._tokenizer, token) or ""
 
     def _new_stream(self) -> DecodeStream:
         from tokenizers.decoders import DecodeStream
@@ -173,14 +173,14 @@ class GeneratedText(Iterator[str]):
         prompt: Any,
         stop: tuple[str, ...],
         ends: frozenset[int],
-        no_memory: Callable[[], CacheMemoryError],
+        memory_error: Callable[[], CacheMemoryError],
     ) -> None:
         self.prompt_tokens, self.tokens = len(prompt), 0
         self.finish: Finish | None = None
         self.first_token_s = self.decode_s = 0.0
         self._generator, self._decoder, self._prompt = generator, decoder, prompt
         self._stop, self._ends, self._pending = stop, ends, ""
-        self._no_memory = no_memory
+        self._memory_error = memory_error
 
     def __next__(self) -> str:
         """Returns the next nonempty piece."""
@@ -201,16 +201,16 @@ class GeneratedText(Iterator[str]):
         return (self.tokens - 1) / self.decode_s if self.tokens > 1 and self.decode_s else None
 
     def step(self) -> str:
-        """Computes one more token, or a part of the prompt.
+        """Computes one more token or a part of the prompt.
 
-        Returns the text that cannot be part of a stop text, which may be empty.
+        Returns the new text that cannot be part of a stop text; it may be empty.
         """
         started = perf_counter()
         try:
             token = self._token()
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
-                raise self._no_memory() from error
+                raise self._memory_error() from error
             raise
         took = perf_counter() - started
         if self.tokens > 1:
@@ -222,8 +222,8 @@ class GeneratedText(Iterator[str]):
     def _token(self) -> int | None:
         """Returns the next token, or None while more of the prompt must be computed."""
         if len(self._prompt):
-            now, self._prompt = np.split(self._prompt, [PROMPT_TOKENS])
-            self._generator.append_tokens(now)
+            chunk, self._prompt = np.split(self._prompt, [PROMPT_TOKENS])
+            self._generator.append_tokens(chunk)
             if len(self._prompt):
                 return None
         self._generator.generate_next_token()
@@ -231,24 +231,24 @@ class GeneratedText(Iterator[str]):
         return int(self._generator.get_next_tokens()[0])
 
     def _piece(self, token: int) -> str:
-        """Returns the text of a token, up to the first part that may begin a stop text."""
+        """Returns the pending text and that of a token, up to what may begin a stop text."""
         if token in self._ends:
             self.finish = "stop"
             return self._pending
         text = self._pending + self._decoder.text(token)
-        at = min((place for stop in self._stop if (place := text.find(stop)) >= 0), default=None)
-        if at is not None:
+        end = min((at for stop in self._stop if (at := text.find(stop)) >= 0), default=None)
+        if end is not None:
             self.finish = "stop"
-            return text[:at]
+            return text[:end]
         if self._generator.is_done():
             self.finish = "length"
             return text
-        size = max((_begun_size(text, stop) for stop in self._stop), default=0)
+        size = max((_partial_stop_size(text, stop) for stop in self._stop), default=0)
         self._pending = text[len(text) - size :]
         return text[: len(text) - size]
 
 
-def _begun_size(text: str, stop: str) -> int:
+def _partial_stop_size(text: str, stop: str) -> int:
     """Returns how many characters at the end of a text may begin a stop text."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
@@ -261,16 +261,16 @@ def check_generates(bundle: Bundle) -> None:
     if GENAI_FILE not in files or vocabulary is None:
         reason = next((n for n in bundle.manifest.notes if n.startswith("no text")), None)
         raise BundleError(
-            reason or f"{bundle.path}: no language model with a cache: it has no {GENAI_FILE}",
+            reason or f"{bundle.path} has no language model with a cache: {GENAI_FILE} is missing",
             hint="export a causal language model from its transformers folder; `moexport run` runs "
-            "any other bundle",
+            "all other bundles",
         )
     bundle.graph_file()
     bundle.check_files(name for name in files if name in CONTENTS)
     problem = tokenizer_problem(bundle.path, vocabulary)
     if problem is not None:
         raise BundleError(
-            problem, hint="copy the tokenizer's files into the model's folder, and export again"
+            problem, hint="copy the tokenizer's files into the model's folder and export again"
         )
 
 
@@ -282,10 +282,10 @@ def genai_library() -> Any:
     return genai
 
 
-def _words(folder: Path) -> Tokenizer:
-    """Loads a tokenizer's words and merges, without the pattern that splits a text."""
+def _tokenizer(folder: Path) -> Tokenizer:
+    """Loads a tokenizer without the steps that only encoding needs, such as splitting a text."""
     from tokenizers import Tokenizer
 
     content = object_in(folder / TOKENIZER_FILE, TOKENIZER_BYTES)
-    cutting = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer"))
-    return Tokenizer.from_str(json.dumps({**content, **cutting, "post_processor": None}))
+    omitted = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer"))
+    return Tokenizer.from_str(json.dumps({**content, **omitted, "post_processor": None}))

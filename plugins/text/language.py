@@ -1,7 +1,7 @@
-"""Language models in a benchmark: text as windows of tokens, and the timed calls.
+"""Language models in a benchmark: windows of tokens, and the calls that are timed.
 
-A prefill computes a whole prompt; a decode computes the token after it, with the keys and values
-of the prompt in the cache.
+A prefill computes a whole prompt. A decode computes the token after it, with the keys and values of
+the prompt in the cache.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ PROMPT = 128
 """The default number of tokens of a prompt."""
 
 WINDOWS = 32
-"""The number of windows of Python's help: enough for a perplexity accurate to a few percent."""
+"""The number of windows of Python's help, enough for a perplexity accurate to a few percent."""
 
 RANDOM_WINDOWS = 8
 
 TEXT_BYTES = 64 << 20
-"""The largest size of a text: tokenising it takes a hundred times this memory."""
+"""The largest size of a text, whose tokenisation takes a hundred times this memory."""
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-"""The files that mark a folder with a tokenizer; one is enough."""
+"""The files that a folder with a tokenizer contains at least one of."""
 
 
 def prompt_of(model: Model, tokens: int | None) -> int:
@@ -50,22 +50,22 @@ def prompt_of(model: Model, tokens: int | None) -> int:
     """
     assert isinstance(model.module, TransformersNetwork)
     config = model.module.wrapped.config.get_text_config()
-    most = getattr(config, "max_position_embeddings", None)
+    positions = getattr(config, "max_position_embeddings", None)
     if tokens is None:
-        return PROMPT if most is None else max(1, min(PROMPT, most - 1))
-    if most is not None and tokens >= most:
+        return PROMPT if positions is None else max(1, min(PROMPT, positions - 1))
+    if positions is not None and tokens >= positions:
         raise UsageError(
-            f"--tokens {tokens}: the model has {most} positions, but one more token follows the "
-            "prompt",
-            hint=f"use at most --tokens {most - 1}",
+            f"--tokens {tokens}: the model has only {positions} positions, and one more token "
+            "follows the prompt",
+            hint=f"use at most --tokens {positions - 1}",
         )
     return tokens
 
 
 def phases_of(model: Model, tokens: int | None, length: int) -> tuple[Phase, ...]:
-    """Returns the timed calls of a language model; without a cache, there is no decode.
+    """Returns the timed calls of a language model; without a cache there is no decode.
 
-    The prompt has `tokens` tokens, and another token follows it in texts of this `length`.
+    The prompt has `tokens` tokens, or fewer if it and one more token exceed `length`.
     """
     prompt = min(prompt_of(model, tokens), length - 1)
     prefill = Phase("prefill", prompt)
@@ -80,8 +80,8 @@ def _sequences(data: str | Path | Array | None, model: Model, tokens: int | None
 def token_windows(data: str | Path | Array | None, model: Model, prompt: int) -> LabelledData:
     """Returns windows [s, prompt + 1] of token ids for a perplexity.
 
-    `data` is a file of text, an `.npz` with `input_ids` [s, m] or a `.npy` of ids [tokens] or
-    [s, m]. None selects the text that ships with Python if the model's folder has a tokenizer, or
+    `data` is a text file, an `.npz` with `input_ids` [s, m] or a `.npy` of ids [tokens] or [s, m].
+    None selects the text that ships with Python if the model's folder has a tokenizer, and
     otherwise random ids, whose perplexity is meaningless. Raises `FeedError` for anything else.
     """
     length, name = prompt + 1, model.input.name
@@ -114,17 +114,17 @@ def _text_ids(path: Path, model: Model) -> Array:
     if tokenizer is None:
         raise FeedError(
             f"{path} is text, but {model.source.path} has no tokenizer",
-            hint="copy tokenizer.json into the folder, or give token ids: an .npz with 'input_ids'",
+            hint="copy tokenizer.json into the folder, or use token ids: an .npz with 'input_ids'",
         )
     if path.stat().st_size > TEXT_BYTES:
         raise FeedError(
             f"{path} has more than {TEXT_BYTES} bytes, the limit for a text",
-            hint="shorten it, or give token ids: an .npz with 'input_ids'",
+            hint="shorten it, or use token ids: an .npz with 'input_ids'",
         )
     try:
         return _ids(tokenizer, path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise FeedError(f"{path} is not UTF-8 text", hint="give text, .npz or .npy") from error
+        raise FeedError(f"{path} is not UTF-8 text", hint="use text, .npz or .npy") from error
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -141,7 +141,7 @@ def _tokenizer(folder: Path) -> Any:
     except Exception as error:  # loading a tokenizer may raise anything
         raise FeedError(
             f"{folder}: transformers cannot load its tokenizer: {one_line(error)}",
-            hint="give token ids: --data ids.npz with 'input_ids'",
+            hint="use token ids: --data ids.npz with 'input_ids'",
         ) from error
 
 
@@ -156,23 +156,23 @@ def _windows(ids: Array, model: Model, length: int, where: str) -> LabelledData:
         if len(ids) < length:
             raise FeedError(
                 f"{where}: {len(ids)} tokens, but a prompt and the token after it need {length}",
-                hint="give a longer text, or a smaller --tokens",
+                hint="use a longer text or a smaller --tokens",
             )
         ids = ids[: len(ids) // length * length].reshape(-1, length)
     return LabelledData(_sequences_in(fitted(ids, model.input), where), None, model.input.name)
 
 
 def _sequences_in(ids: Array, where: str) -> Array:
-    """Returns ids [s, m]; raises `FeedError` for sequences of single tokens."""
+    """Returns ids [s, m] unchanged; raises `FeedError` for sequences of single tokens."""
     if ids.shape[1] < 2:
         raise FeedError(
-            f"{where}: single tokens have no next token to predict", hint="give longer sequences"
+            f"{where}: single tokens have no next token to predict", hint="use longer sequences"
         )
     return ids
 
 
 def _archived(path: Path, model: Model) -> LabelledData:
-    """Reads the ids of an `.npz`; without labels, its mask excludes tokens."""
+    """Reads the ids of an `.npz`; if it has no labels, its mask excludes tokens."""
     data = several_inputs(path, model)
     mask = data.others.get("attention_mask")
     labels = data.labels
@@ -182,7 +182,7 @@ def _archived(path: Path, model: Model) -> LabelledData:
 
 
 def targets_of(ids: Array, mask: Array) -> Labels:
-    """Returns the next id at each position [s, m] if the mask includes both."""
+    """Returns the next id at each position [s, m], where the mask includes both tokens."""
     targets = np.full_like(ids, IGNORED)
     both = (mask[:, :-1] != 0) & (mask[:, 1:] != 0)
     targets[:, :-1] = np.where(both, ids[:, 1:], IGNORED)
@@ -192,7 +192,7 @@ def targets_of(ids: Array, mask: Array) -> Labels:
 def python_topics() -> list[str]:
     """Returns the topics of this Python's `pydoc`, in ASCII, sorted by name.
 
-    The text depends on the version of Python, so figures from two versions differ a little.
+    The text depends on the version of Python, so figures differ a little between versions.
     """
     from pydoc_data.topics import topics
 
@@ -200,17 +200,17 @@ def python_topics() -> list[str]:
 
 
 def phase_inputs(phase: Phase, x: Inputs, base: PyTorch) -> dict[str, Array]:
-    """Returns the inputs of a call for windows [b, m]: the prompt, or the rest with its cache.
+    """Returns the inputs of a call for windows [b, m]: the prompt, or what follows and its cache.
 
-    The cache is computed by the untouched model, so it is the same in all measurements.
+    The untouched model computes the cache, so it is the same in all measurements.
     """
-    ids, (name, *_) = first_of(x), (port.name for port in base.ports)
+    ids, (name, *_) = first_of(x), (spec.name for spec in base.ports)
     mask = None if isinstance(x, np.ndarray) else x.get("attention_mask")
     prompt = _cut(name, ids, mask, 0, phase.past or phase.tokens)
     if not phase.past:
         return prompt
     assert isinstance(base.module, TransformersNetwork)
-    outputs = zip(base.module.gives, base.outputs(prompt), strict=True)
+    outputs = zip(base.module.outputs, base.outputs(prompt), strict=True)
     cache = {n.replace(PRESENT, PAST): array for n, array in outputs if PRESENT in n}
     return _cut(name, ids, mask, phase.past, phase.past + phase.tokens) | cache
 

@@ -1,6 +1,6 @@
-"""Writes a language model's files in another program's layout, in a separate folder of the bundle.
+"""Writes a language model's files in the layout of a program, in a separate folder of the bundle.
 
-The folder has a copy of the weights, because ONNX does not open weights that are links.
+The folder contains a copy of the weights, because ONNX does not open weights that are links.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GRAPHS = "onnx"
 """The subfolder for the graphs."""
 
 CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
-"""The class name of any tokenizer in transformers 5, and the name in earlier versions."""
+"""The class name of all tokenizers in transformers 5, and its name in earlier versions."""
 
 BATCH = "batch_size"
 """The name of the batch axis in these programs: transformers.js needs it to create the cache."""
@@ -52,9 +52,9 @@ BATCH = "batch_size"
 class LayoutRecord:
     """How a program reads a folder.
 
-    For the model types in `known`, it finds the sizes of the cache in their own `config.json`; for
-    all others, `alias` is a type for which it reads exactly the sizes that the layout writes.
-    `suffixes` has the endings of graphs' names by precision.
+    For the model types in `known`, the program finds the sizes of the cache in the model's own
+    `config.json`; for all others, `alias` is a type for which it reads exactly the sizes that the
+    layout writes. `suffixes` has the endings of the graphs' names by precision.
     """
 
     known: frozenset[str]
@@ -70,7 +70,7 @@ SUFFIXES: Mapping[Precision, str] = {
 }
 
 DTYPES: Mapping[Precision, str] = {"fp32": "fp32", "fp16": "fp16", "int8": "q8", "int4": "q4"}
-"""The names of graphs by precision in transformers.js."""
+"""The names of precisions in transformers.js."""
 
 LAYOUTS: Mapping[TextLayout, LayoutRecord] = {
     "transformers-js": LayoutRecord(
@@ -86,17 +86,17 @@ LAYOUTS: Mapping[TextLayout, LayoutRecord] = {
 }
 
 
-def _asked(layout: TextLayout, options: ExportOptions) -> bool:
+def _is_requested(layout: TextLayout, options: ExportOptions) -> bool:
     return options.asked(LayoutOptions).layout == layout
 
 
 def _check(layout: TextLayout, options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
-    """Raises if a bundle cannot have a layout."""
-    precision, served = options.precision, LAYOUTS[layout].suffixes
-    if precision not in served:
+    """Yields the reasons why a bundle cannot have a layout, with hints."""
+    precision, suffixes = options.precision, LAYOUTS[layout].suffixes
+    if precision not in suffixes:
         yield (
-            f"--layout {layout}: it does not support --precision {precision}",
-            f"use --precision {', '.join(served)}",
+            f"--layout {layout} does not support --precision {precision}",
+            f"use --precision {', '.join(suffixes)}",
         )
     if model is None:
         return
@@ -104,7 +104,7 @@ def _check(layout: TextLayout, options: ExportOptions, model: Model | None) -> I
 
     if not writes_text(model, options):
         yield (
-            f"--layout {layout}: it needs a causal language model with a cache",
+            f"--layout {layout} needs a causal language model with a cache",
             "omit --layout",
         )
     folder = model.source.files[0].parent
@@ -123,24 +123,24 @@ def with_layout(
     import onnx
 
     record, precision = LAYOUTS[layout], cast("Precision", manifest.precision)
-    place = directory / layout
-    (place / GRAPHS).mkdir(parents=True)
+    folder = directory / layout
+    (folder / GRAPHS).mkdir(parents=True)
     file = f"{GRAPHS}/model{record.suffixes[precision]}.onnx"
     weights = f"{file}_data"
     model = onnx.load(directory / manifest.graph_for(1).file, load_external_data=False)
-    (own,) = _moved(model, Path(weights).name)
-    onnx.save(model, place / file)
-    shutil.copyfile(directory / own, place / weights)
+    (weights_file,) = _rename_weights_and_batch(model, Path(weights).name)
+    onnx.save(model, folder / file)
+    shutil.copyfile(directory / weights_file, folder / weights)
     for name in (GENERATION_FILE, *TOKENIZER_FILES):
         if (directory / name).is_file():
-            shutil.copyfile(directory / name, place / name)
+            shutil.copyfile(directory / name, folder / name)
     tokenizer = object_in(directory / TOKENIZER_CONFIG_FILE, TOKENIZER_BYTES)
     class_ = str(tokenizer.get("tokenizer_class", ""))
     if class_ in CLASSES:
         tokenizer["tokenizer_class"] = CLASSES[class_]
     if (directory / TEMPLATE_FILE).is_file():
         tokenizer["chat_template"] = (directory / TEMPLATE_FILE).read_text(encoding="utf-8")
-    write_object(tokenizer, place / TOKENIZER_CONFIG_FILE)
+    write_object(tokenizer, folder / TOKENIZER_CONFIG_FILE)
     config = object_in(directory / CONFIG_FILE)
     if config["model_type"] not in record.known:
         keys = [port for port in manifest.inputs if re.fullmatch(rf"{PAST}\..*key", port.name)]
@@ -155,35 +155,35 @@ def with_layout(
             "dtype": DTYPES[precision],
             "use_external_data_format": {Path(file).name: 1},
         }
-    write_object(config, place / CONFIG_FILE)
+    write_object(config, folder / CONFIG_FILE)
     files = {
         path.relative_to(directory).as_posix(): FileRecord.of(path)
-        for path in sorted(place.rglob("*"))
-        if path.is_file() and path != place / weights
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path != folder / weights
     }
-    files[f"{layout}/{weights}"] = manifest.files[own]
+    files[f"{layout}/{weights}"] = manifest.files[weights_file]
     return replace(manifest, files={**manifest.files, **files})
 
 
-def _moved(model: ModelProto, weights: str) -> set[str]:
+def _rename_weights_and_batch(model: ModelProto, weights: str) -> set[str]:
     """Renames a graph's weights file and batch axis; returns the previous files."""
-    before = set()
+    previous = set()
     for tensor in model.graph.initializer:
         for entry in tensor.external_data:
             if entry.key == "location":
-                before.add(entry.value)
+                previous.add(entry.value)
                 entry.value = weights
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         for axis in value.type.tensor_type.shape.dim:
             if axis.dim_param:
                 axis.dim_param = re.sub(r"\bbatch\b", BATCH, axis.dim_param)
-    return before
+    return previous
 
 
 def _step(layout: TextLayout) -> Step:
     return Step(
         layout,
-        asked=partial(_asked, layout),
+        asked=partial(_is_requested, layout),
         check=partial(_check, layout),
         finish=partial(with_layout, layout),
         copies=1,

@@ -1,4 +1,4 @@
-"""Tokenises prompts in another process (`encoder.py`) within a time limit.
+"""Tokenises prompts in a separate process (`encoder.py`) within a time limit.
 
 The time that Hugging Face's `tokenizers` needs grows with the length of a text.
 """
@@ -23,13 +23,13 @@ from .server.protocol import CompletionRequest, NoSuchModelError
 ENCODER = "moexport.plugins.text.encoder"
 
 LOADING_S = 60
-"""The time limit for loading a tokenizer: one with 200,000 words takes two seconds."""
+"""The time limit for loading a tokenizer; one with 200,000 words takes two seconds."""
 
 LIMIT_S = 10
-"""The time limit for tokenising a prompt; each MiB adds a second."""
+"""The time limit for tokenising a prompt, to which each MiB adds a second."""
 
 CLOSING_S = 5
-"""The extra time after which the process is killed if it has not killed its copy itself."""
+"""The extra time after which the process is killed, if it has not killed its own copy."""
 
 
 class Prompts:
@@ -41,7 +41,7 @@ class Prompts:
 
     def __init__(self, folder: Path, context: int) -> None:
         for package in ("jinja2", "tokenizers"):
-            library(package, f"a prompt needs {package}", install("generate"))
+            library(package, f"tokenising a prompt needs {package}", install("generate"))
         self._folder, self._context = folder, context
         self._lock = Lock()
         self._start()
@@ -56,26 +56,26 @@ class Prompts:
         return ids
 
     def completion(
-        self, body: bytes, name: str, most: int, *, chat: bool
+        self, body: bytes, name: str, max_tokens: int, *, chat: bool
     ) -> tuple[CompletionRequest, list[int]]:
         """Returns a client's request and the tokens of its prompt.
 
-        A text has at most `most` tokens. Raises as `tokens` does, and `NoSuchModelError`.
+        A text has at most `max_tokens` tokens. Raises as `tokens` does, and `NoSuchModelError`.
         """
-        found = self._request({"name": name, "most": most, "chat": chat}, body)
-        return from_data(CompletionRequest, found["request"], "the request"), found["ids"]
+        reply = self._request({"name": name, "most": max_tokens, "chat": chat}, body)
+        return from_data(CompletionRequest, reply["request"], "the request"), reply["ids"]
 
-    def _request(self, what: Mapping[str, Any], body: bytes) -> Any:
+    def _request(self, header: Mapping[str, Any], body: bytes) -> Any:
         seconds = LIMIT_S + (len(body) >> 20)
         with self._lock:
             if self._process.poll() is not None:
                 self._start()
-            line = json.dumps({**what, "bytes": len(body), "seconds": seconds}).encode()
+            line = json.dumps({**header, "bytes": len(body), "seconds": seconds}).encode()
             answer = self._answer(line + b"\n" + body, seconds + CLOSING_S)
         if not answer:
             raise EngineError(
                 f"{self._folder}: a prompt was not tokenised within {seconds} s and 4 GB of memory",
-                hint="a pattern of tokenizer.json or the chat template does not end",
+                hint="a pattern in tokenizer.json or the chat template may run forever",
             )
         if "error" in answer:
             kind = NoSuchModelError if answer["unknown"] else UsageError
@@ -92,11 +92,11 @@ class Prompts:
             env=python_environment(TOKENIZERS_PARALLELISM="false"),
             start_new_session=True,  # so that Ctrl-C reaches only this process
         )
-        self._end = weakref.finalize(self, _end, self._process)
+        self._end = weakref.finalize(self, _stop_process, self._process)
         if self._answer(b"", LOADING_S) is None:
             raise BundleError(
                 f"{self._folder}: its tokenizer.json cannot be loaded",
-                hint="save the tokenizer with a current transformers, and export again",
+                hint="save the tokenizer with a current version of transformers and export again",
             )
 
     def _answer(self, request: bytes, seconds: int) -> Any:
@@ -120,7 +120,7 @@ class Prompts:
         return None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _stop_process(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

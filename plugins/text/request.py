@@ -1,4 +1,7 @@
-"""The options for language models: texts, serving, layouts. Imports no large library."""
+"""The options for language models: texts, serving, layouts.
+
+This module imports no large library.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from ...errors import UsageError
 API = 1
 
 TextLayout = Literal["transformers-js", "optimum"]
-"""The programs with their own folder layout; for each, `layouts.py` has a step of this name."""
+"""The programs with their own folder layout; `layouts.py` has a step of the same name for each."""
 
-LEAST_TOP_P = 2.0**-149
-"""The smallest 32-bit number above 0; 0 would draw from all tokens."""
+SMALLEST_TOP_P = 2.0**-149
+"""The smallest 32-bit float above 0; 0 would draw from all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +53,7 @@ class GenerateRequest(Request):
     """The options of generating a text."""
 
     chat: bool = option(
-        False,
-        "Treat the prompt as a user's message, formatted by the model's chat template.",
+        False, "Treat the prompt as a user's message, formatted by the model's chat template."
     )
     system: str | None = option(None, "A system message before the prompt.", unset="none")
     max_tokens: int = option(256, "The largest number of tokens to generate.")
@@ -72,25 +74,22 @@ class GenerateRequest(Request):
     seed: int | None = option(None, "The same seed draws the same tokens.", unset="a random one")
     context: int | None = option(
         None,
-        "The largest number of tokens of prompt and text together, for which the cache has room.",
+        "The largest number of tokens of prompt and text together; the cache has room for them.",
         unset="the model's own",
     )
     stop: Sequence[str] = option((), "End before this text. Repeat it for several.", unset="none")
     threads: int | None = option(
-        None,
-        "The number of ONNX Runtime threads.",
-        unset="its own choice",
+        None, "The number of ONNX Runtime threads.", unset="its own choice"
     )
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for an invalid value."""
-        for name, fits, wanted in (
+        for name, fits, allowed in (
             ("max_tokens", self.max_tokens >= 1, "1 or more"),
             ("temperature", 0 <= (self.temperature or 0) < math.inf, "0 or more"),
-            # As a 32-bit number, 0 would draw from all tokens.
             (
                 "top_p",
-                self.top_p is None or LEAST_TOP_P <= self.top_p <= 1,
+                self.top_p is None or SMALLEST_TOP_P <= self.top_p <= 1,
                 "above 0 and at most 1",
             ),
             ("top_k", self.top_k is None or self.top_k >= 1, "1 or more"),
@@ -99,11 +98,11 @@ class GenerateRequest(Request):
             if not fits:
                 spelling = spelled(GenerateRequest, name)
                 raise UsageError(
-                    f"{spelling} {getattr(self, name)}: it must be {wanted}",
-                    hint=f"omit {spelling} for the default",
+                    f"{spelling} {getattr(self, name)}: it must be {allowed}",
+                    hint=f"omit {spelling} to use the default",
                 )
         if "" in self.stop:
-            raise UsageError("--stop: it is empty", hint="omit it")
+            raise UsageError("--stop: the text is empty", hint="omit --stop")
         if self.system is not None and not self.chat:
             raise UsageError("--system: only a chat has a system message", hint="add --chat")
 
@@ -112,7 +111,7 @@ class GenerateRequest(Request):
 class ServeRequest(Request):
     """The options of serving a language model."""
 
-    host: str = option("127.0.0.1", "The address to listen on; 0.0.0.0 is every address.")
+    host: str = option("127.0.0.1", "The address to listen on; 0.0.0.0 means all addresses.")
     port: int = option(8080, "The port.")
     name: str | None = option(None, "The model's name in requests.", unset="the bundle's folder")
     max_tokens: int = option(
@@ -120,7 +119,7 @@ class ServeRequest(Request):
     )
     context: int | None = option(
         None,
-        "The largest number of tokens of prompt and text together, for which a cache has room.",
+        "The largest number of tokens of prompt and text together; each cache has room for them.",
         unset="the model's own",
     )
     threads: int | None = option(

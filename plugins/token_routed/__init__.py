@@ -1,9 +1,9 @@
-"""Experts with routers: models of `transformers`, and users' own routers."""
+"""Token-routed experts: models of `transformers`, V-MoE, and users' own routers."""
 
 from __future__ import annotations
 
 CONFIG_FILE = "config.json"
-"""The settings of a `transformers` model, in its folder."""
+"""The file in the folder of a `transformers` model that contains its configuration."""
 
 GENERATION_FILE = "generation_config.json"
-"""The settings with which that model generates text."""
+"""The file next to it that contains the model's settings for generating text."""

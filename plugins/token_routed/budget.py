@@ -1,8 +1,8 @@
 """Limits the sizes in a `config.json` by the headers of the weights next to it.
 
-`transformers` builds any configuration, and a small file may demand a million experts. Its counts
-are therefore compared with the weights' headers, and afterwards the model that it builds without
-weights.
+`transformers` builds any configuration, so a small file could demand a million experts. Its counts
+are therefore compared with the weights' headers, and so is the model that `transformers` then
+builds without weights.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from ...common.documents import read_document
 from ...errors import CheckpointError, FamilyError, MoexportError, one_line
 from . import CONFIG_FILE
 
-COUNTS = re.compile(r"layer|expert|label|block|depth|stage|head|group", re.IGNORECASE)
-"""Words in the names of fields that are counts: a library creates that many objects before or while
-it builds."""
+COUNT_FIELDS = re.compile(r"layer|expert|label|block|depth|stage|head|group", re.IGNORECASE)
+"""Words in the names of fields that are counts: the library creates that many objects when it
+builds the model."""
 
-UNSUSPECTED = 1000
-"""A count up to this is accepted for any weights: that many objects cost little."""
+SMALL_COUNT = 1000
+"""Counts up to this are always accepted, because that many objects cost little."""
 
-REGISTERED = 16
-"""Modules and parameters for each tensor of the weights: an activation is a module without any."""
+MODULES_PER_TENSOR = 16
+"""The modules and parameters allowed for each tensor, since some modules have no tensors."""
 
 SLACK = 2
-"""Numbers for each number of the weights: tensors that are shared or computed are not saved."""
+"""The parameters allowed for each number in the files: shared and computed ones are not saved."""
 
-SAME = "config.json and the weights belong to different models"
+MISMATCH = "config.json and the weights belong to different models"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """The contents of the headers of a model's files: tensors, their numbers, the longest axis."""
+    """The counts of tensors and of numbers, and the longest axis, in the headers of the files."""
 
     folder: Path
     tensors: int
@@ -50,7 +50,7 @@ class WeightSizes:
 
     @classmethod
     def of(cls, folder: Path, files: tuple[Path, ...]) -> WeightSizes:
-        """Returns the declarations of safetensors files, without reading their values."""
+        """Returns what safetensors files declare, without reading their values."""
         tensors = numbers = longest = 0
         for path in files:
             try:
@@ -69,52 +69,53 @@ class WeightSizes:
     def check_config(self) -> None:
         """Raises CheckpointError for an invalid `config.json`, or one with impossible counts."""
         file = self.folder / CONFIG_FILE
-        left = [read_document(file, "json", CheckpointError)]
-        if not isinstance(left[0], dict):
-            raise CheckpointError(f"{file} has a {type(left[0]).__name__}, not keys and values")
-        most = max(UNSUSPECTED, self.tensors, self.longest)
-        while left:
-            node = left.pop()
+        nodes = [read_document(file, "json", CheckpointError)]
+        if not isinstance(nodes[0], dict):
+            kind = type(nodes[0]).__name__
+            raise CheckpointError(f"{file} contains a {kind}, not keys and values")
+        limit = max(SMALL_COUNT, self.tensors, self.longest)
+        while nodes:
+            node = nodes.pop()
             values = node.values() if isinstance(node, dict) else node
-            left += [value for value in values if isinstance(value, dict | list)]
+            nodes += [value for value in values if isinstance(value, dict | list)]
             for key, value in node.items() if isinstance(node, dict) else ():
-                if isinstance(value, int | float) and value > most and COUNTS.search(key):
+                if isinstance(value, int | float) and value > limit and COUNT_FIELDS.search(key):
                     raise CheckpointError(
-                        f"{file}: {key} is {value}, but the weights are {self.tensors} tensors, "
-                        f"none longer than {self.longest}",
-                        hint=SAME,
+                        f"{file}: {key} is {value}, but the weights are {self.tensors} tensors "
+                        f"with no axis longer than {self.longest}",
+                        hint=MISMATCH,
                     )
 
     def check_built(self, model: nn.Module, *, packed: bool) -> None:
-        """Raises CheckpointError for a model with more numbers than the weights could contain.
+        """Raises CheckpointError for a model with more parameters than the weights could contain.
 
-        Each of the `packed` numbers contains several.
+        With `packed`, one number in the files may contain several parameters.
         """
-        wanted = sum(weight.numel() for weight in model.parameters())
-        if wanted > (16 if packed else SLACK) * self.numbers + UNSUSPECTED**2:
+        parameters = sum(weight.numel() for weight in model.parameters())
+        if parameters > (16 if packed else SLACK) * self.numbers + SMALL_COUNT**2:
             raise CheckpointError(
-                f"{self.folder / CONFIG_FILE}: the model has {wanted} parameters, but the weights "
-                f"have {self.numbers}",
-                hint=SAME,
+                f"{self.folder / CONFIG_FILE}: the model has {parameters} parameters, but the "
+                f"weights have {self.numbers}",
+                hint=MISMATCH,
             )
 
     @contextmanager
     def building(self, version: str) -> Iterator[None]:
-        """Checks the models that the library makes of the configuration within the context.
+        """Checks the models that the library builds from the configuration within the context.
 
-        Raises an error with the file's name if the library fails, or if the model grows too large.
+        Raises an error with the file's name if the library fails or the model grows too large.
         """
-        most = REGISTERED * self.tensors + 2 * UNSUSPECTED
+        limit = MODULES_PER_TENSOR * self.tensors + 2 * SMALL_COUNT
         registered = 0
 
         def count(*_: Any) -> None:
             nonlocal registered
             registered += 1
-            if registered > most:
+            if registered > limit:
                 raise CheckpointError(
-                    f"{self.folder / CONFIG_FILE}: the model has more than {most} modules and "
+                    f"{self.folder / CONFIG_FILE}: the model has more than {limit} modules and "
                     f"parameters, but the weights are {self.tensors} tensors",
-                    hint=SAME,
+                    hint=MISMATCH,
                 )
 
         hooks = (
@@ -127,7 +128,7 @@ class WeightSizes:
             raise
         except Exception as error:  # every architecture fails in its own way
             raise FamilyError(
-                f"{self.folder}: transformers {version} cannot make a model of its config.json: "
+                f"{self.folder}: transformers {version} cannot build a model from its config.json: "
                 f"{one_line(error)}",
                 hint="use the file that was saved with the weights",
             ) from error

@@ -2,7 +2,7 @@
 
 Architectures whose experts class has the decorator `use_experts_implementation` store their weights
 in a few layouts, which the flags of the decorator identify. What the class computes between its two
-products is code: it is run on test values, and refused if our layer has no such form.
+products is code, so it is run on test values; a class without an equivalent layer is refused.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ QUICK_GELU = 1.702
 """The factor of the quick GELU, z·sigmoid(1.702·z)."""
 
 ROWS = 7
+"""The number of tokens in a check."""
 
-SAME = 1e-5
-"""The tolerance as a share of max|y|: sums in another order round differently."""
+TOLERANCE = 1e-5
+"""A share of max|y|, since sums in a different order round differently."""
 
 
 def experts_modules(network: nn.Module) -> dict[str, nn.Module]:
@@ -41,7 +42,7 @@ def experts_modules(network: nn.Module) -> dict[str, nn.Module]:
 def canonical(name: str, module: Any, k: int) -> Experts:
     """Returns the layer of an experts module; its weights are views of the module's.
 
-    Raises `FamilyError` if the layer has no form for what the module computes.
+    Raises `FamilyError` if no layer computes what the module does.
     """
     first = module.gate_up_proj if module.has_gate else module.up_proj
     second = module.down_proj
@@ -65,79 +66,79 @@ def canonical(name: str, module: Any, k: int) -> Experts:
 
 
 def check_layer(layer: Experts, module: nn.Module) -> None:
-    """Raises `FamilyError` if a layer does not compute what the module does; reads weights."""
+    """Raises `FamilyError` if a layer does not compute what the module does; reads the weights."""
     spec, generator = layer.spec, torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, spec.dim, generator=generator)
-    # All experts are computed in the same way: a few are enough, so the others are not read.
-    some = torch.randperm(spec.experts, generator=generator)[: spec.k + 2]
-    index = some[torch.rand(ROWS, len(some), generator=generator).topk(spec.k).indices]
+    # All experts are computed in the same way, so a few are enough; the others are not read.
+    sample = torch.randperm(spec.experts, generator=generator)[: spec.k + 2]
+    index = sample[torch.rand(ROWS, len(sample), generator=generator).topk(spec.k).indices]
     weights = torch.rand(ROWS, spec.k, generator=generator)
     with torch.no_grad():
         ours, theirs = layer(x, index, weights), module(x, index, weights)
-    off, largest = (ours - theirs).abs().max(), theirs.abs().max()
-    if ours.shape != theirs.shape or not off <= SAME * largest:
+    difference, largest = (ours - theirs).abs().max(), theirs.abs().max()
+    if ours.shape != theirs.shape or not difference <= TOLERANCE * largest:
         raise FamilyError(
-            f"layer {spec.name}: its class {type(module).__name__} does not compute what experts "
-            f"with its options do (max |difference| {off:.2g} of {largest:.2g})",
+            f"layer {spec.name}: its class {type(module).__name__} does not compute what its "
+            f"options describe (max |difference| {difference:.2g}, max |y| {largest:.2g})",
             hint="the architecture cannot be exported with this version",
         )
 
 
 def _with_gate(spec: ExpertsSpec, module: Any) -> ExpertsSpec:
-    """Returns the spec with the operation between the two products, found by trying."""
+    """Returns the spec with the operation between the two products, found by trial."""
     if not module.has_gate:
         return with_activation(spec, module.act_fn, module)
-    # Wide enough for every bound on gate and up to matter.
+    # The values are large enough for every bound on gate and up to take effect.
     limit = max(map(abs, _numbers(module, "limit")), default=1.0)
-    z = 4 * max(1.0, limit) * _some(2 * spec.hidden)
+    z = 4 * max(1.0, limit) * _test_values(2 * spec.hidden)
     gate: Gate = "concatenated" if module.is_concatenated else "interleaved"
-    return _matching(replace(spec, gate=gate), module, z, module._apply_gate(z))
+    return _find_spec(replace(spec, gate=gate), module, z, module._apply_gate(z))
 
 
 def with_activation(spec: ExpertsSpec, act: Any, module: nn.Module) -> ExpertsSpec:
-    """Returns the spec, without a gate, of a module's experts whose activation is `act`.
+    """Returns the spec of a module's experts that have no gate and the activation `act`.
 
-    Raises `FamilyError` for an activation that the layer does not have.
+    Raises `FamilyError` for an activation that the layer does not support.
     """
-    z = 4 * _some(spec.hidden)
-    return _matching(replace(spec, gate="none"), module, z, act(z))
+    z = 4 * _test_values(spec.hidden)
+    return _find_spec(replace(spec, gate="none"), module, z, act(z))
 
 
-def _some(width: int) -> Tensor:
+def _test_values(width: int) -> Tensor:
     return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0))
 
 
-def _matching(spec: ExpertsSpec, module: nn.Module, z: Tensor, wanted: Tensor) -> ExpertsSpec:
-    """Returns the first candidate that computes `wanted` of z."""
-    unread = torch.empty(0)
+def _find_spec(spec: ExpertsSpec, module: nn.Module, z: Tensor, expected: Tensor) -> ExpertsSpec:
+    """Returns the first candidate that computes `expected` from z."""
+    unused = torch.empty(0)
     for candidate in _candidates(spec, module):
-        y = Experts(candidate, ExpertsWeights(unread, unread)).activate(z)
-        if y.shape == wanted.shape and torch.allclose(y, wanted, rtol=1e-4, atol=1e-5):
+        y = Experts(candidate, ExpertsWeights(unused, unused)).activate(z)
+        if y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-4, atol=1e-5):
             return candidate
     raise FamilyError(
-        f"layer {spec.name}: what {type(module).__name__} computes between its two products has no "
-        "known form",
-        hint=f"activations are {', '.join(get_args(Activation))} and quick GELU, with a gate "
-        "or without, and gates may be clamped",
+        f"layer {spec.name}: what {type(module).__name__} computes between its two products is not "
+        "supported",
+        hint=f"supported activations are {', '.join(get_args(Activation))} and quick GELU, with "
+        "a gate or without; gates may be clamped",
     )
 
 
 def _candidates(spec: ExpertsSpec, module: nn.Module) -> list[ExpertsSpec]:
-    """Returns the specs that a module may compute with the spec's gate, the usual first."""
+    """Returns the specs that a module with the spec's gate may compute, the usual ones first."""
     alphas = [1.0, QUICK_GELU, *_numbers(module, "alpha")]
-    forms: list[tuple[Activation, float]] = [("silu", alpha) for alpha in alphas]
-    forms += [(name, 1.0) for name in get_args(Activation) if name != "silu"]
+    functions: list[tuple[Activation, float]] = [("silu", alpha) for alpha in alphas]
+    functions += [(name, 1.0) for name in get_args(Activation) if name != "silu"]
     gated = spec.gate != "none"
     limits = [None, *_numbers(module, "limit")] if gated else [None]
     offsets = (0.0, 1.0) if gated else (0.0,)
     return [
-        replace(spec, activation=form, alpha=alpha, limit=limit, up_offset=offset)
-        for limit, offset, (form, alpha) in itertools.product(limits, offsets, forms)
+        replace(spec, activation=name, alpha=alpha, limit=limit, up_offset=offset)
+        for limit, offset, (name, alpha) in itertools.product(limits, offsets, functions)
     ]
 
 
 def _numbers(module: nn.Module, word: str) -> list[float]:
-    """Returns the numbers in a module's attributes with this word in their names."""
+    """Returns the numbers among the module's attributes whose names contain this word."""
     return [
         float(value)
         for name, value in vars(module).items()
@@ -146,18 +147,18 @@ def _numbers(module: nn.Module, word: str) -> list[float]:
 
 
 def _post_norm(name: str, norm: Any, width: int) -> tuple[Tensor, float]:
-    """Returns the scale before a norm that divides by the root mean square, and its epsilon."""
+    """Returns the scale that an RMS norm applies before it divides, and its epsilon."""
     names = [name for name in ("eps", "variance_epsilon") if hasattr(norm, name)]
     epsilon = float(getattr(norm, names[0])) if names else 0.0
     if norm.weight.is_meta:  # the norm is only inspected
         return norm.weight, epsilon
-    y = _some(width)
+    y = _test_values(width)
     with torch.no_grad():
-        wanted = norm(y)
+        expected = norm(y)
         for scale in (1.0 + norm.weight, norm.weight):
             scaled = y * scale
             normalized = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + epsilon)
-            if torch.allclose(normalized, wanted, rtol=1e-4, atol=1e-5):
+            if torch.allclose(normalized, expected, rtol=1e-4, atol=1e-5):
                 return scale, epsilon
     raise FamilyError(
         f"layer {name}: the norm after its experts, {type(norm).__name__}, is not a scale followed "

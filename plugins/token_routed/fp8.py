@@ -1,8 +1,8 @@
-"""Eight-bit weights in a folder of `transformers`, multiplied by their scales.
+"""Multiplies the eight-bit weights in a folder of `transformers` by their scales.
 
 Tools name the scales of a weight after it: `weight_scale` (ModelOpt, compressed-tensors, FBGEMM) or
-`weight_scale_inv` (DeepSeek). A weight is multiplied by its scales, for the whole tensor, for each
-row, or for each block. The size of blocks is in the configuration or follows from their number.
+`weight_scale_inv` (DeepSeek). There is one scale for the whole tensor, or one for each row or each
+block. The configuration states the size of the blocks, or it follows from their number.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor
 from ...errors import CheckpointError
 
 SCALES = ("_scale", "_scale_inv")
-"""The endings of the names of scales, after the name of the weight."""
+"""The suffixes of the names of scales, which begin with the weight's name."""
 
 ACTIVATIONS = re.compile(r"(^|\.)(input|output|act|kv|k|v|q)_scale$")
-"""Scales of activations and of the cache, which are computed in floats here."""
+"""Matches the names of scales of activations and of the cache, which are floats in our graphs."""
 
 DEQUANTISED = "export the original checkpoint in bfloat16 or float32"
 
 
-def scales_of(key: str, tensors: Mapping[str, Tensor], place: Path) -> str:
+def scales_of(key: str, tensors: Mapping[str, Tensor], path: Path) -> str:
     """Returns the key of a weight's scales; raises `CheckpointError` if there are none, or two."""
     found = [key + end for end in SCALES if key + end in tensors]
     if len(found) == 1:
         return found[0]
-    kind = str(tensors[key].dtype).removeprefix("torch.")
-    what = "two scales" if found else "no scales"
+    dtype = str(tensors[key].dtype).removeprefix("torch.")
+    what = "two tensors of scales" if found else "no scales"
     raise CheckpointError(
-        f"{place}: {key} is {kind} and has {what}, but needs one: "
+        f"{path}: {key} is {dtype} and has {what}, but needs either "
         f"{key}{SCALES[0]} or {key}{SCALES[1]}",
         hint=DEQUANTISED,
     )
@@ -42,35 +42,35 @@ def scales_of(key: str, tensors: Mapping[str, Tensor], place: Path) -> str:
 
 def blocks_of(config: Any) -> tuple[int, int] | None:
     """Returns the rows and columns of a block from a quantisation configuration."""
-    given = config.get("weight_block_size") if isinstance(config, Mapping) else None
-    if not isinstance(given, list | tuple) or len(given) != 2:
+    size = config.get("weight_block_size") if isinstance(config, Mapping) else None
+    if not isinstance(size, list | tuple) or len(size) != 2:
         return None
-    rows, columns = given
-    whole = isinstance(rows, int) and isinstance(columns, int)
-    return (rows, columns) if whole and rows > 0 and columns > 0 else None
+    rows, columns = size
+    integers = isinstance(rows, int) and isinstance(columns, int)
+    return (rows, columns) if integers and rows > 0 and columns > 0 else None
 
 
 def dequantised(
-    key: str, tensors: Mapping[str, Tensor], place: Path, blocks: tuple[int, int] | None
+    key: str, tensors: Mapping[str, Tensor], path: Path, blocks: tuple[int, int] | None
 ) -> Tensor:
     """Returns an eight-bit weight times its scales, as float32."""
-    weight, name = tensors[key], scales_of(key, tensors, place)
+    weight, name = tensors[key], scales_of(key, tensors, path)
     scale = tensors[name]
-    spread = _spread(scale.float(), weight.shape, blocks) if scale.is_floating_point() else None
-    if spread is None:
-        of = "" if blocks is None else f" of {blocks[0]} × {blocks[1]}"
+    factors = _expanded(scale.float(), weight.shape, blocks) if scale.is_floating_point() else None
+    if factors is None:
+        size = "" if blocks is None else f" of {blocks[0]} × {blocks[1]}"
         raise CheckpointError(
-            f"{place}: {name} is {scale.dtype} of shape {list(scale.shape)}, so it is unclear "
-            f"which part of {key}, {list(weight.shape)}, each scale belongs to: the whole, rows, "
-            f"or blocks{of}",
-            hint='give their size in config.json, "quantization_config": {"weight_block_size": '
-            f"[rows, columns]}}, or {DEQUANTISED}",
+            f"{path}: {name} is {scale.dtype} of shape {list(scale.shape)}, so it is unclear "
+            f"which part of {key}, {list(weight.shape)}, each scale belongs to: the whole tensor, "
+            f"a row, or a block{size}",
+            hint='state the size of a block in config.json, "quantization_config": '
+            f'{{"weight_block_size": [rows, columns]}}, or {DEQUANTISED}',
         )
-    return weight.float() * spread
+    return weight.float() * factors
 
 
-def _spread(scale: Tensor, shape: torch.Size, blocks: tuple[int, int] | None) -> Tensor | None:
-    """Scales in a shape that multiplies a weight; None if that is ambiguous."""
+def _expanded(scale: Tensor, shape: torch.Size, blocks: tuple[int, int] | None) -> Tensor | None:
+    """Returns scales in a shape that multiplies a weight; None if they are ambiguous."""
     if scale.numel() == 1:
         return scale.reshape(())
     if scale.ndim == 1 and scale.shape[0] == shape[0]:
@@ -88,10 +88,10 @@ def _spread(scale: Tensor, shape: torch.Size, blocks: tuple[int, int] | None) ->
 
 
 def _block(size: int, count: int, given: int | None) -> int | None:
-    """Returns the length of each of `count` blocks of an axis; the last may be shorter.
+    """Returns the length of each of `count` blocks of an axis; the last block may be shorter.
 
-    If it is not given, it is 1, the whole axis, or a power of two that follows from the number of
-    blocks. None if other equal blocks would also have that number.
+    If no length is given, it is 1, the whole axis, or the power of two that results in `count`.
+    Returns None if a different length also could.
     """
     if count in (1, size):
         return size // count

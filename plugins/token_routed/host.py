@@ -56,7 +56,7 @@ class TransformersHost(Host):
         return form
 
     def in_form(self, model: Model, k: Mapping[str, int], form: str | None) -> nn.Module:
-        """Returns the model in the library's own form, with k experts in each layer."""
+        """Returns the library's model with its experts implementation `form`, with these k."""
         network = sharing_weights(model.untouched)
         network.routers = model.module.routers
         chosen = with_k(replace(model, module=network), dict(k)).module
@@ -68,9 +68,9 @@ class TransformersHost(Host):
     def repeated(
         self, network: nn.Module, tensors: Sequence[Tensor]
     ) -> Callable[[], Tensor] | None:
-        """Returns the call of a network with a cache, which grows as in text generation.
+        """Returns a call of the network that can be repeated; None for a network without a cache.
 
-        It is cut back before the next call.
+        The cache grows as in text generation, and is cropped before the next call.
         """
         if not (isinstance(network, TransformersNetwork) and network.cached):
             return None
@@ -78,8 +78,8 @@ class TransformersHost(Host):
         cache, before = arguments[PAST], arguments[PAST].get_seq_length()
 
         def call() -> Tensor:
-            if (more := cache.get_seq_length() - before) > 0:
-                cache.crop(-more)
+            if (added := cache.get_seq_length() - before) > 0:
+                cache.crop(-added)
             logits: Tensor = network.wrapped(**arguments)["logits"]
             return logits
 

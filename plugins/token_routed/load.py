@@ -15,21 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...common.documents import object_in, read_document
 from ...common.files import Reading, Watched
-from ...errors import (
-    CheckpointError,
-    FamilyError,
-    MissingExtraError,
-    UsageError,
-    install,
-    one_line,
-)
+from ...errors import CheckpointError, FamilyError, MissingExtraError, UsageError, install, one_line
 from ...exporter.checkpoints.weight_files import INDEX
 from ...exporter.families.base import cache_specs
 from ...exporter.model import Model, Source, TensorSpec
 from ...graphs.layers.base import sharing_weights
 from ...graphs.names import PAST
 from . import CONFIG_FILE
-from .budget import SAME, WeightSizes
+from .budget import MISMATCH, WeightSizes
 from .experts import canonical, check_layer, experts_modules
 from .host import HOST
 from .network import (
@@ -51,40 +44,42 @@ HEADS: Mapping[str, tuple[str, ...]] = {
     "ForSequenceClassification": ("batch", "labels"),
     "Model": (*TOKENS, "hidden"),
 }
-"""The endings of classes of `transformers` by what they return: `logits`, or hidden states."""
+"""Endings of the names of classes of `transformers`, and the axes of what they return: `logits`, or
+for `Model` hidden states."""
 
-TRANSLATING: Mapping[str, tuple[str, ...]] = {
+ENCODER_DECODER_HEADS: Mapping[str, tuple[str, ...]] = {
     "ForConditionalGeneration": ("batch", "decoder_tokens", "vocabulary"),
     "Model": ("batch", "decoder_tokens", "hidden"),
 }
 """The same for classes with an encoder and a decoder."""
 
-FURTHER_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
-"""Further outputs that a configuration may ask for, for training or inspection."""
+EXTRA_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
+"""Outputs that a configuration may request in addition, for training or inspection."""
 
-OWN_MODULES = (
-    "dbrx, jetmoe, llama4, longcat_flash and step3p7 have their own kind of experts, which is not "
-    "supported"
+UNSUPPORTED_EXPERTS = (
+    "the experts of dbrx, jetmoe, llama4, longcat_flash and step3p7, which have their own classes, "
+    "are not supported"
 )
 
 ModelPart = Literal["encoder", "decoder"]
 
 
 SETTINGS = ("use_cache", "part")
-"""The settings of a model that `--set` accepts; `config.json` has the others."""
+"""The settings of a model that `--set` accepts; the others are in `config.json`."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """An architecture by its class: its output, and whether it may have a cache.
+class _Architecture:
+    """The class of a model, with its output and that output's axes.
 
-    `translates`: it has an encoder and a decoder; `part` is one of them if only that is exported.
+    `encoder_decoder`: it has an encoder and a decoder; `part` is the one that is exported, or None
+    for both.
     """
 
     name: str
     output: str
     axes: tuple[str, ...]
-    translates: bool = False
+    encoder_decoder: bool = False
     part: ModelPart | None = None
 
     @property
@@ -92,29 +87,29 @@ class _Kind:
         return self.name.endswith("ForCausalLM") or self.part == "decoder"
 
 
-def architecture_of(place: Path) -> str | None:
+def architecture_of(path: Path) -> str | None:
     """Returns the `model_type` in a folder's `config.json`; None if there is none.
 
-    `place` is the folder, or the weights in it: a safetensors file or an index. Raises
-    CheckpointError for a file that is not JSON, or too long.
+    `path` is the folder, or the weights in it: a safetensors file or an index. Raises
+    CheckpointError for a file that is not JSON or is too long.
     """
-    weights = place.name.endswith((".safetensors", f".safetensors{INDEX}")) and place.is_file()
-    file = (place.parent if weights else place) / CONFIG_FILE
+    weights = path.name.endswith((".safetensors", f".safetensors{INDEX}")) and path.is_file()
+    file = (path.parent if weights else path) / CONFIG_FILE
     content = read_document(file, "json", CheckpointError) if file.is_file() else None
     name = content.get("model_type") if isinstance(content, dict) else None
     return name if isinstance(name, str) else None
 
 
-def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool = True) -> Model:
+def load_transformers(source: Path, settings: Mapping[str, Any], *, values: bool = True) -> Model:
     """Returns the model of a folder, or of a file in it, with its experts replaced by our layers.
 
-    `settings` may contain `use_cache`, and the `part` of a model with an encoder and a decoder.
-    Without `values` no weights are read. Raises `CheckpointError` for weights that are missing or
-    damaged, and `FamilyError` for unsupported architectures.
+    `settings` may contain `use_cache`, and the `part` of an encoder-decoder model. Without `values`
+    no weights are read. Raises `CheckpointError` for weights that are missing or damaged, and
+    `FamilyError` for unsupported architectures.
     """
     _check_settings(settings)
     version = transformers_library().__version__
-    found = folder_files(place)
+    found = folder_files(source)
     folder, files = found.folder, found.files
     sizes = WeightSizes.of(folder, found.weights.files)
     sizes.check_config()
@@ -122,10 +117,10 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
     _check_padding(folder, config)
     _check_positions(folder / CONFIG_FILE, config.get_text_config())
     with sizes.building(version):
-        left_out = _leave_out_further_outputs(config)
+        output_notes = _remove_extra_outputs(config)
         class_ = _class(folder, config)
-        kind = _kind(folder, class_.__name__, config, settings.get("part"))
-        build = _builder(class_, kind)
+        arch = _architecture(folder, class_.__name__, config, settings.get("part"))
+        build = _builder(class_, arch)
         skeleton = build(config)
         packed = getattr(config, "quantization_config", None) is not None
         sizes.check_built(skeleton, packed=packed)
@@ -133,27 +128,27 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
         experts = [int(skeleton.get_submodule(path).num_experts) for path in paths]
     with sizes.building(version):
         routers = find_routers(build, config, max(experts)) if paths else None
-        inputs, outputs, notes = _ports(
-            skeleton, config, kind, cached=kind.cached and settings.get("use_cache", True)
+        inputs, outputs, notes = _inputs_and_outputs(
+            skeleton, config, arch, cached=arch.cached and settings.get("use_cache", True)
         )
-    has_cache = any(port.name.startswith(PAST) for port in inputs)
+    has_cache = any(spec.name.startswith(PAST) for spec in inputs)
     if has_cache:
         notes = (*_cache_note(folder, settings), *notes)
-    takes, gives = [port.name for port in inputs], [port.name for port in outputs]
+    names = [spec.name for spec in inputs], [spec.name for spec in outputs]
     watched = Watched.now(files)
     model, mapped = skeleton, files
     if values:
         loaded = load_weights(found, class_, config, watched)
-        model, mapped, notes = _part(loaded.module, kind), loaded.mapped, (*notes, *loaded.notes)
+        model, mapped, notes = _part(loaded.module, arch), loaded.mapped, (*notes, *loaded.notes)
     # A model that scans its tokens has a cache with more than keys and values.
-    loops = values and not kind.translates and not has_cache and _loops(skeleton)
-    original = TransformersNetwork(model.eval().requires_grad_(False), takes, gives, loops=loops)
+    loops = values and not arch.encoder_decoder and not has_cache and _has_loop(skeleton)
+    original = TransformersNetwork(model.eval().requires_grad_(False), *names, loops=loops)
     network = sharing_weights(original)
     k, reading = k_of(config.get_text_config()), Reading(mapped, watched)
     if k and experts and k[1] > min(experts):
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: {k[0]} is {k[1]}, but a layer has {min(experts)} experts",
-            hint=SAME,
+            hint=MISMATCH,
         )
     with sizes.building(version):
         for path in paths:
@@ -164,16 +159,16 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
                 reading.advance(sum(weight.nbytes for weight in layer.parameters()))
             network.set_submodule(path, layer)
     reading.end()
-    wrong = _replace_blocks(network, original, check=values)
-    if wrong is not None:
-        notes = (*notes, wrong)
+    block_note = _replace_blocks(network, original, check=values)
+    if block_note is not None:
+        notes = (*notes, block_note)
     network.routers = routers  # type: ignore[assignment]
     return Model(
         module=network,
         family=str(config.model_type),
-        config=_configuration(config, routers, kind, cached=original.cached),
+        config=_configuration(config, routers, arch, cached=original.cached),
         source=Source(
-            str(place),
+            str(source),
             files,
             mapped=mapped,
             watched=watched.hashed() if values else None,
@@ -181,44 +176,43 @@ def load_transformers(place: Path, settings: Mapping[str, Any], *, values: bool 
         ),
         inputs=inputs,
         outputs=outputs,
-        notes=(f"{class_.__name__} of transformers", *left_out, *notes),
-        original=original if wrong is None else None,
+        notes=(f"{class_.__name__} of transformers", *output_notes, *notes),
+        original=original if block_note is None else None,
     )
 
 
 def _replace_blocks(network: nn.Module, original: nn.Module, *, check: bool) -> str | None:
-    """Replaces the sparse blocks of a network by our layers, in place.
+    """Replaces the sparse blocks of a network with our layers, in place.
 
-    Returns a note if the library's own blocks compute something different from their router and
-    experts.
+    Returns a note if the library's blocks do not compute what their routers and experts specify.
     """
-    differs = ""
+    class_name = ""
     for path, block in sparse_blocks(network).items():
-        stand_in = canonical_block(path, block)
-        network.set_submodule(path, stand_in)
-        if check and not check_block(path, stand_in, original.get_submodule(path)):
-            differs = type(block).__name__
-    if not differs:
+        replacement = canonical_block(path, block)
+        network.set_submodule(path, replacement)
+        if check and not check_block(path, replacement, original.get_submodule(path)):
+            class_name = type(block).__name__
+    if not class_name:
         return None
     version = transformers_library().__version__
     return (
-        f"{differs} of transformers {version} does not send tokens to the experts "
-        "that its router chooses; the exported model does, and it is compared with PyTorch's "
+        f"{class_name} of transformers {version} does not send tokens to the experts "
+        "that its router chooses; the exported model does, and is compared with PyTorch's "
         "experts on these tokens"
     )
 
 
 def _configuration(
-    config: Any, routers: Routers | None, kind: _Kind, *, cached: bool
+    config: Any, routers: Routers | None, arch: _Architecture, *, cached: bool
 ) -> dict[str, Any]:
-    """Returns the configuration for the manifest: the usual sizes, and the cache."""
+    """Returns the configuration for the manifest: the usual sizes, k, and the cache."""
     text = config.get_text_config()
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     record = {name: getattr(text, name) for name in names if hasattr(text, name)}
     if routers is not None:
         record[routers.field] = routers.trained
-    if kind.part is not None:
-        record["part"] = kind.part
+    if arch.part is not None:
+        record["part"] = arch.part
     return {**record, "use_cache": cached}
 
 
@@ -227,8 +221,8 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     if unknown:
         raise UsageError(
             f"--set {unknown[0]}: the settings of a transformers model are in its config.json",
-            hint="use_cache=false exports a language model without its cache, part=encoder or "
-            "part=decoder a part of a model that has both; other settings are not supported",
+            hint="supported are only use_cache=false, which exports a language model without its "
+            "cache, and part=encoder or part=decoder, which export a part of a model that has both",
         )
     if settings.get("part", "encoder") not in get_args(ModelPart):
         raise UsageError(
@@ -258,27 +252,27 @@ def _config(folder: Path) -> Any:
         return library.AutoConfig.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # every class of configurations has its own errors
-        own = "auto_map" in object_in(folder / CONFIG_FILE)
+    except Exception as error:  # every configuration class raises its own errors
+        custom_code = "auto_map" in object_in(folder / CONFIG_FILE)
         raise FamilyError(
             f"{folder}: transformers {library.__version__} cannot read its config.json: "
             f"{one_line(error)}",
-            hint="the architecture is code that comes with the checkpoint, which is never run: "
+            hint="the checkpoint comes with code for its architecture, which is never run: "
             "pass the network as package.module:factory, with --adapter"
-            if own
-            else "a newer transformers may know the architecture",
+            if custom_code
+            else "a newer version of transformers may support the architecture",
         ) from error
 
 
 def _check_padding(folder: Path, config: Any) -> None:
-    """Raises CheckpointError for a class's default padding token outside of the vocabulary."""
+    """Raises CheckpointError for a padding token outside the vocabulary, given or by default."""
     text = config.get_text_config()
-    token, words = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
-    if isinstance(token, int) and isinstance(words, int) and not -words <= token < words:
+    token, size = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(token, int) and isinstance(size, int) and not -size <= token < size:
         named = "pad_token_id" in object_in(folder / CONFIG_FILE)
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: pad_token_id is {token}{'' if named else ' by default'}, but "
-            f"the vocabulary ends at {words - 1}",
+            f"the vocabulary ends at {size - 1}",
             hint='set "pad_token_id" to a token of the vocabulary, or to null for none',
         )
 
@@ -288,27 +282,27 @@ def _cache_note(folder: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
     if "use_cache" in settings or object_in(folder / CONFIG_FILE).get("use_cache", True):
         return ()
     return (
-        f'"use_cache": false of {CONFIG_FILE} is a setting for training: exported with a cache '
-        "(--set use_cache=false exports without it)",
+        f'"use_cache": false in {CONFIG_FILE} is a setting for training, so the model is exported '
+        "with a cache (--set use_cache=false exports it without one)",
     )
 
 
-def _leave_out_further_outputs(config: Any) -> tuple[str, ...]:
-    """Removes all outputs but a model's result from its configuration; returns a note on a change.
+def _remove_extra_outputs(config: Any) -> tuple[str, ...]:
+    """Removes all outputs but the model's result from a configuration; returns a note of them.
 
     The other outputs do not affect the result. Some of them, such as the load-balancing loss,
     cannot be traced.
     """
-    further = set()
+    removed = set()
     for part in (config, config.get_text_config()):
         part.return_dict = True
-        for name in FURTHER_OUTPUTS:
+        for name in EXTRA_OUTPUTS:
             if getattr(part, name, False):
-                further.add(name)
+                removed.add(name)
                 setattr(part, name, False)
-    if not further:
+    if not removed:
         return ()
-    return (f"{', '.join(sorted(further))} of config.json left out: the graph has no such outputs",)
+    return (f"ignored {', '.join(sorted(removed))} in config.json: the graph has no such outputs",)
 
 
 def _class(folder: Path, config: Any) -> Any:
@@ -328,83 +322,86 @@ def _class(folder: Path, config: Any) -> Any:
         return library.AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:
         raise FamilyError(
-            f"{folder}: its config.json has no architectures",
-            hint='add "architectures": ["…ForCausalLM"], the class that was saved',
+            f'{folder}: its config.json has no "architectures"',
+            hint='add the class that was saved: "architectures": ["…ForCausalLM"]',
         ) from None
 
 
 def _check_positions(file: Path, text: Any) -> None:
     """Raises `FamilyError` for rotary embeddings that branch on the text's length.
 
-    `dynamic` computes its frequencies anew beyond the trained length; PhiMoE multiplies by one of
-    two scales if its type is not the default. A traced graph takes one branch for all lengths.
+    `dynamic` recomputes its frequencies beyond the trained length; PhiMoE multiplies by one of two
+    scales if its type is not the default. A traced graph takes one branch for all lengths.
     """
     parameters = getattr(text, "rope_parameters", None) or {}
     tables = [parameters, *(each for each in parameters.values() if isinstance(each, Mapping))]
-    for kind in (table.get("rope_type", "default") for table in tables):
+    for rope in (table.get("rope_type", "default") for table in tables):
         model_type = getattr(text, "model_type", None)  # some configurations have none
-        scaled = model_type == "phimoe" and kind != "default"
-        if kind == "dynamic" or scaled:
+        scaled = model_type == "phimoe" and rope != "default"
+        if rope == "dynamic" or scaled:
             what = f"{model_type} with rope_type" if scaled else "rope_type"
-            same = "equal up to the trained length" if kind == "dynamic" else "different"
+            same = "the same up to the trained length" if rope == "dynamic" else "different"
             raise FamilyError(
-                f"{file}: {what} {kind!r} is not exported: its rotary embedding branches on the "
+                f"{file}: {what} {rope!r} is not supported: its rotary embedding branches on the "
                 "length of the text, but a graph has one form for all lengths",
                 hint='with "rope_type": "default" in config.json the model can be exported; its '
-                f"values are {same}",
+                f"results are then {same}",
             )
 
 
-def _kind(folder: Path, name: str, config: Any, part: ModelPart | None) -> _Kind:
-    translates = config.is_encoder_decoder and not name.endswith("EncoderModel")
-    if part is not None and not translates:
+def _architecture(folder: Path, name: str, config: Any, part: ModelPart | None) -> _Architecture:
+    encoder_decoder = config.is_encoder_decoder and not name.endswith("EncoderModel")
+    if part is not None and not encoder_decoder:
         raise UsageError(
-            f"--set part={part}: a {name} has no encoder and decoder", hint="leave it out"
+            f"--set part={part}: a {name} does not have an encoder and a decoder",
+            hint="leave --set part out",
         )
-    endings = TRANSLATING if translates else HEADS
+    endings = ENCODER_DECODER_HEADS if encoder_decoder else HEADS
     ending = next((ending for ending in endings if name.endswith(ending)), None)
     if ending is None:
-        raise _unserved(folder, name)
+        raise _unsupported(folder, name)
     axes = endings[ending]
     if part == "encoder":
         ending, axes = "Model", HEADS["Model"]
     elif part == "decoder":
         axes = (*TOKENS, axes[-1])
     output = "last_hidden_state" if ending == "Model" else "logits"
-    return _Kind(name=name, output=output, axes=axes, translates=translates, part=part)
-
-
-def _unserved(folder: Path, name: str) -> FamilyError:
-    if name.endswith("ForConditionalGeneration"):
-        return FamilyError(
-            f"{folder}: a {name} is not supported: it takes more than text",
-            hint="export its text part: save only that (model.language_model.save_pretrained), or "
-            f'name the class that was saved in {CONFIG_FILE}: "architectures"',
-        )
-    return FamilyError(
-        f"{folder}: a {name} is not supported",
-        hint="supported are causal language models, encoders, classifiers of tokens, and models "
-        "with an encoder and a decoder: classes that end in "
-        f"{', '.join({**HEADS, **TRANSLATING})}",
+    return _Architecture(
+        name=name, output=output, axes=axes, encoder_decoder=encoder_decoder, part=part
     )
 
 
-def _builder(class_: Any, kind: _Kind) -> Any:
+def _unsupported(folder: Path, name: str) -> FamilyError:
+    if name.endswith("ForConditionalGeneration"):
+        return FamilyError(
+            f"{folder}: a {name} is not supported, because its input is more than text",
+            hint="save only its text part (model.language_model.save_pretrained) and export that, "
+            f'or set "architectures" in {CONFIG_FILE} to the class that was saved',
+        )
+    return FamilyError(
+        f"{folder}: a {name} is not supported",
+        hint="supported are causal language models, encoders, classifiers, and encoder-decoder "
+        "models: classes whose names end in "
+        f"{', '.join({**HEADS, **ENCODER_DECODER_HEADS})}",
+    )
+
+
+def _builder(class_: Any, arch: _Architecture) -> Any:
     def build(config: Any) -> nn.Module:
         with torch.device("meta"):
             model = class_._from_config(config, attn_implementation=attention_of(class_))
         assert isinstance(model, nn.Module)
-        return _part(model.eval(), kind)
+        return _part(model.eval(), arch)
 
     return build
 
 
-def _part(model: nn.Module, kind: _Kind) -> nn.Module:
-    """Returns the part of a model to export: its encoder, or the model without it."""
-    if kind.part is None:
+def _part(model: nn.Module, arch: _Architecture) -> nn.Module:
+    """Returns the part of a model to export: the model, its encoder, or the model without that."""
+    if arch.part is None:
         return model
     encoder: nn.Module = model.get_encoder()  # type: ignore[operator]
-    if kind.part == "encoder":
+    if arch.part == "encoder":
         return encoder
     path = next(name for name, module in model.named_modules() if module is encoder)
     model.set_submodule(path, nn.Identity())
@@ -418,82 +415,87 @@ def _experts(folder: Path, skeleton: nn.Module, config: Any) -> list[str]:
     raise FamilyError(
         f"{folder}: {config.model_type} has no experts that use the experts interface of "
         "transformers",
-        hint=f"{OWN_MODULES}; optimum exports architectures without experts",
+        hint=f"{UNSUPPORTED_EXPERTS}; optimum exports architectures without experts",
     )
 
 
-def _ports(
-    skeleton: nn.Module, config: Any, kind: _Kind, *, cached: bool
+def _inputs_and_outputs(
+    skeleton: nn.Module, config: Any, arch: _Architecture, *, cached: bool
 ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], tuple[str, ...]]:
-    """Returns the inputs and outputs, and a note if an expected cache is missing."""
+    """Returns the inputs and outputs, and a note if there is no cache although one is expected."""
     text = config.get_text_config()
     sizes = {
         "vocabulary": text.vocab_size,
         "labels": getattr(config, "num_labels", 0),
         "hidden": text.hidden_size,
     }
-    shape = tuple(sizes.get(axis, axis) for axis in kind.axes)
-    output = TensorSpec(kind.output, "float32", shape)
+    shape = tuple(sizes.get(axis, axis) for axis in arch.axes)
+    output = TensorSpec(arch.output, "float32", shape)
     positions = getattr(text, "max_position_embeddings", None)
-    shapes = _shapes(skeleton, kind, text.hidden_size) if cached else None
-    if kind.part == "decoder":
+    shapes = _cache_shapes(skeleton, arch, text.hidden_size) if cached else None
+    if arch.part == "decoder":
         inputs = decoder_specs(text.vocab_size, text.hidden_size)
     else:
         inputs = token_specs(text.vocab_size, positions, cached=shapes is not None)
-    if kind.translates and kind.part is None:
+    if arch.encoder_decoder and arch.part is None:
         limits = {} if positions is None else {"decoder_tokens": positions}
         axes = ("batch", "decoder_tokens")
-        more = TensorSpec(DECODED, "int64", axes, limits, below=text.vocab_size)
-        note = "exported without a cache; to generate, export --set part=encoder and part=decoder"
-        return (*inputs, more), (output,), (note,)
+        decoder_input = TensorSpec(DECODED, "int64", axes, limits, below=text.vocab_size)
+        note = (
+            "exported without a cache; to generate text, export both --set part=encoder and "
+            "--set part=decoder"
+        )
+        return (*inputs, decoder_input), (output,), (note,)
     if shapes is None:
-        missing = ("its cache has more than keys and values: exported without",) if cached else ()
-        return inputs, (output,), missing
+        note = "exported without a cache, because that contains more than keys and values"
+        return inputs, (output,), (note,) if cached else ()
     pasts, presents = cache_specs(shapes)
     return (*inputs, *pasts), (output, *presents), ()
 
 
-def _shapes(skeleton: nn.Module, kind: _Kind, hidden: int) -> dict[str, tuple[int, int]] | None:
+def _cache_shapes(
+    skeleton: nn.Module, arch: _Architecture, hidden: int
+) -> dict[str, tuple[int, int]] | None:
     """Returns the heads and width of each part of the cache, from a run without weights."""
     with _without_weights(skeleton):
         ids = torch.zeros((2, 3), dtype=torch.int64)
         arguments: dict[str, Any] = {"input_ids": ids}
-        if kind.part == "decoder":
+        if arch.part == "decoder":
             arguments = {DECODED: ids, "encoder_outputs": encoded(torch.zeros(2, 3, hidden))}
         try:
             outputs = skeleton(**arguments, use_cache=True)
-        except _FAILURES:  # it needs more than a cache of keys and values
+        except _RUN_ERRORS:  # the model needs more than a cache of keys and values
             return None
     return cache_shapes(getattr(outputs, "past_key_values", None))
 
 
-_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+_RUN_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 """Errors that a model of `transformers` may raise in a run without weights."""
 
 _LENGTHS = (2, 257, 513)
-"""Lengths in tokens: each has more blocks than the one before, for blocks of up to 256."""
+"""Lengths in tokens; each has more blocks than the one before, for blocks of up to 256 tokens."""
 
-_LOOPED = 4
-"""If a longer input takes this many times the operators of the shortest, there is a loop."""
+_LOOP_RATIO = 4
+"""There is a loop if a longer input calls this many times the operators of the shortest."""
 
 
-def _loops(skeleton: nn.Module) -> bool:
+def _has_loop(skeleton: nn.Module) -> bool:
     """Returns whether a model calls more operators for more tokens.
 
-    Such a loop over tokens, or over blocks of them, is unrolled in a trace: the graph then has
-    only one length. A branch changes the number at most once, a loop each time.
+    Such a loop over tokens, or over blocks of them, is unrolled in a trace, so the graph has only
+    one length. A branch changes the number of operators at most once, but a loop each time.
     """
     counts: list[int] = []
     with _without_weights(skeleton):
         for length in _LENGTHS:
-            calls = _Calls(_LOOPED * counts[0] if counts else None)
+            calls = _Calls(_LOOP_RATIO * counts[0] if counts else None)
             try:
-                # The library does not read values of fake tensors.
+                # The library does not read the values of fake tensors.
                 with FakeTensorMode(allow_non_fake_inputs=True), calls:
                     skeleton(input_ids=torch.zeros((2, length), dtype=torch.int64), use_cache=False)
             except _TooManyError:
                 return True
-            except _FAILURES:  # the trace shows what is wrong
+            except _RUN_ERRORS:  # tracing will report what is wrong
                 return False
             if counts and calls.count <= counts[-1]:
                 return False
@@ -502,37 +504,37 @@ def _loops(skeleton: nn.Module) -> bool:
 
 
 class _TooManyError(Exception):
-    """There are more operators than the limit."""
+    """Raised when there are more operators than the limit."""
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that are called within the context, up to `most` of them."""
+    """Counts the operators called within the context; raises an error if they exceed `limit`."""
 
-    def __init__(self, most: int | None) -> None:
+    def __init__(self, limit: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count, self.most = 0, most
+        self.count, self.limit = 0, limit
 
     def __torch_dispatch__(
         self, function: Any, _: Any, arguments: tuple[Any, ...] = (), named: Any = None
     ) -> Any:
         self.count += 1
-        if self.most is not None and self.count > self.most:
+        if self.limit is not None and self.count > self.limit:
             raise _TooManyError
         return function(*arguments, **(named or {}))
 
 
 @contextmanager
 def _without_weights(skeleton: nn.Module) -> Iterator[None]:
-    """Runs a skeleton within the context on tensors without values, without its experts."""
+    """Within the context, a skeleton runs without its experts, on tensors without values."""
 
-    class Nothing(nn.Module):
+    class Identity(nn.Module):
         def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             return x
 
     replaced = experts_modules(skeleton) | sparse_blocks(skeleton)
     try:
         for path in replaced:
-            skeleton.set_submodule(path, Nothing())
+            skeleton.set_submodule(path, Identity())
         with torch.no_grad(), torch.device("meta"):
             yield
     finally:

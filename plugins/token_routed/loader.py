@@ -1,4 +1,4 @@
-"""Folders of `transformers` as models, and their registration with the core."""
+"""Registers the loader of `transformers` folders with the core."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .load import SETTINGS, architecture_of, load_transformers
 API = 1
 
 
-def _finds(source: str | Path) -> str | None:
+def _architecture(source: str | Path) -> str | None:
     return None if isinstance(source, str) else architecture_of(source)
 
 
-def _loads(source: str | Path, config: Mapping[str, Any], request: LoadRequest) -> Model:
+def _load(source: str | Path, config: Mapping[str, Any], request: LoadRequest) -> Model:
     return load_transformers(Path(source), config, values=request.values)
 
 
-TRANSFORMERS = ModelLoader("transformers", _finds, _loads, settings=SETTINGS)
+TRANSFORMERS = ModelLoader("transformers", _architecture, _load, settings=SETTINGS)

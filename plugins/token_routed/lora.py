@@ -1,7 +1,7 @@
 """Merges LoRA factors in a folder of `transformers` as peft does: W + α/r · B A.
 
-They are in separate files next to the weights, or among the weights. Only `adapter_config.json` has
-α. Any other change by an adapter is refused by name.
+The factors are in separate files next to the weights, or among the weights. α is only in
+`adapter_config.json`. Any other change by an adapter is refused by name.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ MERGE = "merge the adapter first: merge_and_unload() of peft, then save_pretrain
 FACTOR = re.compile(
     r"(?P<module>.+)\.lora_(?P<which>[AB])(?:\.(?P<name>(?!weight$)[^.]+))?(?:\.weight)?"
 )
-"""Keys of factors: of peft with or without the adapter's name, and of loralib."""
+"""Matches keys of factors of loralib, and of peft with or without the adapter's name."""
 
 WRAPPED = "base_model.model."
 """The prefix that peft puts before every key."""
 
-INERT = {
+ALLOWED = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
     *("revision", "inference_mode", "target_modules", "exclude_modules", "layers_pattern"),
     *("layers_to_transform", "r", "lora_alpha", "lora_dropout", "rank_pattern", "use_rslora"),
     *("init_lora_weights", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
 }
-"""Fields of the configuration that are read here, or have no effect after training."""
+"""Fields of the configuration that are read here or have no effect after training."""
 
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")
-"""Initial values of factors; other initialisations also change the weights."""
+"""Values of `init_lora_weights` that set only the factors; others also change the weights."""
 
 
 Pair = tuple[str, str]
 """The keys of the two factors of a module, A and B."""
 
 
-def factors_in(keys: Mapping[str, Any], place: Path) -> dict[str, Pair]:
+def factors_in(keys: Mapping[str, Any], path: Path) -> dict[str, Pair]:
     """Returns the factors among the keys of a file, by the module that they change.
 
-    Raises `CheckpointError` for one without the other, and for several adapters.
+    Raises `CheckpointError` for a factor without its counterpart, and for several adapters.
     """
     found: dict[str, dict[str, str]] = {}
     names = set()
@@ -60,12 +60,12 @@ def factors_in(keys: Mapping[str, Any], place: Path) -> dict[str, Pair]:
             names.add(match["name"])
     if len(names) > 1:
         listed = ", ".join(sorted(name or "one without a name" for name in names))
-        raise CheckpointError(f"{place} has several LoRA adapters: {listed}", hint=MERGE)
+        raise CheckpointError(f"{path} has several LoRA adapters: {listed}", hint=MERGE)
     for module, pair in found.items():
         if len(pair) == 1:
             key = next(iter(pair.values()))
             raise CheckpointError(
-                f"{place}: {key} is one factor of LoRA, but the other one of {module} is missing",
+                f"{path}: {key} is one factor of a LoRA pair of {module}; the other is missing",
                 hint=MERGE,
             )
     return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
@@ -80,15 +80,15 @@ def check_config(file: Path) -> dict[str, Any]:
     config = read_document(file, "json", CheckpointError)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise CheckpointError(f"{file}: the adapter is {kind}, not LORA", hint=MERGE)
+        raise CheckpointError(f"{file}: the adapter's type is {kind}, not LORA", hint=MERGE)
     neutral = {"bias": "none", "lora_bias": False, "init_lora_weights": True}
-    further = [key for key, value in config.items() if key not in INERT | neutral.keys() and value]
-    further += [key for key in ("bias", "lora_bias") if config.get(key) not in (neutral[key], None)]
+    others = [key for key, value in config.items() if key not in ALLOWED | neutral.keys() and value]
+    others += [key for key in ("bias", "lora_bias") if config.get(key) not in (neutral[key], None)]
     if config.get("init_lora_weights", True) not in INITIAL:
-        further.append("init_lora_weights")
-    if further:
+        others.append("init_lora_weights")
+    if others:
         raise CheckpointError(
-            f"{file}: {further[0]} is {config[further[0]]!r}, which is more than plain LoRA",
+            f"{file}: {others[0]} is {config[others[0]]!r}, which is not plain LoRA",
             hint=MERGE,
         )
     for key in ("r", "lora_alpha"):

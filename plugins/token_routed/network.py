@@ -1,7 +1,7 @@
-"""A `transformers` model as a network of plain tensors: named inputs, named outputs.
+"""A `transformers` model as a network whose inputs and outputs are named tensors.
 
 A causal language model with a cache takes the keys and values of earlier tokens as inputs and
-returns those of all tokens, by the names that other exporters to ONNX use.
+returns those of all tokens, under the names that other exporters to ONNX use.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from ...graphs.names import PAST, PRESENT
 TOKENS = ("batch", "tokens")
 
 ENCODED, ENCODED_MASK = "encoder_hidden_states", "encoder_attention_mask"
-"""The inputs of a decoder without its encoder: the encoder's output, and its mask."""
+"""The inputs of a decoder without its encoder: the encoder's output and its mask."""
 
 DECODED = "decoder_input_ids"
 
 
 class TransformersNetwork(nn.Module):
-    """A `transformers` model that takes a tensor for each name of `takes`.
+    """A `transformers` model that takes a tensor for each of `inputs`.
 
-    Its modules have the same paths as in the model itself. `gives` names the outputs: a field of
-    the model's output, or a key or value of its cache. `loops`: the model runs over its tokens in a
-    loop, which a trace unrolls.
+    Its modules have the same paths as in the model itself. Each of `outputs` is a field of the
+    model's output, or a key or value of its cache. `loops`: the model loops over its tokens, and a
+    trace unrolls the loop.
     """
 
     def __init__(
-        self, model: nn.Module, takes: Sequence[str], gives: Sequence[str], *, loops: bool = False
+        self, model: nn.Module, inputs: list[str], outputs: list[str], *, loops: bool = False
     ) -> None:
         super().__init__()
         for name, child in model.named_children():
             self.add_module(name, child)
         self._wrapped = (model,)  # in a tuple, so that modules are not found twice
-        self.takes, self.gives, self.loops = tuple(takes), tuple(gives), loops
+        self.inputs, self.outputs, self.loops = tuple(inputs), tuple(outputs), loops
 
     @property
     def wrapped(self) -> Any:
@@ -47,22 +47,22 @@ class TransformersNetwork(nn.Module):
     @property
     def cached(self) -> bool:
         """Whether keys and values of earlier tokens are inputs and outputs."""
-        return any(name.startswith(PAST) for name in self.takes)
+        return any(name.startswith(PAST) for name in self.inputs)
 
     def forward(self, *tensors: Tensor) -> Any:
-        """Returns a tensor for each name of `gives`; for a single one the tensor itself."""
+        """Returns a tuple of a tensor for each of `outputs`, or the tensor if there is one."""
         results = self.wrapped(**self.arguments(tensors))
-        outputs = tuple(self._output(results, name) for name in self.gives)
+        outputs = tuple(self._output(results, name) for name in self.outputs)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def arguments(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """Returns the arguments of the model's own forward for a tensor of each of `takes`."""
+        """Returns the arguments of the model's own forward for the tensors of `inputs`."""
         from transformers import DynamicCache, EncoderDecoderCache
 
-        by_name = dict(zip(self.takes, tensors, strict=True))
+        by_name = dict(zip(self.inputs, tensors, strict=True))
         arguments: dict[str, Any] = {n: t for n, t in by_name.items() if not n.startswith(PAST)}
-        decodes = ENCODED in arguments
-        if decodes:
+        is_decoder = ENCODED in arguments
+        if is_decoder:
             arguments["encoder_outputs"] = encoded(arguments.pop(ENCODED))
             arguments["attention_mask"] = arguments.pop(ENCODED_MASK)
         if self.cached:
@@ -70,11 +70,11 @@ class TransformersNetwork(nn.Module):
                 (by_name[f"{PAST}.{layer}.key"], by_name[f"{PAST}.{layer}.value"])
                 for layer in range(sum(name.startswith(PAST) for name in by_name) // 2)
             ]
-            # Without a config every layer keeps all keys and values: a sliding window is then done
-            # by the mask, as in the graph.
+            # Without a config every layer keeps all keys and values, and the mask implements a
+            # sliding window, as in the graph.
             cache = DynamicCache(pairs)
-            # Keys and values of the encoder's output are not in the cache and computed again.
-            arguments[PAST] = EncoderDecoderCache(cache, DynamicCache()) if decodes else cache
+            # Keys and values of the encoder's output are not in the cache but computed again.
+            arguments[PAST] = EncoderDecoderCache(cache, DynamicCache()) if is_decoder else cache
         arguments["use_cache"] = self.cached
         return arguments
 
@@ -82,8 +82,8 @@ class TransformersNetwork(nn.Module):
         if not name.startswith(PRESENT):
             return results[name]  # type: ignore[no-any-return]
         _, layer, part = name.split(".")
-        of = self_attention(results[PAST]).layers[int(layer)]
-        return of.keys if part == "key" else of.values  # type: ignore[no-any-return]
+        past = self_attention(results[PAST]).layers[int(layer)]
+        return past.keys if part == "key" else past.values  # type: ignore[no-any-return]
 
 
 def encoded(hidden: Tensor) -> Any:
@@ -94,13 +94,13 @@ def encoded(hidden: Tensor) -> Any:
 
 
 def self_attention(cache: Any) -> Any:
-    """Returns the part of a cache for earlier tokens: all of it, except for a decoder's cache."""
+    """Returns the self-attention part of a decoder's cache, or the whole of any other cache."""
     return getattr(cache, "self_attention_cache", cache)
 
 
 def token_specs(vocabulary: int, positions: int | None, *, cached: bool) -> tuple[TensorSpec, ...]:
     """Returns the inputs of a model of tokens, without those of a cache."""
-    # With a cache the bound applies to past and new tokens together.
+    # With a cache the limit applies to past and new tokens together.
     limits = {} if positions is None or cached else {"tokens": positions}
     ids = TensorSpec("input_ids", "int64", TOKENS, limits, below=vocabulary)
     axis = "past + tokens" if cached else "tokens"
@@ -120,10 +120,10 @@ def decoder_specs(vocabulary: int, hidden: int) -> tuple[TensorSpec, ...]:
 
 
 def cache_shapes(past: Any) -> dict[str, tuple[int, int]] | None:
-    """Returns the argument of `model.cache_specs`, from the cache that a model returned.
+    """Returns the argument of `cache_specs`, from the cache that a model returned.
 
-    None if a layer keeps something other than keys and values of every token: states of a
-    convolution, or the keys of an indexer.
+    Returns None if a layer keeps something other than the keys and values of every token, such as
+    states of a convolution or the keys of an indexer.
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -133,7 +133,7 @@ def cache_shapes(past: Any) -> dict[str, tuple[int, int]] | None:
     shapes: dict[str, tuple[int, int]] = {}
     for index, layer in enumerate(cache.layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            return None  # its subclasses contain more
+            return None  # subclasses contain more
         for part in ("key", "value"):
             values = getattr(layer, f"{part}s", None)
             if not isinstance(values, torch.Tensor) or values.ndim != 4:

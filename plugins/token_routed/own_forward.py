@@ -1,7 +1,7 @@
-"""User code around one of our layers: it runs and is traced unchanged.
+"""User code around one of our layers, which runs and is traced unchanged.
 
-`OwnForward` replaces the user's layer. If a router chooses experts for tokens, k is the router's,
-which can change if it has a parameter `k`.
+`OwnForward` replaces the user's layer. If a router chooses experts for tokens, it determines k,
+which can change if the router has a parameter `k`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec
 from .layers.experts import Experts, ExpertsSpec
 
 Router = Callable[..., tuple[Tensor, Tensor]]
-"""Takes the arguments of the user's layer, and returns index [..., k] and weights [..., k]."""
+"""Takes the arguments of the user's layer and returns index [..., k] and weights [..., k]."""
 
 Forward = Callable[..., Any]
 """User code around our layer: takes our layer, then the arguments of the user's layer."""
@@ -32,9 +32,8 @@ Forward = Callable[..., Any]
 CHANNELS = "if channels come first, a forward moves them: experts(x.movedim(1, -1), …)"
 
 ROUTER_HINT = (
-    "a router takes the layer's arguments and returns index [..., k], of whole numbers from 0 \
-to n - 1, and weights [..., k], for the tokens x [..., d]; "
-    + CHANNELS
+    "a router takes the layer's arguments and returns index [..., k], of integers from 0 to n - 1, "
+    "and weights [..., k], for the tokens x [..., d]; " + CHANNELS
 )
 
 CALLS = (
@@ -42,14 +41,13 @@ CALLS = (
     "experts(slots, combine=C) for slots [b, n, p, d] and C [b, m, n, p]; " + CHANNELS
 )
 
-ROUTER_K = "use a k that the router knows"
+ROUTER_K = "use a k that the router supports"
 
 K = "k"
-"""The parameter of a router for the number of experts."""
-
+"""The name of a router's parameter for the number of experts."""
 
 EQUAL_SUMS = 1e-5
-"""Sums of C that differ by less, as a share, differ only by rounding."""
+"""Sums of C whose relative difference is smaller differ only by rounding."""
 
 
 class Bank(Protocol):
@@ -63,11 +61,10 @@ class Bank(Protocol):
 class OwnForward(nn.Module):
     """User code around our layer: takes and returns what the user's layer does.
 
-    `host` is the module whose parameters the code reads. `k` is the number passed to it, if it
-    chooses experts for tokens; None if none is passed. With `all_weights` the code returns those of
-    every expert, and k is how many of them are used. `even`: the columns of its C have the same
-    sum, so Algorithm 1 cannot choose by them. `returned` is what the user's layer returned if that
-    is more than a tensor.
+    `host` is the module whose parameters the code reads. `k` is passed to code that chooses experts
+    for tokens; None passes none. With `all_weights` the code returns the weights of all experts,
+    and the k largest are used. `even`: all experts have the same sum in its C, by which Algorithm 1
+    then cannot choose. `returned` is what the user's layer returned, if that is more than a tensor.
     """
 
     def __init__(
@@ -119,7 +116,7 @@ class OwnForward(nn.Module):
 
     @property
     def takes_k(self) -> bool:
-        """Whether the code accepts another number of experts."""
+        """Whether the code accepts a different number of experts."""
         return self.all_weights or self.code.takes_k
 
     @property
@@ -127,7 +124,7 @@ class OwnForward(nn.Module):
         return self.spec.trained_k if self.k is None else self.k
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Returns the code's result; for a user's layer that returns a tensor, only that."""
+        """Returns the code's result, in the structure of what the user's layer returned."""
         k = self.k if self.code.takes_k else None
         y = self.code.run(self._called, args, named, k)
         return like(self.returned, y)
@@ -151,22 +148,22 @@ class OwnForward(nn.Module):
     def _check_slots(self, slots: int) -> None:
         """Raises UsageError if the number of slots is not the layer's."""
         assert isinstance(self.spec, SoftMoESpec)
-        wanted, follows = self.spec.slots, isinstance(slots, torch.SymInt)
-        if not follows and slots == wanted:
+        expected, symbolic = self.spec.slots, isinstance(slots, torch.SymInt)
+        if not symbolic and slots == expected:
             return
-        given = "a number of slots that follows the input's size" if follows else f"{slots} slots"
+        given = "a number of slots that depends on the input" if symbolic else f"{slots} slots"
         raise UsageError(
-            f"layer {self.spec.name}: its forward passes {given} to experts(slots, combine=C), but "
-            f"{wanted} for the inputs with which the layer was loaded",
-            hint="in a graph an expert has one number of slots: make it independent of the batch "
-            "and the tokens, or fix both (--batch N and an example of N inputs)",
+            f"layer {self.spec.name}: its forward passes {given} to experts(slots, combine=C), "
+            f"but passed {expected} when the layer was loaded",
+            hint="in a graph an expert's number of slots is fixed: make it independent of the "
+            "batch and the tokens, or fix both (--batch N and an example of N inputs)",
         )
 
 
 class Code:
-    """A user's function around a bank of experts, or a router, a short form of one.
+    """A user's function around a bank of experts; a router alone is a short form of one.
 
-    It is not a module, though it may contain modules: those are already part of its host.
+    It is not a module, but may contain modules, which are already part of its host.
     """
 
     def __init__(self, forward: Forward | None, router: Router | None = None) -> None:
@@ -175,7 +172,7 @@ class Code:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no user code: the layer is called with a router's choice."""
+        """Whether there is no user code, because the layer is called with a router's choice."""
         return self.router is None and self._forward is None
 
     @property
@@ -190,7 +187,7 @@ class Code:
         named: Mapping[str, Any],
         k: int | None = None,
     ) -> Any:
-        """Calls the function with `experts` as the callable and returns its result."""
+        """Calls the function with `experts` and returns its result."""
         if self._forward is not None:
             return self._forward(experts, *args, **named, **({} if k is None else {K: k}))
         index, weights = routing(self.router, args, named, k)
@@ -198,7 +195,7 @@ class Code:
 
 
 class Tried:
-    """A bank of experts while user code is tried: builds the layer that the code calls for."""
+    """A bank of experts for a trial run of user code: builds the layer that the code calls."""
 
     def __init__(self, bank: Bank, name: str = "") -> None:
         self._bank, self._name = bank, name
@@ -213,16 +210,16 @@ class Tried:
 
     @property
     def even(self) -> bool:
-        """Whether all experts have the same sum of C, in each input."""
+        """Whether all experts have the same sum of C in each input."""
         if self.call is None or self.call.combine is None:
             return False
         sums = self.call.combine.sum(dim=(1, 3))
         return bool((sums.amax(1) - sums.amin(1) <= EQUAL_SUMS * sums.amax(1)).all())
 
     def terms(self, most: int) -> tuple[Tensor, Tensor] | None:
-        """Returns each expert's output, [t, c, o], and its weight, [t, c], for t tokens.
+        """Returns each expert's output, [t, c, o], and its weight, [t, c], for up to `most` tokens.
 
-        For an expert with slots each slot counts; None if the bank was not called.
+        Each slot of an expert counts as an expert. Returns None if the bank was not called.
         """
         if self.call is None or self.layer is None:
             return None
@@ -261,10 +258,10 @@ class Tried:
 
 
 class InPlace(nn.Module):
-    """Replaces a user's layer by ours: layout, residual, structure of the result.
+    """Replaces a user's layer with ours; adapts layout, residual and the structure of the result.
 
-    Tokens of `pixels` are those of (b, d, …), row by row; each of `vectors` (b, d) is a token. With
-    `returned` the result has its structure, with our result in place of its first tensor.
+    The tokens of `pixels` are the pixels of (b, d, …), row by row; each of `vectors` (b, d) is a
+    token. With `returned` our result takes the place of the main tensor in its structure.
     """
 
     def __init__(
@@ -294,13 +291,13 @@ class InPlace(nn.Module):
 
 
 RESULTS = ("y", "output", "hidden_states", "last_hidden_state")
-"""The usual names of a layer's result if it returns several by name."""
+"""The usual names of the main result of a layer that returns several by name."""
 
 
 def result_of(returned: object) -> Tensor | None:
-    """Returns the tensor that is a layer's result.
+    """Returns the tensor that is a layer's main result.
 
-    Of several it is the first, or the one with a usual name.
+    Of several it is the one with a usual name, or else the first.
     """
     if isinstance(returned, Tensor):
         return returned
@@ -309,25 +306,29 @@ def result_of(returned: object) -> Tensor | None:
 
 
 def like(returned: object, y: Any) -> Any:
-    """Returns y within the structure of what a layer returned; y itself if that was one tensor.
+    """Returns y within the structure of what a layer returned; y itself if `returned` is None.
 
-    The other numbers become NaN, so that nothing can be computed from them, and other tensors None.
+    Other floats become NaN, so that nothing can be computed from them, and other tensors None.
     """
     if returned is None or not isinstance(y, Tensor):
         return y
     named = _by_name(returned)
-    place = next((key for key, value in named if isinstance(value, Tensor)), None)
-    others = {key: _unknown(value) for key, value in named}
-    items = {key: y if key == place else others[key] for key in _order(returned)}
+    main = next((key for key, value in named if isinstance(value, Tensor)), None)
+    others = {key: _invalidated(value) for key, value in named}
+    items = {key: y if key == main else others[key] for key in _keys(returned)}
     if isinstance(returned, Mapping):
         return type(returned)(items)  # type: ignore[call-arg]
     if is_dataclass(returned) and not isinstance(returned, type):
         return replace(returned, **items)
-    kind: Any = type(returned)
-    return kind(*items.values()) if hasattr(returned, "_fields") else kind(items.values())
+    constructor: Any = type(returned)
+    return (
+        constructor(*items.values())
+        if hasattr(returned, "_fields")
+        else constructor(items.values())
+    )
 
 
-def _order(returned: object) -> list[Any]:
+def _keys(returned: object) -> list[Any]:
     if isinstance(returned, Mapping):
         return list(returned)
     if is_dataclass(returned):
@@ -336,14 +337,14 @@ def _order(returned: object) -> list[Any]:
 
 
 def _by_name(returned: object) -> list[tuple[Any, Any]]:
-    """Returns the results that a layer returns, by name or number, the most likely first."""
-    keys = _order(returned)
+    """Returns what a layer returned, by name or number, with the usual names first."""
+    keys = _keys(returned)
     first = [key for key in RESULTS if key in keys]
     get: Any = getattr if is_dataclass(returned) and not isinstance(returned, Mapping) else getitem
     return [(key, get(returned, key)) for key in [*first, *(k for k in keys if k not in first)]]
 
 
-def _unknown(value: object) -> Any:
+def _invalidated(value: object) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.full((), torch.nan) if value.ndim == 0 and value.is_floating_point() else None
@@ -351,9 +352,10 @@ def _unknown(value: object) -> Any:
 
 @dataclass
 class ExpertsCall:
-    """The arguments of a bank of experts: `x` [..., d] or slots [b, n, p, d], and how to weight.
+    """The arguments of a bank of experts: `x` [..., d] or slots [b, n, p, d], and the weights.
 
-    `index` and `weights` are [..., k], or `weights` alone [..., n]; `combine` is C, [b, m, n, p].
+    `index` and `weights` are [..., k]; `weights` without `index` is [..., n]. `combine` is C, [b,
+    m, n, p].
     """
 
     x: Tensor
@@ -392,7 +394,7 @@ class ExpertsCall:
         elif tensors.keys() == {"x", "index", "weights"}:
             caller = "its forward passes to experts(x, index, weights)"
             x, index, weights = (tensors[key] for key in ("x", "index", "weights"))
-            call.index, call.weights = _fitting(caller, x, index, weights, CALLS)
+            call.index, call.weights = _check_fit(caller, x, index, weights, CALLS)
         else:
             raise UsageError(f"its forward calls experts({', '.join(tensors)})", hint=CALLS)
         return call
@@ -419,7 +421,7 @@ class ExpertsCall:
                 f"take tokens (…, {d})",
                 hint=CHANNELS
                 if d in self.x.shape[1:-1]
-                else "a first map is an nn.Linear or [h, d], w1 is [n, d, h]: d is a token's width",
+                else "d is a token's width: a first map is an nn.Linear or [h, d], w1 is [n, d, h]",
             )
 
     def with_largest(self, k: int) -> ExpertsCall:
@@ -463,10 +465,10 @@ def takes_k(router: Router) -> bool:
 def routing(
     router: Router | None, inputs: tuple[Any, ...], named: Mapping[str, Any], k: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns index, int64, and weights, float32, each [..., k], of a router for inputs.
+    """Returns a router's index, int64, and weights, at least float32, each [..., k], for inputs.
 
     Without a router they are the second and third input. Raises `UsageError` unless they are
-    tensors of one shape with the tokens' axes before the last.
+    tensors of the same shape, with the tokens' axes before the last one.
     """
     if router is None:
         result: Any = (*inputs[1:], *named.values())
@@ -479,13 +481,13 @@ def routing(
         kinds = ", ".join(map(_kind, listed))
         raise UsageError(f"{caller} {kinds or 'nothing'}, not index and weights", hint=ROUTER_HINT)
     index, weights = listed
-    return _fitting(caller, inputs[0], index, weights, ROUTER_HINT)
+    return _check_fit(caller, inputs[0], index, weights, ROUTER_HINT)
 
 
-def _fitting(
+def _check_fit(
     caller: str, x: Tensor, index: Tensor, weights: Tensor, hint: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns index, int64, and weights, which must fit the tokens x."""
+    """Returns index, as int64, and weights; raises `UsageError` if they do not fit the tokens x."""
     tokens = x.shape[:-1]
     fits = index.ndim > len(tokens) and index.shape[:-1] == tokens and weights.shape == index.shape
     if not fits or index.is_floating_point():
@@ -511,25 +513,25 @@ class RouterHost(Host):
     """The host of networks with routers around our layers."""
 
     def with_k(self, model: Model, k: Mapping[str, int | None]) -> Model:
-        """Returns a model whose own routers use each layer's k, weights shared.
+        """Returns a model with the same weights, whose routers use this k in each layer.
 
-        The same model if every k is the default. Raises `UsageError` for a k that a router does not
-        support: it has no parameter `k`, or returns another number.
+        Returns the model itself if no k changes. Raises `UsageError` for a k that a router does not
+        support, because it has no parameter `k` or returns a different number of experts.
         """
         for layer in model.module.modules():
             if not (isinstance(layer, OwnForward) and layer.even):
                 continue
             if k[layer.spec.name] != layer.spec.experts:
                 raise UsageError(
-                    f"--k: every expert of layer {layer.spec.name} has the same sum of the combine "
-                    "weights C, by which Algorithm 1 chooses",
+                    f"--k: every expert of layer {layer.spec.name} has the same sum of combine "
+                    "weights C, so Algorithm 1 cannot choose by it",
                     hint="leave --k out: a C that is a softmax over the tokens has the same sum "
                     "for every expert",
                 )
         routed = {n: layer for n, layer in _by_layer(model.module).items() if n in model.layers}
         changes = {name: k[name] for name, layer in routed.items() if k[name] != layer.current_k}
-        for name, wanted in changes.items():
-            _check_change(name, routed[name], wanted)
+        for name, new_k in changes.items():
+            _check_change(name, routed[name], new_k)
         if not changes:
             return model
         module = sharing_weights(model.module)
@@ -538,7 +540,7 @@ class RouterHost(Host):
                 layer.k = changes[name]
         changed = model.with_module(module)
         if model.example is not None:  # a factory's network; a family's router supports every k
-            _try(changed, changes)
+            _check_routers_on_example(changed, changes)
         return changed
 
 
@@ -548,34 +550,33 @@ def _by_layer(module: nn.Module) -> dict[str, OwnForward]:
     return {layer.spec.name: layer for layer in layers if isinstance(layer.spec, ExpertsSpec)}
 
 
-def _check_change(name: str, routed: OwnForward, wanted: int | None) -> None:
+def _check_change(name: str, routed: OwnForward, new_k: int | None) -> None:
     n, trained = routed.spec.experts, routed.spec.trained_k
-    if wanted is None:
+    if new_k is None:
         raise UsageError(
-            f"--k input: the router of layer {name} is part of the graph, with one k, which "
-            "cannot change",
+            f"--k input: the router of layer {name} is part of the graph, where its k is constant",
             hint="export a bundle for each k"
             if routed.takes_k
-            else "leave --k out: this router supports only its own k",
+            else "leave --k out: this router supports only one k",
         )
     if routed.code.alone:
         raise UsageError(
-            f"--k {wanted}: the network around layer {name} chooses its experts, {trained} for "
+            f"--k {new_k}: the network around layer {name} chooses its experts, {trained} for "
             "each row, and has no parameter k",
-            hint="leave --k out, or give the factory an argument for it (--set)",
+            hint="leave --k out, or add an argument for it to the factory and set that with --set",
         )
     if not routed.takes_k:
         every = f"all {n} experts" if trained == n else f"{trained} of {n} experts"
         raise UsageError(
-            f"--k {wanted}: the router of layer {name} selects {every} for each token and has no "
+            f"--k {new_k}: the router of layer {name} selects {every} for each token and has no "
             "parameter k",
             hint="leave --k out; a router that can choose fewer has a parameter k: "
             f"def route(x, k={trained})",
         )
 
 
-def _try(model: Model, changes: Mapping[str, int | None]) -> None:
-    """Runs the network once on its example: a router may refuse a k, or return another number."""
+def _check_routers_on_example(model: Model, changes: Mapping[str, int | None]) -> None:
+    """Runs the network once on its example, since a router may refuse a k or return another."""
     assert model.example is not None, "a factory's network has an example"
     widths: dict[str, int] = {}
 
@@ -588,7 +589,7 @@ def _try(model: Model, changes: Mapping[str, int | None]) -> None:
         for layer in model.layers.values()
         if isinstance(layer, Experts)
     ]
-    text = ", ".join(f"{name} {wanted}" for name, wanted in changes.items())
+    text = ", ".join(f"{name} {new_k}" for name, new_k in changes.items())
     try:
         with torch.no_grad(), user_code(f"--k ({text}): the router failed", ROUTER_K):
             arrays = by_name(model.example, model.inputs).values()
@@ -596,10 +597,10 @@ def _try(model: Model, changes: Mapping[str, int | None]) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    for name, wanted in changes.items():
-        if widths[name] != wanted:
+    for name, new_k in changes.items():
+        if widths[name] != new_k:
             raise UsageError(
-                f"--k {wanted}: the router of layer {name} was called with k={wanted}, but returns "
+                f"--k {new_k}: the router of layer {name} was called with k={new_k}, but returns "
                 f"{widths[name]}",
                 hint="its parameter k must be the number of experts of each token",
             )

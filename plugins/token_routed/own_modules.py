@@ -1,8 +1,8 @@
 """Sparse blocks whose experts are separate modules: Switch Transformers and NLLB-MoE.
 
 They do not use the experts interface of `transformers`. Each block is a router and a dict of
-experts. The router stays as it is in the library, with its capacity; its masks become index and
-weights here, and the experts become our layer. A token has weight zero if it is beyond its expert's
+experts. The router stays as it is in the library, with its capacity. Here its masks become an index
+and weights, and the experts become our layer. A token has weight zero if it is beyond its expert's
 capacity, or if it is padding and the router skips padding.
 """
 
@@ -16,53 +16,53 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import FamilyError
-from .experts import ROWS, SAME, with_activation
+from .experts import ROWS, TOLERANCE, with_activation
 from .layers.experts import Experts, ExpertsSpec, ExpertsWeights
 
 
 class SparseBlock(nn.Module):
-    """Replaces a sparse block of the library: its router, and our experts.
+    """Replaces a sparse block of the library: the same router with our experts.
 
-    `experts` has the path of the library's experts.
+    `experts` has the same path as the library's experts.
     """
 
     def __init__(self, block: Any, experts: Experts) -> None:
         super().__init__()
         self.router = block.router
         self.experts = experts
-        self.spec = experts.spec  # during tracing, another module replaces them
+        self.spec = experts.spec  # during tracing, another module replaces the experts
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Maps tokens [b, m, d] to the same shape."""
-        index, weights = self.choice(x, padding)
+        index, weights = self.selected_experts(x, padding)
         y: Tensor = self.experts(x.reshape(-1, x.shape[-1]), index, weights)
         return y.reshape(x.shape)
 
-    def choice(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns index and weights, both [b·m, k]."""
+    def selected_experts(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the index and the weights, both [b·m, k]."""
         raise NotImplementedError
 
 
 class _Switch(SparseBlock):
-    """One expert for each token while it has room; the capacity applies to each input."""
+    """Sends each token to one expert while that has room; the capacity applies to each input."""
 
     def __init__(self, block: Any, experts: Experts) -> None:
         super().__init__(block, experts)
         self.router.classifier = _Converted(block.router)
 
-    def choice(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    def selected_experts(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
         del padding
-        mask, probability, _ = self.router(x)  # [b, m, n] with at most a one in each row, [b, m, 1]
-        # Not argmax, since a row without a one has no maximum.
+        mask, probability, _ = self.router(x)  # [b, m, n] with at most one 1 in a row, [b, m, 1]
+        # Not argmax, since a row without a 1 has no maximum.
         index = (mask * torch.arange(self.spec.experts)).sum(dim=-1)
         weights = probability * mask.sum(dim=-1, keepdim=True)
         return index.reshape(-1, 1), weights.reshape(-1, 1)
 
 
 class _Converted(nn.Module):
-    """A router's classifier, already converted; the router converts it in each forward.
+    """A router's classifier, already in the type to which the router converts it in each forward.
 
-    A graph cannot be traced while its weights are converted, even to their own type.
+    A forward that converts weights, even to their own type, cannot be traced.
     """
 
     def __init__(self, router: Any) -> None:
@@ -78,7 +78,7 @@ class _Converted(nn.Module):
 
 
 class _Nllb(SparseBlock):
-    """Two experts for each token, whose sum is scaled by the share that training did not drop."""
+    """Sends each token to two experts and scales their sum by the share that training kept."""
 
     def __init__(self, block: Any, experts: Experts) -> None:
         super().__init__(block, experts)
@@ -92,9 +92,9 @@ class _Nllb(SparseBlock):
             )
         fraction = router.moe_eval_capacity_token_fraction
         if not fraction >= 1:
-            room = f"{fraction:g} of the tokens of a whole batch"
+            room = f"{fraction:g} of the tokens of a batch"
             if fraction <= 0:
-                room = "expert_capacity tokens of a whole batch"
+                room = "expert_capacity tokens of a batch"
             raise FamilyError(
                 f"layer {experts.spec.name}: an expert has room for {room} "
                 f"(moe_eval_capacity_token_fraction {fraction:g}), so the result of one input "
@@ -103,8 +103,8 @@ class _Nllb(SparseBlock):
                 "no tokens",
             )
 
-    def choice(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        _, gates, _ = self.router(x.reshape(-1, x.shape[-1]), padding)  # [t, n], two are not zero
+    def selected_experts(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+        _, gates, _ = self.router(x.reshape(-1, x.shape[-1]), padding)  # [t, n], two nonzero
         # Stable, like ONNX's TopK: of several zeros the first is taken.
         values, index = gates.sort(dim=-1, descending=True, stable=True)
         k = self.spec.k
@@ -117,8 +117,8 @@ _BLOCKS: Mapping[str, tuple[str, str, int, type[SparseBlock]]] = MappingProxyTyp
         "NllbMoeSparseMLP": ("fc1", "fc2", 2, _Nllb),
     }
 )
-"""Classes of sparse blocks: the names of an expert's two maps, a token's number of experts, and the
-class that replaces them."""
+"""For each class of sparse blocks: the names of an expert's two maps, the number of experts of a
+token, and the class that replaces the block."""
 
 
 def sparse_blocks(network: nn.Module) -> dict[str, nn.Module]:
@@ -131,8 +131,8 @@ def sparse_blocks(network: nn.Module) -> dict[str, nn.Module]:
 def canonical_block(path: str, block: Any) -> SparseBlock:
     """Returns the replacement of a sparse block; its weights are views of the block's.
 
-    Raises `FamilyError` for an activation that the layer does not have, and for a router whose
-    result depends on the rest of the batch, or is random.
+    Raises `FamilyError` for an activation that the layer does not support, and for a router whose
+    result is random or depends on the rest of the batch.
     """
     first_name, second_name, k, replacement = _BLOCKS[type(block).__name__]
     experts = _experts(block)
@@ -153,29 +153,29 @@ def canonical_block(path: str, block: Any) -> SparseBlock:
 
 
 def check_block(path: str, ours: SparseBlock, block: nn.Module) -> bool:
-    """Returns whether the library's block returns what ours does, on random values; reads weights.
+    """Returns whether the library's block agrees with ours on random values; reads the weights.
 
-    Raises `FamilyError` if our experts do not compute what its experts do, one by one.
+    Raises `FamilyError` if one of our experts does not compute what the library's does.
     """
     spec, generator = ours.experts.spec, torch.Generator().manual_seed(0)
     x = torch.randn(1, ROWS, spec.dim, generator=generator)
     experts = _experts(block)
     with torch.no_grad():
-        index, weights = ours.choice(x, None)
+        index, weights = ours.selected_experts(x, None)
         y = ours(x)
-        wanted = torch.stack(
+        expected = torch.stack(
             [
                 sum(weight * experts[e](row) for e, weight in zip(chosen, row_weights, strict=True))
                 for row, chosen, row_weights in zip(x[0], index.tolist(), weights, strict=True)
             ]
         )
         theirs = block(x)
-    bound = SAME * wanted.abs().max()
-    off = (y[0] - wanted).abs().max()
-    if not off <= bound:
+    bound = TOLERANCE * expected.abs().max()
+    difference = (y[0] - expected).abs().max()
+    if not difference <= bound:
         raise FamilyError(
-            f"layer {path}: the experts of {type(block).__name__} do not compute what experts with "
-            f"their options do (max |difference| {off:.2g})",
+            f"layer {path}: the experts of {type(block).__name__} do not compute what their "
+            f"options describe (max |difference| {difference:.2g})",
             hint="the architecture cannot be exported with this version",
         )
     return bool((y - theirs).abs().max() <= bound)

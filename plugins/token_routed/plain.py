@@ -22,27 +22,28 @@ from ...exporter.checkpoints.weight_files import WeightFiles, read_file, read_fi
 from . import fp8, lora
 
 BEFORE_ALL = (*(prefix for prefix in PREFIXES if prefix != "model."), lora.WRAPPED)
-"""Prefixes that training puts before every key; the library itself handles `model.`."""
+"""Prefixes that training tools put before every key; the library itself handles `model.`."""
 
 WITHIN = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts that `torch.compile`, FSDP and gradient checkpointing put before the keys of a module."""
 
 BASE = "base_layer."
-"""The part that peft puts before the weights of a module with factors."""
+"""The prefix of the weights of a module to which peft added factors."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainTensors:
-    """Tensors by the keys that a class of the library has, and notes on the changes.
+    """Tensors by the keys that a class of the library expects, and notes on what was changed.
 
-    `read` are the tensors that were made into others, by their own keys. `place` is the temporary
-    file that computed tensors are mapped from, if any. `dequantised`: some had eight bits.
+    `read` has the tensors in the files from which others were computed, by their keys there.
+    `mapped` is the temporary file that computed tensors are mapped from, if any. `dequantised`:
+    some weights had eight bits.
     """
 
     tensors: dict[str, Tensor]
     read: dict[str, Tensor]
     notes: tuple[str, ...]
-    place: Path | None
+    mapped: Path | None
     dequantised: bool
 
 
@@ -50,37 +51,37 @@ Compute = Callable[[], Tensor]
 
 
 def plain_tensors(
-    weights: WeightFiles, adapter: Path | None, place: Path, quantisation: Any = None
+    weights: WeightFiles, adapter: Path | None, path: Path, quantisation: Any = None
 ) -> PlainTensors:
-    """Returns the tensors in a folder's files, with the adapter's merged into them.
+    """Returns the tensors in a folder's files, with the adapter merged into them.
 
     `quantisation` is the quantisation configuration. Raises `CheckpointError` for weights and
     adapters whose meaning is ambiguous.
     """
-    tensors, notes = _named(dict(read_files(weights)))
+    tensors, notes = _without_prefixes(dict(read_files(weights)))
     factors = {k: t for k, t in tensors.items() if lora.FACTOR.fullmatch(k)}
     rest = {k: t for k, t in tensors.items() if k not in factors}
-    pairs = lora.factors_in(factors, place)
+    pairs = lora.factors_in(factors, path)
     if adapter is not None:
         factors = dict(read_file(adapter))
         other = next((key for key in factors if not lora.FACTOR.fullmatch(key)), None)
         if other is not None or pairs:
-            what = f"{other} is more than plain LoRA" if other else "the weights also contain LoRA"
+            what = f"{other} is not plain LoRA" if other else "the weights also contain LoRA"
             raise CheckpointError(f"{adapter}: {what}", hint=lora.MERGE)
         pairs = lora.factors_in(factors, adapter)
     config = weights.files[0].parent / lora.CONFIG
-    if place.is_dir() and config.is_file() and not pairs:
+    if path.is_dir() and config.is_file() and not pairs:
         raise CheckpointError(
-            f"{config}: the file names an adapter, but {place} has no factors of one",
+            f"{config}: the file describes an adapter, but {path} has no adapter's factors",
             hint="remove the file if the adapter is already merged",
         )
     rest = {_without_base(key, pairs): tensor for key, tensor in rest.items()}
-    computed, read = _dequantised(rest, place, fp8.blocks_of(quantisation))
+    computed, read = _dequantisations(rest, path, fp8.blocks_of(quantisation))
     dequantised = bool(computed)
     if dequantised:
-        notes.append(f"multiplied {len(computed)} weights of eight bits by their scales")
+        notes.append(f"multiplied {len(computed)} eight-bit weights by their scales")
     if pairs:
-        source = adapter or place
+        source = adapter or path
         settings = lora.check_config(config)
         _merge(rest, (factors, pairs), settings, computed, source)
         read |= factors
@@ -96,7 +97,7 @@ def plain_tensors(
     return PlainTensors({**kept, **floats}, read, tuple(notes), file, dequantised)
 
 
-def _named(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+def _without_prefixes(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """Returns the tensors without prefixes that training put around modules, and a note."""
     removed: dict[str, None] = {}
     while shared := next((p for p in BEFORE_ALL if all(k.startswith(p) for k in tensors)), None):
@@ -115,17 +116,17 @@ def _without_base(key: str, pairs: Mapping[str, lora.Pair]) -> str:
     return f"{module}.{last}" if found and module in pairs else key
 
 
-def _dequantised(
-    tensors: Mapping[str, Tensor], place: Path, blocks: tuple[int, int] | None
+def _dequantisations(
+    tensors: Mapping[str, Tensor], path: Path, blocks: tuple[int, int] | None
 ) -> tuple[dict[str, Compute], dict[str, Tensor]]:
-    """Returns how to compute each eight-bit weight, and the scales for it."""
-    packed = [key for key, tensor in tensors.items() if tensor.dtype in FLOAT8]
-    scales = {key: fp8.scales_of(key, tensors, place) for key in packed}
+    """Returns how to compute each eight-bit weight, and the scales by their own keys."""
+    weights = [key for key, tensor in tensors.items() if tensor.dtype in FLOAT8]
+    scales = {key: fp8.scales_of(key, tensors, path) for key in weights}
     read = {scale: tensors[scale] for scale in scales.values()}
-    if packed:
+    if weights:
         read |= {k: t for k, t in tensors.items() if fp8.ACTIVATIONS.search(k)}
-    still = [key for key in packed if key not in read]  # scales may have eight bits themselves
-    return {key: partial(fp8.dequantised, key, tensors, place, blocks) for key in still}, read
+    remaining = [key for key in weights if key not in read]  # scales may have eight bits themselves
+    return {key: partial(fp8.dequantised, key, tensors, path, blocks) for key in remaining}, read
 
 
 def _merge(
@@ -135,7 +136,7 @@ def _merge(
     computed: dict[str, Compute],
     source: Path,
 ) -> None:
-    """Adds how to compute each weight that has factors to `computed`."""
+    """Adds to `computed` how to compute each weight that has factors."""
     values, pairs = factors
 
     def compute(key: str, before: Compute | None, pair: lora.Pair) -> Tensor:
@@ -147,7 +148,7 @@ def _merge(
         key = f"{module}.weight"
         if key not in tensors:
             raise CheckpointError(
-                f"{source}: {pair[0]} is a factor of {key}, which the folder does not have",
+                f"{source}: {pair[0]} is a factor of {key}, which is not in the folder",
                 hint=lora.MERGE,
             )
         computed[key] = partial(compute, key, computed.get(key), pair)

@@ -1,7 +1,7 @@
-"""k of a `transformers` model: makes a model with another k from the one loaded.
+"""Changes k, the number of experts of a token, in a loaded `transformers` model.
 
-The model is built twice without weights, for two k, to find the attributes of its modules that
-depend on k.
+The model is built twice without weights, with two values of k, to find the attributes of its
+modules that depend on k.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ...graphs.layers.base import sharing_weights
 from .network import TransformersNetwork
 
 FIELDS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "num_selected_experts")
-"""The names of k in configurations."""
+"""The fields of a configuration that may contain k."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """The places of k in a model.
+    """Where a model stores k: in a field of its configuration, and in attributes of its modules.
 
-    These are the configuration's field, and attributes of modules by their path. `trained` is the k
-    of the configuration as it was loaded.
+    `attributes` has pairs of a module's path and the name of its attribute. `trained` is the k of
+    the configuration as it was loaded.
     """
 
     field: str
@@ -36,7 +36,7 @@ class Routers:
 
 
 def k_of(config: Any) -> tuple[str, int] | None:
-    """Returns the field of a configuration with k, and k; None if there is none."""
+    """Returns the field of a configuration that contains k, and k; None if there is none."""
     for field in FIELDS:
         value = getattr(config, field, None)
         if isinstance(value, int) and value >= 1:
@@ -45,37 +45,38 @@ def k_of(config: Any) -> tuple[str, int] | None:
 
 
 def find_routers(build: Callable[[Any], nn.Module], config: Any, experts: int) -> Routers | None:
-    """Returns the places of k in the models that `build` makes of a configuration, without weights.
+    """Returns where the models of a configuration store k; `build` makes them without weights.
 
-    Returns None if k cannot change.
+    Returns None if the configuration has no k. If k cannot change, there are no `attributes`.
     """
-    text = config.get_text_config()
-    field_and_k = k_of(text)
+    field_and_k = k_of(config.get_text_config())
     if field_and_k is None:
         return None
     field, k = field_and_k
-    other = k - 1 if k > 1 else k + 1
-    if not 1 <= other <= experts:
+    other_k = k - 1 if k > 1 else k + 1
+    if not 1 <= other_k <= experts:
         return Routers(field=field, trained=k, attributes=())
     changed = copy.deepcopy(config)
-    setattr(changed.get_text_config(), field, other)
+    setattr(changed.get_text_config(), field, other_k)
     try:
-        one, two = build(config), build(changed)
+        first, second = build(config), build(changed)
     except (ValueError, NotImplementedError, AssertionError):
-        return Routers(field=field, trained=k, attributes=())  # an architecture of one k only
+        return Routers(field=field, trained=k, attributes=())  # the architecture allows one k only
     attributes = []
-    for (path, module), (_, twin) in zip(one.named_modules(), two.named_modules(), strict=True):
+    for (path, module), (_, twin) in zip(
+        first.named_modules(), second.named_modules(), strict=True
+    ):
         for name, value in vars(module).items():
-            if isinstance(value, int) and value == k and vars(twin).get(name) == other:
+            if isinstance(value, int) and value == k and vars(twin).get(name) == other_k:
                 attributes.append((path, name))
     return Routers(field=field, trained=k, attributes=tuple(attributes))
 
 
 def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
-    """Returns a model with each layer's k, as if its configuration had it, weights shared.
+    """Returns a model with the same weights and this k in each layer, as if configured like this.
 
-    The same model if it was trained with these k, or has no routers. Raises `UsageError` for a k
-    that its architecture does not support.
+    Returns the model itself if it was trained with this k or is not from `transformers`. Raises
+    `UsageError` for a k that its architecture does not support.
     """
     network = model.module
     routers = getattr(network, "routers", None)
@@ -90,15 +91,14 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
         return model
     if None in k.values():
         raise UsageError(
-            "--k input: the router of this model has its k in the graph",
+            "--k input: the k of this model's router is a constant of the graph",
             hint="export a bundle for each k: --k 4",
         )
     if set(k.values()) == {routers.trained}:
         return model
     if not routers.attributes:
         raise UsageError(
-            f"--k: {model.family} models support only k = {routers.trained}",
-            hint="leave --k out",
+            f"--k: {model.family} models support only k = {routers.trained}", hint="leave --k out"
         )
     changed = sharing_weights(network)
     assert isinstance(changed, TransformersNetwork)
@@ -107,11 +107,11 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
     common = ks[0] if len(set(ks)) == 1 else None
     for path, name in routers.attributes:
         # The experts layer that the module is at or below.
-        own = next((p for p in layers if path == p or path.startswith(f"{p}.")), None)
-        value = common if own is None else layers[own]
+        layer = next((p for p in layers if path == p or path.startswith(f"{p}.")), None)
+        value = common if layer is None else layers[layer]
         if value is not None:
             setattr(changed.wrapped.get_submodule(path), name, value)
-    if common is not None:  # modules share one configuration
+    if common is not None:  # the modules share one configuration
         setattr(changed.wrapped.config.get_text_config(), routers.field, common)
     setting: Any = ks if common is None else common
     return replace(model.with_module(changed), config={**model.config, routers.field: setting})

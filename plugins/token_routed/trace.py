@@ -1,4 +1,4 @@
-"""Traces a `transformers` model with the library's own exporter."""
+"""Traces a `transformers` model with the library's exporter."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def traced_program(
 ) -> ir.Model:
     """Returns a network's graph, with the names and axes of its inputs and outputs.
 
-    It is traced at `sizes`; axes in `fixed` are constants of the graph. Raises `TraceError` if an
-    axis that should vary became a constant, or would.
+    The network is traced at `sizes`; axes in `fixed` are constants of the graph. Raises
+    `TraceError` if an axis that should vary became a constant, or would become one.
     """
     try:
         from transformers.exporters.exporter_dynamo import DynamoExporter
@@ -42,9 +42,9 @@ def traced_program(
         raise _no_exporter(error) from error
     if network.loops and "tokens" not in fixed:
         raise TraceError(
-            f"a {type(network.wrapped).__name__} runs over its tokens in a loop, which a graph "
-            "repeats for the traced number of tokens",
-            hint="--tokens N exports it for inputs of exactly N tokens",
+            f"a {type(network.wrapped).__name__} loops over its tokens, and a graph repeats the "
+            "loop for the number of tokens that was traced",
+            hint="--tokens N exports the model for inputs of exactly N tokens",
         )
     tensors = [_example(spec, sizes) for spec in inputs]
     arguments = network.arguments(tensors)
@@ -59,7 +59,7 @@ def traced_program(
     shapes = _shapes(network, arguments, axes)
     config = OnnxConfig(dynamic=True, opset_version=opset, dynamic_shapes=shapes, optimize=False)
     try:
-        # Outputs at padding do not matter, but are compared if there is no cache.
+        # Without a cache the outputs at padding are compared, although they do not matter.
         with _windows_of_tokens() if network.cached else nullcontext():
             exporter = _recording_programs(OnnxExporter, DynamoExporter)
             exported = exporter.export(network.wrapped, arguments, config=config)
@@ -70,8 +70,8 @@ def traced_program(
         raise TraceError(
             f"transformers cannot trace this {type(network.wrapped).__name__}: "
             f"{(str(cause).strip().splitlines() or [type(cause).__name__])[0]}",
-            hint="its exporter to ONNX is experimental and does not support every architecture; "
-            "--verbose shows its own report",
+            hint="the library's exporter to ONNX is experimental and does not support every "
+            "architecture; --verbose shows its report",
         ) from error
     graph = graph_of(exported)
     assert isinstance(graph, ir.Model)
@@ -79,23 +79,23 @@ def traced_program(
     program = exported.exported_program if before_5_23 else exporter.programs[-1]
     optimise(graph, program)
     graph.meta[PROGRAM] = program
-    _name(graph, inputs, outputs, fixed)
+    _set_names(graph, inputs, outputs, fixed)
     return graph
 
 
 def _recording_programs(exporter: Any, tracer: Any) -> Any:
-    """Returns an exporter of transformers that records the programs which its tracer makes."""
+    """Returns an exporter of transformers that records the programs its tracer makes."""
 
     class Tracer(tracer):  # type: ignore[misc]
-        """Records its programs: from 5.23 on only the graph is returned."""
+        """Records its programs, because from 5.23 on the exporter returns only the graph."""
 
         def export_program(self, *arguments: Any, **named: Any) -> Any:
-            made = super().export_program(*arguments, **named)
-            self.programs = [made[0]]
-            return made
+            result = super().export_program(*arguments, **named)
+            self.programs = [result[0]]
+            return result
 
     class Exporter(exporter, Tracer):  # type: ignore[misc]
-        """Its `super()` is the tracer above."""
+        """Calls the tracer above as its `super()`."""
 
     return Exporter()
 
@@ -110,16 +110,16 @@ def _no_exporter(error: ImportError) -> MissingExtraError:
 
 @contextmanager
 def _windows_of_tokens() -> Iterator[None]:
-    """Counts a sliding window in tokens within the context, whatever a mask excludes.
+    """Within the context, a sliding window counts only tokens that the mask does not exclude.
 
-    The library counts places in the cache, which is the same if padding comes before all tokens,
-    but padding on the right of a prompt stays between it and the generated tokens.
+    The library counts positions in the cache. The result is the same if padding comes before all
+    tokens, but padding on the right of a prompt stays between it and the generated tokens.
     """
     from transformers import masking_utils
 
     counts: list[torch.Tensor | None] = [None]
 
-    def prepared(*arguments: Any, **named: Any) -> Any:
+    def prepare_and_count(*arguments: Any, **named: Any) -> Any:
         inputs = prepare(*arguments, **named)
         mask = inputs[1]
         counts[0] = (
@@ -130,17 +130,18 @@ def _windows_of_tokens() -> Iterator[None]:
     def overlay(window: int) -> Any:
         count = counts[0]
         if count is None:
-            return places(window)
+            return original_overlay(window)
         return lambda row, _, query, key: count[row, key] > count[row, query] - window
 
-    prepare, places = masking_utils._preprocess_mask_arguments, masking_utils.sliding_window_overlay
-    masking_utils._preprocess_mask_arguments = prepared
+    prepare = masking_utils._preprocess_mask_arguments
+    original_overlay = masking_utils.sliding_window_overlay
+    masking_utils._preprocess_mask_arguments = prepare_and_count
     masking_utils.sliding_window_overlay = overlay
     try:
         yield
     finally:
         masking_utils._preprocess_mask_arguments = prepare
-        masking_utils.sliding_window_overlay = places
+        masking_utils.sliding_window_overlay = original_overlay
 
 
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
@@ -155,19 +156,19 @@ def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
 def _shapes(
     network: TransformersNetwork, arguments: Mapping[str, Any], axes: Sequence[dict[int, Any]]
 ) -> dict[str, Any]:
-    """Returns the dynamic axes of each argument, in the form of its pytree."""
-    shapes: dict[str, Any] = dict(zip(network.takes, axes, strict=True))
+    """Returns the dynamic axes of each argument, in the structure of its pytree."""
+    shapes: dict[str, Any] = dict(zip(network.inputs, axes, strict=True))
     if ENCODED in shapes:
         shapes["encoder_outputs"] = [shapes.pop(ENCODED)]
         shapes["attention_mask"] = shapes.pop(ENCODED_MASK)
-    past = [shapes.pop(name) for name in network.takes if name.startswith(PAST)]
+    past = [shapes.pop(name) for name in network.inputs if name.startswith(PAST)]
     if PAST in arguments:
-        shapes[PAST] = _like(arguments[PAST], past, network)
+        shapes[PAST] = _cache_shapes(arguments[PAST], past, network)
     return {name: shapes[name] for name in arguments if name in shapes}
 
 
-def _like(cache: Any, axes: list[dict[int, Any]], network: TransformersNetwork) -> Any:
-    """Returns the dynamic axes of a cache."""
+def _cache_shapes(cache: Any, axes: list[dict[int, Any]], network: TransformersNetwork) -> Any:
+    """Returns the dynamic axes of a cache, in the structure of its pytree."""
     from transformers.exporters.exporter_dynamo import (
         get_auto_dynamic_shapes,
         register_cache_pytrees_for_model,
@@ -178,13 +179,13 @@ def _like(cache: Any, axes: list[dict[int, Any]], network: TransformersNetwork) 
     return shapes if len(shapes) != len(axes) else axes
 
 
-def _name(
+def _set_names(
     graph: ir.Model,
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
     fixed: Mapping[str, int],
 ) -> None:
-    """Gives a graph's inputs, outputs and axes our names, in place."""
+    """Gives our names to a graph's inputs, outputs and axes, in place."""
     names: dict[str, str] = {}
     for value, spec in zip(graph.graph.inputs, inputs, strict=True):
         assert value.shape is not None
@@ -193,7 +194,7 @@ def _name(
                 continue
             if isinstance(size, int):
                 raise TraceError(
-                    f"the axis {axis} of {spec.name} is a constant of this network: {size}",
+                    f"the axis {axis} of {spec.name} is always {size} in this network",
                     hint=f"fix it: --{axis} {size}"
                     if axis in ("batch", "tokens")
                     else "export it without a cache: --set use_cache=false",
@@ -207,35 +208,35 @@ def _name(
     traced = {str(value.name).removeprefix("output."): value for value in graph.graph.outputs}
     graph.graph.outputs.clear()
     for spec in outputs:
-        value = traced[_of_cache(spec.name, traced)]
+        value = traced[_exported_name(spec.name, traced)]
         value.name = spec.name
         value.shape = ir.Shape(spec.within(fixed))
         graph.graph.outputs.append(value)
 
 
-def _of_cache(name: str, outputs: Mapping[str, Any]) -> str:
-    """Returns the name of an output in the library's exporter: a part of a cache has its path."""
+def _exported_name(name: str, outputs: Mapping[str, Any]) -> str:
+    """Returns the library's name of an output; for a part of a cache this is a path."""
     if not name.startswith(f"{PRESENT}."):
         return name
     _, layer, part = name.split(".")
     paths = [
-        f"{cache}{of}.layers.{layer}.{part}s"
+        f"{cache}{attribute}.layers.{layer}.{part}s"
         for cache in CACHES
-        for of in ("", ".self_attention_cache")
+        for attribute in ("", ".self_attention_cache")
     ]
     return next(path for path in paths if path in outputs)
 
 
 def _name_axes(graph: ir.Model, names: Mapping[str, str]) -> None:
-    """Writes the names of axes for the tracer's symbols, in the shape of every value."""
+    """Replaces the tracer's symbols with the names of axes in the shape of every value."""
     for subgraph in graph.graphs():
         outputs = (value for node in subgraph for value in node.outputs)
         for value in (*subgraph.inputs, *outputs):
             if value.shape is not None:
-                value.shape = ir.Shape([_named(size, names) for size in value.shape])
+                value.shape = ir.Shape([_renamed(size, names) for size in value.shape])
 
 
-def _named(size: int | ir.SymbolicDim, names: Mapping[str, str]) -> int | str | None:
+def _renamed(size: int | ir.SymbolicDim, names: Mapping[str, str]) -> int | str | None:
     if isinstance(size, int) or size.value is None:
         return size if isinstance(size, int) else None
     return _SYMBOL.sub(lambda match: names.get(match[0], match[0]), str(size.value))

@@ -1,9 +1,9 @@
-"""`vmoe-vit`: V-MoE and its ensembles, of google-research/vmoe.
+"""`vmoe-vit`: V-MoE and its ensembles, from google-research/vmoe.
 
-A token goes to its k best experts, weighted by their softmax values; an expert takes tokens of a
-group up to its capacity, and drops the other choices (Riquelme et al., 2021). Or each expert
-chooses its tokens. E3 gives every member of an ensemble its own experts (Allingham et al., 2021):
-the tokens are repeated for each before the first of the layers.
+Either a token goes to its k best experts, weighted by their softmax values, and an expert takes
+tokens of a group up to its capacity and drops the other choices (Riquelme et al., 2021), or each
+expert chooses its tokens. E3 gives every member of an ensemble its own experts (Allingham et al.,
+2021): the tokens are repeated for each member before the first MoE layer.
 
 The parameters do not contain a token's number of experts, the group size or the capacity.
 """
@@ -63,16 +63,16 @@ API = 1
 NAME = "vmoe-vit"
 KERNEL = "Router.dense.kernel"
 TOKENS_CHOOSE, EXPERTS_CHOOSE = "TopExpertsPerItem", "TopItemsPerExpert"
-"""Parts of the router names in the original code."""
+"""Parts of the routers' names in the original code."""
 
 # --- the routers -------------------------------------------------------------------------------
 
 
 class TokensChoose(GroupRouter):
-    """Each token's k experts, within their capacities: x [b, m, d] to index and weights.
+    """Chooses each token's k experts, within their capacities: x [b, m, d] to index and weights.
 
-    With M members, b is M rows for each image. Groups are `group` tokens in the order of (image,
-    token, member). Without capacities nothing is dropped.
+    With M members, b counts M rows for each image. A group is `group` tokens in the order of
+    (image, token, member). Without capacities nothing is dropped.
     """
 
     def __init__(
@@ -83,13 +83,15 @@ class TokensChoose(GroupRouter):
         self.k, self.group, self.capacities, self.priority = k, group, capacities, priority
 
     def forward(self, x: Tensor, k: int | None = None) -> tuple[Tensor, Tensor]:
-        """Returns index and weights [b, m, k]; a dropped choice is expert + n, with weight 0."""
+        """Returns index and weights [b, m, k]; a dropped choice is expert + n with weight 0."""
         k = self.k if k is None else k
         ranked, order = self._ranked(x)
         weights, index = ranked[..., :k], order[..., :k]
         if self.capacities:
-            place = self._in_rows(self._places(self._by_group(order), self._by_group(ranked), k), x)
-            dropped = place > self.capacities[k - 1]
+            position = self._in_rows(
+                self._queue_positions(self._by_group(order), self._by_group(ranked), k), x
+            )
+            dropped = position > self.capacities[k - 1]
             index = torch.where(dropped, index + self._experts, index)
             weights = torch.where(dropped, torch.zeros_like(weights), weights)
         return index, weights
@@ -97,8 +99,9 @@ class TokensChoose(GroupRouter):
     def margin(self, x: Tensor, k: int | None = None) -> Tensor:
         """Returns the margin of each token's choices and drops, [b, m].
 
-        A choice is dropped by its place in a queue, which shifts by one if a token enters or leaves
-        the queue. If it takes c tokens, the margin is the c-th smallest of their gaps.
+        Whether a choice is dropped depends on its position in a queue, which shifts by one if a
+        token enters or leaves the queue. If c such tokens would change the outcome, the margin is
+        the c-th smallest of their gaps.
         """
         k = self.k if k is None else k
         ranked, order = self._ranked(x)
@@ -108,32 +111,32 @@ class TokensChoose(GroupRouter):
             return gaps[..., -1]
         ranked, order, gaps = (self._by_group(array) for array in (ranked, order, gaps))
         index, margin = order[..., :k], gaps.amin(dim=-1)  # [G, S, k] and [G, S]
-        beyond = self._places(order, ranked, k) - self.capacities[k - 1]
-        moves = torch.where(beyond > 0, beyond, 1 - beyond).clamp(max=self.group + 1)
+        excess = self._queue_positions(order, ranked, k) - self.capacities[k - 1]
+        crossings = torch.where(excess > 0, excess, 1 - excess).clamp(max=self.group + 1)
         to_queue = self._gaps_to_queue(order, gaps)
         for choice in range(k):
             expert = index[..., choice, None]
             others = to_queue.transpose(1, 2).gather(1, expert.expand(-1, -1, self.group))
-            if self.priority:  # or one with the same choice that comes before or after it
+            if self.priority:  # or a token with the same choice moves before or after it
                 first = ranked[..., 0]
-                apart = (first[:, :, None] - first[:, None, :]).abs() / first[:, :, None]
-                apart = apart.masked_fill(expert != expert.transpose(1, 2), torch.inf)
-                apart.diagonal(dim1=1, dim2=2).fill_(torch.inf)
-                others = torch.minimum(others, apart)
-            least = nn.functional.pad(others.sort(dim=-1).values, (0, 1), value=torch.inf)
-            moved = least.gather(-1, moves[..., choice, None] - 1)[..., 0]
+                distance = (first[:, :, None] - first[:, None, :]).abs() / first[:, :, None]
+                distance = distance.masked_fill(expert != expert.transpose(1, 2), torch.inf)
+                distance.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+                others = torch.minimum(others, distance)
+            smallest_gaps = nn.functional.pad(others.sort(dim=-1).values, (0, 1), value=torch.inf)
+            moved = smallest_gaps.gather(-1, crossings[..., choice, None] - 1)[..., 0]
             margin = torch.minimum(margin, moved)
         return self._in_rows(margin[..., None], x)[..., 0]
 
     def _gaps_to_queue(self, order: Tensor, gaps: Tensor) -> Tensor:
-        """Returns the least gap that moves a token into or out of an expert's queue [G, S, n]."""
-        least = torch.full((*order.shape[:2], self._experts), torch.inf, dtype=gaps.dtype)
+        """Returns the smallest gap to move a token into or out of an expert's queue, [G, S, n]."""
+        smallest_gaps = torch.full((*order.shape[:2], self._experts), torch.inf, dtype=gaps.dtype)
         last = order.shape[-1] - 1
         for choice, gap in enumerate(part[..., None] for part in gaps.unbind(-1)):
-            for place in (choice, min(choice + 1, last)):
-                expert = order[..., place, None]
-                least = least.scatter_reduce(2, expert, gap, "amin")
-        return least
+            for position in (choice, min(choice + 1, last)):
+                expert = order[..., position, None]
+                smallest_gaps = smallest_gaps.scatter_reduce(2, expert, gap, "amin")
+        return smallest_gaps
 
     @property
     def _experts(self) -> int:
@@ -143,16 +146,16 @@ class TokensChoose(GroupRouter):
     def _ranked(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns each token's weights, descending, and their experts, [b, m, n / M].
 
-        The lower number of two equal experts comes first, as in JAX.
+        Of two experts with equal weights the one with the lower number comes first, as in JAX.
         """
-        members, _, own = self.kernel.shape
+        members, _, per_member = self.kernel.shape
         if members == 1:
             gates = (x @ self.kernel[0]).softmax(dim=-1)
             return gates.sort(dim=-1, descending=True, stable=True)
         by_member = x.reshape(-1, members, *x.shape[1:])
         gates = (by_member @ self.kernel).softmax(dim=-1)
         ranked, order = gates.sort(dim=-1, descending=True, stable=True)
-        order = order + own * torch.arange(members)[:, None, None]
+        order = order + per_member * torch.arange(members)[:, None, None]
         return ranked.flatten(0, 1), order.flatten(0, 1)
 
     def _by_group(self, rows: Tensor) -> Tensor:
@@ -169,31 +172,30 @@ class TokensChoose(GroupRouter):
             groups = groups.reshape(-1, tokens, members, groups.shape[-1]).transpose(1, 2)
         return groups.reshape(-1, tokens, groups.shape[-1])
 
-    def _places(self, experts: Tensor, ranked: Tensor, k: int) -> Tensor:
-        """Returns the place of each choice [G, S, k] in its expert's queue, from 1.
+    def _queue_positions(self, experts: Tensor, ranked: Tensor, k: int) -> Tensor:
+        """Returns the position of each choice [G, S, k] in its expert's queue, counted from 1.
 
-        `experts` [G, S, n / M] are those of all choices, by their weights, `ranked`.
-
-        The first choices of all tokens of a group come before all second ones; among them the
-        tokens are in order, or sorted by their largest weight.
+        `experts` [G, S, n / M] are sorted by their weights, `ranked`. The first choices of all
+        tokens of a group come before all second ones. Within the first or second choices the tokens
+        are in order, or sorted by their largest weight.
         """
         order = None
         if self.priority:
             order = ranked[..., 0].sort(dim=1, descending=True, stable=True).indices[..., None]
-            # Cut to k after the gather: OpenVINO would move an earlier cut before it, only for
-            # data.
+            # Cut to k only after the gather: OpenVINO would move an earlier cut before the gather,
+            # but only that of its data.
             experts = experts.gather(1, order.expand_as(experts))
             order = order.expand(-1, -1, k)
         index = experts[..., :k]
         queue = index.transpose(1, 2).reshape(-1, k * self.group, 1)
         one_hot = (queue == torch.arange(self._experts)).to(torch.int64)  # [G, k·S, n]
-        place = (one_hot.cumsum(dim=1) * one_hot).sum(dim=-1)
-        place = place.reshape(-1, k, self.group).transpose(1, 2)
-        return place if order is None else torch.zeros_like(place).scatter(1, order, place)
+        position = (one_hot.cumsum(dim=1) * one_hot).sum(dim=-1)
+        position = position.reshape(-1, k, self.group).transpose(1, 2)
+        return position if order is None else torch.zeros_like(position).scatter(1, order, position)
 
 
 class ExpertsChoose(GroupRouter):
-    """Each expert's `capacity` best tokens of a group: x [b, m, d] to index and weights."""
+    """Chooses each expert's `capacity` best tokens of a group: x [b, m, d] to index and weights."""
 
     def __init__(self, kernel: Tensor, group: int, capacity: int) -> None:
         super().__init__()
@@ -201,7 +203,7 @@ class ExpertsChoose(GroupRouter):
         self.group, self.capacity = group, capacity
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns [b, m, n]: expert e, or e + n with weight 0 if it did not choose the token."""
+        """Returns index and weights [b, m, n]: e, or e + n with weight 0 if e rejects the token."""
         n = self.kernel.shape[1]
         gates = (x @ self.kernel).softmax(dim=-1)
         chosen = self._chosen(gates).reshape(-1, x.shape[1], n)
@@ -222,7 +224,7 @@ class ExpertsChoose(GroupRouter):
         return gap.reshape(gates.shape)
 
     def _chosen(self, gates: Tensor) -> Tensor:
-        """Returns the tokens of a group that each expert takes, [G, S, n]."""
+        """Returns whether each expert takes each token of a group, [G, S, n]."""
         by_group = gates.reshape(-1, self.group, gates.shape[-1])
         order = by_group.sort(dim=1, descending=True, stable=True).indices
         rank = torch.arange(self.group)[None, :, None].expand_as(order)
@@ -248,7 +250,7 @@ def _shapes(tensors: Tensors) -> dict[str, TensorShape]:
 
 
 def _make(prefix: str, tensors: Tensors, name: str) -> Experts:
-    """Returns the experts of one layer, still without their groups."""
+    """Returns the experts of one layer, for which k and the groups are not set yet."""
     local = under(tensors, prefix)
     check_tensors(NAME, prefixed(local, prefix), prefixed(_shapes(local), prefix))
     w1, w2 = local[f"{FIRST}.kernel"], local[f"{SECOND}.kernel"]
@@ -268,14 +270,14 @@ LAYER = PublishedLayer(
 
 # --- the configuration -------------------------------------------------------------------------
 
-ASKED = {
+QUESTIONS = {
     "classifier": CLASSIFIER,
     "position_emb": POSITION_EMB,
     "image_size": IMAGE_SIZE,
     "router": Question(
-        DEFAULTS["router"], f"or Noisy{EXPERTS_CHOOSE}Router: the parameters are the same"
+        DEFAULTS["router"], f"or Noisy{EXPERTS_CHOOSE}Router, which has the same parameters"
     ),
-    "num_selected_experts": Question(2, "the experts of a token", fits=False),
+    "num_selected_experts": Question(2, "the number of experts of a token", fits=False),
     "group_size": Question(
         197,
         "the number of tokens that are routed together: those of one image, or of a training batch",
@@ -283,20 +285,20 @@ ASKED = {
     ),
     "capacity_factor": Question(
         1.05,
-        "the capacity of an expert in a group, relative to its share; null for no limit",
+        "the capacity of an expert in a group, relative to an equal share; null for no limit",
         fits=False,
     ),
     "capacity_multiple_of": Question(4, "the capacity is raised to a multiple of this number"),
     "batch_priority": Question(
-        False, "whether the tokens with the largest weights come first", fits=False
+        False, "whether experts take the tokens with the largest weights first", fits=False
     ),
-    "ensemble_size": Question(1, "the members of an E3 ensemble"),
+    "ensemble_size": Question(1, "the number of members of an E3 ensemble"),
 }
 
 CONSTRUCTOR = Constructor(
     family=NAME,
     shapes=dict.fromkeys(SHAPES, ...),
-    questions=ASKED,
+    questions=QUESTIONS,
     free={
         "temperature": TEMPERATURE,
         "capacity": None,
@@ -309,15 +311,17 @@ CONSTRUCTOR = Constructor(
 
 
 def _questions(settings: Config, read: Config, tokens: int | None) -> dict[str, Question]:
-    """Returns the remaining questions after the settings, with examples that fit the shapes."""
+    """Returns the questions that the settings leave open, with examples that fit the shapes."""
     members = read.get("ensemble_size", 1)
-    most = replace(ASKED["num_selected_experts"], value=min(2, read["num_experts"] // members))
-    group = replace(ASKED["group_size"], value=(tokens or 1) * members)
-    questions = ASKED | {"num_selected_experts": most, "group_size": group}
-    lifted = "capacity_factor" in settings and settings["capacity_factor"] is None
+    selected = replace(
+        QUESTIONS["num_selected_experts"], value=min(2, read["num_experts"] // members)
+    )
+    group = replace(QUESTIONS["group_size"], value=(tokens or 1) * members)
+    questions = QUESTIONS | {"num_selected_experts": selected, "group_size": group}
+    unlimited = "capacity_factor" in settings and settings["capacity_factor"] is None
     if settings.get("capacity") is not None:
         del questions["capacity_factor"]
-    elif lifted:  # without a capacity, the group has no effect
+    elif unlimited:  # without a capacity the groups have no effect
         for key in ("group_size", "capacity_multiple_of", "batch_priority"):
             del questions[key]
     if EXPERTS_CHOOSE in str(settings.get("router")):
@@ -326,23 +330,23 @@ def _questions(settings: Config, read: Config, tokens: int | None) -> dict[str, 
     return questions
 
 
-def capacity_of(share: int, experts: int, config: Config) -> int:
-    """Returns an expert's capacity if all experts together take `share` choices.
+def capacity_of(choices: int, experts: int, config: Config) -> int:
+    """Returns an expert's capacity if all experts together are to take `choices` choices.
 
     Raises FamilyError for a factor that leaves no slot.
     """
     if config["capacity"] is not None:
         return whole_number(NAME, "capacity", config["capacity"])
     factor = number_above_zero(NAME, "capacity_factor", config["capacity_factor"])
-    nearest: Callable[[float], int] = math.ceil
+    rounding: Callable[[float], int] = math.ceil
     if config["capacity_ceil_or_round"] == "round":
-        nearest = round
+        rounding = round
     elif config["capacity_ceil_or_round"] != "ceil":
         raise FamilyError(
             f"{NAME}: capacity_ceil_or_round={config['capacity_ceil_or_round']} is neither ceil "
             "nor round"
         )
-    capacity = nearest(share * factor / experts)
+    capacity = rounding(choices * factor / experts)
     if capacity < 1:
         raise FamilyError(f"{NAME}: capacity_factor={factor} leaves an expert no slot")
     multiple = config["capacity_multiple_of"]
@@ -356,9 +360,9 @@ def capacity_of(share: int, experts: int, config: Config) -> int:
 class GroupRouting:
     """How the layers of one model route.
 
-    `k` is the number of experts of a token, of `members` in an ensemble. `group` tokens are routed
-    together, those of `images`; a batch is a multiple of it. `capacities` are the tokens that an
-    expert takes of them, by k, and empty if there is no limit.
+    `k` is the number of experts of a token, in each of `members` of an ensemble. `group` tokens, of
+    `images` images, are routed together, so a batch must be a multiple of `images`. `capacities`
+    are the numbers of tokens that an expert takes per group, by k; empty if there is no limit.
     """
 
     experts: int
@@ -375,16 +379,16 @@ class GroupRouting:
         """Reads a configuration; raises FamilyError for an invalid one."""
         n, router = config["num_experts"], str(config["router"])
         members = whole_number(NAME, "ensemble_size", config["ensemble_size"])
-        choose = EXPERTS_CHOOSE in router
-        if not choose and TOKENS_CHOOSE not in router:
+        experts_choose = EXPERTS_CHOOSE in router
+        if not experts_choose and TOKENS_CHOOSE not in router:
             raise FamilyError(
-                f"{NAME}: router={router} is not known",
-                hint=f"Noisy{TOKENS_CHOOSE}Router or Noisy{EXPERTS_CHOOSE}Router",
+                f"{NAME}: router={router} is not supported",
+                hint=f"supported are Noisy{TOKENS_CHOOSE}Router and Noisy{EXPERTS_CHOOSE}Router",
             )
         k = n
-        if not choose:
+        if not experts_choose:
             k = whole_number(NAME, "num_selected_experts", config["num_selected_experts"])
-        if n % members or k > n // members or (choose and members > 1):
+        if n % members or k > n // members or (experts_choose and members > 1):
             raise FamilyError(
                 f"{NAME}: ensemble_size={members} and num_selected_experts={k} do not fit "
                 f"{n} experts",
@@ -398,14 +402,16 @@ class GroupRouting:
         image = tokens * members
         capacities: tuple[int, ...] = ()
         if config.get("capacity_factor") is None and config["capacity"] is None:
-            if choose:
-                raise FamilyError(f"{NAME}: without a capacity experts would choose every token")
+            if experts_choose:
+                raise FamilyError(f"{NAME}: without a capacity each expert would choose all tokens")
             group, images = image, 1
         else:
             group = whole_number(NAME, "group_size", config["group_size"])
             images = group // math.gcd(group, image)
-            shares = [group] * n if choose else [group * i for i in range(1, n + 1)]
-            capacities = tuple(min(group, capacity_of(share, n, config)) for share in shares)
+            choice_counts = [group] * n if experts_choose else [group * i for i in range(1, n + 1)]
+            capacities = tuple(
+                min(group, capacity_of(choices, n, config)) for choices in choice_counts
+            )
         if members > 1 and group % image:
             raise FamilyError(
                 f"{NAME}: group_size={group} is not a multiple of {image}, the tokens of all "
@@ -419,11 +425,11 @@ class GroupRouting:
             images=images,
             capacities=capacities,
             priority=priority,
-            experts_choose=choose,
+            experts_choose=experts_choose,
         )
 
     def layer(self, experts: Experts, kernel: Tensor) -> OwnForward:
-        """Returns one layer: its experts behind their router, whose kernel is [d, n] of all."""
+        """Returns one layer: its experts behind their router, whose kernel is [d, n]."""
         experts.spec = replace(experts.spec, k=self.k)
         if self.capacities:
             experts.spec = replace(experts.spec, group=self.group, capacities=self.capacities)
@@ -433,29 +439,25 @@ class GroupRouting:
         else:
             columns = kernel.reshape(-1, self.members, self.experts // self.members)
             router = TokensChoose(
-                columns.transpose(0, 1),
-                self.k,
-                self.group,
-                self.capacities,
-                priority=self.priority,
+                columns.transpose(0, 1), self.k, self.group, self.capacities, priority=self.priority
             )
         router.layer = experts.spec.name
         return OwnForward(experts, Code(None, router), router)
 
     @property
     def note(self) -> str:
-        """A sentence on the groups of routing and on dropped choices."""
+        """A sentence on the groups of tokens that are routed together and on dropped choices."""
         if not self.capacities:
-            return "the experts have no capacity limit: no choice of a token is dropped"
-        of = "one image" if self.images == 1 else f"{self.images} images"
-        rest = "chooses them" if self.experts_choose else "drops the others that chose it"
-        capacity = self.capacities[self.k - 1]
-        sentence = f"an expert takes {capacity} of {self.group} tokens, of {of}, and {rest}"
+            return "the experts have no capacity limit, so no choice of a token is dropped"
+        images = "one image" if self.images == 1 else f"{self.images} images"
+        remainder = "chooses them" if self.experts_choose else "drops the others that chose it"
+        takes = f"takes {self.capacities[self.k - 1]} of the {self.group} tokens of {images}"
+        sentence = f"an expert {takes} and {remainder}"
         if self.images == 1:
             return sentence
         return (
-            f"{sentence}: an output depends on the other images of its "
-            f"group and on its place among them, and a batch must be a multiple of {self.images}"
+            f"{sentence}, so an output depends on the other images of its group and on its "
+            f"position among them, and a batch must be a multiple of {self.images}"
         )
 
 
@@ -497,11 +499,11 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
 FAMILY = Family(
     name=NAME,
     options=CONSTRUCTOR.options,
-    summary="V-MoE and E3 ensembles of it, from JAX (google-research/vmoe)",
+    summary="V-MoE and its E3 ensembles, from JAX (google-research/vmoe)",
     detect=lambda tensors: "embedding.kernel" in tensors and bool(moe_prefixes(tensors, KERNEL)),
     build=_build,
     layer=LAYER,
-    questions=tuple(ASKED),
+    questions=tuple(QUESTIONS),
     published=lambda config: published(NAME, CONSTRUCTOR.options, config),
     after=SOFT,
 )

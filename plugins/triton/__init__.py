@@ -1,4 +1,4 @@
-"""Bundles as a model repository of Triton Inference Server."""
+"""Writes bundles as a model repository for Triton Inference Server."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ from .request import TritonRequest
 def triton(
     bundles: Bundle | AnyPath | Sequence[Bundle | AnyPath], out: AnyPath, request: TritonRequest
 ) -> list[ServedModel]:
-    """Writes bundles to a model repository of Triton Inference Server; returns its models.
+    """Writes bundles to a model repository for Triton Inference Server; returns the models.
 
     Bundles of one network with different k become one model each, plus an ensemble of all. `out` is
-    the repository: a new folder, or one with other models or versions.
+    the repository: a new folder, or one that contains other models or versions.
 
     Raises:
         UsageError: the options do not fit a bundle.

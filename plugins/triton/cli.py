@@ -11,7 +11,7 @@ from ...commands.options import json_text, options_of, output_option, parse_path
 from ...commands.printing import Printing
 from ...common.console import show
 from ...common.text import lines
-from .calls import triton as write
+from .calls import triton as write_models
 from .request import TritonRequest
 
 if TYPE_CHECKING:
@@ -42,20 +42,20 @@ def triton(
     Several bundles of one network with different k are also combined into an ensemble.
     """
     with printing.console() as console:
-        models = write(bundles, output, request)
+        models = write_models(bundles, output, request)
     if printing.as_json:
         show(json_text([model.as_json() for model in models]))
         return
     for model in models:
-        show(served_text(output, model))
+        show(model_text(output, model))
         for note in model.notes:
             console.note(note)
 
 
-def served_text(repository: Path, model: ServedModel) -> str:
+def model_text(repository: Path, model: ServedModel) -> str:
     """Describes a model of a repository in one line."""
-    facts = model.as_json()
-    batch = facts["max_batch_size"]
-    batches = f"batches to {batch}" if batch else "not batched by Triton"
-    inputs, outputs = ", ".join(facts["inputs"]), ", ".join(facts["outputs"])
-    return lines(f"{repository / model.name}: {facts['backend']}, {batches}, {inputs} → {outputs}")
+    fields = model.as_json()
+    batch = fields["max_batch_size"]
+    batches = f"batches of up to {batch}" if batch else "not batched by Triton"
+    inputs, outputs = ", ".join(fields["inputs"]), ", ".join(fields["outputs"])
+    return lines(f"{repository / model.name}: {fields['backend']}, {batches}, {inputs} → {outputs}")

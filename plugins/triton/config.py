@@ -1,7 +1,7 @@
 """Writes `config.pbtxt`, a model's configuration for Triton, in protobuf's text format.
 
-The fields are from `ModelConfig` in model_config.proto (triton-inference-server/common) and from
-the page "Model Configuration", as of November 2026; a test parses the text with the protobuf
+The fields are those of `ModelConfig` in model_config.proto (triton-inference-server/common) and of
+the page "Model Configuration", as of November 2026. A test parses the text with the protobuf
 definitions of NVIDIA's client.
 """
 
@@ -29,8 +29,8 @@ WARM_UP = "warmup"
 """The subfolder of a model in which Triton looks for the files of `model_warmup`."""
 
 
-class Word(str):
-    """A protobuf name, written without quotes."""
+class Symbol(str):
+    """A protobuf enum value, which is written without quotes."""
 
     __slots__ = ()
 
@@ -50,39 +50,39 @@ def _lines(fields: Mapping[str, Any], indent: str = "") -> Iterator[str]:
                 yield f"{indent}{name} {{"
                 yield from _lines(item, f"{indent}  ")
                 yield f"{indent}}}"
-            elif isinstance(item, bool | Word):
+            elif isinstance(item, bool | Symbol):
                 yield f"{indent}{name}: {str(item).lower() if isinstance(item, bool) else item}"
             else:
                 yield f"{indent}{name}: {json.dumps(item, ensure_ascii=False)}"
 
 
-def port(record: TensorSpec, *, batched: bool, **more: Any) -> dict[str, Any]:
-    """Returns an input or output: a dynamic size is -1, and Triton adds the batch axis."""
+def tensor_fields(record: TensorSpec, *, batched: bool, **extra: Any) -> dict[str, Any]:
+    """Returns an input or output: dynamic sizes are -1, and Triton adds the batch axis."""
     shape = record.shape[1:] if batched else record.shape
     sizes = [size if isinstance(size, int) else -1 for size in shape]
     if record.dtype not in TYPES:
         raise BundleError(
             f"'{record.name}' is of type {record.dtype[:40]!r}, which Triton does not support"
         )
-    return {"name": record.name, "data_type": Word(TYPES[record.dtype]), "dims": sizes, **more}
+    return {"name": record.name, "data_type": Symbol(TYPES[record.dtype]), "dims": sizes, **extra}
 
 
 def entries(values: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns the entries of `parameters`."""
+    """Returns the entries of the field `parameters`."""
     return [{"key": key, "value": {"string_value": value}} for key, value in values.items()]
 
 
 def warm_up(inputs: Mapping[str, np.ndarray], sizes: Sequence[int], *, batched: bool) -> list[Any]:
-    """Returns the requests with these inputs that Triton runs before it is ready.
+    """Returns requests with these inputs, which Triton runs before it is ready.
 
-    If Triton batches, a request is one input, which Triton repeats to each of the sizes; otherwise
-    it is a batch.
+    If Triton batches, a request contains one input, which Triton repeats to each of the sizes;
+    otherwise it contains a batch.
     """
     described = [
         {
             "key": name,
             "value": {
-                "data_type": Word(TYPES[array.dtype.name]),
+                "data_type": Symbol(TYPES[array.dtype.name]),
                 "dims": list(array.shape[1:] if batched else array.shape),
                 "input_data_file": file_name(name),
             },

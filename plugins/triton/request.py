@@ -1,4 +1,4 @@
-"""The options of `triton`. This module imports no large library."""
+"""The options of `triton`; this module imports no large library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ServingBackend = Literal["onnxruntime", "openvino", "tensorrt", "python"]
 
 
 Device = Literal["cpu", "gpu"]
-"""The devices of instances."""
+"""The devices on which instances can run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +24,20 @@ class TritonRequest(Request):
 
     name: str | None = option(
         None,
-        "The name of the model, or of the ensemble.",
+        "The name of the model or the ensemble.",
         unset="the checkpoint's",
     )
     backend: ServingBackend | None = option(
         None,
-        "The Triton backend: onnxruntime, openvino, tensorrt (runs the engine) or python (moexport "
-        "without PyTorch).",
+        "The Triton backend: onnxruntime, openvino, tensorrt (runs the engine) or python (runs "
+        "moexport, without PyTorch).",
         unset="tensorrt if the bundle has an engine, python for openvino, otherwise onnxruntime",
     )
     device: Device | None = option(
         None, "The device of the instances: cpu or gpu.", unset="the bundle's"
     )
     k: int | None = option(
-        None, "The default k of a request, if k is an input of the graph.", unset="all experts"
+        None, "The default k of requests, if k is an input of the graph.", unset="all experts"
     )
     version: int = option(1, "The version number to write.")
     instances: int = option(1, "The number of instances per model.")
@@ -51,10 +51,10 @@ class TritonRequest(Request):
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for options that are invalid for every bundle."""
-        for name, known in (("backend", get_args(ServingBackend)), ("device", get_args(Device))):
+        for name, allowed in (("backend", get_args(ServingBackend)), ("device", get_args(Device))):
             value = getattr(self, name)
-            if value is not None and value not in known:
-                raise UsageError(f"--{name} {value}: unknown value", hint=near_miss(value, known))
+            if value is not None and value not in allowed:
+                raise UsageError(f"--{name} {value}: unknown value", hint=near_miss(value, allowed))
         if self.name is not None and not re.fullmatch(r"\w[\w.-]*", self.name, re.ASCII):
             raise UsageError(
                 f"--name {self.name}: a model's name may contain only letters, digits, _, - and .",

@@ -208,7 +208,7 @@ REFUSED = {
     },
     "adapter": {
         "--adapter code:adapt": "code:adapt: code has no adapt",
-        "--layout transformers-js --precision bf16": "transformers-js: it does not support",
+        "--layout transformers-js --precision bf16": "transformers-js does not support",
         "--ablate x": "--ablate x",
         "--steer layer:1:x": "--steer layer:1:x: x is not a strength",
         "--rewrite broken.json": "broken.json: not valid JSON",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from moexport.common.libraries import CACHES, TESTED, graph_of, older, untested_versions
 from moexport.docs.sources import ROOT
-from moexport.plugins.token_routed.trace import _of_cache
+from moexport.plugins.token_routed.trace import _exported_name
 from moexport.tests.command import run
 
 NEWER = "torch 2.99 is newer than those tested: 2.9 to 2.15"
@@ -100,5 +100,5 @@ def test_the_graph_is_found_in_what_either_exporter_gives() -> None:
 def test_a_cache_is_found_by_what_either_library_calls_it(cache: str, of: str) -> None:
     path = f"{cache}{of}.layers.3.keys"
     given = {path: None, f"{cache}.cross_attention_cache.layers.3.keys": None, "logits": None}
-    assert _of_cache("present.3.key", given) == path
-    assert _of_cache("logits", given) == "logits"
+    assert _exported_name("present.3.key", given) == path
+    assert _exported_name("logits", given) == "logits"

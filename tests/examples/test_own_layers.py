@@ -120,7 +120,7 @@ def test_no_k_is_chosen_where_every_expert_has_the_same_sum_of_c(
     name: str, example: ModuleType, tmp_path: Path
 ) -> None:
     del example
-    with pytest.raises(UsageError, match="same sum of the combine weights C"):
+    with pytest.raises(UsageError, match="same sum of combine weights C"):
         exported(name, tmp_path / "out", k=2)
 
 

@@ -34,7 +34,7 @@ from moexport.__main__ import main as main_program
 from moexport.bench import results
 from moexport.calibration.table import CalibrationTable
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.plugins.demo.demo import saved
+from moexport.plugins.demo.demo import save_data
 from moexport.plugins.demo.digits import Training, load_digits, save, train
 from moexport.tests.recorded import DATA
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -133,7 +133,7 @@ def _trained(folder: Path) -> None:
     save(
         train(Training(8, hidden=8, scale=16.0, epochs=2, batch=64), digits.train), folder / "n.pt"
     )
-    saved(digits.test, folder / "n.npz")
+    save_data(digits.test, folder / "n.npz")
 
 
 WRITERS = {

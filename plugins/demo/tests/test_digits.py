@@ -18,7 +18,7 @@ from moexport.plugins.demo.digits import (
     save,
     train,
 )
-from moexport.plugins.demo.soft_moe import HELD_OUT, halves
+from moexport.plugins.demo.soft_moe import HELD_OUT, join_halves
 from moexport.plugins.tune.accuracy.holdout import Holdout
 from moexport.tests.recorded import DATA
 
@@ -124,7 +124,7 @@ def test_the_demo_holds_out_enough_to_prove_what_its_report_requires() -> None:
 
 def test_the_search_of_the_demo_sees_no_image_that_proves_its_result() -> None:
     held = load_digits(test_share=HELD_OUT)
-    halved = Holdout.of(halves(held))
+    halved = Holdout.of(join_halves(held))
     trained = {image.tobytes() for image in held.train.inputs}
     proving = [image.tobytes() for images, _ in halved.confirming() for image in np.asarray(images)]
     assert {image.tobytes() for image in halved.search.inputs} <= trained

@@ -214,7 +214,7 @@ def half(path: str, shape: tuple[int, ...]) -> list[Slices]:
 
 
 def test_chunks_that_overlap_reach_outside_or_leave_gaps_are_refused(tmp_path: Path) -> None:
-    for cut, words in ((overlapping, "overlap at"), (gapped, "leave gaps"), (outside, "outside")):
+    for cut, words in ((overlapping, "overlap at"), (gapped, "leave gaps"), (outside, "beyond")):
         with pytest.raises(CheckpointError, match=f"head/kernel.*{words}"):
             read(write(tmp_path / "a", ARRAYS, told=cut))
     with pytest.raises(CheckpointError, match=r"head/kernel at .* its index has it at"):
@@ -313,7 +313,7 @@ def test_a_malicious_shard_is_refused_at_once(tmp_path: Path, what: str) -> None
 
 def test_sizes_without_shards_are_not_believed(tmp_path: Path) -> None:
     (tmp_path / "a.index").write_bytes(oversized(vmoe_files.WITHOUT_SHARDS + 1))
-    with pytest.raises(CheckpointError, match="too large to accept without its shards"):
+    with pytest.raises(CheckpointError, match="too large to be accepted without its shards"):
         read_checkpoint(tmp_path / "a.index", values=False)
 
 

@@ -1,1 +1,1 @@
-"""A server of text with OpenAI's protocol: requests, turns, connections."""
+"""The server for `moexport serve`, which generates text with OpenAI's protocol."""

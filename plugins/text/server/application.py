@@ -1,7 +1,7 @@
 """The ASGI application for clients: completions, chats, health and metrics.
 
-Clients may be hostile. The size of a request is limited before it is read; its text is parsed and
-tokenised outside the event loop; texts take turns, one token each; and a client that disconnects
+Clients may be hostile. The size of a request is limited before it is read, and its text is parsed
+and tokenised outside the event loop. Texts take turns, one token each. A client that disconnects
 leaves nothing behind.
 """
 
@@ -29,7 +29,7 @@ from ....errors import CacheMemoryError, MoexportError, UsageError
 from ..generate import GeneratedText, TextModel
 from ..request import GenerateRequest
 from .protocol import (
-    FAILED,
+    SERVER_ERROR,
     CompletionRequest,
     NoSuchModelError,
     ReplyForm,
@@ -38,33 +38,35 @@ from .protocol import (
     in_protocol,
 )
 from .turns import Turns
-from .watched import LEFT, TEXT, WatchedRequests
+from .watched import DISCONNECTED, TEXT, WatchedRequests
 
-MOST_TEXTS = 64
-"""The largest number of texts at once, each with a cache."""
+MAX_TEXTS = 64
+"""The largest number of texts that are generated at once, each with a cache."""
 
-LEAST_BODY = 1 << 20
-BODY_TOKEN = 16
+MIN_BODY_LIMIT = 1 << 20
+BYTES_PER_TOKEN = 16
 """The largest size of a request in bytes per token of the context; a MiB is always allowed."""
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-"""Returns freed memory to the system: Linux's C library keeps the memory of small caches."""
+"""Returns freed memory to the system, since Linux's C library keeps the memory of small caches."""
 
 TRIM_S = 0.5
 
 RETRY = {"Retry-After": "1"}
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-"""The names by which a local server may be addressed; an attacker's name server could give this
-machine another name."""
+"""The names under which a local server accepts requests: an attacker's name server could resolve
+any other name to this machine."""
 
 
-def application(model: TextModel, name: str, most: int, host: str = "0.0.0.0") -> WatchedRequests:
-    """Returns the server's ASGI application; a text has at most `most` tokens.
+def application(
+    model: TextModel, name: str, max_tokens: int, host: str = "0.0.0.0"
+) -> WatchedRequests:
+    """Returns the server's ASGI application; a text has at most `max_tokens` tokens.
 
-    If `host` is a loopback address, it answers only requests to a local name.
+    If `host` is a loopback address, the application answers only requests to a local name.
     """
-    service = _Service(model, name, most, local=is_local(host))
+    service = _Service(model, name, max_tokens, local=is_local(host))
     hosts = [*LOOPBACK, host] if service.local else ["*"]
 
     async def models(_: Request) -> Response:
@@ -82,7 +84,7 @@ def application(model: TextModel, name: str, most: int, host: str = "0.0.0.0") -
         return JSONResponse(error(cause.detail), cause.status_code, cause.headers)
 
     async def failed(_: Request, __: Exception) -> Response:
-        return JSONResponse(error(FAILED, "server_error"), 500)
+        return JSONResponse(error(SERVER_ERROR, "server_error"), 500)
 
     app = Starlette(
         routes=[
@@ -94,14 +96,14 @@ def application(model: TextModel, name: str, most: int, host: str = "0.0.0.0") -
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
         exception_handlers={HTTPException: refused, Exception: failed},
-        max_body_size=max(LEAST_BODY, BODY_TOKEN * model.context),
+        max_body_size=max(MIN_BODY_LIMIT, BYTES_PER_TOKEN * model.context),
     )
     watched = WatchedRequests(app)
     return watched
 
 
 def is_local(host: str | None) -> bool:
-    """Whether a name is a machine's name for itself."""
+    """Returns whether a host name is that of the machine itself."""
     try:
         return ip_address(host or "").is_loopback
     except ValueError:
@@ -113,18 +115,18 @@ class _BusyError(MoexportError):
 
 
 class _Service:
-    """A model, and the texts that it is generating."""
+    """A model and the texts that it is generating."""
 
-    def __init__(self, model: TextModel, name: str, most: int, *, local: bool) -> None:
+    def __init__(self, model: TextModel, name: str, max_tokens: int, *, local: bool) -> None:
         self.model, self.name, self.local = model, name, local
         self.texts = 0
-        self._most = min(most, model.context)
+        self._max_tokens = min(max_tokens, model.context)
         self._trimming: asyncio.TimerHandle | None = None
-        self._turns, self._readings = Turns(), Turns()
+        self._turns, self._read_turns = Turns(), Turns()
         self._reading, self._computing = CapacityLimiter(1), CapacityLimiter(1)
 
-    def give_back(self) -> None:
-        """Returns freed memory to the system soon, once for all requests that end until then."""
+    def trim_memory(self) -> None:
+        """Schedules the return of freed memory to the system, unless it is already scheduled."""
         if _trim is not None and (self._trimming is None or self._trimming.when() < self._now()):
             self._trimming = asyncio.get_running_loop().call_later(TRIM_S, _trim, 0)
 
@@ -132,10 +134,10 @@ class _Service:
         return asyncio.get_running_loop().time()
 
     @contextmanager
-    def place(self) -> Iterator[None]:
-        """Reserves one of the places for texts."""
-        if self.texts >= MOST_TEXTS:
-            raise _BusyError(f"{MOST_TEXTS} texts are being generated: try again")
+    def slot(self) -> Iterator[None]:
+        """Reserves one of the slots for texts."""
+        if self.texts >= MAX_TEXTS:
+            raise _BusyError(f"{MAX_TEXTS} texts are being generated: try again")
         self.texts += 1
         try:
             yield
@@ -150,14 +152,14 @@ class _Service:
 
         def tokens() -> tuple[CompletionRequest, list[int]] | MoexportError:
             try:
-                return self.model.prompts.completion(body, self.name, self._most, chat=chat)
+                return self.model.prompts.completion(body, self.name, self._max_tokens, chat=chat)
             except MoexportError as cause:
-                # If raised here, the error would refer to itself through the awaited future, and
-                # its frames would keep the body until cycles are collected.
+                # If it were raised here, the error would refer to itself through the awaited
+                # future, and its frames would keep the body until cycles are collected.
                 return cause.with_traceback(None)
 
-        # Short requests do not wait for long ones, and those of disconnected clients are not read.
-        async with self._readings.turn((len(body), 0.0)):
+        # Short requests do not wait for long ones; those of disconnected clients are not parsed.
+        async with self._read_turns.turn((len(body), 0.0)):
             if await request.is_disconnected():
                 raise ClientDisconnect
             found = await to_thread.run_sync(tokens, limiter=self._reading)
@@ -167,28 +169,28 @@ class _Service:
             finally:
                 del found
         completion, ids = found
-        return completion, ids, completion.request(self._most)
+        return completion, ids, completion.request(self._max_tokens)
 
     async def start(
         self, client: Request, ids: list[int], request: GenerateRequest
     ) -> GeneratedText:
-        """Starts a text, unless the client disconnected while it waited."""
+        """Starts a text, unless the client disconnected while the request waited."""
         async with self._turns.turn((len(ids) + request.max_tokens, 0.0)):
             if await client.is_disconnected():
                 raise ClientDisconnect
             return await to_thread.run_sync(self.model.start, ids, request, limiter=self._computing)
 
-    async def pieces(self, text: GeneratedText, most: int) -> AsyncGenerator[str]:
-        """Yields the pieces of a text of `most` tokens; a step without text yields an empty one."""
+    async def pieces(self, text: GeneratedText, max_tokens: int) -> AsyncGenerator[str]:
+        """Yields the pieces of a text of `max_tokens` tokens; some may be empty."""
         while text.finish is None:
             took = text.first_token_s + text.decode_s
-            async with self._turns.turn((text.prompt_tokens + most, took), text):
+            async with self._turns.turn((text.prompt_tokens + max_tokens, took), text):
                 piece = await to_thread.run_sync(text.step, limiter=self._computing)
             yield piece
 
 
 class _Completions:
-    """Answers requests for texts: an ASGI application."""
+    """An ASGI application that answers requests for texts."""
 
     def __init__(self, service: _Service, *, chat: bool) -> None:
         self._service, self._chat = service, chat
@@ -199,7 +201,7 @@ class _Completions:
         try:
             await self._answer(Request(scope, receive), scope, receive, send)
         except ClientDisconnect:
-            response = Response(status_code=LEFT)
+            response = Response(status_code=DISCONNECTED)
         except NoSuchModelError as cause:
             response = JSONResponse(error(cause.message), 404)
         except UsageError as cause:
@@ -209,27 +211,27 @@ class _Completions:
         else:
             return
         finally:
-            self._service.give_back()
+            self._service.trim_memory()
         await response(scope, receive, send)
 
     async def _answer(self, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
         _check_sender(request, local=self._service.local)
         await request.body()
-        with self._service.place():
-            completion, ids, how = await self._service.read(request, chat=self._chat)
-            text = await self._service.start(request, ids, how)
+        with self._service.slot():
+            completion, ids, options = await self._service.read(request, chat=self._chat)
+            text = await self._service.start(request, ids, options)
             try:
                 scope[TEXT] = text
-                response = await self._response(request, completion, text, how.max_tokens)
+                response = await self._response(request, completion, text, options.max_tokens)
                 await response(scope, receive, send)
             finally:
                 text.close()
 
     async def _response(
-        self, request: Request, completion: CompletionRequest, text: GeneratedText, most: int
+        self, request: Request, completion: CompletionRequest, text: GeneratedText, max_tokens: int
     ) -> Response:
         form = ReplyForm(chat=self._chat, stream=bool(completion.stream), model=self._service.name)
-        pieces = self._service.pieces(text, most)
+        pieces = self._service.pieces(text, max_tokens)
         if completion.stream:
             stream = events(form, text, pieces, usage=completion.usage)
             return StreamingResponse(stream, media_type="text/event-stream")
@@ -243,7 +245,7 @@ class _Completions:
 
 
 def _check_sender(request: Request, *, local: bool) -> None:
-    """Refuses browsers' requests from other sites' pages, and bodies other than JSON."""
+    """Raises `HTTPException` for browsers' requests from other sites and for non-JSON bodies."""
     origin = request.headers.get("origin")
     if local and origin is not None:
         try:
@@ -254,6 +256,6 @@ def _check_sender(request: Request, *, local: bool) -> None:
             raise HTTPException(
                 403, "Origin: only pages served from this machine may use this server"
             )
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
         raise HTTPException(415, "Content-Type: application/json is expected")

@@ -1,4 +1,4 @@
-"""Parses requests and formats answers of OpenAI's protocol."""
+"""Parses requests and formats answers in OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ....common.text import printable
 from ....errors import MoexportError, UsageError
 from ..request import GenerateRequest
 
-MOST_STOPS = 8
-STOP_CHARACTERS = 256
-"""The longest stop text: every token is compared with all stop texts."""
+MAX_STOPS = 8
+MAX_STOP_CHARACTERS = 256
+"""The largest length of a stop text, since every token is compared with all stop texts."""
 
-WITHOUT_EFFECT = frozenset(
+IGNORED_FIELDS = frozenset(
     ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 )
 """Fields that are ignored, because they do not change the text."""
@@ -40,18 +40,18 @@ NEUTRAL: Mapping[str, Any] = {
 """Values without effect, which are accepted for fields that are not supported."""
 
 
-FAILED = "the server failed; see its log"
+SERVER_ERROR = "the server failed; see its log"
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Whether a stream ends with its usage."""
+    """The options of a stream; `include_usage`: it ends with the number of tokens."""
 
     include_usage: bool = False
 
 
 class WrittenText(Protocol):
-    """The properties of a generated text that a reply reports."""
+    """A generated text, with the properties that a reply reports."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -71,7 +71,7 @@ class WrittenText(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A client's request; field names are the protocol's, except `top_k`."""
+    """A client's request; the names of its fields are the protocol's, except `top_k`."""
 
     model: str = ""
     prompt: str | list[str] | None = None
@@ -88,22 +88,22 @@ class CompletionRequest:
 
     @property
     def usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """Whether a stream ends with the number of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def request(self, most: int) -> GenerateRequest:
-        """Returns the options for at most `most` tokens; raises `UsageError` for invalid ones."""
+    def request(self, limit: int) -> GenerateRequest:
+        """Returns the options for at most `limit` tokens; raises `UsageError` for invalid ones."""
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        longest: int | None = getattr(self, name)
-        if longest is not None and not 1 <= longest <= most:
-            raise UsageError(f"{name} {longest}: it must be from 1 to {most}")
+        requested: int | None = getattr(self, name)
+        if requested is not None and not 1 <= requested <= limit:
+            raise UsageError(f"{name} {requested}: it must be from 1 to {limit}")
         stop = tuple([self.stop] if isinstance(self.stop, str) else self.stop or ())
-        if len(stop) > MOST_STOPS or max(map(len, stop), default=0) > STOP_CHARACTERS:
+        if len(stop) > MAX_STOPS or max(map(len, stop), default=0) > MAX_STOP_CHARACTERS:
             raise UsageError(
-                f"stop: at most {MOST_STOPS} texts of {STOP_CHARACTERS} characters are compared"
+                f"stop: at most {MAX_STOPS} texts of {MAX_STOP_CHARACTERS} characters are supported"
             )
         return GenerateRequest(
-            max_tokens=most if longest is None else longest,
+            max_tokens=limit if requested is None else requested,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -112,27 +112,27 @@ class CompletionRequest:
         )
 
     def content(
-        self, *, chat: bool, most: int, reads: frozenset[str]
+        self, *, chat: bool, limit: int, reads: frozenset[str]
     ) -> str | list[dict[str, str]]:
-        """Returns the prompt, or up to `most` messages with the fields that the template `reads`.
+        """Returns the prompt, or up to `limit` messages with the text fields that a template reads.
 
-        Raises `UsageError` unless there is exactly one prompt, and it is text.
+        Raises `UsageError` unless there is exactly one prompt and it is text.
         """
-        wanted, other = ("messages", "prompt") if chat else ("prompt", "messages")
-        if getattr(self, wanted) is None:
-            raise UsageError(f"{wanted}: it is missing")
+        field, other = ("messages", "prompt") if chat else ("prompt", "messages")
+        if getattr(self, field) is None:
+            raise UsageError(f"{field}: it is missing")
         if getattr(self, other) is not None:
-            raise UsageError(f"{other}: it is a field of the other kind of completion")
+            raise UsageError(f"{other}: this endpoint expects {field} instead")
         if self.messages is not None:
-            if len(self.messages) > most:
-                raise UsageError(f"messages: {len(self.messages):,}, but {most:,} tokens fit here")
+            if len(self.messages) > limit:
+                raise UsageError(f"messages: {len(self.messages):,}, but only {limit:,} tokens fit")
             return [
                 _message(message, f"messages[{i}]", reads)
                 for i, message in enumerate(self.messages)
             ]
         prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
         if len(prompts) != 1:
-            raise UsageError(f"prompt: {len(prompts)} prompts, but one text is expected")
+            raise UsageError(f"prompt: there are {len(prompts)} prompts, but one text is expected")
         return prompts[0]
 
 
@@ -140,73 +140,73 @@ class NoSuchModelError(UsageError):
     """A request for a model that is not served."""
 
 
-SERVED = WITHOUT_EFFECT | {field.name for field in fields(CompletionRequest)}
+SUPPORTED_FIELDS = IGNORED_FIELDS | {field.name for field in fields(CompletionRequest)}
 
 
 def parse_request(body: bytes) -> CompletionRequest:
     """Parses a body; raises `UsageError` for an invalid or unsupported request."""
     try:
-        data = msgspec.json.decode(body)  # without types, which are slow for many values
+        data = msgspec.json.decode(body)  # without types, because those are slow for many values
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as cause:
         raise UsageError(f"the request is not valid JSON: {str(cause)[:200]}") from cause
     if not isinstance(data, dict):
-        raise UsageError("the request is not an object")
-    _check_served({name: data[name] for name in data if name not in SERVED}, "")
+        raise UsageError("the request is not a JSON object")
+    _check_supported({name: data[name] for name in data if name not in SUPPORTED_FIELDS}, "")
     return from_data(CompletionRequest, data, "the request", error=UsageError)
 
 
 def in_protocol(error: MoexportError) -> str:
-    """Returns an error's message with the protocol's field names in place of options."""
+    """Returns an error's message with the protocol's field names instead of options."""
     message = error.message
     for name in declared(GenerateRequest):
         message = message.replace(spelled(GenerateRequest, name), name)
     return message
 
 
-def _check_served(data: Mapping[str, Any], at: str) -> None:
+def _check_supported(data: Mapping[str, Any], where: str) -> None:
     """Raises `UsageError` for a field that this server does not support."""
     for name, value in data.items():
         empty = value is None or value is False or value in ("", [], {})
         neutral = not isinstance(value, bool) and name in NEUTRAL and value == NEUTRAL[name]
         if not (empty or neutral):
             raise UsageError(
-                f"{at}{printable(name[:64])}: this server does not support it, omit it"
+                f"{where}{printable(name[:64])}: this server does not support the field; omit it"
             )
 
 
-def _message(message: Mapping[str, Any], at: str, reads: frozenset[str]) -> dict[str, str]:
+def _message(message: Mapping[str, Any], where: str, reads: frozenset[str]) -> dict[str, str]:
     """Returns a message for a template: its role, content and other text fields that it reads."""
     role = message.get("role")
     if not (isinstance(role, str) and role):
-        raise UsageError(f"{at}.role: it is not text")
+        raise UsageError(f"{where}.role: it must be text")
     texts = {
         name: value
         for name, value in message.items()
         if name not in ("role", "content") and name in reads and isinstance(value, str)
     }
     others = {name for name in message if name not in texts} - {"role", "content"}
-    _check_served({name: message[name] for name in others}, f"{at}.")
-    return {"role": role, "content": _content(message.get("content"), at), **texts}
+    _check_supported({name: message[name] for name in others}, f"{where}.")
+    return {"role": role, "content": _content(message.get("content"), where), **texts}
 
 
-def _content(content: Any, at: str) -> str:
+def _content(content: Any, where: str) -> str:
     """Returns a message's content, joining its parts; raises `UsageError` unless it is text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise UsageError(f"{at}.content: it is not text")
+        raise UsageError(f"{where}.content: it must be text")
     parts = [
         part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         for part in content
     ]
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) < len(parts):
-        raise UsageError(f"{at}.content: a part is not text, but the model accepts only text")
+        raise UsageError(f"{where}.content: a part is not text, but the model accepts only text")
     return "".join(texts)
 
 
 class ReplyForm:
-    """Formats an answer, or its parts, as in the protocol."""
+    """Formats an answer or its parts as the protocol requires."""
 
     def __init__(self, *, chat: bool, stream: bool, model: str) -> None:
         self.chat = chat
@@ -220,16 +220,16 @@ class ReplyForm:
 
     def whole(self, content: str, text: WrittenText) -> dict[str, Any]:
         answer = {"message": {"role": "assistant", "content": content}}
-        return self._with(answer if self.chat else {"text": content}, text.finish, **_usage(text))
+        return self._reply(answer if self.chat else {"text": content}, text.finish, **_usage(text))
 
     def part(self, piece: str, finish: str | None = None, **more: Any) -> dict[str, Any]:
         delta = {"delta": {"role": "assistant", "content": piece}}
-        return self._with(delta if self.chat else {"text": piece}, finish, **more)
+        return self._reply(delta if self.chat else {"text": piece}, finish, **more)
 
     def usage(self, text: WrittenText) -> dict[str, Any]:
         return {**self._head, "choices": [], **_usage(text)}
 
-    def _with(self, answer: Mapping[str, Any], finish: str | None, **more: Any) -> dict[str, Any]:
+    def _reply(self, answer: Mapping[str, Any], finish: str | None, **more: Any) -> dict[str, Any]:
         choice = {"index": 0, **answer, "finish_reason": finish, "logprobs": None}
         return {**self._head, "choices": [choice], **more}
 
@@ -239,7 +239,7 @@ async def events(
 ) -> AsyncIterator[str]:
     """Yields a stream's events: the pieces, the finish reason, and the usage if requested.
 
-    A failure is a separate event, because the status has already been sent.
+    An error is a separate event, because the status has already been sent.
     """
     try:
         async for piece in pieces:
@@ -248,7 +248,7 @@ async def events(
     except MoexportError as cause:
         yield event(error(in_protocol(cause), "server_error"))
     except Exception:
-        yield event(error(FAILED, "server_error"))
+        yield event(error(SERVER_ERROR, "server_error"))
         raise
     if usage:
         yield event(form.usage(text))

@@ -11,7 +11,7 @@ from ..generate import TextModel
 from ..request import ServeRequest
 
 CLOSING_S = 1
-"""How long texts may continue while the server shuts down."""
+"""How long texts may continue while the server is shutting down."""
 
 
 def serve(bundle: Bundle, request: ServeRequest) -> None:
@@ -20,7 +20,7 @@ def serve(bundle: Bundle, request: ServeRequest) -> None:
         import uvicorn
 
         from .application import application
-        from .connections import Connection, most_connections
+        from .connections import Connection, max_connections
     except ImportError as cause:
         raise MissingExtraError(
             f"uvicorn, which serves text, is not installed ({cause})", hint=install("generate")
@@ -39,13 +39,13 @@ def serve(bundle: Bundle, request: ServeRequest) -> None:
         access_log=False,  # `WatchedRequests` logs each request when it ends
         proxy_headers=False,
         server_header=False,
-        backlog=most_connections(),  # asyncio accepts all of them before it closes any
+        backlog=max_connections(),  # asyncio accepts all waiting connections before it closes any
         timeout_graceful_shutdown=CLOSING_S,
     )
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises `UsageError` if a port is not available."""
+    """Raises `UsageError` if the port is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.create_server((host, port), family=family):
@@ -53,5 +53,5 @@ def check_free(host: str, port: int) -> None:
     except OSError as cause:
         raise UsageError(
             f"--port {port}: cannot listen on {host}:{port}: {os.strerror(cause.errno or 0)}",
-            hint="another program may use the port: choose another --port",
+            hint="another program may be using the port: choose another --port",
         ) from cause

@@ -1,4 +1,4 @@
-"""Gives turns to several texts, one at a time, with priority for short ones."""
+"""Gives turns to several texts, one at a time, and prefers short ones."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     import anyio
 
 SHARE = 0.8
-"""The share of the time for the smallest text."""
+"""The share of the time that the smallest text gets."""
 
-KEPT_S = 0.002
+RESERVED_S = 0.002
 """How long a turn is reserved for the smallest text before another text gets it."""
 
 
 Size = tuple[float, float]
-"""The largest number of tokens of a text and, to order equals, the seconds that it has used."""
+"""The largest number of tokens of a text and, to order equal ones, the seconds that it used."""
 
 
-class Returning(Protocol):
+class TurnTaker(Protocol):
     """An object that takes turns until it has ended, such as a `GeneratedText`."""
 
     @property
@@ -50,38 +50,38 @@ class Turns:
     _busy: bool = False
     _by_size: bool = False
     _ahead: float = 0.0
-    """The seconds beyond their share that went by size, since there was a choice."""
-    _kept_for: Returning | None = None
-    _kept: asyncio.TimerHandle | None = None
+    """How many seconds more than their share the smallest texts got while several waited."""
+    _reserved_for: TurnTaker | None = None
+    _reservation: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
-    async def turn(self, size: Size, owner: Returning | None = None) -> AsyncIterator[None]:
+    async def turn(self, size: Size, owner: TurnTaker | None = None) -> AsyncIterator[None]:
         """Waits for a turn, and passes it on at the end.
 
         An `owner` returns for more turns; if it is the smallest, its next turn is reserved briefly.
         """
-        chosen = True  # among several
-        if self._kept is not None and self._kept_for is owner:
-            self._end_keeping()
+        competed = True  # with other texts
+        if self._reservation is not None and self._reserved_for is owner:
+            self._cancel_reservation()
             self._by_size = True
         elif self._busy:
             await self._wait(size)
         else:
-            chosen = False
+            competed = False
         self._busy = True
-        begun, returns = perf_counter(), False
+        started, returns = perf_counter(), False
         try:
             yield
             returns = owner is not None and owner.finish is None
         finally:
-            took = perf_counter() - begun
-            if chosen:
-                self._count(took, by_size=self._by_size)
+            took = perf_counter() - started
+            if competed:
+                self._account(took, by_size=self._by_size)
             now = (size[0], size[1] + took)
             smallest = all(now <= other.size for other in self._waiting)
             if returns and self._waiting and smallest and self._ahead <= 0:
-                self._kept_for = owner
-                self._kept = asyncio.get_running_loop().call_later(KEPT_S, self._give_up)
+                self._reserved_for = owner
+                self._reservation = asyncio.get_running_loop().call_later(RESERVED_S, self._expire)
             else:
                 self._next()
 
@@ -92,25 +92,25 @@ class Turns:
         self._waiting.append(waiting)
         try:
             await waiting.turn.wait()
-        except BaseException:  # its client has disconnected
+        except BaseException:  # the client has disconnected
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
-            else:  # it got the turn in the meantime
+            else:  # the text got its turn in the meantime
                 self._next()
             raise
 
-    def _count(self, seconds: float, *, by_size: bool) -> None:
+    def _account(self, seconds: float, *, by_size: bool) -> None:
         self._ahead += seconds * (1 - SHARE if by_size else -SHARE)
 
-    def _end_keeping(self) -> None:
-        assert self._kept is not None
-        self._kept.cancel()
-        self._kept, self._kept_for = None, None
+    def _cancel_reservation(self) -> None:
+        assert self._reservation is not None
+        self._reservation.cancel()
+        self._reservation, self._reserved_for = None, None
 
-    def _give_up(self) -> None:
+    def _expire(self) -> None:
         """Ends the reservation of the smallest text, and counts the wait as its time."""
-        self._end_keeping()
-        self._count(KEPT_S, by_size=True)
+        self._cancel_reservation()
+        self._account(RESERVED_S, by_size=True)
         self._next()
 
     def _next(self) -> None:

@@ -1,4 +1,4 @@
-"""Logs a line for each request, and counts requests for Prometheus."""
+"""Logs a line for each request and counts requests for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from ..generate import GeneratedText
 
 SEND_S = 30.0
-"""The time in which a client must read a part of its answer."""
+"""The time within which a client must read each part of its answer."""
 
 TEXT = "moexport.text"
 """The key of the text in a request's scope."""
 
-LEFT = 499
-"""The status if the client disconnects before the answer, as in nginx."""
+DISCONNECTED = 499
+"""The status if the client disconnects before it is answered, as in nginx."""
 
 OTHER = "other"
 """The label for all unknown paths, because clients could send any number of them."""
@@ -46,26 +46,26 @@ class WatchedRequests:
 
         if scope["type"] != "http":
             return
-        begun, status, fault = perf_counter(), LEFT, ""
+        started, status, problem = perf_counter(), DISCONNECTED, ""
 
-        async def sending(message: Message) -> None:
+        async def send_within_limit(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             with fail_after(SEND_S):
                 await send(message)
 
         try:
-            await self._app(scope, receive, sending)
+            await self._app(scope, receive, send_within_limit)
         except asyncio.CancelledError:
-            fault = " (the server ends)"
+            problem = " (the server is shutting down)"
         except TimeoutError:
-            fault = f" (the client has read nothing for {SEND_S:.0f} s)"
-        except Exception as cause:  # noqa: BLE001 - whatever it is, the server goes on
-            fault = f" ({_describe_error(cause)})"
+            problem = f" (the client has read nothing for {SEND_S:.0f} s)"
+        except Exception as cause:  # noqa: BLE001 - the server continues after any error
+            problem = f" ({_describe_error(cause)})"
         finally:
-            self._ended(scope, status, perf_counter() - begun, fault)
+            self._record(scope, status, perf_counter() - started, problem)
 
-    def _ended(self, scope: Scope, status: int, seconds: float, fault: str) -> None:
+    def _record(self, scope: Scope, status: int, seconds: float, problem: str) -> None:
         path = scope["path"] if scope["path"] in self._paths else OTHER
         text: GeneratedText | None = scope.get(TEXT)
         self._requests[path, status] += 1
@@ -77,7 +77,7 @@ class WatchedRequests:
             counts = f" {text.prompt_tokens}+{text.tokens} tokens"
         client = (scope.get("client") or ("?",))[0]
         log.log(
-            logging.ERROR if fault else logging.INFO,
+            logging.ERROR if problem else logging.INFO,
             "%s %s %s %d%s %.3f s%s",
             client,
             printable(scope["method"][:16]),
@@ -85,7 +85,7 @@ class WatchedRequests:
             status,
             counts,
             seconds,
-            fault,
+            problem,
         )
 
     def metrics(self, **gauges: float) -> str:
@@ -109,8 +109,8 @@ class WatchedRequests:
 
 def _describe_error(error: BaseException) -> str:
     """Describes an error in one line: its type, message and origin."""
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    where = "" if at is None else f", {at.tb_frame.f_code.co_filename}:{at.tb_lineno}"
-    return printable(f"{type(error).__name__}: {error}"[:500] + where)
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    origin = "" if last is None else f", {last.tb_frame.f_code.co_filename}:{last.tb_lineno}"
+    return printable(f"{type(error).__name__}: {error}"[:500] + origin)

@@ -103,16 +103,16 @@ def test_the_likeliest_tokens_are_drawn_from(server: Server) -> None:
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        ({"role": "user", "content": 5}, "messages[0].content: it is not text"),
-        ({"role": "user", "content": True}, "messages[0].content: it is not text"),
-        ({"role": "user", "content": {"a": 1}}, "messages[0].content: it is not text"),
+        ({"role": "user", "content": 5}, "messages[0].content: it must be text"),
+        ({"role": "user", "content": True}, "messages[0].content: it must be text"),
+        ({"role": "user", "content": {"a": 1}}, "messages[0].content: it must be text"),
         ({"role": "user", "content": [["x"]]}, "messages[0].content: a part is not text"),
         ({"role": "user", "content": [{"text": 5}]}, "messages[0].content: a part is not text"),
-        ({"role": 5, "content": "x"}, "messages[0].role: it is not text"),
-        ({"content": "x"}, "messages[0].role: it is not text"),
+        ({"role": 5, "content": "x"}, "messages[0].role: it must be text"),
+        ({"content": "x"}, "messages[0].role: it must be text"),
         ({"role": "user", "content": "x", "tool_calls": [1]}, "messages[0].tool_calls: "),
         ({"role": "user", "content": "x", "name": "me"}, "messages[0].name: "),
-        ({"role": "user", "content": "x\0y"}, "the prompt has a NUL character"),
+        ({"role": "user", "content": "x\0y"}, "the prompt contains a NUL character"),
     ],
 )
 def test_a_message_is_text(server: Server, message: dict[str, Any], problem: str) -> None:
@@ -174,11 +174,11 @@ def test_200000_keys_of_a_message_are_refused_at_once(server: Server) -> None:
     keys = {f"{key:x}": 0 for key in range(90_000)}
     said = [{"role": "user", "content": "x", **keys}]
     answer = post(server.port, {"messages": said, "max_tokens": 1}, CHATS)
-    assert answer.status == 400 and "this server does not support it" in answer.error
+    assert answer.status == 400 and "this server does not support the field" in answer.error
     assert answer.seconds < 5
     many = [{"role": "user", "content": ""}] * (CONTEXT + 1)
     answer = post(server.port, {"messages": many}, CHATS)
-    assert answer.error == "messages: 4,097, but 4,096 tokens fit here"
+    assert answer.error == "messages: 4,097, but only 4,096 tokens fit"
 
 
 def test_a_large_body_is_not_read(server: Server) -> None:
@@ -346,7 +346,9 @@ def test_a_cache_that_does_not_fit_is_reported_with_its_size(out: Path, tmp_path
     many = ("--max-tokens", str(2**31 - 1))
     done = run("generate", bundle, PROMPT, *many)
     assert done.code == 1
-    assert done.error.startswith("no memory for the cache of 2,147,483,647 tokens: it needs 5")
+    assert done.error.startswith(
+        "there is not enough memory for the cache of 2,147,483,647 tokens: it needs 5"
+    )
     assert "--context" in done.hint
     assert (
         run("generate", bundle, PROMPT, "--max-tokens", str(2**31 - 1), "--context", "16").code == 0

@@ -159,7 +159,7 @@ def test_the_page_goes_from_a_folder_to_a_chat_in_three_commands(
         (("--max-tokens", "0"), "--max-tokens 0: it must be 1 or more"),
         (("--seed", "-1"), "--seed -1: it must be from 0 to 2147483647"),
         (("--system", "x"), "--system: only a chat has a system message"),
-        (("--stop", ""), "--stop: it is empty"),
+        (("--stop", ""), "--stop: the text is empty"),
     ],
 )
 def test_a_wrong_value_is_refused_with_a_message(
@@ -199,7 +199,7 @@ def test_a_bundle_that_cannot_generate_is_refused_with_a_reason(
     moexport.export(model, tmp_path / "other-words", verify=False)
     done = run("generate", tmp_path / "other-words", PROMPT)
     assert done.code == 1 and done.error.endswith(
-        "belongs to another model: it has the token 339, but this model's vocabulary ends at 303"
+        "to a different model: it has the token 339, but this model's vocabulary ends at 303"
     )
     (bare / "tokenizer.json").unlink()
     moexport.export(model, tmp_path / "no-tokenizer", verify=False)

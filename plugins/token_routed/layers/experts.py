@@ -1,8 +1,8 @@
-"""Token-routed experts in PyTorch: the computation after the surrounding graph chose them.
+"""Token-routed experts in PyTorch: what is computed after the surrounding graph chose experts.
 
 A router gives each token k experts and a weight for each; this layer computes y_t = Σ_j weights[t,
-j] · expert_{index[t, j]}(x_t). It is the reference for exported graphs and loops over experts;
-the exported form is written independently, in `plugins.token_routed.lowerings`.
+j] · expert_{index[t, j]}(x_t). It loops over the experts and is the reference for exported graphs,
+whose form is written independently, in `plugins.token_routed.lowerings`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ....graphs.layers.expert import (
 )
 
 Gate = Literal["none", "concatenated", "interleaved"]
-"""`none`: act(x·w1 + b1); otherwise act(gate)·up, with the columns of x·w1 + b1 as [gate, up], or
+"""`none`: act(x·w1 + b1). Otherwise act(gate)·up, where the columns of x·w1 + b1 are [gate, up] or
 interleaved: gate, up, gate, up, …"""
 
 WeightsOn = Literal["output", "input"]
@@ -43,14 +43,14 @@ WeightsOn = Literal["output", "input"]
 class ExpertsSpec(MapsSpec):
     """Sizes and behaviour of the experts of one layer, without their weights.
 
-    `experts` is n, and `k` the number of experts of a token in training. Experts of one map have no
-    `hidden`, which is 0. See `AroundMaps` for what surrounds the maps. With a gate, `limit` bounds
-    the gate from above and the other half to −limit … limit before the activation, and `up_offset`
-    is added to that half. With `post_norm` an expert's output is multiplied by a scale [o] and then
+    `experts` is n, and `k` the number of experts of a token in training. For experts of one map
+    `hidden` is 0. See `AroundMaps` for what surrounds the maps. With a gate, `limit` bounds the
+    gate from above and the other half to −limit … limit before the activation, and `up_offset` is
+    added to that half. With `post_norm` an expert's output is multiplied by a scale [o] and then
     divided by its root mean square.
 
-    If experts have a capacity, tokens come in groups of `group`, of which an expert computes at
-    most `capacities[k - 1]`: a dropped choice is given as expert + n, and has weight 0. With
+    If experts have a capacity, tokens come in groups of `group`, and an expert computes at most
+    `capacities[k - 1]` tokens of each. A dropped choice has the index expert + n and weight 0. With
     `rounded` the experts' inputs and outputs are rounded to BF16.
     """
 
@@ -60,7 +60,7 @@ class ExpertsSpec(MapsSpec):
     chooses_sets: ClassVar[bool] = False
     routes_tokens: ClassVar[bool] = True
     dynamic_int8: ClassVar[bool] = True
-    typical_tokens: ClassVar[tuple[int, ...]] = (1, 512)  # a step of decoding, a prompt
+    typical_tokens: ClassVar[tuple[int, ...]] = (1, 512)  # a decoding step, a prompt
     flat: ClassVar[bool] = True
     slots: ClassVar[int] = 1
 
@@ -100,7 +100,7 @@ class ExpertsSpec(MapsSpec):
 
     @property
     def inner(self) -> int:
-        """Columns of an expert's first matrix: h, 2h with a gate, o if there is no second."""
+        """The columns of an expert's first matrix: h, 2h with a gate, o if it has one matrix."""
         if self.linear:
             return self.out
         return self.hidden if self.gate == "none" else 2 * self.hidden
@@ -153,8 +153,8 @@ class Experts(ExpertMaps):
             dropped = expert >= self.spec.experts
             if dropped or expert in self.edits.ablated_in(0):
                 continue
-            token, place = torch.where(index == expert)
-            weight = weights[token, place, None].to(x.dtype)
+            token, choice = torch.where(index == expert)
+            weight = weights[token, choice, None].to(x.dtype)
             if self.spec.weights_on == "input":
                 outputs = self.expert(expert, x[token] * weight)
             else:
@@ -187,9 +187,9 @@ class Experts(ExpertMaps):
         return activated(gate, spec.activation, spec.alpha) * (up + spec.up_offset)
 
     def choices(self, x: Tensor, index: Tensor, weights: Tensor) -> dict[str, RoutingDecision]:
-        """Returns the layer's index, ascending.
+        """Returns the layer's index in ascending order.
 
-        The margin is infinite, as only the router knows it.
+        The margin is infinite, because only the router knows it.
         """
         del x, weights
         margin = torch.full(index.shape[:1], torch.inf)

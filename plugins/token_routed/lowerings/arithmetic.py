@@ -18,13 +18,7 @@ from ....graphs.lowerings.experts import (
     stacked_linear,
     stacked_rows,
 )
-from ....graphs.names import (
-    EXPERT_HIDDEN,
-    EXPERT_INPUT,
-    EXPERT_OUTPUTS,
-    EXPERT_PRODUCTS,
-    OUTPUT,
-)
+from ....graphs.names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS, OUTPUT
 from ....graphs.precision.products import Linear, operand, product, scaled_rows
 from ....graphs.routing import is_expert, one_hot_experts
 from ....graphs.targets import TARGETS
@@ -35,7 +29,7 @@ ExpertsLayer = Layer[ExpertsSpec]
 
 @dataclass(frozen=True, slots=True)
 class ScaledRows:
-    """The rows of a product; the true values are `scale` [r, 1] times these, if it is not None."""
+    """The rows of a product; their true values are `scale` [r, 1] times these, if it isn't None."""
 
     values: ir.Value
     scale: ir.Value | None = None
@@ -44,7 +38,7 @@ class ScaledRows:
 def routed(b: Builder, layer: ExpertsLayer) -> tuple[ir.Value, ir.Value]:
     """Adds the chosen experts [t, k], int64, and their weights [t, k] as FP32.
 
-    A dropped choice has its expert's number and weight 0.
+    A dropped choice keeps its expert's number but has weight 0.
     """
     index = layer.routed[0]
     if layer.spec.capacities:
@@ -67,15 +61,15 @@ def pair_weights(b: Builder, layer: ExpertsLayer) -> ir.Value:
 
 
 def chosen(b: Builder, layer: ExpertsLayer) -> ir.Value:
-    """Adds a mask [t, k, n]: 1 for a chosen expert; a dropped choice has none."""
+    """Adds a mask [t, k, n] that is 1 for a chosen expert; the row of a dropped choice is 0."""
     return one_hot_experts(b, layer.routed[0], layer.spec.experts)
 
 
 def outputs_type(layer: ExpertsLayer) -> ir.DataType:
     """Returns the float type of the experts' outputs and of their weighted sum.
 
-    It is FP32, except for a runtime whose 16-bit products accumulate in FP32, and in which a cast
-    launches another kernel.
+    It is FP32, except for a runtime in which 16-bit products accumulate in FP32 and a cast launches
+    a separate kernel.
     """
     wide = layer.spec.post_norm or layer.spec.rounded or not TARGETS[layer.target].launches
     return ir.DataType.FLOAT if wide else layer.compute.inner
@@ -90,12 +84,14 @@ def token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
 
 
 def first_rows(b: Builder, layer: ExpertsLayer, rows: ir.Value) -> ScaledRows:
-    """Adds the input of the first product for rows [..., d]."""
+    """Adds the input of the first product, for rows [..., d]."""
     b.tap(EXPERT_INPUT, rows)
-    return _prepared(b, layer, "experts.w1", rows, "experts/rows")
+    return _product_input(b, layer, "experts.w1", rows, "experts/rows")
 
 
-def _prepared(b: Builder, layer: ExpertsLayer, key: str, rows: ir.Value, name: str) -> ScaledRows:
+def _product_input(
+    b: Builder, layer: ExpertsLayer, key: str, rows: ir.Value, name: str
+) -> ScaledRows:
     quantized = layer.compute.quantized
     if quantized is None or not quantized.dynamic:
         return ScaledRows(values=operand(b, layer.compute, key, rows, name))
@@ -106,9 +102,9 @@ def _prepared(b: Builder, layer: ExpertsLayer, key: str, rows: ir.Value, name: s
 def products(
     b: Builder, layer: ExpertsLayer, expert: int, which: str, rows: ir.Value, name: str
 ) -> ir.Value:
-    """Adds one expert's product with `w1` or `w2`, with its bias if `_finished` adds none."""
+    """Adds one expert's product with `w1` or `w2`, and the bias unless `_complete_map` adds it."""
     constant, w = constants_of(b, layer, expert), f"w{which}"
-    bias = None if _apart(layer) else constant(f"b{which}")
+    bias = None if _bias_after_scales(layer) else constant(f"b{which}")
     linear = Linear(
         f"experts.{w}", layer.expert(b, f"experts.{w}", expert), constant(f"{w}.scale"), bias
     )
@@ -119,11 +115,11 @@ def stacked_products(
     b: Builder, layer: ExpertsLayer, which: str, rows: ir.Value, name: str
 ) -> ir.Value:
     """Adds all experts' products with `w1` or `w2`: rows [t, d] or [n, t, ·] to [n, t, ·]."""
-    linear = stacked_linear(b, layer, which, biased=not _apart(layer))
+    linear = stacked_linear(b, layer, which, biased=not _bias_after_scales(layer))
     return product(b, layer.compute, rows, linear, name)
 
 
-def _finished(
+def _complete_map(
     b: Builder,
     layer: ExpertsLayer,
     which: str,
@@ -134,10 +130,11 @@ def _finished(
 ) -> ir.Value:
     """Adds the rest of a map: the scales of its rows, the bias, and what follows the map.
 
-    The bias is one expert's, each row's own [r], or for None all experts', [n, 1, ·].
+    `experts` is the rows' expert, or the expert of each row [r]; if it is None, the biases of all
+    experts [n, 1, ·] are added.
     """
 
-    def affine(weight: str) -> ir.Value | None:
+    def parameter(weight: str) -> ir.Value | None:
         key = f"experts.{weight}"
         if not layer.tensors.has(key):
             return None
@@ -148,21 +145,21 @@ def _finished(
         return b.op("Gather", layer.stacked(b, key), experts, axis=0, name=f"{name}_{weight}")
 
     y = raw if scale is None else b.op("Mul", raw, scale, name=f"{name}_unscaled")
-    bias = affine(f"b{which}") if _apart(layer) else None
+    bias = parameter(f"b{which}") if _bias_after_scales(layer) else None
     if bias is not None:
         y = b.op("Add", y, bias, name=f"{name}_biased")
     b.tap(EXPERT_PRODUCTS if which == "1" else EXPERT_OUTPUTS, y)
-    return followed(b, layer, y, affine, name, last=which == "2" or layer.spec.linear)
+    return followed(b, layer, y, parameter, name, last=which == "2" or layer.spec.linear)
 
 
-def _apart(layer: ExpertsLayer) -> bool:
-    """Returns whether a bias can be added only after the scales of the rows."""
+def _bias_after_scales(layer: ExpertsLayer) -> bool:
+    """Returns whether a bias can be added only after the rows were multiplied by their scales."""
     quantized = layer.compute.quantized
     return quantized is not None and quantized.dynamic
 
 
 Multiply = Callable[[str, ir.Value, str], ir.Value]
-"""Adds the first or second product ("1", "2") of rows, under a name."""
+"""Adds the first or second product ("1" or "2") of rows, under a name."""
 
 
 def both_products(
@@ -172,16 +169,16 @@ def both_products(
     multiply: Multiply,
     experts: int | ir.Value | None,
 ) -> ir.Value:
-    """Adds the outputs [..., o] for rows of `first_rows`; `experts` is as in `_finished`."""
+    """Adds the outputs [..., o] for rows of `first_rows`; `experts` is as in `_complete_map`."""
     raw = multiply("1", rows.values, "experts/products")
-    first = _finished(b, layer, "1", raw, rows.scale, experts, "experts/products")
+    first = _complete_map(b, layer, "1", raw, rows.scale, experts, "experts/products")
     if layer.spec.linear:
         return first
     hidden = _activate(b, layer, first)
     b.tap(EXPERT_HIDDEN, hidden)
-    between = _prepared(b, layer, "experts.w2", hidden, "experts/hidden")
+    between = _product_input(b, layer, "experts.w2", hidden, "experts/hidden")
     raw = multiply("2", between.values, "experts/outputs")
-    return _finished(b, layer, "2", raw, between.scale, experts, "experts/outputs")
+    return _complete_map(b, layer, "2", raw, between.scale, experts, "experts/outputs")
 
 
 def _activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value) -> ir.Value:
@@ -191,9 +188,9 @@ def _activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value) -> ir.Value:
         return activation(b, layer, hidden, spec.activation, "experts/hidden", spec.alpha)
     gate, up = b.ops("Split", hidden, names=("experts/gate", "experts/up"), axis=-1, num_outputs=2)
     if spec.limit is not None:
-        limit, least = b.number(spec.limit, inner), b.number(-spec.limit, inner)
+        limit, lower = b.number(spec.limit, inner), b.number(-spec.limit, inner)
         gate = b.op("Min", gate, limit, name="experts/gate_limited")
-        up = b.op("Clip", up, least, limit, name="experts/up_limited")
+        up = b.op("Clip", up, lower, limit, name="experts/up_limited")
     if spec.up_offset:
         up = b.op("Add", up, b.number(spec.up_offset, inner), name="experts/up_offset")
     activated = activation(b, layer, gate, spec.activation, "experts/gate_activated", spec.alpha)
@@ -201,7 +198,7 @@ def _activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value) -> ir.Value:
 
 
 def all_experts(b: Builder, layer: ExpertsLayer, tokens: ir.Value) -> ir.Value:
-    """Adds every expert on all tokens [t, d], or on its own rows [n, t, d]: [n, t, o]."""
+    """Adds all experts' outputs [n, t, o], for tokens [t, d] or each expert's rows [n, t, d]."""
     rows, multiply = first_rows(b, layer, tokens), partial(stacked_products, b, layer)
     return normalised(b, layer, both_products(b, layer, rows, multiply, None))
 
@@ -219,7 +216,7 @@ def normalised(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
 def pair_rows(
     b: Builder, layer: ExpertsLayer, x: ir.Value, index: ir.Value, weights: ir.Value
 ) -> ir.Value:
-    """Adds each token once for each expert it chose, [t·k, d]; weighted if the input is."""
+    """Adds each token once per expert it chose, [t·k, d], weighted if weights are on inputs."""
     spec = layer.spec
     tokens = b.op("Unsqueeze", token_rows(b, layer, x), b.ints(1), name="dispatch/token")
     if spec.weights_on == "input":
@@ -242,16 +239,16 @@ def by_token(
     *,
     zeroed: bool = False,
 ) -> ir.Value:
-    """Adds y [t, o] for the experts' outputs [t·k, o], in the order of the pairs.
+    """Adds y [t, o] for the experts' outputs [t·k, o], which are in the order of the pairs.
 
-    `zeroed`: those of dropped choices are zeros.
+    `zeroed`: the outputs of dropped choices are already zeros.
     """
     outputs = normalised(b, layer, outputs)
     sizes = b.op("Shape", index, name="combine/sizes")
     shape = b.op("Concat", sizes, b.ints(layer.spec.out), axis=0, name="combine/shape")
     shaped = b.op("Reshape", outputs, shape, name="combine/outputs")
     if not zeroed:
-        shaped = kept_alone(b, layer, shaped)
+        shaped = kept_only(b, layer, shaped)
     if layer.spec.weights_on == "output":
         return weighted_sum(b, layer, shaped, weights)
     summed = b.op("ReduceSum", shaped, b.ints(1), keepdims=0, name="combine/sums")
@@ -267,33 +264,33 @@ def weighted_sum(b: Builder, layer: ExpertsLayer, outputs: ir.Value, weights: ir
 
 
 def output(b: Builder, layer: ExpertsLayer, y: ir.Value) -> ir.Value:
-    """Adds the layer's result in the type that the surrounding graph takes."""
+    """Adds the layer's result in the type that the surrounding graph expects."""
     return b.cast(y, outputs_type(layer), layer.y_type, OUTPUT)
 
 
 def by_expert(b: Builder, one_hot: ir.Value, values: ir.Value | None) -> ir.Value:
-    """Adds [t, n] for `chosen`: each token's weight of each expert; for `values` None its count."""
-    spread = one_hot
+    """Adds each token's weight for each expert [t, n]; if `values` is None, its count."""
+    by_expert_weights = one_hot
     if values is not None:
         weights = b.op("Unsqueeze", values, b.ints(2), name="router/weights")
-        spread = b.op("Mul", spread, weights, name="router/one_hot_weights")
-    return b.op("ReduceSum", spread, b.ints(1), keepdims=0, name="router/by_expert")
+        by_expert_weights = b.op("Mul", by_expert_weights, weights, name="router/one_hot_weights")
+    return b.op("ReduceSum", by_expert_weights, b.ints(1), keepdims=0, name="router/by_expert")
 
 
 def shares_by_expert(b: Builder, layer: ExpertsLayer, weights: ir.Value) -> ir.Value:
     """Adds the weight [t, n] of each expert for each token, 0 if it was not chosen."""
-    own = is_expert(b, layer.routed[0], layer.spec.experts)
+    is_chosen = is_expert(b, layer.routed[0], layer.spec.experts)
     column = b.op("Unsqueeze", weights, b.ints(2), name="router/weights")
-    spread = b.op("Where", own, column, b.number(0.0), name="router/one_hot_weights")
-    return b.op("ReduceSum", spread, b.ints(1), keepdims=0, name="router/by_expert")
+    by_expert_weights = b.op(
+        "Where", is_chosen, column, b.number(0.0), name="router/one_hot_weights"
+    )
+    return b.op("ReduceSum", by_expert_weights, b.ints(1), keepdims=0, name="router/by_expert")
 
 
-def weighted_alone(
-    b: Builder, layer: ExpertsLayer, outputs: ir.Value, shares: ir.Value
-) -> ir.Value:
-    """Adds the outputs [t, n, o] of all experts, zeros if a token has no weight for the expert.
+def weighted_only(b: Builder, layer: ExpertsLayer, outputs: ir.Value, shares: ir.Value) -> ir.Value:
+    """Adds the outputs [t, n, o] of all experts, with zeros where a token has no weight.
 
-    It selects instead of multiplying by zero, because unused outputs may be infinite.
+    Outputs are selected instead of multiplied by zero, because unused ones may be infinite.
     """
     none = b.op("Equal", shares, b.number(0.0), name="router/unweighted")
     column = b.op("Unsqueeze", none, b.ints(2), name="combine/left_out")
@@ -301,25 +298,25 @@ def weighted_alone(
     return b.op("Where", column, zero, outputs, name="combine/kept_outputs")
 
 
-def chosen_alone(b: Builder, layer: ExpertsLayer, outputs: ir.Value, one_hot: ir.Value) -> ir.Value:
-    """Adds the outputs [t, n, o] of all experts, zeros if a token did not choose the expert.
+def chosen_only(b: Builder, layer: ExpertsLayer, outputs: ir.Value, one_hot: ir.Value) -> ir.Value:
+    """Adds the outputs [t, n, o] of all experts, with zeros if a token did not choose the expert.
 
-    It selects instead of multiplying by zero, because unused outputs may be infinite.
+    Outputs are selected instead of multiplied by zero, because unused ones may be infinite.
     """
     counts = b.op("ReduceSum", one_hot, b.ints(1), keepdims=0, name="router/choices_by_expert")
     kept = b.op("Cast", counts, to=ir.DataType.BOOL.value, name="router/chosen")
-    return _where(b, layer, outputs, kept)
+    return _zeroed_unless(b, layer, outputs, kept)
 
 
-def kept_alone(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
-    """Adds the outputs [t, k, o] of the choices, zeros for dropped ones."""
+def kept_only(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
+    """Adds the outputs [t, k, o] of the choices, with zeros for dropped ones."""
     if not layer.spec.capacities:
         return outputs
     kept = b.op("Less", layer.routed[0], b.integer(layer.spec.experts), name="router/kept_choices")
-    return _where(b, layer, outputs, kept)
+    return _zeroed_unless(b, layer, outputs, kept)
 
 
-def _where(b: Builder, layer: ExpertsLayer, outputs: ir.Value, kept: ir.Value) -> ir.Value:
+def _zeroed_unless(b: Builder, layer: ExpertsLayer, outputs: ir.Value, kept: ir.Value) -> ir.Value:
     """Adds outputs [t, j, o] where `kept` [t, j] is true, and zeros elsewhere."""
     column = b.op("Unsqueeze", kept, b.ints(2), name="combine/kept")
     zero = b.number(0.0, outputs_type(layer))

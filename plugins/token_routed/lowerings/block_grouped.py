@@ -1,4 +1,4 @@
-"""`block-grouped`: (token, expert) pairs in padded tiles, with one gathered matrix per tile.
+"""`block-grouped`: puts (token, expert) pairs in padded tiles, each with one gathered matrix.
 
 Every shape depends only on the inputs' shapes, as engines require
 (`graphs.lowerings.block_grouped`).
@@ -67,14 +67,14 @@ def _products(
 
 
 def _tile_for(layer: ExpertsLayer) -> int:
-    """Returns the tile that is fastest for a prompt by prediction: one token fills no tile."""
+    """Returns the tile predicted to be fastest for a prompt, since one token fills no tile."""
     spec, precision = layer.spec, costed_precision(layer.compute)
     plan = ExpertsPlan(spec, spec.k, 1, spec.typical_tokens[-1], precision)
     return best_tile(plan, machine_for(layer.target, precision), between_us)
 
 
-def _prompt(plan: ExpertsPlan) -> ExpertsPlan:
-    """Returns the sizes for which the tile is chosen."""
+def _for_prompt(plan: ExpertsPlan) -> ExpertsPlan:
+    """Returns the plan for a prompt, for which the tile is chosen."""
     return replace(plan, batch=1, tokens=plan.spec.typical_tokens[-1])
 
 
@@ -84,14 +84,14 @@ def _unable(spec: ExpertsSpec) -> str | None:
 
 
 def copied_bytes(plan: ExpertsPlan) -> float:
-    """Returns the bytes of copied weights: every tile copies its expert."""
-    tile = best_tile(_prompt(plan), rates_of(SERVER_GPU)["fp32"], between_us)
+    """Returns the size of the copied weights: every tile copies its expert."""
+    tile = best_tile(_for_prompt(plan), rates_of(SERVER_GPU)["fp32"], between_us)
     return expert_bytes(plan, planned_tiles(plan, tile))
 
 
 def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
-    """Returns the time of the copies, of the tiles' rows, and of counting places."""
-    tile = best_tile(_prompt(plan), machine, between_us)
+    """Returns the predicted time of copying weights, computing tiles, and sorting the pairs."""
+    tile = best_tile(_for_prompt(plan), machine, between_us)
     return (
         tiles_us(plan, machine, tile, between_us)
         + plan.selections * plan.spec.experts * machine.sort_us
@@ -102,7 +102,7 @@ def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
 
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="block-grouped",
-    summary="pairs sorted by expert into padded tiles; one weight gathered per tile, batched",
+    summary="sorts the tokens' choices by expert into padded tiles; one batched product for all",
     needs=lambda target: target.compiled,
     build=build,
     predict_us=predict_us,

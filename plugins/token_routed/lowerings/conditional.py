@@ -18,7 +18,7 @@ from .arithmetic import (
     both_products,
     by_expert,
     chosen,
-    chosen_alone,
+    chosen_only,
     first_rows,
     normalised,
     outputs_type,
@@ -37,7 +37,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     mask = by_expert(b, one_hot, None)  # [t, n]
     shares = mask
     tokens = token_rows(b, layer, x)
-    own: list[ir.Value] | None = None
+    column: list[ir.Value] | None = None
     if layer.spec.weights_on == "input":
         columns = b.cast(
             by_expert(b, one_hot, weights),
@@ -45,35 +45,35 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
             layer.compute.inner,
             "dispatch/weights",
         )
-        own = split(b, columns, n, 1, "dispatch/weight")
+        column = split(b, columns, n, 1, "dispatch/weight")
         rows = ScaledRows(values=tokens)
     else:
         shares = by_expert(b, one_hot, weights)
         rows = first_rows(b, layer, tokens)
     outputs = []
-    for e, wanted in enumerate(chosen_at_all(b, mask, n)):
+    for e, used in enumerate(chosen_at_all(b, mask, n)):
         run = b.nested(f"experts/{e}/run")
         expert_rows = rows
-        if own is not None:
-            expert_rows = first_rows(run, layer, run.op("Mul", tokens, own[e], name="weighted"))
+        if column is not None:
+            expert_rows = first_rows(run, layer, run.op("Mul", tokens, column[e], name="weighted"))
         multiply = partial(products, run, layer, e)
         y = normalised(run, layer, both_products(run, layer, expert_rows, multiply, e))
-        outputs.append(if_chosen(b, e, wanted, run, y, tokens, layer.spec.out, outputs_type(layer)))
+        outputs.append(if_chosen(b, e, used, run, y, tokens, layer.spec.out, outputs_type(layer)))
     by_token = [
         b.op("Unsqueeze", y, b.ints(1), name=f"combine/expert_{e}") for e, y in enumerate(outputs)
     ]
     outputs_by_token = b.op("Concat", *by_token, axis=1, name="combine/outputs")
-    return weighted_sum(b, layer, chosen_alone(b, layer, outputs_by_token, one_hot), shares)
+    return weighted_sum(b, layer, chosen_only(b, layer, outputs_by_token, one_hot), shares)
 
 
 NODES = 8
-"""Nodes of an expert, without its `If`."""
+"""The number of nodes of an expert, without its `If`."""
 
 
 def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
     """Returns the predicted time: chosen experts are read once and compute every token.
 
-    Each expert has a branch.
+    Every expert costs a branch, chosen or not.
     """
     n, active = plan.spec.experts, plan.expected_active
     return (
@@ -86,7 +86,7 @@ def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
 
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="conditional",
-    summary="an If per expert: computes all tokens if any chose it, otherwise skipped",
+    summary="an If per expert, which computes all tokens if any of them chose the expert",
     needs=lambda target: target.branches,
     branches=True,
     build=build,

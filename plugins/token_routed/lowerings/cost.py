@@ -15,14 +15,14 @@ def between_us(plan: ExpertsPlan, pairs: float, machine: Machine) -> float:
     spec = plan.spec
     passes = passes_around(spec) + spec.out
     if spec.gate != "none":
-        passes += 2 * spec.hidden  # split, multiplied
+        passes += 2 * spec.hidden  # split and multiplied
     if machine.integer_passes:  # quantised before each product, dequantised after it
         passes += 3 * spec.hidden + machine.integer_passes * (spec.inner + spec.out)
     return pairs * passes * machine.number_us
 
 
 def one_by_one_us(plan: ExpertsPlan, active: float, pairs: float, machine: Machine) -> float:
-    """Returns the time of `active` experts, one by one, on `pairs` in total, without nodes."""
+    """Returns the time of `active` experts, one by one, on `pairs` in total, without node costs."""
     return lone_products_us(plan, active, pairs, machine) + between_us(plan, pairs, machine)
 
 

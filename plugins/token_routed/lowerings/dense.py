@@ -1,4 +1,4 @@
-"""`dense`: every expert computes every token; outputs that were not chosen are left out."""
+"""`dense`: every expert computes every token; outputs of experts not chosen are left out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .arithmetic import (
     all_experts,
     by_expert,
     chosen,
-    chosen_alone,
+    chosen_only,
     pair_weights,
     shares_by_expert,
     token_rows,
-    weighted_alone,
+    weighted_only,
     weighted_sum,
 )
 from .cost import ExpertsPlan, all_experts_us, combine_us
@@ -29,9 +29,9 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     one_hot: ir.Value | None = None
     if layer.spec.weights_on == "input":
         one_hot = chosen(b, layer)
-        own = by_expert(b, one_hot, weights)
-        own = b.cast(own, ir.DataType.FLOAT, layer.compute.inner, "dispatch/weights_narrow")
-        columns = b.op("Transpose", own, perm=[1, 0], name="dispatch/weights")
+        rows = by_expert(b, one_hot, weights)
+        rows = b.cast(rows, ir.DataType.FLOAT, layer.compute.inner, "dispatch/weights_narrow")
+        columns = b.op("Transpose", rows, perm=[1, 0], name="dispatch/weights")
         columns = b.op("Unsqueeze", columns, b.ints(2), name="dispatch/weight_columns")
         tokens = b.op("Mul", tokens, columns, name="dispatch/weighted")  # [n, t, d]
         shares = by_expert(b, one_hot, None)
@@ -43,9 +43,9 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     outputs = all_experts(b, layer, tokens)
     by_token = b.op("Transpose", outputs, perm=[1, 0, 2], name="combine/outputs")  # [t, n, o]
     if one_hot is None:
-        kept = weighted_alone(b, layer, by_token, shares)
+        kept = weighted_only(b, layer, by_token, shares)
     else:
-        kept = chosen_alone(b, layer, by_token, one_hot)
+        kept = chosen_only(b, layer, by_token, one_hot)
     return weighted_sum(b, layer, kept, shares)
 
 
@@ -60,7 +60,7 @@ def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
 
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="dense",
-    summary="all experts on all tokens in batched MatMuls; other outputs are left out",
+    summary="all experts on all tokens in batched MatMuls; those not chosen are left out",
     build=build,
     predict_us=predict_us,
     no_kernel=no_blocks,

@@ -1,16 +1,16 @@
 """`fused`: ONNX Runtime's `com.microsoft.MoE`, or `QMoE` for integers.
 
-The op routes by itself, from logits: it weights the k experts of a row by the softmax over their
-logits. If the weights from the surrounding graph are known to be positive, each token is one row
-and its logits are the logarithms of these weights: the softmax returns each one's share of their
-sum, by which the output is multiplied. The CPU's kernels are slower that way, so there it is used
-only for integers.
+The op itself routes, from logits: it weights the k experts of a row by the softmax over their
+logits. If the weights from the surrounding graph are known not to be negative, each token is one
+row and its logits are the logarithms of these weights. The softmax then returns each weight's share
+of their sum, and the output is multiplied by the sum. The CPU's kernels are slower this way, so
+there it is used only for integers.
 
 Otherwise every (token, expert) pair is a row, whose logits send it to that expert with a weight of
 exactly 1; the weights, of any sign, are applied afterwards.
 
 `QMoE` has a fast kernel only for weights in blocks, and rounds a row block by block. INT8 has one
-scale for a column: the scale of all its blocks.
+scale for a column, which is then the scale of all its blocks.
 """
 
 from __future__ import annotations
@@ -39,15 +39,7 @@ from ....graphs.lowerings.moe_op import (
 )
 from ....graphs.targets import TARGETS, Machine, Precision, Target
 from ..layers.experts import ExpertsSpec
-from .arithmetic import (
-    ExpertsLayer,
-    by_token,
-    output,
-    outputs_type,
-    pair_rows,
-    routed,
-    token_rows,
-)
+from .arithmetic import ExpertsLayer, by_token, output, outputs_type, pair_rows, routed, token_rows
 from .cost import ExpertsPlan, combine_us
 
 
@@ -55,7 +47,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     """Adds the layer around one fused node."""
     index, weights = routed(b, layer)
     experts = _experts(layer.spec)
-    if not _weights_itself(layer):
+    if not _op_weights_outputs(layer):
         rows = pair_rows(b, layer, x, index, weights)
         outputs = moe_node(
             b, layer, experts, rows, one_hot_logits(b, layer, index, layer.compute.inner)
@@ -63,10 +55,12 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
         return by_token(b, layer, outputs, index, weights)
     assert isinstance(layer.k, int)
     rows = token_rows(b, layer, x)
-    spread = _spread(b, layer, index, weights)  # the k largest are the chosen ones
+    by_expert = _weights_by_expert(b, layer, index, weights)  # the k largest are the chosen ones
     if TARGETS[layer.target].on_cpu:
-        return output(b, layer, moe_node(b, layer, experts, rows, spread, layer.k, weights=spread))
-    logits = _log_weights(b, layer, spread)
+        return output(
+            b, layer, moe_node(b, layer, experts, rows, by_expert, layer.k, weights=by_expert)
+        )
+    logits = _log_weights(b, layer, by_expert)
     shares = moe_node(b, layer, experts, rows, logits, layer.k)
     if _sums_to_one(layer.routed[1]):
         return output(b, layer, shares)
@@ -85,26 +79,26 @@ def _experts(spec: ExpertsSpec) -> OpExperts:
     )
 
 
-def _weights_itself(layer: ExpertsLayer) -> bool:
+def _op_weights_outputs(layer: ExpertsLayer) -> bool:
     """Returns whether the op may weight the experts' outputs and sum them."""
     spec, on_cpu = layer.spec, TARGETS[layer.target].on_cpu
     summed = spec.weights_on == "output" and not (spec.post_norm or spec.rounded)
     dropped = bool(spec.capacities) and not on_cpu  # outputs may be infinite
-    known = isinstance(layer.k, int) and layer.k <= spec.experts
-    here = layer.compute.precision in ("int8", "int4") or not on_cpu
-    return here and summed and not dropped and known and _positive(layer.routed[1])
+    known_k = isinstance(layer.k, int) and layer.k <= spec.experts
+    faster = layer.compute.precision in ("int8", "int4") or not on_cpu
+    return faster and summed and not dropped and known_k and _nonnegative(layer.routed[1])
 
 
-KEEPS_SIGNS = frozenset(
+KEEP_NONNEGATIVE = frozenset(
     {
         *("Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Expand", "ReduceSum"),
         *("Gather", "GatherElements", "GatherND", "TopK"),
     }
 )
-"""Ops whose first output has no negative number if the first input has none."""
+"""Ops whose first output contains no negative number if the first input contains none."""
 
 
-def _positive(value: ir.Value | None) -> bool:
+def _nonnegative(value: ir.Value | None) -> bool:
     """Returns whether a value is never negative, judged by the nodes that compute it."""
     node = None if value is None else value.producer()
     if node is None:
@@ -116,9 +110,9 @@ def _positive(value: ir.Value | None) -> bool:
         case "Softmax" | "Sigmoid" | "Exp" | "Relu" | "Abs" | "Sqrt" | "Softplus":
             return True
         case "Add" | "Mul" | "Div":
-            return all(_positive(port) for port in node.inputs)
-        case op_type if op_type in KEEPS_SIGNS:
-            return value is node.outputs[0] and _positive(node.inputs[0])
+            return all(_nonnegative(operand) for operand in node.inputs)
+        case op_type if op_type in KEEP_NONNEGATIVE:
+            return value is node.outputs[0] and _nonnegative(node.inputs[0])
         case _:
             return False
 
@@ -138,36 +132,32 @@ def _sums_to_one(value: ir.Value | None) -> bool:
     return integers_in(total.inputs[1]) in ([-1], [1])
 
 
-def _spread(b: Builder, layer: ExpertsLayer, index: ir.Value, weights: ir.Value) -> ir.Value:
-    """Adds each token's weight of each expert [t, n], in as few nodes as possible.
+def _weights_by_expert(
+    b: Builder, layer: ExpertsLayer, index: ir.Value, weights: ir.Value
+) -> ir.Value:
+    """Adds each token's weight for each expert [t, n], in as few nodes as possible.
 
-    In decoding, every node adds to the latency. An expert that was chosen twice has the sum of both
-    weights.
+    In decoding, every node adds to the latency. An expert that a token chose twice has the sum of
+    both weights.
     """
     tokens = b.op("Shape", index, start=0, end=1, name="router/tokens")
     shape = b.op("Concat", tokens, b.ints(layer.spec.experts), axis=0, name="router/shape")
     none = b.op("ConstantOfShape", shape, name="router/none")
     return b.op(
-        "ScatterElements",
-        none,
-        index,
-        weights,
-        axis=1,
-        reduction="add",
-        name="router/by_expert",
+        "ScatterElements", none, index, weights, axis=1, reduction="add", name="router/by_expert"
     )
 
 
-def _log_weights(b: Builder, layer: ExpertsLayer, spread: ir.Value) -> ir.Value:
+def _log_weights(b: Builder, layer: ExpertsLayer, by_expert: ir.Value) -> ir.Value:
     """Adds logits [t, n] whose softmax is each expert's share of the token's total weight.
 
-    They are divided by the largest weight, whose logarithm is then 0: in 16 bits a logarithm near 0
+    The weights are divided by the largest, whose logarithm is then 0: in 16 bits a logarithm near 0
     has the smallest rounding error, and errors of small weights matter little.
     """
-    peak = b.op("ReduceMax", spread, b.ints(1), keepdims=1, name="router/largest")
-    share = b.op("Div", spread, peak, name="router/of_largest")
+    peak = b.op("ReduceMax", by_expert, b.ints(1), keepdims=1, name="router/largest")
+    share = b.op("Div", by_expert, peak, name="router/of_largest")
     log = b.op("Log", share, name="router/logarithms")
-    chosen = b.op("Greater", spread, b.number(0.0), name="router/weighted")
+    chosen = b.op("Greater", by_expert, b.number(0.0), name="router/weighted")
     other = b.number(never(layer.target))
     logits = b.op("Where", chosen, log, other, name="router/logits")
     return b.cast(logits, ir.DataType.FLOAT, layer.compute.inner, "router/logits_narrow")
@@ -175,7 +165,7 @@ def _log_weights(b: Builder, layer: ExpertsLayer, spread: ir.Value) -> ir.Value:
 
 def _unable(spec: ExpertsSpec) -> str | None:
     if spec.linear:
-        return "com.microsoft.MoE supports no experts with only one linear layer"
+        return "com.microsoft.MoE does not support experts with only one linear layer"
     if spec.gate != "none" and spec.activation != "silu":
         return f"com.microsoft.MoE has no gate with {spec.activation}"
     if spec.gate == "none" and (spec.activation not in OP_ACTIVATIONS or spec.alpha != 1.0):
@@ -186,26 +176,26 @@ def _unable(spec: ExpertsSpec) -> str | None:
 def _no_kernel(precision: Precision, target: Target) -> str | None:
     record, integers = TARGETS[target], precision in ("int8", "int4")
     if precision not in record.moe and not (integers and (record.on_cpu or record.weight_only)):
-        return f"com.microsoft.MoE has no {precision.upper()} kernel there"
+        return f"com.microsoft.MoE has no {precision.upper()} kernel for {target}"
     if integers and record.on_cpu and not record.new_kernels:
         return "com.microsoft.QMoE does not accept routing weights in onnxruntime-web up to 1.30"
     if integers and older("onnxruntime", ROUTED_WEIGHTS):
-        return "com.microsoft.QMoE accepts routing weights from ONNX Runtime 1.31 on"
+        return "com.microsoft.QMoE accepts routing weights only from ONNX Runtime 1.31 on"
     return None
 
 
 INTEGER_READ, INTEGER_MACS = 0.75, 2.3
-"""The time that `QMoE` in INT8 takes to read an expert and to compute a row, relative to the
-products of `grouped`: measured from 1 to 256 tokens, in one thread of one machine."""
+"""The time that `QMoE` takes in INT8 to read an expert and to compute a row, relative to the
+products of `grouped`; measured with 1 to 256 tokens, in one thread of one machine."""
 
 
 def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
     """Returns the predicted time: chosen experts are read once and compute their rows, in one node.
 
-    The CPU's kernel sends every row to its expert by a softmax over all of them, in one thread,
-    packs FP32 weights again in every run, and loops over the rows and the activation's inputs one
-    number at a time. Integer weights are packed when they are loaded, and the INT8 rate includes
-    the whole cost of a row.
+    The CPU's kernel routes every row by a softmax over all experts, in one thread, packs FP32
+    weights again in every run, and loops over the rows and the activation's inputs one number at a
+    time. Integer weights are packed when they are loaded, and the INT8 rate includes the full cost
+    of a row.
     """
     spec, rows = plan.spec, plan.selections
     passes = 1 if spec.activation in ("relu", "identity") else EXPONENTIAL
@@ -231,7 +221,7 @@ def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
 
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="fused",
-    summary="ONNX Runtime's com.microsoft.MoE or QMoE, each (token, expert) pair a row of its own",
+    summary="one node for all experts: ONNX Runtime's com.microsoft.MoE or QMoE",
     needs=lambda target: bool(target.moe),
     build=build,
     predict_us=predict_us,

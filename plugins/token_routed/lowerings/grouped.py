@@ -1,8 +1,8 @@
-"""`grouped`: the (token, expert) pairs are sorted by expert; each expert computes its own.
+"""`grouped`: sorts the (token, expert) pairs by expert; each expert computes only its own pairs.
 
 An expert's weights are constants of 2-D products, which runtimes pack once. An expert that no token
-chose has zero rows, which costs next to nothing. The operation between the two products is done
-once for all rows, so an expert costs two nodes.
+chose has zero rows, which costs next to nothing. The operation between the two products runs once
+for the rows of all experts, so each expert costs two nodes.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .cost import ExpertsPlan, combine_us, one_by_one_us
 
 
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
-    """Adds the layer with one small product chain per expert."""
+    """Adds the layer with two small products per expert."""
     index, weights = routed(b, layer)
     flat = b.op("Reshape", layer.routed[0], b.ints(-1), name="group/expert_of_pair")
-    # Without the dropped pairs: [r] of the t·k, and the token and the expert of each, [r].
+    # The r pairs that were not dropped, of t·k, and the token and the expert of each, [r].
     pairs = sorted_by_expert(b, flat, layer.spec.experts, "group/rows_per_expert")
-    k = _k_of(b, layer.routed[0])
+    k = _k(b, layer.routed[0])
     token = b.op("Div", pairs.order, k, name="group/token_of_row")
     expert = b.op("Gather", pairs.coordinates, b.integer(0), axis=0, name="group/expert_of_row")
     if layer.spec.weights_on == "input":
         rows = _weighted_rows(b, layer, x, token, pairs.order, weights)
     else:
         rows = _token_rows(b, layer, x, token)
-    multiply = partial(_by_expert, b, layer, pairs.counts)
+    multiply = partial(_products_by_expert, b, layer, pairs.counts)
     outputs = both_products(b, layer, rows, multiply, expert)  # sorted by expert, like the rows
     if layer.spec.capacities:
         outputs = _with_dropped(b, layer, outputs, pairs.order, index)
@@ -55,18 +55,18 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
 def _with_dropped(
     b: Builder, layer: ExpertsLayer, outputs: ir.Value, order: ir.Value, index: ir.Value
 ) -> ir.Value:
-    """Adds the outputs [r, o] at their pairs' places [t·k, o], and zeros for dropped ones."""
+    """Adds the outputs [r, o] in the order of all pairs, [t·k, o], with zeros for dropped ones."""
     pairs = b.op("Size", index, name="group/all_pairs")
     count = b.op("Unsqueeze", pairs, b.ints(0), name="group/all_pair_count")
     shape = b.op("Concat", count, b.ints(layer.spec.out), axis=0, name="group/all_pairs_shape")
     zero = b.number(0.0, layer.compute.inner)
-    nothing = b.op("Expand", zero, shape, name="group/nothing")
+    zeros = b.op("Expand", zero, shape, name="group/nothing")
     places = b.op("Unsqueeze", order, b.ints(1), name="group/places")
-    return b.op("ScatterND", nothing, places, outputs, name="group/unsorted")
+    return b.op("ScatterND", zeros, places, outputs, name="group/unsorted")
 
 
 def _token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value, token: ir.Value) -> ScaledRows:
-    """Adds the tokens of the pairs; they are quantised, if at all, before they are copied."""
+    """Adds the tokens of the pairs; if they are quantised, then before they are copied."""
     rows = first_rows(b, layer, token_rows(b, layer, x))
     values = b.op("Gather", rows.values, token, axis=0, name="dispatch/rows")
     if rows.scale is None:
@@ -86,12 +86,12 @@ def _weighted_rows(
     """Adds the tokens of the pairs, multiplied by their weights."""
     tokens = b.op("Gather", token_rows(b, layer, x), token, axis=0, name="dispatch/pairs")
     flat = b.op("Reshape", weights, b.ints(-1, 1), name="dispatch/weights")
-    own = b.op("Gather", flat, order, axis=0, name="dispatch/weight_of_row")
-    own = b.cast(own, ir.DataType.FLOAT, layer.compute.inner, "dispatch/weight_narrow")
-    return first_rows(b, layer, b.op("Mul", tokens, own, name="dispatch/weighted"))
+    weight = b.op("Gather", flat, order, axis=0, name="dispatch/weight_of_row")
+    weight = b.cast(weight, ir.DataType.FLOAT, layer.compute.inner, "dispatch/weight_narrow")
+    return first_rows(b, layer, b.op("Mul", tokens, weight, name="dispatch/weighted"))
 
 
-def _by_expert(
+def _products_by_expert(
     b: Builder, layer: ExpertsLayer, counts: ir.Value, which: str, rows: ir.Value, name: str
 ) -> ir.Value:
     n, (first, last) = layer.spec.experts, name.split("/")
@@ -103,8 +103,8 @@ def _by_expert(
     return b.op("Concat", *outputs, axis=0, name=name)
 
 
-def _k_of(b: Builder, index: ir.Value) -> ir.Value:
-    """Adds the graph's k: a constant if the index has a fixed width."""
+def _k(b: Builder, index: ir.Value) -> ir.Value:
+    """Adds the graph's k, which is a constant if the index has a fixed width."""
     k = None if index.shape is None else index.shape[1]
     if isinstance(k, int):
         return b.integer(k)
@@ -113,16 +113,16 @@ def _k_of(b: Builder, index: ir.Value) -> ir.Value:
 
 
 NODES = 20
-"""Nodes that sort, gather and combine."""
+"""The number of nodes that sort, gather and combine."""
 
 
 def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
     """Returns the predicted time: chosen experts are read once and compute their rows.
 
-    There are n chains of nodes.
+    The nodes of all n experts run, even without rows.
     """
     spec, pairs = plan.spec, plan.selections
-    # Rows are gathered, concatenated twice and put back.
+    # Rows are gathered, concatenated twice and scattered back.
     moved = pairs * (spec.dim + spec.inner + 2 * spec.out)
     return (
         one_by_one_us(plan, plan.expected_active, pairs, machine)

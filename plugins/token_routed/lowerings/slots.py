@@ -1,8 +1,8 @@
 """`slots`: experts with a capacity compute only their slots, in batched products of fixed sizes.
 
-Each group of tokens has C slots for each expert, for any choice: the experts compute n·C rows per
-group, which is k times the capacity factor per token, not n. Only the number of groups varies, as
-engines require.
+Each group of tokens has C slots for each expert, whatever the tokens choose. The experts compute
+n·C rows per group, which is k times the capacity factor per token, not n. Only the number of groups
+varies, as engines require.
 """
 
 from __future__ import annotations
@@ -14,14 +14,7 @@ from ....graphs.builder import Builder
 from ....graphs.lowerings.base import LoweringOf, no_blocks
 from ....graphs.targets import Machine
 from ..layers.experts import ExpertsSpec
-from .arithmetic import (
-    ExpertsLayer,
-    all_experts,
-    kept_alone,
-    pair_weights,
-    token_rows,
-    weighted_sum,
-)
+from .arithmetic import ExpertsLayer, all_experts, kept_only, pair_weights, token_rows, weighted_sum
 from .cost import ExpertsPlan, all_experts_us, combine_us
 
 
@@ -38,63 +31,67 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     by_group = b.op(
         "Reshape", token_rows(b, layer, x), b.ints(-1, group, spec.dim), name="slots/groups"
     )
-    taken = b.op("GatherND", by_group, token, batch_dims=1, name="slots/tokens")  # [G, n·C, d]
-    outputs = all_experts(b, layer, _by_expert(b, taken, n, capacity, spec.dim, "dispatch"))
-    back = b.op("Reshape", outputs, b.ints(n, -1, capacity, spec.out), name="slots/outputs")
-    back = b.op("Transpose", back, perm=[1, 0, 2, 3], name="slots/outputs_by_group")
-    back = b.op("Reshape", back, b.ints(-1, slots, spec.out), name="slots/outputs_of_group")
-    # A dropped choice reads any slot, and the result is left out.
-    some = b.op("Min", slot, b.integer(slots - 1), name="slots/some_slot")
-    place = b.op("Unsqueeze", some, b.ints(2), name="slots/place")
-    picked = b.op("GatherND", back, place, batch_dims=1, name="slots/outputs_of_pair")
-    shaped = b.op("Reshape", picked, b.ints(-1, k, spec.out), name="combine/outputs")
-    return weighted_sum(b, layer, kept_alone(b, layer, shaped), weights)
+    slot_tokens = b.op(
+        "GatherND", by_group, token, batch_dims=1, name="slots/tokens"
+    )  # [G, n·C, d]
+    outputs = all_experts(b, layer, _by_expert(b, slot_tokens, n, capacity, spec.dim, "dispatch"))
+    by_slot = b.op("Reshape", outputs, b.ints(n, -1, capacity, spec.out), name="slots/outputs")
+    by_slot = b.op("Transpose", by_slot, perm=[1, 0, 2, 3], name="slots/outputs_by_group")
+    by_slot = b.op("Reshape", by_slot, b.ints(-1, slots, spec.out), name="slots/outputs_of_group")
+    # A dropped choice reads an arbitrary slot, and the result is left out.
+    valid_slot = b.op("Min", slot, b.integer(slots - 1), name="slots/some_slot")
+    indices = b.op("Unsqueeze", valid_slot, b.ints(2), name="slots/place")
+    gathered = b.op("GatherND", by_slot, indices, batch_dims=1, name="slots/outputs_of_pair")
+    shaped = b.op("Reshape", gathered, b.ints(-1, k, spec.out), name="combine/outputs")
+    return weighted_sum(b, layer, kept_only(b, layer, shaped), weights)
 
 
 def _sizes(spec: ExpertsSpec, k: object) -> tuple[int, int, int]:
-    assert isinstance(k, int) and spec.group is not None, "a router chooses the configured number"
+    assert isinstance(k, int) and spec.group is not None, "k must be fixed, with tokens in groups"
     return k, spec.group, spec.capacities[k - 1]
 
 
 def _slot_of_pair(b: Builder, chosen: ir.Value, n: int, capacity: int) -> ir.Value:
     """Adds the slot of each (token, expert) pair, [G, S·k]; n·C for a dropped one.
 
-    The order of an expert's slots makes no difference; they are in the pairs' order.
+    The order of an expert's slots makes no difference; here it is that of the pairs.
     """
     column = b.op("Unsqueeze", chosen, b.ints(2), name="slots/expert_column")
     experts = b.constant(np.arange(n, dtype=np.int64))
-    own = b.op("Equal", column, experts, name="slots/one_hot")  # [G, S·k, n]
-    own = b.op("Cast", own, to=ir.DataType.INT64.value, name="slots/one_hot_int")
-    counted = b.op("CumSum", own, b.integer(1), exclusive=1, name="slots/counted")
-    before = b.op("Mul", counted, own, name="slots/own_counted")
-    place = b.op("ReduceSum", before, b.ints(2), keepdims=0, name="slots/place_of_pair")
+    is_expert = b.op("Equal", column, experts, name="slots/one_hot")  # [G, S·k, n]
+    is_expert = b.op("Cast", is_expert, to=ir.DataType.INT64.value, name="slots/one_hot_int")
+    counted = b.op("CumSum", is_expert, b.integer(1), exclusive=1, name="slots/counted")
+    before = b.op("Mul", counted, is_expert, name="slots/own_counted")
+    position = b.op("ReduceSum", before, b.ints(2), keepdims=0, name="slots/place_of_pair")
     first = b.op("Mul", chosen, b.integer(capacity), name="slots/first_slot")
-    slot = b.op("Add", first, place, name="slots/slot_of_kept")
+    slot = b.op("Add", first, position, name="slots/slot_of_kept")
     kept = b.op("Less", chosen, b.integer(n), name="slots/kept")
     return b.op("Where", kept, slot, b.integer(n * capacity), name="slots/slot_of_pair")
 
 
 def _token_of_slot(b: Builder, slot: ir.Value, group: int, k: int, slots: int) -> ir.Value:
-    """Adds the token of its group in each slot, [G, n·C, 1]; the first for an empty slot."""
+    """Adds the number of the token in each slot, [G, n·C, 1], in its group; 0 for an empty slot."""
     groups = b.op("Shape", slot, start=0, end=1, name="slots/group_count")
     shape = b.op("Concat", groups, b.ints(slots + 1), axis=0, name="slots/table_shape")
     table = b.op("Expand", b.integer(0), shape, name="slots/empty")
     tokens = b.constant(np.arange(group * k, dtype=np.int64)[None] // k)
-    of_pair = b.op(
+    pair_tokens = b.op(
         "Expand", tokens, b.op("Shape", slot, name="slots/shape"), name="slots/token_of_pair"
     )
-    filled = b.op("ScatterElements", table, slot, of_pair, axis=1, name="slots/filled")
-    real = b.op("Slice", filled, b.ints(0), b.ints(slots), b.ints(1), name="slots/token_of_slot")
-    return b.op("Unsqueeze", real, b.ints(2), name="slots/token_column")
+    filled = b.op("ScatterElements", table, slot, pair_tokens, axis=1, name="slots/filled")
+    token_of_slot = b.op(
+        "Slice", filled, b.ints(0), b.ints(slots), b.ints(1), name="slots/token_of_slot"
+    )
+    return b.op("Unsqueeze", token_of_slot, b.ints(2), name="slots/token_column")
 
 
 def _by_expert(
     b: Builder, rows: ir.Value, n: int, capacity: int, width: int, name: str
 ) -> ir.Value:
     """Adds rows [G, n·C, ·] as [n, G·C, ·]."""
-    apart = b.op("Reshape", rows, b.ints(-1, n, capacity, width), name=f"{name}/slots")
-    turned = b.op("Transpose", apart, perm=[1, 0, 2, 3], name=f"{name}/slots_by_expert")
-    return b.op("Reshape", turned, b.ints(n, -1, width), name=f"{name}/rows")
+    in_slots = b.op("Reshape", rows, b.ints(-1, n, capacity, width), name=f"{name}/slots")
+    by_expert = b.op("Transpose", in_slots, perm=[1, 0, 2, 3], name=f"{name}/slots_by_expert")
+    return b.op("Reshape", by_expert, b.ints(n, -1, width), name=f"{name}/rows")
 
 
 def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
@@ -115,13 +112,13 @@ def _unable(spec: ExpertsSpec) -> str | None:
     return (
         None
         if spec.capacities
-        else "its experts have no capacity: each computes every token that chose it"
+        else "its experts have no capacity, so each computes every token that chose it"
     )
 
 
 LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     name="slots",
-    summary="experts with a capacity compute their slots in batched MatMuls, full or not",
+    summary="experts with a capacity compute all their slots, full or not, in batched MatMuls",
     build=build,
     predict_us=predict_us,
     unable=_unable,

@@ -38,7 +38,7 @@ def changed(folder: Path, tmp_path: Path, **values: Any) -> Path:
         ({"num_local_experts": 900}, "parameters, but the weights have"),
         ({"hidden_size": 10**6, "intermediate_size": 10**6}, "parameters, but the weights have"),
         ({"vocab_size": 10**12}, "parameters, but the weights have"),
-        ({"hidden_size": 2**62}, "cannot make a model"),
+        ({"hidden_size": 2**62}, "cannot build a model"),
     ],
 )
 def test_counts_are_checked_against_the_headers_of_the_weights(

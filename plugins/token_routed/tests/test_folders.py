@@ -149,7 +149,7 @@ def test_blocks_that_are_no_powers_of_two_are_those_of_the_configuration(
     right = changed(mixtral, tmp_path / "right", lambda w: {**w, f"{Q}.weight": meant[Q]})
     check_same(moexport.load(folder), right)
     method = {"quant_method": "fp8", "weight_block_size": [8, 8]}
-    refused(changed(mixtral, tmp_path / "8", change, quantization_config=method), "blocks of 8 × 8")
+    refused(changed(mixtral, tmp_path / "8", change, quantization_config=method), "block of 8 × 8")
 
 
 def test_a_number_of_blocks_that_leaves_their_length_open_is_refused(
@@ -301,7 +301,7 @@ ODD: dict[str, tuple[Change, tuple[str, ...]]] = {
     "no scale": (_packed, (f"{Q}.weight is float8_e4m3fn and has no scales",)),
     "two scales": (
         lambda w: _packed(w, weight_scale=torch.ones(1), weight_scale_inv=torch.ones(1)),
-        ("two scales",),
+        ("two tensors of scales",),
     ),
     "scales of no blocks": (
         lambda w: _packed(w, weight_scale=torch.ones(3, 5)),
@@ -343,25 +343,25 @@ ODD: dict[str, tuple[Change, tuple[str, ...]]] = {
     "the last expert of all": (_left_out(".experts.7."), ('"num_local_experts": 7',)),
     "a layer more": (
         lambda w: {**w, **{k.replace("layers.1", "layers.2"): t for k, t in w.items()}},
-        ("model.layers.2.", "config.json has 2 layers"),
+        ("model.layers.2.", "config.json has only 2 layers"),
     ),
     "no head": (_left_out("lm_head"), ("lm_head.weight", "architectures")),
     "another prefix": (
         lambda w: {f"teacher.{k}": t for k, t in w.items()},
-        ("teacher.lm_head.weight", "without teacher. before its keys"),
+        ("teacher.lm_head.weight", "its keys then lack teacher."),
     ),
     "a prefix of the head's module": (
         lambda w: {f"transformer.{k}": t for k, t in w.items()},
-        ("no parameter transformer.lm_head.weight (and ", "keys); lm_head.weight is missing"),
+        ("no parameter transformer.lm_head.weight (and ", "more); lm_head.weight is missing"),
     ),
     "a router": (
         _left_out(f"{LAYER}block_sparse_moe.gate"),
         (f"{LAYER}mlp.gate.weight", "save the weights and config.json together"),
     ),
-    "no second layer": (_left_out(LAYER), ("config.json has more layers",)),
+    "no second layer": (_left_out(LAYER), ("config.json describes more layers",)),
     "an optimiser": (
         lambda w: {**w, "optimizer.state.0.exp_avg": torch.ones(4)},
-        ("the state of a training", "save only the network"),
+        ("a part of the training state", "save only the network"),
     ),
     "beyond float32": (
         lambda w: {**w, "model.norm.weight": torch.full((32,), 1e300, dtype=torch.float64)},
@@ -449,7 +449,7 @@ def test_a_class_of_images_and_text_is_refused_with_its_text_part(
     folder = changed(
         mixtral, tmp_path / "vl", dict, architectures=["Qwen3VLMoeForConditionalGeneration"]
     )
-    with pytest.raises(FamilyError, match="it takes more than text") as caught:
+    with pytest.raises(FamilyError, match="its input is more than text") as caught:
         moexport.load(folder)
     assert "language_model" in str(caught.value.hint)
 
@@ -516,7 +516,7 @@ def test_a_configuration_of_an_adapter_without_its_factors_is_told(
 ) -> None:
     folder = changed(mixtral, tmp_path / "left", lambda w: w)
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG))
-    refused(folder, "names an adapter", "remove the file")
+    refused(folder, "describes an adapter", "remove the file")
     check_same(moexport.load(folder / "model.safetensors"), mixtral)
 
 
@@ -573,7 +573,7 @@ def test_a_cache_that_training_turned_off_is_exported_with_a_note(
     folder = changed(mixtral, tmp_path / "trained", lambda w: w, use_cache=False)
     model = moexport.load(folder)
     assert any(port.name.startswith("past_key_values") for port in model.inputs)
-    assert any('"use_cache": false of config.json' in note for note in model.notes)
+    assert any('"use_cache": false in config.json' in note for note in model.notes)
     alone = moexport.load(folder, sets=["use_cache=false"])
     assert [port.name for port in alone.inputs] == ["input_ids", "attention_mask"]
     assert not any("use_cache" in note for note in alone.notes)

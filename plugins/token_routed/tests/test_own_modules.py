@@ -51,7 +51,7 @@ def test_an_nllb_decoder_computes_step_by_step_what_its_router_chooses(
 def test_tokens_beyond_the_capacity_of_a_switch_expert_weigh_nothing(switch: Path) -> None:
     model = moexport.load(switch)
     block = model.module.get_submodule("encoder.block.1.layer.1.mlp")
-    index, weights = block.choice(torch.randn(2, 20, 32), None)  # type: ignore[operator]
+    index, weights = block.selected_experts(torch.randn(2, 20, 32), None)  # type: ignore[operator]
     kept = [
         torch.bincount(each[weight > 0], minlength=4)
         for each, weight in zip(index.reshape(2, 20), weights.reshape(2, 20), strict=True)
@@ -93,7 +93,7 @@ def test_a_part_that_cannot_be_is_refused(switch: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r'"part": "head".*: it must be encoder or decoder'):
         moexport.load(switch, config={"part": "head"})
     mixtral = save_usual(ARCHITECTURES["mixtral"], tmp_path / "mixtral")
-    with pytest.raises(UsageError, match="has no encoder and decoder"):
+    with pytest.raises(UsageError, match="does not have an encoder and a decoder"):
         moexport.load(mixtral, config={"part": "encoder"})
 
 
@@ -101,10 +101,10 @@ def test_a_part_that_cannot_be_is_refused(switch: Path, tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"second_expert_policy": "random"}, "selects the second expert at random"),
-        ({"moe_eval_capacity_token_fraction": 0.5}, "room for 0.5 of the tokens of a whole batch"),
+        ({"moe_eval_capacity_token_fraction": 0.5}, "room for 0.5 of the tokens of a batch"),
         (
             {"moe_eval_capacity_token_fraction": -1.0},
-            r"room for expert_capacity tokens of a whole batch \(moe_eval_capacity_token_f.* -1\)",
+            r"room for expert_capacity tokens of a batch \(moe_eval_capacity_token_f.* -1\)",
         ),
     ],
 )

@@ -145,7 +145,9 @@ def test_the_shell_needs_a_checkpoint_and_its_configuration_alone(tmp_path: Path
     outcome = run("export", case.index, "--config", config, "-o", tmp_path / "out")
     assert outcome.code == 0, outcome.err
     bundle = Bundle.open(tmp_path / "out")
-    assert any("an expert takes 12 of 65 tokens, of one image" in n for n in bundle.manifest.notes)
+    assert any(
+        "an expert takes 12 of the 65 tokens of one image" in n for n in bundle.manifest.notes
+    )
     assert apart(bundle.session()(case.x(4)), case.io["y_nobf16_b4"]) < CLOSE
     assert run("verify", tmp_path / "out").code == 0
 
@@ -401,7 +403,7 @@ def test_what_no_parameter_says_is_asked_for() -> None:
         ({"capacity_factor": -1}, "capacity_factor=-1 is not a number above 0"),
         ({"num_selected_experts": 9}, "num_selected_experts=9 do not fit 8 experts"),
         ({"ensemble_size": 3}, "ensemble_size=3"),
-        ({"router": "HashRouter"}, "router=HashRouter is not known"),
+        ({"router": "HashRouter"}, "router=HashRouter is not supported"),
         ({"batch_priority": "often"}, "batch_priority=often is neither true nor false"),
         ({"ensemble": "best"}, "ensemble=best is neither members nor mean"),
         ({"ensemble_size": 2, "num_selected_experts": 1}, "group_size=51 is not a multiple of 34"),

@@ -128,10 +128,10 @@ def test_a_folder_that_is_no_repository_is_not_changed(bundles: Bundles, tmp_pat
     [
         (["2"], {"k": 3}, "k=3: the k of"),
         (["input"], {"k": 9}, "k=9: the model has 8 experts"),
-        (["2", "2"], {}, "as in another of the bundles"),
+        (["2", "2"], {}, "has the same k as another of the bundles"),
         (["2", "input"], {}, "k is an input of its graph"),
         (["2"], {"name": "a/b"}, 'name="a/b"'),
-        (["2"], {"name": "a" * 256}, "name has 256 characters, more than the 255 of a folder"),
+        (["2"], {"name": "a" * 256}, "name has 256 characters, but a folder's name can have"),
         (["2"], {"backend": "pytorch"}, 'backend="pytorch": unknown value'),
         (["2"], {"instances": 0}, "instances=0: must be at least 1"),
         (["input"], {"delay_us": 5}, "delay_us=5: Triton does not batch"),
