@@ -1,4 +1,4 @@
-"""Registers the report's section on services with the core."""
+"""Registers the report's section on services."""
 
 from __future__ import annotations
 
