@@ -80,7 +80,7 @@ except SystemExit as end:
         ),
         pytest.param(
             "bench WEIGHTS -o out --latency-bound 5ms",
-            "--latency-bound: no scenario is run",
+            "--latency-bound: this option needs --scenario",
             marks=pytest.mark.plugins,
         ),
         ("export WEIGHTS -o out --k 0.0", "--k 0.0: a share must be above 0"),

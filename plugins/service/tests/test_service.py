@@ -379,7 +379,7 @@ def test_the_section_has_the_cost_and_the_latency_over_the_rate(results: Results
     assert "## In service" in markdown
     assert "3.33 |" in markdown  # 1.2 an hour, a million at 100 a second
     assert (
-        "### Latency over the offered rate, digits: ONNX Runtime, grouped, INT8, k = 4" in markdown
+        "Latency against the offered rate, digits: ONNX Runtime, grouped, INT8, k = 4" in markdown
     )
     assert "service" in [section.name for section in all_sections()]
     points = service_points(report)
