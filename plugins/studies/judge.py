@@ -88,7 +88,7 @@ def judge_of(data: LabelledData, scores: Array) -> Judge:
     spread = labels.var(axis=0)
     if not (spread > 0).any():
         raise FeedError(
-            f"{where}: all inputs have the same targets, so R² is not defined",
+            f"{where}: the targets of every input are the same, so R² is not defined",
             hint="give inputs whose targets differ",
         )
     return Judge("targets", labels, outputs, spread)

@@ -30,9 +30,9 @@ from ...exporter.session import Session
 from ...exporter.write import write_graphs
 from ...graphs.targets import TARGETS, Target
 from ..service.findings import ServiceFindings
-from ..service.measure import MOST_IN_LIBRARY, ServiceMeasurement
+from ..service.measure import MAX_LIBRARY, ServiceMeasurement
 from ..service.request import ServiceOptions
-from ..service.settings import BOUNDS, settings_of
+from ..service.settings import MIN_BOUNDS, settings_of
 from .accuracy.holdout import batch_size, in_batches, rows_of
 from .budget import INPUTS, OPEN, QUICK, RUN, TRIAL, WAYS, protocol_for, spin_for
 from .prepare import SearchJob
@@ -253,7 +253,7 @@ class Graphs:
             ServiceOptions(
                 scenario=request.scenario or "",
                 latency_bound=f"{bound_ms}ms",
-                duration=max(LEAST_SERVED_S, 2 * BOUNDS * bound_ms / 1e3),
+                duration=max(LEAST_SERVED_S, 2 * MIN_BOUNDS * bound_ms / 1e3),
             )
         )
         settings = settings_of(reference)
@@ -269,7 +269,7 @@ class Graphs:
                 engines=(),
                 only_batch=job.whole_batch,
             )
-            data = self.data.head(MOST_IN_LIBRARY)
+            data = self.data.head(MAX_LIBRARY)
             service = ServiceMeasurement(reference, settings, data.batch(0, len(data)))
             service.serve(candidate, {}, self.journal)
         rates = {row.lowering: row.rate or 0.0 for row in service.services}

@@ -84,7 +84,7 @@ def _notes(usage: Usage) -> Iterator[str]:
             plural = len(unused) > 1
             yield (
                 f"expert{'s' if plural else ''} {_listed(unused)} of {_name(usage, layer)} "
-                f"{'were' if plural else 'was'} never chosen for {layer.of:,} {layer.chosen_by}"
+                f"{'are' if plural else 'is'} chosen for none of the {layer.of:,} {layer.chosen_by}"
             )
     if any(layer.balance_loss is not None for layer in usage.layers):
         yield (
