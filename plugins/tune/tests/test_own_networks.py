@@ -329,7 +329,7 @@ def own(layer: str, data: LabelledData) -> Model:
         ("Sparse", LayerRecipe(k=1, precision="int8", lowering="grouped")),
     ],
 )
-def test_the_ranges_of_a_network_serve_what_has_fewer_experts_or_computes_fewer(
+def test_the_ranges_of_a_network_serve_what_is_reduced_or_computes_fewer(
     layer: str, change: LayerRecipe, data: LabelledData
 ) -> None:
     model = own(layer, data)
