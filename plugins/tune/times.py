@@ -169,7 +169,7 @@ class LayerTimes:
         return time
 
     def predicted_ms(self, point: Point) -> float:
-        """Returns a point's predicted time: of the layers and, if known, the network around them."""
+        """Returns the predicted time of the layers and, if known, the network around them."""
         around = self.around_ms.get(point.around, self.around_ms.get("fp32", 0.0))
         return around + self.layers_ms(point)
 

@@ -113,7 +113,7 @@ class Substitutes:
         return True
 
     def shared(self, point: Point, other: Point) -> bool:
-        """Returns whether two points share trained arrays: those that differ in precision only do."""
+        """Returns whether two points share trained arrays, since only their precisions differ."""
         return self._path(point) == self._path(other)
 
     def digest(self, point: Point) -> str:
