@@ -35,7 +35,7 @@ AMPLE_S = 3600.0
 @pytest.fixture(autouse=True)
 def as_long_as_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other tests train more briefly (`conftest.py`)."""
-    monkeypatch.setattr(distill, "STEPS", 1200)
+    monkeypatch.setattr(distill, "MAX_STEPS", 1200)
 
 
 @pytest.fixture(scope="module")
