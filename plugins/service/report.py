@@ -178,16 +178,11 @@ def _cells(
     same_model = [other for other in others if other.model == service.model]
     percentiles = (service.p50_ms, service.p99_ms)
     if service.scenario == "offline":
-        percentiles = (
-            None,
-            None,
-        )  # meaningless: all samples arrive at once
+        percentiles = (None, None)  # meaningless: all samples arrive at once
+    references = (_all_experts(service, same_model), _pytorch(same_model))
     ratios = [
         "–" if ratio is None or results.disturbance else f"{ratio:.2f}×"
-        for ratio in (
-            _ratio(service, other)
-            for other in (_all_experts(service, same_model), _pytorch(same_model))
-        )
+        for ratio in (_ratio(service, other) for other in references)
     ]
     cost = service.cost_of_a_million(findings.price_per_hour)
     threads = f" × {service.threads} threads" if service.threads else ""
@@ -216,9 +211,8 @@ def service_notes(findings: ServiceFindings) -> tuple[str, ...]:
         "MLPerf's LoadGen issued the queries and judged the runs; its logs are in the folder "
         f"service next to the results. A run took at least {findings.duration_s:g} s and drew from "
         f"{findings.library:,} inputs. {found}The queue {delay} to fill a batch; the instances and "
-        "threads are those with the highest rate from a full queue. LoadGen, the queue and the "
-        "engine shared the machine, so the queue limits the rate of requests that take less than a "
-        "millisecond.",
+        "threads are those with the highest rate from a full queue. LoadGen, queue and engine "
+        "shared the machine, so the queue limits the rate of requests below a millisecond.",
     )
 
 

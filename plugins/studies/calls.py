@@ -51,11 +51,7 @@ def specialise(
         from .examples.search import examples_of
 
         examples = examples_of(
-            loaded,
-            data,
-            layer=request.layer,
-            count=request.examples,
-            progress=request.progress,
+            loaded, data, layer=request.layer, count=request.examples, progress=request.progress
         )
     if only_counts(loaded, data):
         if examples is not None:  # `layer` names the layer of the examples

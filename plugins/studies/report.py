@@ -20,7 +20,7 @@ TableRows = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class PaperNumbers:
+class Paper:
     """A paper's shares of the accuracy kept, by n/k and n, and accuracies at k = n/4, by n."""
 
     retention: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
@@ -28,10 +28,10 @@ class PaperNumbers:
     random_subset: Mapping[int, float] = field(default_factory=dict)
 
 
-NO_NUMBERS = PaperNumbers()
+NO_PAPER = Paper()
 
 
-def text(studies: Sequence[ExpertStudy], paper: PaperNumbers = NO_NUMBERS) -> str:
+def text(studies: Sequence[ExpertStudy], paper: Paper = NO_PAPER) -> str:
     """Returns each table with rows under its title, with the paper's numbers in brackets."""
     return "\n\n".join(
         f"{title}\n{table(header, rows)}"
@@ -40,9 +40,7 @@ def text(studies: Sequence[ExpertStudy], paper: PaperNumbers = NO_NUMBERS) -> st
     )
 
 
-def titled_tables(
-    studies: Sequence[ExpertStudy], paper: PaperNumbers = NO_NUMBERS
-) -> dict[str, TableRows]:
+def titled_tables(studies: Sequence[ExpertStudy], paper: Paper = NO_PAPER) -> dict[str, TableRows]:
     return {
         "Accuracy kept by Algorithm 1": retention_rows(studies, paper),
         "Algorithm 1 and random experts": random_rows(studies),
@@ -51,7 +49,7 @@ def titled_tables(
     }
 
 
-def retention_rows(studies: Sequence[ExpertStudy], paper: PaperNumbers) -> TableRows:
+def retention_rows(studies: Sequence[ExpertStudy], paper: Paper) -> TableRows:
     """Returns the shares of the accuracy kept at n/2, n/4 and n/8."""
     rows: list[tuple[str, ...]] = []
     for study in (study for study in studies if study.retention):
@@ -78,7 +76,7 @@ def random_rows(studies: Sequence[ExpertStudy]) -> TableRows:
     return header, rows
 
 
-def subset_rows(studies: Sequence[ExpertStudy], paper: PaperNumbers) -> TableRows:
+def subset_rows(studies: Sequence[ExpertStudy], paper: Paper) -> TableRows:
     """Returns the results of exhaustive searches, with dashes for searches above the limit."""
     header = ("model", "k", "sets", "best per input", "Algorithm 1", "best for all", "average")
     rows: list[tuple[str, ...]] = []
@@ -125,7 +123,7 @@ def sets(number: int) -> str:
 
 
 def figures(
-    studies: Sequence[ExpertStudy], directory: Path, paper: PaperNumbers = NO_NUMBERS
+    studies: Sequence[ExpertStudy], directory: Path, paper: Paper = NO_PAPER
 ) -> tuple[Path, ...]:
     """Writes a chart for each analysis that was made; returns the charts' paths.
 
@@ -133,10 +131,7 @@ def figures(
     """
     tried = any(subset.best is not None for study in studies for subset in study.subsets)
     charts: dict[str, tuple[bool, Callable[[Sequence[ExpertStudy], Path], None]]] = {
-        "retention": (
-            any(study.retention for study in studies),
-            partial(_retention, paper=paper),
-        ),
+        "retention": (any(study.retention for study in studies), partial(_retention, paper=paper)),
         "random": (any(study.random for study in studies), _random),
         "subsets": (tried, _subsets),
         "shares": (any(study.shares for study in studies), _shares),
@@ -149,7 +144,7 @@ def figures(
     return tuple(written)
 
 
-def _retention(studies: Sequence[ExpertStudy], path: Path, paper: PaperNumbers) -> None:
+def _retention(studies: Sequence[ExpertStudy], path: Path, paper: Paper) -> None:
     """Draws retention over the share of experts for each model, and over n for each share."""
     left, right = [], []
     for study, ink in zip(studies, _shades(len(studies)), strict=True):

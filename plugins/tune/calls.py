@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 
 @takes(TuneRequest)
-def tune(
-    model: AnyModel,
-    data: AnyData,
-    destination: AnyPath,
-    request: TuneRequest,
-) -> Tuned:
+def tune(model: AnyModel, data: AnyData, destination: AnyPath, request: TuneRequest) -> Tuned:
     """Finds the fastest bundle that keeps an accuracy, confirms it on unseen data and writes it.
 
     The search varies k of each layer, a fixed subset of its experts, the precision of each layer

@@ -102,7 +102,7 @@ class TuneRequest(AxisSizes, Request):
         unset="the fastest for the untouched model",
     )
     pixels: str | None = option(
-        None, "Pixel scale of images: unit, symmetric or imagenet.", unset="none; images need it"
+        None, "The pixel scale of images: unit, symmetric, imagenet.", unset="none; images need it"
     )
     report: AnyPath | None = option(
         None,
@@ -111,7 +111,7 @@ class TuneRequest(AxisSizes, Request):
         is_path=True,
     )
     command: str = option(
-        "", "The command to record in the results.", unset="nothing", in_shell=False
+        "", "The command to record as the origin of the results.", unset="nothing", in_shell=False
     )
     force: bool = option(False, "Replace an existing bundle.")
 

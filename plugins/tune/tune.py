@@ -20,12 +20,7 @@ from ...common.files import sha256
 from ...common.latency import Latency
 from ...common.threads import Threads
 from ...common.timing import Protocol
-from ...common.writing import (
-    check_folder,
-    exclusive_place,
-    make_folder,
-    output_errors,
-)
+from ...common.writing import check_folder, exclusive_place, make_folder, output_errors
 from ...data.user_code import names_code
 from ...errors import MoexportError, ParityError
 from ...exporter.bundle.bundle import Bundle
