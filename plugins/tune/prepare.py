@@ -154,7 +154,7 @@ class SearchJob:
         confirming = self.holdout.confirming_count or searching
         # A resumed search may not have run a graph; the untouched model takes about as long.
         run_s = longest.get(RUN, one_s * searching) / searching
-        open_s, ways_s = longest.get(OPEN, 0.0), longest.get(LOWERINGS, 0.0)
+        open_s, lowerings_s = longest.get(OPEN, 0.0), longest.get(LOWERINGS, 0.0)
         careful = protocol_for(base.ms, careful=True)
         calls = careful.warmup + careful.rounds * (1 + careful.inputs)
         timed_s = max(careful.rounds * (careful.round_s + base_s), calls * base_s)
@@ -165,9 +165,9 @@ class SearchJob:
             # one trace with k = 1 to find where k is in the graph, and one with the chosen k
             once_s += 2 * longest[TRACE]
         return FinishTimes(
-            timing_s=open_s + timed_s + ways_s,
+            timing_s=open_s + timed_s + lowerings_s,
             confirming_s=open_s + confirming * run_s,
-            once_s=once_s - ways_s,  # the model as trained is already known
+            once_s=once_s - lowerings_s,  # the model as trained is already known
         )
 
 

@@ -50,10 +50,7 @@ def text(found: Examples) -> str:
     """Returns a table of the experts that have examples: inputs, tokens and weights."""
     experts = [expert for expert in found.experts if expert.examples]
     rows = [
-        (
-            found.name(expert),
-            ", ".join(_one_line(top, found) for top in expert.examples[:MAX_EXAMPLES]),
-        )
+        (found.name(expert), ", ".join(_line(top, found) for top in expert.examples[:MAX_EXAMPLES]))
         for expert in experts[:MAX_EXPERTS]
     ]
     lines = [
@@ -67,7 +64,7 @@ def text(found: Examples) -> str:
     return "\n".join(lines)
 
 
-def _one_line(example: TopInput, found: Examples) -> str:
+def _line(example: TopInput, found: Examples) -> str:
     if example.token is None:
         return f"#{example.input} ({example.weight:.3g})"
     _, word, _ = _words(example, found.shown)
