@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ...common.timing import Protocol
 
-TRIAL, RUN, OPEN, LOWERINGS = "trial", "run", "open", "ways"
+TRIAL, RUN, OPEN, LOWERINGS = "trial", "run", "open", "lowerings"
 """Steps of a search: trying a whole graph; running it on the search's half; writing and opening it;
 timing it with other lowerings."""
 
