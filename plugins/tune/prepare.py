@@ -214,8 +214,8 @@ def prepare(
     progress.step("tracing")
     with clock.step(TRACE):
         base, traced = with_trace(base, progress)
-    wanted = {target: precisions_on(target, request) for target in request.targets}
-    ranged = any(name in RANGED for names in wanted.values() for name in names)
+    to_try = {target: precisions_on(target, request) for target in request.targets}
+    ranged = any(name in RANGED for names in to_try.values() for name in names)
     if ranged and all(spec.default is None for spec in model.inputs):
         path = folder / CALIBRATION_FILE
         samples = _samples(clock, one_s)
@@ -226,9 +226,9 @@ def prepare(
         if samples or (journal.resumed and path.is_file()):
             base = replace(base, table=CalibrationTable.read(path))
         else:
-            wanted = {
+            to_try = {
                 target: [name for name in names if name not in RANGED]
-                for target, names in wanted.items()
+                for target, names in to_try.items()
             }
     return SearchJob(
         model=model,
@@ -238,7 +238,7 @@ def prepare(
         metric=metric,
         base=base,
         traced=traced,
-        spaces={target: space_of(base, traced, target, names) for target, names in wanted.items()},
+        spaces={target: space_of(base, traced, target, names) for target, names in to_try.items()},
         journal=journal,
         folder=folder,
         clock=clock,

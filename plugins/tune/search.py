@@ -240,7 +240,7 @@ class Search:
         """
         if self.confirmed:
             return
-        done: list[Trial] = []
+        exhausted: list[Trial] = []
         clock, shared = self.job.clock, self.graphs.substitutes.shared
         for _ in range(MAX_TRAININGS):
             best = self.best()
@@ -251,14 +251,14 @@ class Search:
                 and self.job.within(trial)
                 and trial.quality.high >= (self.keep or 0.0)
                 and (best is None or trial is best or trial.ms < best.ms)
-                and not any(shared(trial.point, other.point) for other in done)
+                and not any(shared(trial.point, other.point) for other in exhausted)
             ]
             if not promising or clock.over(step=TRIAL):
                 return
             trial = min(promising, key=lambda trial: trial.ms)
             self.progress.step(f"training further: {trial.ms:.3g} ms")
             if not self.graphs.train_further(trial, clock.training_s(RUN, LAST_SHARE)):
-                done.append(trial)
+                exhausted.append(trial)
 
     def _refine(self) -> None:
         """Bisects between the size of each of the best point's layers and the next smaller size."""

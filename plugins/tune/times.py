@@ -228,8 +228,8 @@ def isotonic(values: Sequence[float]) -> list[float]:
     for value in values:
         mean, count = value, 1
         while pools and pools[-1][0] >= mean:
-            left_mean, left = pools.pop()
-            mean, count = (mean * count + left_mean * left) / (count + left), count + left
+            other, size = pools.pop()
+            mean, count = (mean * count + other * size) / (count + size), count + size
         pools.append((mean, count))
     means = [mean for mean, count in pools for _ in range(count)]
     return [mean * (1 + MIN_STEP * index) for index, mean in enumerate(means)]

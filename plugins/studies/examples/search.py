@@ -241,9 +241,9 @@ def _not_input_tokens(layer: str) -> UsageError:
 def _dense_gates(layer: MoELayer, index: torch.Tensor, weights: torch.Tensor) -> Array:
     """Returns the gates [t, n] of all experts: 0 if not chosen, or if the token was dropped."""
     n = layer.spec.experts
-    kept = index < n
+    chosen = index < n
     gates = torch.zeros(len(index), n)
-    gates.scatter_add_(1, index.where(kept, 0), weights.float().where(kept, 0.0))
+    gates.scatter_add_(1, index.where(chosen, 0), weights.float().where(chosen, 0.0))
     return gates.numpy()
 
 

@@ -148,28 +148,28 @@ class _LevelSums:
         """Adds choices by group, `members` [s, g] or [s, m, g], of the tokens `counted` [s, m]."""
         rows = len(members)
         units = len(choices.chosen) // rows
-        kept = np.ones(len(choices.chosen), bool)
+        selected = np.ones(len(choices.chosen), bool)
         if counted is not None and counted.shape == (rows, units):
-            kept = counted.reshape(-1)
+            selected = counted.reshape(-1)
         if members.ndim == 3 and members.shape[1] == units:
             member = members.reshape(-1, members.shape[-1])
         else:
             member = np.repeat(members.reshape(rows, -1), units, axis=0)
-        member = member[kept].astype(np.float64)
-        chosen, gates = choices.chosen[kept], choices.gates[kept]
-        self.of += int(kept.sum())
+        member = member[selected].astype(np.float64)
+        chosen, gates = choices.chosen[selected], choices.gates[selected]
+        self.of += int(selected.sum())
         self.chosen += chosen.sum(axis=0)
         self.gates += gates.sum(axis=0)
         self.of_groups += member.sum(axis=0)
         self.chosen_of += member.T @ chosen
         self.gates_of += member.T @ gates
-        dropped = choices.dropped[kept]
+        dropped = choices.dropped[selected]
         self.dropped += dropped.sum(axis=0)
         self.uncomputed += int((dropped.sum(axis=1) >= chosen.sum(axis=1)).sum())
         if choices.probabilities is None:
             self.probabilities = None
         elif self.probabilities is not None:
-            self.probabilities += choices.probabilities[kept].sum(axis=0)
+            self.probabilities += choices.probabilities[selected].sum(axis=0)
 
     def usage(self, groups: Members) -> LayerUsage:
         """Returns the usage from the sums, without groups that have no members."""
@@ -239,7 +239,7 @@ def usage_of(
     `k` is as in an export, by default that of training. Counts are by class, attribute or, if
     given, subgroup. Raises `UsageError` for an invalid k, `FeedError` for too few inputs.
     """
-    model, kept = _with_k(model, k)
+    model, ks = _with_k(model, k)
     tokens = data.inputs.shape[1] if model.host.of_tokens and data.inputs.ndim > 1 else None
     groups = Members.of(data.labels, subgroups, tokens)
     sums: dict[tuple[str, int], _LevelSums] = {}
@@ -255,7 +255,7 @@ def usage_of(
     progress.step(f"counting the experts that {model.source.path} uses", total=count)
     with (
         torch.inference_mode(),
-        algorithm_1(model.module, kept),
+        algorithm_1(model.module, ks),
         _recorded_choices(model.module) as recorded,
     ):
         for rows in data.batches(size, count):
@@ -274,7 +274,7 @@ def usage_of(
                         sums[name, level] = _LevelSums(
                             layer,
                             level,
-                            kept[name],
+                            ks[name],
                             members.shape[-1],
                             per_input=not layer.spec.routes_tokens and units == 1,
                             by_experts=choices.by_experts,
@@ -292,8 +292,8 @@ def _with_k(model: Model, k: K | None) -> tuple[Model, dict[str, int]]:
     if k is None:
         return model, {name: layer.spec.trained_k for name, layer in model.layers.items()}
     job = export_job(model, ExportOptions(k=k, verify=False))
-    kept = {name: value for name, value in job.k.items() if value is not None}
-    return job.model, kept
+    ks = {name: value for name, value in job.k.items() if value is not None}
+    return job.model, ks
 
 
 @contextmanager

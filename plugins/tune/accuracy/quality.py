@@ -175,16 +175,16 @@ class Metric:
 
     def _quality_per_output(self, tally: Tally) -> Quality:
         """Returns the kept share of the attributes' mean accuracy, or of R²."""
-        own = tally.answers.answers(tally.base_answers)
+        answers = tally.answers.answers(tally.base_answers)
         base = tally.base_answers.answers(tally.base_answers)
-        if own.accuracy is None and self.name == "accuracy":
+        if answers.accuracy is None and self.name == "accuracy":
             raise FeedError(
                 "--data: some labels are 0 or 1, like attributes, but others are not",
                 hint="save attributes as 0 and 1; use --metric r2 for other numbers",
             )
-        score, untouched = _score(own), _score(base)
+        score, untouched = _score(answers), _score(base)
         self._check_base(untouched, tally.inputs)
-        judged = own.accuracy or own.regression
+        judged = answers.accuracy or answers.regression
         interval = None if judged is None else judged.retention_interval
         assert interval is not None  # the untouched model has a score
         return Quality(
@@ -195,7 +195,7 @@ class Metric:
             inputs=tally.inputs,
             score=score,
             untouched=untouched,
-            answers=own,
+            answers=answers,
             untouched_answers=base,
         )
 
@@ -213,13 +213,13 @@ class Metric:
     def _scores(self, y: Array, base: Array, labels: Labels | None) -> Array:
         if self.function is not None:
             return _scores_by(self.title, self.function, y, labels)
-        wanted = base.argmax(axis=-1) if self.name == "agreement" else labels
-        assert wanted is not None, "accuracy has labels (`metric_for`)"
-        correct = (y.argmax(axis=-1) == wanted) & np.isfinite(y).all(axis=-1)
+        classes = base.argmax(axis=-1) if self.name == "agreement" else labels
+        assert classes is not None, "accuracy has labels (`metric_for`)"
+        correct = (y.argmax(axis=-1) == classes) & np.isfinite(y).all(axis=-1)
         scores: Array = correct.astype(np.float64)
         if scores.ndim == 1:
             return scores
-        counted = (wanted != IGNORED).reshape(len(scores), -1)
+        counted = (classes != IGNORED).reshape(len(scores), -1)
         shares: Array = scores.reshape(counted.shape).sum(axis=1) / counted.sum(axis=1).clip(min=1)
         return shares
 

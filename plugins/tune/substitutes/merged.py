@@ -38,7 +38,7 @@ def merged_matrices(layer: MuMoE, tokens: Iterable[Tensor]) -> tuple[np.ndarray,
         for index, spec in enumerate(specs)
         if spec.dim <= MAX_DIM
     }
-    rows, wanted = 0, ROWS * (1 + max((specs[index].dim for index in sums), default=0))
+    rows, enough = 0, ROWS * (1 + max((specs[index].dim for index in sums), default=0))
     for x in tokens:
         coefficients, products = layer.products(x)
         added = (a.flatten(0, 1).double().sum(dim=0) for a in coefficients)
@@ -49,7 +49,7 @@ def merged_matrices(layer: MuMoE, tokens: Iterable[Tensor]) -> tuple[np.ndarray,
             square.add_(z.T @ z)
             product.add_(z.T @ y)
         rows += x.shape[0] * x.shape[1]
-        if rows >= wanted:
+        if rows >= enough:
             break
     matrices = []
     for index, spec in enumerate(specs):
