@@ -39,7 +39,7 @@ from moexport.plugins.demo import digits, experts
 from moexport.plugins.demo.mumoe import EXPERTS, fit, trainable_mixer
 from moexport.plugins.demo.mumoe import save as save_mumoe
 from moexport.plugins.text.language import token_windows
-from moexport.plugins.tune.accuracy.confirm import SearchResult, contract, front_of
+from moexport.plugins.tune.accuracy.confirm import SearchResult, confirm_front, front_of
 from moexport.plugins.tune.accuracy.quality import Quality, Tally
 from moexport.plugins.tune.budget import Clock, spin_for
 from moexport.plugins.tune.prepare import SearchJob, prepare
@@ -325,7 +325,7 @@ def row_of(
     began = time.monotonic()
     job = prepare(*(network.model, network.data, request, place / "work", progress, Clock(tune_s)))
     found = search(job, progress)
-    passing = contract(job, found, progress).within_bounds
+    passing = confirm_front(job, found, progress).within_bounds
     chosen, tuned = export_best(job, passing, found, place / "tuned", place / "recipe", progress)
     seconds = time.monotonic() - began
     uniform = _uniform(network, job, found, place, progress)
@@ -431,7 +431,7 @@ def _qualities(
     no_spinning = SessionOptions(spin_ms=0)
     sessions = {name: bundle.session(options=no_spinning) for name, bundle in bundles.items()}
     base = untouched(job.model)
-    for x, labels in graphs.whole(job.holdout.confirming()):
+    for x, labels in graphs.graph_batches(job.holdout.confirming()):
         outputs = base.infer(x)
         for name, session in sessions.items():
             tallies[name] += metric.tally(session(x), outputs, x, labels)

@@ -113,7 +113,7 @@ def searches_are_brief() -> Iterator[None]:
     from moexport.plugins.tune.substitutes import distill
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distill, "STEPS", 200)
+        patch.setattr(distill, "MAX_STEPS", 200)
         patch.setattr(budget, "MORE_QUICK", budget.QUICK.rounds)
         patch.setattr(budget, "MORE_CAREFUL", budget.QUICK.rounds)
         yield

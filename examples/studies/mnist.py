@@ -24,7 +24,7 @@ from moexport.exporter.checkpoints.load import load
 from moexport.plugins.demo import digits
 from moexport.plugins.studies.experts import study
 from moexport.plugins.studies.findings import ExpertStudy, analyses_of
-from moexport.plugins.studies.report import FRACTIONS, Printed, text
+from moexport.plugins.studies.report import FRACTIONS, Paper, text
 from moexport.plugins.studies.request import Analyses
 
 RETENTION = {
@@ -34,7 +34,7 @@ RETENTION = {
 }
 """Algorithm 1's share of the accuracy on MNIST by n/k, for n = n/k and its doubles up to 256."""
 
-PRINTED = Printed(
+PRINTED = Paper(
     retention={
         fraction: {fraction * 2**index: share for index, share in enumerate(shares)}
         for fraction, shares in RETENTION.items()

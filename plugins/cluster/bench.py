@@ -3,7 +3,7 @@
 Accuracy, routing and parity are measured in shards of the data, one task per shard. The sums of the
 batches are added in the order of the data, so the result is bit-identical to that of one machine.
 Then each batch size of each model is timed on one node: all ks, precisions and engines take turns
-with the untouched model, so that no ratio compares times of two machines. Ray places the tasks, and
+with the untouched model, so that no ratio compares times of two machines. Ray places the tasks and
 runs those of a lost node again.
 """
 
@@ -47,12 +47,12 @@ from .paths import paths_in
 from .ray import Cluster, NodeKind, Task, connected, kinds_of
 
 BatchStates = dict[str, dict[int, EvaluationState]]
-"""The sums of each batch, by its number, for each candidate, by its name."""
+"""For each candidate, by name: the sums of each batch, by number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
-    """A model with its bundles, and the options of the benchmark."""
+class ModelGroup:
+    """A model and its bundles, with the options of the benchmark."""
 
     models: tuple[str, ...]
     request: BenchRequest
@@ -69,24 +69,24 @@ def sweep_on_ray(
     """Returns the results of each kind of node; calls `keep` when a kind is complete.
 
     If the request has a folder `out`, the results of finished tasks stay there until the whole run
-    is complete, and a repeated run skips these tasks. Raises `UsageError` for a request that other
+    is complete; a repeated run skips these tasks. Raises `UsageError` for a request that other
     machines cannot run, and `ClusterError` if the cluster cannot be reached, lacks a requested
-    resource, or repeatedly loses the nodes of a task; kinds passed to `keep` by then are complete.
+    resource, or repeatedly loses the nodes of a task; `keep` was called for complete kinds.
     """
     watcher = request.progress or Silent()
     out = request.folder
     request = replace(request, progress=None, out=None, before=None)
-    cells = [Cells(group, request) for group in _by_model(models)]
-    _check(cells)
+    groups = [ModelGroup(names, request) for names in _by_model(models)]
+    _check(groups)
     measured = {}
     with exclusive_folder(out), connected(address, watcher) as cluster:
         kinds = kinds_of(cluster.ray.nodes(), on)
-        watcher.step(_described(kinds, cells))
-        journal = Journal(None if out is None else out / FILE, _identity(cells))
+        watcher.step(_described(kinds, groups))
+        journal = Journal(None if out is None else out / FILE, _identity(groups))
         if journal.summary:
             watcher.step(journal.summary)
         for kind in kinds:
-            results = _Sweep(cluster, kind, cells, journal).results()
+            results = _Sweep(cluster, kind, groups, journal).results()
             if results is not None:
                 measured[kind.name] = results
                 keep(kind.name, results)
@@ -123,7 +123,7 @@ def merged(parts: Sequence[tuple[str, Results]], command: str) -> Results:
 
 
 def _by_model(models: Sequence[str]) -> list[tuple[str, ...]]:
-    """Each model with the bundles that follow it."""
+    """Groups each model with the bundles that follow it."""
     groups: list[list[str]] = []
     for model in models:
         after_model = groups and not is_bundle(groups[-1][0])
@@ -134,14 +134,14 @@ def _by_model(models: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups]
 
 
-def _identity(cells: Sequence[Cells]) -> dict[str, Any]:
-    """The inputs that the numbers depend on; tasks finished with other inputs are not used."""
-    request = cells[0].request
+def _identity(groups: Sequence[ModelGroup]) -> dict[str, Any]:
+    """Returns what the results depend on; a journal with another identity is not used."""
+    request = groups[0].request
     data = request.data if isinstance(request.data, str | Path) else None
     files = () if data is None else shards_of(data) or (data,)
     return {
         "run": "on Ray",
-        "models": [(model, state_of(model)) for cell in cells for model in cell.models],
+        "models": [(model, state_of(model)) for group in groups for model in group.models],
         "data": [(str(file), state_of(file)) for file in files],
         "settings": request.measured,
         "loading": [(str(v), state_of(v)) for v in paths_in(request)],
@@ -149,8 +149,8 @@ def _identity(cells: Sequence[Cells]) -> dict[str, Any]:
     }
 
 
-def _check(cells: Sequence[Cells]) -> None:
-    request = cells[0].request
+def _check(groups: Sequence[ModelGroup]) -> None:
+    request = groups[0].request
     check_studies(request)
     for study in requested_studies(request):
         if not study.on_nodes:
@@ -159,8 +159,8 @@ def _check(cells: Sequence[Cells]) -> None:
                 hint="omit --ray, or the options that request the study",
             )
     if request.data is not None and not isinstance(request.data, str | Path):
-        raise UsageError("data in memory: nodes read data by a path, URL or package.module:name")
-    listed = [model for cell in cells for model in cell.models]
+        raise UsageError("data in memory: nodes read data from a path, URL or package.module:name")
+    listed = [model for group in groups for model in group.models]
     names = [model if names_code(model) else Path(model).stem for model in listed]
     for name in names:
         if names.count(name) > 1:
@@ -170,92 +170,91 @@ def _check(cells: Sequence[Cells]) -> None:
             )
 
 
-def _described(kinds: Sequence[NodeKind], cells: Sequence[Cells]) -> str:
+def _described(kinds: Sequence[NodeKind], groups: Sequence[ModelGroup]) -> str:
     def counted(number: int, what: str) -> str:
         return f"{number} {what}{'' if number == 1 else 's'}"
 
     nodes = ", ".join(f"{counted(kind.nodes, 'node')} with {kind.name}" for kind in kinds)
-    sizes = counted(len(cells[0].request.batches), "batch size")
-    return f"{counted(len(cells), 'model')} at {sizes} on {nodes}"
+    sizes = counted(len(groups[0].request.batches), "batch size")
+    return f"{counted(len(groups), 'model')} at {sizes} on {nodes}"
 
 
 @dataclass
 class _Sweep:
-    """The tasks of one kind of node; tasks that an earlier run finished are not repeated."""
+    """Runs the tasks for one kind of node, except those that an earlier run finished."""
 
     cluster: Cluster
     kind: NodeKind
-    cells: Sequence[Cells]
+    groups: Sequence[ModelGroup]
     journal: Journal
     pieces: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
     def results(self) -> Results | None:
-        """Returns all results as one, or None if nothing could be timed."""
+        """Returns the merged results, or None if nothing could be timed."""
         for name in ("accuracy", "analyses", "timed"):
             for piece in self.journal.pieces(name, on=self.kind.name):
                 self.pieces[name, piece["model"], piece["part"]] = piece
         known = self._evaluated()
         analyses = self._analyses()
-        timing = [
-            (cell, b) for cell in self.cells for b in cell.request.batches if cell.models in known
-        ]
+        evaluated = [group for group in self.groups if group.models in known]
+        timing = [(group, batch) for group in evaluated for batch in group.request.batches]
         timed = self._done(
             "timed",
             {
-                (cell.models[0], batch): Task(
-                    f"{cell.models[0]}, batch {batch}",
-                    time_cells,
-                    (cell, batch, known[cell.models]),
+                (group.models[0], batch): Task(
+                    f"{group.models[0]}, batch {batch}",
+                    time_group,
+                    (group, batch, known[group.models]),
                 )
-                for cell, batch in timing
+                for group, batch in timing
             },
         )
-        keys = ((cell.models[0], batch) for cell, batch in timing)
+        keys = ((group.models[0], batch) for group, batch in timing)
         parts = [msgspec.convert(timed[key], tuple[str, Results]) for key in keys if key in timed]
         if not parts:
             return None
-        return replace(merged(parts, self.cells[0].request.command), analyses=analyses)
+        return replace(merged(parts, self.groups[0].request.command), analyses=analyses)
 
     def _evaluated(self) -> dict[tuple[str, ...], dict[str, EvaluationState]]:
-        """Returns the qualities of the candidates of each model whose shards are complete."""
+        """Returns the sums of the candidates of each model whose shards are all complete."""
         # The number of shards is that of the interrupted run, even if the number of nodes changed.
-        # A new run has one shard per node, since each node loads and exports its model.
+        # A new run has one shard per node, since each shard loads and exports its model.
         finished = [str(part) for name, _, part in self.pieces if name == "accuracy"]
-        nodes_per_model = math.ceil(self.kind.nodes / len(self.cells))
+        nodes_per_model = math.ceil(self.kind.nodes / len(self.groups))
         shards = int(finished[0].partition("/")[2]) if finished else nodes_per_model
         names = [f"{index + 1}/{shards}" for index in range(shards)]
         sums = self._done(
             "accuracy",
             {
-                (cell.models[0], name): Task(
-                    f"{cell.models[0]}, accuracy, shard {name}",
-                    evaluate_cells,
-                    (cell, (index, shards)),
+                (group.models[0], name): Task(
+                    f"{group.models[0]}, accuracy, shard {name}",
+                    evaluate_group,
+                    (group, (index, shards)),
                 )
-                for cell in self.cells
+                for group in self.groups
                 for index, name in enumerate(names)
             },
         )
         known = {}
-        for cell in self.cells:
-            keys = [(cell.models[0], name) for name in names]
+        for group in self.groups:
+            keys = [(group.models[0], name) for name in names]
             if all(key in sums for key in keys):
                 parts = [msgspec.convert(sums[key], BatchStates, strict=False) for key in keys]
-                known[cell.models] = _joined(parts)
+                known[group.models] = _joined(parts)
         return known
 
     def _analyses(self) -> dict[str, Any]:
-        """Returns the studies of experts and subgroups, in the order of the models."""
-        request = self.cells[0].request
+        """Returns the results of the requested studies, in the order of the models."""
+        request = self.groups[0].request
         if not requested_studies(request):
             return {}
         tasks = {
-            (cell.models[0], None): Task(f"{cell.models[0]}, analyses", analyse_cells, (cell,))
-            for cell in self.cells
+            (group.models[0], None): Task(f"{group.models[0]}, analyses", analyse_group, (group,))
+            for group in self.groups
         }
         analyses, joined = self._done("analyses", tasks), dict[str, Any]()
-        for cell in self.cells:
-            for name, listed in analyses.get((cell.models[0], None), {}).items():
+        for group in self.groups:
+            for name, listed in analyses.get((group.models[0], None), {}).items():
                 joined[name] = [*joined.get(name, ()), *listed]
         return joined
 
@@ -264,13 +263,13 @@ class _Sweep:
         name: str,
         tasks: Mapping[tuple[str, Any], Task],
     ) -> dict[tuple[str, Any], Any]:
-        """Returns the results of all but lost tasks as plain data, by model and part."""
+        """Runs unfinished tasks; returns the results of all but lost tasks, by model and part."""
         done = {
             key: self.pieces[name, *key]["found"] for key in tasks if (name, *key) in self.pieces
         }
-        left = [key for key in tasks if key not in done]
-        for number, result in self.cluster.finished(self.kind, [tasks[key] for key in left]):
-            model, part = left[number]
+        remaining = [key for key in tasks if key not in done]
+        for number, result in self.cluster.finished(self.kind, [tasks[key] for key in remaining]):
+            model, part = remaining[number]
             done[model, part] = result
             self.journal.add(name, on=self.kind.name, model=model, part=part, found=result)
         return done
@@ -288,13 +287,13 @@ def _joined(shards: Sequence[BatchStates]) -> dict[str, EvaluationState]:
     }
 
 
-# --- runs on the nodes; returns plain data, which the journal can store --------------------------
+# --- runs on the nodes and returns plain data, which the journal can store ------------------------
 
 
-def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
-    """Returns the sums of each batch in a share, by its number, for every candidate."""
+def evaluate_group(group: ModelGroup, share: tuple[int, int]) -> dict[str, Any]:
+    """Returns, for every candidate, the sums of each batch in a share, by batch number."""
     sums: BatchStates = {}
-    with prepared(_opened(cells), _plain(cells.request)) as plan:
+    with prepared(_opened(group), _plain(group.request)) as plan:
         request = plan.request
         for candidate in plan.candidates:
             opening = loaders(candidate, request.batches)
@@ -302,7 +301,7 @@ def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
             runners: dict[Case, Runner] = {}
             failures: dict[str, str] = {}
             with ExitStack() as stack:
-                # as in `bench` on one machine
+                # as `bench` does on one machine
                 stack.enter_context(with_threads(request.threads))
                 stack.enter_context(without_tf32() if on_gpu else nullcontext())
                 for case, loader in opening.items():
@@ -328,19 +327,19 @@ def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def analyse_cells(cells: Cells) -> dict[str, Any]:
-    """Returns the studies of the experts of a model and its bundles, and of subgroups."""
-    return study_findings(_opened(cells), cells.request)
+def analyse_group(group: ModelGroup) -> dict[str, Any]:
+    """Returns the results of the requested studies of a model and its bundles."""
+    return study_findings(_opened(group), group.request)
 
 
-def time_cells(
-    cells: Cells, batch: int, known: Mapping[str, EvaluationState]
+def time_group(
+    group: ModelGroup, batch: int, known: Mapping[str, EvaluationState]
 ) -> tuple[str, dict[str, Any]]:
-    """Returns the node and the results of one batch size; `known` has the qualities."""
+    """Returns the node and the results of one batch size; `known` holds the evaluations."""
     import ray
 
     node = f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:8]}"
-    return node, asdict(sweep(_opened(cells), _plain(cells.request), only=batch, known=known))
+    return node, asdict(sweep(_opened(group), _plain(group.request), only=batch, known=known))
 
 
 def _plain(request: BenchRequest) -> BenchRequest:
@@ -348,5 +347,5 @@ def _plain(request: BenchRequest) -> BenchRequest:
     return replace(request, further=())
 
 
-def _opened(cells: Cells) -> list[Model | Bundle]:
-    return open_sources(cells.models, cells.request)
+def _opened(group: ModelGroup) -> list[Model | Bundle]:
+    return open_sources(group.models, group.request)

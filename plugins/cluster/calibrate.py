@@ -25,7 +25,7 @@ from .ray import Cluster, NodeKind, Task, connected, kinds_of
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSource:
-    """What a node needs to calibrate: the model's name, how to load it, and the feed."""
+    """What a node needs to calibrate: the model and its loading options, the data and options."""
 
     model: str
     loading: LoadRequest
@@ -71,12 +71,12 @@ def calibrate_on_ray(
 
 
 def merged(parts: list[Observed]) -> Observed:
-    """Merges all shares; raises `CalibrationError` for a tensor without a range."""
+    """Merges all shares; raises `CalibrationError` if a tensor has no range."""
     first, *others = parts
     if any(other.origin != first.origin for other in others):
         raise ClusterError(
-            "the nodes do not read the same model and inputs",
-            hint="compare the files that the path names on each node, or give a URL",
+            "the nodes did not read the same model and inputs",
+            hint="compare the files at these paths on each node, or use URLs",
         )
     observations = reduce(add, (part.observations for part in parts))
     observations.check()
@@ -110,5 +110,5 @@ def observed_share(source: CalibrationSource, share: tuple[int, int]) -> Observe
 
 
 def whole_origin(source: CalibrationSource) -> Origin:
-    """Returns the origin of the whole table."""
+    """Returns the origin of the table over all batches."""
     return source.job().whole_origin()

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def bench_on_ray(models: AnyPath | Sequence[AnyPath], request: BenchRequest) -> dict[str, Results]:
     """Measures models and bundles on the nodes of a Ray cluster; returns results by kind of node.
 
-    Every node must have moexport, and read models and data from the same paths or URLs. With
-    several kinds of node, `out` gets a folder for each and a table of all.
+    Every node must have moexport and read models and data from the same paths or URLs. With
+    several kinds of node, `out` gets a folder for each kind and a table of all kinds.
 
     Raises:
         UsageError: before anything is measured, if an argument is invalid.
-        ClusterError: the cluster cannot be reached, lacks a resource, or loses its nodes.
+        ClusterError: if the cluster cannot be reached, lacks a resource, or loses its nodes.
     """
     return bench_on_nodes(RAY, models, request)

@@ -1,7 +1,7 @@
 """Evaluates whole graphs over one half of the data, in shards on a Ray cluster.
 
-A shard is a single batch, and sums are added in the order of the data, so the result is that of one
-machine, bit-identical if the nodes compute identically. Times are not measured on the cluster.
+The sums of the batches are added in the order of the data, so the result is that of one machine,
+bit-identical if the nodes compute identically. Times are not measured on the cluster.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..tune.shards import Batch, Evaluate, Tallies
 from .ray import Task, connected, kinds_of
 
 SHARD_BYTES = 1 << 30
-"""The largest size of a task's inputs and outputs, which its node keeps in memory."""
+"""The approximate limit of a task's inputs and outputs, which its node keeps in memory."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def evaluating_on_ray(address: str, on: str, progress: Progress) -> Iterator[Eva
         (kind,) = kinds_of(cluster.ray.nodes(), [on])
 
         def evaluate(batches: Iterable[Batch]) -> Tallies:
-            stored: list[Any] = []  # references to batches, which the cluster keeps
+            stored: list[Any] = []  # references to batches that the cluster keeps
             total = 0
             for batch in batches:
                 stored.append(cluster.ray.put(batch))
@@ -73,7 +73,7 @@ def evaluating_on_ray(address: str, on: str, progress: Progress) -> Iterator[Eva
 def evaluate_shard(
     files: Mapping[str, Array], options: SessionOptions, *batches: Batch
 ) -> list[Tally]:
-    """Returns the sums of a graph, given by its files, for each of the batches."""
+    """Returns a graph's sums for each of the batches; `files` has its files' contents by name."""
     with scratch_folder("tune") as folder:
         for name, content in files.items():
             content.tofile(Path(folder) / name)

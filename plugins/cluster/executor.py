@@ -29,9 +29,9 @@ def _calibrate(model: object, data: object, request: CalibrateRequest) -> Calibr
     options = request.asked(ClusterOptions)
     if not isinstance(model, str | Path) or not isinstance(data, str | Path):
         raise UsageError(
-            f"--ray {options.ray}: nodes read model and data themselves, so both must be paths or "
-            "URLs",
-            hint="name both",
+            f"--ray {options.ray}: the model and the data must be paths or URLs, because the nodes "
+            "read them",
+            hint="save the model and the data, and pass their paths",
         )
     source = CalibrationSource(
         model=str(absolute(model)),

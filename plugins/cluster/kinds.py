@@ -17,14 +17,14 @@ from ...errors import CheckError, MoexportError, UsageError
 HEADS = ("model", "sizes", "nodes", "k", "engine", "ms", "speed", "kept", "on node")
 
 RULE = (
-    "The fastest row of each kind of node that is proven to keep 99% of the accuracy, or otherwise "
-    "measured to; without labels, the fastest. Its speed is relative to untouched PyTorch on the "
-    "same node."
+    "For each kind of node, the fastest row proven to keep 99% of the accuracy or, if there "
+    "is none, the row closest to a proof; without labels, the fastest. The speed is relative to "
+    "untouched PyTorch on the same node."
 )
 
 
 def folder_of(kind: str) -> str:
-    """Returns the name of a kind's folder: `accelerator_type-L4`."""
+    """Returns the name of a kind's folder, such as `accelerator_type-L4`."""
     return re.sub(r"[^\w.-]", "-", kind)
 
 
@@ -82,14 +82,14 @@ def earlier_kinds(
 ) -> dict[str, Results]:
     """Returns the earlier results of each kind, from the named run or otherwise from `out`.
 
-    Omits kinds that the run did not measure. Raises `UsageError` if one file of results is named
-    for several kinds, and for a folder without results of these kinds.
+    Omits kinds that the run did not measure. Raises `UsageError` for one file of results with
+    several kinds, and for a folder without results of these kinds.
     """
     if named is not None and not named.is_dir():
         results = read(named)
         if len(kinds) > 1:
             raise UsageError(
-                f"--compare {named}: one file of results, but {len(kinds)} kinds of node",
+                f"--compare {named}: this is one file, but the run has {len(kinds)} kinds of node",
                 hint="name the folder of an earlier run on these kinds",
             )
         return {kinds[0]: results}
@@ -100,7 +100,7 @@ def earlier_kinds(
     for kind in kinds:
         # A run on one kind of node has no folder per kind.
         folders = [folder / folder_of(kind), *([folder] if len(kinds) == 1 else [])]
-        files = [file for each in folders if (file := each / "results.json").is_file()]
+        files = [file for path in folders if (file := path / "results.json").is_file()]
         if files:
             before[kind] = read(files[-1])
     if named is not None and not before:
@@ -114,10 +114,10 @@ def earlier_kinds(
 def compare_kinds(
     before: Mapping[str, Results], measured: Mapping[str, Results], share: float | None
 ) -> tuple[list[str], MoexportError | None]:
-    """Returns the changes on each kind as lines, and an error if one became too slow.
+    """Returns the changes on each kind as lines, and an error if a kind became too slow.
 
-    The error names every kind that is slower than allowed, or that has no row in common with its
-    earlier results.
+    The error names every kind that is slower than allowed or has no row in common with its earlier
+    results.
     """
     lines: list[str] = []
     failures: list[MoexportError] = []

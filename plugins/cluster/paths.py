@@ -38,6 +38,6 @@ def _absolute(record: T) -> T:
 
 
 def _path_names(record: Any) -> list[str]:
-    """The names of path options, except those for results and tables, which nodes do not write."""
+    """Returns the names of the path options, except those for files that nodes do not write."""
     kind = type(record)
     return [name for name, (_, settings) in declared(kind).items() if settings.is_path]

@@ -1,7 +1,7 @@
 """Calls functions on the nodes of a Ray cluster; each call has a node to itself.
 
-Ray places the calls, and repeats those of a lost node. Functions are at the top level of a module
-and accept plain data, because all nodes have the same moexport installed.
+Ray places the calls and repeats those of a lost node. Functions must be at the top level of a
+module, which each node imports from its own moexport, and must accept plain data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...common.libraries import library
 from ...errors import ClusterError, MoexportError, install, one_line
 
 RETRIES = 2
-"""How often the task of a lost node is run again."""
+"""The number of times that the task of a lost node is run again."""
 
 GRACE_S = 60.0
 """How long tasks wait for a node of their kind if none is left."""
@@ -35,20 +35,20 @@ ANSWER_S = 10.0
 """How long to wait for an answer from the cluster's address."""
 
 LOCAL = "local"
-"""The address that starts a cluster on this machine for one run; only this user can reach it."""
+"""The address for a new cluster on this machine, which only this user and this run can reach."""
 
 LOOPBACK = "127.0.0.1"
 
 LOCAL_SETTINGS = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every system: listen on the loopback address
     "RAY_AUTH_MODE": "token",
-    "RAY_AUTH_TOKEN": "",  # a new one for each run
+    "RAY_AUTH_TOKEN": "",  # replaced by a new token for each run
 }
 """Settings that Ray reads on import, for a cluster that nobody else can reach."""
 
 SHORT_FOLDER = "/tmp"
 
-RANDOM_CHARACTERS = 8  # that `tempfile` appends to a prefix
+RANDOM_CHARACTERS = 8  # appended to a prefix by `tempfile`
 
 LONGEST_SOCKET_FOLDER = 44
 """The longest folder path, in characters, for which Ray's socket paths stay within 107."""
@@ -56,7 +56,7 @@ LONGEST_SOCKET_FOLDER = 44
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """Nodes with a resource; a task reserves `claim` of a node, so that it runs there alone."""
+    """Nodes with a resource; a task reserves `claim` on a node so that it runs there alone."""
 
     name: str
     nodes: int
@@ -86,8 +86,8 @@ class Cluster:
         Raises the errors of tasks. A task whose nodes are lost repeatedly is added to `lost`.
         """
         ray = self.ray
-        # The function is sent to the nodes once: a new copy for every task would be a different
-        # function to Ray.
+        # Each function is sent to the nodes once: Ray would take a new copy for every task for a
+        # different function.
         functions = {
             function: ray.remote(function).options(**kind.claim, max_retries=RETRIES)
             for function in {task.function for task in tasks}
@@ -99,7 +99,7 @@ class Cluster:
         pending, waiting_since = list(started), None
         try:
             while pending:
-                # Collects all tasks that ended since the last check: faster than one at a time.
+                # Collecting all tasks that ended since the last check is faster than one at a time.
                 ended, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
                 present = ended or any(
                     node["Alive"] and node["Resources"].get(kind.name, 0) > 0
@@ -134,7 +134,7 @@ class Cluster:
             raise ClusterError(f"{name}: failed on its node ({one_line(error.cause)})") from error
 
     def check_lost(self, what: str) -> None:
-        """Raises `ClusterError` if tasks were lost, and names them."""
+        """Raises a `ClusterError` that names the lost tasks, if there are any."""
         if self.lost:
             raise ClusterError(
                 f"not {what}: {'; '.join(self.lost)}",
@@ -145,8 +145,8 @@ class Cluster:
 def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[NodeKind]:
     """Returns the requested kinds of node, from the resources in `ray.nodes()`.
 
-    Raises `ClusterError` for a resource that no node has, or with which two timed tasks could share
-    a node.
+    Raises `ClusterError` for a resource that no node has, or whose amounts differ so much that two
+    timed tasks could share a node.
     """
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     kinds = []
@@ -161,10 +161,10 @@ def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[Node
         least, most = (pick(node[name] for node in matching) for pick in (min, max))
         if most >= 2 * least:
             raise ClusterError(
-                f"--on {name}: nodes have between {least:g} and {most:g} of it, so two cells could "
-                "be timed on one node at once",
-                hint="use a resource that differs between nodes: --on accelerator_type:L4, or a "
-                """custom one (ray start --resources='{"big": 1}')""",
+                f"--on {name}: nodes have between {least:g} and {most:g} of this resource, so two "
+                "models could be timed on one node at once",
+                hint="use a resource of one kind of node, such as accelerator_type:L4 or a custom "
+                """resource (ray start --resources='{"big": 1}')""",
             )
         claim: dict[str, Any] = {
             "num_cpus": min(node.get("CPU", 0) for node in matching),
@@ -178,7 +178,7 @@ def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[Node
 
 @contextmanager
 def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
-    """Yields a connection to a cluster; if Ray is already connected, uses that connection."""
+    """Yields a connection to a cluster: the existing one if Ray is already connected."""
     if address == LOCAL:
         for name, value in LOCAL_SETTINGS.items():
             os.environ.setdefault(name, value or secrets.token_hex(32))
@@ -188,14 +188,14 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
         try:
             if connects:
                 _check_answers(address)
-                own: Any = nullcontext({})
+                context: Any = nullcontext({})
                 if address == LOCAL:
-                    own = _own_cluster(until_the_end.enter_context(_own_folder()))
-                with own as options:
+                    context = _own_cluster(until_the_end.enter_context(_own_folder()))
+                with context as options:
                     ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
         except ray.exceptions.AuthenticationError as error:
             raise ClusterError(
-                f"--ray {address}: the cluster requires a token, but the given one is wrong",
+                f"--ray {address}: the cluster requires a token, but the given token is wrong",
                 hint="put the cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token, and set "
                 "RAY_AUTH_MODE=token; `ray get-auth-token` shows it on the head node",
             ) from error
@@ -218,7 +218,7 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
     """Makes a folder for the cluster of one run, because /tmp/ray may belong to another user.
 
-    It is in /tmp if the path of the temporary folder is too long for a socket.
+    The folder is in /tmp if the path of the temporary folder is too long for a socket.
     """
     parent, prefix = tempfile.gettempdir(), "moexport-"
     too_long = len(f"{parent}/{prefix}") + RANDOM_CHARACTERS > LONGEST_SOCKET_FOLDER
@@ -232,7 +232,7 @@ def _own_cluster(folder: str) -> Iterator[dict[str, Any]]:
     """Yields the options of `ray.init`, called in this context, for a cluster of one run.
 
     Ray queries the metadata hosts of three clouds unless a file in the home directory describes the
-    cluster. The head therefore gets another home directory; its workers keep the user's.
+    cluster. The head process therefore gets a new home directory; workers keep the user's.
     """
     (Path(folder) / "ray_bootstrap_config.yaml").touch()
     options: dict[str, Any] = {"include_dashboard": False}
@@ -252,21 +252,21 @@ def _own_cluster(folder: str) -> Iterator[dict[str, Any]]:
 def _check_loopback(ray: Any) -> None:
     """Raises `ClusterError` if other machines could reach a cluster on this machine.
 
-    Ray reads its settings on import, and the calling program may have imported it already.
+    Ray reads its settings on import, but the calling program may have imported it before.
     """
     address = ray.nodes()[0]["NodeManagerAddress"]
     if address != LOOPBACK:
         raise ClusterError(
-            f"--ray {LOCAL}: Ray listens on {address}, because the program imported it before",
+            f"--ray {LOCAL}: Ray listens on {address}, because the program had already imported it",
             hint="set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before Ray is imported, or name a "
             "cluster that you started",
         )
 
 
 def _check_answers(address: str) -> None:
-    """Fails early if the address does not answer, or with Ray's `AuthenticationError`.
+    """Fails early if the address does not answer or Ray rejects the token.
 
-    `ray.init` itself tries for 20 s or longer, and then reports only that it could not connect.
+    `ray.init` tries for 20 s or longer, and then reports only that it could not connect.
     """
     named = re.fullmatch(r"([^:/]+):(\d+)", address)
     if named:

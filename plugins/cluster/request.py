@@ -18,14 +18,14 @@ class ClusterOptions:
 
     ray: str | None = option(
         None,
-        "Run on a Ray cluster: its address, auto (this machine's cluster) or local (a new one).",
+        "The Ray cluster to use: its address, auto (this machine's cluster) or local (a new one).",
         unset="no cluster",
         compare=False,
     )
     on: str | Sequence[str] | None = option(
         None,
-        "The Ray resource of the nodes to use: accelerator_type:L4. bench accepts a list, and "
-        "writes a report for each.",
+        "The Ray resource of the nodes to use, such as accelerator_type:L4. bench accepts several, "
+        "and writes a report for each.",
         unset="CPU",
         compare=False,
     )

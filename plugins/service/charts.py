@@ -1,4 +1,4 @@
-"""Charts of services: the request rate over k, and latencies over the offered rate."""
+"""Charts of services: the request rate over k, and latencies against the offered rate."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ LATENCY = drawn_lines(
 
 
 def _line_name(service: Service) -> str:
-    """Names a service's line over k by engine and precision."""
+    """Returns the name of a service's line: its engine and precision."""
     precision = "" if service.precision == "fp32" else f", {service.precision.upper()}"
     return f"{service_name(service).partition(',')[0]}{precision}"
 
 
 def _lines(results: Results) -> Iterator[tuple[str, str, list[Service]]]:
-    """Yields the model, the name and the services, ordered by k, of each line of the chart."""
+    """Yields, for each line of the chart, its model, its name and its services in order of k."""
     lines: dict[tuple[str, str], list[Service]] = {}
     for row in searched_services(results):
         if row.exported and row.rate:
@@ -61,26 +61,26 @@ def _symbols(results: Results) -> dict[str, str]:
 
 
 def _rates(results: Results) -> Iterator[dict[str, Any]]:
-    """Yields the rates of every line over k, and that of untouched PyTorch across the chart."""
+    """Yields the points of every line over k, and a level for untouched PyTorch."""
     symbols = _symbols(results)
     for model, name, services in _lines(results):
-        for each in services:
-            doubt = "" if each.valid else "\nnot valid by LoadGen"
-            hover = f"{model}: {name}, k = {each.k}\n{requests(each.rate or 0.0)}{doubt}"
+        for row in services:
+            doubt = "" if row.valid else "\nnot valid by LoadGen"
+            hover = f"{model}: {name}, k = {row.k}\n{requests(row.rate or 0.0)}{doubt}"
             yield {
-                **{"model": model, "line": f"{model}: {name}", "k": each.k, "rate": each.rate},
-                **{"ink": ink_of(each.precision), "symbol": symbols[name], "dash": SOLID},
-                **{"open": not each.valid, "hover": hover},
+                **{"model": model, "line": f"{model}: {name}", "k": row.k, "rate": row.rate},
+                **{"ink": ink_of(row.precision), "symbol": symbols[name], "dash": SOLID},
+                **{"open": not row.valid, "hover": hover},
             }
-    for each in searched_services(results):
-        if each.rate and each.engine == PYTORCH_EAGER and each.provider == "cpu":
-            hover = f"{each.model}: {UNTOUCHED}\n{requests(each.rate)}"
+    for row in searched_services(results):
+        if row.rate and row.engine == PYTORCH_EAGER and row.provider == "cpu":
+            hover = f"{row.model}: {UNTOUCHED}\n{requests(row.rate)}"
             level = {"level": True, "ink": REFERENCE, "dash": DASHED, "hover": hover}
-            yield {"model": each.model, "rate": each.rate, **level}
+            yield {"model": row.model, "rate": row.rate, **level}
 
 
 def _latencies(results: Results) -> Iterator[dict[str, Any]]:
-    """Yields the p99 of each service over the offered rate, and its p50, which is dotted."""
+    """Yields the p99 and the dotted p50 of each service at each offered rate."""
     symbols = _symbols(results)
     for index, row in enumerate(searched_services(results)):
         ink = ink_of(row.precision) if row.exported else REFERENCE
@@ -107,7 +107,7 @@ def _latencies(results: Results) -> Iterator[dict[str, Any]]:
 
 
 def service_points(results: Results) -> dict[str, Any] | None:
-    """Returns the charts' data: rates over k, and percentiles over the offered rate."""
+    """Returns the charts' data, or None if no service has a rate within the bound."""
     server = searched_services(results)
     if not any(row.rate for row in server):
         return None
@@ -118,11 +118,11 @@ def service_points(results: Results) -> dict[str, Any] | None:
         "answers": list(answers(results)),
         "bound": server[0].bound_ms,
         "keys": [
-            (f"{model}: {name}" if several else name, symbols[name], ink_of(own[0].precision))
-            for model, name, own in lines
+            (f"{model}: {name}" if several else name, symbols[name], ink_of(services[0].precision))
+            for model, name, services in lines
         ],
         "pytorch": any(row.get("level") for row in rates),
-        "ks": sorted({row.k for _, _, own in lines for row in own}),
+        "ks": sorted({row.k for _, _, services in lines for row in services}),
         "charts": {"rate": RATE, "latency": LATENCY},
         "rates": rates,
         "latencies": list(_latencies(results)),
@@ -130,7 +130,7 @@ def service_points(results: Results) -> dict[str, Any] | None:
 
 
 def service_figure(results: Results, directory: Path) -> tuple[Path, ...]:
-    """Writes rates over k and latencies over the offered rate as PNG and SVG; a row per model."""
+    """Writes both charts as one PNG and one SVG picture, with a row per model."""
     lines = list(_lines(results))
     if not lines:
         return ()
@@ -146,13 +146,13 @@ def service_figure(results: Results, directory: Path) -> tuple[Path, ...]:
                 (f"{model}: {title}", spec, [row for row in rows if row["model"] == model])
             )
     symbols = _symbols(results)
-    legend = {name: (ink_of(own[0].precision), symbols[name]) for _, name, own in lines}
+    legend = {name: (ink_of(services[0].precision), symbols[name]) for _, name, services in lines}
     if any(row.get("level") for row in rates):
         legend[UNTOUCHED] = (REFERENCE, LEVEL)
-    experts = {row.experts for _, _, own in lines for row in own}
+    experts = {row.experts for _, _, services in lines for row in services}
     label = "experts computed, k" + (f" of {experts.pop()}" if len(experts) == 1 else "")
     paths = tuple(directory / f"service_rate{kind}" for kind in (".png", ".svg"))
-    ks = sorted({row.k for _, _, own in lines for row in own})
+    ks = sorted({row.k for _, _, services in lines for row in services})
     bound = lines[0][2][0].bound_ms
     write_pictures(side_by_side(panels, legend, columns=2, ticks=ks, of=label, bound=bound), paths)
     return paths

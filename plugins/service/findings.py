@@ -9,7 +9,7 @@ from typing import Any
 from ...common.documents import from_data
 
 SERVICE = "service"
-"""The key of services in the analyses of `results.json`."""
+"""The key of the services in the analyses of `results.json`."""
 
 MILLION = 1_000_000
 
@@ -28,7 +28,7 @@ class OfferedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The numbers of instances and of threads per instance, and the rate from a full queue."""
+    """A number of instances and of threads per instance, with their rate from a full queue."""
 
     instances: int
     threads: int
@@ -40,11 +40,11 @@ class Service:
     """The result of one engine with one k in a scenario, measured by MLPerf's LoadGen.
 
     `rate` is in requests per second; for `server` it is the highest within the bound, or the given
-    `fixed_rate`. The percentiles are from that run. LoadGen judged it `valid`, or `reason` explains
-    why not. A service without a rate missed the bound or failed: `reason` has the nearest p99,
-    `nearest_ms`, or the error. `layouts` are all that were tried; the fastest was used. `logs` is
-    the folder of LoadGen's logs, next to `results.json`. For a language model, a request is a
-    prompt of `tokens` tokens. `bundle` and `apart` are as in the row of the results.
+    `fixed_rate`. The percentiles are from the same run. LoadGen judged it `valid`, or `reason`
+    explains why not. A service without a rate missed the bound or failed: `reason` has the nearest
+    p99, `nearest_ms`, or the error. `layouts` were all tried; the fastest was used. `logs` is the
+    folder of LoadGen's logs, next to `results.json`. For a language model, a request is a prompt of
+    `tokens` tokens. `bundle` and `apart` are as in the row of the results.
     """
 
     model: str
@@ -81,7 +81,7 @@ class Service:
 
     @property
     def reached(self) -> str:
-        """Describes the scenario and its result: `server: 310 requests/s at p99 ≤ 20 ms`."""
+        """Describes the result in the scenario: `server: 310 requests/s at p99 ≤ 20 ms`."""
         if self.rate is None:
             return f"{self.scenario}: {self.reason}"
         bound = "" if self.bound_ms is None else f" at p99 ≤ {self.bound_ms:g} ms"
@@ -95,7 +95,7 @@ class Service:
         return "; ".join(words)
 
     def cost_of_a_million(self, price_per_hour: float | None) -> float | None:
-        """The cost of a million requests on a machine with this price; None if unknown."""
+        """Returns the cost of a million requests at this price; None if it is unknown."""
         if price_per_hour is None or not self.rate:
             return None
         return price_per_hour / 3600 / self.rate * MILLION
@@ -103,7 +103,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceFindings:
-    """All services of a benchmark, and how they were measured."""
+    """All services of a benchmark, with the settings of their measurement."""
 
     services: tuple[Service, ...]
     duration_s: float
@@ -117,7 +117,7 @@ class ServiceFindings:
 
 
 def requests(rate: float) -> str:
-    """Formats a rate: `310 requests/s`, `2.5 requests/s`."""
+    """Formats a rate, such as `310 requests/s` or `2.5 requests/s`."""
     return f"{rate:,.0f} requests/s" if rate >= 10 else f"{rate:.2g} requests/s"
 
 
@@ -131,7 +131,7 @@ def as_analyses(findings: ServiceFindings) -> dict[str, Any]:
 def services_in(analyses: Mapping[str, Any]) -> ServiceFindings | None:
     """Returns the services in a results file, or None if nothing was served.
 
-    Raises ResultsError, which names the field that cannot be read.
+    Raises a `ResultsError` that names the field that cannot be read.
     """
     if SERVICE not in analyses:
         return None

@@ -1,8 +1,8 @@
 """Runs MLPerf's LoadGen, which sends queries to a queue and judges the result.
 
 The four scenarios are MLPerf's: `single-stream` (one query at a time), `multi-stream` (one query of
-eight samples at a time), `server` (queries arrive at random times at a rate, with a latency bound)
-and `offline` (all samples at once).
+eight samples at a time), `server` (queries arrive at random times, at a given average rate and with
+a latency bound) and `offline` (all samples at once).
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ MIN_QUERIES: dict[Scenario, int] = {
     "server": 662,
     "offline": 1,
 }
-"""The number of queries that LoadGen needs for a percentile: the 99th, except in `single-stream`.
-"""
+"""The number of queries that LoadGen needs to judge a percentile (`single-stream`: the 90th)."""
 
-SEARCH_QUERIES = 100  # per run of a search; its result is measured again
+SEARCH_QUERIES = 100  # per run of a search, whose result is measured again
 PER_QUERY = 8  # samples per query of multi-stream
-LONGEST = 3  # a run ends after this multiple of its least duration at the latest
+MAX_DURATION_FACTOR = 3  # a run takes at most this multiple of its least duration
 WAIT_S = 0.001
 
 DETAIL = "mlperf_log_detail.txt"
@@ -58,8 +57,8 @@ _PEAK = re.compile(r"Found peak performance field: ([\d.]+)")
 class Traffic:
     """The load of a run: a scenario and the least duration.
 
-    `rate`, in samples per second, is offered in `server` and expected in `offline`; in the stream
-    scenarios it is that of consecutive queries. In `server`, 99% of queries may take `bound_s`.
+    `rate` is in samples per second: the offered rate in `server`, the expected rate in the other
+    scenarios. In `server`, 99% of the queries must be answered within `bound_s`.
     """
 
     scenario: Scenario
@@ -72,14 +71,14 @@ class Traffic:
 class Judgement:
     """LoadGen's judgement of a run.
 
-    The run is `valid`, or invalid for a `reason`. `kept` is whether it met the latency bound,
+    The run is `valid`, or invalid for a `reason`. `met_bound` is whether it met the latency bound,
     and `long_enough` whether it lasted as required. `rate` is in samples per second; percentiles
     are of query latencies. `refused` samples found the queue full and count as later than the
     bound. `peak` is the rate that a search found.
     """
 
     valid: bool
-    kept: bool
+    met_bound: bool
     long_enough: bool
     reason: str
     rate: float
@@ -92,19 +91,19 @@ class Judgement:
 
 
 def loadgen() -> Any:
-    """Returns LoadGen's module; raises `MissingExtraError` if it is not installed."""
+    """Returns the module of LoadGen; raises `MissingExtraError` if it is not installed."""
     hint = f"{install('loadgen')}; there are wheels for Linux"
     return library("mlperf_loadgen", "--scenario needs MLPerf's LoadGen", hint)
 
 
-def judged(
+def run_loadgen(
     queue: Submits[int], library: int, load: Traffic, logs: Path, *, search: bool = False
 ) -> Judgement:
-    """Returns LoadGen's judgement of a queue that maps the indices of samples to outputs.
+    """Returns LoadGen's judgement of a queue of requests, which are indices of samples.
 
-    LoadGen draws from `library` samples, and writes its logs to the folder `logs`. With `search`,
-    it looks for the highest rate of `server` within the bound, starting at the load's rate. After
-    the run, raises the error of an instance if there was one.
+    LoadGen draws from `library` samples and writes its logs to the folder `logs`. With `search`, it
+    looks for the highest rate of `server` within the bound, starting at the load's rate. After the
+    run, raises the first error of an instance, if any.
     """
     lg = loadgen()
     make_folder(logs)
@@ -120,7 +119,7 @@ def judged(
     def start() -> None:
         lg.StartTestWithLogSettings(sut, qsl, settings, log, "")
 
-    # An exception in a callback would end the process, and Ctrl-C raises one in the main thread, so
+    # An exception in a callback would end the process. Ctrl-C raises one in the main thread, so
     # LoadGen runs in a separate thread, which an interrupt ends early.
     thread = threading.Thread(target=start, name="LoadGen")
     try:
@@ -139,7 +138,7 @@ def judged(
 
 
 def _no_loading(samples: Sequence[int]) -> None:
-    """Loads or unloads no samples, because all are in memory."""
+    """Does nothing: all samples are in memory."""
 
 
 def _settings(lg: Any, load: Traffic, *, search: bool) -> Any:
@@ -147,7 +146,7 @@ def _settings(lg: Any, load: Traffic, *, search: bool) -> Any:
     settings.scenario = getattr(lg.TestScenario, NAMES[load.scenario])
     settings.mode = lg.TestMode.FindPeakPerformance if search else lg.TestMode.PerformanceOnly
     settings.min_duration_ms = max(1, round(1e3 * load.duration_s))
-    settings.max_duration_ms = LONGEST * settings.min_duration_ms
+    settings.max_duration_ms = MAX_DURATION_FACTOR * settings.min_duration_ms
     settings.min_query_count = SEARCH_QUERIES if search else MIN_QUERIES[load.scenario]
     settings.single_stream_expected_latency_ns = 1e9 / load.rate
     settings.multi_stream_expected_latency_ns = 1e9 * PER_QUERY / load.rate
@@ -156,7 +155,7 @@ def _settings(lg: Any, load: Traffic, *, search: bool) -> Any:
     settings.server_target_qps = load.rate
     if load.bound_s < math.inf:
         settings.server_target_latency_ns = round(1e9 * load.bound_s)
-    # A search ends when two rates differ by a few percent of the first rate.
+    # A search ends when its two rates differ by at most a few percent of the first rate.
     decimals = max(0, 1 - math.floor(math.log10(load.rate)))
     settings.server_find_peak_qps_decimals_of_precision = decimals
     return settings
@@ -165,7 +164,7 @@ def _settings(lg: Any, load: Traffic, *, search: bool) -> Any:
 class _System:
     """The system under test, which answers every query.
 
-    It answers a refused or failed query later than the bound, so that it counts as a miss.
+    In `server`, a refused or failed query is answered after the bound, and so counts as a miss.
     """
 
     def __init__(self, lg: Any, queue: Submits[int], load: Traffic) -> None:
@@ -199,7 +198,7 @@ class _System:
                 answer.add_done_callback(partial(self._done, number))
 
     def flush(self) -> None:
-        """Answers the remaining queries later than the bound."""
+        """Answers the refused and failed queries after all others, later than the bound."""
         with self._changed:
             while self._open:
                 self._changed.wait()
@@ -224,7 +223,7 @@ class _System:
         if self._serves:
             self._late.append(number)
         else:
-            self._complete([number])  # the next query waits for it
+            self._complete([number])  # the next query waits for the answer
 
     def _complete(self, numbers: Sequence[int]) -> None:
         response = self._lg.QuerySampleResponse
@@ -248,13 +247,13 @@ def read_log(detail: Path, load: Traffic, *, refused: int = 0) -> Judgement:
     }
     per_query = load.scenario == "multi-stream"
     p50, p90, p99 = (ms.get((percentile, per_query), 0.0) for percentile in (50.0, 90.0, 99.0))
-    kept = bool(entries.get("result_perf_constraints_met", True))
+    met_bound = bool(entries.get("result_perf_constraints_met", True))
     lasted = bool(entries.get("result_min_duration_met")) and bool(
         entries.get("result_min_queries_met")
     )
     valid = entries.get("result_validity") == "VALID"
     reason = ""
-    if not valid and not kept:
+    if not valid and not met_bound:
         reason = f"99% took up to {p99:.3g} ms, but the bound is {1e3 * load.bound_s:g} ms"
     elif not valid:
         message = str(
@@ -273,7 +272,7 @@ def read_log(detail: Path, load: Traffic, *, refused: int = 0) -> Judgement:
     }
     return Judgement(
         valid=valid,
-        kept=kept,
+        met_bound=met_bound,
         long_enough=lasted,
         reason=reason,
         rate=float(rates[load.scenario]),

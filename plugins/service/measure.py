@@ -1,4 +1,4 @@
-"""Runs the cases of a benchmark in MLPerf's scenarios, with a queue and the fastest layout."""
+"""Runs the cases of a benchmark in MLPerf's scenarios, each with the fastest layout."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ from ...data.batches import Array
 from ...errors import UsageError, one_line
 from ...exporter.inputs import Inputs
 from .findings import SERVICE, Layout, OfferedRun, Service, ServiceFindings
-from .loadgen import Judgement, Scenario, Traffic, judged
+from .loadgen import Judgement, Scenario, Traffic, run_loadgen
 from .queue import Queue, Submits, requests_per_second
 from .settings import ServiceSettings, settings_of
 from .triton import TritonService
 
-MOST_IN_LIBRARY = 1024
-# a search, and a run at another rate, has the final run's duration divided by this
+MAX_LIBRARY = 1024
+# searches and runs at other rates are shorter than the final run by this factor
 SHORTENING = 5
 # searches start at these shares of the rate from a full queue, until one meets the bound
 SEARCH_STARTS = (1 / 4, 1 / 16, 1 / 64, 1 / 256)
-MAX_RESTARTS, RESTART_FACTOR = 4, 1.25  # searches that start above the rate found so far
-# shares of the found rate, offered in turn until one meets the bound
+MAX_RESTARTS, RESTART_FACTOR = 4, 1.25  # for searches above the rate found so far
+# these shares of the found rate are offered in turn until one meets the bound
 FINAL_SHARES = (1.0, 0.95, 0.9, 0.8, 0.6, 0.3)
 OTHER_SHARES = (0.25, 0.5, 0.75, 1.1)  # shares of the found rate that are also measured
-RATE_MARGIN = 1.2  # a run that was too short is repeated with this many times its rate
-RUNS = 4  # total time for server, in durations: the search and the other runs
-ALL_SIZES = 32  # if no batch is larger, every size is warmed up
+RATE_MARGIN = 1.2  # a run that was too short is repeated at its rate times this
+SERVER_RUNS = 4  # estimated time for server, in durations: the search and the other runs
+MAX_WARMED_UP = 32  # if no batch is larger than this, every size is warmed up
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
     """One instance of a model, which maps the indices of samples to outputs.
 
-    `runners` has a runner for batches up to each size, smallest first. Batches are padded to the
-    size `only` if the model has no other.
+    `runners` has a runner for batches up to each size. Batches are padded to the size `only` if the
+    model has no other size.
     """
 
     runners: Mapping[int, Runner]
@@ -77,7 +77,7 @@ class Instance:
 class Instances:
     """Opens the instances of a case; `by_size` has a loader for batches up to each size.
 
-    PyTorch modules, even compiled ones, keep no state between calls, so all instances share one.
+    All instances share one PyTorch module, since it keeps no state between calls, even if compiled.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Instances:
                 for _ in range(layout.instances)
             ]
             largest = self.max_batch
-            sizes = range(1, largest + 1) if largest <= ALL_SIZES else (1, largest)
+            sizes = range(1, largest + 1) if largest <= MAX_WARMED_UP else (1, largest)
             with ThreadPoolExecutor(len(instances)) as pool:
                 for size in sizes:
                     list(pool.map(lambda instance, size=size: instance([0] * size), instances))
@@ -118,15 +118,15 @@ class Instances:
             self._shared[size] = loader.deployed()
         return self._shared[size]
 
-    def tried(self, layouts: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
+    def try_layouts(self, layouts: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
         """Returns the layouts with their measured rates from a full queue."""
-        layouts_tried = []
+        measured = []
         for count, threads in layouts:
             layout = Layout(instances=count, threads=threads, per_s=0.0)
             capacity = 2 * self.max_batch * count
             with self.queue(layout, capacity, 0.0) as queue:
-                layouts_tried.append(replace(layout, per_s=requests_per_second(queue)))
-        return tuple(layouts_tried)
+                measured.append(replace(layout, per_s=requests_per_second(queue)))
+        return tuple(measured)
 
     @contextmanager
     def queue(self, layout: Layout, capacity: int, max_delay_s: float) -> Iterator[Submits[int]]:
@@ -145,17 +145,17 @@ class Instances:
             runner.close()
 
 
-def layouts_of(cores: int, most: int) -> list[tuple[int, int]]:
-    """Returns layouts that use all cores: 1 × all, 2 × half, … up to `most` instances."""
+def layouts_of(cores: int, max_instances: int) -> list[tuple[int, int]]:
+    """Returns layouts that use all cores: 1 × all, 2 × half, … up to `max_instances`."""
     counts = {1, *(n for n in range(2, cores + 1) if cores % n == 0 and n & (n - 1) == 0), cores}
-    return [(n, cores // n) for n in sorted(counts) if n <= max(1, most)]
+    return [(n, cores // n) for n in sorted(counts) if n <= max(1, max_instances)]
 
 
 @dataclass
 class ServiceMeasurement:
-    """Runs the cases of candidates as services; reads finished scenarios from the journal.
+    """Runs the cases of candidates as services, except scenarios that the journal has as finished.
 
-    LoadGen draws from `samples`, and writes its logs next to the results.
+    LoadGen draws from `samples` and writes its logs next to the results.
     """
 
     request: BenchRequest
@@ -191,14 +191,14 @@ class ServiceMeasurement:
 
 
 def server_case(candidate: Candidate) -> Case:
-    """Returns the case of a Triton server, which runs the same bundle.
+    """Returns the case of the same bundle on a Triton server.
 
     Raises `UsageError` unless exactly one bundle is measured.
     """
     graphs = [case for case, graph in candidate.cases.items() if graph is not None]
     if len({(case.k, case.precision) for case in graphs}) != 1:
         raise UsageError(
-            "--triton needs exactly one bundle, with one k: the bundle that the server runs",
+            "--triton needs exactly one bundle with one k: the bundle that the server runs",
             hint="moexport bench BUNDLE --data DATA --scenario server --triton ADDRESS/MODEL",
         )
     return replace(graphs[0], engine=TRITON, provider="cpu")
@@ -210,12 +210,12 @@ def service_of(
     """Returns the measurement of services, or None if no scenario is requested.
 
     Raises the errors of `settings_of`, `UsageError` for a library larger than the data, and
-    `UsageError` or `EngineError` for a server that does not fit a candidate.
+    `UsageError` or `EngineError` if Triton cannot serve the candidates.
     """
     settings = settings_of(request)
     if settings is None:
         return None
-    head = data.head(settings.library or MOST_IN_LIBRARY)
+    head = data.head(settings.library or MAX_LIBRARY)
     if settings.library is not None and len(head) < settings.library:
         raise UsageError(
             f"--library {settings.library}: the data has only {len(head)} inputs",
@@ -242,15 +242,15 @@ class _CandidateMeasurement:
     progress: Progress
 
     def services(
-        self, opening: Mapping[Case, Loader], failures: Mapping[Case, str]
+        self, all_loaders: Mapping[Case, Loader], failures: Mapping[Case, str]
     ) -> Iterator[Service]:
-        """Measures each case in each scenario."""
+        """Yields each case in each scenario, measured or from the journal."""
         grouped = self._grouped(failures)
-        runs = sum(RUNS if scenario == "server" else 1 for scenario in self.settings.scenarios)
+        runs = sum(SERVER_RUNS if name == "server" else 1 for name in self.settings.scenarios)
         seconds = len(grouped) * runs * self.settings.duration_s
         self.progress.step(f"in service: {len(grouped)} cases, at least {seconds:.0f} s")
         for case, by_size in grouped.items():
-            loaders = {size: opening[case] for size, case in by_size.items()}
+            loaders = {size: all_loaders[case] for size, case in by_size.items()}
             keys = {"model": case.model, "label": f"{case.label} {case.scope}"}
             done = {
                 piece["scenario"]: msgspec.convert(piece["service"], Service)
@@ -262,7 +262,7 @@ class _CandidateMeasurement:
             self.progress.step(f"in service: {case.label}")
             with closing(self._system(case, loaders)) as served:
                 try:
-                    layouts = served.tried(self._layouts(case))
+                    layouts = served.try_layouts(self._layouts(case))
                 except Exception as error:  # noqa: BLE001  the service reports it
                     for scenario in self.settings.scenarios:
                         yield self._service(case, scenario, reason=one_line(error))
@@ -287,7 +287,7 @@ class _CandidateMeasurement:
         return self.candidate.only_batch or max(self.request.batches)
 
     def _grouped(self, failures: Mapping[Case, str]) -> dict[Case, dict[int, Case]]:
-        """Groups cases that differ only in batch sizes, since `auto` may have one for each size."""
+        """Groups cases that differ only in batch size, since `auto` may choose a graph per size."""
         sizes = {*self.request.batches}
         grouped: dict[Case, dict[int, Case]] = {}
         split: dict[tuple[Any, ...], dict[int, Case]] = {}
@@ -323,7 +323,7 @@ class _CandidateMeasurement:
         served: Instances | TritonService,
         layouts: tuple[Layout, ...],
     ) -> Service:
-        """Measures a case in a scenario."""
+        """Returns the result of a case in a scenario; a failure is its reason."""
         fastest = max(layouts, key=lambda layout: layout.per_s)
         # Single queries run on one instance, with the same threads as the latencies.
         used = (
@@ -343,7 +343,7 @@ class _CandidateMeasurement:
             try:
                 with served.queue(used, capacity, self.settings.max_delay_s) as queue:
                     run = _Runs(queue, len(first_of(self.samples)), self.settings, folder / logs)
-                    reached = run.of(scenario, used.per_s, bound_s)
+                    reached = run.measure(scenario, used.per_s, bound_s)
             except Exception as error:  # noqa: BLE001  the service reports it
                 reached = {"reason": one_line(error)}
         service = self._service(
@@ -386,8 +386,8 @@ class _Runs:
     ) -> None:
         self._queue, self._library, self._settings, self._logs = queue, library, settings, logs
 
-    def of(self, scenario: Scenario, per_s: float, bound_s: float) -> dict[str, Any]:
-        """Measures a scenario; instances compute at most `per_s` samples per second."""
+    def measure(self, scenario: Scenario, per_s: float, bound_s: float) -> dict[str, Any]:
+        """Returns the measured fields; the full queue had `per_s` samples per second."""
         load = Traffic(
             scenario=scenario, duration_s=self._settings.duration_s, rate=per_s, bound_s=bound_s
         )
@@ -396,7 +396,7 @@ class _Runs:
             for _ in range(2):
                 if run.long_enough or run.rate <= load.rate:
                     break
-                # It was faster than expected, so there were too few queries for the duration.
+                # The run was faster than expected, so it had too few queries for the duration.
                 load = replace(load, rate=RATE_MARGIN * run.rate)
                 run = self._run(load, self._logs)
             return _run_fields(run)
@@ -407,33 +407,33 @@ class _Runs:
         return self._searched(load)
 
     def _searched(self, load: Traffic) -> dict[str, Any]:
-        """Finds the highest rate within the bound by LoadGen's search, and measures it again."""
+        """Finds the highest rate within the bound by LoadGen's search, then measures that rate."""
         short = replace(load, duration_s=load.duration_s / SHORTENING)
         tried: list[Judgement] = []
         for share in SEARCH_STARTS:
             start = replace(short, rate=share * load.rate)
             tried.append(self._run(start, self._logs / "search", search=True))
-            if tried[-1].kept:
+            if tried[-1].met_bound:
                 break
         else:
-            return _not_kept(min(run.p99_ms for run in tried), load)
+            return _bound_missed(min(run.p99_ms for run in tried), load)
         peak = tried[-1].peak or tried[-1].rate
-        # A single disturbed run can end a search, so another one starts above the rate it found,
-        # while the bound is met.
+        # A single disturbed run can end a search. Therefore, while the bound is met, another search
+        # starts above the rate found so far.
         for _ in range(MAX_RESTARTS):
             above = replace(short, rate=RESTART_FACTOR * peak)
             restarted = self._run(above, self._logs / "search-further", search=True)
-            if not restarted.kept:
+            if not restarted.met_bound:
                 break
             peak = restarted.peak or above.rate
         for share in FINAL_SHARES:
             rate = share * peak
             run = self._run(replace(load, rate=rate), self._logs)
-            if run.kept:
+            if run.met_bound:
                 break
             tried.append(run)
         else:
-            return _not_kept(min(run.p99_ms for run in tried if not run.kept), load)
+            return _bound_missed(min(run.p99_ms for run in tried if not run.met_bound), load)
         runs = [_offered(rate, run)]
         for share in OTHER_SHARES:
             other = self._run(
@@ -443,7 +443,7 @@ class _Runs:
         return _run_fields(run) | {"offered": tuple(sorted(runs, key=lambda run: run.offered))}
 
     def _run(self, load: Traffic, logs: Path, *, search: bool = False) -> Judgement:
-        return judged(self._queue, self._library, load, logs, search=search)
+        return run_loadgen(self._queue, self._library, load, logs, search=search)
 
 
 def _run_fields(run: Judgement) -> dict[str, Any]:
@@ -451,7 +451,7 @@ def _run_fields(run: Judgement) -> dict[str, Any]:
     return {name: getattr(run, name) for name in names}
 
 
-def _not_kept(nearest_ms: float, load: Traffic) -> dict[str, Any]:
+def _bound_missed(nearest_ms: float, load: Traffic) -> dict[str, Any]:
     bound = f"{1e3 * load.bound_s:g} ms"
     return {
         "reason": f"no rate meets p99 ≤ {bound}: the nearest p99 is {nearest_ms:.3g} ms",
@@ -465,5 +465,5 @@ def _offered(rate: float, run: Judgement) -> OfferedRun:
 
 
 def _file_name(text: str) -> str:
-    """Makes a text valid as a folder's name."""
+    """Turns a text into a valid folder name."""
     return re.sub(r"[^\w.=-]+", "-", text)

@@ -52,10 +52,10 @@ class _Waiting(NamedTuple, Generic[X, Y]):
 class Queue(Generic[X, Y]):
     """Batches requests for instances of a model, each of which has its own thread.
 
-    An instance maps the requests of a batch to their answers. A free instance takes up to
-    `max_batch` requests, oldest first, or fewer once the oldest has waited for `max_delay_s`; with
-    0, it does not wait, and batches grow with the load. If `capacity` requests are waiting, more
-    are refused. When the context ends, accepted requests are answered and later ones refused.
+    An instance maps the requests of a batch to their answers. A free instance takes `max_batch`
+    requests, oldest first, or fewer once the oldest has waited for `max_delay_s`; with 0 it does
+    not wait, and batches grow with the load. While `capacity` requests are waiting, more are
+    refused. When the context ends, accepted requests are answered and later ones are refused.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Queue(Generic[X, Y]):
             thread.start()
 
     def submit(self, request: X, *, wait: bool = False) -> Future[Y]:
-        """Returns the future of the answer, or of the error of the request's batch.
+        """Returns the future of the answer, which may be the error of the request's batch.
 
         Raises `QueueFullError` at once if the queue is full, unless it may `wait` for room.
         """
@@ -96,7 +96,7 @@ class Queue(Generic[X, Y]):
         return answer
 
     def close(self) -> None:
-        """Answers the accepted requests, and ends the threads."""
+        """Answers the accepted requests and ends the threads."""
         with self._arrived:
             self._closed = True
             self._arrived.notify_all()
@@ -127,7 +127,7 @@ class Queue(Generic[X, Y]):
                     waiting.answer.set_result(y)
 
     def _batch(self) -> list[_Waiting[X, Y]]:
-        """Waits for the next batch; returns an empty batch when the queue is closed."""
+        """Waits for the next batch; returns an empty one when the queue is closed and empty."""
         with self._arrived:
             while True:
                 full = len(self._waiting) >= self.max_batch

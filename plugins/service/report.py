@@ -1,4 +1,4 @@
-"""The section of a report on services: a sentence and tables on the gain of a smaller k."""
+"""The report's section on services: for each model a sentence on the best service, and tables."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def searched_services(results: Results) -> list[Service]:
 
 
 def answers(results: Results) -> Iterator[str]:
-    """Yields a sentence for each model: the highest rate within the bound, compared with others.
+    """Yields a sentence for each model: the highest rate within the bound, and how it compares.
 
     Graphs that are proven to keep 99% of the accuracy have priority. A run that LoadGen calls
-    invalid is reported only if there is no other, and without a ratio. There are no ratios if other
-    work disturbed the benchmark.
+    invalid is reported only if there is no other, and without ratios. There are no ratios either if
+    other work disturbed the benchmark.
     """
     searched = searched_services(results)
     for model in dict.fromkeys(row.model for row in searched):
@@ -95,13 +95,13 @@ def answers(results: Results) -> Iterator[str]:
 
 def _against(top: Service, other: Service, what: str, results: Results) -> str:
     if other.rate is None:
-        return f"met at no rate by {what}"
+        return f"{what} met the bound at no rate"
     if results.disturbance:
         return f"not compared with {what}, because other work disturbed the machine"
     ratio = _ratio(top, other)
     if ratio is None:
-        own = "this run" if other.valid else f"the run of {what}"
-        return f"not compared with {what}, because LoadGen does not call {own} valid"
+        run = "this run" if other.valid else f"the run of {what}"
+        return f"not compared with {what}, because LoadGen does not call {run} valid"
     return f"{ratio:.0f} times {what}" if ratio >= 20 else f"{ratio:.1f} times {what}"
 
 
@@ -113,7 +113,7 @@ def _ratio(service: Service, other: Service | None) -> float | None:
 
 
 def _all_experts(service: Service, others: Sequence[Service]) -> Service | None:
-    """Returns the service with the same engine and precision and the untouched model's k."""
+    """Returns the service with the same engine and precision, but the untouched model's k."""
     untouched = _pytorch(others)
     full = service.experts if untouched is None else untouched.k
     key = (service.engine, service.provider, service.precision, full)
@@ -126,7 +126,7 @@ def _pytorch(others: Sequence[Service]) -> Service | None:
 
 
 def _kept(results: Results, service: Service) -> tuple[float | None, float | None]:
-    """Returns the share of accuracy that a service's row keeps, and the interval's lower end."""
+    """Returns the share of the accuracy that a service keeps, and the interval's lower end."""
     key = (service.engine, service.provider, service.precision, service.k, service.bundle)
     rows = (
         row
@@ -168,22 +168,21 @@ def service_tables(results: Results) -> list[tuple[str, Sequence[str], dict[str,
         if row.offered
     }
     if groups:
-        tables.append(("Latency over the offered rate", OFFERED_HEADS, groups))
+        tables.append(("Latency against the offered rate", OFFERED_HEADS, groups))
     return tables
 
 
 def _cells(
     service: Service, others: Sequence[Service], results: Results, findings: ServiceFindings
 ) -> tuple[Any, ...]:
-    own = [other for other in others if other.model == service.model]
+    same_model = [other for other in others if other.model == service.model]
     percentiles = (service.p50_ms, service.p99_ms)
     if service.scenario == "offline":
-        percentiles = (None, None)  # meaningless, because every sample waits for those before it
+        percentiles = (None, None)  # meaningless: all samples arrive at once
+    references = (_all_experts(service, same_model), _pytorch(same_model))
     ratios = [
         "–" if ratio is None or results.disturbance else f"{ratio:.2f}×"
-        for ratio in (
-            _ratio(service, other) for other in (_all_experts(service, own), _pytorch(own))
-        )
+        for ratio in (_ratio(service, other) for other in references)
     ]
     cost = service.cost_of_a_million(findings.price_per_hour)
     threads = f" × {service.threads} threads" if service.threads else ""
@@ -213,7 +212,7 @@ def service_notes(findings: ServiceFindings) -> tuple[str, ...]:
         f"service next to the results. A run took at least {findings.duration_s:g} s and drew from "
         f"{findings.library:,} inputs. {found}The queue {delay} to fill a batch; the instances and "
         "threads are those with the highest rate from a full queue. LoadGen, queue and engine "
-        "shared the machine: the rate of requests under a millisecond depends on the queue.",
+        "shared the machine, so the queue limits the rate of requests below a millisecond.",
     )
 
 

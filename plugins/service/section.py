@@ -1,4 +1,4 @@
-"""Registers the report's section on services with the core."""
+"""Registers the report's section on services."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from ...bench.report.content import PageChart, ReportSection, SectionContent, Ta
 from ...bench.results import Results
 from .charts import service_figure, service_points
 from .findings import SERVICE, services_in
-from .report import (
-    answers,
-    service_notes,
-    service_tables,
-    service_text,
-)
+from .report import answers, service_notes, service_tables, service_text
 
 API = 1
 

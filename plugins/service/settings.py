@@ -14,7 +14,7 @@ from .loadgen import Scenario, loadgen
 from .request import ServiceOptions
 from .triton import TritonModel, triton_client
 
-BOUNDS = 10  # the least duration of a run, in latency bounds
+MIN_BOUNDS = 10  # the least duration of a run, in latency bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,9 @@ def parse(options: ServiceOptions) -> ServiceSettings | None:
     """Parses the options; raises `UsageError` for invalid ones."""
     scenarios = options.scenario
     names = list(dict.fromkeys(split_list(scenarios) if isinstance(scenarios, str) else scenarios))
-    bounds = ("latency_bound", "offered_rate")
+    for_server = ("latency_bound", "offered_rate")
     if not names:
-        refuse_changed(options, changed(options), ": no scenario is run (--scenario)")
+        refuse_changed(options, changed(options), ": this option needs --scenario")
         return None
     known = get_args(Scenario)
     for name in names:
@@ -61,26 +61,26 @@ def parse(options: ServiceOptions) -> ServiceSettings | None:
             f"--scenario {name}: there is no such scenario", hint=near_miss(name, known)
         )
     if "server" not in names:
-        refuse_changed(options, bounds, ": is only for --scenario server")
+        refuse_changed(options, for_server, ": only --scenario server uses this option")
     elif options.latency_bound is None:
         raise UsageError(
             "--scenario server: the latency bound is missing",
-            hint="for example --latency-bound 50ms",
+            hint="add, for example, --latency-bound 50ms",
         )
     for option, value in (
         ("--offered-rate", options.offered_rate),
         ("--price-per-hour", options.price_per_hour),
     ):
         if value is not None and not 0 < value < math.inf:
-            raise UsageError(f"{option} {value:g}: must be more than 0")
+            raise UsageError(f"{option} {value:g}: a number above 0 is expected")
     bound, delay = options.latency_bound, options.max_delay
     duration_s = parse_seconds(options.duration, "--duration", "s")
     bound_s = None if bound is None else parse_seconds(bound, "--latency-bound", "ms")
-    if bound_s is not None and duration_s < BOUNDS * bound_s:
-        # If requests come too fast for the system, they must have time to pile up during the run.
+    if bound_s is not None and duration_s < MIN_BOUNDS * bound_s:
+        # If the rate is too high, requests must have time to pile up beyond the bound in a run.
         raise UsageError(
-            f"--duration {options.duration}: too short to measure the rate within {bound}",
-            hint=f"use at least --duration {BOUNDS * bound_s:g}s",
+            f"--duration {options.duration}: too short for a latency bound of {bound}",
+            hint=f"use at least --duration {MIN_BOUNDS * bound_s:g}s",
         )
     triton = None if options.triton is None else TritonModel.parse(options.triton)
     return ServiceSettings(

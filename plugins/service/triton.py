@@ -1,4 +1,4 @@
-"""Calls a model on a running Triton server, as the system under test, with NVIDIA's client."""
+"""Calls a model on a running Triton server with NVIDIA's client, as the system under test."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ READY_S = 10.0
 
 
 def triton_client() -> Any:
-    """Returns the module of NVIDIA's client; raises `MissingExtraError` if it is not installed."""
+    """Returns NVIDIA's client module; raises `MissingExtraError` if it is not installed."""
     return library("tritonclient.grpc", "--triton needs NVIDIA's client", install("triton"))
 
 
 @dataclass(frozen=True, slots=True)
 class TritonModel:
-    """The address of a model on a running server, with the gRPC port: `127.0.0.1:8001/vit`."""
+    """A running server's address, with its gRPC port, and a model: `127.0.0.1:8001/vit`."""
 
     address: str
     name: str
 
     @staticmethod
     def parse(text: str) -> TritonModel:
-        """Parses an address with a model's name; raises `UsageError` for an invalid one."""
+        """Parses `ADDRESS/MODEL`; raises `UsageError` if that is not its form."""
         address, _, name = text.partition("/")
         if not name or not address.rpartition(":")[2].isdecimal():
             raise UsageError(
-                f"--triton {text}: not an address with the name of a model",
+                f"--triton {text}: expected the form ADDRESS/MODEL",
                 hint="give the server's gRPC port and the model: --triton 127.0.0.1:8001/vit",
             )
         return TritonModel(address, name)
@@ -47,12 +47,12 @@ class TritonModel:
 class TritonService:
     """A server's model as the service under test; the server forms the batches.
 
-    Raises `EngineError` if the server does not answer, or has no such model.
+    `contact` raises `EngineError` if the server does not answer or has no such model.
     """
 
-    def __init__(self, model: TritonModel, samples: Inputs, most_open: int) -> None:
+    def __init__(self, model: TritonModel, samples: Inputs, max_open: int) -> None:
         self._module, self._model, self._samples = triton_client(), model, samples
-        self._most_open = most_open
+        self._max_open = max_open
         self._inputs: list[str] = []
 
     def contact(self) -> int:
@@ -67,14 +67,14 @@ class TritonService:
                 f"--triton {model.address}/{model.name}: {error}",
                 hint="docs/deploy.md shows how to start the server; give its gRPC port",
             ) from error
-        self._inputs = [port.name for port in metadata.inputs if port.name != K_INPUT]
+        self._inputs = [spec.name for spec in metadata.inputs if spec.name != K_INPUT]
         return sum(group.count for group in config.instance_group) or 1
 
-    def tried(self, layouts: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
-        """Returns the server's layout, which is its own choice, with the measured rate."""
+    def try_layouts(self, layouts: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
+        """Returns the layout that the server is configured with, and its measured rate."""
         del layouts
         layout = Layout(instances=self.contact(), threads=0, per_s=0.0)
-        with self.queue(layout, self._most_open, 0.0) as queue:
+        with self.queue(layout, self._max_open, 0.0) as queue:
             return (replace(layout, per_s=requests_per_second(queue)),)
 
     @contextmanager
@@ -101,11 +101,11 @@ class TritonService:
         for row in range(count):
             request = []
             for name, array in arrays.items():
-                own = array[row : row + 1]
+                sample = array[row : row + 1]
                 request.append(
-                    self._module.InferInput(name, [*own.shape], np_to_triton_dtype(own.dtype))
+                    self._module.InferInput(name, [*sample.shape], np_to_triton_dtype(sample.dtype))
                 )
-                request[-1].set_data_from_numpy(own)
+                request[-1].set_data_from_numpy(sample)
             requests.append(request)
         return requests
 
@@ -113,7 +113,7 @@ class TritonService:
 class TritonQueue:
     """Sends requests to a server, with at most `capacity` of them unanswered.
 
-    Further requests are refused at once, as in `Queue`.
+    More requests are refused at once, as in `Queue`.
     """
 
     def __init__(
@@ -124,15 +124,15 @@ class TritonQueue:
         self._open, self._answered = 0, threading.Condition()
 
     def submit(self, request: int, *, wait: bool = False) -> Future[Any]:
-        """Returns the future of the answer, or of the server's error.
+        """Returns the future of the answer, which may be the server's error.
 
-        Raises `QueueFullError` if too many are open, unless it may `wait`.
+        Raises `QueueFullError` if too many are unanswered, unless it may `wait`.
         """
         with self._answered:
             while wait and self._open >= self._capacity:
                 self._answered.wait()
             if self._open >= self._capacity:
-                raise QueueFullError(f"the server is full: {self._capacity} requests are open")
+                raise QueueFullError(f"the server is full: {self._capacity} requests are pending")
             self._open += 1
         answer: Future[Any] = Future()
 

@@ -23,17 +23,17 @@ def specialise(
 ) -> Specialisation:
     """Removes each expert of a layer in turn; returns how the accuracy of every class changes.
 
-    Also counts how often every layer chooses each expert, by class; for a model of texts or of
-    several inputs, it only counts.
+    Also counts how often every layer chooses each expert, by class; for a model of texts or with
+    several inputs, that is all.
 
-    `data` are labelled inputs: an .npz, or a dict, with `input` and `label`. With subgroups, also
-    measures how fair each class is to them, and finds a rewriting if one is requested. With
-    `examples`, also returns the inputs with the largest weights for each expert; without labels, it
-    returns only those.
+    `data` contains labelled inputs: an .npz or a dict with `input` and `label`. With subgroups, the
+    call also measures how fair each class is to them, and finds a rewrite if one is requested. With
+    `examples`, the result also has the inputs with the largest weights for each expert; without
+    labels, it has only these.
 
     Raises:
-        UsageError: there is no such layer, class or subgroup, or no wrong answer to rewrite.
-        FeedError: the data have no labels, or only one subgroup.
+        UsageError: if there is no such layer, class or subgroup, or no wrong answer to correct.
+        FeedError: if the data has no labels, or only one subgroup.
     """
     check_pytorch("specialise")
     from ...bench.data import LabelledData
@@ -51,11 +51,7 @@ def specialise(
         from .examples.search import examples_of
 
         examples = examples_of(
-            loaded,
-            data,
-            layer=request.layer,
-            count=request.examples,
-            progress=request.progress,
+            loaded, data, layer=request.layer, count=request.examples, progress=request.progress
         )
     if only_counts(loaded, data):
         if examples is not None:  # `layer` names the layer of the examples

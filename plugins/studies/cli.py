@@ -47,19 +47,19 @@ def specialise(
         typer.Option(
             metavar="X.NPZ",
             parser=parse_data,
-            help="An .npz with the arrays input and label, for --examples also image or text; a "
-            "file of text for a language model.",
+            help="An .npz with the arrays input and label, and image or text for --examples; for a "
+            "language model, a text file.",
         ),
     ],
-    output: Annotated[Path | None, output_option("DIR", "The folder for JSON and figure.")] = None,
+    output: Annotated[Path | None, output_option("DIR", "The folder for JSON and figures.")] = None,
     reading: ReadingOptions,
     request: Annotated[SpecialiseRequest, OPTIONS],
     printing: Printing,
 ) -> None:
     """Show which classes each expert serves, and how often it is chosen.
 
-    Removes each expert in turn and measures the accuracy of every class. Compares subgroups, and
-    several models. For models of texts it only counts the choices.
+    Removes each expert in turn and measures the accuracy of every class. Also compares subgroups
+    and models. For models of texts, it only counts the choices.
     """
     if output is not None:
         check_folder(output)

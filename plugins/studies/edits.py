@@ -1,6 +1,6 @@
-"""The edits of an export in the user's notation: `--ablate`, `--steer`, and a `--rewrite` file.
+"""Parses the edits of an export: `--ablate`, `--steer` and a `--rewrite` file.
 
-Experts and outputs are counted from 0, as in every array; levels from 1, as in `inspect`.
+Experts and outputs are counted from 0, as in arrays, but levels from 1, as in `inspect`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ API = 1
 
 _STEER = re.compile(r"(.+?):(?:(\d+)\.)?(\d+)(?::([^:]+))?")
 _STEER_SYNTAX = (
-    "--steer LAYER:EXPERT or LAYER:EXPERT:STRENGTH, LAYER:LEVEL.EXPERT in a hierarchy; more after "
-    "commas; --steer input also makes the strengths an input of the graph"
+    "--steer LAYER:EXPERT or LAYER:EXPERT:STRENGTH; in a hierarchy LAYER:LEVEL.EXPERT; separate "
+    "several by commas; --steer input makes the strengths an input of the graph"
 )
 _EXPERT = re.compile(r"(?:(\d+)\.)?(\d+)")
 _COMBINATION = re.compile(r"\d+(?:\+\d+)+")
 _ABLATE_SYNTAX = (
     "--ablate LAYER:EXPERT; in a hierarchy LAYER:LEVEL.EXPERT, or LAYER:EXPERT+EXPERT for a "
-    "combination of one per level; more after commas"
+    "combination of one per level; separate several by commas"
 )
 
 
@@ -54,7 +54,7 @@ def read_edits(
 ) -> Edits:
     """Returns the edits of `--ablate` and `--steer` texts and of a `--rewrite` file or its entries.
 
-    Raises UsageError for edits that are invalid for every model.
+    Raises `UsageError` for edits that are invalid for every model.
     """
     texts = [ablate] if isinstance(ablate, str) else ablate
     removed = dict.fromkeys(ablation for text in texts for ablation in _parse_ablate(text))
@@ -64,15 +64,15 @@ def read_edits(
     where = str(rewrite) if isinstance(rewrite, str | Path) else "rewrite"
     entries = _read_json(Path(rewrite)) if isinstance(rewrite, str | Path) else rewrite
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise UsageError(f"{where}: it has no rewritten outputs", hint=REWRITTEN)
+        raise UsageError(f"{where}: no output to rewrite is listed", hint=REWRITTEN)
     rewrites = (rewrite_of(entry, f"{where}: entry {i}") for i, entry in enumerate(entries))
     return Edits((*removed, *rewrites, *steers))
 
 
 def _parse_steers(texts: Sequence[str]) -> tuple[Steer, ...]:
-    """Parses strengths: `layer:3`, `layer:3:2.5`, `blocks.1.mlp:2.0:-1`, or `input`.
+    """Parses `layer:3`, `layer:3:2.5`, `blocks.1.mlp:2.0:-1` and `input`.
 
-    `input` leaves the strengths to run time.
+    `input` makes the strengths an input of the graph.
     """
     parts = [part.strip() for text in texts for part in text.split(",")]
     at_run_time = AT_RUN_TIME in parts
@@ -80,14 +80,14 @@ def _parse_steers(texts: Sequence[str]) -> tuple[Steer, ...]:
     for part in (entry for entry in parts if entry != AT_RUN_TIME):
         match = _STEER.fullmatch(part)
         if match is None:
-            raise UsageError(f"--steer {part}: this is no expert of a layer", hint=_STEER_SYNTAX)
+            raise UsageError(f"--steer {part}: not an expert of a layer", hint=_STEER_SYNTAX)
         layer, level, expert, strength = match.groups()
         if at_run_time and strength is not None:
             raise UsageError(
-                f"--steer {part}: with --steer input, its strength is an input of the graph",
+                f"--steer {part}: with --steer input, strengths are an input of the graph",
                 hint=f"leave :{strength} out, or leave --steer input out",
             )
-        value = None if at_run_time else _strength(part, strength or "1")
+        value = None if at_run_time else _parse_strength(part, strength or "1")
         steers.append(Steer(layer, int(expert), None if level is None else int(level), value))
         if [steer.name for steer in steers].count(steers[-1].name) > 1:
             raise UsageError(
@@ -98,11 +98,11 @@ def _parse_steers(texts: Sequence[str]) -> tuple[Steer, ...]:
     return tuple(steers)
 
 
-def _strength(part: str, text: str) -> float:
+def _parse_strength(part: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise UsageError(f"--steer {part}: {text} is not a strength", hint=_STEER_SYNTAX) from None
+        raise UsageError(f"--steer {part}: {text} is not a number", hint=_STEER_SYNTAX) from None
     if not abs(value) <= LARGEST:  # also false for NaN
         raise UsageError(
             f"--steer {part}: a strength of {value} is not finite",
@@ -112,9 +112,9 @@ def _strength(part: str, text: str) -> float:
 
 
 def _parse_ablate(text: str) -> list[Ablation | AblatedCombination]:
-    """Parses `blocks.6.mlp:3,5,blocks.7.mlp:2.4`.
+    """Parses a list such as `blocks.6.mlp:3,5,blocks.7.mlp:2.4`.
 
-    An expert without a layer belongs to the layer named before it.
+    An expert without a layer belongs to the last layer named before it.
     """
     ablations: list[Ablation | AblatedCombination] = []
     for part in text.split(","):
@@ -122,7 +122,8 @@ def _parse_ablate(text: str) -> list[Ablation | AblatedCombination]:
         expert, combination = _EXPERT.fullmatch(number), _COMBINATION.fullmatch(number)
         if (expert is None and combination is None) or (not layer and (colon or not ablations)):
             raise UsageError(
-                f"--ablate {text}: '{part.strip()}' is no expert of a layer", hint=_ABLATE_SYNTAX
+                f"--ablate {text}: '{part.strip()}' is not an expert of a layer",
+                hint=_ABLATE_SYNTAX,
             )
         name = layer or ablations[-1].layer
         if expert is None:
@@ -143,16 +144,16 @@ def _read_json(path: Path) -> Any:
 
 
 def _applies(options: ExportOptions) -> bool:
-    asked = options.asked(EditOptions)
-    # A list without entries is not a default: it is refused.
-    return asked.rewrite is not None or bool(changed(asked))
+    requested = options.asked(EditOptions)
+    # An empty list is not the default: it is refused later.
+    return requested.rewrite is not None or bool(changed(requested))
 
 
 def _change(options: ExportOptions) -> ExportOptions:
-    asked = options.asked(EditOptions)
-    given = read_edits(asked.ablate, asked.rewrite, asked.steer)
+    requested = options.asked(EditOptions)
+    added = read_edits(requested.ablate, requested.rewrite, requested.steer)
     before = options.edits
-    return replace(options, edits=Edits((*before.kept, *before.merged, *given.listed)))
+    return replace(options, edits=Edits((*before.kept, *before.merged, *added.listed)))
 
 
 def _check(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
@@ -161,8 +162,8 @@ def _check(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
     if options.edits.at_run_time and (engines or options.integers):
         option = f"target {options.target}" if engines else f"precision {options.precision}"
         yield (
-            f"--steer input with --{option}: it supports only graphs with one input",
-            "give the strengths in the export: --steer LAYER:EXPERT:STRENGTH",
+            f"--steer input with --{option}: only graphs with one input are supported",
+            "give the strengths to the export: --steer LAYER:EXPERT:STRENGTH",
         )
 
 

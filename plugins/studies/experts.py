@@ -1,8 +1,8 @@
-"""Class scores of a Soft MoE classifier for any choice of experts.
+"""Computes the class scores of a Soft MoE classifier for any choice of experts.
 
-There are two ways, which give equal scores. `Passes` runs the model for every choice. If the model
-has one MoE layer and the rest after it is affine, the scores are a sum of the experts'
-contributions: `ContributionSums` computes these in n + 1 passes, and a choice then takes additions.
+There are two ways, with equal results. `Passes` runs the model for every choice. If the model has
+one MoE layer and the network after that layer is affine, the scores are a sum of the experts'
+contributions: `ContributionSums` computes these in n + 1 passes, and then only adds for a choice.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from .judge import class_labels
 from .request import SUBSETS_BY_PASSES, SUBSETS_BY_SUMS, Analyses
 
 ChosenExperts = Mapping[str, Tensor]
-"""The experts of every input in each layer, ascending: int64 [samples, k] by layer name."""
+"""The experts chosen for every input, ascending: int64 [samples, k] by layer name."""
 
 BATCH = 64
 
 SUMS_BYTES = 1 << 30
-"""The largest size of the contributions of all experts to all scores."""
+"""The largest size, in bytes, of the contributions of all experts to all scores."""
 
 PROBED, TRIALS = 32, 4
 
 TOLERANCE = 1e-4
-"""The tolerance relative to the largest score: sums in another order differ by about 1e-6."""
+"""The tolerance, relative to the largest score; a different order of sums changes about 1e-6."""
 
 BLOCK = 1 << 23
-"""The number of class scores in memory at once while subsets are tried."""
+"""The number of class scores to keep in memory at once while subsets are tried."""
 
 
 class Passes:
-    """A classifier that is run as a whole for every choice of experts."""
+    """A classifier that runs the whole model for every choice of experts."""
 
     def __init__(
         self, model: Model, data: LabelledData, batch: int = BATCH, *, renormalize: bool = False
@@ -77,7 +77,7 @@ class Passes:
         return {name: layer.spec.experts for name, layer in self.layers.items()}
 
     def algorithm_1(self, k: int) -> Tensor:
-        """Returns the scores with the k experts of the largest column sums of C."""
+        """Returns the scores with the k experts that have the largest column sums of C."""
         for layer in self.layers.values():
             layer.keep = min(k, layer.spec.experts)
             layer.chooser = None
@@ -93,13 +93,13 @@ class Passes:
         return self._scores()
 
     def subsets(self, sets: Tensor) -> Iterator[Tensor]:
-        """Yields the scores [1, samples, classes] for each set."""
+        """Yields the scores [1, samples, classes] for each set of experts."""
         for experts in sets:
             everywhere = experts.expand(len(self.data), -1)
             yield self.chosen(dict.fromkeys(self.layers, everywhere)).unsqueeze(0)
 
     def column_sums(self) -> dict[str, Tensor]:
-        """Returns s [samples, n] of each layer, with all experts kept."""
+        """Returns the column sums s [samples, n] of each layer, with all experts kept."""
         for layer in self.layers.values():
             layer.keep, layer.chooser = None, None
         parts: dict[str, list[Tensor]] = {name: [] for name in self.layers}
@@ -125,7 +125,7 @@ class Passes:
 class ContributionSums:
     """A classifier whose scores are `base` [b, c] plus the `parts` [b, n, c] of its experts.
 
-    `sums` is s [b, n] of its only layer.
+    `sums` are the column sums s [b, n] of its only layer.
     """
 
     layer: str
@@ -145,11 +145,11 @@ class ContributionSums:
         return self.base + torch.einsum("bn,bnc->bc", mask, self.parts)
 
     def subsets(self, sets: Tensor) -> Iterator[Tensor]:
-        """Yields the scores [some sets, samples, classes] for sets [sets, k], in order."""
+        """Yields the scores [part of the sets, samples, classes] for sets [sets, k], in order."""
         samples, n, classes = self.parts.shape
         by_expert = self.parts.transpose(0, 1).reshape(n, samples * classes)
-        for some in torch.split(sets, max(1, BLOCK // (samples * classes))):
-            mask = torch.zeros(len(some), n).scatter_(1, some, 1.0)
+        for part in torch.split(sets, max(1, BLOCK // (samples * classes))):
+            mask = torch.zeros(len(part), n).scatter_(1, part, 1.0)
             yield (mask @ by_expert).view(-1, samples, classes) + self.base
 
     def column_sums(self) -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ class ContributionSums:
 
 
 Classifier = ContributionSums | Passes
-"""Class scores [samples, classes] of one model on fixed data."""
+"""Computes class scores [samples, classes] of one model on fixed data."""
 
 
 def classifier(
@@ -168,9 +168,9 @@ def classifier(
     renormalize: bool = False,
     progress: Progress | None = None,
 ) -> Classifier:
-    """Returns a classifier over the data, by sums if the model's scores are sums.
+    """Returns a classifier on the data, by sums if the model's scores are sums.
 
-    A test decides: on a few inputs, sums over random sets must equal the model's scores.
+    They are if, on a few inputs, the sums over random sets equal the model's scores.
     """
     passes = Passes(model, data, renormalize=renormalize)
     if len(passes.experts) > 1 or renormalize:
@@ -180,16 +180,16 @@ def classifier(
     size = 4 * len(data) * probe.parts.shape[1] * probe.parts.shape[2]
     if size > SUMS_BYTES or not adds_up(probe, first):
         return passes
-    (progress or Silent()).step(f"{name}: the class scores are sums; computing each expert's part")
+    (progress or Silent()).step(f"{name}: computing each expert's share of the class scores")
     return contributions(passes)
 
 
 def checked_labels(name: str, model: Model, data: LabelledData) -> Tensor:
-    """Returns classes [b], or attributes [b, c]; raises UsageError and FeedError for others."""
+    """Returns classes [b] or attributes [b, c]; raises `UsageError` or `FeedError` for others."""
     if not soft_moe_layers(model.module):
         raise UsageError(
-            f"{name} has no Soft MoE layer: there is no choice of k experts per input",
-            hint="leave --analysis out; it is about the choices of Soft MoE layers",
+            f"{name} has no Soft MoE layer, so it does not choose k experts per input",
+            hint="leave --analysis out: it analyses the choices of Soft MoE layers",
         )
     if data.labels is None:
         raise FeedError(
@@ -200,7 +200,7 @@ def checked_labels(name: str, model: Model, data: LabelledData) -> Tensor:
     if output.ndim != 2:
         raise FeedError(
             f"the analyses need class scores of shape (batch, classes), but {name} returns "
-            f"{output.ndim} axes: {output.shape}",
+            f"an output of shape {output.shape}",
             hint="leave --analysis out for models that do not classify",
         )
     scores = np.zeros((len(data), output.shape[1]), output.dtype)
@@ -209,7 +209,7 @@ def checked_labels(name: str, model: Model, data: LabelledData) -> Tensor:
 
 
 def contributions(passes: Passes) -> ContributionSums:
-    """Returns the score without experts and each expert's contribution: n + 1 passes."""
+    """Returns the scores without experts and each expert's contribution, in n + 1 passes."""
     ((layer, n),) = passes.experts.items()
     samples = len(passes.data)
     base = passes.chosen({layer: torch.zeros(samples, 0, dtype=torch.int64)})
@@ -220,10 +220,10 @@ def contributions(passes: Passes) -> ContributionSums:
 
 
 def adds_up(sums: ContributionSums, passes: Passes) -> bool:
-    """Whether sums over random halves of the experts equal the model's scores with them."""
+    """Returns whether sums over random halves of the experts equal the model's scores."""
     n = sums.experts[sums.layer]
     for seed in range(TRIALS):
-        choice = {sums.layer: drawn(len(sums.base), n, max(1, n // 2), seed)}
+        choice = {sums.layer: random_experts(len(sums.base), n, max(1, n // 2), seed)}
         scores = passes.chosen(choice)
         difference = (sums.chosen(choice) - scores).abs().max()
         if difference > TOLERANCE * scores.abs().max():
@@ -231,15 +231,15 @@ def adds_up(sums: ContributionSums, passes: Passes) -> bool:
     return True
 
 
-def drawn(samples: int, n: int, k: int, seed: int) -> Tensor:
-    """Returns k of n experts for each sample, all sets equally likely: int64 [samples, k]."""
+def random_experts(samples: int, n: int, k: int, seed: int) -> Tensor:
+    """Returns k random experts of n for each sample, int64 [samples, k]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(samples, n, generator=generator).topk(k, dim=1).indices.sort(dim=1).values
 
 
 def study(
     name: str,
-    of: Model,
+    model: Model,
     data: LabelledData,
     ks: Sequence[int],
     wanted: Analyses,
@@ -247,74 +247,73 @@ def study(
     renormalize: bool = False,
     progress: Progress | None = None,
 ) -> ExpertStudy:
-    """Returns the analyses of a model on labelled data, for the ks below n.
+    """Returns the wanted analyses of a model on labelled data, for the ks below n.
 
-    Raises UsageError for a model without Soft MoE layers, FeedError for data without labels or a
-    model without class scores.
+    Raises `UsageError` for a model without Soft MoE layers, `FeedError` for data without labels or
+    a model without class scores.
     """
     watcher = progress or Silent()
-    labels = checked_labels(name, of, data)
-    model = classifier(name, of, data, renormalize=renormalize, progress=watcher)
-    base = untouched(of)
+    labels = checked_labels(name, model, data)
+    scorer = classifier(name, model, data, renormalize=renormalize, progress=watcher)
+    base = untouched(model)
     parts = [torch.from_numpy(base.infer(data.inputs[rows])) for rows in data.batches(BATCH)]
     top1 = accuracy(torch.cat(parts), labels)
-    n = max(model.experts.values())
+    n = max(scorer.experts.values())
     fewer = sorted({k for k in ks if k < n}, reverse=True)
 
     def say(what: str) -> None:
         watcher.step(f"{name}: {what}")
 
     def retention() -> Iterator[KeptAccuracy]:
-        # With sums every k costs next to nothing.
-        every = range(1, n + 1) if by_sums else sorted({*fewer, n})
-        say(f"Algorithm 1 for {len(every)} values of k")
-        for k in every:
-            kept = accuracy(model.algorithm_1(k), labels)
+        # With sums, each k costs next to nothing.
+        tried = range(1, n + 1) if by_sums else sorted({*fewer, n})
+        say(f"Algorithm 1 for {len(tried)} values of k")
+        for k in tried:
+            kept = accuracy(scorer.algorithm_1(k), labels)
             yield KeptAccuracy(k, kept, kept / top1 if top1 > 0 else None)
 
-    def chosen() -> Iterator[RandomChoice]:
+    def random() -> Iterator[RandomChoice]:
         for k in fewer:
             say(f"k = {k} at random, {wanted.seeds} seeds")
-            yield random_choice(model, labels, k, wanted.seeds)
+            yield random_choice(scorer, labels, k, wanted.seeds)
 
     def subsets() -> Iterator[BestSubsets]:
         limit = wanted.max_subsets or (SUBSETS_BY_SUMS if by_sums else SUBSETS_BY_PASSES)
         for k in fewer:
             say(f"{comb(n, k):,} subsets of {k}")
-            yield best_subsets(model, labels, k, limit)
+            yield best_subsets(scorer, labels, k, limit)
 
     def shares() -> Iterator[Shares]:
         say("the top experts' share of ΣC")
-        for layer, sums in model.column_sums().items():
+        for layer, sums in scorer.column_sums().items():
             yield shares_of(layer, sums)
 
-    by_sums = isinstance(model, ContributionSums)
+    by_sums = isinstance(scorer, ContributionSums)
     names = wanted.names
     return ExpertStudy(
         model=name,
         experts=n,
-        layers=len(model.experts),
+        layers=len(scorer.experts),
         samples=len(data),
         top1=top1,
         method=SUMS if by_sums else PASSES,
         retention=tuple(retention()) if "retention" in names else (),
-        random=tuple(chosen()) if "random" in names else (),
+        random=tuple(random()) if "random" in names else (),
         subsets=tuple(subsets()) if "subsets" in names else (),
         shares=tuple(shares()) if "shares" in names else (),
     )
 
 
-def studied(
+def study_all(
     candidates: Sequence[Candidate],
     data: Labelled,
     wanted: Analyses,
     samples: int | None,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Returns the studies of several models for `results.json`.
+    """Returns the studies of several models for `results.json`, for each model's ks below n.
 
-    They cover each model's ks below n. The first `samples` inputs are kept in memory, or all if
-    None.
+    Keeps the first `samples` inputs in memory, or all if None.
     """
     first = data.head(sys.maxsize if samples is None else samples)
     for candidate in candidates:
@@ -337,15 +336,15 @@ def studied(
 def accuracy(scores: Tensor, labels: Tensor) -> float:
     """Returns the share of inputs whose largest score [b, c] is that of their label [b].
 
-    For attributes [b, c] it is the mean over attributes of the share with the correct sign.
+    For attributes [b, c], this is the share of scores with the correct sign.
     """
     return float(_correct(scores, labels).mean())
 
 
 def _correct(scores: Tensor, labels: Tensor) -> Tensor:
-    """Whether inputs' classes [b] are correct, for scores [..., b, c].
+    """Returns 1 for each correct class and 0 for others, [..., b], for scores [..., b, c].
 
-    For attributes it is the share of correct ones.
+    For attributes, returns each input's share of correct ones.
     """
     if labels.ndim == 2:
         return ((scores > 0) == (labels == 1)).double().mean(dim=-1)
@@ -353,12 +352,12 @@ def _correct(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def random_choice(model: Classifier, labels: Tensor, k: int, seeds: int) -> RandomChoice:
-    """Compares Algorithm 1 with k random experts per input and layer, seeds 0, 1, … (Table 10a)."""
+    """Compares Algorithm 1 with k random experts per input and layer, by seed (Table 10a)."""
     accuracies = []
     for seed in range(seeds):
         choice = {
-            # Layers draw independently: each has its own range of seeds.
-            name: drawn(len(labels), n, min(k, n), seed + seeds * index)
+            # Each layer has its own range of seeds, so that layers draw independently.
+            name: random_experts(len(labels), n, min(k, n), seed + seeds * index)
             for index, (name, n) in enumerate(model.experts.items())
         }
         accuracies.append(accuracy(model.chosen(choice), labels))
@@ -377,7 +376,7 @@ def random_choice(model: Classifier, labels: Tensor, k: int, seeds: int) -> Rand
 def best_subsets(model: Classifier, labels: Tensor, k: int, limit: int) -> BestSubsets:
     """Returns the results of all subsets of k experts on every input (Table 1).
 
-    The subsets are only counted if there are more than `limit`, or if layers differ in n.
+    Only counts the subsets if there are more than `limit` of them, or if layers differ in n.
     """
     sizes = set(model.experts.values())
     n = max(sizes)
@@ -389,7 +388,7 @@ def best_subsets(model: Classifier, labels: Tensor, k: int, limit: int) -> BestS
     least = torch.full(labels.shape[:1], torch.inf)
     best = torch.zeros(len(labels), dtype=torch.int64)
     most_correct = torch.zeros(len(labels), dtype=torch.float64)
-    totals = []  # per subset, the number of inputs that it classifies correctly
+    totals = []  # for each subset, the number of correctly classified inputs
     done = 0
     for scores in model.subsets(sets):  # [s, b, c]
         loss, index = _losses(scores, labels).min(dim=0)
@@ -412,22 +411,22 @@ def best_subsets(model: Classifier, labels: Tensor, k: int, limit: int) -> BestS
 
 
 def _losses(scores: Tensor, labels: Tensor) -> Tensor:
-    """Returns losses [s, b] with the order of the cross-entropy, for scores [s, b, c], labels [b].
+    """Returns losses [s, b] in the order of the cross-entropy, for scores [s, b, c], labels [b].
 
-    These are log((1 - p) / p) of a label's probability p: the cross-entropy -log p itself rounds to
-    0 if the label leads by far, so many sets of experts would seem equally good. For attributes
-    [b, c] the loss is the mean of their cross-entropies.
+    A loss is log((1 - p) / p) of the label's probability p: the cross-entropy -log p itself rounds
+    to 0 if the label leads by far, so many sets of experts would seem equally good. For attributes
+    [b, c], a loss is the mean of their cross-entropies.
     """
     if labels.ndim == 2:
-        towards = torch.where(labels == 1, scores, -scores)
-        return -torch.nn.functional.logsigmoid(towards).mean(dim=2)
-    of_label = labels.view(1, -1, 1).expand(len(scores), -1, 1)
-    others = scores.scatter(2, of_label, -torch.inf).logsumexp(dim=2)
-    return others - scores.gather(2, of_label).squeeze(2)
+        margins = torch.where(labels == 1, scores, -scores)
+        return -torch.nn.functional.logsigmoid(margins).mean(dim=2)
+    index = labels.view(1, -1, 1).expand(len(scores), -1, 1)
+    others = scores.scatter(2, index, -torch.inf).logsumexp(dim=2)
+    return others - scores.gather(2, index).squeeze(2)
 
 
 def shares_of(layer: str, column_sums: Tensor) -> Shares:
-    """Returns the shares of ΣC that the j largest column sums s [b, n] make up, for every j."""
+    """Returns the share of ΣC that the j largest column sums s [b, n] make up, for every j."""
     ranked = column_sums.double().sort(dim=1, descending=True).values.cumsum(dim=1)
     shares = (ranked / ranked[:, -1:]).numpy()
     low, high = np.percentile(shares, [10, 90], axis=0)

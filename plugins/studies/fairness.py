@@ -1,4 +1,4 @@
-"""How fair a classifier is to subgroups of its inputs, and the rewriting that helps one of them.
+"""Measures how fair a classifier is to subgroups of its inputs, and finds a rewrite for one.
 
 Each class is a separate question, as an attribute is in the muMoE paper (§4.2): is this input of
 the class? A subgroup's accuracy is the share of its inputs with the correct answer; its
@@ -21,10 +21,10 @@ from ...data.batches import Array, Labels
 from ...errors import FeedError, UsageError
 
 Subgroup = int | bool | str
-"""The name of a subgroup: a value of the array with each input's subgroup."""
+"""The name of a subgroup: a value in the array that assigns each input to a subgroup."""
 
 DRAWS = 4000
-"""The number of draws of each subgroup's shares, for the intervals of figures of several."""
+"""The draws of each subgroup's shares, for the intervals of figures of several subgroups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class Estimate:
 class SubgroupRates:
     """How often the answer for a class is correct in one subgroup.
 
-    It is measured over all inputs, and over those of the class. `true_positive_rate` is None for a
-    subgroup without `positives`, inputs of the class.
+    `accuracy` is over all its inputs, `true_positive_rate` over the `positives`: its inputs of the
+    class. The rate is None if there are none.
     """
 
     group: Subgroup
@@ -59,10 +59,10 @@ class ClassFairness:
     """How often the answer for a class is correct in two or more subgroups.
 
     `target` is the examined subgroup, `target_accuracy` its accuracy. `equality_of_opportunity` is
-    the absolute difference between the true-positive rates of the target and of all other inputs;
-    None if either has no input of the class, and `undefined` then has the reason. `std_bias` is the
+    the absolute difference between the true-positive rates of the target and of all other inputs.
+    It is None if either has no input of the class, for the reason in `undefined`. `std_bias` is the
     standard deviation of the subgroups' accuracies and `max_min` the smallest of them; `accuracy`
-    is that over all inputs.
+    is over all inputs.
     """
 
     output: int
@@ -78,9 +78,10 @@ class ClassFairness:
 
 @dataclass(frozen=True, slots=True)
 class Fairness:
-    """The accuracy of a classifier (the share of inputs with the correct class) and of each class.
+    """The accuracy of a classifier, and the fairness of each class.
 
-    With `attributes`, attributes replace the classes, and the accuracy is the mean over them.
+    `accuracy` is the share of inputs with the correct class. With `attributes`, attributes replace
+    the classes, and the accuracy is the mean over them.
     """
 
     accuracy: Estimate
@@ -90,9 +91,9 @@ class Fairness:
 
 @dataclass(frozen=True, slots=True)
 class BlindThreshold:
-    """The constant `value` added to an output of every input, whatever its subgroup.
+    """The constant `value` to add to an output for every input, whatever its subgroup.
 
-    It is chosen by the same rule as a rewriting, with the same budget, from `tried` values.
+    It is chosen by the same rule as a rewrite, with the same budget, from `tried` values.
     """
 
     value: float
@@ -103,11 +104,11 @@ class BlindThreshold:
 
 @dataclass(frozen=True, slots=True)
 class Rewriting:
-    """The rewriting of a class's output for a subgroup (Eq. 5), and its effect.
+    """The rewrite of a class's output for a subgroup (Eq. 5), and its effect.
 
-    `strength` is λ and `coefficients` the subgroup's mean coefficients ā, by level. `tried` counts
-    the λ that were compared, 1 if λ was given; `budget` is the accuracy that it may cost. `before`
-    and `after` are for that class, `accuracy_before` and `accuracy_after` for all.
+    `strength` is λ and `coefficients` the subgroup's mean coefficients ā, by level. `tried` is the
+    number of λ that were compared, 1 if λ was given; `budget` is the accuracy that λ may cost.
+    `before` and `after` are for this class, `accuracy_before` and `accuracy_after` for all.
     `threshold` is None if no constant improves the lowest accuracy of a subgroup.
     """
 
@@ -126,7 +127,7 @@ class Rewriting:
     attributes: bool = False
 
     def entry(self) -> dict[str, object]:
-        """The rewriting as an entry of the file for `export --rewrite`."""
+        """Returns the rewrite as an entry of the file for `export --rewrite`."""
         return {
             "layer": self.layer,
             "output": self.output,
@@ -137,10 +138,10 @@ class Rewriting:
 
 @dataclass(frozen=True, slots=True)
 class ModelFairness:
-    """A model of a benchmark, as trained and, if there are edits, `edited`.
+    """The fairness of a model of a benchmark, as trained and, if there are edits, `edited`.
 
     Each class has the same target in both. `rewritten` are the classes whose outputs are rewritten;
-    `k` is the edited model's.
+    `k` is that of the edited model.
     """
 
     model: str
@@ -152,26 +153,26 @@ class ModelFairness:
 
 
 SUBGROUPS = "subgroups"
-"""The name of subgroups among the analyses of `results.json`."""
+"""The key of subgroups in the analyses of `results.json`."""
 
 
 def compared_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> list[ModelFairness]:
-    """Returns the subgroups in a results file.
+    """Returns the fairness of each model in a results file.
 
-    Raises ResultsError with the file and the field that cannot be read.
+    Raises a `ResultsError` that names the file and the field that cannot be read.
     """
     compared = analyses.get(SUBGROUPS, ())
     return from_data(list[ModelFairness], compared, name, at=f"analyses.{SUBGROUPS}")
 
 
 def check_groups(groups: Array, name: str) -> None:
-    """Raises FeedError for fewer than two subgroups: there is nothing to compare."""
+    """Raises `FeedError` for fewer than two subgroups, because there is nothing to compare."""
     names = np.unique(groups)
     if len(names) < 2:
-        existing = "none" if not len(names) else f"only {names[0]!s}"
+        existing = f"only the subgroup {names[0]!s}" if len(names) else "no subgroup"
         raise FeedError(
-            f"{name} has one subgroup ({existing}), but fairness compares two or more",
-            hint="for one subgroup and the rest, save True for its inputs and False for the others",
+            f"{name} has {existing}, but fairness compares two or more",
+            hint="to compare one subgroup with the rest, save True for its inputs, False otherwise",
         )
 
 
@@ -185,8 +186,9 @@ def fairness(
 ) -> Fairness:
     """Returns how fairly each class is decided, for the predicted classes [s].
 
-    Attributes are predicted as bool [s, o], and have labels of that shape. `targets` names the
-    examined subgroup of each class; by default that of the lowest accuracy, the smaller one of two.
+    Attributes are predicted as bool [s, o] and have labels of that shape. `targets` has the
+    subgroup to examine for each class, by default the one with the lowest accuracy; if several
+    have it, the smallest of them.
     """
     names = np.unique(groups)
     known = [name.item() for name in names]
@@ -204,31 +206,33 @@ def fairness(
             SubgroupRates(
                 group=name,
                 samples=int(size),
-                positives=int(own),
+                positives=int(total),
                 accuracy=share(int(correct), int(size)),
-                true_positive_rate=share(int(hits), int(own)) if own else None,
+                true_positive_rate=share(int(hits), int(total)) if total else None,
             )
-            for name, size, own, correct, hits in zip(
+            for name, size, total, correct, hits in zip(
                 known, samples, positives, correct_counts, found_positives, strict=True
             )
         )
         accuracies = correct_counts / samples
-        at = int(np.lexsort((samples, accuracies))[0])
+        target = int(np.lexsort((samples, accuracies))[0])
         if targets is not None:
-            at = known.index(targets[output])
-        draws = _drawn(random, correct_counts, samples)
+            target = known.index(targets[output])
+        draws = _draw_shares(random, correct_counts, samples)
         what = f"with attribute {output}" if predicted.ndim == 2 else f"of class {output}"
-        opportunity, undefined = _opportunity(random, rates, at, what, found_positives, positives)
+        opportunity, undefined = _equality_of_opportunity(
+            random, rates, target, what, found_positives, positives
+        )
         decided.append(
             ClassFairness(
                 output=output,
-                target=rates[at].group,
+                target=rates[target].group,
                 subgroups=rates,
-                target_accuracy=rates[at].accuracy,
+                target_accuracy=rates[target].accuracy,
                 equality_of_opportunity=opportunity,
                 undefined=undefined,
-                std_bias=_within(float(accuracies.std()), draws.std(axis=0)),
-                max_min=_within(float(accuracies.min()), draws.min(axis=0)),
+                std_bias=_estimate(float(accuracies.std()), draws.std(axis=0)),
+                max_min=_estimate(float(accuracies.min()), draws.min(axis=0)),
                 accuracy=share(int(is_correct.sum()), len(labels)),
             )
         )
@@ -236,19 +240,19 @@ def fairness(
 
 
 def predicted_by(scores: Array, labels: Labels) -> Array:
-    """Returns the class [s] of each input, or for labels [s, o] its attributes, bool [s, o]."""
+    """Returns each input's class [s] or, for labels [s, o], its attributes, bool [s, o]."""
     answers: Array = decided(scores) if labels.ndim == 2 else scores.argmax(axis=1)
     return answers
 
 
 def answers_of(classes: Array, output: int) -> Array:
-    """Returns which inputs are of a class, given classes [s], or have an attribute, if [s, o]."""
+    """Returns which inputs are of a class, for classes [s], or have an attribute, for [s, o]."""
     answers: Array = classes[:, output] == 1 if classes.ndim == 2 else classes == output
     return answers
 
 
 def overall(predicted: Array, labels: Labels) -> Estimate:
-    """Returns the share of inputs whose class is correct, or the mean accuracy of attributes."""
+    """Returns the share of inputs with the correct class, or the attributes' mean accuracy."""
     correct = predicted == labels
     if correct.ndim == 1:
         return share(int(correct.sum()), len(labels))
@@ -259,52 +263,51 @@ def overall(predicted: Array, labels: Labels) -> Estimate:
     return Estimate(float(correct.mean()), interval.low, interval.high)
 
 
-def share(right: int, total: int) -> Estimate:
-    """Returns the share `right` / `total`, with Wilson's interval."""
-    interval = wilson(right, total)
-    return Estimate(right / total, interval.low, interval.high)
+def share(count: int, total: int) -> Estimate:
+    """Returns the share `count` / `total`, with Wilson's interval."""
+    interval = wilson(count, total)
+    return Estimate(count / total, interval.low, interval.high)
 
 
-def _drawn(random: np.random.Generator, right: Array, total: Array) -> Array:
-    """Draws shares [g, draws] from Jeffreys' posterior for the counts [g].
+def _draw_shares(random: np.random.Generator, counts: Array, totals: Array) -> Array:
+    """Draws shares [g, draws] from the posterior, with Jeffreys' prior, for the counts [g].
 
-    Unlike resampled inputs, they vary even if all or no answers were correct.
+    Unlike shares of resampled inputs, these vary even if all answers were correct, or none.
     """
     drawn: Array = random.beta(
-        (right + 0.5)[:, None], (total - right + 0.5)[:, None], (len(total), DRAWS)
+        (counts + 0.5)[:, None], (totals - counts + 0.5)[:, None], (len(totals), DRAWS)
     )
     return drawn
 
 
-def _within(value: float, draws: Array) -> Estimate:
-    """A figure with the middle 95% of its draws, extended to include it."""
+def _estimate(value: float, draws: Array) -> Estimate:
+    """Returns a figure with the middle 95% of its draws, extended to include the figure."""
     low, high = np.percentile(draws, [2.5, 97.5])
     return Estimate(value, min(value, float(low)), max(value, float(high)))
 
 
-def _opportunity(
+def _equality_of_opportunity(
     random: np.random.Generator,
     rates: Sequence[SubgroupRates],
-    at: int,
+    target: int,
     what: str,
     hits: Array,
     positives: Array,
 ) -> tuple[Estimate | None, str | None]:
-    """Equality of opportunity between the subgroup `at` and all others, or why there is none."""
-    own = np.array([hits[at], hits.sum() - hits[at]])
-    total = np.array([positives[at], positives.sum() - positives[at]])
-    for count, who in zip(
-        total, (f"subgroup {rates[at].group!s}", f"all but {rates[at].group!s}"), strict=True
-    ):
-        if not count:
-            return None, f"{who} has no input {what}"
-    first, second = own / total
-    draws = _drawn(random, own, total)
-    return _within(float(abs(first - second)), np.abs(draws[0] - draws[1])), None
+    """Returns the figure for the subgroup `target` and all others, or why it is undefined."""
+    counts = np.array([hits[target], hits.sum() - hits[target]])
+    totals = np.array([positives[target], positives.sum() - positives[target]])
+    group = rates[target].group
+    for total, name in zip(totals, (f"subgroup {group!s}", f"all but {group!s}"), strict=True):
+        if not total:
+            return None, f"{name} has no input {what}"
+    first, second = counts / totals
+    draws = _draw_shares(random, counts, totals)
+    return _estimate(float(abs(first - second)), np.abs(draws[0] - draws[1])), None
 
 
 def find_group(text: Subgroup, groups: Array) -> Subgroup:
-    """Returns the subgroup of this value or text; raises UsageError if there is none."""
+    """Returns the subgroup with this value or text; raises `UsageError` if there is none."""
     names = [name.item() for name in np.unique(groups)]
     for name in names:
         if name == text or str(name).lower() == str(text).lower():
@@ -318,7 +321,7 @@ def find_group(text: Subgroup, groups: Array) -> Subgroup:
 
 @dataclass(frozen=True, slots=True)
 class Strength:
-    """A λ, and how many values were compared to find it."""
+    """A λ, and the number of values that were compared to find it."""
 
     value: float
     tried: int
@@ -327,16 +330,16 @@ class Strength:
 def sign_of(predicted: Labels, labels: Labels, inside: Array, output: int) -> int:
     """Returns the sign of λ that moves a subgroup's wrong answers towards the correct ones.
 
-    It is 1 if more of its inputs have a missed class than a wrongly found one, otherwise −1.
-    Raises UsageError if no answer is wrong.
+    The sign is −1 if the class is wrongly found for more of its inputs than missed, otherwise 1.
+    Raises `UsageError` if no answer is wrong.
     """
     wanted, answers = answers_of(labels, output), answers_of(predicted, output)
     missed = int((inside & wanted & ~answers).sum())
     false = int((inside & ~wanted & answers).sum())
     if not missed and not false:
         raise UsageError(
-            f"--rewrite-class {output}: the subgroup has no wrong answer there",
-            hint="`specialise --group-by` without it shows the classes with wrong answers",
+            f"--rewrite-class {output}: the subgroup has no wrong answer for this class",
+            hint="`specialise --group-by` without this option shows the accuracy of each class",
         )
     return 1 if missed >= false else -1
 
@@ -350,29 +353,29 @@ def best_strength(
     sign: int,
     budget: float,
 ) -> Strength | None:
-    """Returns the λ of the best max-min that costs no more than `budget` of the accuracy.
+    """Returns the λ with the best max-min that costs no more than `budget` of the accuracy.
 
-    Scores [s, classes] of a class change by λ·`similarity` [s], so each input changes its answer at
-    its own λ; between two of these nothing changes, and one λ from each interval is tried. Of
-    equally good ones the smallest wins; None if none improves max-min. A `similarity` of 1
-    everywhere finds a blind threshold.
+    The scores [s] of the class change by λ·`similarity` [s], so each input changes its answer at
+    its own λ. Between two of these nothing changes, so one λ from each interval is tried. Among
+    equally good ones, the smallest is returned; None if none improves max-min. A `similarity` of 1
+    for every input finds a blind threshold.
     """
     predicted = predicted_by(scores, labels)
     answers, wanted = answers_of(predicted, output), answers_of(labels, output)
-    own = scores[:, output].astype(np.float64)
+    own_scores = scores[:, output].astype(np.float64)
     if labels.ndim == 2:
-        limit = np.zeros(len(own))
+        limit = np.zeros(len(own_scores))
     else:
         others = np.delete(scores.astype(np.float64), output, axis=1)
         rival = np.delete(np.arange(scores.shape[1]), output)[others.argmax(axis=1)]
         limit = others.max(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        flips_at = sign * (limit - own) / similarity
+        flips_at = sign * (limit - own_scores) / similarity
     moved = np.flatnonzero(np.isfinite(flips_at) & (flips_at > 0) & (answers == (sign < 0)))
     moved = moved[np.argsort(flips_at[moved], kind="stable")]
     flips = flips_at[moved]
     of_class = wanted[moved]
-    gain = np.where(of_class, sign, -sign)  # in correct answers for this class
+    gain = np.where(of_class, sign, -sign)  # of correct answers for this class
     if labels.ndim == 2:
         change = gain / labels.shape[1]
     else:
@@ -381,7 +384,7 @@ def best_strength(
         change = after.astype(int) - before
     hits = answers == wanted
     subgroups = np.unique(groups)
-    # Accuracy of each subgroup, [g, λ], after a number of inputs have changed their answer.
+    # The accuracy of each subgroup, [g, λ], after a number of inputs have changed their answer.
     shares = np.stack(
         [
             (hits[groups == g].sum() + np.r_[0, np.cumsum(np.where(groups[moved] == g, gain, 0))])
@@ -397,7 +400,7 @@ def best_strength(
     values = np.r_[0.0, (flips[ends] + following) / 2]
     allowed = accuracy[stops] >= accuracy[0] - budget - 1e-12
     lowest = np.where(allowed, shares.min(axis=0)[stops], -1.0)
-    best = int(lowest.argmax())  # the first of equals
+    best = int(lowest.argmax())  # the first of the best
     if not best:
         return None
     return Strength(sign * float(values[best]), len(stops) - 1)

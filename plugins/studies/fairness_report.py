@@ -1,4 +1,4 @@
-"""Tables of fairness, for `specialise` and for a report."""
+"""Formats the fairness of models as tables, for `specialise` and for reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAIR_HEADS = (
 
 
 def fairness_text(result: Fairness) -> str:
-    """Returns a table with each class's subgroup of the lowest accuracy, with 95% intervals."""
+    """Returns a table of each class in its subgroup with the lowest accuracy."""
     what = "attribute" if result.attributes else "class"
     rows = [fair_row(str(decided.output), decided) for decided in result.classes]
     undefined = [str(decided.output) for decided in result.classes if decided.undefined]
@@ -29,8 +29,8 @@ def fairness_text(result: Fairness) -> str:
     ]
     if undefined:
         lines.append(
-            "equality of opportunity is not defined if the subgroup, or all others, have no input "
-            f"{'with the attribute' if result.attributes else 'of the class'}: "
+            "equality of opportunity is not defined, because the subgroup or its complement has no "
+            f"input {'with the attribute' if result.attributes else 'of the class'}: "
             f"{', '.join(undefined)}"
         )
     return "\n".join(lines)
@@ -50,7 +50,7 @@ def fair_row(first: str, decided: ClassFairness) -> tuple[str, ...]:
 
 
 def rewriting_text(rewriting: Rewriting) -> str:
-    """Returns the effect of a rewriting, compared with the model without it."""
+    """Returns the effect of a rewrite, compared with the model as trained."""
     output, budget = rewriting.output, rewriting.budget
     how = ""
     if budget is not None:
@@ -80,9 +80,9 @@ def rewriting_text(rewriting: Rewriting) -> str:
 
 
 def compared_rows(model: ModelFairness) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields rows under `FAIR_HEADS`, each with its class: as trained and, with edits, as edited.
+    """Yields each class with its rows for `FAIR_HEADS`: as trained and, with edits, as edited.
 
-    An edited model has rows for the classes whose outputs are rewritten, other models for all.
+    A model with rewritten outputs has rows for their classes only, other models for all classes.
     """
     for output in model.rewritten or range(len(model.untouched.classes)):
         yield str(output), fair_row("as trained", model.untouched.classes[output])
@@ -91,13 +91,13 @@ def compared_rows(model: ModelFairness) -> Iterator[tuple[str, tuple[str, ...]]]
 
 
 def subgroups_text(models: Sequence[ModelFairness]) -> str:
-    """Returns a table per model, and its accuracy over all classes; empty for no models."""
+    """Returns a table for each model, followed by its accuracy over all classes."""
     blocks = []
     for model in models:
         rows = [(output, *row) for output, row in compared_rows(model)]
         attributes = model.untouched.attributes
-        named = "mean of all attributes" if attributes else "all classes"
-        totals = f"{named}: {model.untouched.accuracy} as trained"
+        scope = "mean of all attributes" if attributes else "all classes"
+        totals = f"{scope}: {model.untouched.accuracy} as trained"
         if model.edited is not None:
             totals += f", {model.edited.accuracy} edited"
         blocks.append(

@@ -1,4 +1,4 @@
-"""Charts of studies as pictures: curves, bars and heat maps."""
+"""Draws the charts of studies as pictures: curves, bars and heat maps."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ChartRows = list[dict[str, Any]]
 
 
 def curve(number: int, name: str, points: Iterable[tuple[float, Any]], **style: Any) -> ChartRows:
-    """Returns the rows of a line in the colour and with the symbol of its number."""
+    """Returns the rows of a line, with the colour and symbol for its number."""
     ink, symbol = INKS[number % len(INKS)], SYMBOLS[number % len(SYMBOLS)]
-    own = {"line": name, "ink": ink, "symbol": symbol, "dash": SOLID, **style}
-    return [{"x": x, "y": y, "bare": own["symbol"] == BARE, **own} for x, y in points]
+    marks = {"line": name, "ink": ink, "symbol": symbol, "dash": SOLID, **style}
+    return [{"x": x, "y": y, "bare": marks["symbol"] == BARE, **marks} for x, y in points]
 
 
 def curves(x: Spec, y: Spec) -> Spec:
@@ -44,31 +44,31 @@ def curves(x: Spec, y: Spec) -> Spec:
     )
 
 
-def places(title: str | None, **axes: Any) -> Spec:
-    """Returns an ordinal axis: its ticks are labelled with numbers or names."""
-    own = {"labelOverlap": True, "labelAngle": 0, "grid": False, **axes}
-    return {"field": "x", "type": "ordinal", "title": title, "sort": None, "axis": own}
+def ordinal(title: str | None, **axes: Any) -> Spec:
+    """Returns an ordinal axis, whose ticks are labelled with numbers or names."""
+    settings = {"labelOverlap": True, "labelAngle": 0, "grid": False, **axes}
+    return {"field": "x", "type": "ordinal", "title": title, "sort": None, "axis": settings}
 
 
 def bars(title: str | None, y: Spec, base: float = 0, **axes: Any) -> Spec:
     """Returns a bar chart; bars of later rows are drawn over those of earlier rows."""
-    return chart(places(title, **axes), y, [layer("bars", "bar", y2={"datum": base})])
+    return chart(ordinal(title, **axes), y, [layer("bars", "bar", y2={"datum": base})])
 
 
-def cells(
+def heat_map(
     x: str, columns: Sequence[int], y: str, scheme: str, domain: Sequence[float], **axes: Any
 ) -> Spec:
-    """Returns a heat map of values, in percent; unknown values are blank."""
+    """Returns a heat map of percentages; unknown values are blank."""
     key = {"orient": "bottom", "format": ".0%", "title": None, "gradientLength": 200}
     colour = {"field": "value", "type": "quantitative", "legend": key}
     colour["scale"] = {"scheme": scheme, "domain": list(domain)}
-    rows = places(y, **axes) | {"field": "row"}
-    across = places(x) | {"scale": {"domain": list(columns)}}
+    rows = ordinal(y, **axes) | {"field": "row"}
+    across = ordinal(x) | {"scale": {"domain": list(columns)}}
     return chart(across, rows, [layer("cells", "rect", color=colour)])
 
 
 def draw(path: Path, panels: Sequence[ChartPanel], columns: int = 2, **params: Any) -> None:
-    """Writes a picture of charts, with a legend of the lines in them, whole or not at all."""
+    """Writes a picture of charts and a legend of their lines, all or nothing."""
     named = {
         row["line"]: (row["ink"], row["symbol"])
         for _, _, rows in panels

@@ -9,16 +9,16 @@ from typing import Any
 from ...common.documents import from_data
 
 EXPERTS = "experts"
-"""The name of studies among the analyses of `results.json`."""
+"""The key of the studies in the analyses of `results.json`."""
 
 SUMS, PASSES = "sums", "passes"
 
 
 @dataclass(frozen=True, slots=True)
 class KeptAccuracy:
-    """Algorithm 1 with k experts: its accuracy, 0..1, and the share of all experts' accuracy kept.
+    """The accuracy with the k experts of Algorithm 1, 0..1, and its ratio to that of all experts.
 
-    `retention` is None if the untouched model gives no correct answer.
+    `retention`, the ratio, is None if the untouched model gives no correct answer.
     """
 
     k: int
@@ -31,7 +31,7 @@ class RandomChoice:
     """Algorithm 1 compared with k experts drawn at random for each input and layer.
 
     `accuracies` has one value per seed; `std` is their sample standard deviation. Algorithm 1 is
-    `sigmas` standard deviations above `mean`; None if all seeds agree.
+    `sigmas` standard deviations above `mean`, None if all seeds agree.
     """
 
     k: int
@@ -44,12 +44,12 @@ class RandomChoice:
 
 @dataclass(frozen=True, slots=True)
 class BestSubsets:
-    """All C(n, k) sets of experts tried on every input; the same set in every layer.
+    """The results of all C(n, k) sets of experts on every input, with one set for all layers.
 
     `best` is the share of inputs that some set classifies correctly: the limit of an oracle.
-    `distinct` counts the sets that have the least loss for at least one input. `average` is the
-    exact mean accuracy over all sets; `fixed` that of the best single set for all inputs. If C(n,
-    k) is beyond the limit, nothing was tried and these are None.
+    `distinct` is the number of sets that have the smallest loss for at least one input. `average`
+    is the exact mean accuracy over all sets, `fixed` the accuracy of the best set for all inputs.
+    If C(n, k) is above the limit, nothing was tried and these are None.
     """
 
     k: int
@@ -65,7 +65,8 @@ class BestSubsets:
 class Shares:
     """The share of ΣC, the sum of the scores s, that the j largest make up, for j = 1 … n.
 
-    They are the mean and the 10th and 90th percentile over inputs. A uniform router has j/n.
+    `mean`, `low` and `high` are the mean and the 10th and 90th percentiles over inputs. A uniform
+    router has j/n.
     """
 
     layer: str
@@ -79,8 +80,8 @@ class ExpertStudy:
     """The analyses of the experts of one model, on `samples` labelled inputs.
 
     `experts` is n of the largest layer, `top1` the accuracy of the untouched PyTorch model.
-    `method` is how choices were evaluated: by `sums` of the experts' contributions, if the class
-    scores are such a sum, or by `passes` through the whole model.
+    `method` is how choices were evaluated: by "sums" of the experts' contributions, if the class
+    scores are such sums, or by "passes" through the whole model.
     """
 
     model: str
@@ -95,12 +96,12 @@ class ExpertStudy:
     shares: tuple[Shares, ...] = ()
 
     def kept(self, k: int) -> float | None:
-        """Returns the share of the accuracy kept with k experts; None if not measured."""
+        """Returns the share of the accuracy kept with k experts; None if it was not measured."""
         return next((kept.retention for kept in self.retention if kept.k == k), None)
 
 
 def analyses_of(studies: Sequence[ExpertStudy]) -> dict[str, list[dict[str, Any]]]:
-    """Returns studies as the analyses of a results file: plain data."""
+    """Returns studies as plain data for the analyses of a results file."""
     import msgspec
 
     return {EXPERTS: msgspec.to_builtins(studies)}
@@ -109,7 +110,7 @@ def analyses_of(studies: Sequence[ExpertStudy]) -> dict[str, list[dict[str, Any]
 def studies_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> list[ExpertStudy]:
     """Returns the studies among the analyses of a results file.
 
-    Raises ResultsError with the file and the field that cannot be read.
+    Raises a `ResultsError` that names the file and the field that cannot be read.
     """
     studies = analyses.get(EXPERTS, ())
     return from_data(list[ExpertStudy], studies, name, at=f"analyses.{EXPERTS}")

@@ -1,7 +1,7 @@
-"""Credits for answers to single inputs: by class, by attribute, or by output of a regression.
+"""Gives credit for the answer to each input: by class, by attribute, or by regression output.
 
-The credit of an input is whether its class is correct, or for each output a number [o]: whether the
-attribute is correct, or 1 − (y − t)² / var(t), whose mean over the inputs is R².
+The credit is whether the class is correct or, for each output, a number: whether the attribute is
+correct, or 1 − (y − t)² / var(t), whose mean over the inputs is R².
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Judged = Literal["classes", "attributes", "targets"]
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Labels, by which answers get credit. `spread` [o] is the variance of targets."""
+    """Gives credit for answers by labels. `spread` [o] is the variance of the targets."""
 
     judged: Judged
     labels: Labels
@@ -31,7 +31,7 @@ class Judge:
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """The number of inputs of each class; for attributes and outputs all inputs."""
+        """The number of inputs of each class; for an attribute or output, that of all inputs."""
         if self.judged == "classes":
             return tuple(np.bincount(self.labels, minlength=self.outputs).tolist())
         return (len(self.labels),) * self.outputs
@@ -50,7 +50,7 @@ class Judge:
     def figures(self, credit: Array) -> tuple[float | None, ...]:
         """Returns the accuracy of each class or attribute, or R², from the credits of all inputs.
 
-        It is None for a class without inputs, and for an output whose targets are all the same.
+        A figure is None for a class without inputs or an output whose targets are all the same.
         """
         if self.judged == "classes":
             counts = self.samples
@@ -62,7 +62,7 @@ class Judge:
 
 
 def class_labels(data: LabelledData, scores: Array, where: str) -> tuple[Array, Labels]:
-    """Returns scores [s, o] with classes [s] or attributes [s, o]; FeedError for other labels."""
+    """Returns the scores with classes or attributes; raises `FeedError` for other labels."""
     assert data.labels is not None  # the caller has checked them
     pair = per_output(scores, data.labels)
     if pair is None:
@@ -73,7 +73,7 @@ def class_labels(data: LabelledData, scores: Array, where: str) -> tuple[Array, 
 
 
 def judge_of(data: LabelledData, scores: Array) -> Judge:
-    """Returns the judge of scores [s, o] by labels; raises FeedError for invalid ones."""
+    """Returns the judge of scores [s, o] by the labels; raises `FeedError` for invalid labels."""
     assert data.labels is not None  # the caller has checked them
     where = f"array '{data.label_name or 'label'}'"
     pair = per_output(scores, data.labels, where=where)

@@ -1,4 +1,4 @@
-"""The analyses as tables, with the paper's numbers, and as PNG charts."""
+"""Formats the analyses as tables, with the paper's numbers, and as PNG charts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ...bench.report.charts import DASHED, DOTTED, REFERENCE, SYMBOLS, Spec, axis
 from ...common.text import table
-from .figures import BARE, INKS, bars, curve, curves, draw, places
+from .figures import BARE, INKS, bars, curve, curves, draw, ordinal
 from .findings import BestSubsets, ExpertStudy
 
 FRACTIONS = (2, 4, 8)
@@ -20,27 +20,27 @@ TableRows = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Printed:
-    """A paper's numbers: shares of the accuracy kept, by n/k and n; at k = n/4, accuracies by n."""
+class Paper:
+    """A paper's shares of the accuracy kept, by n/k and n, and accuracies at k = n/4, by n."""
 
     retention: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     best_subset: Mapping[int, float] = field(default_factory=dict)
     random_subset: Mapping[int, float] = field(default_factory=dict)
 
 
-NOTHING = Printed()
+NO_PAPER = Paper()
 
 
-def text(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> str:
-    """Returns every table that has rows, under its title, with the paper's numbers in brackets."""
+def text(studies: Sequence[ExpertStudy], paper: Paper = NO_PAPER) -> str:
+    """Returns each table with rows under its title, with the paper's numbers in brackets."""
     return "\n\n".join(
         f"{title}\n{table(header, rows)}"
-        for title, (header, rows) in titled(studies, paper).items()
+        for title, (header, rows) in titled_tables(studies, paper).items()
         if rows
     )
 
 
-def titled(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> dict[str, TableRows]:
+def titled_tables(studies: Sequence[ExpertStudy], paper: Paper = NO_PAPER) -> dict[str, TableRows]:
     return {
         "Accuracy kept by Algorithm 1": retention_rows(studies, paper),
         "Algorithm 1 and random experts": random_rows(studies),
@@ -49,10 +49,10 @@ def titled(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> dict[str
     }
 
 
-def retention_rows(studies: Sequence[ExpertStudy], paper: Printed) -> TableRows:
-    """Returns the shares kept at n/2, n/4 and n/8, with the paper's in brackets."""
+def retention_rows(studies: Sequence[ExpertStudy], paper: Paper) -> TableRows:
+    """Returns the shares of the accuracy kept at n/2, n/4 and n/8."""
     rows: list[tuple[str, ...]] = []
-    for study in [each for each in studies if each.retention]:
+    for study in (study for study in studies if study.retention):
         cells = [study.model, percent(study.top1)]
         for fraction in FRACTIONS:
             kept = study.kept(study.experts // fraction) if study.experts % fraction == 0 else None
@@ -76,8 +76,8 @@ def random_rows(studies: Sequence[ExpertStudy]) -> TableRows:
     return header, rows
 
 
-def subset_rows(studies: Sequence[ExpertStudy], paper: Printed) -> TableRows:
-    """Returns the results of exhaustive searches, with dashes for those beyond the limit."""
+def subset_rows(studies: Sequence[ExpertStudy], paper: Paper) -> TableRows:
+    """Returns the results of exhaustive searches, with dashes for searches above the limit."""
     header = ("model", "k", "sets", "best per input", "Algorithm 1", "best for all", "average")
     rows: list[tuple[str, ...]] = []
     for study in studies:
@@ -113,28 +113,25 @@ def percent(share: float | None) -> str:
 
 
 def with_paper(ours: float | None, paper: float | None) -> str:
-    """Returns our number, with the paper's in brackets if both are known."""
+    """Returns our number, followed by the paper's in brackets if both are known."""
     return percent(ours) if ours is None or paper is None else f"{percent(ours)} ({percent(paper)})"
 
 
 def sets(number: int) -> str:
-    """Returns a number of sets: `12,870`, `4.4e9`."""
+    """Formats a number of sets, such as `12,870` or `4.4e9`."""
     return f"{number:,}" if number < 10_000_000 else f"{number:.1e}"
 
 
 def figures(
-    studies: Sequence[ExpertStudy], directory: Path, paper: Printed = NOTHING
+    studies: Sequence[ExpertStudy], directory: Path, paper: Paper = NO_PAPER
 ) -> tuple[Path, ...]:
     """Writes a chart for each analysis that was made; returns the charts' paths.
 
-    `experts_retention.png`, `experts_random.png`, `experts_subsets.png`, `experts_shares.png`.
+    They are `experts_NAME.png` for the analyses `retention`, `random`, `subsets` and `shares`.
     """
     tried = any(subset.best is not None for study in studies for subset in study.subsets)
     charts: dict[str, tuple[bool, Callable[[Sequence[ExpertStudy], Path], None]]] = {
-        "retention": (
-            any(study.retention for study in studies),
-            partial(_retention, printed=paper),
-        ),
+        "retention": (any(study.retention for study in studies), partial(_retention, paper=paper)),
         "random": (any(study.random for study in studies), _random),
         "subsets": (tried, _subsets),
         "shares": (any(study.shares for study in studies), _shares),
@@ -147,8 +144,8 @@ def figures(
     return tuple(written)
 
 
-def _retention(studies: Sequence[ExpertStudy], path: Path, printed: Printed) -> None:
-    """Draws retention over the share of experts, by model, and over n, by share."""
+def _retention(studies: Sequence[ExpertStudy], path: Path, paper: Paper) -> None:
+    """Draws retention over the share of experts for each model, and over n for each share."""
     left, right = [], []
     for study, ink in zip(studies, _shades(len(studies)), strict=True):
         label = f"n = {study.experts}" if _differ(studies) else study.model
@@ -163,9 +160,9 @@ def _retention(studies: Sequence[ExpertStudy], path: Path, printed: Printed) -> 
         ]
         right += curve(number, f"k = n/{fraction}", ours)
         measured = {n for n, _ in ours}
-        paper = [(n, v) for n, v in printed.retention.get(fraction, {}).items() if n in measured]
+        theirs = [(n, v) for n, v in paper.retention.get(fraction, {}).items() if n in measured]
         label = f"k = n/{fraction}, the paper on MNIST"
-        right += curve(number, label, paper, dash=DOTTED, symbol=BARE)
+        right += curve(number, label, theirs, dash=DOTTED, symbol=BARE)
     shares = axis("x", "x", "share of the experts kept, k/n", "k")
     panels = [
         (
@@ -173,13 +170,13 @@ def _retention(studies: Sequence[ExpertStudy], path: Path, printed: Printed) -> 
             curves(_shares_axis(shares), _percent("of all experts' accuracy")),
             left,
         ),
-        ("The same over n", curves(_experts_axis(studies), _percent("")), right),
+        ("Accuracy kept, by n", curves(_experts_axis(studies), _percent("")), right),
     ]
     draw(path, panels)
 
 
 def _random(studies: Sequence[ExpertStudy], path: Path) -> None:
-    """Draws Algorithm 1 and random choices over n, in one chart per share of experts."""
+    """Draws Algorithm 1 and random choices over n, in one chart for each share of experts."""
     shares = [f for f in FRACTIONS if any(_random_at(study, f) for study in studies)]
     panels = []
     for fraction in shares:
@@ -202,7 +199,7 @@ def _random_at(study: ExpertStudy, fraction: int) -> Any:
 
 
 def _subsets(studies: Sequence[ExpertStudy], path: Path) -> None:
-    """Draws the best accuracy of subsets, and the number of different best ones."""
+    """Draws the accuracies of subsets, and the number of different best subsets."""
     searches: list[tuple[ExpertStudy, BestSubsets]] = [
         (study, subset) for study in studies for subset in study.subsets if subset.best is not None
     ]
@@ -222,16 +219,16 @@ def _subsets(studies: Sequence[ExpertStudy], path: Path) -> None:
     right = curve(0, "possible: sets, or inputs if fewer", enumerate(possible), **style)
     found = [search.distinct for _, search in searches]
     right += curve(0, "best for at least one input", enumerate(found), symbol=SYMBOLS[1])
-    named = {"labelExpr": "ticks[datum.value]", "labelAngle": -45, "labelOverlap": False}
+    ticks = {"labelExpr": "ticks[datum.value]", "labelAngle": -45, "labelOverlap": False}
     counted = axis("y", "y", "", "log")
     counted["scale"] |= {"domainMin": 0.7}
     panels = [
         (
             "Accuracy with k of n experts",
-            curves(places(None, **named), _percent("top-1 accuracy")),
+            curves(ordinal(None, **ticks), _percent("top-1 accuracy")),
             left,
         ),
-        ("Different best sets", bars(None, counted, 0.7, **named), right),
+        ("Different best sets", bars(None, counted, 0.7, **ticks), right),
     ]
     draw(path, panels, ticks=[f"{search.k} of {study.experts}" for study, search in searches])
 
@@ -249,19 +246,19 @@ def _shares(studies: Sequence[ExpertStudy], path: Path) -> None:
             point = [((number + 1) / len(layer.mean), mean)]
             rows += curve(0, label, point, ink=ink, symbol=BARE, low=low, high=high)
     uniform = [(share / 64, share / 64) for share in range(1, 65)]
-    rows += curve(0, "all alike", uniform, ink=REFERENCE, dash=DASHED, symbol=BARE)
+    rows += curve(0, "uniform router", uniform, ink=REFERENCE, dash=DASHED, symbol=BARE)
     x = _shares_axis(axis("x", "x", "share of the experts", "k"))
     y = _percent("mean; 10th to 90th percentile of inputs")
     draw(path, [("The top experts' share of ΣC", curves(x, y), rows)], columns=1)
 
 
 def _differ(studies: Sequence[ExpertStudy]) -> bool:
-    """Whether there are several models, all of which differ in n."""
+    """Returns whether there are several models, each with a different n."""
     return len({study.experts for study in studies}) == len(studies) > 1
 
 
 def _shades(count: int) -> list[str]:
-    """Colours that grow darker with n, by model; the first colour for a single model."""
+    """Returns a colour for each model, from light to dark; the usual colour for a single model."""
     if count == 1:
         return [INKS[0]]
     shares = [index / (count - 1) for index in range(count)]

@@ -1,4 +1,4 @@
-"""The options of `bench`, `export` and `specialise` for experts. Loads nothing."""
+"""The options of `bench`, `export` and `specialise` for experts. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StudyOptions:
 
     analysis: str = option(
         "",
-        "Analyse the experts: any of retention, random, subsets, shares, or all; needs labels.",
+        "Analyse the experts: all, or any of retention, random, subsets, shares; needs labels.",
         unset="none",
     )
     max_subsets: int | None = option(
@@ -30,7 +30,7 @@ class StudyOptions:
     )
     group_by: str | None = option(
         None,
-        "Compare subgroups: an array of the .npz with the labels.",
+        "Compare subgroups: the name of an array in the .npz with the labels.",
         unset="none",
     )
 
@@ -48,8 +48,8 @@ SUBSETS_BY_SUMS, SUBSETS_BY_PASSES = 50_000, 200
 class Analyses:
     """The analyses to make, and their limits.
 
-    `max_subsets` bounds C(n, k) for `subsets`; None means 50,000 if the scores are sums over
-    experts and 200 if every subset is a pass over the data.
+    `max_subsets` is the limit of C(n, k) for `subsets`; None means 50,000 if the scores are sums
+    over experts, or 200 if every subset takes a pass over the data.
     """
 
     names: tuple[str, ...] = NAMES
@@ -60,26 +60,26 @@ class Analyses:
         unknown = [name for name in self.names if name not in NAMES]
         if unknown:
             raise UsageError(
-                f"--analysis {unknown[0]}: no such analysis",
+                f"--analysis {unknown[0]}: there is no such analysis",
                 hint=near_miss(unknown[0], (*NAMES, "all")),
             )
         if self.seeds < 2:
             raise UsageError(
-                f"{self.seeds} seeds: a standard deviation needs two or more",
+                f"{self.seeds} seeds: a standard deviation needs at least two",
                 hint="the paper uses 10",
             )
 
 
 def parse_analyses(text: str) -> tuple[str, ...]:
-    """Returns the analyses in `--analysis`: a list, or `all`. Raises UsageError."""
+    """Parses `--analysis`: a list, or `all`; raises `UsageError` for unknown analyses."""
     names = tuple(dict.fromkeys(split_list(text)))
     if not names:
-        raise UsageError("--analysis: no analysis named", hint=f"choose from {', '.join(NAMES)}")
+        raise UsageError("--analysis: the list is empty", hint=f"choose from {', '.join(NAMES)}")
     return NAMES if names == ("all",) else Analyses(names).names
 
 
 def requested(options: StudyOptions) -> Analyses:
-    """Returns the requested analyses; raises `UsageError` for unknown ones."""
+    """Returns the requested analyses; raises `UsageError` for invalid options."""
     limit = options.max_subsets
     names = parse_analyses(options.analysis) if options.analysis else ()
     if limit is not None and "subsets" not in names:
@@ -91,16 +91,16 @@ def requested(options: StudyOptions) -> Analyses:
 
 @dataclass(frozen=True, kw_only=True)
 class EditOptions:
-    """The edits of an export (`edits.py`): experts to remove, rewrite or steer by."""
+    """The edits of an export, which `edits.py` parses: ablations, rewrites and steering."""
 
     ablate: str | Sequence[str] = option(
         (),
-        "Experts to remove, counted from 0: LAYER:EXPERT or LAYER:3,5.",
+        "Experts to remove, counted from 0: LAYER:3 or LAYER:3,5.",
         unset="none",
     )
     rewrite: AnyPath | Sequence[Mapping[str, Any]] | None = option(
         None,
-        "Outputs of muMoE layers to rewrite: a JSON file, or its entries.",
+        "Outputs of muMoE layers to rewrite: a JSON file or, in Python, its entries.",
         unset="none",
         is_path=True,
     )
@@ -126,24 +126,24 @@ EDITS = Panel(
 class SpecialiseRequest(Request):
     """The options of `specialise`."""
 
-    layer: str | None = option(None, "The layer whose experts to remove.", unset="the last")
+    layer: str | None = option(None, "The layer whose experts are removed.", unset="the last")
     k: K | None = option(
         None,
-        "Count which experts are chosen at this k: 4, 0.25, n/4, or one for each layer.",
+        "The k at which choices are counted: 4, 0.25, n/4, or one for each layer.",
         unset="the k of training",
     )
     group_by: str | Sequence[int | bool | str] | None = option(
         None,
-        "Compare subgroups: an array of the data, or the subgroup of each input.",
-        unset="none; mean coefficients by class",
+        "Compare subgroups: the name of an array in the data or, in Python, each input's subgroup.",
+        unset="none; mean coefficients are by class",
     )
     examples: int | None = option(
         None,
-        "The number of examples of each expert to show, in examples.html; needs no labels.",
+        "How many examples of each expert to show in examples.html; needs no labels.",
         unset="none",
     )
     rewrite_class: int | None = option(
-        None, "Write a rewrite.json for this class's output.", unset="none"
+        None, "Write a rewrite.json for the output of this class.", unset="none"
     )
     rewrite_group: int | bool | str | None = option(
         None, "The subgroup that the rewrite helps.", unset="none"
@@ -155,12 +155,12 @@ class SpecialiseRequest(Request):
     )
     budget: float | None = option(
         None,
-        "The share of the accuracy that the search may cost.",
+        "The share of the accuracy that the rewrite may cost.",
         unset="0.01",
     )
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for invalid options, and for those of an incomplete rewriting."""
+        """Raises `UsageError` for invalid or incomplete options."""
         at_least(self, "examples", 1)
         if self.k is not None and parse_k(self.k) == "input":
             raise UsageError(
@@ -176,26 +176,26 @@ class SpecialiseRequest(Request):
             for spelling, value in parts.items():
                 if value is not None:
                     raise UsageError(
-                        f"{spelling}: a rewriting needs --rewrite-class and --rewrite-group",
-                        hint=f"leave {spelling} out, or give both",
+                        f"{spelling}: a rewrite needs --rewrite-class and --rewrite-group",
+                        hint=f"leave {spelling} out, or give both of these options",
                     )
         if self.rewrite_class is not None and self.group_by is None:
             raise UsageError(
-                f"--rewrite-class {self.rewrite_class}: it needs subgroups, but there are none",
-                hint="name their array with --group-by",
+                f"--rewrite-class {self.rewrite_class}: subgroups are needed, but none are given",
+                hint="name the array with the subgroups: --group-by ARRAY",
             )
         if self.strength is not None and self.budget is not None:
             raise UsageError(
-                "--budget applies to a search, but --strength needs none",
+                "--budget is for the search for a strength, but --strength is given",
                 hint="leave one of them out",
             )
         if self.strength is not None and not 0 < abs(self.strength) < math.inf:
             raise UsageError(
-                f"--strength {self.strength}: it must be a finite number other than 0",
-                hint="only its size counts: the sign follows from the wrong answers",
+                f"--strength {self.strength}: a finite number other than 0 is expected",
+                hint="the sign is ignored: it follows from the wrong answers",
             )
         if self.budget is not None and not 0 <= self.budget < 1:
             raise UsageError(
-                f"--budget {self.budget}: a share of the accuracy is at least 0 and below 1",
-                hint="with --budget 0.01 a search may cost one in a hundred correct answers",
+                f"--budget {self.budget}: a share of at least 0 and below 1 is expected",
+                hint="with --budget 0.01, a rewrite may cost one in a hundred correct answers",
             )

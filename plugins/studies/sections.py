@@ -1,4 +1,4 @@
-"""The report's sections about experts and subgroups, and their registration with the core."""
+"""Registers the report's sections on experts and subgroups."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .fairness import compared_in
 from .fairness_report import FAIR_HEADS, compared_rows, subgroups_text
 from .findings import EXPERTS as OF_EXPERTS
 from .findings import studies_in
-from .report import figures, text, titled
+from .report import figures, text, titled_tables
 
 API = 1
 
-RANDOM_NOTE = (
-    "Random: experts are drawn for each input and layer, once per seed; σ is the sample standard "
-    "deviation over the seeds. All sets: best per input uses the label; best for all was selected "
-    "on the same labels; distinct best is the number of sets with the least loss for at least one "
+NOTE = (
+    "Random experts are drawn for each input and layer, once per seed; σ is the sample standard "
+    "deviation over the seeds. The best set per input was found with its label, the best for all "
+    "with all labels; distinct best is the number of sets with the smallest loss for at least one "
     "input. Shares are means over inputs."
 )
 
@@ -26,21 +26,21 @@ RANDOM_NOTE = (
 def _experts(results: Results) -> SectionContent | None:
     studies = studies_in(results.analyses)
     tables = []
-    for title, (header, rows) in titled(studies).items():
+    for title, (header, rows) in titled_tables(studies).items():
         groups: dict[str, list[Sequence[Cell]]] = {}
         for model, *cells in rows:
             groups.setdefault(model, []).append(cells)
         if groups:
             tables.append(TableContent(title, header[1:], groups))
-    return SectionContent(tables=tuple(tables), notes=(RANDOM_NOTE,)) if studies else None
+    return SectionContent(tables=tuple(tables), notes=(NOTE,)) if studies else None
 
 
 def _subgroups(results: Results) -> SectionContent | None:
     groups: dict[str, list[Sequence[Cell]]] = {}
     for model in compared_in(results.analyses):
         for output, row in compared_rows(model):
-            what = "attribute" if model.untouched.attributes else "class"
-            groups.setdefault(f"{model.model}, {what} {output}", []).append(row)
+            label = "attribute" if model.untouched.attributes else "class"
+            groups.setdefault(f"{model.model}, {label} {output}", []).append(row)
     heads = ("Model", *(f"{head[0].upper()}{head[1:]}" for head in FAIR_HEADS))
     note = "Each attribute, or each class against all others, in PyTorch; 95% intervals."
     if not groups:

@@ -1,4 +1,4 @@
-"""The result of `specialise` as JSON, as text and as figures, for one model or several."""
+"""Writes the result of `specialise` as JSON, text and figures, for one or several models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...common.writing import write_text
 from ...errors import UsageError
 from .examples import report as examples_report
 from .fairness_report import fairness_text, rewriting_text
-from .figures import INKS, ChartRows, bars, cells, curve, curves, draw, places
+from .figures import INKS, ChartRows, bars, curve, curves, draw, heat_map, ordinal
 from .judge import Judged
 from .specialise import BINS, HEAVY, Load, Specialisation
 from .usage.report import USAGE_FILE, draw_usage, usage_text
@@ -24,8 +24,8 @@ JSON_FILE, FIGURE_FILE, LOAD_FILE = "specialise.json", "specialise.png", "load.p
 REWRITE_FILE = "rewrite.json"
 SEVERAL_FILE, SEVERAL_FIGURE = "polysemanticity.json", "polysemanticity.png"
 
-SHOWN, DRAWN = 10, 40
-"""The number of experts in the text and in the figure: those that change most. The JSON has all."""
+MAX_SHOWN, MAX_DRAWN = 10, 40
+"""How many experts the text and the figure show, largest change first. The JSON has all."""
 
 
 def to_json(result: Specialisation) -> str:
@@ -51,15 +51,15 @@ def to_json(result: Specialisation) -> str:
 
 
 def several_json(several: Sequence[Specialisation]) -> str:
-    """Returns the results of several models as JSON, each in the form of a single one."""
+    """Returns the results of several models as JSON, each as `to_json` formats it."""
     parts = ",\n".join(to_json(model).rstrip() for model in several)
     return f'{{"schema": {SCHEMA}, "models": [\n{parts}\n]}}\n'
 
 
 def write(result: Specialisation, directory: Path) -> tuple[Path, ...]:
-    """Writes JSON and figures, and a rewriting and examples if there are any; returns the paths.
+    """Writes JSON and figures, and a rewrite and examples if there are any; returns the paths.
 
-    Each file is written whole or not at all. Raises OutputError.
+    Each file is written completely or not at all. Raises `OutputError`.
     """
     written = () if result.examples is None else examples_report.write(result.examples, directory)
     if not result.samples and result.usage is None:
@@ -84,14 +84,14 @@ def write(result: Specialisation, directory: Path) -> tuple[Path, ...]:
 def write_several(several: Sequence[Specialisation], directory: Path) -> tuple[Path, ...]:
     """Writes each model's files into a folder with its name; returns the files of the comparison.
 
-    These have no figure if only the use of experts is known. Raises UsageError if two models have
-    the same name.
+    The figure is omitted if only the use of experts is known. Raises `UsageError` if two models
+    have the same name.
     """
     names = [Path(model.model).stem for model in several]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(
-                f"{name}: two of the models have this name, but each needs a folder of its name",
+                f"{name}: two models have this name, but each needs its own folder",
                 hint="rename one of the files",
             )
     for name, model in zip(names, several, strict=True):
@@ -106,10 +106,10 @@ def write_several(several: Sequence[Specialisation], directory: Path) -> tuple[P
 
 
 def text(result: Specialisation) -> str:
-    """Returns the experts with the largest effects, how many have any, and the load.
+    """Returns the experts with the largest effects, the number of experts with any, and the load.
 
-    Subgroups add each class's fairness, and the rewriting if there is one. Last comes how often
-    every layer chooses each expert.
+    With subgroups, the fairness of each class and the rewrite follow, if there is one. The last
+    part is how often every layer chooses each expert.
     """
     parts = [f"model       {result.model} ({result.family})"]
     if result.accuracy:
@@ -131,7 +131,7 @@ def text(result: Specialisation) -> str:
 
 
 def _effects_text(result: Specialisation) -> str:
-    """The layer, its load, and the experts with the largest effects."""
+    """Returns the layer, its load, and the experts with the largest effects."""
     changing = result.ranked
     mean = result.mean_polysemanticity
     figure, what = FIGURES[result.judged], NAMES[result.judged]
@@ -146,7 +146,7 @@ def _effects_text(result: Specialisation) -> str:
         lines.append(f"polysemanticity {mean:.3f} on average over these (0: one {what} only)")
         heads = ("expert", "inputs", figure, f"{what} changed most", "before", "after")
         rows = []
-        for effect in changing[:SHOWN]:
+        for effect in changing[:MAX_SHOWN]:
             changed = effect.most_changed
             shares = (
                 result.overall(effect.accuracy),
@@ -157,8 +157,8 @@ def _effects_text(result: Specialisation) -> str:
             cells = (result.expert_name(effect), effect.inputs, overall, changed, before, after)
             rows.append((*cells, f"{effect.polysemanticity:.3f}"))
         lines += ["", table((*heads, "polysemanticity"), rows)]
-    if len(changing) > SHOWN:
-        lines.append(f"… and {len(changing) - SHOWN} more")
+    if len(changing) > MAX_SHOWN:
+        lines.append(f"… and {len(changing) - MAX_SHOWN} more")
     return "\n".join(lines)
 
 
@@ -182,7 +182,7 @@ def _figure(value: float | None, result: Specialisation) -> str:
 
 
 def _overall_line(result: Specialisation) -> str:
-    """The accuracy on all inputs, or the mean over attributes or outputs."""
+    """Returns the accuracy on all inputs, or the mean over attributes or outputs."""
     overall = _figure(result.overall(result.accuracy), result)
     if result.judged == "classes":
         return f"accuracy    {overall} of {result.inputs} inputs"
@@ -207,7 +207,7 @@ SEVERAL_HEADS = ("model", "experts", "change a class", "polysemanticity", "accur
 def several_text(several: Sequence[Specialisation]) -> str:
     """Returns a table of several models' mean polysemanticity, by number of experts.
 
-    The texts of models with only the use of experts, or only examples, follow it.
+    Models with only the use of experts, or only examples, follow as texts.
     """
     rows = [
         (
@@ -224,8 +224,8 @@ def several_text(several: Sequence[Specialisation]) -> str:
     return "\n\n".join(parts + [text(model) for model in several if not model.accuracy])
 
 
-CAVEAT = """Polysemanticity is a mean over the experts whose removal changes a class. The others
-have none: if these are many, the mean does not describe the whole layer."""
+CAVEAT = """Polysemanticity is a mean over the experts whose removal changes a class. If many other
+experts change none, the mean does not describe the whole layer."""
 
 
 def _by_size(several: Sequence[Specialisation]) -> list[Specialisation]:
@@ -237,15 +237,15 @@ def _line(value: object) -> str:
 
 
 def _draw_effects(result: Specialisation, path: Path) -> None:
-    """Writes a PNG with a row per expert: the change of each class, and the polysemanticity."""
+    """Writes a PNG with a row per expert: the change in each class, and the polysemanticity."""
     changing = result.ranked
-    shown = changing[:DRAWN]
+    shown = changing[:MAX_DRAWN]
     title = (
         f"{Path(result.model).stem}, layer {result.layer}: removing {len(changing)} of "
         f"{len(result.experts)} experts changes {ARTICLES[result.judged]} ({result.inputs} inputs)"
     )
     if len(shown) < len(changing):
-        title += f"; the {len(shown)} that change most"
+        title += f"; the {len(shown)} with the largest effect"
     left = f"Change in {FIGURES[result.judged]}, by {NAMES[result.judged]}"
     if not shown:
         empty = empty_chart(f"no expert's removal changes {ARTICLES[result.judged]}")
@@ -259,10 +259,11 @@ def _draw_effects(result: Specialisation, path: Path) -> None:
     ]
     largest = max(abs(cell["value"] or 0.0) for cell in change)
     classes = range(len(shown[0].change))
-    table = cells(NAMES[result.judged], classes, "expert removed", "redblue", (-largest, largest))
+    limits = (-largest, largest)
+    table = heat_map(NAMES[result.judged], classes, "expert removed", "redblue", limits)
     distance: ChartRows = [
-        {"row": result.expert_name(each), "y": each.polysemanticity or 0.0, "ink": INKS[0]}
-        for each in shown
+        {"row": result.expert_name(effect), "y": effect.polysemanticity or 0.0, "ink": INKS[0]}
+        for effect in shown
     ]
     mean = result.mean_polysemanticity
     right = f"Polysemanticity, mean {mean:.2f}"
@@ -270,7 +271,7 @@ def _draw_effects(result: Specialisation, path: Path) -> None:
     line = layer("mean", "rule", "", {"strokeDash": DASHED}, x={"datum": mean}, y=None)
     dots = chart(
         across,
-        places(None, labels=False) | {"field": "row"},
+        ordinal(None, labels=False) | {"field": "row"},
         [layer("stems", "rule", x2={"datum": 0}), layer("dots", "circle"), line],
     )
     panels: list[ChartPanel] = [
@@ -281,12 +282,12 @@ def _draw_effects(result: Specialisation, path: Path) -> None:
 
 
 def _draw_load(result: Specialisation, path: Path) -> None:
-    """Writes a PNG: the tokens of each expert, and the largest coefficients."""
+    """Writes a PNG: the share of tokens of each expert, and the largest coefficients of tokens."""
     panels: list[ChartPanel] = []
     percent = axis("y", "y", "", "percent")
     for load in result.load:
         level = f", level {load.level}" if len(result.load) > 1 else ""
-        label = f"experts, the busiest first ({load.heavy} of {len(load.shares)})"
+        label = f"experts, busiest first ({load.heavy} of {len(load.shares)})"
         busiest = enumerate(sorted(load.shares, reverse=True))
         left = [{"x": x, "y": y, "ink": INKS[0]} for x, y in busiest]
         edges = [((bin + 0.5) / BINS, n / load.tokens) for bin, n in enumerate(load.largest)]
@@ -301,9 +302,9 @@ def _draw_load(result: Specialisation, path: Path) -> None:
 
 
 def _draw_several(several: Sequence[Specialisation], path: Path) -> None:
-    """Writes a PNG: mean polysemanticity by number of experts, and how many change a class."""
+    """Writes a PNG: mean polysemanticity and the share of experts that change a class, by n."""
     ordered = [(len(model.experts), model) for model in _by_size(several)]
-    known = [(n, mean) for n, e in ordered if (mean := e.mean_polysemanticity) is not None]
+    known = [(n, mean) for n, m in ordered if (mean := m.mean_polysemanticity) is not None]
     changed = [(n, len(model.ranked) / n) for n, model in ordered]
     x = axis("x", "x", "experts", "k")
     means, shares = curves(x, axis("y", "y", "")), curves(x, axis("y", "y", "", "percent"))

@@ -1,4 +1,4 @@
-"""The role of each expert of a layer: the classes that lose accuracy when it is removed.
+"""Finds the role of each expert of a layer: the classes that lose accuracy when it is removed.
 
 For expert e, d_c = |ŷ_c − y_c| / y_c is the share of class c's accuracy that its removal changes.
 The distance of d from the one-hot vector of its largest entry is the expert's class polysemanticity
@@ -6,7 +6,7 @@ The distance of d from the one-hot vector of its largest entry is the expert's c
 labels have a number for each output (`judge.py`), outputs replace the classes: attributes with
 their accuracy, or a regression's outputs with their R².
 
-If there are subgroups, `fairness` measures how fair the model is to them, and finds the rewriting
+If there are subgroups, `fairness` measures how fair the model is to them, and finds the rewrite
 that helps one of them. `specialisation_report` writes and draws the result.
 """
 
@@ -41,7 +41,7 @@ from ...graphs.layers.base import (
     sharing_weights,
 )
 from .edits import read_edits
-from .examples.search import Examples, found_layer
+from .examples.search import Examples, layer_name
 from .fairness import (
     BlindThreshold,
     Fairness,
@@ -62,16 +62,16 @@ from .usage.count import Members, Usage, usage_of
 BATCH = 64
 
 BUDGET = 0.01
-"""The share of the accuracy that a search for a rewriting may cost by default."""
+"""The share of the accuracy that a rewrite found by a search may cost by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertEffect:
     """The effect of removing one expert.
 
-    `level` counts from 1. `inputs` is the number of inputs with a nonzero coefficient; `accuracy`
-    and `change` are by class, None for a class without inputs. `polysemanticity` is None if no
-    class changes.
+    `level` counts from 1. `inputs` is the number of inputs with a nonzero coefficient for it;
+    `accuracy` and `change` are by class, None for a class without inputs. `polysemanticity` is None
+    if no class changes.
     """
 
     level: int
@@ -89,7 +89,7 @@ class ExpertEffect:
 
 @dataclass(frozen=True, slots=True)
 class SubgroupCoefficients:
-    """A subgroup of the inputs and, by level if there are any, its mean coefficients ā [n]."""
+    """A subgroup of the inputs and, for each level with coefficients, their means ā [n]."""
 
     group: Subgroup
     samples: int
@@ -97,17 +97,17 @@ class SubgroupCoefficients:
 
 
 HEAVY = 0.5
-"""An expert with a coefficient of at least this does most of the work."""
+"""An expert with at least this coefficient does most of a token's work."""
 
 BINS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The distribution of a level's coefficients, over all tokens (a vector is one token).
+    """The distribution of a level's coefficients over all tokens (an input vector is one token).
 
-    `shares` [n] is each expert's share of the tokens with a coefficient of at least `HEAVY`,
-    `largest` [BINS] how many tokens have their largest coefficient in each tenth of 0 … 1.
+    `shares` [n] is, for each expert, the share of tokens whose coefficient is at least `HEAVY`;
+    `largest` [BINS] is the number of tokens whose largest coefficient is in each tenth of 0 … 1.
     """
 
     level: int
@@ -117,7 +117,7 @@ class Load:
 
     @property
     def heavy(self) -> int:
-        """The number of experts with such a coefficient for some token."""
+        """The number of experts with a coefficient of at least `HEAVY` for some token."""
         return sum(share > 0 for share in self.shares)
 
 
@@ -125,10 +125,10 @@ class Load:
 class Specialisation:
     """The result of `moexport specialise`. `accuracy` and `samples` are by class.
 
-    `judged` is what the labels are: classes, attributes, or the outputs of a regression, for which
-    `accuracy` is R². `fairness` is set if subgroups were named, `rewriting` if one was requested.
-    `usage` covers all layers; models of texts have only that. Without labels there are only
-    `examples`.
+    `judged` is the kind of labels: classes, attributes, or the targets of a regression, for which
+    `accuracy` is R². `fairness` is set if there are subgroups, `rewriting` if one was requested.
+    `usage` covers all layers; for models of texts, the rest is missing. Without labels there are
+    only `examples`.
     """
 
     model: str
@@ -149,7 +149,7 @@ class Specialisation:
 
     @property
     def inputs(self) -> int:
-        """The number of inputs, each of which has one class, or every attribute or output."""
+        """The number of inputs."""
         if not self.samples and self.usage is not None:
             return self.usage.inputs
         return sum(self.samples) if self.judged == "classes" else max(self.samples, default=0)
@@ -162,24 +162,24 @@ class Specialisation:
 
     @property
     def ranked(self) -> list[ExpertEffect]:
-        """The experts that change a class, the largest change of the accuracy first."""
+        """The experts that change a class, largest change of accuracy first."""
         changing = [e for e in self.experts if e.polysemanticity is not None]
         return sorted(
             changing, key=lambda e: (-sum(abs(c or 0.0) for c in e.change), e.level, e.expert)
         )
 
     def expert_name(self, effect: ExpertEffect) -> str:
-        """The name of an expert for `--ablate`: its number, with its level if there are several."""
+        """Returns an expert's name for `--ablate`: its number, after its level if several."""
         return f"{effect.level}.{effect.expert}" if len(self.levels) > 1 else str(effect.expert)
 
     def overall(self, accuracy: Sequence[float | None]) -> float:
-        """The accuracy on all inputs, given that by class; the mean over attributes or outputs."""
+        """Returns the accuracy on all inputs from that by class, or the mean over outputs."""
         known = [(a, s) for a, s in zip(accuracy, self.samples, strict=True) if a is not None]
         return sum(a * s for a, s in known) / sum(s for _, s in known)
 
 
 def only_counts(model: Model, data: str | Path | LabelledData | Mapping[str, Any]) -> bool:
-    """Whether only the use of a model's experts can be measured: texts, or several inputs."""
+    """Returns whether only the use of experts can be measured: for texts, or several inputs."""
     if len(model.inputs) > 1 or model.host.per_token:
         return True
     return not model.input.dtype.startswith("float") and not labelled(data, model, 1).labelled
@@ -190,7 +190,7 @@ def usage_only(
     data: str | Path | LabelledData | Mapping[str, Any],
     request: SpecialiseRequest,
 ) -> Specialisation:
-    """Returns only how a model's experts are used, by class if its data have labels.
+    """Returns only how a model's experts are used, by class if the data have labels.
 
     Raises `UsageError` for options that need an accuracy, `FeedError` for data that do not fit.
     """
@@ -204,14 +204,14 @@ def usage_only(
             raise UsageError(
                 f"{option}: no expert can be removed from this {model.family} model, which does "
                 "not classify single inputs",
-                hint=f"leave {option} out: the use of experts is counted for every layer",
+                hint=f"leave {option} out; the use of experts is counted in every layer",
             )
     benchmark = benchmark_of(model)
     if benchmark is None or isinstance(data, LabelledData | Mapping):
         dataset = labelled(data, model, 1).head(sys.maxsize)
     else:
         dataset = benchmark.data(data, model, None)
-    if benchmark is not None:  # its labels are the next tokens, not classes
+    if benchmark is not None:  # labels are the next tokens, not classes
         dataset = replace(dataset, labels=None)
     name, layer = list(model.layers.items())[-1]
     return Specialisation(
@@ -232,11 +232,11 @@ def specialise(
 ) -> Specialisation:
     """Returns the effect of each expert of a layer, by default the last, on the accuracy by class.
 
-    This takes one pass over the data, and one per expert over the inputs with a nonzero coefficient
-    for it; other inputs cannot change. Mean coefficients are those of the requested subgroups,
-    which are then compared, or those of the classes. Another pass, with k experts, counts the
-    choices. Raises UsageError for an unknown layer, class or subgroup, FeedError for data without
-    labels or a model that does not classify.
+    This takes one pass over the data, plus one per expert over the inputs with a nonzero
+    coefficient for it, since no other input changes. Mean coefficients are by subgroup, if there
+    are any, or by class. Another pass, with k experts, counts the choices. Raises `UsageError` for
+    an unknown layer, class or subgroup, `FeedError` for data without labels or a model that does
+    not classify.
     """
     layer, group_by, progress = request.layer, request.group_by, request.progress or Silent()
     check_one_input(model, "specialise")
@@ -249,19 +249,19 @@ def specialise(
     group = None
     if request.rewrite_group is not None and groups is not None:
         group = find_group(request.rewrite_group, groups)
-    name = found_layer(model, layer)
+    name = layer_name(model, layer)
     if labels is None:
         raise FeedError(
             f"accuracy by class needs labels, but '{dataset.input_name}' has none",
             hint="save them with the inputs: numpy.savez(path, input=…, label=…); --examples 9 "
-            "shows inputs without them",
+            "needs no labels",
         )
     module = sharing_weights(model.module)
     moe_layer = moe_layers(module)[name]
     if group is not None and not moe_layer.spec.rewritable:
         raise UsageError(
-            f"--rewrite-class: layer {name} is a {moe_layer.spec.kind} layer, without coefficients "
-            "to rewrite an output with",
+            f"--rewrite-class: layer {name} is a {moe_layer.spec.kind} layer, which has no "
+            "coefficients for a rewrite",
             hint="only muMoE layers can be rewritten",
         )
     progress.step(f"accuracy by class of {model.source.path}", total=len(x))
@@ -300,12 +300,12 @@ class _JudgedInputs:
     """The results of one pass over the inputs, and their judge.
 
     `scores` is [s, classes]. By level, `means` [s, n] are the mean coefficients of each input, and
-    `taken` [s, n] is whether they are not all zero: True for a layer without coefficients.
+    `used` [s, n] is whether they are not all zero, or True for a layer without coefficients.
     """
 
     scores: Array
     means: Sequence[Array]
-    taken: Sequence[Array]
+    used: Sequence[Array]
     load: tuple[Load, ...]
     judge: Judge
 
@@ -320,7 +320,7 @@ def _one_pass(
 ) -> _JudgedInputs:
     outputs: list[Array] = []
     means, nonzero, counts = [], [], []
-    # A layer with coefficients records them as its choices.
+    # The choices of a layer with coefficients are its coefficients.
     recorded: AbstractContextManager[Mapping[str, RoutingDecision]] = nullcontext({})
     if moe_layer.spec.rewritable:
         recorded = recorded_choices(moe_layer)
@@ -341,7 +341,7 @@ def _one_pass(
         list(map(np.concatenate, zip(*means, strict=True))),
         list(map(np.concatenate, zip(*nonzero, strict=True)))
         or [np.ones((len(x), n), dtype=bool) for n in moe_layer.spec.levels],
-        tuple(_load(level, own) for level, own in enumerate(zip(*counts, strict=True), start=1)),
+        tuple(_load(i, batches) for i, batches in enumerate(zip(*counts, strict=True), start=1)),
         judge_of(dataset, scores),
     )
 
@@ -353,16 +353,16 @@ def _effects(
     results: _JudgedInputs,
     progress: Progress,
 ) -> Iterator[ExpertEffect]:
-    """The effect of removing each expert, one after the other."""
+    """Yields the effect of removing each expert, one after the other."""
     judge = results.judge
     base = judge.credit(results.scores)
     before = judge.figures(base)
     experts = [(level, e) for level, n in enumerate(moe_layer.spec.levels) for e in range(n)]
-    work = sum(int(results.taken[level][:, e].sum()) for level, e in experts)
+    work = sum(int(results.used[level][:, e].sum()) for level, e in experts)
     progress.step(f"removing each of {len(experts)} experts of {moe_layer.spec.name}", total=work)
     for level, expert in experts:
         moe_layer.edits = Edits((Ablation(moe_layer.spec.name, expert, level + 1),))
-        inputs = np.flatnonzero(results.taken[level][:, expert])
+        inputs = np.flatnonzero(results.used[level][:, expert])
         credit = base.copy()
         for part in np.split(inputs, range(BATCH, len(inputs), BATCH)):
             if part.size:
@@ -385,33 +385,33 @@ def _effects(
 
 
 def _counts(a: Array) -> tuple[Array, Array]:
-    """Counts tokens with a heavy coefficient, by expert [n], and tokens by largest coefficient."""
+    """Counts the tokens with a heavy coefficient, by expert, and the tokens in each of `BINS`."""
     tokens = a.reshape(-1, a.shape[-1])
-    # Rounding may make a coefficient a little more than 1.
+    # Rounding may make a coefficient slightly larger than 1.
     largest = np.histogram(tokens.max(axis=1).clip(0, 1), BINS, (0, 1))[0]
     return (tokens >= HEAVY).sum(axis=0), largest
 
 
 def _load(level: int, counts: Sequence[tuple[Array, Array]]) -> Load:
-    """A level's load, from the counts of all batches."""
-    heavy, largest = (np.sum(each, axis=0) for each in zip(*counts, strict=True))
+    """Returns a level's load, from the counts of all batches."""
+    heavy, largest = (np.sum(parts, axis=0) for parts in zip(*counts, strict=True))
     tokens = int(largest.sum())
     return Load(level, tokens, tuple((heavy / tokens).tolist()), tuple(largest.tolist()))
 
 
 def _check_head(output: int, layer: MoELayer, module: nn.Module, x: Array, scores: Array) -> None:
-    """Raises UsageError unless the layer computes the scores and has this class."""
+    """Raises `UsageError` unless the layer computes the scores and has this class."""
     classes = scores.shape[1]
     if not 0 <= output < classes:
         raise UsageError(
             f"--rewrite-class {output}: the model has {classes} classes",
-            hint=f"they are counted from 0: use 0 to {classes - 1}",
+            hint=f"classes are counted from 0: use 0 to {classes - 1}",
         )
     outputs: list[torch.Tensor] = []
     with layer.register_forward_hook(lambda *call: outputs.append(call[2])):
         _scores(module, x[:1])
-    own = one_per_sample(outputs[-1].numpy())
-    if own.shape != scores[:1].shape or not np.allclose(own, scores[:1], rtol=1e-4, atol=1e-6):
+    y = one_per_sample(outputs[-1].numpy())
+    if y.shape != scores[:1].shape or not np.allclose(y, scores[:1], rtol=1e-4, atol=1e-6):
         raise UsageError(
             f"--rewrite-class {output}: layer {layer.spec.name} does not compute the class "
             "scores itself, so its outputs are not classes",
@@ -429,9 +429,9 @@ def _rewriting(
     results: _JudgedInputs,
     by_group: Sequence[SubgroupCoefficients],
 ) -> Rewriting:
-    """The requested rewriting, with the results of the edited model."""
+    """Returns the requested rewrite, with the results of the edited model."""
     output, judge = request.rewrite_class, results.judge
-    assert output is not None  # the request has a class with its subgroup
+    assert output is not None  # `SpecialiseRequest` requires a class with a subgroup
     scores, labels = results.scores, judge.labels
     if judge.judged == "targets":
         raise UsageError(
@@ -441,7 +441,7 @@ def _rewriting(
         )
     classes = scores.shape[1]
 
-    def judged(answers: Array) -> Fairness:
+    def fairness_of(answers: Array) -> Fairness:
         return fairness(answers, labels, groups, classes, targets=[group] * classes)
 
     means = next(subgroup.coefficients for subgroup in by_group if subgroup.group == group)
@@ -456,7 +456,7 @@ def _rewriting(
             raise UsageError(
                 f"--rewrite-class {output}: no strength improves the lowest accuracy of a subgroup "
                 f"for at most {budget:.1%} of the accuracy",
-                hint="allow more with --budget, or give a strength with --strength",
+                hint="allow a higher cost with --budget, or give a --strength",
             )
         chosen = best
     else:
@@ -465,13 +465,13 @@ def _rewriting(
     module = edited(model, read_edits(rewrite=[entry])).module
     parts = np.split(x, range(BATCH, len(x), BATCH))
     after = np.concatenate([predicted_by(_scores(module, part), labels) for part in parts])
-    was, now, threshold = judged(predicted), judged(after), None
+    before, rewritten, threshold = fairness_of(predicted), fairness_of(after), None
     everywhere = np.ones(len(scores))
     blind = best_strength(scores, everywhere, labels, groups, output, sign, budget)
     if blind is not None:
         moved = scores.astype(np.float64)
         moved[:, output] += blind.value
-        found = judged(predicted_by(moved, labels))
+        found = fairness_of(predicted_by(moved, labels))
         threshold = BlindThreshold(blind.value, blind.tried, found.accuracy, found.classes[output])
     return Rewriting(
         layer=layer,
@@ -481,12 +481,12 @@ def _rewriting(
         coefficients=means,
         tried=chosen.tried,
         budget=budget if request.strength is None else None,
-        accuracy_before=was.accuracy,
-        accuracy_after=now.accuracy,
-        before=was.classes[output],
-        after=now.classes[output],
+        accuracy_before=before.accuracy,
+        accuracy_after=rewritten.accuracy,
+        before=before.classes[output],
+        after=rewritten.classes[output],
         threshold=threshold,
-        attributes=was.attributes,
+        attributes=before.attributes,
     )
 
 
@@ -495,7 +495,7 @@ def _subgroups(
     by: str | Sequence[Subgroup] | None,
     samples: int,
 ) -> Array | None:
-    """The subgroup of each input; None if there are no subgroups."""
+    """Returns the subgroup of each input, or None if there are no subgroups."""
     if isinstance(by, str):
         if isinstance(data, LabelledData):
             raise UsageError(
@@ -514,7 +514,7 @@ def polysemanticity(
 ) -> float | None:
     """Returns ‖d − 1‖ for d_c = |change_c| / accuracy_c and the one-hot vector of the largest d_c.
 
-    Classes without inputs, or without correct answers before, do not count; None if d = 0.
+    Classes without inputs or correct answers before the change do not count; None if d = 0.
     """
     shares = [
         abs(c) / y for y, c in zip(accuracy, change, strict=True) if y and y > 0 and c is not None
@@ -526,7 +526,7 @@ def polysemanticity(
 def _groups(
     means: Sequence[Array], groups: Array | None, judge: Judge
 ) -> Iterator[SubgroupCoefficients]:
-    """Each subgroup with its mean coefficients by level, from those of each input [s, n].
+    """Yields each subgroup with its mean coefficients by level, from those of each input [s, n].
 
     Without subgroups, classes replace them, or the inputs that have each attribute.
     """
@@ -538,7 +538,7 @@ def _groups(
 
 
 def _scores(module: nn.Module, x: Array) -> Array:
-    """Class scores [b, classes]; a muMoE head on vectors returns [b, 1, classes]."""
+    """Returns class scores [b, classes], even if the model returns [b, 1, classes]."""
     output: torch.Tensor = module(torch.from_numpy(np.ascontiguousarray(x)))
     scores = one_per_sample(output.numpy())
     if scores.ndim != 2:

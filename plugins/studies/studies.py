@@ -1,4 +1,4 @@
-"""The studies of `--analysis` and `--group-by`, and their registration with the core."""
+"""Registers the studies of `--analysis` and `--group-by` with the core."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ API = 1
 def _check_experts(request: BenchRequest, listed: Sequence[Model | Bundle]) -> None:
     requested(request.asked(StudyOptions))
     for item in listed:
-        from ...exporter.model import Model, check_one_input  # loads PyTorch, as the model did
+        from ...exporter.model import Model, check_one_input  # PyTorch is imported already
 
         if isinstance(item, Model):
             check_one_input(item, "--analysis")
@@ -34,21 +34,21 @@ def _check_experts(request: BenchRequest, listed: Sequence[Model | Bundle]) -> N
 def _begin_experts(
     candidates: Sequence[Candidate], data: Labelled, request: BenchRequest
 ) -> StudyRun:
-    from .experts import studied
+    from .experts import study_all
 
-    each = [own for candidate in candidates for own in candidate.each]
+    single = [part for candidate in candidates for part in candidate.each]
     wanted = requested(request.asked(StudyOptions))
-    found = studied(each, data, wanted, request.samples, request.progress or Silent())
+    found = study_all(single, data, wanted, request.samples, request.progress or Silent())
     return StudyRun(lambda: found)
 
 
 def _check_subgroups(request: BenchRequest, listed: Sequence[Model | Bundle]) -> None:
-    """Raises `UsageError` if the data are not a file; its arrays are checked when it is read."""
+    """Raises `UsageError` if the data are not a file, whose arrays are checked later."""
     name = request.asked(StudyOptions).group_by or ""
     if not isinstance(request.data, str | Path | Mapping):
         raise UsageError(
-            f"--group-by {name}: this is an array of a file, but the data are not a file",
-            hint="save inputs, labels and subgroups in an .npz",
+            f"--group-by {name} names an array of a file, but the data are not a file",
+            hint="save the inputs, labels and subgroups in an .npz",
         )
 
 
@@ -56,17 +56,17 @@ def _begin_subgroups(
     candidates: Sequence[Candidate], data: Labelled, request: BenchRequest
 ) -> StudyRun:
     from ...bench.data import load_groups
-    from .subgroups import compared
+    from .subgroups import compare_subgroups
 
     name, given = request.asked(StudyOptions).group_by or "", request.data
-    assert isinstance(given, str | Path | Mapping), "`check` has refused others"
+    assert isinstance(given, str | Path | Mapping), "`_check_subgroups` accepted it"
     labelled = data.head(sys.maxsize)
     source = given if isinstance(given, Mapping) else Path(given)
     groups = load_groups(source, name, labelled.skipped + len(labelled))[labelled.skipped :]
     sample = labelled.head(len(labelled) if request.samples is None else request.samples)
     progress = request.progress or Silent()
-    each = [own for candidate in candidates for own in candidate.each]
-    found = compared(each, sample, groups[: len(sample)], name, progress)
+    single = [part for candidate in candidates for part in candidate.each]
+    found = compare_subgroups(single, sample, groups[: len(sample)], name, progress)
     return StudyRun(lambda: found)
 
 

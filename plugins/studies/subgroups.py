@@ -1,4 +1,4 @@
-"""How fair the models of a benchmark are to subgroups: as trained, and as edited."""
+"""Measures how fair the models of a benchmark are to subgroups: as trained and as edited."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .judge import class_labels
 BATCH = 64
 
 
-def compared(
+def compare_subgroups(
     candidates: Sequence[Candidate],
     data: LabelledData,
     groups: Array,
@@ -31,9 +31,9 @@ def compared(
 ) -> list[dict[str, Any]]:
     """Returns the fairness of several models for `results.json`.
 
-    An edited model computes the first k. Its classes keep the targets of the model as trained: the
-    subgroups with the lowest accuracy. Raises FeedError for data without labels, models that do not
-    classify, and fewer than two subgroups.
+    An edited model computes the first k. Each of its classes keeps the target of the model as
+    trained: the subgroup with the lowest accuracy. Raises `FeedError` for data without labels,
+    models that do not classify, and fewer than two subgroups.
     """
     check_groups(groups, f"array '{group_by}'")
     if data.labels is None:
@@ -54,7 +54,7 @@ def compared(
                 candidate.model, k, "masked", renormalize=candidate.renormalize
             )
             scores, _ = _scores(runner, data, candidate.name)
-            targets = [each.target for each in before.classes]
+            targets = [decided.target for decided in before.classes]
             predicted = predicted_by(scores, labels)
             after = fairness(predicted, labels, groups, classes, targets=targets)
         outputs = sorted({rewrite.output for rewrite in edits.rewrites} & {*range(classes)})
@@ -72,12 +72,12 @@ def compared(
 
 
 def _scores(runner: Runner, data: LabelledData, name: str) -> tuple[Array, Labels]:
-    """The scores [s, o] of each class or attribute, with the labels."""
+    """Returns the scores [s, o] of each class or attribute, with the labels."""
     parts = [one_per_sample(runner.infer(data.inputs[rows])) for rows in data.batches(BATCH)]
     scores = np.concatenate(parts)
     if scores.ndim > 2:
         raise FeedError(
-            f"--group-by: {name} returns outputs of shape {scores.shape}, not a score per class",
-            hint="leave it out for models that do not classify",
+            f"--group-by: {name} returns outputs of shape {scores.shape}, not class scores",
+            hint="leave --group-by out for models that do not classify",
         )
     return class_labels(data, scores, "--group-by: the data")

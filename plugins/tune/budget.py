@@ -1,4 +1,4 @@
-"""The time limit of a search: the time left, and the time that a step and the end take."""
+"""The time limit of a search: the time left, and how long steps and the end take."""
 
 from __future__ import annotations
 
@@ -10,79 +10,78 @@ from dataclasses import dataclass, replace
 
 from ...common.timing import Protocol
 
-TRIAL, RUN, OPEN, WAYS = "trial", "run", "open", "ways"
-"""Steps of a search: trying a whole graph; running it over the search's half; writing and opening
-it; timing it with other lowerings."""
+TRIAL, RUN, OPEN, LOWERINGS = "trial", "run", "open", "lowerings"
+"""Steps of a search: trying a whole graph; running it on the search's half; writing and opening it;
+timing it with other lowerings."""
 
 TRACE, EFFECT = "trace", "effect"
-"""Steps: tracing a model, and trying one choice of one layer."""
+"""Steps of a search: tracing a model; trying one choice for one layer."""
 
 UNTOUCHED_SHARE, RANGES_SHARE, TIMES_SHARE, EFFECTS_SHARE, TRIALS_SHARE = 0.1, 0.3, 0.5, 0.6, 0.85
-"""The share of the time limit that has passed when each phase ends: the untouched model's outputs,
-the ranges, timing single layers, changing single layers, whole graphs. The rest is for training the
-most promising points. The time for confirming and writing does not count."""
+"""The share of the time limit after which each phase ends: the untouched model's outputs, the
+ranges, timing single layers, changing single layers, whole graphs. The rest is for training the
+most promising points. The limit excludes the time for confirming and writing."""
 
 LAST_SHARE = 0.5
 """The share of the remaining time that the last training takes."""
 
-FEWEST, END_SHARE = 4, 0.35
-"""Time is reserved to confirm `FEWEST` points, including the model as trained, up to `END_SHARE` of
-the time left; time for two points is always reserved."""
+MIN_CONFIRMED, END_SHARE = 4, 0.35
+"""Time is reserved to confirm `MIN_CONFIRMED` points, including the model as trained, but at most
+`END_SHARE` of the time left; time for two points is always reserved."""
 
-VERIFIED = 64
-"""The number of the search's inputs on which the bundle is compared with PyTorch, by layer."""
+VERIFIED_INPUTS = 64
+"""The number of the search's inputs on which the bundle is compared with PyTorch."""
 
 EACH_SIDE = 4
 """The number of points tried on each side of the point where a path ends."""
 
 TRIALS = 24
-"""The largest number of neighbours of a path's best points that are tried as whole graphs."""
+"""The largest number of neighbours to try as whole graphs for each path."""
 
 INPUTS = 4
-"""The number of batches that are timed in turn."""
+"""The number of different batches that the timed calls use in turn."""
 
 QUICK = Protocol(rounds=5, warmup=2, round_s=0.02, inputs=INPUTS)
 """The protocol for one trial."""
 
 CAREFUL = Protocol(rounds=7, warmup=3, round_s=0.1, inputs=INPUTS)
-"""The protocol for the graphs of the front, which are timed in turn."""
+"""The protocol for the points to confirm."""
 
 SHORT_MS, MORE_QUICK, MORE_CAREFUL = 5.0, 9, 15
 """Graphs faster than `SHORT_MS` are timed in more and shorter rounds: a machine may change its
-speed within tenths of a second, and the median over many rounds is then more reliable."""
+speed within tenths of a second, so the median over many rounds is more reliable."""
 
 SPIN_MS = 1.0
-"""How long the runtime's threads spin after a call of a layer or a short graph. The calls take as
-long as with the usual 35 ms, but the next case need not wait until the threads rest, which would
-take four fifths of a short round."""
+"""How long the runtime's threads spin after a call of a layer or a short graph. Calls take as long
+as with the usual 35 ms, but the next case need not wait for the threads to stop spinning, which
+would take four fifths of a short round."""
 
 
 def protocol_for(ms: float, *, careful: bool = False) -> Protocol:
-    """Returns the timing protocol for the graphs of a model that takes `ms` as trained."""
+    """Returns the timing protocol for graphs of a model that takes `ms` as trained."""
     if ms >= SHORT_MS:
         return CAREFUL if careful else QUICK
     return replace(QUICK, rounds=MORE_CAREFUL if careful else MORE_QUICK)
 
 
 def spin_for(ms: float) -> float | None:
-    """Returns how long threads spin between calls of a graph that takes `ms` (None: the default).
+    """Returns how long threads spin after a call of a graph that takes `ms`; None for the default.
 
-    A long graph may run on one thread for longer than `SPIN_MS`; the others would fall asleep.
+    A long graph may use only one thread for longer than `SPIN_MS`; the others would go to sleep.
     """
     return SPIN_MS if ms < SHORT_MS else None
 
 
 TRAINING_S, TRAINING_SHARE = 4.0, 0.15
-"""How long the training for one graph takes: these seconds, and at most this share of the remaining
-time."""
+"""The time for training one graph: these seconds, but at most this share of the remaining time."""
 
 
 class Clock:
     """The time limit of a search; without `seconds` there is none.
 
-    Steps cannot be interrupted, so a step starts only if the longest of its kind so far would still
-    end in time. `reserve` is the time for confirming and writing, of which writing takes
-    `writing_s`. The clock starts now, or at `started`.
+    Steps cannot be interrupted, so a step starts only if the longest step of its kind so far would
+    still end in time. `reserve` is the time for confirming and writing, of which writing takes
+    `writing_s`. The clock starts at `started`, by default now.
     """
 
     def __init__(
@@ -98,32 +97,32 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds until the end, negative after it."""
+        """The seconds until the end; negative after the end."""
         return self.seconds - (self._now() - self._started)
 
     def over(self, share: float = 1.0, step: str = "") -> bool:
-        """Whether one more step of a kind would exceed a share of the search's time."""
+        """Returns whether one more step of a kind would exceed a share of the search's time."""
         used = self.seconds - self.left if math.isfinite(self.seconds) else 0.0
         return used + self.longest.get(step, 0.0) > share * (self.seconds - self.reserve)
 
     def training_s(self, step: str, share: float = TRAINING_SHARE) -> float:
-        """How long the training for one point may take."""
-        usual = max(TRAINING_S, self.longest.get(step, 0.0))
-        return min(usual, share * max(0.0, self.left - self.reserve))
+        """Returns how many seconds the training for one point may take."""
+        seconds = max(TRAINING_S, self.longest.get(step, 0.0))
+        return min(seconds, share * max(0.0, self.left - self.reserve))
 
     @contextmanager
     def step(self, kind: str) -> Iterator[None]:
-        """Measures the time of a step of a kind within the context."""
+        """Measures the duration of the context as a step of a kind."""
         began = self._now()
         yield
         self.longest[kind] = max(self.longest.get(kind, 0.0), self._now() - began)
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """The estimated time that the end of a search takes, in seconds: per point, and once.
+class FinishTimes:
+    """The estimated time that the end of a search takes, in seconds: for each point, and once.
 
-    Each point is written, opened and timed, then opened again to run over the confirming half.
+    Each point is written, opened and timed, then opened again to run on the confirming half.
     """
 
     timing_s: float
@@ -131,12 +130,12 @@ class End:
     once_s: float
 
     def reserve_s(self, left_s: float) -> float:
-        """Returns the part of the remaining time to reserve: for `FEWEST` points, or for fewer."""
+        """Returns how much of the remaining time to reserve, for at most `MIN_CONFIRMED` points."""
         points = (END_SHARE * left_s - self.once_s) / (self.timing_s + self.confirming_s)
-        count = min(FEWEST, max(2, math.floor(min(FEWEST, points))))
+        count = min(MIN_CONFIRMED, max(2, math.floor(min(MIN_CONFIRMED, points))))
         return count * (self.timing_s + self.confirming_s) + self.once_s
 
     def points_within(self, left_s: float, *, timed: bool) -> float:
-        """Returns how many points fit into the time; those that are not `timed` are timed first."""
-        each_s = self.confirming_s + (0.0 if timed else self.timing_s)
-        return (left_s - self.once_s) / each_s
+        """Returns how many points fit into the time; unless `timed`, they must be timed first."""
+        point_s = self.confirming_s + (0.0 if timed else self.timing_s)
+        return (left_s - self.once_s) / point_s

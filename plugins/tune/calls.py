@@ -1,4 +1,4 @@
-"""The Python functions of the search."""
+"""The Python functions for a search."""
 
 from __future__ import annotations
 
@@ -25,24 +25,19 @@ if TYPE_CHECKING:
 
 
 @takes(TuneRequest)
-def tune(
-    model: AnyModel,
-    data: AnyData,
-    destination: AnyPath,
-    request: TuneRequest,
-) -> Tuned:
+def tune(model: AnyModel, data: AnyData, destination: AnyPath, request: TuneRequest) -> Tuned:
     """Finds the fastest bundle that keeps an accuracy, confirms it on unseen data and writes it.
 
     The search varies k of each layer, a fixed subset of its experts, the precision of each layer
-    and of the rest of the network, and the lowerings, by their time on this machine. One half of
-    the labelled `data` is for the search; the other is read once, to confirm. A call that was
-    interrupted continues if `report` is the same folder.
+    and of the rest of the network, and the lowerings, and measures times on this machine. One half
+    of the labelled `data` is for the search; the other is read once, to confirm. After an
+    interruption, a call with the same `report` folder continues the search.
 
     Raises:
         UsageError: before the search, if an argument is invalid.
         FeedError: before the search, if the data do not fit the model or are too few to confirm.
-        ContractError: no point meets the bounds, or the best one is not confirmed.
-        ClusterError: the cluster cannot be reached, lacks the resource, or loses its nodes.
+        ContractError: if no point meets the bounds, or the best one is not confirmed.
+        ClusterError: if the cluster cannot be reached, lacks the resource, or loses its nodes.
     """
     started = monotonic()  # the import of PyTorch counts against the time limit
     check_pytorch("tune")
@@ -61,7 +56,7 @@ def tune(
             check_runs(target)
     if request.report is not None:
         check_folder(Path(request.report), "--report")
-    from .findings import write_findings  # load PyTorch only after the checks
+    from .findings import write_findings  # imports PyTorch, so only after the checks
     from .shards import evaluate_here
     from .tune import search_and_export
 
@@ -79,7 +74,7 @@ def tune(
 
 @takes(TuneRequest)
 def tune_plan(model: AnyModel, data: AnyData, request: TuneRequest) -> SearchPlan:
-    """Returns how large the search of `tune` is with the same arguments; writes nothing."""
+    """Returns the size of the search that `tune` would run with these arguments."""
     check_pytorch("tune")
     request.check()
     from .tune import plan_search

@@ -60,14 +60,14 @@ def tune(
             metavar="DATA",
             parser=parse_data,
             help="Labelled inputs: an .npz, .tar or .parquet shards, a folder of images by class, "
-            "package.module:iterable.",
+            "or package.module:iterable.",
         ),
     ],
     output: Annotated[Path, output_option("BUNDLE", "The folder to write.")],
     reading: ReadingOptions,
     request: Annotated[TuneRequest, OPTIONS],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the size of the search without searching.")
+        bool, typer.Option("--dry-run", help="Print the size of the search, without searching.")
     ] = False,
     printing: Printing,
 ) -> None:
@@ -104,11 +104,11 @@ def tune(
 def plan_text(planned: SearchPlan) -> str:
     confirming = "the rest" if planned.confirming is None else f"{planned.confirming} inputs"
     return (
-        f"{count(planned.models)} possible models; the search tries {planned.choices} choices of "
+        f"{count(planned.models)} possible models; the search tries {planned.choices} choices for "
         f"single layers, times {planned.forms} of their sizes and precisions alone, and measures "
         f"up to {planned.graphs} whole graphs\n"
         f"{planned.searching} inputs for the search, {confirming} to confirm\n"
-        f"at most about {planned.seconds:.0f} s; nothing was written (--dry-run)"
+        f"estimated time: at most {planned.seconds:.0f} s; nothing was written (--dry-run)"
     )
 
 

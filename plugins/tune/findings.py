@@ -1,4 +1,4 @@
-"""The outcome of a search as results: rows for the chosen point, and every point for the report."""
+"""Turns the outcome of a search into results and text: the chosen point, and all points."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from ...graphs.targets import runtime_of
 from ..service.findings import as_analyses, best
 from .accuracy.quality import R2, Quality
 from .graphs import UNTOUCHED
-from .recipe import RECIPE_FILE, free_place
+from .recipe import RECIPE_FILE, free_path
 from .report.record import TUNING, FrontPoint, TuningRecord
 from .substitutes.substitutes import FOLDER
 from .tune import Tuned
 
 
 def write_findings(tuned: Tuned, folder: Path) -> None:
-    """Writes results.json and the report to the folder of the search's journal."""
+    """Writes `results.json` and the report to the search's folder; removes temporary files."""
     write_all(results_of(tuned), folder)
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
     for name in (FILE, CALIBRATION_FILE):
@@ -69,7 +69,7 @@ def results_of(tuned: Tuned) -> Results:
                 provider="cpu",
                 precision=point.precision,
                 lowering="+".join(sorted(set(confirmed.trial.lowerings.values()))),
-                point=point.text(tuned.experts) if point.fewer else None,
+                point=point.text(tuned.experts) if point.is_reduced else None,
                 **_judged(tuned, confirmed.quality),
             )
         )
@@ -108,7 +108,7 @@ def _record(tuned: Tuned) -> TuningRecord:
 
 
 def text(tuned: Tuned) -> str:
-    """Returns the front and the contract as text."""
+    """Returns the confirmed points and the result as text."""
     rows = [
         (
             "→" if point is tuned.chosen else "",
@@ -131,11 +131,11 @@ def text(tuned: Tuned) -> str:
     metric_name = metric.title if metric.each_output else metric.name
     if metric.name == "accuracy" and not metric.each_output:
         scores = f"PyTorch {quality.untouched:.1%}, the bundle {quality.score:.1%}"
-        sentences = [f"accuracy on the {quality.inputs} confirming inputs: {scores}", *sentences]
+        sentences = [f"accuracy on these {quality.inputs} inputs: {scores}", *sentences]
     repeat_command = recipe_command(
         tuned.model.source.path,
         str(bundle / RECIPE_FILE),
-        str(free_place(bundle)),
+        str(free_path(bundle)),
         shlex.split(tuned.request.command),
     )
     folder = tuned.request.report
@@ -144,15 +144,15 @@ def text(tuned: Tuned) -> str:
         f"{table(header, rows)}\n\n"
         f"{bundle}: {metric_name} kept {quality.kept:.2%}, between "
         f"{quality.low:.2%} and {quality.high:.2%} on {quality.inputs} inputs that the search did "
-        f"not use;\n{tuned.chosen.trial.ms:.3g} ms a batch, {ratio:.3g} times as fast as k = n in "
-        f"FP32; {tuned.trials} graphs in {tuned.seconds:.0f} s\n"
+        f"not use;\n{tuned.chosen.trial.ms:.3g} ms per batch, {ratio:.3g} times as fast as k = n "
+        f"in FP32; {tuned.trials} graphs in {tuned.seconds:.0f} s\n"
         f"{''.join(f'{sentence}{chr(10)}' for sentence in sentences if sentence)}"
-        f"again: {repeat_command}{report}"
+        f"reproduce: {repeat_command}{report}"
     )
 
 
 def _row(tuned: Tuned, key: str, **fields: Any) -> Row:
-    """A row of the results, with the latency measured under `key`."""
+    """Returns a row of the results, with the latency measured under `key`."""
     latency, batch = tuned.latencies.get(key), tuned.request.batches.opt
     return Row(
         experts=max(tuned.experts.values()),
@@ -165,7 +165,7 @@ def _row(tuned: Tuned, key: str, **fields: Any) -> Row:
 
 
 def _judged(tuned: Tuned, quality: Quality) -> dict[str, Any]:
-    """The fields of a result row for the metric; empty if the metric has none."""
+    """Returns the fields of a row for the metric; empty if the metric has none."""
     score, kept, inputs = quality.score, quality.kept, quality.inputs
     interval = Interval(quality.low, quality.high)
     if tuned.metric.each_output:
@@ -183,9 +183,9 @@ def _judged(tuned: Tuned, quality: Quality) -> dict[str, Any]:
 def _points(tuned: Tuned) -> Iterator[FrontPoint]:
     confirmations = {point.trial.point.key: point.quality for point in tuned.sequence}
     front = {trial.point.key: trial for trial in (*tuned.front, tuned.base)}
-    for any_trial in tuned.all_trials:
-        key = any_trial.point.key
-        trial, confirmed = front.get(key, any_trial), confirmations.get(key)
+    for searched in tuned.all_trials:
+        key = searched.point.key
+        trial, confirmed = front.get(key, searched), confirmations.get(key)
         yield FrontPoint(
             ms=trial.ms,
             predicted_ms=trial.predicted_ms,

@@ -1,4 +1,4 @@
-"""Whole graphs: each point is written, run over the search's half, and timed."""
+"""Measures points as whole graphs: writes them, runs them on the search's half and times them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from ...exporter.session import Session
 from ...exporter.write import write_graphs
 from ...graphs.targets import TARGETS, Target
 from ..service.findings import ServiceFindings
-from ..service.measure import MOST_IN_LIBRARY, ServiceMeasurement
+from ..service.measure import MAX_LIBRARY, ServiceMeasurement
 from ..service.request import ServiceOptions
-from ..service.settings import BOUNDS, settings_of
+from ..service.settings import MIN_BOUNDS, settings_of
 from .accuracy.holdout import batch_size, in_batches, rows_of
-from .budget import INPUTS, OPEN, QUICK, RUN, TRIAL, WAYS, protocol_for, spin_for
+from .budget import INPUTS, LOWERINGS, OPEN, QUICK, RUN, TRIAL, protocol_for, spin_for
 from .prepare import SearchJob
 from .request import TuneRequest
 from .routed import Traces
@@ -44,17 +44,17 @@ from .substitutes.substitutes import Substitutes
 from .times import LayerTimes
 
 UNTOUCHED = "untouched"
-"""The name of the PyTorch model in timings."""
+"""The name of the untouched PyTorch model in timings."""
 
-LEAST_SERVED_S = 2.0
+MIN_SERVED_S = 2.0
 """The shortest run of LoadGen, in seconds."""
 
-MOST_TIME_SHARE = 0.97
-"""A lowering replaces another if it takes at most this share of the other's time."""
+MAX_TIME_SHARE = 0.97
+"""Lowerings replace others if the graph then takes at most this share of its time."""
 
 
 class Graphs:
-    """Measures points as whole graphs, each once; the journal keeps the results."""
+    """Measures each point once as a whole graph, and records the results in the journal."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Graphs:
         self.trials: dict[str, Trial] = {}
         self.batch = batch_size(job.outputs)
         size = self.base.whole_batch
-        # A graph of one batch size cannot run a shorter last batch, which is left out.
+        # A graph with a fixed batch size cannot run a smaller last batch, so that is left out.
         self.tallies = evaluate(
             [
                 Batch(inputs=x, labels=labels, outputs=job.outputs[rows], metric=job.metric)
@@ -87,7 +87,7 @@ class Graphs:
                 self.trials[trial.point.key] = trial
 
     def trial(self, point: Point) -> Trial:
-        """Returns the trial of a point; writes, runs and times its graph the first time.
+        """Returns the trial of a point; the first time, writes, runs and times its graph.
 
         Raises the errors of planning and running a graph.
         """
@@ -103,7 +103,7 @@ class Graphs:
                     point=point,
                     lowerings=lowerings,
                     quality=self.metric.quality(tally),
-                    ms=self._ms([session])[0],
+                    ms=self._times_ms([session])[0],
                     predicted_ms=times.predicted_ms(point),
                     bytes=sum(file.stat().st_size for file in files),
                     substitutes=self.substitutes.digest(point),
@@ -115,11 +115,11 @@ class Graphs:
         self.trials[trial.point.key] = trial
         self.journal.add("trial", trial=msgspec.to_builtins(trial))
 
-    def trained_further(self, trial: Trial, seconds: float) -> bool:
+    def train_further(self, trial: Trial, seconds: float) -> bool:
         """Trains a point's substitutes for `seconds` more; returns whether that helped.
 
-        If it did, the point is measured again, and so are points that share the substitutes in
-        another precision.
+        If it did, this point and those that share its substitutes, in other precisions, are
+        measured again.
         """
         with self.clock.step(TRIAL):
             if not self.substitutes.train_further(trial.point, seconds):
@@ -137,7 +137,7 @@ class Graphs:
 
     @contextmanager
     def timed_with(self, base: Trial) -> Iterator[None]:
-        """Times every graph within the context in turn with the model as trained."""
+        """Within the context, times every graph alternately with the model as trained."""
         opened = self.opened([(base.point, base.lowerings)], spin_ms=spin_for(base.ms))
         with opened as (session,):
             self._baseline = base, session
@@ -147,12 +147,12 @@ class Graphs:
                 self._baseline = None
 
     def _spin_ms(self, trial: Trial | None = None) -> float | None:
-        """How long threads spin: as long as for the baseline, if there is one."""
+        """Returns how long threads spin: as for the baseline, or for `trial` without a baseline."""
         baseline = trial if self._baseline is None else self._baseline[0]
         return None if baseline is None else spin_for(baseline.ms)
 
-    def _ms(self, sessions: Sequence[Session]) -> list[float]:
-        """The times of graphs that run in turn, corrected by the baseline's if there is one."""
+    def _times_ms(self, sessions: Sequence[Session]) -> list[float]:
+        """Returns the times of graphs, measured in turn and corrected by the baseline, if any."""
         calls = {str(index): self.call(session) for index, session in enumerate(sessions)}
         if self._baseline is None:
             latencies = measure(calls, QUICK, title="timing").latencies
@@ -162,20 +162,19 @@ class Graphs:
         latencies = measure(with_base, protocol_for(base.ms), title="timing").latencies
         return [base.ms * median_ratio(latencies[name], latencies[UNTOUCHED]) for name in calls]
 
-    def lowered(self, trial: Trial) -> Trial:
-        """Returns a trial with its fastest lowerings, which are compared in whole graphs.
+    def with_best_lowerings(self, trial: Trial) -> Trial:
+        """Returns a trial with its fastest lowerings, compared in whole graphs.
 
-        The fastest lowering of a layer alone may be slower in a graph, where other layers fill the
-        caches.
+        A layer's fastest lowering alone may be slower in a graph, where other layers fill caches.
         """
-        variants = self.times[trial.point.target].ways(trial.point, trial.lowerings)
+        variants = self.times[trial.point.target].lowering_variants(trial.point, trial.lowerings)
         if len(variants) == 1:
             return trial
         opened = self.opened([(trial.point, v) for v in variants], spin_ms=self._spin_ms(trial))
-        with self.clock.step(WAYS), opened as sessions:
-            times = self._ms(sessions)
+        with self.clock.step(LOWERINGS), opened as sessions:
+            times = self._times_ms(sessions)
         fastest = int(np.argmin(times))
-        if times[fastest] > MOST_TIME_SHARE * times[0]:
+        if times[fastest] > MAX_TIME_SHARE * times[0]:
             return trial
         faster = replace(trial, lowerings=variants[fastest], ms=times[fastest])
         self._add(faster)
@@ -187,8 +186,8 @@ class Graphs:
     ) -> Iterator[list[Session]]:
         """Yields a session for each point; removes the graphs' folder afterwards.
 
-        If several sessions run in turn, each is several times slower while the others' threads spin
-        (`spin_ms`, as in `SessionOptions`).
+        If sessions run in turn, each is several times slower while the threads of the others spin
+        (for `spin_ms`, as in `SessionOptions`).
         """
         with scratch_folder("tune") as folder:
             sessions = []
@@ -203,8 +202,8 @@ class Graphs:
                     sessions.append(open_graph(subfolder / MAIN_GRAPH, options))
             yield sessions
 
-    def whole(self, batches: Iterable[InputsAndLabels]) -> Iterator[InputsAndLabels]:
-        """Yields batches that graphs accept: all of one size if the graph has a fixed size."""
+    def graph_batches(self, batches: Iterable[InputsAndLabels]) -> Iterator[InputsAndLabels]:
+        """Yields batches that the graphs accept: of their batch size, if that is fixed."""
         size = self.base.whole_batch
         if size is not None:
             arrays = ((first_of(x), labels) for x, labels in batches)
@@ -216,15 +215,15 @@ class Graphs:
                 yield rows_of(x, rows), None if labels is None else labels[rows]
 
     def call(self, model: Session | PyTorch) -> Callable[[int], object]:
-        """Returns the call to time: it runs batches of OPT from the search's half in turn."""
+        """Returns the call to time, which runs batches of OPT inputs from the search's half."""
         size = self.base.options.batches.opt
         calls = [model.bound(self.data.batch(index, size)) for index in range(INPUTS)]
         return lambda index: calls[index % INPUTS]()
 
     def timed(self, trials: Sequence[Trial], protocol: Protocol) -> dict[str, Latency]:
-        """Returns the latencies of points, by their keys, and of the untouched model.
+        """Times points and the untouched model in turn; returns latencies by the points' keys.
 
-        They are measured in turn.
+        The latency of the untouched model is under `UNTOUCHED`.
         """
         points = [(trial.point, trial.lowerings) for trial in trials]
         with self.opened(points, spin_ms=spin_for(trials[0].ms)) as sessions:
@@ -236,12 +235,12 @@ class Graphs:
             measured = measure(calls, protocol, title="timing the front", progress=self.progress)
         return measured.latencies
 
-    def served(
+    def serve(
         self, trials: Sequence[Trial], folder: Path, request: TuneRequest
     ) -> tuple[dict[str, float], ServiceFindings]:
-        """Returns the requests a second of points, by their keys, and the findings with all rows.
+        """Returns the requests per second of each point, by its key, and the findings.
 
-        The rate of a point that exceeds the latency bound is 0. LoadGen's logs stay in `folder`.
+        The rate of a point that misses the latency bound is 0. LoadGen's logs are in `folder`.
         """
         job, bound_ms = self.base, request.latency_ms
         assert bound_ms is not None, "--scenario needs a latency bound"
@@ -253,7 +252,7 @@ class Graphs:
             ServiceOptions(
                 scenario=request.scenario or "",
                 latency_bound=f"{bound_ms}ms",
-                duration=max(LEAST_SERVED_S, 2 * BOUNDS * bound_ms / 1e3),
+                duration=max(MIN_SERVED_S, 2 * MIN_BOUNDS * bound_ms / 1e3),
             )
         )
         settings = settings_of(reference)
@@ -269,7 +268,7 @@ class Graphs:
                 engines=(),
                 only_batch=job.whole_batch,
             )
-            data = self.data.head(MOST_IN_LIBRARY)
+            data = self.data.head(MAX_LIBRARY)
             service = ServiceMeasurement(reference, settings, data.batch(0, len(data)))
             service.serve(candidate, {}, self.journal)
         rates = {row.lowering: row.rate or 0.0 for row in service.services}

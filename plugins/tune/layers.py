@@ -1,8 +1,8 @@
-"""Single layers: how each k and each subset of experts changes the whole model's outputs.
+"""Measures how each k and each subset of experts in one layer changes the whole model's outputs.
 
 Every layer's inputs and outputs are computed once. When one layer is changed, the layers before it
-return their recorded outputs and those after it are computed again. A model whose routers choose k
-experts is run as a whole.
+return their recorded outputs, and the layers after it are computed again. A model with
+token-routed layers always runs as a whole.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from .substitutes.substitutes import Recording
 BATCH = 32
 
 TRIED_INPUTS = 512
-"""The number of inputs on which single layers are tried: only to rank choices; graphs decide."""
+"""The number of inputs on which single layers are tried, to rank choices; whole graphs decide."""
 
-MOST_RECORDED, RECORDING_S = 8192, 5.0
-"""The number of inputs that substitutes are fitted to. Beyond `TRIED_INPUTS`, recording stops after
-`RECORDING_S` seconds."""
+MAX_RECORDED, RECORDING_S = 8192, 5.0
+"""The largest number of inputs that substitutes are fitted to. After `TRIED_INPUTS`, recording ends
+once it has taken `RECORDING_S` seconds."""
 
-MOST_TOKENS = 1 << 14
-"""The number of tokens on which single layers of a language model are tried."""
+MAX_TOKENS = 1 << 14
+"""The largest number of tokens on which single layers of a language model are tried."""
 
 RECORDED_BYTES = 1 << 29
-"""The largest size of the recorded inputs and outputs of all layers."""
+"""The largest size, in bytes, of the recorded inputs and outputs of all layers."""
 
 
 class Replay:
@@ -64,11 +64,11 @@ class Replay:
         data: LabelledData,
         outputs: Array,
         metric: Metric,
-        over: Callable[[], bool],
+        out_of_time: Callable[[], bool],
         *,
         batch: int | None,
     ) -> None:
-        """Runs the model in batches of `batch`, by default as large as memory allows."""
+        """Runs the model in batches of size `batch`, or as large as memory allows."""
         self.model, self.routed = model, routed_layers(model)
         self.module = sharing_weights(model.module)
         self.layers = {name: moe_layers(self.module)[name] for name in model.layers}
@@ -79,13 +79,13 @@ class Replay:
         self.outputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
         self._batches: list[tuple[Inputs, Array]] = []
         recorded_bytes, takes_tokens = 0, data.inputs.dtype.kind in "iu"
-        limit = max(1, MOST_TOKENS // data.inputs[0].size) if takes_tokens else MOST_RECORDED
+        limit = max(1, MAX_TOKENS // data.inputs[0].size) if takes_tokens else MAX_RECORDED
         size, began = batch or min(BATCH, batch_size(outputs)), time.monotonic()
-        count = min(limit, MOST_RECORDED, len(data))
+        count = min(limit, MAX_RECORDED, len(data))
         count = max(size, count - count % size) if batch else count
         for rows, x, _ in in_batches(data.head(count), size):
             slow = rows.start >= TRIED_INPUTS and time.monotonic() - began > RECORDING_S
-            if self._batches and (recorded_bytes > RECORDED_BYTES or slow or over()):
+            if self._batches and (recorded_bytes > RECORDED_BYTES or slow or out_of_time()):
                 break
             if not self.routed:
                 with self._recorded():
@@ -95,7 +95,7 @@ class Replay:
             self._batches.append((x, outputs[rows]))
 
     def tokens(self) -> dict[str, Array]:
-        """Returns the inputs of each layer, [s, m, d], for a model without routers."""
+        """Returns the recorded inputs of each layer, [s, m, d]; empty for a token-routed model."""
         return {name: torch.cat(tokens).numpy() for name, tokens in self.inputs.items() if tokens}
 
     @property
@@ -105,7 +105,7 @@ class Replay:
         return Recording(tokens=self.inputs, samples=self._batches, scores=scores)
 
     def shift(self, name: str, choice: LayerRecipe, substitutes: Mapping[str, np.ndarray]) -> float:
-        """Returns how far the outputs move if one layer is changed; precision does not count.
+        """Returns how far the outputs move if one layer is changed, regardless of its precision.
 
         `substitutes` replace the experts that the choice removes.
         """
@@ -121,7 +121,7 @@ class Replay:
     def _changed(
         self, name: str, choice: LayerRecipe, substitutes: Mapping[str, np.ndarray]
     ) -> Iterator[Callable[[Inputs], Array]]:
-        """Yields the model with one layer changed."""
+        """Yields a function that runs the model with one layer changed."""
         if self.routed:
             k = {other: layer.spec.trained_k for other, layer in self.layers.items()}
             changed = self.model.host.with_k(self.model, {**k, name: choice.k})
@@ -158,7 +158,7 @@ class Replay:
 
 
 class _RecordedOutputs(nn.Module):
-    """Replaces a layer: returns the outputs recorded for the current batch."""
+    """Replaces a layer and returns the outputs recorded for the current batch."""
 
     def __init__(self, replay: Replay, name: str) -> None:
         super().__init__()
@@ -170,11 +170,11 @@ class _RecordedOutputs(nn.Module):
 
 @contextmanager
 def _constant_experts(layer: SoftMoE, choice: LayerRecipe, constants: np.ndarray) -> Iterator[None]:
-    """Within the context, experts outside the choice return the constants [n − e, p, o]."""
-    others = [e for e in range(layer.spec.experts) if e not in {*choice.experts}]
+    """Within the context, the removed experts return the constants [n − e, p, o]."""
+    removed = [e for e in range(layer.spec.experts) if e not in {*choice.experts}]
     subset = torch.tensor(choice.experts)
     layer.chooser = partial(_best_of, subset, whole_subset=choice.k >= len(subset))
-    layer.unchosen = others, torch.from_numpy(constants)
+    layer.unchosen = removed, torch.from_numpy(constants)
     try:
         yield
     finally:
@@ -182,17 +182,17 @@ def _constant_experts(layer: SoftMoE, choice: LayerRecipe, constants: np.ndarray
 
 
 def _best_of(subset: Tensor, scores: Tensor, k: int, *, whole_subset: bool) -> Tensor:
-    """The k best-scored experts of a subset for each input, or the whole subset."""
+    """Returns the k best-scored experts of a subset for each input, or the whole subset."""
     if whole_subset:
         return subset.expand(len(scores), -1)
     best = scores[:, subset].topk(k, dim=1).indices
     return subset[best].sort(dim=1).values
 
 
-def in_turn(choices: Mapping[str, Sequence[LayerRecipe]]) -> Iterator[tuple[str, LayerRecipe]]:
-    """Yields the choices of all layers, one of each layer at a time."""
+def interleaved(choices: Mapping[str, Sequence[LayerRecipe]]) -> Iterator[tuple[str, LayerRecipe]]:
+    """Yields the choices of all layers, alternating between the layers."""
     longest = max(map(len, choices.values()), default=0)
-    for index in range(longest):  # if time runs out, no layer has been left out
+    for index in range(longest):  # so that no layer is left out if time runs out
         for name, listed in choices.items():
             if index < len(listed):
                 yield name, listed[index]

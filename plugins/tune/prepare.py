@@ -1,6 +1,6 @@
-"""Preparation of a search: the data split, the ranges, and the search space.
+"""Prepares a search: splits the data, finds the ranges, and sets up the search space.
 
-It refuses what can be refused without a search.
+Refuses what can be refused without a search.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ from ...graphs.layers.mumoe import MuMoESpec
 from ...graphs.layers.soft_moe import SoftMoESpec
 from ...graphs.targets import Precision, Target
 from .accuracy.holdout import Holdout, untouched_outputs
-from .accuracy.quality import Metric, check_enough, metric_for
+from .accuracy.quality import Metric, check_enough_inputs, metric_for
 from .budget import (
+    LOWERINGS,
     OPEN,
     RANGES_SHARE,
     RUN,
     TRACE,
-    VERIFIED,
-    WAYS,
+    VERIFIED_INPUTS,
     Clock,
-    End,
+    FinishTimes,
     protocol_for,
     spin_for,
 )
 from .recipe import LayerRecipe
 from .request import TuneRequest
 from .routed import routed_layers
-from .space import RANGED, Point, Space, Trial, computed_on, ks_of, space_of
+from .space import RANGED, Point, Space, Trial, ks_of, precisions_on, space_of
 from .substitutes.substitutes import FOLDER
 
-CALIBRATED, CALIBRATED_FEW = 256, 32
-"""The largest and the smallest number of the search's inputs that set the INT8 ranges; there are no
-ranges if time is too short for the smallest."""
+MAX_CALIBRATED, MIN_CALIBRATED = 256, 32
+"""The largest and smallest number of the search's inputs for ranges; if time is too short for the
+smallest, there are no ranges."""
 
 OBSERVING_COST = 4.0
-"""The estimated factor by which observing ranges slows the model down."""
+"""The estimated factor by which observing ranges slows the model."""
 
 UNIFORM_DIVISORS = (1, 2, 4, 8, 16)
-"""The first models that are tried divide the k of every layer by one of these."""
+"""The first models to be tried divide the k of every layer by one of these."""
 
 
 @dataclass(frozen=True)
 class SearchJob:
-    """A prepared search: the halves, the untouched model's outputs, the ranges and the space.
+    """A prepared search: the data, the untouched model's outputs, the ranges and the space.
 
     `one_s` is the untouched model's time for one input, in seconds.
     """
@@ -89,27 +89,29 @@ class SearchJob:
 
     @property
     def choices(self) -> Mapping[str, tuple[LayerRecipe, ...]]:
-        """The choices of each layer, in FP32: the same on every target."""
+        """The choices of each layer, in FP32, which are the same for every target."""
         return self.spaces[self.request.targets[0]].choices
 
     @property
     def start(self) -> Point:
-        """The model as it was trained, on the first target."""
+        """The model as trained, on the first target."""
         layers = tuple((name, listed[0]) for name, listed in self.choices.items())
         return Point(layers, self.request.targets[0])
 
-    def fewer(self, name: str, kept: Callable[[int], tuple[int, ...]]) -> list[LayerRecipe]:
+    def smaller_choices(
+        self, name: str, kept: Callable[[int], tuple[int, ...]]
+    ) -> list[LayerRecipe]:
         """Returns a layer's choices with fewer experts.
 
-        For Soft MoE these are subsets, of which all or half are computed; for muMoE one expert
+        For Soft MoE, these are subsets, of which all or half are computed; for muMoE, one expert
         replaces all. `kept` returns the experts of a subset of a given size.
         """
         spec = self.model.layers[name].spec
-        # If a router chooses for other layers, single layers' inputs are not recorded.
+        # In a model with token-routed layers, the inputs of single layers are not recorded.
         if self.request.all_experts or routed_layers(self.model):
             return []
         if not isinstance(spec, SoftMoESpec | MuMoESpec) or spec.external_routing:
-            return []  # tokens that no layer receives contribute to the input
+            return []  # the layer's inputs are computed from tokens that it does not receive
         if isinstance(spec, MuMoESpec):
             return [LayerRecipe(1, merged=True)]
         choices = []
@@ -121,8 +123,8 @@ class SearchJob:
         return choices
 
     def uniform(self, precision: Precision, target: Target) -> list[Point]:
-        """The model as trained in one precision, then the same model with smaller k."""
-        within = self.spaces[target].integers.get(precision, (*self.choices,))
+        """Returns the model in one precision: as trained, then with smaller k."""
+        names = self.spaces[target].integers.get(precision, (*self.choices,))
         points = []
         for divisor in UNIFORM_DIVISORS:
             layers = []
@@ -130,13 +132,13 @@ class SearchJob:
                 k = max(1, listed[0].k // divisor)
                 choice = next((option for option in listed if option.k <= k), listed[-1])
                 layers.append(
-                    (name, replace(choice, precision=precision) if name in within else choice)
+                    (name, replace(choice, precision=precision) if name in names else choice)
                 )
             points.append(Point(tuple(layers), target))
         return [*dict.fromkeys(points)]
 
     def within(self, trial: Trial) -> bool:
-        """Whether a trial meets the bounds on time and size."""
+        """Returns whether a trial meets the bounds on time and size."""
         slow = self.request.latency_ms is not None and trial.ms > self.request.latency_ms
         large = self.request.most_bytes is not None and trial.bytes > self.request.most_bytes
         return not (slow or large)
@@ -145,27 +147,27 @@ class SearchJob:
     def table_file(self) -> Path:
         return self.folder / CALIBRATION_FILE
 
-    def end(self, base: Trial) -> End:
-        """Estimates the end of the search from the steps so far; `base` is the model as trained."""
+    def finish_times(self, base: Trial) -> FinishTimes:
+        """Estimates how long the end of the search takes; `base` is the model as trained."""
         longest, one_s, base_s = self.clock.longest, self.one_s, base.ms / 1e3
         searching = len(self.holdout.search)
         confirming = self.holdout.confirming_count or searching
-        # A resumed search may not have run this step: the untouched model takes about as long.
+        # A resumed search may not have run a graph; the untouched model takes about as long.
         run_s = longest.get(RUN, one_s * searching) / searching
-        open_s, ways_s = longest.get(OPEN, 0.0), longest.get(WAYS, 0.0)
+        open_s, lowerings_s = longest.get(OPEN, 0.0), longest.get(LOWERINGS, 0.0)
         careful = protocol_for(base.ms, careful=True)
         calls = careful.warmup + careful.rounds * (1 + careful.inputs)
         timed_s = max(careful.rounds * (careful.round_s + base_s), calls * base_s)
         untouched_s = timed_s + careful.rounds * WAIT_S
         timed_s += careful.rounds * (WAIT_S if spin_for(base.ms) is None else SAMPLE_S)
-        once_s = untouched_s + confirming * one_s + open_s + VERIFIED * (2 * one_s + run_s)
+        once_s = untouched_s + confirming * one_s + open_s + VERIFIED_INPUTS * (2 * one_s + run_s)
         if routed_layers(self.model):
-            # one trace with k = 1 to find the places of k, and one with the chosen k
+            # one trace with k = 1 to find where k is in the graph, and one with the chosen k
             once_s += 2 * longest[TRACE]
-        return End(
-            timing_s=open_s + timed_s + ways_s,
+        return FinishTimes(
+            timing_s=open_s + timed_s + lowerings_s,
             confirming_s=open_s + confirming * run_s,
-            once_s=once_s - ways_s,  # the model as trained is already known
+            once_s=once_s - lowerings_s,  # the model as trained is already known
         )
 
 
@@ -177,25 +179,25 @@ def prepare(
     progress: Progress,
     clock: Clock,
 ) -> SearchJob:
-    """Prepares a search; refuses what can be refused without searching."""
+    """Prepares a search; raises the errors that can be found without a search."""
     if data.output:
         raise UsageError(
             f"--data: the labels are of the output '{model.outputs[data.output].name}', but tune "
-            f"keeps the accuracy of the first, '{model.output.name}'",
-            hint=f"save the labels of {model.output.name} as label",
+            f"keeps the accuracy of the first output, '{model.output.name}'",
+            hint=f"save the labels of {model.output.name} as the array label",
         )
     if sum(tensor.nbytes for tensor in model.module.state_dict().values()) < STEP_BYTES:
-        # Releasing the pages of mapped weights takes longer than the rest of a small graph.
+        # For a small graph, releasing the pages of mapped weights takes longer than the rest.
         model = replace(model, source=replace(model.source, mapped=()))
     base = base_job(model, request)
     progress.step("reading the search's half of the data")
     holdout = Holdout.of(data)
     began = time.monotonic()
     outputs = untouched_outputs(model, holdout.search, progress, clock, base)
-    holdout = holdout.fewer(len(outputs))
+    holdout = holdout.with_first(len(outputs))
     one_s = (time.monotonic() - began) / len(outputs)
     metric = metric_for(request.metric, outputs, holdout.search.inputs, holdout.search.labels)
-    check_enough(metric, request.kept, holdout, outputs)
+    check_enough_inputs(metric, request.kept, holdout, outputs)
     identity = {
         "pieces": 3,  # the version of the journal's pieces
         "environment": environment(),
@@ -212,8 +214,8 @@ def prepare(
     progress.step("tracing")
     with clock.step(TRACE):
         base, traced = with_trace(base, progress)
-    wanted = {target: computed_on(target, request) for target in request.targets}
-    ranged = any(name in RANGED for names in wanted.values() for name in names)
+    to_try = {target: precisions_on(target, request) for target in request.targets}
+    ranged = any(name in RANGED for names in to_try.values() for name in names)
     if ranged and all(spec.default is None for spec in model.inputs):
         path = folder / CALIBRATION_FILE
         samples = _samples(clock, one_s)
@@ -224,9 +226,9 @@ def prepare(
         if samples or (journal.resumed and path.is_file()):
             base = replace(base, table=CalibrationTable.read(path))
         else:
-            wanted = {
+            to_try = {
                 target: [name for name in names if name not in RANGED]
-                for target, names in wanted.items()
+                for target, names in to_try.items()
             }
     return SearchJob(
         model=model,
@@ -236,7 +238,7 @@ def prepare(
         metric=metric,
         base=base,
         traced=traced,
-        spaces={target: space_of(base, traced, target, names) for target, names in wanted.items()},
+        spaces={target: space_of(base, traced, target, names) for target, names in to_try.items()},
         journal=journal,
         folder=folder,
         clock=clock,
@@ -245,21 +247,21 @@ def prepare(
 
 
 def base_job(model: Model, request: TuneRequest) -> ExportJob:
-    """Returns the export of the model as trained; refuses what cannot be searched or exported."""
+    """Returns the export job of the model as trained; raises errors for any of the targets."""
     options = ExportOptions(batch=request.batch, tokens=request.tokens, verify=False)
     first, *others = request.targets
-    for target in others:  # refuse before the search
+    for target in others:  # raises errors before the search
         export_job(model, replace(options, target=target))
     return export_job(model, replace(options, target=first))
 
 
 def _samples(clock: Clock, one_s: float) -> int:
-    """The number of inputs that the time allows for ranges; 0 if there is too little time."""
+    """Returns how many inputs for ranges the time allows; 0 if there is too little time."""
     if not math.isfinite(clock.left):
-        return CALIBRATED
+        return MAX_CALIBRATED
     seconds = RANGES_SHARE * (clock.seconds - clock.reserve) - (clock.seconds - clock.left)
     fitting = seconds / (OBSERVING_COST * one_s)
-    return 0 if fitting < CALIBRATED_FEW else min(CALIBRATED, math.floor(fitting))
+    return 0 if fitting < MIN_CALIBRATED else min(MAX_CALIBRATED, math.floor(fitting))
 
 
 @contextmanager
@@ -271,7 +273,7 @@ def prepared(
     progress: Progress,
     clock: Clock,
 ) -> Iterator[tuple[SearchJob, Threads]]:
-    """Yields a prepared search and its threads; it uses `work`, or a temporary folder."""
+    """Yields a prepared search and its threads; uses the folder `work`, or a temporary one."""
     request = replace(request, batch=base_job(model, request).options.batches)
     sizes = (request.batches.opt,)
     threads = threads_for([model], data, sizes, count=request.threads, work=work, progress=progress)

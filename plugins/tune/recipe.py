@@ -1,4 +1,4 @@
-"""`recipe.yaml`: the choices of `tune` for each layer, to export them again bit for bit."""
+"""Reads and writes `recipe.yaml`: the choices of `tune` for each layer, to repeat the export."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ SCHEMA = 1
 class LayerRecipe:
     """How one MoE layer is exported, and why.
 
-    `experts` are those that stay, by their numbers in the checkpoint; empty if all do. `k` of them
-    are computed. If `constant`, the others return constants, otherwise they are removed. If
+    `experts` are the numbers, in the checkpoint, of those that stay; empty if all do. `k` of them
+    are computed. If `constant`, the others return constants; otherwise, they are removed. If
     `merged`, one expert replaces all. `lowering` is empty until a search chooses it.
     """
 
@@ -56,24 +56,24 @@ class LayerRecipe:
     merged: bool = False
 
     @property
-    def fewer(self) -> bool:
+    def is_reduced(self) -> bool:
         """Whether the layer has fewer experts than in the checkpoint."""
         return bool(self.experts) or self.merged
 
     @property
     def n(self) -> int:
-        """The number of experts of the layer, 0 for all."""
+        """The number of experts that stay; 0 for all."""
         return 1 if self.merged else len(self.experts)
 
     @property
     def form(self) -> tuple[int, int, Precision]:
-        """What the layer's time depends on: k, number of experts (0: all), precision."""
+        """What the layer's time depends on: k, the number of experts (0 for all) and precision."""
         return self.k, self.n, self.precision
 
     def text(self, experts: int) -> str:
         """Describes the layer, which has `experts` experts in the checkpoint.
 
-        For example `k = 4 of 16, int8`, `8 of 16 experts kept, fp32`.
+        Examples: `k = 4 of 16, int8` and `8 of 16 experts kept, fp32`.
         """
         if self.merged:
             return f"all experts merged into one, {self.precision}"
@@ -85,13 +85,13 @@ class LayerRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that decides the graphs and weights of a bundle.
+    """Everything that determines the graphs and weights of a bundle.
 
     `model` is the model's fingerprint and `data` the SHA-256 of the search's data; layers are in
     the order of execution. `calibration` and `substitutes` are the SHA-256 of files in the recipe's
-    folder: the table of ranges, and the arrays that replace removed or merged experts; empty if not
-    needed. `family` and `config` are the settings with which the model was read, empty if its
-    files contain them. `contract` has the bounds and the confirmed result.
+    folder: the table of ranges, and the arrays that replace removed or merged experts. They are
+    empty if the files are not needed. `family` and `config` are the settings for reading the model,
+    empty if the model's files contain them. `contract` has the bounds and the confirmed result.
     """
 
     model: str
@@ -130,7 +130,7 @@ class Recipe:
 
 
 def edits_of(layers: Mapping[str, LayerRecipe]) -> Edits:
-    """Returns the removals and merges of experts in some layers."""
+    """Returns the edits that remove or merge experts in some layers."""
     kept = (
         KeptExperts(name, layer.experts, constant=layer.constant)
         for name, layer in layers.items()
@@ -141,7 +141,7 @@ def edits_of(layers: Mapping[str, LayerRecipe]) -> Edits:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Reads a recipe; raises `UsageError` with the place of a mistake."""
+    """Reads a recipe; raises a `UsageError` that locates the mistake in an invalid one."""
     try:
         content = read_document(path, "yaml", lambda message: UsageError(f"--recipe {message}"))
     except OSError as error:
@@ -168,7 +168,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _checked_file(path: Path, digest: str, file: str) -> Path | None:
-    """A file that a recipe needs, in the recipe's folder; None if the recipe needs none.
+    """Returns a file in the recipe's folder that the recipe needs; None if it does not need one.
 
     Raises `UsageError` if the file is missing or was changed.
     """
@@ -176,12 +176,12 @@ def _checked_file(path: Path, digest: str, file: str) -> Path | None:
         return None
     needed = path.parent / file
     if not needed.is_file():
-        mistake = f"{file}, which it needs, is not in its folder"
+        mistake = f"{file}, which the recipe needs, is not next to it"
     elif sha256(needed) != digest:
-        mistake = f"{needed} is not the file that this recipe was made with"
+        mistake = f"{needed} was changed, or belongs to another recipe"
     else:
         return needed
-    hint = f"copy {file} from the bundle of this recipe"
+    hint = f"copy {file} from the bundle that contains this recipe"
     raise UsageError(f"--recipe {path}: {mistake}", hint=hint)
 
 
@@ -195,7 +195,7 @@ _NOT_IN_RECIPE = frozenset(
 def recipe_options(
     recipe: Recipe, options: ExportOptions, substitutes: Mapping[str, np.ndarray] | None = None
 ) -> ExportOptions:
-    """Returns options in which the recipe sets everything that decides graphs and weights.
+    """Returns the options with everything that the recipe determines.
 
     `substitutes` are the arrays that replace experts (`Edits.substitutes`).
     """
@@ -220,54 +220,54 @@ def recipe_options(
 
 
 def with_recipe(options: ExportOptions, recipe: Recipe) -> ExportOptions:
-    """Returns options of an export whose bundle contains a recipe."""
-    others = (each for each in options.further if not isinstance(each, Recipe))
+    """Returns the options of an export whose bundle contains the recipe."""
+    others = (record for record in options.further if not isinstance(record, Recipe))
     return replace(options, further=(*others, recipe))
 
 
 def recipe_in(options: ExportOptions) -> Recipe | None:
-    """Returns the recipe of options that `recipe_options` made; None for others."""
+    """Returns the recipe that `recipe_options` added to options; None for other options."""
     return record_in(options.further, Recipe)
 
 
 def settings_of(model: Model) -> dict[str, Any]:
-    """Returns the fields of a recipe that say how the model was read."""
-    from ...exporter.families import FAMILIES  # loads PyTorch, as the model did
+    """Returns the fields of a recipe that describe how the model was read."""
+    from ...exporter.families import FAMILIES  # PyTorch is imported already
 
     config = json.loads(json.dumps(model.config))
     if model.family in FAMILIES:
         return {"family": model.family, "config": config}
-    # For a network made by user code, the configuration is its factory's arguments.
+    # For a network from user code, the configuration has its factory's arguments.
     return {"config": config} if names_code(model.source.path) else {}
 
 
-def read_again(source: Source) -> list[str]:
-    """Returns the plugins' options with which a model was read, as on a command line."""
+def reading_options(source: Source) -> list[str]:
+    """Returns the plugins' options with which a model was read, as in a shell."""
     words = []
     for record in source.further:
         for name in changed(record):
             value = getattr(record, name)
             option = spelled(type(record), name)
             values = value if isinstance(value, list | tuple) else [value]
-            words += [word for each in values for word in (option, str(each))]
+            words += [word for item in values for word in (option, str(item))]
     return words
 
 
-def free_place(bundle: Path, suffix: str = "again") -> Path:
+def free_path(bundle: Path, suffix: str = "again") -> Path:
     """Returns the first of `BUNDLE-again`, `BUNDLE-again-2` and so on that does not exist."""
     endings = ("", *(f"-{number}" for number in range(2, 1000)))
-    places = (bundle.with_name(f"{bundle.name}-{suffix}{ending}") for ending in endings)
-    return next(place for place in places if not place.exists())
+    paths = (bundle.with_name(f"{bundle.name}-{suffix}{ending}") for ending in endings)
+    return next(path for path in paths if not path.exists())
 
 
 def _reading(reading: LoadRequest, request: ExportOptions, source: str) -> LoadRequest:
-    """Adds the recipe's settings for reading a model, unless the command names a settings file."""
+    """Adds the recipe's settings for reading the model, unless the user gave a configuration."""
     path = request.asked(RecipeOptions).recipe
     if path is None or reading.config is not None:
         return reading
     recipe = read_recipe(Path(path))
     if names_code(source) == bool(recipe.family):
-        return reading  # a different model, which is refused once it is read
+        return reading  # this is another model, which is refused once it is read
     family = reading.family or recipe.family or None
     return replace(reading, family=family, config=recipe.config or None)
 
@@ -297,18 +297,18 @@ def _check(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
     recipe = recipe_in(options)
     if model is None or recipe is None:
         return
-    from ...exporter.model import fingerprint  # loads PyTorch, as the model did
+    from ...exporter.model import fingerprint  # PyTorch is imported already
 
     if [*model.layers] != [*recipe.layers] or recipe.model not in ("", fingerprint(model)):
         yield (
-            "--recipe: the recipe is for another model, or for this one with other weights or "
-            "configuration",
-            "use the checkpoint and the settings of the search, or tune again",
+            "--recipe: the recipe is for another model, or for this model with other weights or "
+            "another configuration",
+            "use the checkpoint and the settings of the search, or run tune again",
         )
 
 
 def _page(manifest: Manifest) -> Iterator[str]:
-    """The bounds of the search and the confirmed result, for the bundle's page."""
+    """Yields the bounds of the search and the confirmed result, for the bundle's page."""
     contract = manifest.contract
     if not {"metric", "kept", "interval", "inputs", "asked"} <= contract.keys():
         return  # a recipe written by hand or by an older version
@@ -327,14 +327,14 @@ def _page(manifest: Manifest) -> Iterator[str]:
         )
     keep, latency_ms, max_bytes = map(contract["asked"].get, ("keep", "latency_ms", "bytes"))
     bounds = bounds_text(keep, contract["metric"], latency_ms, max_bytes)
-    requirement = f" The bundle had {bounds}." if bounds else ""
+    requirement = f" The requirement was {bounds}." if bounds else ""
     yield f"{text}.{requirement}"
 
 
 def bounds_text(
     keep: float | None, metric: str, latency_ms: float | None, most_bytes: int | None
 ) -> str:
-    """Returns the bounds of a search: `to keep 99% of the accuracy and to take at most 5 ms`."""
+    """Returns the bounds as text: `to keep 99% of the accuracy and to take at most 5 ms`."""
     bounds = [] if keep is None else [f"to keep {100 * keep:g}% of the {metric}"]
     bounds += [] if latency_ms is None else [f"to take at most {latency_ms:g} ms"]
     bounds += [] if most_bytes is None else [f"to take at most {size(most_bytes)}"]
@@ -342,9 +342,9 @@ def bounds_text(
 
 
 def _finish(export: Export, directory: Path, manifest: Manifest) -> Manifest:
-    """Writes the recipe into its bundle, so that it can be exported again."""
+    """Writes the recipe into the bundle, so that the export can be repeated."""
     recipe, path = recipe_in(export.options), directory / RECIPE_FILE
-    assert recipe is not None, "an export by a recipe has its options"
+    assert recipe is not None, "the options contain a recipe"
     recipe.write(path)
     files = {**manifest.files, path.name: FileRecord.of(path)}
     return replace(manifest, contract=recipe.contract, files=dict(sorted(files.items())))
@@ -359,5 +359,5 @@ RECIPE = Step(
     finish=_finish,
     page=_page,
     reading=_reading,
-    contents={RECIPE_FILE: "the choices of `moexport tune` for each layer, to export it again"},
+    contents={RECIPE_FILE: "the choices of `moexport tune` for each layer, to repeat the export"},
 )

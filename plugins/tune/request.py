@@ -21,10 +21,10 @@ API = 1
 DEFAULT_KEEP = 0.99
 
 METRICS = ("accuracy", "r2", "perplexity", "agreement")
-"""The measures of quality that have names."""
+"""The built-in measures of quality."""
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int4")
-"""The precisions to try, if the target computes them and the model's layers allow them."""
+"""The precisions to try if the target and the model's layers support them."""
 
 
 def no_such_recipe(path: Path, why: str | None) -> UsageError:
@@ -40,7 +40,7 @@ class RecipeOptions:
 
     recipe: AnyPath | None = option(
         None,
-        "The recipe.yaml that tune wrote, with the settings of each layer.",
+        "A recipe.yaml that tune wrote, with the settings of each layer.",
         unset="none",
         is_path=True,
     )
@@ -59,33 +59,33 @@ class TuneRequest(AxisSizes, Request):
 
     keep: str | float | None = option(
         None,
-        "The share of the untouched model's quality to keep, for example 99% or 0.99.",
-        unset="99%, if there is no other requirement",
+        "The share of the untouched model's quality to keep, such as 99% or 0.99.",
+        unset="99% if there is no other requirement",
     )
     max_latency: str | float | None = option(
-        None, "The largest latency of a batch of OPT, for example 5ms.", unset="any"
+        None, "The largest latency of a batch of OPT inputs, such as 5ms.", unset="any"
     )
     max_bytes: str | int | None = option(
         None,
-        "The largest size of graph and weights, 20MB (decimal) or 20MiB (binary).",
+        "The largest size of the graph and weights, such as 20MB (decimal) or 20MiB (binary).",
         unset="any",
     )
     scenario: Literal["server"] | None = option(
         None,
-        "The load to search for: server, the most requests whose p99 is --max-latency.",
-        unset="none, the least latency",
+        "Maximise the requests per second under a load: server, with p99 within --max-latency.",
+        unset="none: minimise the latency",
     )
     metric: str | None = option(
         None,
         "The measure of quality: accuracy, r2, perplexity, agreement with the untouched model, or "
         "package.module:function of outputs and labels.",
-        unset="what the data allow",
+        unset="one that fits the data",
     )
     target: str = option(
         "ort-cpu",
-        "The runtime of the graph: onnx, ort-cpu, ort-cuda or openvino; or a list to search.",
+        "The runtime of the graph: onnx, ort-cpu, ort-cuda or openvino; several to compare them.",
     )
-    batch: Sizes = option("1:1:32", "The range of batch sizes, optimised for OPT.")
+    batch: Sizes = option("1:1:32", "The range of batch sizes; OPT is the size to optimise for.")
     tokens: Sizes = option("1:196:1024", "The range of token counts, if that axis is dynamic.")
     precision: str | None = option(
         None, "The precisions to try, such as fp32,int8.", unset="all that the target computes"
@@ -93,25 +93,25 @@ class TuneRequest(AxisSizes, Request):
     all_experts: bool = option(False, "Do not remove or merge experts.")
     time: str | float | None = option(
         None,
-        "The time limit of the search, for example 10min.",
+        "The time limit of the search, such as 10min.",
         unset="until no better candidate is expected",
     )
     threads: int | None = option(
         None,
-        "Threads of every engine.",
-        unset="the number with which the untouched model is fastest",
+        "The number of threads of every engine.",
+        unset="the fastest for the untouched model",
     )
     pixels: str | None = option(
-        None, "The scale of images: unit, symmetric or imagenet.", unset="none; images need it"
+        None, "The pixel scale of images: unit, symmetric, imagenet.", unset="none; images need it"
     )
     report: AnyPath | None = option(
         None,
-        "The folder for results and report.",
+        "The folder for the results and the report.",
         unset="in a shell BUNDLE-report; in Python, nothing is written",
         is_path=True,
     )
     command: str = option(
-        "", "The command that the results name as their origin.", unset="nothing", in_shell=False
+        "", "The command to record as the origin of the results.", unset="nothing", in_shell=False
     )
     force: bool = option(False, "Replace an existing bundle.")
 
@@ -124,23 +124,23 @@ class TuneRequest(AxisSizes, Request):
         """The share of the untouched model's quality to keep; None if only other bounds apply."""
         if self.keep is not None:
             return parse_share(self.keep, "--keep")
-        alone = self.max_latency is None and self.max_bytes is None
-        return DEFAULT_KEEP if alone or self.scenario is not None else None
+        unbounded = self.max_latency is None and self.max_bytes is None
+        return DEFAULT_KEEP if unbounded or self.scenario is not None else None
 
     @property
     def latency_ms(self) -> float | None:
-        """The latency bound for a batch of OPT, or with `scenario` for 99% of the requests."""
+        """The latency bound for a batch of OPT inputs or, with `scenario`, 99% of the requests."""
         latency = self.max_latency
         return None if latency is None else 1e3 * parse_seconds(latency, "--max-latency", "ms")
 
     @property
     def most_bytes(self) -> int | None:
-        """The size bound for graphs and weights."""
+        """The bound on the size of the graph and weights."""
         return None if self.max_bytes is None else parse_size(self.max_bytes, "--max-bytes")
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The targets to search together, the first for the model as trained."""
+        """The targets to search together; the first also runs the model as trained."""
         names = tuple(dict.fromkeys(split_list(self.target)))
         for name in names:
             if name not in TARGETS:
@@ -149,12 +149,12 @@ class TuneRequest(AxisSizes, Request):
                     hint=near_miss(name, TARGETS.names) + left_out(),
                 )
         if not names:
-            raise UsageError("--target: the list is empty", hint="for example ort-cpu,openvino")
+            raise UsageError("--target: the list is empty", hint="for example, ort-cpu,openvino")
         return names
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """The precisions to try, empty for all that a target supports; `check` refuses others."""
+        """The precisions to try; empty for all that a target supports."""
         names: Any = dict.fromkeys(split_list(self.precision or ""))
         return tuple(names)
 
@@ -164,7 +164,7 @@ class TuneRequest(AxisSizes, Request):
 
     @property
     def searched(self) -> dict[str, Any]:
-        """The options that must be the same to resume a search: all but the time limit."""
+        """The options that must be unchanged for a search to continue."""
         return {
             "keep": self.kept,
             "latency_ms": self.latency_ms,
@@ -186,7 +186,7 @@ class TuneRequest(AxisSizes, Request):
         )
 
     def _mistakes(self) -> Iterator[Mistake]:
-        # each property parses its option and raises
+        # each property parses its option, and raises if that is invalid
         _ = self.most_bytes, self.batches, self.token_counts, self.seconds, self.latency_ms
         if self.pixels is not None:
             check_pixels(self.pixels)
@@ -195,28 +195,27 @@ class TuneRequest(AxisSizes, Request):
                 f"--metric {self.metric}: there is no such metric",
                 f"{', '.join(METRICS)}, or package.module:function",
             )
-        for target in (each for each in self.targets if TARGETS[each].compiled):
+        for target in (name for name in self.targets if TARGETS[name].compiled):
             yield (
-                f"--target {target}: tune measures graphs in ONNX Runtime or OpenVINO, not in the "
-                "engines of this target",
+                f"--target {target}: tune measures graphs in ONNX Runtime or OpenVINO, not engines",
                 "tune for ort-cuda on the machine with the GPU, and pass its k to export",
             )
         keep = self.kept
         if keep is not None and not 0 < keep < 1:
             yield (
                 f"--keep {keep:.6g}: the share must be above 0 and below 1",
-                "--keep 99% keeps 99% of the untouched model's accuracy; no number of inputs shows "
-                "that all of it is kept",
+                "--keep 99% keeps 99% of the untouched model's accuracy; no number of inputs can "
+                "show that 100% is kept",
             )
         if self.threads is not None and self.threads < 1:
             yield (
                 f"--threads {self.threads}: the number must be at least 1",
-                "leave it out: tune measures which number is fastest",
+                "leave --threads out: tune measures which number is fastest",
             )
         if self.scenario is not None and self.latency_ms is None:
             yield (
                 f"--scenario {self.scenario}: the latency bound is missing",
-                "for example --max-latency 50ms, which then applies to 99% of the requests",
+                "add, for example, --max-latency 50ms, which then applies to 99% of the requests",
             )
         unknown = [name for name in self.precisions if name not in PRECISIONS]
         if unknown:
@@ -229,7 +228,7 @@ class TuneRequest(AxisSizes, Request):
             if all(reasons):
                 yield (
                     f"--precision {name} for --target {','.join(self.targets)}: {reasons[0]}",
-                    "leave it out",
+                    f"leave {name} out",
                 )
         if self.precisions and "fp32" not in self.precisions:
             yield (
@@ -240,9 +239,9 @@ class TuneRequest(AxisSizes, Request):
 
 
 def _refusal(target: Target, precision: Precision) -> str | None:
-    """The reason why a precision is not tried on a target; None if it is tried."""
+    """Returns why a precision is not tried on a target; None if it is tried."""
     record = TARGETS[target]
     if precision in record.refused:
         return record.refused[precision][0]
-    # A precision that is no faster is not a candidate.
+    # A float type with a note is no faster, so it is not a candidate.
     return record.notes.get(precision) if precision in ("fp16", "bf16") else None

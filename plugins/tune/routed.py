@@ -1,8 +1,8 @@
-"""Graphs of models whose routers choose k experts, made without a trace for every k.
+"""Makes graphs of token-routed models for any k without tracing each k.
 
-k is a constant of the graph outside the experts. Tracing a language model takes seconds to minutes,
-so two traces with different k show where k is in the graph, and any other k is written there. The
-point that a search chooses is traced again.
+In such a graph, k is a constant outside the experts. Tracing a language model takes seconds to
+minutes, so two traces with different k show where k is in the graph, and any other k is written
+there. The point that a search chooses is traced again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def routed_layers(model: Model) -> frozenset[str]:
 
 def can_choose_k(model: Model, layer: str, k: int) -> bool:
     """Returns whether the model's routers can choose k experts in one layer."""
-    trained = {name: own.spec.trained_k for name, own in model.layers.items()}
+    trained = {name: moe.spec.trained_k for name, moe in model.layers.items()}
     try:
         model.host.with_k(model, {**trained, layer: k})
     except UsageError:
@@ -37,7 +37,7 @@ def can_choose_k(model: Model, layer: str, k: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where k is in a node: elements of a constant input, or axes of an output's shape."""
+    """Where k is in a node: in elements of a constant input, or axes of an output's shape."""
 
     node: int
     index: int
@@ -46,7 +46,7 @@ class _Place:
 
 
 class Traces:
-    """The traced graph of a model for any k of its layers."""
+    """Provides the traced graph of a model for any k of its layers."""
 
     def __init__(self, base: ExportJob, traced: ir.Model) -> None:
         self._base, self._traced = base, traced
@@ -64,17 +64,17 @@ class Traces:
 
     @cached_property
     def _places(self) -> dict[str, tuple[_Place, ...]] | None:
-        """The places of k, from the graphs as trained and with k = 1; None if not found."""
+        """The places of k, from the graphs as trained and with k = 1; None if unknown."""
         model = self._base.model
         try:
             ones = model.host.with_k(model, dict.fromkeys(model.layers, 1))
             other = _traced(replace(self._base, model=ones))
-        except MoexportError:  # a router may refuse k = 1: each k is then traced
+        except MoexportError:  # a router may refuse k = 1; each k is then traced
             return None
         return _places(self._traced, other, self._trained)
 
     def _with(self, ks: Mapping[str, int]) -> ir.Model:
-        """The graph as trained, with other numbers at the places of k."""
+        """Returns the graph as trained, with other numbers at the places of k."""
         assert self._places is not None
         changed = self._traced.clone()
         nodes = list(changed.graph)
@@ -91,9 +91,9 @@ def _traced(job: ExportJob) -> ir.Model:
 def _places(
     first: ir.Model, second: ir.Model, trained: Mapping[str, int]
 ) -> dict[str, tuple[_Place, ...]] | None:
-    """The places of k by layer, from two graphs; None if these differ in more than k.
+    """Returns the places of k by layer, from two graphs; None if these differ in more than k.
 
-    In the second graph k is 1.
+    In the second graph, k is 1.
     """
     nodes, others = list(first.graph), list(second.graph)
     if len(nodes) != len(others):
@@ -111,7 +111,7 @@ def _places(
                 places[layer].append(
                     _Place(node=at, index=index, of_shape=of_shape, elements=elements)
                 )
-            elif not of_shape:  # a shape that differs is computed from other values
+            elif not of_shape:  # a different shape only follows from other values
                 return None
     if not all(any(not place.of_shape for place in listed) for listed in places.values()):
         return None
@@ -119,11 +119,11 @@ def _places(
 
 
 def _same_op(a: ir.Node, b: ir.Node) -> bool:
-    """Whether two nodes have the same op, attributes and number of inputs."""
+    """Returns whether two nodes have the same op, attributes and number of inputs."""
     same = (a.op_type, a.domain, a.name) == (b.op_type, b.domain, b.name)
     if not same or len(a.inputs) != len(b.inputs) or a.attributes.keys() != b.attributes.keys():
         return False
-    if a.op_type == "Constant":  # its value is compared as another node's input
+    if a.op_type == "Constant":  # the value is compared as the input of another node
         return True
     graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
     return all(
@@ -136,7 +136,7 @@ def _same_op(a: ir.Node, b: ir.Node) -> bool:
 def _differences(
     a: ir.Node, b: ir.Node
 ) -> Iterator[tuple[int, bool, np.ndarray | None, np.ndarray | None]]:
-    """Yields the constant inputs, and (with True) the output shapes, in which two nodes differ."""
+    """Yields the constant inputs and (with True) the output shapes in which two nodes differ."""
     for index, (here, there) in enumerate(zip(a.inputs, b.inputs, strict=True)):
         first, second = _constant(here), _constant(there)
         if not _same(first, second):
@@ -148,14 +148,14 @@ def _differences(
 
 
 def _sizes(value: ir.Value) -> np.ndarray | None:
-    """A shape as an array, 0 for a dynamic axis."""
+    """Returns a shape as an array, with 0 for dynamic axes; None if it is unknown."""
     if value.shape is None:
         return None
     return np.array([size if isinstance(size, int) else 0 for size in value.shape])
 
 
 def _constant(value: ir.Value | None) -> np.ndarray | None:
-    """An integer constant as an array; None for any other value."""
+    """Returns an integer constant as an array; None for any other value."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     if tensor is None or tensor.dtype not in (ir.DataType.INT64, ir.DataType.INT32):
         return None  # weights do not contain k
@@ -170,7 +170,7 @@ def _same(first: np.ndarray | None, second: np.ndarray | None) -> bool:
 
 
 def _k_elements(a: np.ndarray | None, b: np.ndarray | None, k: int) -> tuple[int, ...] | None:
-    """The elements that are k in array a and 1 in array b; None if others differ."""
+    """Returns the elements that are k in array a and 1 in array b; None if others differ."""
     if a is None or b is None or a.shape != b.shape:
         return None
     differing = np.flatnonzero(a.ravel() != b.ravel())

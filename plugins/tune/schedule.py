@@ -1,6 +1,6 @@
-"""The order of steps from the model as trained to the smallest: smallest loss per gain first.
+"""Orders the steps from the model as trained to the smallest: smallest loss per gain first.
 
-The cost of a choice, in time or bytes, and how far it moves the outputs are known for each layer.
+For each choice of each layer, its cost (time or bytes) and how far it moves the outputs are known.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...graphs.targets import Precision
 from .recipe import LayerRecipe
 from .space import BACKBONE, Point
 
-MOST_PREDICTED = 512
+MAX_PREDICTED = 512
 """The largest number of points on a predicted front."""
 
 
@@ -28,25 +28,25 @@ class Option:
 
 
 PartOptions = Mapping[str, Sequence[Option]]
-"""The options of each part, the part as trained first."""
+"""The options of each part; the first is the part as trained."""
 
 
 def steps(start: Point, options: PartOptions) -> Iterator[Point]:
     """Yields the points along the steps, in ascending order of loss per gain."""
-    listed_steps = [
+    all_steps = [
         (slope, part, index, option)
         for part, listed in options.items()
         for index, (slope, option) in enumerate(_hull(listed))
     ]
     point = start
-    for _, part, _, option in sorted(listed_steps, key=lambda step: step[:3]):
+    for _, part, _, option in sorted(all_steps, key=lambda step: step[:3]):
         point = with_option(point, part, option)
         yield point
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """A point with the sums of its parts' costs and of their shifts."""
+    """A point with the sum of its parts' costs and the sum of their shifts."""
 
     point: Point
     cost: float
@@ -54,10 +54,11 @@ class Predicted:
 
 
 def predicted_front(start: Point, options: PartOptions) -> list[Predicted]:
-    """Returns the points that no other beats in both sums, the most costly first.
+    """Returns the points that no other beats in both sums, most costly first.
 
     Parts are added one by one, and dominated points are removed at each step; if more than
-    `MOST_PREDICTED` remain, they are thinned out. The steps of a path are corners of this front.
+    `MAX_PREDICTED` remain, they are thinned out. The points along the steps are corners of this
+    front.
     """
     costs, shifts = np.zeros(1), np.zeros(1)
     chosen = np.zeros((1, 0), dtype=int)
@@ -65,12 +66,12 @@ def predicted_front(start: Point, options: PartOptions) -> list[Predicted]:
         cost = np.add.outer(costs, [option.cost for option in listed]).ravel()
         shift = np.add.outer(shifts, [option.shift for option in listed]).ravel()
         order = np.lexsort((shift, cost))
-        least = np.minimum.accumulate(shift[order])
-        best = order[np.flatnonzero(shift[order] < np.concatenate(([np.inf], least[:-1])))]
-        best = best[np.linspace(0, len(best) - 1, min(len(best), MOST_PREDICTED)).astype(int)]
-        before, own = np.divmod(best, len(listed))
+        lowest = np.minimum.accumulate(shift[order])
+        best = order[np.flatnonzero(shift[order] < np.concatenate(([np.inf], lowest[:-1])))]
+        best = best[np.linspace(0, len(best) - 1, min(len(best), MAX_PREDICTED)).astype(int)]
+        before, added = np.divmod(best, len(listed))
         costs, shifts = cost[best], shift[best]
-        chosen = np.column_stack((chosen[before], own))
+        chosen = np.column_stack((chosen[before], added))
     front = []
     for cost, shift, row in zip(costs[::-1], shifts[::-1], chosen[::-1], strict=True):
         point = start
@@ -101,7 +102,7 @@ def with_option(point: Point, part: str, option: Option) -> Point:
 def _hull(options: Sequence[Option]) -> Iterator[tuple[float, Option]]:
     """Yields the steps of one part, starting at its first option, each with its loss per gain.
 
-    They are the lower convex hull of shift over cost: each step is cheaper and loses more.
+    They form the lower convex hull of shift over cost: each step is cheaper and loses more.
     """
     last = options[0]
     while True:
@@ -116,15 +117,15 @@ def _hull(options: Sequence[Option]) -> Iterator[tuple[float, Option]]:
 
 
 def neighbours(point: Point, options: PartOptions) -> list[Point]:
-    """Returns the points that differ in one part and cost less, the smallest shift first."""
+    """Returns the points that differ in one part and cost less, smallest shift first."""
     points = []
     for part, listed in options.items():
-        own = next((option for option in listed if option.choice == _choice(point, part)), None)
-        if own is None:
+        current = next((o for o in listed if o.choice == _choice(point, part)), None)
+        if current is None:
             continue
         points += [
-            (option.shift - own.shift, with_option(point, part, option))
+            (option.shift - current.shift, with_option(point, part, option))
             for option in listed
-            if option.cost < own.cost
+            if option.cost < current.cost
         ]
     return [neighbour for _, neighbour in sorted(points, key=lambda pair: pair[0])]

@@ -1,9 +1,9 @@
-"""The search: uniform models, a schedule of steps from the model as trained, then single changes.
+"""Searches: uniform models, a schedule of steps from the model as trained, then single changes.
 
 Models with one k and one precision come first. The cost and the shift of each choice are known for
-each layer; the schedule takes the steps with the smallest loss per gain first. Bisection, in which
-each trial is a whole graph, finds how far along the schedule the bounds are met. Single changes of
-the best point are then tried, the most promising first.
+each layer; the schedule takes the steps with the smallest loss per gain first. Bisection finds how
+far along the schedule the bounds are met, with a whole graph as each trial. Single changes of the
+best point are then tried, most promising first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .budget import (
     TRIALS_SHARE,
 )
 from .graphs import Graphs
-from .layers import Replay, in_turn
+from .layers import Replay, interleaved
 from .prepare import SearchJob
 from .recipe import LayerRecipe
 from .schedule import (
@@ -46,31 +46,31 @@ from .schedule import (
     steps,
 )
 from .shards import Evaluate, evaluate_here
-from .space import BACKBONE, Point, Space, Trial, sizes_measured, weight_bytes
+from .space import BACKBONE, Point, Space, Trial, sizes_to_measure, weight_bytes
 from .substitutes.substitutes import Substitutes
 from .times import LayerTimes
 
 WORTH_KEEPING = 0.9
-"""A model that keeps less than this share is of no use; riskier ones are not tried."""
+"""A model that keeps less than this share is useless, and riskier models are not tried."""
 
 TINY = 1e-9
 
-FINEST = 8
-"""The smallest step between sizes of a layer is the size divided by this."""
+SIZE_STEPS = 8
+"""The smallest step between two sizes of a layer is the size divided by this."""
 
-MOST_TRAININGS = 2
-"""How often the substitutes of the most promising points are trained further."""
+MAX_TRAININGS = 2
+"""How many times the substitutes of the most promising points are trained further."""
 
 NEIGHBOURS = 4
-"""A path ends when this many neighbours of the best point in a row were no better."""
+"""Neighbours of the best point are tried until this many in a row are no better."""
 
 
 @dataclass(frozen=True)
 class Search:
     """Tries points of a target that may meet a request, until a `share` of the time has passed.
 
-    `choices` are those of each layer and `shifts` how far each moves the outputs if only that layer
-    is changed; `moved` is the same for each part that computes in integers.
+    `choices` are those of each layer, and `shifts` how far each choice alone moves the outputs;
+    `moved` is how far each part alone moves them if it computes in integers.
     """
 
     job: SearchJob
@@ -107,19 +107,19 @@ class Search:
 
     @property
     def confirmed(self) -> bool:
-        """Whether an earlier run confirmed a result, which must not change."""
+        """Whether an earlier run has confirmed a result, which must not change."""
         return bool(self.job.journal.pieces("confirmed"))
 
     def over(self) -> bool:
-        """Whether the time for trials is over. Training has its own."""
-        trains = any(trial.point.fewer for trial in self.trials)
+        """Returns whether the time for trials is over, except that for training."""
+        trains = any(trial.point.is_reduced for trial in self.trials)
         share = TRIALS_SHARE if trains else 1.0
         return self.confirmed or self.job.clock.over(self.share * share, TRIAL)
 
     def run(self) -> None:
-        """Tries uniform models, then the schedules of floats and of each width of integers."""
+        """Tries uniform models, then a schedule for each float type and each width of integers."""
         self._try_uniform()
-        # Floats first: if time is short, computing fewer experts gains most.
+        # Floats come first: if time is short, computing fewer experts gains most.
         space, start = self.space, self.start
         if self.trial(start) is None:
             return
@@ -131,23 +131,24 @@ class Search:
                 self._try_integers(integer)
             for by_size in self._costs():
                 options = self._options(floats, integer, by_size=by_size)
-                if all(options.values()):  # otherwise there was no time to try a part
+                if all(options.values()):  # not if there was no time to try some part
                     self._try_schedule(start.in_precision(floats), options)
         self._refine()
 
     def _costs(self) -> tuple[bool, ...]:
-        """The objectives of the paths: time, size (True), or both if both are bounded."""
+        """Returns whether the cost of each path is the size (True) or the time."""
         request = self.job.request
         if request.most_bytes is None:
             return (False,)
-        alone = request.kept is None and request.latency_ms is None
-        return (True,) if alone else (False, True)
+        only_size = request.kept is None and request.latency_ms is None
+        return (True,) if only_size else (False, True)
 
     def _try_uniform(self) -> None:
         """Tries the models that `bench` compares: one k and one precision for all layers.
 
-        In integers, a smaller k is tried only if it is faster than the largest k in floats, and if
-        integers are faster at the largest k. These graphs correct the measured times of layers.
+        In integers, a smaller k is tried only if it is faster than the largest k in floats, and
+        integers are faster than floats at the largest k. The graphs also correct the measured times
+        of layers.
         """
         first, faster, job, space = None, set(), self.job, self.space
         for floats in space.floats:
@@ -164,7 +165,7 @@ class Search:
                     self._try_descending(p for p in smaller if tuple(p.k.items()) in faster)
 
     def _try_descending(self, points: Iterable[Point]) -> list[Trial]:
-        """Tries uniform models, the largest first, while they may keep enough."""
+        """Tries uniform models, largest first, as long as they may keep enough."""
         trials: list[Trial] = []
         for point in filter(self.times.knows, points):
             trial = self.trial(point)
@@ -182,7 +183,7 @@ class Search:
         """Bisects the schedule of some options, then tries points near its end."""
         path = [start, *steps(start, options)]
         first, last = 0, len(path)
-        # Points before `first` can shrink further, points from `last` on cannot.
+        # Points before `first` can shrink further; points from `last` on cannot.
         while first < last and not self.over():
             middle = (first + last) // 2
             trial = self.trial(path[middle])
@@ -200,7 +201,7 @@ class Search:
         self._try_spread([predicted for predicted in front if predicted.cost <= end])
 
     def _try_neighbours(self, options: PartOptions) -> None:
-        """Tries single changes of the best point, until several in a row are no better."""
+        """Tries single changes of the best point until several in a row are no better."""
         failed = measured = 0
         tried: set[str] = set()
         while failed < NEIGHBOURS and measured < TRIALS and not self.over():
@@ -219,7 +220,7 @@ class Search:
     def _try_spread(self, points: Sequence[Predicted]) -> None:
         """Tries some of the points in order, spread evenly over the logarithm of cost.
 
-        If the fastest are not confirmed, the safer ones are the fallback; riskier ones show what a
+        Safer points are the fallback if the fastest are not confirmed; riskier points show what a
         lower --keep would give.
         """
         if len(points) < 2:
@@ -232,34 +233,35 @@ class Search:
                 return
 
     def train_further(self) -> None:
-        """Continues to train the substitutes of the best point and of faster ones.
+        """Trains the substitutes of the best point and of faster points further.
 
-        The fastest that may still keep enough comes first; if that no longer helps, the next.
+        The fastest point that may still keep enough comes first, and the next one when training no
+        longer helps.
         """
         if self.confirmed:
             return
-        done: list[Trial] = []
+        exhausted: list[Trial] = []
         clock, shared = self.job.clock, self.graphs.substitutes.shared
-        for _ in range(MOST_TRAININGS):
+        for _ in range(MAX_TRAININGS):
             best = self.best()
             promising = [
                 trial
                 for trial in self.trials
-                if trial.point.fewer
+                if trial.point.is_reduced
                 and self.job.within(trial)
                 and trial.quality.high >= (self.keep or 0.0)
                 and (best is None or trial is best or trial.ms < best.ms)
-                and not any(shared(trial.point, other.point) for other in done)
+                and not any(shared(trial.point, other.point) for other in exhausted)
             ]
             if not promising or clock.over(step=TRIAL):
                 return
             trial = min(promising, key=lambda trial: trial.ms)
             self.progress.step(f"training further: {trial.ms:.3g} ms")
-            if not self.graphs.trained_further(trial, clock.training_s(RUN, LAST_SHARE)):
-                done.append(trial)
+            if not self.graphs.train_further(trial, clock.training_s(RUN, LAST_SHARE)):
+                exhausted.append(trial)
 
     def _refine(self) -> None:
-        """Bisects between the sizes of the best point's layers and the next smaller ones."""
+        """Bisects between the size of each of the best point's layers and the next smaller size."""
         for name, choices in self.choices.items():
             best = self.best()
             if best is None or best.point.target != self.target:
@@ -269,7 +271,7 @@ class Search:
             subsets = current.k == size and any(choice.experts for choice in choices)
             same_kind = (choice for choice in choices if bool(choice.experts) == subsets)
             lower = max((choice.k for choice in same_kind if choice.k < size), default=size)
-            while size - lower > max(1, size // FINEST) and not self.over():
+            while size - lower > max(1, size // SIZE_STEPS) and not self.over():
                 k = (size + lower) // 2
                 experts = self.graphs.substitutes.kept(name, k) if subsets else ()
                 smaller = LayerRecipe(k, current.precision, experts=experts)
@@ -294,7 +296,7 @@ class Search:
                 layer = replace(start.choices[part], precision=integer)
                 point = start.with_layer(part, layer)
             if not self.times.knows(point):
-                continue  # there was no time to try it
+                continue  # there was no time to measure its layers
             trial = self.graphs.trial(point)
             self.moved[part, integer] = max(0.0, trial.quality.shift - base.quality.shift)
             if part == BACKBONE:
@@ -304,9 +306,9 @@ class Search:
     def _options(
         self, floats: Precision, integer: Precision | None, *, by_size: bool
     ) -> dict[str, list[Option]]:
-        """The options of each part in one float type and, if given, in one width of integers.
+        """Returns the options of each part in one float type and, if given, one width of integers.
 
-        Their cost is bytes if `by_size`, otherwise time.
+        Their cost is in bytes if `by_size`, otherwise in time.
         """
         parts = () if integer is None else self.space.integers[integer]
         precisions: tuple[Precision, ...] = (floats,) if integer is None else (floats, integer)
@@ -315,14 +317,15 @@ class Search:
             options[name] = []
             for choice in choices:
                 for precision in precisions if name in parts else precisions[:1]:
-                    own = replace(choice, precision=precision)
-                    time, shift = self.times.known(name, own), self.shifts.get((name, choice))
+                    typed = replace(choice, precision=precision)
+                    time = self.times.form_time(name, typed)
+                    shift = self.shifts.get((name, choice))
                     added = 0.0 if precision == floats else self.moved.get((name, precision))
                     if time is None or shift is None or added is None:
                         continue  # there was no time to try it
                     layer = self.job.model.layers[name]
-                    cost = weight_bytes(layer, own) if by_size else time.ms
-                    options[name].append(Option(choice=own, cost=cost, shift=shift + added))
+                    cost = weight_bytes(layer, typed) if by_size else time.ms
+                    options[name].append(Option(choice=typed, cost=cost, shift=shift + added))
         around_ms = self.times.around_ms
         cost = 1.0 if by_size else around_ms["fp32"]
         options[BACKBONE] = [Option(choice=floats, cost=cost, shift=0.0)]
@@ -335,7 +338,7 @@ class Search:
     def best(self) -> Trial | None:
         """Returns the fastest point so far that meets all bounds on the search's half.
 
-        Without a share to keep, it is the point that keeps most.
+        Without a share to keep, returns the point that keeps most.
         """
         within = [trial for trial in self.trials if self.job.within(trial)]
         if self.keep is None:
@@ -344,7 +347,7 @@ class Search:
         return min(enough, key=lambda trial: trial.ms, default=None)
 
     def trial(self, point: Point) -> Trial | None:
-        """Tries a point; returns None if its graph cannot be made or run."""
+        """Tries a point; returns None if its graph cannot be made or run, or if time is over."""
         known = point.key in self.graphs.trials
         if self.over() and not known:
             return None
@@ -360,17 +363,17 @@ class Search:
         return trial
 
     def _can_shrink(self, trial: Trial) -> bool:
-        """Whether a trial keeps enough or, if no share is to be kept, is still too large."""
+        """Returns whether a trial keeps enough or, without a share to keep, is still too large."""
         if self.keep is None:
             return not self.job.within(trial)
         return trial.quality.low >= self.keep
 
 
 def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_here) -> SearchResult:
-    """Measures layers, tries points along the schedules, and measures the front."""
+    """Measures layers, tries points, and times the points to confirm for longer."""
     clock = job.clock
     over = partial(clock.over, RANGES_SHARE)
-    # A layer that mixes the inputs of a batch is recorded in batches that its graph accepts.
+    # A layer that mixes the inputs of a batch is recorded in batches of a size that it accepts.
     batch = job.base.least_batch if job.base.least_batch > 1 else None
     replay = Replay(job.model, job.holdout.search, job.outputs, job.metric, over, batch=batch)
     training_s = partial(clock.training_s, RUN)
@@ -381,14 +384,14 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
     for layer_times in times.values():
         layer_times.measure(job, as_trained, tokens, progress)
     graphs = Graphs(job, times, substitutes, progress, evaluate)
-    base = graphs.lowered(graphs.trial(job.start))
+    base = graphs.with_best_lowerings(graphs.trial(job.start))
     times[job.start.target].corrected(job.start, base.ms)
     _check_base(base, job.request.kept)
-    clock.reserve += job.end(base).reserve_s(clock.left - clock.reserve)
+    clock.reserve += job.finish_times(base).reserve_s(clock.left - clock.reserve)
     choices = dict(job.choices)
     if not clock.over(TIMES_SHARE):
         kept = {name: partial(substitutes.kept, name) for name in choices}
-        choices = {n: (*known, *job.fewer(n, kept[n])) for n, known in choices.items()}
+        choices = {n: (*known, *job.smaller_choices(n, kept[n])) for n, known in choices.items()}
     for target, layer_times in times.items():
         for in_precision in _in_precisions(job.spaces[target], choices):
             layer_times.measure(job, in_precision, tokens, progress)
@@ -405,14 +408,14 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
 def _in_precisions(
     space: Space, choices: Mapping[str, Sequence[LayerRecipe]]
 ) -> Iterator[dict[str, list[LayerRecipe]]]:
-    """Yields the choices to time in every precision, each layer's largest and smallest first."""
+    """Yields the choices to time in each precision, first each layer's largest and smallest."""
     precisions = (*space.floats, *space.integers)
     for ends, precision in itertools.product((True, False), precisions):
         within = space.integers.get(precision, (*choices,))
         timed: dict[str, list[LayerRecipe]] = {}
         for name, listed in choices.items():
-            own = precision if name in within else "fp32"
-            sizes = [replace(choice, precision=own) for choice in sizes_measured(listed)]
+            supported = precision if name in within else "fp32"
+            sizes = [replace(choice, precision=supported) for choice in sizes_to_measure(listed)]
             timed[name] = [sizes[0], sizes[-1]] if ends else sizes
         yield timed
 
@@ -424,7 +427,7 @@ def _shifts(
     choices: Mapping[str, Sequence[LayerRecipe]],
     progress: Progress,
 ) -> dict[tuple[str, LayerRecipe], float]:
-    """How far each choice of each layer alone moves the outputs."""
+    """Returns how far each choice of each layer alone moves the outputs."""
     # A layer as trained does not move the outputs.
     shifts = dict.fromkeys(job.start.layers, 0.0)
     for piece in job.journal.pieces("effect"):
@@ -436,7 +439,7 @@ def _shifts(
     }
     total = sum(map(len, missing.values()))
     progress.step("trying each layer alone", total=total, unit="choices")
-    for name, choice in in_turn(missing):
+    for name, choice in interleaved(missing):
         if job.clock.over(EFFECTS_SHARE, EFFECT):
             break
         with job.clock.step(EFFECT):
@@ -449,12 +452,12 @@ def _shifts(
 
 
 def _check_base(base: Trial, keep: float | None) -> None:
-    """Raises if the model as trained cannot be shown to keep `keep`."""
+    """Raises `ContractError` if even the model as trained is not shown to keep `keep`."""
     if keep is None or base.quality.low >= keep:
         return
     quality = base.quality
     raise ContractError(
-        f"--keep {keep:.4g}: the model as trained, in FP32, keeps between {quality.low:.2%} and "
+        f"--keep {keep:.4g}: even the model as trained, in FP32, keeps only {quality.low:.2%} to "
         f"{quality.high:.2%} on the {quality.inputs} inputs of the search",
         hint=inputs_hint(quality, keep),
     )

@@ -1,4 +1,4 @@
-"""Sums of the scores of whole graphs over one half of the data."""
+"""Sums the scores of whole graphs over one half of the data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .accuracy.quality import Metric, Tally
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Inputs, their labels and the untouched model's outputs, by which graphs are judged."""
+    """Inputs with their labels and the untouched model's outputs, to evaluate graphs."""
 
     inputs: Inputs
     labels: Labels | None
@@ -28,7 +28,7 @@ class Batch:
         return self.outputs.nbytes + sum(array.nbytes for array in arrays)
 
     def tally(self, session: Session) -> Tally:
-        """Returns the sums of a graph over this batch."""
+        """Returns the sums of a graph over the batch."""
         return self.metric.tally(session(self.inputs), self.outputs, self.inputs, self.labels)
 
 
@@ -36,12 +36,11 @@ Tallies = Callable[[Sequence[Session]], list[Tally]]
 """Returns the sums of each graph over the same batches."""
 
 Evaluate = Callable[[Iterable[Batch]], Tallies]
-"""Takes batches and returns a function that evaluates graphs over them; an iterator of batches is
-read once."""
+"""Returns a function that evaluates graphs over the given batches, which may be an iterator."""
 
 
 def evaluate_here(batches: Iterable[Batch]) -> Tallies:
-    """Evaluates graphs on this machine, all graphs batch by batch."""
+    """Returns a function that evaluates graphs on this machine, batch by batch."""
 
     def tallies(sessions: Sequence[Session]) -> list[Tally]:
         sums = [Tally() for _ in sessions]

@@ -1,4 +1,4 @@
-"""The search space: k, experts and precision of each MoE layer, and the rest's precision.
+"""The search space: k, experts and precision of each MoE layer, and the precision of the rest.
 
 A `Point` is one model of a `Space`; a `Space` has the choices that a target supports.
 """
@@ -37,15 +37,15 @@ INTEGERS: tuple[Precision, ...] = ("int8", "int4")
 """Precisions that apply to single parts of a model; floats apply to the whole model."""
 
 RANGED: tuple[Precision, ...] = ("int8", "fp16")
-"""Precisions that read the table of ranges: to quantise, and to find overflows."""
+"""Precisions that need the table of ranges: to quantise, or to find overflows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A whole model that can be exported: a choice for each layer, and what is quantised.
+    """A whole model that can be exported: a choice for each layer, and the rest's precision.
 
-    `target` is the runtime. `quantize` is `all` if the linear layers outside the MoE layers are
-    integers as well. All integers have one width.
+    `quantize` is `all` if the linear layers outside the MoE layers also compute in integers.
+    `around` is the precision outside the MoE layers. All integers have the same width.
     """
 
     layers: tuple[tuple[str, LayerRecipe], ...]
@@ -63,14 +63,14 @@ class Point:
 
     @property
     def precision(self) -> Precision:
-        """The precision of the export: that of its integers, if any."""
+        """The precision of the export: that of its integers, if there are any."""
         names = {choice.precision for _, choice in self.layers} | {self.around}
         return next((name for name in ("int4", "int8", "fp16", "bf16") if name in names), "fp32")
 
     def text(self, experts: Mapping[str, int]) -> str:
-        """Describes each layer and the runtime; `experts` are the layers' numbers as trained.
+        """Describes each layer and the runtime; `experts` has the layers' numbers of experts.
 
-        Equal layers are described once; ONNX Runtime is not named.
+        Layers with the same choice are described together; ONNX Runtime is not named.
         """
         names_of: dict[str, list[str]] = {}
         for name, choice in self.layers:
@@ -86,13 +86,13 @@ class Point:
         return "; ".join(parts) + rest + where
 
     @property
-    def fewer(self) -> bool:
+    def is_reduced(self) -> bool:
         """Whether a layer has fewer experts than in the checkpoint."""
-        return any(choice.fewer for _, choice in self.layers)
+        return any(choice.is_reduced for _, choice in self.layers)
 
     @property
     def key(self) -> str:
-        """An identifier: equal for equal points."""
+        """An identifier, which is equal for equal points."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def with_layer(self, layer: str, choice: LayerRecipe) -> Point:
@@ -104,7 +104,7 @@ class Point:
         return replace(self, around=precision, quantize=scope)
 
     def in_precision(self, precision: Precision) -> Point:
-        """Returns the point with all MoE layers in one precision; floats apply to everything."""
+        """Returns the point with all MoE layers in a precision; floats apply to everything."""
         layers = tuple((name, replace(choice, precision=precision)) for name, choice in self.layers)
         around = "fp32" if precision in INTEGERS else precision
         return replace(self, layers=layers, quantize="experts", around=around)
@@ -114,8 +114,8 @@ class Point:
 class Trial:
     """The measurements of one point as a whole graph.
 
-    `ms` is the median time of the usual batch, corrected for the machine's current speed: the model
-    as trained is timed in turn with it. `bytes` is the size of the graph and its weights.
+    `ms` is the median time of a batch of OPT inputs, corrected for the machine's current speed by
+    timing the model as trained alternately. `bytes` is the size of the graph and its weights.
     `substitutes` is the SHA-256 of the arrays that replace experts.
     """
 
@@ -128,25 +128,25 @@ class Trial:
     substitutes: str = ""
 
 
-FEW = 8
-"""For a layer of up to this many experts every k is tried."""
+SMALL_N = 8
+"""For up to this many experts, every k is tried."""
 
 
 def ks_of(n: int) -> tuple[int, ...]:
-    """Returns the values of k to try for n experts, from n down, two per factor of 2."""
-    if n <= FEW:
+    """Returns the values of k to try for n experts, descending from n, two per factor of 2."""
+    if n <= SMALL_N:
         return tuple(range(n, 0, -1))
     steps = range(2 * n.bit_length())
     return tuple(dict.fromkeys(max(1, round(n / 2 ** (step / 2))) for step in steps))
 
 
-def sizes_measured(listed: Sequence[LayerRecipe]) -> list[LayerRecipe]:
-    """Returns the choices whose time is measured; the others' times are interpolated."""
+def sizes_to_measure(listed: Sequence[LayerRecipe]) -> list[LayerRecipe]:
+    """Returns the choices to time; the times of the others are interpolated."""
     n = listed[0].k
-    if n <= FEW:
+    if n <= SMALL_N:
         return [*listed]
     sizes = [*ks_of(n)]
-    # The second size is the largest subset's, which would otherwise get the time of a larger one.
+    # The second size is the largest subset, whose time would otherwise be that of a larger size.
     measured = {*sizes[::2], sizes[1], sizes[-1]}
     return [choice for choice in listed if (choice.n or choice.k) in measured]
 
@@ -155,8 +155,8 @@ def sizes_measured(listed: Sequence[LayerRecipe]) -> list[LayerRecipe]:
 class Space:
     """The choices for each layer in FP32, and the precisions that the target supports.
 
-    `integers` maps an integer precision to the layers that can compute in it; `BACKBONE` is among
-    them if layers outside the MoE layers can. `floats` are the types of the whole model.
+    `integers` maps each integer precision to the layers that can compute in it, with `BACKBONE` if
+    layers outside the MoE layers can. `floats` are the float types of the whole model.
     """
 
     choices: dict[str, tuple[LayerRecipe, ...]]
@@ -178,7 +178,7 @@ class Space:
     def forms(self) -> int:
         """The number of layer forms to measure."""
         return sum(
-            len(sizes_measured(listed))
+            len(sizes_to_measure(listed))
             * (len(self.floats) + sum(name in parts for parts in self.integers.values()))
             for name, listed in self.choices.items()
         )
@@ -208,10 +208,10 @@ def job_of(
     )
 
 
-def unlowered(
+def job_without_lowerings(
     base: ExportJob, point: Point, substitutes: Mapping[str, np.ndarray] | None = None
 ) -> ExportJob:
-    """Returns the job of a point whose lowerings are not chosen yet."""
+    """Returns the job of a point whose lowerings have not been chosen yet."""
     names = {name: "" for name, _ in point.layers}
     job = job_of(base, point, names, substitutes)
     options = replace(
@@ -231,7 +231,7 @@ def recipe_of(
     why: Mapping[str, str],
     **facts: Any,
 ) -> Recipe:
-    """Returns a point as a recipe; `facts` are the fields about its origin."""
+    """Returns a point as a recipe; `facts` are the fields that describe its origin."""
     return Recipe(
         **{"model": "", "data": "", **facts},
         target=point.target,
@@ -268,8 +268,8 @@ def weight_bytes(layer: MoELayer, choice: LayerRecipe) -> float:
     return layer_bytes(layer, FP32) * share * width
 
 
-def computed_on(target: Target, request: TuneRequest) -> list[Precision]:
-    """Returns the precisions to try on a target, without those that this machine lacks."""
+def precisions_on(target: Target, request: TuneRequest) -> list[Precision]:
+    """Returns the precisions to try on a target, without those that this machine cannot compute."""
     computed: list[Precision] = []
     for precision in request.tried(target):
         try:
@@ -313,8 +313,8 @@ def space_of(
 
 
 def _planned(base: ExportJob, traced: ir.Model, point: Point) -> PrecisionPlan | None:
-    """The precisions of a point's layers in an export; None if the model does not support them."""
+    """Returns the precisions of a point's layers; None if the model does not support them."""
     try:
-        return apply_precision(unlowered(base, point), traced.clone(), base.table)
+        return apply_precision(job_without_lowerings(base, point), traced.clone(), base.table)
     except MoexportError:
         return None

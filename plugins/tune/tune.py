@@ -1,4 +1,4 @@
-"""The order of a search: prepare, search, confirm on the other half, export."""
+"""Runs a search: prepares it, searches, confirms on the other half, and exports."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ from ...common.files import sha256
 from ...common.latency import Latency
 from ...common.threads import Threads
 from ...common.timing import Protocol
-from ...common.writing import (
-    check_folder,
-    exclusive_place,
-    make_folder,
-    output_errors,
-)
+from ...common.writing import check_folder, exclusive_place, make_folder, output_errors
 from ...data.user_code import names_code
 from ...errors import MoexportError, ParityError
 from ...exporter.bundle.bundle import Bundle
@@ -40,18 +35,18 @@ from ..service.findings import ServiceFindings
 from .accuracy.confirm import (
     Confirmed,
     SearchResult,
-    check_same,
-    contract,
+    check_substitutes,
+    confirm_front,
     contract_record,
 )
 from .accuracy.quality import Metric
-from .budget import EACH_SIDE, TRAINING_S, TRIALS, VERIFIED, Clock
+from .budget import EACH_SIDE, TRAINING_S, TRIALS, VERIFIED_INPUTS, Clock
 from .layers import BATCH, TRIED_INPUTS
-from .prepare import CALIBRATED, SearchJob, prepared
+from .prepare import MAX_CALIBRATED, SearchJob, prepared
 from .recipe import (
     RECIPE_FILE,
-    free_place,
-    read_again,
+    free_path,
+    reading_options,
     recipe_in,
     recipe_options,
     settings_of,
@@ -65,18 +60,18 @@ from .space import RANGED, Trial, recipe_of
 from .substitutes.distill import longest_s
 
 INPUTS_FILE = "inputs.npz"
-"""The file of a few inputs in a stored recipe's folder, if loading the model needs inputs."""
+"""The file with a few inputs next to a stored recipe, if loading the model needs inputs."""
 
 FINISH_S, REPORT_S = 1.5, 3.0
-"""Estimated seconds to finish a bundle, without its graph and check, and to write a report."""
+"""Estimated seconds to finish a bundle, apart from its graph and check, and to write a report."""
 
 FORM_S, GRAPH_S = 0.6, 0.5
-"""Estimated seconds for a layer's form, and for a whole graph without running it."""
+"""Estimated seconds to time a form of a layer, and to make a whole graph."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """The outcome of a search: the bundle, its point, and all trials."""
+    """The outcome of a search: the bundle, its point and all trials."""
 
     bundle: Bundle
     chosen: Confirmed
@@ -117,8 +112,8 @@ def search_and_export(
     """Writes the best bundle that meets a request to `destination`.
 
     An interrupted search continues in the folder of the report. `clock` started with the call,
-    before the model was loaded; `evaluate` runs graphs over the data. Raises `UsageError` and
-    `FeedError` for invalid arguments, before the search; `ContractError` if no point meets the
+    before the model was loaded; `evaluate` runs graphs on the data. Raises `UsageError` and
+    `FeedError` for invalid arguments, before the search, and `ContractError` if no point meets the
     bounds, or none is confirmed.
     """
     progress, started = request.progress or Silent(), time.monotonic()
@@ -132,18 +127,18 @@ def search_and_export(
         if not job.journal.pieces("threads"):
             job.journal.add("threads", of=model.source.path, **asdict(threads))
         result = search(job, progress, evaluate)
-        contracted = contract(job, result, progress)
-        bundle_place = destination.absolute()
-        recipe_folder = free_place(bundle_place, "recipe") if work is None else work / "recipe"
+        checked = confirm_front(job, result, progress)
+        bundle_path = destination.absolute()
+        recipe_folder = free_path(bundle_path, "recipe") if work is None else work / "recipe"
         chosen, bundle = export_best(
-            job, contracted.within_bounds, result, destination, recipe_folder, progress
+            job, checked.within_bounds, result, destination, recipe_folder, progress
         )
     return Tuned(
         bundle=bundle,
         chosen=chosen,
         front=result.front,
-        sequence=tuple(contracted.confirmed),
-        services=contracted.services,
+        sequence=tuple(checked.confirmed),
+        services=checked.services,
         base=result.base,
         metric=job.metric,
         model=model,
@@ -165,15 +160,15 @@ def export_best(
     recipe_folder: Path,
     progress: Progress,
 ) -> tuple[Confirmed, Bundle]:
-    """Writes the best point that can be exported; returns it with its bundle.
+    """Exports the best point that can be exported; returns the point and its bundle.
 
-    `recipe_folder` has the bundle's recipe until the bundle is complete. If the export refuses a
-    point because its graph's outputs are too far from PyTorch's, the next point is tried.
+    `recipe_folder` contains the recipe until the bundle is complete. If the export refuses a point
+    because its graph's outputs are too far from PyTorch's, the next point is tried.
     """
-    # If k is part of the graph, the chosen k is traced.
+    # If k is a constant of the graph, the model with the chosen k is traced.
     traced = None if routed_layers(job.model) else job.traced
     for chosen in ranked:
-        check_same(job, chosen.trial, result)
+        check_substitutes(job, chosen.trial, result)
         options = _point_options(job, chosen, result)
         options = replace(options, destination=destination, force=job.request.force)
         try:
@@ -183,11 +178,11 @@ def export_best(
             if chosen is ranked[-1]:
                 raise
             progress.step(f"skipped: {error.message}")
-    raise AssertionError("a contract without a point is refused")
+    raise AssertionError("`confirm_front` returns at least one point")
 
 
 def _point_options(job: SearchJob, chosen: Confirmed, result: SearchResult) -> ExportOptions:
-    """The options that export a point by its recipe."""
+    """Returns the options that export a point by its recipe."""
     trial = chosen.trial
     specs = {name: layer.spec for name, layer in job.model.layers.items()}
     recipe = recipe_of(
@@ -204,7 +199,7 @@ def _point_options(job: SearchJob, chosen: Confirmed, result: SearchResult) -> E
         moexport=metadata.version("moexport"),
         **settings_of(job.model),
     )
-    options = replace(job.base.options, verify=True, verify_samples=VERIFIED)
+    options = replace(job.base.options, verify=True, verify_samples=VERIFIED_INPUTS)
     if trial.point.precision in RANGED and job.base.table is not None:
         recipe = replace(recipe, calibration=sha256(job.table_file))
         options = replace(options, calibration=job.table_file)
@@ -216,17 +211,17 @@ def _point_options(job: SearchJob, chosen: Confirmed, result: SearchResult) -> E
         layers = {n: replace(r, constant=bool(r.experts)) for n, r in recipe.layers.items()}
         recipe = replace(recipe, substitutes=digest, layers=layers)
         export_options = with_recipe(export_options, recipe)
-    return replace(export_options, data=job.holdout.search.head(CALIBRATED).feed)
+    return replace(export_options, data=job.holdout.search.head(MAX_CALIBRATED).feed)
 
 
 @contextmanager
 def _recipe_in_folder(model: Model, options: ExportOptions, folder: Path) -> Iterator[None]:
     """Writes the recipe to a folder, which is removed when the bundle is complete.
 
-    A search takes minutes to hours: if the export fails, the confirmed result is not lost.
+    A search takes minutes to hours, so its confirmed result must not be lost if the export fails.
     """
     recipe, source, constants = recipe_in(options), model.source, substitutes_bytes(options.edits)
-    assert recipe is not None, "a search exports by a recipe"
+    assert recipe is not None, "the options contain a recipe"
     shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder)
     with output_errors(folder):
@@ -236,15 +231,15 @@ def _recipe_in_folder(model: Model, options: ExportOptions, folder: Path) -> Ite
             shutil.copyfile(options.calibration, folder / options.calibration.name)
         recipe.write(folder / RECIPE_FILE)
         data_option = []
-        if names_code(source.path):  # loading such a network needs inputs
+        if names_code(source.path):  # loading a network from user code needs inputs
             inputs = feed_inputs(model, options.data, SAMPLES) if options.data is not None else {}
             np.savez(folder / INPUTS_FILE, **inputs)  # type: ignore[arg-type]
             data_option = ["--data", str(folder / INPUTS_FILE)]
     assert options.destination is not None, "a search has a destination"
     target = options.destination
-    free = free_place(target) if target.exists() else target
+    free = free_path(target) if target.exists() else target
     words = ["moexport", "export", source.path, "--recipe", str(folder / RECIPE_FILE)]
-    command = shlex.join([*words, "-o", str(free), *data_option, *read_again(source)])
+    command = shlex.join([*words, "-o", str(free), *data_option, *reading_options(source)])
     note = f"the result of the search is confirmed; this command exports it: `{command}`"
     try:
         yield
@@ -259,10 +254,10 @@ def _recipe_in_folder(model: Model, options: ExportOptions, folder: Path) -> Ite
 
 @dataclass(frozen=True, slots=True)
 class SearchPlan:
-    """How large a search is: the number of models, and what will be measured.
+    """The size of a search: the number of possible models, and what will be measured.
 
-    `choices` are those of single layers, `forms` those timed alone, and `graphs` the largest number
-    of whole graphs; `seconds` is the estimated total time.
+    `choices` is the number of choices for single layers, `forms` that of layer forms timed alone,
+    and `graphs` the largest number of whole graphs; `seconds` is the estimated total time.
     """
 
     models: int
@@ -275,12 +270,12 @@ class SearchPlan:
 
 
 def plan_search(model: Model, data: Labelled, request: TuneRequest) -> SearchPlan:
-    """Returns how large a search is; runs the untouched model on one half only."""
+    """Returns the size of a search; runs only the untouched model, on one half of the data."""
     started, progress = time.monotonic(), request.progress or Silent()
     with prepared(model, data, request, None, progress, Clock(None)) as (job, _):
         preparing_s, count, one_s = time.monotonic() - started, len(job.holdout.search), job.one_s
     listed = {
-        name: (*known, *job.fewer(name, lambda size: tuple(range(size))))
+        name: (*known, *job.smaller_choices(name, lambda size: tuple(range(size))))
         for name, known in job.choices.items()
     }
     spaces = [replace(space, choices=listed) for space in job.spaces.values()]
@@ -289,7 +284,7 @@ def plan_search(model: Model, data: Labelled, request: TuneRequest) -> SearchPla
     paths = sum(len(space.floats) + len(space.integers) for space in spaces)
     forms = sum(space.forms for space in spaces)
     graphs = 1 + parts + paths * (TRIALS // 2 + EACH_SIDE)
-    fewer = any(choice.fewer for known in listed.values() for choice in known)
+    fewer = any(choice.is_reduced for known in listed.values() for choice in known)
     trained_s = min(TRAINING_S, longest_s(BATCH * one_s))
     seconds = (
         preparing_s

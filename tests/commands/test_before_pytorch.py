@@ -80,7 +80,7 @@ except SystemExit as end:
         ),
         pytest.param(
             "bench WEIGHTS -o out --latency-bound 5ms",
-            "--latency-bound: no scenario is run",
+            "--latency-bound: this option needs --scenario",
             marks=pytest.mark.plugins,
         ),
         ("export WEIGHTS -o out --k 0.0", "--k 0.0: a share must be above 0"),
@@ -210,14 +210,14 @@ REFUSED = {
         "--adapter code:adapt": "code:adapt: code has no adapt",
         "--layout transformers-js --precision bf16": "transformers-js does not support",
         "--ablate x": "--ablate x",
-        "--steer layer:1:x": "--steer layer:1:x: x is not a strength",
+        "--steer layer:1:x": "--steer layer:1:x: x is not a number",
         "--rewrite broken.json": "broken.json: not valid JSON",
         "--recipe list.json": "--recipe list.json: schema None",
     },
     "studies": {
-        "--analysis foo": "--analysis foo: no such analysis",
+        "--analysis foo": "--analysis foo: there is no such analysis",
         "--max-subsets 3": "--max-subsets 3: no subsets are tried",
-        "--group-by age": "--group-by age: this is an array of a file",
+        "--group-by age": "--group-by age names an array of a file",
     },
     "tune": {
         "--keep 2": "--keep 2: the share must be above 0 and below 1",
@@ -239,7 +239,7 @@ REFUSED = {
         "--k 1.0": "--k 1.0: one expert, or all of them?",
         "--k input": "--k input: experts are counted at one k",
         "--examples 0": "--examples 0: must be at least 1",
-        "--rewrite-class 1": "--rewrite-class: a rewriting needs",
+        "--rewrite-class 1": "--rewrite-class: a rewrite needs",
     },
 }
 """By command, what is typed behind a model that is there, and how it is refused."""

@@ -94,7 +94,7 @@ def test_a_combination_is_removed_in_fewer_bits(precision: str, tmp_path: Path) 
     [
         ("layer:1+2+0", "has 2 levels of experts, but 3 are named together"),
         ("layer:1+3", "has 3 experts in level 2"),
-        ("layer:1+", "is no expert of a layer"),
+        ("layer:1+", "is not an expert of a layer"),
     ],
 )
 def test_combinations_that_are_not_there_are_refused(

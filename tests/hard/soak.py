@@ -20,7 +20,7 @@ import moexport
 import psutil
 from moexport.errors import QueueFullError
 from moexport.plugins.demo.digits import Training, load_digits, save, train
-from moexport.plugins.service.loadgen import Judgement, Traffic, judged
+from moexport.plugins.service.loadgen import Judgement, Traffic, run_loadgen
 from moexport.plugins.service.queue import Queue
 
 WINDOWS = 12
@@ -48,14 +48,14 @@ def soak(seconds: float, bound_s: float, folder: Path) -> list[str]:
     window_s = seconds / WINDOWS
     load = Traffic(scenario="server", duration_s=min(5.0, window_s), rate=50.0, bound_s=bound_s)
     with Queue([instance], max_batch=8, capacity=4096) as queue:
-        found = judged(queue, 64, load, folder / "search", search=True)
+        found = run_loadgen(queue, 64, load, folder / "search", search=True)
         if found.peak is None:
             return [f"50 requests a second do not keep {1e3 * bound_s:g} ms: {found.reason}"]
         load = replace(load, duration_s=window_s, rate=0.8 * found.peak)
         print(f"{load.rate:.0f} requests/s, 80% of {found.peak:.0f}", flush=True)
         windows: list[tuple[Judgement, float]] = []
         for index in range(WINDOWS):
-            run = judged(queue, 64, load, folder / f"window-{index}")
+            run = run_loadgen(queue, 64, load, folder / f"window-{index}")
             windows.append((run, psutil.Process().memory_info().rss / 1e6))
             print(
                 f"{run.queries:,} requests, p99 {run.p99_ms:.3g} ms, {run.refused} refused, "
@@ -84,7 +84,7 @@ def soak(seconds: float, bound_s: float, folder: Path) -> list[str]:
             wrong.append(
                 f"a flood: {refused} requests were refused, and {lost} of those taken failed"
             )
-        after = judged(queue, 64, replace(load, duration_s=window_s), folder / "after")
+        after = run_loadgen(queue, 64, replace(load, duration_s=window_s), folder / "after")
         print(f"afterwards: p99 {after.p99_ms:.3g} ms, {after.refused} refused")
         if after.refused or after.p99_ms > APART * median(p99s):
             wrong.append(f"it did not recover: p99 {after.p99_ms:.3g} ms, {after.refused} refused")

@@ -1,4 +1,4 @@
-// Draws the highest rate within the bound over k, and latencies over the offered rate.
+// Draws the highest rate within the bound over k, and latencies against the offered rate.
 () => {
   const found = data.service;
   byId("service-card").hidden = !found;
@@ -11,5 +11,5 @@
   const figure = byId("service-latency").parentElement;
   figure.hidden = !found.latencies.length;
   figure.parentElement.classList.toggle("single", figure.hidden);
-  if (!figure.hidden) draw("service-latency", found.charts.latency, found.latencies, { bound: found.bound }, "Latency over the offered rate");
+  if (!figure.hidden) draw("service-latency", found.charts.latency, found.latencies, { bound: found.bound }, "Latency against the offered rate");
 }

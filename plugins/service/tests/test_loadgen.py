@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 from moexport.errors import MissingExtraError
-from moexport.plugins.service.loadgen import DETAIL, Scenario, Traffic, judged, loadgen, read_log
+from moexport.plugins.service.loadgen import (
+    DETAIL,
+    Scenario,
+    Traffic,
+    loadgen,
+    read_log,
+    run_loadgen,
+)
 from moexport.plugins.service.queue import Queue
 
 pytest.importorskip("mlperf_loadgen")
@@ -34,7 +41,7 @@ def test_loadgen_judges_each_scenario_and_leaves_its_logs(
 ) -> None:
     load = Traffic(scenario=scenario, duration_s=0.2, rate=200.0, bound_s=0.5)
     with Queue([quick, quick], max_batch=8, capacity=1000) as queue:
-        found = judged(queue, 16, load, tmp_path / "logs")
+        found = run_loadgen(queue, 16, load, tmp_path / "logs")
     told = summary(tmp_path / "logs")
     assert f"Result is : {'VALID' if found.valid else 'INVALID'}" in told
     assert found.valid == (found.reason == "")
@@ -47,9 +54,9 @@ def test_loadgen_judges_each_scenario_and_leaves_its_logs(
 def test_a_run_that_loadgen_finds_too_short_has_this_reason(tmp_path: Path) -> None:
     load = Traffic(scenario="server", duration_s=0.05, rate=100.0, bound_s=30.0)
     with Queue([quick], max_batch=8, capacity=1000) as queue:
-        found = judged(queue, 4, load, tmp_path)
+        found = run_loadgen(queue, 4, load, tmp_path)
     assert not found.valid
-    assert found.kept
+    assert found.met_bound
     assert found.reason.startswith("too short: ")
 
 
@@ -60,10 +67,10 @@ def test_a_refused_request_counts_as_later_than_the_bound(tmp_path: Path) -> Non
 
     load = Traffic(scenario="server", duration_s=0.3, rate=300.0, bound_s=0.1)
     with Queue([slow], max_batch=1, capacity=1) as queue:
-        found = judged(queue, 4, load, tmp_path)
+        found = run_loadgen(queue, 4, load, tmp_path)
         assert queue.submit(7).result(30) == 7  # it recovers
     assert found.refused > 0
-    assert not found.kept
+    assert not found.met_bound
     assert found.reason.startswith("99% took up to ")
     assert found.p99_ms > 100
 
@@ -76,9 +83,9 @@ def test_loadgens_own_search_ends_at_a_rate_that_is_too_high(tmp_path: Path) -> 
 
     load = Traffic(scenario="server", duration_s=0.4, rate=50.0, bound_s=0.1)
     with Queue([four_at_a_time], max_batch=4, capacity=200) as queue:
-        found = judged(queue, 4, load, tmp_path, search=True)
+        found = run_loadgen(queue, 4, load, tmp_path, search=True)
     assert "FindPeakPerformance" in summary(tmp_path)
-    if found.kept:  # or the machine is too busy for 50 a second
+    if found.met_bound:  # or the machine is too busy for 50 a second
         assert found.peak is not None
         assert 50 <= found.peak < 400  # of 200 that can be computed
 
@@ -93,7 +100,7 @@ def test_an_error_of_an_instance_is_raised_and_the_run_ends(
             Queue([fails], max_batch=4, capacity=100) as queue,
             pytest.raises(MemoryError, match="no room"),
         ):
-            judged(queue, 4, load, tmp_path, search=search)
+            run_loadgen(queue, 4, load, tmp_path, search=search)
 
 
 def test_without_loadgen_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

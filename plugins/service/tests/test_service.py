@@ -220,17 +220,20 @@ def test_a_service_that_fails_has_a_reason_and_the_others_continue(model: Model)
     [
         ({"scenario": "serve"}, "--scenario serve: there is no such scenario"),
         ({"scenario": "server"}, "--scenario server: the latency bound is missing"),
-        ({"scenario": "offline", "latency_bound": "5ms"}, "is only for --scenario server"),
-        ({"latency_bound": "5ms"}, "--latency-bound: no scenario is run"),
+        (
+            {"scenario": "offline", "latency_bound": "5ms"},
+            "only --scenario server uses this option",
+        ),
+        ({"latency_bound": "5ms"}, "--latency-bound: this option needs --scenario"),
         ({"scenario": "server", "latency_bound": "fast"}, "--latency-bound fast: not a time"),
         (
             {"scenario": "server", "latency_bound": "5ms", "offered_rate": 0.0},
-            "--offered-rate 0: must be more than 0",
+            "--offered-rate 0: a number above 0 is expected",
         ),
-        ({"scenario": "offline", "price_per_hour": -1.0}, "--price-per-hour -1: must be more"),
+        ({"scenario": "offline", "price_per_hour": -1.0}, "--price-per-hour -1: a number above 0"),
         (
             {"scenario": "server", "latency_bound": "2s", "duration": "10s"},
-            "--duration 10s: too short to measure the rate within 2s",
+            "--duration 10s: too short for a latency bound of 2s",
         ),
     ],
 )
@@ -362,7 +365,9 @@ def test_there_is_no_ratio_to_others_that_miss_the_bound(results: Results) -> No
         results, served(16, None, **PYTORCH, **none), served(16, None, **none), served(4, 310.0)
     )
     (sentence,) = answers(report)
-    assert sentence.endswith("met at no rate by all experts, met at no rate by PyTorch.")
+    assert sentence.endswith(
+        "all experts met the bound at no rate, PyTorch met the bound at no rate."
+    )
     (sentence,) = answers(with_services(results, served(16, None, **none)))
     assert "no rate meets p99 ≤ 20 ms. The nearest is ONNX Runtime, grouped, INT8" in sentence
     assert "k = 16: 33.0 ms" in sentence
@@ -374,7 +379,7 @@ def test_the_section_has_the_cost_and_the_latency_over_the_rate(results: Results
     assert "## In service" in markdown
     assert "3.33 |" in markdown  # 1.2 an hour, a million at 100 a second
     assert (
-        "### Latency over the offered rate, digits: ONNX Runtime, grouped, INT8, k = 4" in markdown
+        "Latency against the offered rate, digits: ONNX Runtime, grouped, INT8, k = 4" in markdown
     )
     assert "service" in [section.name for section in all_sections()]
     points = service_points(report)

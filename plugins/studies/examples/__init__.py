@@ -1,1 +1,1 @@
-"""Examples of each expert: found, and shown with their images or texts."""
+"""Finds examples of each expert and shows them with their images or texts."""

@@ -1,4 +1,4 @@
-"""Examples of experts as JSON, as text and as a page with the images or texts.
+"""Writes the examples of experts as JSON, as text and as a page with the images or texts.
 
 The page is self-contained. It contains each image once, even if several experts share the image. If
 the layer's tokens are patches, a map of their weights is drawn over the image.
@@ -26,15 +26,15 @@ JSON_FILE, PAGE_FILE = "examples.json", "examples.html"
 
 SCHEMA = 1
 
-SHOWN, EXPERTS, ON_PAGE = 5, 20, 256
-"""The most examples of an expert in the text, experts in the text, and experts on the page."""
+MAX_EXAMPLES, MAX_EXPERTS, MAX_ON_PAGE = 5, 20, 256
+"""How many examples of an expert and how many experts the text shows, and experts the page."""
 
 SIDE = 112
 """The longer side of an image on the page, in pixels."""
 
 
 def to_dict(found: Examples) -> dict[str, Any]:
-    """Returns the examples as plain data, with the text of each if it is known."""
+    """Returns the examples as plain data, each with its text if that is known."""
     content = asdict(replace(found, shares=(), shown=Contents()))
     del content["shares"], content["shown"]
     for record, expert in zip(content["experts"], found.experts, strict=True):
@@ -47,24 +47,24 @@ def to_dict(found: Examples) -> dict[str, Any]:
 
 
 def text(found: Examples) -> str:
-    """Returns a table of the experts with examples: numbers of inputs, weights and tokens."""
+    """Returns a table of the experts that have examples: inputs, tokens and weights."""
     experts = [expert for expert in found.experts if expert.examples]
     rows = [
-        (found.name(expert), ", ".join(_in_line(each, found) for each in expert.examples[:SHOWN]))
-        for expert in experts[:EXPERTS]
+        (found.name(expert), ", ".join(_line(top, found) for top in expert.examples[:MAX_EXAMPLES]))
+        for expert in experts[:MAX_EXPERTS]
     ]
     lines = [
-        f"examples    of {len(experts)} of {len(found.experts)} experts of {found.layer}, in "
-        f"{found.inputs} inputs, by their {found.weight}",
+        f"examples    for {len(experts)} of {len(found.experts)} experts of {found.layer}, from "
+        f"{found.inputs} inputs, by {found.weight}",
         "",
         table(("expert", "input:token (weight)" if found.by_token else "input (weight)"), rows),
     ]
-    if len(experts) > EXPERTS:
-        lines.append(f"… and {len(experts) - EXPERTS} more")
+    if len(experts) > MAX_EXPERTS:
+        lines.append(f"… and {len(experts) - MAX_EXPERTS} more")
     return "\n".join(lines)
 
 
-def _in_line(example: TopInput, found: Examples) -> str:
+def _line(example: TopInput, found: Examples) -> str:
     if example.token is None:
         return f"#{example.input} ({example.weight:.3g})"
     _, word, _ = _words(example, found.shown)
@@ -73,7 +73,7 @@ def _in_line(example: TopInput, found: Examples) -> str:
 
 
 def _words(example: TopInput, shown: Contents) -> tuple[str, str, str]:
-    """The texts before a token, of the token, and after it; for a whole input, only its text."""
+    """Returns the texts before, of and after a token; for a whole input, only its own text."""
     if example.token is None:
         return "", shown.text(example.input), ""
     return shown.around(example.input, example.tokens[0][0])
@@ -101,9 +101,9 @@ mark { background: #ffd58a }
 
 
 def page(found: Examples) -> str:
-    """Returns the page: a row of examples for each expert that has any."""
+    """Returns the page, with a row of examples for each expert that has any."""
     experts = [expert for expert in found.experts if expert.examples]
-    by_weight = sorted(experts, key=lambda expert: -expert.examples[0].weight)[:ON_PAGE]
+    by_weight = sorted(experts, key=lambda expert: -expert.examples[0].weight)[:MAX_ON_PAGE]
     listed = sorted(by_weight, key=lambda expert: (expert.level, expert.expert))
     sizes, shown = _grid(found), found.shown
     used = sorted({example.input for expert in listed for example in expert.examples})
@@ -112,18 +112,18 @@ def page(found: Examples) -> str:
         styles += [_image_style(number, shown.images[number]) for number in used]
     title = f"{Path(found.model).name}, layer {found.layer}: examples of its experts"
     about = (
-        f"{len(listed)} of {len(found.experts)} experts, in {found.inputs} inputs. Weight: "
+        f"{len(listed)} of {len(found.experts)} experts, from {found.inputs} inputs. Weight: "
         f"{found.weight}."
     )
     if sizes is not None and shown.images is not None:
-        about += f" Red: {found.share}, by patch; point at an image to hide them."
+        about += f" Red: {found.share}, by patch; point at an image to hide the red."
     if len(experts) > len(listed):
         about += (
-            f" {len(experts) - len(listed)} experts of smaller weights are only in {JSON_FILE}."
+            f" {len(experts) - len(listed)} experts with smaller weights are only in {JSON_FILE}."
         )
     if len(experts) < len(found.experts):
         without_examples = len(found.experts) - len(experts)
-        about += f" {without_examples} experts have no example: no input gives them a weight."
+        about += f" {without_examples} experts have no examples: no input gives them a weight."
     rows = [
         f"<h2>Expert {found.name(expert)}</h2>\n<div class=row>"
         + "".join(_cells(found, expert, sizes))
@@ -139,7 +139,7 @@ def page(found: Examples) -> str:
 
 
 def _cells(found: Examples, expert: ExpertExamples, sizes: tuple[int, int] | None) -> list[str]:
-    """The examples of an expert, each with its numbers below."""
+    """Returns the examples of an expert, each with its numbers below."""
     cells, shown = [], found.shown
     for row, example in enumerate(expert.examples):
         parts = []
@@ -176,7 +176,7 @@ def _image_style(number: int, image: Array) -> str:
 
 
 def _png(image: Array, scale: float = 1.0) -> str:
-    """An image as the URL of a PNG, reduced to the page's size."""
+    """Returns an image as the data URL of a PNG, scaled down if `scale` is below 1."""
     from PIL import Image
 
     picture = Image.fromarray(np.ascontiguousarray(image))
@@ -189,10 +189,10 @@ def _png(image: Array, scale: float = 1.0) -> str:
 
 
 def _grid(found: Examples) -> tuple[int, int] | None:
-    """The rows and columns of patches that are a layer's tokens; None if they are not patches.
+    """Returns the rows and columns of the patches; None if a layer's tokens are not patches.
 
-    Another token may come before the patches. If a layer mixes patches, its tokens are channels,
-    and its width is the number of patches.
+    One more token may come before the patches. In a layer that mixes patches, tokens are channels,
+    and the width is the number of patches.
     """
     if found.shown.pixels is None or not found.shares:
         return None
@@ -207,7 +207,7 @@ def _grid(found: Examples) -> tuple[int, int] | None:
 
 
 def _map(shares: Array, sizes: tuple[int, int]) -> str:
-    """The weights of an image's patches as a red overlay, most opaque for the largest."""
+    """Returns the weights of an image's patches as a red overlay; larger ones are more opaque."""
     rows, columns = sizes
     weights = shares[len(shares) - rows * columns :].reshape(rows, columns)
     overlay = np.zeros((rows, columns, 4), np.uint8)

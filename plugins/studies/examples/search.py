@@ -1,8 +1,8 @@
 """Finds the inputs, and their tokens, with the largest weights for each expert.
 
 An input's weight for an expert is the value by which the layer chooses. For Soft MoE it is the sum
-of the expert's columns of C, and a token's weight is its share of the expert's slots, D averaged
-over the slots; for muMoE the largest coefficient of a token, and for token-routed experts the
+of the expert's columns of C, and a token's weight is its share of the expert's slots (D averaged
+over the slots). For muMoE it is the largest coefficient of a token, for token-routed experts the
 largest gate. If inputs are token ids, each token is an example by itself.
 """
 
@@ -33,8 +33,8 @@ from .shown import Contents, contents_of
 MASK = "attention_mask"
 """The input that marks padding tokens."""
 
-SLOTS = "share of the expert's slots (D)"
-COMBINED = "mean weight of the expert's slots (C)"
+DISPATCH_SHARE = "share of the expert's slots (D)"
+COMBINE_MEAN = "mean weight of the expert's slots (C)"
 
 TOKENS = 3
 """The number of tokens that are listed for an example."""
@@ -42,9 +42,9 @@ TOKENS = 3
 
 @dataclass(frozen=True, slots=True)
 class TopInput:
-    """An input with its number in the data and its weight for an expert.
+    """An input, by its number in the data, with its weight for an expert.
 
-    `tokens` are the positions of the tokens with the largest weights, and these weights. `token` is
+    `tokens` has the positions and the weights of the tokens with the largest weights. `token` is
     the id of the token that is the example; None if the example is the whole input.
     """
 
@@ -57,7 +57,7 @@ class TopInput:
 
 @dataclass(frozen=True, slots=True)
 class ExpertExamples:
-    """An expert, with its level from 1, and its examples, the largest weight first."""
+    """An expert, its level, counted from 1, and its examples, largest weight first."""
 
     level: int
     expert: int
@@ -68,9 +68,10 @@ class ExpertExamples:
 class Examples:
     """The examples of all experts of a layer, from `inputs` inputs.
 
-    `weight` and `share` describe the weights of inputs and of tokens, `dim` is the width of the
+    `weight` and `share` describe the weights of inputs and of tokens; `dim` is the width of the
     layer's tokens. `shares` has an array [count, n, m] per level: the weights of all tokens of each
-    example, unless examples are tokens (`by_token`). `labelled`: inputs have classes or attributes.
+    example, unless the examples are tokens (`by_token`). `labelled` is whether the inputs have
+    classes or attributes.
     """
 
     model: str
@@ -88,14 +89,14 @@ class Examples:
     shown: Contents = field(default=Contents(), repr=False, compare=False)
 
     def name(self, expert: ExpertExamples) -> str:
-        """The name of an expert for `--ablate`."""
+        """Returns an expert's name as in `--ablate`."""
         return f"{expert.level}.{expert.expert}" if len(self.levels) > 1 else str(expert.expert)
 
 
 def inputs_for_examples(
     data: str | Path | LabelledData | Mapping[str, Any], model: Model
 ) -> LabelledData:
-    """Returns the inputs in which to find examples; raises the errors of reading them."""
+    """Returns the inputs to search for examples; raises the errors of reading them."""
     if isinstance(data, LabelledData):
         return data
     sequences = benchmark_of(model)
@@ -115,17 +116,17 @@ def examples_of(
 ) -> Examples:
     """Returns the `count` inputs with the largest weights for each expert of a layer.
 
-    The default layer is the last. The data are read once. An expert to which no input gives a
-    weight has no examples. Raises UsageError for an unknown layer, or one whose tokens are not
-    those of the inputs, and the errors of reading data.
+    The default layer is the last. The data is read once. An expert to which no input gives a weight
+    has no examples. Raises `UsageError` for an unknown layer or one whose tokens are not those of
+    the inputs, and the errors of reading data.
     """
-    name = found_layer(model, layer)
+    name = layer_name(model, layer)
     dataset = inputs_for_examples(data, model)
     moe_layer = moe_layers(model.module)[name]
     by_token = np.issubdtype(np.dtype(model.input.dtype), np.integer)
     progress = progress or Silent()
     progress.step(f"examples of {name} in {model.source.path}", total=len(dataset))
-    best = [_Best(count) for _ in moe_layer.spec.levels]
+    best = [_TopExamples(count) for _ in moe_layer.spec.levels]
     batch_of = model.batch_of
     if len(dataset) % batch_of:
         raise FeedError(
@@ -143,18 +144,18 @@ def examples_of(
                 f"--examples: these inputs do not reach layer {name}", hint="choose another --layer"
             )
         mask = arrays.get(MASK)
-        for level_best, (scores, shares) in zip(best, levels, strict=True):
+        for top, (scores, shares) in zip(best, levels, strict=True):
             weights = shares
             if mask is not None and mask.shape == shares.shape[:2]:
                 weights = np.where(mask[..., None] != 0, shares, 0)  # without padding
             if by_token and weights.shape[:2] != arrays[model.input.name].shape:
-                raise _other_tokens(name)
-            level_best.add(weights if by_token else scores, weights, done, by_token=by_token)
+                raise _not_input_tokens(name)
+            top.add(weights if by_token else scores, weights, done, by_token=by_token)
         done += rows
         progress.advance(rows)
     share = _weight_of(moe_layer)
-    if isinstance(moe_layer, SoftMoE):  # a layer whose input is its slots has no D
-        share = COMBINED if moe_layer.spec.external_routing else SLOTS
+    if isinstance(moe_layer, SoftMoE):  # a layer that receives slots has no D
+        share = COMBINE_MEAN if moe_layer.spec.external_routing else DISPATCH_SHARE
     return Examples(
         model=model.source.path,
         layer=name,
@@ -167,17 +168,17 @@ def examples_of(
         by_token=by_token,
         labelled=dataset.labels is not None and benchmark_of(model) is None,
         experts=tuple(
-            ExpertExamples(level, expert, tuple(own.examples(expert, dataset, by_token=by_token)))
-            for level, own in enumerate(best, start=1)
+            ExpertExamples(level, expert, tuple(top.examples(expert, dataset, by_token=by_token)))
+            for level, top in enumerate(best, start=1)
             for expert in range(moe_layer.spec.levels[level - 1])
         ),
-        shares=() if by_token else tuple(level_best.shares for level_best in best),
+        shares=() if by_token else tuple(top.shares for top in best),
         shown=contents_of(dataset.inputs, model, data),
     )
 
 
-def found_layer(model: Model, layer: str | None) -> str:
-    """Returns the name of a layer, by default the last; raises `UsageError` for others."""
+def layer_name(model: Model, layer: str | None) -> str:
+    """Returns the layer's name, by default the last; raises `UsageError` for an unknown one."""
     name = list(model.layers)[-1] if layer is None else layer
     if name not in model.layers:
         raise UsageError(
@@ -195,7 +196,7 @@ def _weight_of(layer: MoELayer) -> str:
 
 @contextmanager
 def _weights(layer: MoELayer, batch: int) -> Iterator[list[tuple[Array, Array]]]:
-    """Records, within the context, the weights of inputs [b, n] and tokens in each forward pass."""
+    """Yields a list with the weights, by level, of the latest forward pass in the context."""
     levels: list[tuple[Array, Array]] = []
 
     def record(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
@@ -208,7 +209,7 @@ def _weights(layer: MoELayer, batch: int) -> Iterator[list[tuple[Array, Array]]]
 def _weights_by_level(
     layer: MoELayer, given: tuple[torch.Tensor, ...], batch: int
 ) -> list[tuple[Array, Array]]:
-    """The weights of inputs [b, n] and of their tokens [b, m, n], by level."""
+    """Returns the weights of inputs [b, n] and of their tokens [b, m, n], by level."""
     sums: Array | None = None
     if isinstance(layer, SoftMoE):
         routing = layer.route(given[0])
@@ -217,40 +218,40 @@ def _weights_by_level(
     elif layer.spec.flat:
         tokens = [_dense_gates(layer, *given[1:3])]
     else:
-        # If coefficients mix the experts, they are the weights.
+        # The coefficients that mix the experts are the weights.
         tokens = [choice.chosen.float().numpy() for choice in layer.choices(*given).values()]
     by_input = []
     for shares in tokens:
         n = shares.shape[-1]
         if shares.size % (batch * n) or (sums is not None and len(sums) % batch):
-            raise _other_tokens(layer.spec.name)
+            raise _not_input_tokens(layer.spec.name)
         per_input = shares.reshape(batch, -1, n)  # an input may be split into several windows
         scores = per_input.max(axis=1) if sums is None else sums.reshape(batch, -1, n).sum(axis=1)
         by_input.append((scores, per_input))
     return by_input
 
 
-def _other_tokens(layer: str) -> UsageError:
+def _not_input_tokens(layer: str) -> UsageError:
     return UsageError(
-        f"--examples: the tokens of layer {layer} are not those of the inputs",
+        f"--examples: layer {layer} does not compute the tokens of the inputs",
         hint="choose another --layer",
     )
 
 
 def _dense_gates(layer: MoELayer, index: torch.Tensor, weights: torch.Tensor) -> Array:
-    """The gates [t, n] of all experts: 0 if a token did not choose the expert or was dropped."""
+    """Returns the gates [t, n] of all experts: 0 if not chosen, or if the token was dropped."""
     n = layer.spec.experts
-    kept = index < n
+    chosen = index < n
     gates = torch.zeros(len(index), n)
-    gates.scatter_add_(1, index.where(kept, 0), weights.float().where(kept, 0.0))
+    gates.scatter_add_(1, index.where(chosen, 0), weights.float().where(chosen, 0.0))
     return gates.numpy()
 
 
-class _Best:
+class _TopExamples:
     """The examples with the largest weights for a level's experts, updated batch by batch.
 
-    `scores` [count, n] are the weights. `numbers` [count, n] are those of the inputs or, if tokens
-    are the examples, those of the tokens counted over all inputs. `shares` is [count, n, m].
+    `scores` [count, n] are the weights. `numbers` [count, n] are the numbers of the inputs or, if
+    tokens are the examples, of the tokens, counted over all inputs. `shares` is [count, n, m].
     """
 
     def __init__(self, count: int) -> None:
@@ -260,33 +261,33 @@ class _Best:
         self.shares: Array = np.zeros(0)
 
     def add(self, scores: Array, shares: Array, first: int, *, by_token: bool) -> None:
-        """Adds weights [b, n], or of each token [b, m, n], of inputs from number `first` on."""
+        """Adds inputs from number `first` on, by their weights [b, n] or, by token, [b, m, n]."""
         m, n = shares.shape[1:]
-        own = shares.transpose(0, 2, 1)  # [b, n, m]
+        added = shares.transpose(0, 2, 1)  # [b, n, m]
         if by_token:
             first *= m
-            scores, own = scores.reshape(-1, n), np.zeros((0, n, 0))
+            scores, added = scores.reshape(-1, n), np.zeros((0, n, 0))
         numbers = np.broadcast_to(np.arange(first, first + len(scores))[:, None], scores.shape)
         if not self.scores.size:
             self.tokens = m
-            self.scores, self.numbers, self.shares = scores[:0], numbers[:0], own[:0]
+            self.scores, self.numbers, self.shares = scores[:0], numbers[:0], added[:0]
         if m != self.tokens:
             raise FeedError(
                 f"--examples: some inputs have {self.tokens} tokens, others {m}",
-                hint="give inputs of one length",
+                hint="give inputs of the same length",
             )
         scores = np.concatenate((self.scores, scores))
         numbers = np.concatenate((self.numbers, numbers))
-        # Of equal weights, the first stay.
+        # Among equal weights, the first are kept.
         order = np.argsort(-scores, axis=0, kind="stable")[: self.count]
         self.scores = np.take_along_axis(scores, order, axis=0)
         self.numbers = np.take_along_axis(numbers, order, axis=0)
         if not by_token:
-            both = np.concatenate((self.shares, own))
+            both = np.concatenate((self.shares, added))
             self.shares = np.take_along_axis(both, order[..., None], axis=0)
 
     def examples(self, expert: int, data: LabelledData, *, by_token: bool) -> Iterator[TopInput]:
-        """Yields an expert's examples: those with a weight above 0."""
+        """Yields an expert's examples that have a weight above 0."""
         labels = data.labels
         for row, weight in enumerate(self.scores[:, expert].tolist()):
             if weight <= 0:

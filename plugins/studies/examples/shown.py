@@ -1,4 +1,4 @@
-"""The images or texts that belong to inputs, or the texts of their token ids, if there are any."""
+"""Finds the images or texts that belong to the inputs, or decodes the token ids."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTEXT = 12
 """The number of tokens that are shown before and after an example."""
 
 IMAGES, TEXTS = ("image", "images"), ("text", "texts")
-"""Arrays of a file with the images or texts of which the inputs are features."""
+"""Names of the arrays with the images or texts whose features are the inputs."""
 
 Decode = Callable[[Sequence[int]], str]
 """Returns the text of token ids."""
@@ -28,10 +28,10 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of inputs to show: `images` [s, h, w, 3] of bytes, `texts` [s], or `ids` [s, m].
+    """What to show of the inputs: `images` [s, h, w, 3] in bytes, `texts` [s], or `ids` [s, m].
 
-    `decode` turns ids into text, None without a tokenizer. `pixels` are height and width of inputs
-    that are images themselves.
+    `decode` turns ids into text; None without a tokenizer. `pixels` are the height and width of
+    inputs that are images themselves.
     """
 
     images: Array | None = field(default=None, repr=False)
@@ -41,27 +41,27 @@ class Contents:
     pixels: tuple[int, int] | None = None
 
     def text(self, number: int) -> str:
-        """Returns the text of an input; empty if it is unknown."""
+        """Returns the text of an input; empty if there is none."""
         return "" if self.texts is None else str(self.texts[number])
 
     def around(self, number: int, at: int) -> tuple[str, str, str]:
-        """Returns the text before a token of an input, the token's, and the text after it."""
+        """Returns the text before a token of an input, its own text, and the text after it."""
         if self.decode is None or self.ids is None:
             return "", "", ""
         ids = self.ids[number].tolist()
         start, end = max(0, at - CONTEXT), at + 1 + CONTEXT
         # A token decoded by itself loses the space before it.
-        before, through, whole = (self.decode(ids[start:to]) for to in (at, at + 1, end))
-        if not (whole.startswith(through) and through.startswith(before)):
+        before, through, text = (self.decode(ids[start:to]) for to in (at, at + 1, end))
+        if not (text.startswith(through) and through.startswith(before)):
             return before, self.decode(ids[at : at + 1]), self.decode(ids[at + 1 : end])
-        return before, through[len(before) :], whole[len(through) :]
+        return before, through[len(before) :], text[len(through) :]
 
 
 def contents_of(inputs: Array, model: Model, data: Any) -> Contents:
-    """Returns the contents to show of a model's inputs, as they come from `data`.
+    """Returns what to show of a model's inputs, which come from `data`.
 
-    They are the arrays `image` and `text` in the file of the inputs, or inputs that are images
-    themselves; token ids become text with the tokenizer next to the model or the data. Raises
+    That is the array `image` or `text` next to the inputs, or the inputs if they are images
+    themselves; a tokenizer next to the model or the data turns token ids into text. Raises
     `FeedError` for arrays that do not fit.
     """
     path = local(data) if isinstance(data, str | Path) else None
@@ -85,7 +85,7 @@ def contents_of(inputs: Array, model: Model, data: Any) -> Contents:
 
 
 def _arrays(data: Any, count: int) -> dict[str, Array]:
-    """The arrays of images and texts in the file of the inputs; `FeedError` for invalid ones."""
+    """Returns the arrays of images and texts; raises `FeedError` for invalid ones."""
     arrays: dict[str, Array] = {}
     if isinstance(data, Mapping):
         arrays = {name: np.asarray(data[name]) for name in (*IMAGES, *TEXTS) if name in data}
@@ -97,14 +97,14 @@ def _arrays(data: Any, count: int) -> dict[str, Array]:
         if len(array) != count or not fits:
             raise FeedError(
                 f"array '{name}' is {array.dtype} of shape {array.shape}, for {count} inputs",
-                hint="save images (samples, height, width) or (samples, height, width, 3), "
-                "texts (samples,)",
+                hint="save images as (samples, height, width) or (samples, height, width, 3), and "
+                "texts as (samples,)",
             )
     return arrays
 
 
 def _decoder(paths: Sequence[Path]) -> Decode | None:
-    """A decoder for the tokenizer.json in or next to one of the paths; None if there is none."""
+    """Returns a decoder for the tokenizer.json in or next to one of the paths; None without one."""
     folders = [path if path.is_dir() else path.parent for path in paths]
     file = next((f / "tokenizer.json" for f in folders if (f / "tokenizer.json").is_file()), None)
     if file is None:
@@ -115,11 +115,11 @@ def _decoder(paths: Sequence[Path]) -> Decode | None:
         return None
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # a tokenizer's reader may fail in any way
+    except Exception as error:  # the reader may raise any exception
         raise FeedError(f"{file}: the tokenizer cannot be read ({error})") from error
 
     def decode(ids: Sequence[int]) -> str:
-        text: str = tokenizer.decode([int(each) for each in ids], skip_special_tokens=False)
+        text: str = tokenizer.decode([int(number) for number in ids], skip_special_tokens=False)
         return text
 
     return decode
@@ -129,7 +129,7 @@ def as_bytes(images: Array) -> Array:
     """Returns images of any usual layout and scale as bytes [s, h, w, 3].
 
     Bytes stay as they are. Values within 0..1, 0..255 or −1..1 have that scale; others are scaled
-    by each channel's least and largest value, which undoes a standardisation.
+    by each channel's smallest and largest value, which undoes a standardisation.
     """
     if images.ndim == 3:
         images = images[..., None]
@@ -138,12 +138,12 @@ def as_bytes(images: Array) -> Array:
     if images.shape[-1] not in CHANNELS:
         images = images.mean(axis=-1, keepdims=True)
     if images.dtype != np.uint8:
-        least, most = images.min(initial=0), images.max(initial=0)
-        if least >= 0 and 1 < most <= 255:
+        smallest, largest = images.min(initial=0), images.max(initial=0)
+        if smallest >= 0 and 1 < largest <= 255:
             low, high = np.float32(0), np.float32(255)
-        elif least >= 0 and most <= 1:
+        elif smallest >= 0 and largest <= 1:
             low, high = np.float32(0), np.float32(1)
-        elif least >= -1 and most <= 1:
+        elif smallest >= -1 and largest <= 1:
             low, high = np.float32(-1), np.float32(1)
         else:
             low, high = images.min(axis=(0, 1, 2)), images.max(axis=(0, 1, 2))

@@ -176,7 +176,7 @@ def test_the_page_shows_images_that_lie_beside_features_each_once(
         np.savez(tmp_path / "x.npz", image=images, **dict(arrays))
     place = ("--data", tmp_path / "x.npz", "-o", tmp_path / "out", "--examples", "9")
     done = run("specialise", checkpoint, *ENTMAX, *place)
-    assert done.code == 0 and "experts of layer, in 360 inputs, by their coefficient" in done.out
+    assert done.code == 0 and "experts of layer, from 360 inputs, by coefficient" in done.out
     assert done.out.rstrip().endswith("examples.html")
     page = (tmp_path / "out" / "examples.html").read_text()
     found = json.loads((tmp_path / "out" / "examples.json").read_text())
@@ -187,7 +187,7 @@ def test_the_page_shows_images_that_lie_beside_features_each_once(
         expected = (images[number] * 255).round()
         assert image.shape == (28, 28, 3)
         assert np.abs(image - expected[..., None]).max() <= 1
-    assert "http" not in page and "6 experts have no example" in page
+    assert "http" not in page and "6 experts have no examples" in page
     # The output without the option stays the same.
     assert (tmp_path / "out" / "specialise.json").exists()
 
@@ -305,7 +305,7 @@ def test_several_models_without_labels_have_a_folder_each(
         np.savez(tmp_path / "x.npz", input=held["input"])
     place = ("--data", tmp_path / "x.npz", "-o", tmp_path / "out", "--examples", "2")
     done = run("specialise", checkpoint, other, *ENTMAX, *place)
-    assert done.code == 0 and done.out.count("by their coefficient") == 2
+    assert done.code == 0 and done.out.count("by coefficient") == 2
     assert (tmp_path / "out" / "other" / "examples.html").exists()
 
 

@@ -22,8 +22,8 @@ from moexport.plugins.studies.experts import (
     best_subsets,
     classifier,
     contributions,
-    drawn,
     random_choice,
+    random_experts,
     shares_of,
     study,
 )
@@ -59,7 +59,7 @@ def test_sums_are_what_the_model_computes_for_any_choice(model: Model, few: Labe
     passes = Passes(model, few, 40)
     ((layer, n),) = sums.experts.items()
     for k in range(1, n + 1):
-        choice = {layer: drawn(len(few), n, k, seed=k)}
+        choice = {layer: random_experts(len(few), n, k, seed=k)}
         exact = passes.chosen(choice)
         assert torch.allclose(sums.chosen(choice), exact, atol=1e-5 * float(exact.abs().max()))
     for k in (1, 2, 3):
@@ -135,9 +135,9 @@ def test_more_subsets_than_the_limit_are_only_counted(model: Model, few: Labelle
 
 
 def test_random_sets_are_drawn_per_input_evenly_and_repeat() -> None:
-    choice = drawn(4000, 8, 3, seed=0)
-    assert torch.equal(choice, drawn(4000, 8, 3, seed=0))
-    assert not torch.equal(choice, drawn(4000, 8, 3, seed=1))
+    choice = random_experts(4000, 8, 3, seed=0)
+    assert torch.equal(choice, random_experts(4000, 8, 3, seed=0))
+    assert not torch.equal(choice, random_experts(4000, 8, 3, seed=1))
     assert (choice.diff(dim=1) > 0).all()  # three different ones, ascending
     counts = torch.bincount(choice.flatten(), minlength=8).double()
     assert (counts / 4000 - 3 / 8).abs().max() < 0.03
@@ -202,7 +202,7 @@ def test_what_cannot_be_analysed_is_refused(model: Model, few: LabelledData) -> 
 def test_analyses_are_named() -> None:
     assert parse_analyses("random, shares,random") == ("random", "shares")
     assert parse_analyses("all") == ("retention", "random", "subsets", "shares")
-    with pytest.raises(UsageError, match="--analysis chance: no such analysis"):
+    with pytest.raises(UsageError, match="--analysis chance: there is no such analysis"):
         parse_analyses("chance")
-    with pytest.raises(UsageError, match="no analysis named"):
+    with pytest.raises(UsageError, match="the list is empty"):
         parse_analyses(",")

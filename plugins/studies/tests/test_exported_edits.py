@@ -234,8 +234,8 @@ def test_an_ablation_of_what_is_not_there(
     ("content", "message"),
     [
         ("{", "not valid JSON"),
-        ("{}", "it has no rewritten outputs"),
-        ("[]", "it has no rewritten outputs"),
+        ("{}", "no output to rewrite is listed"),
+        ("[]", "no output to rewrite is listed"),
         ("[1]", "entry 0 is a int, not an object"),
         ('[{"layer": "layer", "output": 1}]', "entry 0 lacks coefficients, lambda"),
         (json.dumps([entry(strength=2)]), "has the unknown key strength"),
@@ -261,7 +261,7 @@ def test_a_rewrite_file_that_cannot_be_read(content: str, message: str, tmp_path
 
 def test_no_entries_to_rewrite_are_refused() -> None:
     """Empty edits are not a default, and are refused."""
-    with pytest.raises(UsageError, match="rewrite: it has no rewritten outputs"):
+    with pytest.raises(UsageError, match="rewrite: no output to rewrite is listed"):
         moexport.export(not_loaded, "out", rewrite=[])
 
 

@@ -152,7 +152,7 @@ def test_several_models_are_compared_by_their_numbers_of_experts(tmp_path: Path)
     assert len(imread(tmp_path / "out" / "polysemanticity.png")) > 500
     assert (tmp_path / "out" / "a" / "load.png").is_file()
     again = run("specialise", both[0], both[0], *ENTMAX, "--data", data, "-o", tmp_path / "twice")
-    assert "two of the models have this name" in again.error
+    assert "two models have this name" in again.error
     assert not (tmp_path / "twice").exists()
 
 

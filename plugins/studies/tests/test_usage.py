@@ -76,7 +76,7 @@ def test_where_all_experts_are_kept_the_mean_gates_tell(saved: tuple[Path, Path]
     assert layer.chosen is None and layer.unused == () and layer.k == layer.experts
     assert layer.gates == pytest.approx(share.mean(axis=0).tolist(), rel=1e-5)
     outcome = run("specialise", saved[0], "--data", saved[1])
-    assert "all experts are kept in layer: nothing is chosen there" in outcome.out
+    assert "all experts are kept in layer: nothing is chosen, so" in outcome.out
     assert "experts of layer, mean gate" in outcome.out
 
 
@@ -90,7 +90,7 @@ def test_the_command_writes_counts_and_names_experts_that_no_input_chose(
     assert outcome.code == 0, outcome.err
     named = ", ".join(map(str, unused))
     assert f"{named} of layer " in outcome.out
-    assert "chosen by none of the 120 inputs" in outcome.out
+    assert "chosen for none of the 120 inputs" in outcome.out
     assert "nan" not in outcome.out.lower()
     found = json.loads((tmp_path / "out" / "specialise.json").read_text())["usage"]
     assert [layer["k"] for layer in found] == [1]

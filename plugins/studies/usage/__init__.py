@@ -1,1 +1,1 @@
-"""The use of experts: how often each is chosen, by class and layer, and how evenly."""
+"""Counts how often each expert is chosen, by class and layer."""

@@ -1,7 +1,7 @@
 """Counts how often each expert is chosen, by class and layer, and how evenly.
 
-In a Soft MoE, k experts are chosen for an input (Algorithm 1); with token-routed experts, a router
-chooses those of a token. f_e is the share of the tokens for which expert e is chosen, before a
+In a Soft MoE, Algorithm 1 chooses k experts for an input; with token-routed experts, a router
+chooses experts for a token. f_e is the share of the tokens for which expert e is chosen, before a
 capacity drops any, and P_e the mean of its probability in the router: E · Σ f_e P_e is the balance
 loss of the Switch Transformer, which is k if all experts are used equally. If all experts are kept,
 nothing is chosen, and only the mean gates show which experts matter: an expert's share of the
@@ -34,7 +34,7 @@ from ....graphs.layers.base import MoELayer, algorithm_1, moe_layers
 from .router import RouterProbabilities
 
 BATCH, BATCH_OF_TOKENS = 64, 8
-"""The number of inputs in a batch: smaller for models of texts, whose outputs are large."""
+"""The batch sizes; that for models of texts is smaller, because their outputs are large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,14 @@ class GroupUsage:
 
 @dataclass(frozen=True, slots=True)
 class LayerUsage:
-    """The use of the experts of a layer, or of one level of it.
+    """The use of the experts of a layer or of one of its levels.
 
     `chosen` [n] is the share of the `of` inputs or tokens (`chosen_by`) that choose each expert;
-    each chooses `k`. It is None if every expert is always used. `gates` [n] are the mean gates.
-    `probabilities` [n] is P, and `balance_loss` E·Σf·P, for routers of tokens; None if the router's
-    probabilities are unknown. For experts with a capacity, `overflow` [n] is the dropped share of
-    each expert's choices, None for an expert without choices, `dropped` that of all choices, and
-    `uncomputed` the share of the tokens that no expert computes. `routed`: a router chose for
-    tokens.
+    each chooses `k`. It is None if every expert is always used. `gates` [n] are the mean gates. For
+    routers of tokens (`routed`), `probabilities` [n] is P and `balance_loss` E·Σf·P; both are None
+    if the router's probabilities are unknown. For experts with a capacity, `overflow` [n] is the
+    dropped share of each expert's choices, None for an expert without choices, `dropped` that of
+    all choices, and `uncomputed` the share of the tokens that no expert computes.
     """
 
     layer: str
@@ -82,15 +81,15 @@ class LayerUsage:
 
     @property
     def shown(self) -> tuple[float, ...]:
-        """The shown values: the shares of the choices, or the mean gates."""
+        """The values to show: the shares of choices or, if nothing is chosen, the mean gates."""
         return self.gates if self.chosen is None else self.chosen
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The use of a model's experts by `inputs`, layer by layer.
+    """The use of a model's experts for a number of `inputs`, by layer.
 
-    `grouped_by` is the kind of groups: classes, attributes, subgroups, or empty without labels.
+    `grouped_by` is the kind of groups: "class", "attribute", "subgroup", or empty without labels.
     """
 
     model: str
@@ -102,7 +101,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The membership of inputs [s, g], or tokens [s, m, g], in classes, attributes or subgroups."""
+    """Which inputs [s, g] or tokens [s, m, g] belong to each class, attribute or subgroup."""
 
     name: str
     values: tuple[int | bool | str, ...]
@@ -110,7 +109,7 @@ class Members:
 
     @staticmethod
     def of(labels: Labels | None, subgroups: Array | None, tokens: int | None) -> Members:
-        """Returns the members of each subgroup or, without any, of each label."""
+        """Returns the members of each subgroup or, without subgroups, of each label."""
         name = ""
         values: Array = np.zeros(0)
         members: Array = np.zeros((0, 0), bool)
@@ -131,7 +130,7 @@ class Members:
 
 
 class _LevelSums:
-    """Sums over the tokens, or inputs, of one level of a layer."""
+    """Sums over the tokens or inputs of one level of a layer."""
 
     def __init__(
         self, layer: MoELayer, level: int, k: int, groups: int, *, per_input: bool, by_experts: bool
@@ -146,34 +145,34 @@ class _LevelSums:
         self.chosen_of, self.gates_of = np.zeros((groups, n)), np.zeros((groups, n))
 
     def add(self, choices: _Choices, members: Array, counted: Array | None) -> None:
-        """Adds choices; `members` is [s, g] or [s, m, g], `counted` [s, m] the tokens to count."""
+        """Adds choices by group, `members` [s, g] or [s, m, g], of the tokens `counted` [s, m]."""
         rows = len(members)
         units = len(choices.chosen) // rows
-        kept = np.ones(len(choices.chosen), bool)
+        selected = np.ones(len(choices.chosen), bool)
         if counted is not None and counted.shape == (rows, units):
-            kept = counted.reshape(-1)
+            selected = counted.reshape(-1)
         if members.ndim == 3 and members.shape[1] == units:
             member = members.reshape(-1, members.shape[-1])
         else:
             member = np.repeat(members.reshape(rows, -1), units, axis=0)
-        member = member[kept].astype(np.float64)
-        chosen, gates = choices.chosen[kept], choices.gates[kept]
-        self.of += int(kept.sum())
+        member = member[selected].astype(np.float64)
+        chosen, gates = choices.chosen[selected], choices.gates[selected]
+        self.of += int(selected.sum())
         self.chosen += chosen.sum(axis=0)
         self.gates += gates.sum(axis=0)
         self.of_groups += member.sum(axis=0)
         self.chosen_of += member.T @ chosen
         self.gates_of += member.T @ gates
-        dropped = choices.dropped[kept]
+        dropped = choices.dropped[selected]
         self.dropped += dropped.sum(axis=0)
         self.uncomputed += int((dropped.sum(axis=1) >= chosen.sum(axis=1)).sum())
         if choices.probabilities is None:
             self.probabilities = None
         elif self.probabilities is not None:
-            self.probabilities += choices.probabilities[kept].sum(axis=0)
+            self.probabilities += choices.probabilities[selected].sum(axis=0)
 
     def usage(self, groups: Members) -> LayerUsage:
-        """Returns the usage that the sums give, without groups that have no members."""
+        """Returns the usage from the sums, without groups that have no members."""
         spec = self.layer.spec
         n = spec.levels[self.level]
         all_used = bool((self.chosen == self.of).all())
@@ -217,7 +216,7 @@ class _LevelSums:
 class _Choices:
     """The choices of each input or token: whether each expert was chosen or dropped, and its gate.
 
-    All are [u, n], for u inputs or tokens. With `by_experts`, the experts chose their tokens.
+    All arrays are [u, n] for u inputs or tokens. With `by_experts`, experts chose their tokens.
     """
 
     chosen: Array
@@ -235,28 +234,28 @@ def usage_of(
     subgroups: Array | None = None,
     progress: Progress,
 ) -> Usage:
-    """Returns how the experts of every layer are used by the inputs of some data.
+    """Returns how the experts of every layer are used for the inputs in the data.
 
-    `k` is as in an export; the default is the trained one. Counts are by class, attribute or one of
-    the `subgroups`. Raises `UsageError` for an invalid k, `FeedError` for too few inputs.
+    `k` is as in an export, by default that of training. Counts are by class, attribute or, if
+    given, subgroup. Raises `UsageError` for an invalid k, `FeedError` for too few inputs.
     """
-    model, kept = _with_k(model, k)
+    model, ks = _with_k(model, k)
     tokens = data.inputs.shape[1] if model.host.per_token and data.inputs.ndim > 1 else None
     groups = Members.of(data.labels, subgroups, tokens)
     sums: dict[tuple[str, int], _LevelSums] = {}
     multiple = model.batch_of
-    usual = BATCH_OF_TOKENS if model.host.per_token else BATCH
-    size = multiple * max(1, usual // multiple)
+    batch = BATCH_OF_TOKENS if model.host.per_token else BATCH
+    size = multiple * max(1, batch // multiple)
     count = len(data) // multiple * multiple
     if not count:
         raise FeedError(
             f"the model computes {multiple} inputs together, but the data have {len(data)}",
-            hint=f"give {multiple} or more",
+            hint=f"give at least {multiple} inputs",
         )
     progress.step(f"counting the experts that {model.source.path} uses", total=count)
     with (
         torch.inference_mode(),
-        algorithm_1(model.module, kept),
+        algorithm_1(model.module, ks),
         _recorded_choices(model.module) as recorded,
     ):
         for rows in data.batches(size, count):
@@ -269,13 +268,13 @@ def usage_of(
                 layer = model.layers[name]
                 for level, choices in enumerate(levels):
                     units, rest = divmod(len(choices.chosen), inputs)
-                    if rest:  # the layer's inputs do not belong to single inputs of the network
+                    if rest:  # tokens do not belong to single inputs of the network
                         continue
                     if (name, level) not in sums:
                         sums[name, level] = _LevelSums(
                             layer,
                             level,
-                            kept[name],
+                            ks[name],
                             members.shape[-1],
                             per_input=not layer.spec.routes_tokens and units == 1,
                             by_experts=choices.by_experts,
@@ -284,22 +283,22 @@ def usage_of(
                     sums[name, level].add(choices, members, mask)
             recorded.clear()
             progress.advance(inputs)
-    layers = tuple(each.usage(groups) for each in sums.values() if each.of)
+    layers = tuple(level.usage(groups) for level in sums.values() if level.of)
     return Usage(model.source.path, model.family, count, groups.name, layers)
 
 
 def _with_k(model: Model, k: K | None) -> tuple[Model, dict[str, int]]:
-    """The model with the given k, and the k of each layer."""
+    """Returns the model with the given k, and the k of each layer."""
     if k is None:
         return model, {name: layer.spec.trained_k for name, layer in model.layers.items()}
     job = export_job(model, ExportOptions(k=k, verify=False))
-    kept = {name: value for name, value in job.k.items() if value is not None}
-    return job.model, kept
+    ks = {name: value for name, value in job.k.items() if value is not None}
+    return job.model, ks
 
 
 @contextmanager
 def _recorded_choices(module: nn.Module) -> Iterator[dict[str, Sequence[_Choices]]]:
-    """Records, within the context, the choices of every layer in each forward pass, by level."""
+    """Yields a dict with the latest choices of every layer, by level."""
     found: dict[str, Sequence[_Choices]] = {}
     layers = moe_layers(module)
     widths = frozenset(layer.spec.experts for layer in layers.values() if layer.spec.flat)
@@ -308,8 +307,8 @@ def _recorded_choices(module: nn.Module) -> Iterator[dict[str, Sequence[_Choices
         def record(layer: nn.Module, args: tuple[Tensor, ...], name: str) -> None:
             assert isinstance(layer, MoELayer)
             if layer.spec.flat:
-                rates = probabilities.take(len(args[1]), layer.spec.experts)
-                found[name] = [_routed(layer, args[1], args[2], rates)]
+                p = probabilities.take(len(args[1]), layer.spec.experts)
+                found[name] = [_routed(layer, args[1], args[2], p)]
             else:
                 found[name] = list(_mixed(layer, args))
 
@@ -319,7 +318,7 @@ def _recorded_choices(module: nn.Module) -> Iterator[dict[str, Sequence[_Choices
 
 
 def _mixed(layer: MoELayer, args: tuple[Tensor, ...]) -> Iterator[_Choices]:
-    """The choices of a layer that mixes experts: by token and level, or for each input."""
+    """Yields, by level, the choices of a layer that mixes experts, for each token or input."""
     for choice in layer.choices(*args).values():
         if choice.scores is None:  # coefficients [b, m, n]
             gates = choice.chosen.double().flatten(0, -2).numpy()
@@ -334,10 +333,10 @@ def _mixed(layer: MoELayer, args: tuple[Tensor, ...]) -> Iterator[_Choices]:
 def _routed(
     layer: MoELayer, index: Tensor, weights: Tensor, probabilities: Array | None
 ) -> _Choices:
-    """The choices of a layer whose router chose experts for tokens, including dropped ones.
+    """Returns the choices of a layer with a router for tokens, including dropped choices.
 
-    The index of a dropped choice is expert + n; a single choice of weight zero is dropped as well.
-    If experts choose their tokens, expert + n is an expert that did not choose the token.
+    The index of a dropped choice is expert + n; a token's only choice is also dropped if its weight
+    is zero. If experts choose their tokens, expert + n is one that did not choose the token.
     """
     n = layer.spec.experts
     experts, lost, shares = (index % n).numpy(), (index >= n).numpy(), weights.double().numpy()

@@ -1,9 +1,9 @@
-"""The probabilities of a router, recorded while it computes them.
+"""Records the probabilities of a router while it computes them.
 
-A router is part of the network around the layer, and passes on only the chosen experts. Its calls
-to PyTorch are recorded. The probabilities are the first in this list that is found: a softmax over
-all experts; a sigmoid, divided by its sum; the softmax of a linear layer's outputs, one for each
-expert; the softmax of the values that are ranked.
+A router is part of the network around the layer and passes only the chosen experts to the layer, so
+its calls of PyTorch are recorded. The probabilities are the first of these that is found: a softmax
+over all experts; a sigmoid divided by its sum; the softmax of a linear layer's outputs, one for
+each expert; the softmax of the values that `topk` ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KINDS: Mapping[str, tuple[Any, ...]] = {
 class RouterProbabilities(TorchFunctionMode):
     """Records values that may be a router's probabilities, until its layer takes them.
 
-    `experts` are the layers' numbers of experts: values of other widths are ignored.
+    `experts` are the numbers of experts in the layers; values of other widths are ignored.
     """
 
     def __init__(self, experts: frozenset[int]) -> None:
@@ -55,9 +55,9 @@ class RouterProbabilities(TorchFunctionMode):
         return result
 
     def take(self, rows: int, experts: int) -> np.ndarray | None:
-        """Returns the probabilities [rows, n] of the tokens of a layer, and clears the record.
+        """Returns the probabilities [rows, n] of a layer's tokens, and clears the record.
 
-        Returns None if the router computes its probabilities in another way.
+        Returns None if the router does not compute probabilities in a known way.
         """
         last: dict[str, np.ndarray] = {}
         for kind, tensors in self._recorded.items():
@@ -65,7 +65,7 @@ class RouterProbabilities(TorchFunctionMode):
                 if tensor.shape[-1] == experts and tensor.numel() == rows * experts:
                     last[kind] = tensor.detach().double().numpy().reshape(rows, experts)
             tensors.clear()
-        # A probability of exactly zero was masked after the choice, which used earlier values.
+        # If a probability is exactly zero, it was masked after the choice, which used other values.
         if "softmax" in last and (last["softmax"] > 0).all():
             return last["softmax"]
         found = last.get("sigmoid")

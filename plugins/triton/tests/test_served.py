@@ -265,7 +265,7 @@ def test_the_server_is_compared_with_the_same_bundle_in_this_process(
     [
         ("{address}/none", "none"),
         ("127.0.0.1:1/vit", 'triton="127.0.0.1:1/vit"'),
-        ("localhost", 'triton="localhost": not an address with the name of a model'),
+        ("localhost", 'triton="localhost": expected the form ADDRESS/MODEL'),
     ],
 )
 def test_an_unreachable_server_is_refused_before_anything_is_measured(

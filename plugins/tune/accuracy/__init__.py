@@ -1,1 +1,1 @@
-"""How much quality a candidate keeps: the data split, the metric, the confirmation."""
+"""Measures how much quality a candidate keeps: data split, metric and confirmation."""

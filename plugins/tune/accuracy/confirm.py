@@ -1,4 +1,4 @@
-"""Confirmation: the other half of the data is read once, to decide which points pass."""
+"""Confirms points: reads the other half of the data once, to decide which points pass."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from .holdout import Holdout
 from .quality import Quality
 
 MAX_SERVED = 4
-"""The largest number of points whose request rate is measured: the fastest confirmed ones."""
+"""The number of points whose request rate is measured: the fastest that pass."""
 
 MAX_CONFIRMED = 8
-"""The largest number of points that are confirmed. Each keeps a graph open."""
+"""The largest number of points to confirm. Each of them keeps a graph open."""
 
 
 class ContractError(CheckError):
-    """The bounds are not met, or the data cannot show that they are."""
+    """No point meets the bounds, or the data cannot show that one does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """A point and the quality that it keeps on the confirming half.
+    """A point with the quality that it keeps on the confirming half.
 
-    `promising`: the point is in the second of the two `ConfirmationOrders`.
+    `promising` is whether the point is in the second of the two `ConfirmationOrders`.
     """
 
     trial: Trial
@@ -57,8 +57,8 @@ class ConfirmationOrders:
     """The points to confirm, in two orders that depend on the search's half only.
 
     `conservative` starts with the model as trained, then goes from the safest point to the
-    riskiest. `promising` starts with the point of the largest expected gain, then goes to faster
-    ones.
+    riskiest. `promising` starts with the point with the largest expected gain, then goes to faster
+    points.
     """
 
     conservative: tuple[Trial, ...]
@@ -71,17 +71,17 @@ class ConfirmationOrders:
 
 
 def worth_confirming(trials: Sequence[Trial]) -> list[Trial]:
-    """Returns the points that no faster point dominates, the fastest first.
+    """Returns the points that no faster point dominates, fastest first.
 
-    A point is dominated if a faster one is better in three things: kept quality, the lower end of
-    its interval, and how little the outputs moved. Ties stay: of points that keep the same share
-    on the search's half, those that compute more are safer.
+    A faster point dominates if it is better in all three: the kept quality, the lower end of its
+    interval, and how little the outputs moved. Ties are not dominated: if two points keep the same
+    share of the quality on the search's half, the one that computes more is safer.
     """
     worth: list[Trial] = []
     best = [-math.inf] * 3
     for trial in sorted(trials, key=lambda trial: (trial.ms, -trial.quality.kept)):
         safety = (*_without_luck(trial.quality), -trial.quality.shift)
-        if any(own >= other for own, other in zip(safety, best, strict=True)):
+        if any(value >= faster for value, faster in zip(safety, best, strict=True)):
             worth.append(trial)
         best = [max(pair) for pair in zip(safety, best, strict=True)]
     return worth
@@ -97,10 +97,10 @@ def orders_of(
 ) -> ConfirmationOrders:
     """Returns the points to confirm, which keep enough on the search's half.
 
-    `base_meets`: the model as trained meets the bounds on time and size, so only faster points are
-    worth confirming. The expected gain of a point is the logarithm of its speedup times the
-    probability that the confirming half shows what the search's half did. Some slower points,
-    spread evenly over the logarithm of time, are the fallback if the most promising one fails.
+    If the model as trained meets the bounds on time and size (`base_meets`), only faster points are
+    worth confirming. The expected gain of a point is the logarithm of its speedup, multiplied by
+    the probability that the confirming half confirms it. Some slower points, spread evenly over the
+    logarithm of time, are the fallback if the most promising one fails.
     """
     others = [trial for trial in front if trial.point != base.point]
     if keep is None:
@@ -129,7 +129,7 @@ def orders_of(
 
 
 def _evenly_spaced(trials: Sequence[Trial], fast: float, slow: float, count: int) -> list[Trial]:
-    """`count` points whose times are spread evenly, on a logarithmic scale, between two points."""
+    """Returns `count` points whose times are spread evenly over the logarithm between two times."""
     left = list(trials)
     spread = []
     for ms in np.geomspace(fast, slow, count + 2)[1:-1]:
@@ -141,35 +141,35 @@ def _evenly_spaced(trials: Sequence[Trial], fast: float, slow: float, count: int
 
 
 def _chance_of_confirming(quality: Quality, keep: float) -> float:
-    """The probability that as many other inputs would confirm `keep`, given these."""
+    """Returns the probability that the same number of other inputs would confirm `keep`."""
     kept, low = _without_luck(quality)
     return NormalDist().cdf(Z * (low - keep) / (math.sqrt(2) * max(1e-9, kept - low)))
 
 
 def _without_luck(quality: Quality) -> tuple[float, float]:
-    """The kept share and the lower end of its interval, capped at 1.
+    """Returns the kept share and its interval's lower end, both lowered if the share is above 1.
 
-    A few more correct answers than the untouched model gives are luck: there were many candidates,
-    and the substitutes were trained on these inputs.
+    If a point has a few more correct answers than the untouched model, that is luck: there were
+    many candidates, and the substitutes were trained on these inputs.
     """
     luck = max(0.0, quality.kept - 1)
     return quality.kept - luck, quality.low - luck
 
 
-def confirmed(
+def confirm(
     graphs: Graphs, orders: ConfirmationOrders, holdout: Holdout, progress: Progress
 ) -> list[Confirmed]:
-    """Returns what each point keeps on the confirming half, which is read once for all points."""
+    """Returns what each point keeps on the confirming half, which is read once for all of them."""
     base, metric = untouched(graphs.base.model), graphs.metric
-    listed = orders.trials
+    trials = orders.trials
     progress.step("confirming", total=holdout.confirming_count, unit="inputs")
 
     def batches() -> Iterator[Batch]:
-        for x, labels in graphs.whole(holdout.confirming()):
+        for x, labels in graphs.graph_batches(holdout.confirming()):
             yield Batch(inputs=x, labels=labels, outputs=base.infer(x), metric=metric)
             progress.advance(len(first_of(x)))
 
-    points = [(trial.point, trial.lowerings) for trial in listed]
+    points = [(trial.point, trial.lowerings) for trial in trials]
     with graphs.opened(points, spin_ms=0) as sessions:
         tallies = graphs.evaluate(batches())(sessions)
     if not tallies[0].inputs:
@@ -180,16 +180,16 @@ def confirmed(
             quality=metric.quality(tally),
             promising=index >= len(orders.conservative),
         )
-        for index, (trial, tally) in enumerate(zip(listed, tallies, strict=True))
+        for index, (trial, tally) in enumerate(zip(trials, tallies, strict=True))
     ]
 
 
 def passing(points: Sequence[Confirmed], keep: float | None) -> list[Confirmed]:
-    """Returns the points that pass: in each sequence those before the first failure.
+    """Returns the points that pass: in each sequence, those before the first failure.
 
     The lower end of a 95% interval is wrong in 2.5% of cases. In a sequence with a fixed order that
     ends at the first failure, the chance that any point passes wrongly is no larger; for two
-    sequences it is at most 5% (Bonferroni). This is fixed sequence testing with two starts,
+    sequences, it is at most 5% (Bonferroni). This is fixed sequence testing with two starts, as in
     Angelopoulos et al., Learn then Test, 2021.
     """
     passed: list[Confirmed] = []
@@ -207,8 +207,8 @@ def shortfall(point: Confirmed, keep: float) -> ContractError:
     """Returns the error of a point that is not confirmed, with the number of inputs needed."""
     quality = point.quality
     message = (
-        f"--keep {keep:.4g} not confirmed: {quality.kept:.2%} is kept on {quality.inputs} "
-        f"held-out inputs, between {quality.low:.2%} and {quality.high:.2%} with 95% confidence"
+        f"--keep {keep:.4g} is not confirmed: {quality.kept:.2%} is kept on {quality.inputs} "
+        f"held-out inputs (95% interval {quality.low:.2%} to {quality.high:.2%})"
     )
     return ContractError(message, hint=inputs_hint(quality, keep))
 
@@ -220,12 +220,12 @@ def inputs_hint(quality: Quality, keep: float) -> str:
     needed = inputs_needed(quality.inputs, quality.kept, quality.low, keep)
     return (
         f"about {2 * math.ceil(needed)} inputs in --data would suffice, half of them to confirm; "
-        f"--keep {quality.low:.3g} is confirmed now"
+        f"these inputs confirm --keep {quality.low:.3g}"
     )
 
 
 def front_of(trials: Sequence[Trial]) -> list[Trial]:
-    """Returns the points that no other beats in both time and kept quality, the slowest first."""
+    """Returns the points that no other beats in both time and kept quality, slowest first."""
     front: list[Trial] = []
     for trial in sorted(trials, key=lambda trial: (trial.ms, -trial.quality.kept)):
         if not front or trial.quality.kept > front[-1].quality.kept:
@@ -235,9 +235,9 @@ def front_of(trials: Sequence[Trial]) -> list[Trial]:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The outcome of a search: every trial, the front, the longer timings and the model as trained.
+    """The outcome of a search: every trial, the front, and the points that were timed for longer.
 
-    `protocol` is how the `latencies` were measured.
+    `base` is the model as trained; `protocol` is how the `latencies` were measured.
     """
 
     trials: tuple[Trial, ...]
@@ -256,21 +256,21 @@ def shortlist(
     base: Trial,
     choices: dict[str, tuple[LayerRecipe, ...]],
 ) -> SearchResult:
-    """Returns the outcome of a search, with longer timings of the points to confirm."""
+    """Times the points to confirm for longer; returns the outcome of the search."""
     candidates = [*graphs.trials.values()]
     within = [trial for trial in candidates if job.within(trial)] or candidates
     orders = _orders(job, worth_confirming(within), base, timed=False)
-    again = [base, *(graphs.lowered(trial) for trial in orders.trials[1:])]
+    to_time = [base, *(graphs.with_best_lowerings(trial) for trial in orders.trials[1:])]
     careful = protocol_for(base.ms, careful=True)
-    latencies = graphs.timed(again, careful)
+    latencies = graphs.timed(to_time, careful)
     first = latencies[base.point.key]
     timed = {}
-    for trial in again:
+    for trial in to_time:
         key = trial.point.key
         timed[key] = replace(trial, ms=first.median * median_ratio(latencies[key], first))
-    faster = timed[base.point.key].ms / base.ms  # other times are relative to the base
+    ratio = timed[base.point.key].ms / base.ms  # other times are relative to the base
     trials = [
-        timed.get(trial.point.key, replace(trial, ms=faster * trial.ms)) for trial in candidates
+        timed.get(trial.point.key, replace(trial, ms=ratio * trial.ms)) for trial in candidates
     ]
     within = [trial for trial in trials if job.within(trial)] or trials
     return SearchResult(
@@ -287,9 +287,9 @@ def shortlist(
 
 @dataclass(frozen=True, slots=True)
 class ContractResult:
-    """All confirmed points, and those that meet the bounds, the best first.
+    """All points that were tested, and those that meet the bounds, best first.
 
-    With `--scenario`, `services` are the request rates of the fastest ones.
+    With `--scenario`, `services` has the request rates of the fastest points.
     """
 
     confirmed: list[Confirmed]
@@ -297,30 +297,30 @@ class ContractResult:
     services: ServiceFindings | None = None
 
 
-def contract(job: SearchJob, result: SearchResult, progress: Progress) -> ContractResult:
+def confirm_front(job: SearchJob, result: SearchResult, progress: Progress) -> ContractResult:
     """Confirms the front on the other half; raises `ContractError` if no point meets the bounds."""
     keep = job.request.kept
     orders = _orders(job, result.timed, result.base, timed=True)
-    done = job.journal.pieces("confirmed")
-    if done:
-        checked = [msgspec.convert(point, Confirmed) for point in done[-1]["points"]]
+    pieces = job.journal.pieces("confirmed")
+    if pieces:
+        checked = [msgspec.convert(point, Confirmed) for point in pieces[-1]["points"]]
         for point in checked:
-            check_same(job, point.trial, result)
+            check_substitutes(job, point.trial, result)
     else:
-        checked = confirmed(result.graphs, orders, job.holdout, progress)
+        checked = confirm(result.graphs, orders, job.holdout, progress)
         job.journal.add("confirmed", points=[msgspec.to_builtins(point) for point in checked])
     passed = passing(checked, keep)
     if keep is not None and not passed:
         raise shortfall(checked[0], keep)
     within = [point for point in passed if job.within(point.trial)]
     if not within:
-        raise _no_point(job, passed)
+        raise _bounds_error(job, passed)
     if keep is None:
         return ContractResult(checked, sorted(within, key=lambda point: -point.trial.quality.kept))
     within.sort(key=lambda point: (point.trial.ms, point.trial.bytes))
     if job.request.scenario is None:
         return ContractResult(checked, within)
-    rates, services = result.graphs.served(
+    rates, services = result.graphs.serve(
         [point.trial for point in within[:MAX_SERVED]], job.folder, job.request
     )
     serving = [point for point in within if rates.get(point.trial.point.key)]
@@ -329,7 +329,7 @@ def contract(job: SearchJob, result: SearchResult, progress: Progress) -> Contra
         raise ContractError(
             f"--scenario {job.request.scenario} --max-latency {job.request.latency_ms:g}ms: "
             f"{'; '.join(reasons)}",
-            hint="ask for a longer --max-latency",
+            hint="raise --max-latency",
         )
     serving.sort(key=lambda point: -rates[point.trial.point.key])
     return ContractResult(checked, serving, services)
@@ -338,36 +338,36 @@ def contract(job: SearchJob, result: SearchResult, progress: Progress) -> Contra
 def _orders(
     job: SearchJob, trials: Sequence[Trial], base: Trial, *, timed: bool
 ) -> ConfirmationOrders:
-    """The points to confirm, as many as time allows.
+    """Returns the points to confirm, as many as time allows.
 
-    `timed`: their longer timings are done; otherwise time for these is reserved.
+    If they are not `timed`, time for their longer timings is reserved.
     """
     clock, limit = job.clock, MAX_CONFIRMED
     if math.isfinite(clock.left):
-        fitting = job.end(base).points_within(clock.left - clock.writing_s, timed=timed)
+        fitting = job.finish_times(base).points_within(clock.left - clock.writing_s, timed=timed)
         limit = min(MAX_CONFIRMED, max(2, math.floor(fitting)))
     return orders_of(trials, base, job.request.kept, limit, base_meets=job.within(base))
 
 
-def check_same(job: SearchJob, trial: Trial, result: SearchResult) -> None:
-    """Raises if the substitutes of a trial changed since it was measured."""
+def check_substitutes(job: SearchJob, trial: Trial, result: SearchResult) -> None:
+    """Raises `ContractError` if the substitutes of a trial changed after its measurement."""
     if result.graphs.substitutes.digest(trial.point) != trial.substitutes:
         raise ContractError(
             f"{job.folder / FOLDER}: the substitutes for the removed experts were changed or "
-            "deleted after they were confirmed",
+            "deleted after they were measured",
             hint=f"remove {job.folder} and search again",
         )
 
 
-def _no_point(job: SearchJob, passed: Sequence[Confirmed]) -> ContractError:
-    """The error if no point meets the bounds; it names the nearest one."""
+def _bounds_error(job: SearchJob, passed: Sequence[Confirmed]) -> ContractError:
+    """Returns the error if no point meets the bounds, with the nearest one."""
     request = job.request
 
-    def beyond(point: Confirmed) -> float:
+    def excess(point: Confirmed) -> float:
         slow = point.trial.ms / (request.latency_ms or math.inf)
         return max(slow, point.trial.bytes / (request.most_bytes or math.inf))
 
-    nearest = min(passed, key=beyond).trial
+    nearest = min(passed, key=excess).trial
     bounds = []
     if request.latency_ms is not None:
         bounds.append(f"--max-latency {request.latency_ms:g}ms")
@@ -377,7 +377,7 @@ def _no_point(job: SearchJob, passed: Sequence[Confirmed]) -> ContractError:
     return ContractError(
         f"{keep}{' and '.join(bounds)}: no point meets these bounds; the nearest takes "
         f"{nearest.ms:.3g} ms and {nearest.bytes} bytes and keeps {nearest.quality.kept:.2%}",
-        hint="relax the bounds, or raise --time",
+        hint="relax the bounds, or allow more --time",
     )
 
 

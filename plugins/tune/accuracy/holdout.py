@@ -1,4 +1,4 @@
-"""The data in two halves: the search uses one; the other is read once, to confirm."""
+"""Splits the data into two halves: one for the search, and one to read once, to confirm."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from ..budget import UNTOUCHED_SHARE, Clock
 SEED = 20
 BLOCK = 4096
 """Inputs are assigned to halves in blocks of this size, so an input's half does not depend on the
-data's length."""
+length of the data."""
 
 BATCH = 64
 
 BATCH_BYTES = 1 << 27
-"""The largest size of one batch of outputs: those of language models have the whole vocabulary."""
+"""The largest size of a batch of outputs: a language model scores its whole vocabulary."""
 
 OUTPUT_BYTES = 1 << 30
-"""The largest size of the untouched model's outputs: those of language models are large."""
+"""The size of the untouched model's outputs after which no more inputs are run."""
 
 MIN_INPUTS = 512
-"""The search uses at least this many inputs, if the data have them, whatever its time limit."""
+"""The search uses at least this many inputs, if there are enough, whatever its time limit."""
 
 ENOUGH_INPUTS, MAX_EXTRA_S = 4096, 20.0
-"""Beyond `ENOUGH_INPUTS` the search adds more inputs only while the untouched model has run for
-less than `MAX_EXTRA_S`."""
+"""The search uses more inputs than `ENOUGH_INPUTS` only if the untouched model runs them within
+`MAX_EXTRA_S`."""
 
-MOST_SEARCHED = 8192
-MOST_SEARCHED_BYTES = 1 << 30
-"""The largest number of inputs, and of bytes, that the search keeps in memory."""
+MAX_SEARCHED = 8192
+MAX_SEARCHED_BYTES = 1 << 30
+"""The number of inputs, and of bytes, after which the search reads no more into memory."""
 
 
 def searched(first: int, count: int) -> Array:
-    """Returns which of `count` inputs, starting at `first`, the search uses: bool [count].
+    """Returns which of `count` inputs, starting at number `first`, the search uses: bool [count].
 
-    One input of each pair of neighbours is drawn, so data in any order are split evenly.
+    One of each two neighbouring inputs is drawn, so data in any order are split evenly.
     """
     sides = []
     for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
@@ -60,9 +60,9 @@ def searched(first: int, count: int) -> Array:
 
 @dataclass(frozen=True)
 class Holdout:
-    """Labelled data in two halves: `search` is in memory, `confirming` yields the other half.
+    """Labelled data in two halves: `search` is in memory, `confirming` yields the other.
 
-    If the search's half exceeds `MOST_SEARCHED` or `MOST_SEARCHED_BYTES`, the rest is left out.
+    If the search's half exceeds `MAX_SEARCHED` or `MAX_SEARCHED_BYTES`, its rest is left out.
     """
 
     data: Labelled
@@ -70,7 +70,7 @@ class Holdout:
 
     @staticmethod
     def of(data: Labelled) -> Holdout:
-        """Reads the search's half; raises `FeedError` for data of fewer than two inputs."""
+        """Reads the search's half; raises `FeedError` if it has no inputs."""
         inputs: list[Mapping[str, Array]] = []
         labels: list[Labels] = []
         count, nbytes = 0, 0
@@ -81,20 +81,17 @@ class Holdout:
             nbytes += sum(array.nbytes for array in arrays.values())
             if y is not None:
                 labels.append(y)
-            if count >= MOST_SEARCHED or nbytes >= MOST_SEARCHED_BYTES:
+            if count >= MAX_SEARCHED or nbytes >= MAX_SEARCHED_BYTES:
                 break
         if count < 1:
             raise FeedError("--data: one half has no inputs", hint="give a few hundred inputs")
         searched_labels = np.concatenate(labels) if data.labelled else None
-        joined = {
-            name: np.concatenate([batch_arrays[name] for batch_arrays in inputs])
-            for name in inputs[0]
-        }
+        joined = {name: np.concatenate([arrays[name] for arrays in inputs]) for name in inputs[0]}
         main = joined.pop(data.input_name)
         search = LabelledData(main, searched_labels, data.input_name, others=joined)
         return Holdout(data=data, search=search)
 
-    def fewer(self, count: int) -> Holdout:
+    def with_first(self, count: int) -> Holdout:
         """Returns the same halves with only the first `count` inputs in the search's half."""
         return replace(self, search=self.search.head(count))
 
@@ -139,8 +136,8 @@ def untouched_outputs(
 ) -> Array:
     """Returns the untouched model's outputs for the search's half.
 
-    If time is short or outputs are large, only the first inputs are run, in batches of a size that
-    the graphs of `job` accept.
+    Runs batches of a size that the graphs of `job` accept; if time is short or the outputs are
+    large, runs only the first inputs.
     """
     least_batch = job.least_batch
     base, parts = untouched(model), []

@@ -1,4 +1,4 @@
-"""How much of the untouched model's quality is kept, with a paired 95% interval."""
+"""Measures how much of the untouched model's quality is kept, with a paired 95% interval."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MetricName = Literal["accuracy", "r2", "perplexity", "agreement", "function"]
 R2 = "r2"
 
 Function = Callable[[Array, Labels | None], Array]
-"""A user's metric: maps outputs [b, …] and labels to scores of inputs [b]; higher is better."""
+"""A user's metric: maps outputs [b, …] and labels to a score for each input; higher is better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class Quality:
     """The share of the untouched model's quality that is kept on some inputs; 1 is all of it.
 
     `low` and `high` are the ends of the 95% interval, paired input by input. `shift` is how far the
-    outputs moved: it ranks candidates that classify alike. `score` is the mean of the metric and
-    `untouched` that of the untouched model; `tokens` counts the tokens of token models. `answers`
-    has the metrics if labels have one number for each output.
+    outputs moved; it ranks candidates with equal classes. `score` is the mean of the metric and
+    `untouched` that of the untouched model; `tokens` is the number of tokens for token models.
+    `answers` has the metrics if labels have one number for each output.
     """
 
     kept: float
@@ -67,10 +67,10 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Tally(PairedScores):
-    """Sums, over some inputs, of the scores and of how far the outputs moved.
+    """Sums of the scores over some inputs, and of how far the outputs moved.
 
-    `tokens` has the losses of token models, whose metric is perplexity; `base` is then the summed
-    loss of the untouched model. `answers` has the sums for labels with one number for each output.
+    `tokens` has the losses of token models, whose metric is perplexity; `base` is then the sum of
+    the untouched model's losses. `answers` has the sums if labels have one number for each output.
     """
 
     shift: float = 0.0
@@ -81,10 +81,10 @@ class Tally(PairedScores):
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: a built-in name, or a user's function.
+    """A metric: a built-in one, by name, or a user's function.
 
-    `tokens`: inputs are sequences, and each token has its own class scores. `each_output`: labels
-    have one number for each output, as attributes or regression targets do.
+    `tokens` is whether inputs are sequences in which each token has class scores, `each_output`
+    whether labels have one number for each output, as attributes and regression targets do.
     """
 
     name: MetricName
@@ -94,7 +94,7 @@ class Metric:
     each_output: bool = False
 
     def tally(self, y: Array, base: Array, x: Inputs, labels: Labels | None) -> Tally:
-        """Returns the sums of a batch: outputs y and those of the untouched model, [b, …].
+        """Returns the sums for a batch: outputs y and the untouched model's outputs `base`, [b, …].
 
         Raises `FeedError` for invalid labels or scores.
         """
@@ -114,7 +114,7 @@ class Metric:
             own_numbers, targets = pair
             base_numbers = base.reshape(own_numbers.shape)
             answers, base_answers = (
-                # All labels decide which metric applies (`metric_for`), not those of one batch.
+                # Which metric applies depends on all labels (`metric_for`), not those of one batch.
                 replace(
                     AnswerCounts.of(numbers, targets, base_numbers),
                     numeric=self.name != "accuracy" or not are_attributes(targets),
@@ -123,11 +123,11 @@ class Metric:
                 for numbers in (own_numbers, base_numbers)
             )
             return Tally(inputs=len(y), shift=moved, answers=answers, base_answers=base_answers)
-        own, theirs = self._scores(y, base, labels), self._scores(base, base, labels)
-        return Tally(**asdict(PairedScores.of(own, theirs)), shift=moved)
+        scores, base_scores = self._scores(y, base, labels), self._scores(base, base, labels)
+        return Tally(**asdict(PairedScores.of(scores, base_scores)), shift=moved)
 
     def quality(self, tally: Tally) -> Quality:
-        """Returns the kept share; raises `FeedError` if the untouched model's score is 0."""
+        """Returns the kept quality; raises `FeedError` if the untouched model's score is 0."""
         n = tally.inputs
         moved = tally.shift / n
         if self.name == "perplexity":
@@ -170,21 +170,21 @@ class Metric:
                 f"--metric {self.title or self.name}: the untouched model scores {base:g} on "
                 f"{inputs} inputs, so there is nothing to keep",
                 hint="check that the labels fit this model: classes counted from 0, attributes, or "
-                "the numbers that it predicts",
+                "the numbers that the model predicts",
             )
 
     def _quality_per_output(self, tally: Tally) -> Quality:
-        """The kept share of the mean accuracy over attributes, or of R²."""
-        own = tally.answers.answers(tally.base_answers)
+        """Returns the kept share of the attributes' mean accuracy, or of R²."""
+        answers = tally.answers.answers(tally.base_answers)
         base = tally.base_answers.answers(tally.base_answers)
-        if own.accuracy is None and self.name == "accuracy":
+        if answers.accuracy is None and self.name == "accuracy":
             raise FeedError(
                 "--data: some labels are 0 or 1, like attributes, but others are not",
                 hint="save attributes as 0 and 1; use --metric r2 for other numbers",
             )
-        score, untouched = _score(own), _score(base)
+        score, untouched = _score(answers), _score(base)
         self._check_base(untouched, tally.inputs)
-        judged = own.accuracy or own.regression
+        judged = answers.accuracy or answers.regression
         interval = None if judged is None else judged.retention_interval
         assert interval is not None  # the untouched model has a score
         return Quality(
@@ -195,16 +195,16 @@ class Metric:
             inputs=tally.inputs,
             score=score,
             untouched=untouched,
-            answers=own,
+            answers=answers,
             untouched_answers=base,
         )
 
     def needed(self, keep: float, share: float) -> int | None:
-        """Returns how many confirming inputs are needed to show `keep`, if all agree.
+        """Returns how many inputs are needed to confirm `keep` if both models agree on all of them.
 
         `share` is the untouched model's accuracy. Returns None if the number depends on the data.
         """
-        # The score of an input is then not just right or wrong.
+        # In these cases, the score of an input is more than correct or wrong.
         if self.tokens or self.each_output or self.name == "function":
             return None
         correct = share if self.name == "accuracy" else 1.0
@@ -212,19 +212,19 @@ class Metric:
 
     def _scores(self, y: Array, base: Array, labels: Labels | None) -> Array:
         if self.function is not None:
-            return _own_scores(self.title, self.function, y, labels)
-        wanted = base.argmax(axis=-1) if self.name == "agreement" else labels
-        assert wanted is not None, "accuracy has labels (`metric_for`)"
-        correct = (y.argmax(axis=-1) == wanted) & np.isfinite(y).all(axis=-1)
+            return _scores_by(self.title, self.function, y, labels)
+        classes = base.argmax(axis=-1) if self.name == "agreement" else labels
+        assert classes is not None, "accuracy has labels (`metric_for`)"
+        correct = (y.argmax(axis=-1) == classes) & np.isfinite(y).all(axis=-1)
         scores: Array = correct.astype(np.float64)
         if scores.ndim == 1:
             return scores
-        counted = (wanted != IGNORED).reshape(len(scores), -1)
+        counted = (classes != IGNORED).reshape(len(scores), -1)
         shares: Array = scores.reshape(counted.shape).sum(axis=1) / counted.sum(axis=1).clip(min=1)
         return shares
 
     def shift(self, y: Array, base: Array) -> float:
-        """Returns how far outputs moved, summed: the divergence of class scores, or 1 − cos."""
+        """Returns the sum of how far outputs moved: divergence, squared distance or 1 − cosine."""
         if self.name == "function":
             return float((1 - cosines(y, base)).sum())
         if self.name == "r2":
@@ -233,12 +233,14 @@ class Metric:
             return _binary_divergence(base, y)
         if not self.tokens:
             return _divergence(base, y)
-        # One input at a time: in float64 a language model's scores take twice the memory.
+        # One input at a time, because a language model's scores in float64 take twice the memory.
         return sum(_divergence(*pair) for pair in zip(base[:, None], y[:, None], strict=True))
 
 
-def check_enough(metric: Metric, keep: float | None, holdout: Holdout, outputs: Array) -> None:
-    """Raises `FeedError` if even the best outcome could not show `keep`."""
+def check_enough_inputs(
+    metric: Metric, keep: float | None, holdout: Holdout, outputs: Array
+) -> None:
+    """Raises `FeedError` if there are too few inputs to confirm `keep` even in the best case."""
     if keep is None:
         return
     search = holdout.search
@@ -254,14 +256,14 @@ def check_enough(metric: Metric, keep: float | None, holdout: Holdout, outputs: 
     count = holdout.confirming_count
     if needed is not None and count is not None and count < needed:
         raise FeedError(
-            f"--data: {count} of the inputs confirm, but to show that {keep:.4g} is kept "
-            f"takes at least {needed}, even if all agree",
+            f"--data: {count} inputs are left to confirm the result, but at least {needed} are "
+            f"needed to show that {keep:.4g} is kept",
             hint=f"give at least {2 * needed} inputs, half of them to confirm, or lower --keep",
         )
 
 
 def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | None) -> Metric:
-    """Returns the metric that the user chose, or the one that the data allow.
+    """Returns the metric that the user chose, or else the one that fits the data.
 
     `outputs` are the untouched model's for inputs x. Raises `UsageError` for a metric that does not
     fit them, `FeedError` if all labels are the same.
@@ -279,8 +281,7 @@ def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | Non
         name = "perplexity" if tokens else "agreement" if labels is None else "accuracy"
         if classes.ndim != 2 and not tokens:
             raise UsageError(
-                f"--metric: the model's outputs {outputs.shape} are not class scores, so a metric "
-                "is needed",
+                f"--metric: one is needed, since the outputs {outputs.shape} are not class scores",
                 hint="--metric package.module:function scores each input by its outputs and labels",
             )
     if ":" in name:
@@ -288,7 +289,7 @@ def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | Non
     if name == R2:
         raise UsageError(
             f"--metric {name}: the data have no number for each output",
-            hint=f"--data with labels (batch, {classes.shape[-1]})",
+            hint=f"give --data with labels of shape (batch, {classes.shape[-1]})",
         )
     if name == "perplexity" and not tokens:
         raise UsageError(
@@ -309,41 +310,41 @@ def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | Non
             raise FeedError(
                 f"--data: all {labels.size} labels are the same class, so accuracy cannot be "
                 "measured",
-                hint="give a mix of inputs of every class",
+                hint="give inputs of every class",
             )
     metric_name: Any = name
     return Metric(metric_name, title=name, tokens=tokens)
 
 
 def _metric_per_output(name: str | None, labels: Labels) -> Metric:
-    """The metric of labels [b, o]: accuracy of attributes, R² of other numbers."""
+    """Returns the metric for labels [b, o]: accuracy for attributes, R² for other numbers."""
     if name == "accuracy" or (name is None and are_attributes(labels)):
         check_attributes(labels, "--data")
         if (labels == labels[0]).all():
             raise FeedError(
                 f"--data: all {len(labels)} inputs have the same labels, so accuracy cannot be "
                 "measured",
-                hint="give a mix of inputs with and without each attribute",
+                hint="give inputs with and without each attribute",
             )
         return Metric("accuracy", title="accuracy", each_output=True)
     return Metric("r2", title="R²", each_output=True)
 
 
-def _own_scores(title: str, function: Function, y: Array, labels: Labels | None) -> Array:
-    signature = "it takes outputs [b, …] and labels, and returns a score of each input [b]"
+def _scores_by(title: str, function: Function, y: Array, labels: Labels | None) -> Array:
+    signature = "a function of outputs [b, …] and labels must return a score for each input [b]"
     try:
         scores = np.asarray(function(y, labels), dtype=np.float64)
     except Exception as error:  # user code may raise anything
         reason = f"the function failed: {type(error).__name__}: {error}"
         raise UsageError(f"--metric {title}: {reason}", hint=signature) from error
     if scores.shape != (len(y),):
-        reason = f"the function returned {scores.shape} for {len(y)} inputs"
+        reason = f"the function returned an array of shape {scores.shape} for {len(y)} inputs"
         raise UsageError(f"--metric {title}: {reason}", hint=signature)
     if not np.isfinite(scores).all():
         at = int(np.flatnonzero(~np.isfinite(scores))[0])
         raise UsageError(
             f"--metric {title}: the function returned {scores[at]} for an input",
-            hint="a score must be a finite number: leave such inputs out, or return 0 for them",
+            hint="a score must be finite: leave such inputs out, or return 0 for them",
         )
     return scores
 
@@ -355,7 +356,7 @@ def _score(answers: AnswerScores) -> float:
 
 
 def _binary_divergence(base: Array, y: Array) -> float:
-    """The mean over attributes of the divergence of two binary decisions, summed over inputs."""
+    """Returns the attributes' mean divergence of two binary decisions, summed over inputs."""
     p, q = (torch.from_numpy(x).double() for x in (base, y))
     yes = p.sigmoid() * (torch.nn.functional.logsigmoid(p) - torch.nn.functional.logsigmoid(q))
     no = (-p).sigmoid() * (torch.nn.functional.logsigmoid(-p) - torch.nn.functional.logsigmoid(-q))
@@ -364,7 +365,7 @@ def _binary_divergence(base: Array, y: Array) -> float:
 
 
 def _divergence(base: Array, y: Array) -> float:
-    """The Kullback-Leibler divergence of scores [b, …] from the base's, summed over inputs."""
+    """Returns the Kullback-Leibler divergence of y from `base`, [b, …], summed over inputs."""
     log_p, log_q = (torch.from_numpy(x).double().log_softmax(dim=-1) for x in (base, y))
     divergences = (log_p.exp() * (log_p - log_q)).sum(dim=-1).nan_to_num(nan=math.inf)
     return float(divergences.reshape(len(y), -1).mean(dim=1).sum())

@@ -1,1 +1,1 @@
-"""The outcome of a search in a results file and in a report."""
+"""Stores the outcome of a search in a results file, and shows it in a report."""

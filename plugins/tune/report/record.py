@@ -13,15 +13,15 @@ from ....graphs.targets import Runtime
 from ..recipe import LayerRecipe
 
 TUNING = "tuning"
-"""The name of a search among the analyses of `results.json`."""
+"""The key of a search in the analyses of `results.json`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontPoint:
-    """One point: its time for a batch, its size, and the quality it keeps.
+    """A point: its time for a batch, its size, and the quality that it keeps.
 
-    `searched` is the interval on the search's half, `confirmed` on the other (None if the point was
-    not confirmed). `text` describes the layers; older files have a list of them.
+    `searched` is the interval on the search's half, `confirmed` the one on the other half, None if
+    the point was not tested there. `text` describes the layers; in older files, `layers` is a list.
     """
 
     ms: float
@@ -41,9 +41,9 @@ class FrontPoint:
 
 @dataclass(frozen=True, slots=True)
 class TuningRecord:
-    """A search: its bounds, metric and numbers of inputs, and every point it found.
+    """A search: its bounds, its metric, the numbers of inputs, and every point that was measured.
 
-    `recipe` is the file that exports the chosen point again.
+    `recipe` is the recipe file of the chosen point.
     """
 
     model: str
@@ -60,36 +60,36 @@ class TuningRecord:
 
     @property
     def fastest(self) -> dict[Runtime, FrontPoint]:
-        """The fastest point of each runtime that keeps enough: a confirmed one if there is any."""
+        """The fastest point that keeps enough in each runtime, preferably a confirmed one."""
         found: dict[Runtime, FrontPoint] = {}
         for runtime in dict.fromkeys(point.runtime for point in self.points):
-            own = [point for point in self.points if point.runtime == runtime]
-            confirmed = [point for point in own if self._enough(point.confirmed)]
-            enough = confirmed or [point for point in own if self._enough(point.searched)]
+            points = [point for point in self.points if point.runtime == runtime]
+            confirmed = [point for point in points if self._keeps_enough(point.confirmed)]
+            enough = confirmed or [point for point in points if self._keeps_enough(point.searched)]
             if enough:
                 found[runtime] = min(enough, key=lambda point: point.ms)
         return found
 
-    def _enough(self, interval: Interval | None) -> bool:
+    def _keeps_enough(self, interval: Interval | None) -> bool:
         return interval is not None and interval.low >= (self.keep or 0.0)
 
     @property
     def why_runtime(self) -> str:
-        """A sentence on why the chosen point uses its runtime; empty if only one was tried."""
+        """A sentence that explains the choice of the runtime; empty if only one was tried."""
         if len({point.runtime for point in self.points}) < 2:
             return ""
-        reasons = (
+        times = (
             f"{point.ms:.3g} ms in {RUNTIMES[name].title if name in RUNTIMES else name}"
-            f"{'' if self._enough(point.confirmed) else ' (not confirmed)'}"
+            f"{'' if self._keeps_enough(point.confirmed) else ' (not confirmed)'}"
             for name, point in self.fastest.items()
         )
-        return f"The fastest that keeps enough takes {' and '.join(reasons)}."
+        return f"The fastest model that keeps enough takes {' and '.join(times)}."
 
 
 def tuning_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> TuningRecord | None:
-    """Returns the search among the analyses of a results file, None if there is none.
+    """Returns the search in the analyses of a results file, or None.
 
-    Raises ResultsError with the file and the field that cannot be read.
+    Raises a `ResultsError` that names the file and the field that cannot be read.
     """
     if TUNING not in analyses:
         return None

@@ -1,4 +1,4 @@
-"""The section of the report about a search, and its registration with the core."""
+"""Registers the report's section on a search."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def _decision(results: Results) -> RowDecision | None:
     )
     bounds = bounds_text(search.keep, search.metric, search.max_latency_ms, search.max_bytes)
     asked = (
-        f"The bundle had {bounds}; the result is confirmed on {search.confirming:,} inputs that "
-        "the search did not use."
+        f"The requirement was {bounds}; the result is confirmed on {search.confirming:,} inputs "
+        "that the search did not use."
     )
     return RowDecision(keep=search.keep, asked=asked, keeps=next(keeps, ""), recipe=search.recipe)
 
 
 def _search(results: Results) -> SectionContent | None:
-    """The points on the front, and those that were confirmed."""
+    """Returns a table of the points on the front and those that were tested to confirm."""
     search = tuning_in(results.analyses)
     if search is None:
         return None
@@ -68,9 +68,9 @@ def _search(results: Results) -> SectionContent | None:
             )
         )
     intro = (
-        f"{len(search.points)} graphs were made in {search.seconds:.0f} s. The search used "
+        f"{len(search.points)} graphs were measured in {search.seconds:.0f} s. The search used "
         f"{search.searching} inputs; {search.confirming} others, read once, confirm its result. "
-        f"Kept is the share of the untouched model's {search.metric}."
+        f"Kept is the share of the untouched model's {search.metric} that a point keeps."
     )
     groups = {f"{search.model}, batch {search.batch}": lines}
     table = TableContent("", heads, groups)
@@ -78,12 +78,12 @@ def _search(results: Results) -> SectionContent | None:
 
 
 def _interval_text(interval: Interval) -> str:
-    """An interval of shares: `98.1% to 99.9%`."""
+    """Formats an interval of shares, such as `98.1% to 99.9%`."""
     return f"{percent(interval.low)} to {percent(interval.high)}"
 
 
 def _points(results: Results) -> dict[str, Any] | None:
-    """Every point with its tooltip, for the page."""
+    """Returns the data of the page's chart: every point, with its tooltip."""
     search, shown = tuning_in(results.analyses), sections(results)
     if search is None:
         return None
@@ -100,7 +100,7 @@ def _points(results: Results) -> dict[str, Any] | None:
 
 
 def _point(index: int, point: FrontPoint) -> dict[str, Any]:
-    """A point of the chart; those on the front have their interval."""
+    """Returns a point of the chart, with its interval if it is on the front."""
     bars = {"kept_low": point.searched.low, "kept_high": point.searched.high}
     return {
         "index": index,
@@ -115,7 +115,7 @@ def _point(index: int, point: FrontPoint) -> dict[str, Any]:
 
 
 def _precision(point: FrontPoint) -> str:
-    """The precision that sets a point's colour: its layers' first that is not FP32, if any."""
+    """Returns the first precision of a point's layers other than FP32, which sets its colour."""
     layers = point.layers.values() if isinstance(point.layers, dict) else ()
     names = [*(layer.precision for layer in layers), point.around]
     return next((name for name in names if name and name != "fp32"), "fp32")

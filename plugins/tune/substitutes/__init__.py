@@ -1,1 +1,1 @@
-"""Arrays that replace removed or merged experts: fitted, then trained."""
+"""Fits, then trains, the arrays that replace removed or merged experts."""

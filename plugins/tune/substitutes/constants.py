@@ -1,8 +1,8 @@
-"""The order in which experts of a Soft MoE layer are removed, and the constants that replace them.
+"""Finds the order in which to remove experts of a Soft MoE layer, and constants to replace them.
 
 A removed expert becomes a constant expert (Jin et al., MoE++, 2024): each of its slots returns one
-vector, whatever its input. Least squares choose the vectors with which the layer's outputs on the
-search's half change least. C is unchanged, so a token still weights them as the router decides.
+vector for all inputs. Least squares find the vectors with which the layer's outputs on the search's
+half change least. C is unchanged, so tokens still combine the slots as the router decides.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch import Tensor
 
 from ....graphs.layers.soft_moe import SoftMoE
 
-RANKED = 64
-"""The number of inputs by which experts are ranked. Constants are fitted to at least as many."""
+RANKING_INPUTS = 64
+"""The number of inputs to rank experts by. Constants are fitted to at least as many."""
 
 ROWS = 16
-"""The number of tokens that constants are fitted to, per slot of the layer."""
+"""The number of tokens per slot of the layer to fit the constants to."""
 
-MOST_SLOTS = 4096
-"""The constants of up to this many slots are fitted together; those of more, one by one."""
+MAX_SLOTS = 4096
+"""Up to this many slots, all constants are fitted together, otherwise each alone."""
 
 RIDGE = 1e-3
-"""The ridge penalty of least squares, relative to the mean of the diagonal."""
+"""The ridge penalty for least squares, relative to the mean of the diagonal."""
 
 
 class ConstantExperts:
-    """The constants that replace a layer's experts outside any given subset.
+    """Fits the constants that replace a layer's experts outside a subset.
 
-    `tokens` [b, m, d], in batches, are the layer's inputs.
+    `tokens` are the layer's inputs in batches, [b, m, d].
     """
 
     def __init__(self, layer: SoftMoE, tokens: Sequence[Tensor]) -> None:
@@ -52,7 +52,7 @@ class ConstantExperts:
         dropped = [e for e in range(spec.experts) if e not in {*experts}]
         separate = self._slot_constants()
         constants = separate[dropped].flatten(0, 1)
-        if len(constants) <= MOST_SLOTS:
+        if len(constants) <= MAX_SLOTS:
             square = torch.zeros(len(constants), len(constants), dtype=torch.float64)
             missing = torch.zeros(len(constants), spec.out, dtype=torch.float64)
             for outputs, combine in self._batches():
@@ -66,9 +66,9 @@ class ConstantExperts:
 
     @torch.inference_mode()
     def _slot_constants(self) -> Tensor:
-        """The best constant of each slot if only that slot had one, [n, p, o] float64.
+        """Returns each slot's best constant if only that slot had one, [n, p, o] float64.
 
-        It is the mean of the slot's outputs, each input weighted by the squares of its column of C.
+        This is the mean of the slot's outputs, weighted by the squares in each input's column of C.
         """
         if self._separate is None:
             spec = self._layer.spec
@@ -83,15 +83,15 @@ class ConstantExperts:
 
     @torch.inference_mode()
     def _products(self, separate: Tensor) -> Tensor:
-        """Inner products [n, n] of the errors when each expert is replaced by its constants.
+        """Returns inner products [n, n] of the errors if each expert is replaced by its constants.
 
-        Outputs are sums over experts, so the products give the error of any set of experts.
+        Outputs are sums over experts, so the error of any set of experts follows from these.
         """
         n = self._layer.spec.experts
-        products, remaining = torch.zeros(n, n, dtype=torch.float64), RANKED
+        products, remaining = torch.zeros(n, n, dtype=torch.float64), RANKING_INPUTS
         for outputs, combine in self._batches():
-            for own, shares in zip(outputs[:remaining], combine[:remaining], strict=True):
-                errors = own - separate.to(own.dtype)
+            for y, shares in zip(outputs[:remaining], combine[:remaining], strict=True):
+                errors = y - separate.to(y.dtype)
                 added = torch.einsum("npo,mnp->nmo", errors, shares).flatten(1)  # [n, m·o]
                 products += (added @ added.T).double()
             remaining = max(0, remaining - len(outputs))
@@ -104,12 +104,12 @@ class ConstantExperts:
         for x in self._tokens:
             yield self._layer.computed(x)
             inputs, rows = inputs + x.shape[0], rows + x.shape[0] * x.shape[1]
-            if inputs >= RANKED and rows >= ROWS * spec.experts * spec.slots:
+            if inputs >= RANKING_INPUTS and rows >= ROWS * spec.experts * spec.slots:
                 return
 
 
 def ridge_solution(square: Tensor, product: Tensor) -> Tensor:
-    """Solves `square` · X = `product` for X, with a ridge penalty, given zᵀz and zᵀy."""
+    """Solves `square` · X = `product` (zᵀz and zᵀy) for X, with a ridge penalty."""
     square = square.clone()
     ridge = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
     square.diagonal().add_(ridge)

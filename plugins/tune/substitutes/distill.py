@@ -1,8 +1,8 @@
 """Trains the substitutes so that the whole model's outputs match the original's.
 
-Least squares bring a layer's own outputs near (`constants.py`), but most directions of those
-outputs matter little to the model's answer. No labels are used: the target is the untouched model's
-output (Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, 2015).
+Least squares bring a layer's outputs close to the original ones (`constants.py`), but most of their
+directions hardly affect the model's answer. Training needs no labels: its target is the untouched
+model's output (Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, 2015).
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from ....data.batches import Array
 from ....exporter.inputs import Inputs
 from ....exporter.reference import all_outputs
 
-STEPS = 1200
+MAX_STEPS = 1200
 """The largest number of batches to train on."""
 
-FEWEST = 25
-"""If there is time for fewer steps than this, nothing is trained."""
+MIN_STEPS = 25
+"""If the time allows fewer steps, nothing is trained."""
 
-STEP = 4.0
-"""The estimated time of a training step, in runs of a batch."""
+STEP_RUNS = 4.0
+"""The estimated time of a training step, as a multiple of the time to run a batch."""
 
 RATE = 0.1
 """The size of the first steps, relative to the parameters' mean magnitude."""
 
-SMALLER = 4.0
-"""The step size is divided by this if the training diverges."""
+RATE_DIVISOR = 4.0
+"""If the training diverges, the step size is divided by this."""
 
 EVALUATIONS, EVALUATIONS_SHARE = 4, 0.15
 """The number of evaluations on the held-out batches, and their share of the time."""
 
 HELD_OUT = 5
-"""One of this many batches is held out; the held-out batches decide which evaluation is best."""
+"""One in this many batches is held out; the held-out batches decide which arrays are best."""
 
-MOST_HELD = 32
+MAX_HELD_OUT = 32
 """The largest number of held-out batches."""
 
 Samples = Sequence[tuple[Inputs, Array]]
@@ -64,8 +64,8 @@ def distil(
 
     The training starts from the parameters or from the `other` arrays, whichever have the smaller
     loss on held-out batches. The loss is the Kullback-Leibler divergence if outputs are class
-    scores (`scores`), or the squared distance. The returned arrays did best on the held-out
-    batches: the initial ones if training did not help.
+    scores (`scores`), otherwise the squared distance. The returned arrays are those with the
+    smallest loss on the held-out batches; these are the initial ones if training did not help.
     """
     began = time.monotonic()
     held = samples[::HELD_OUT]
@@ -74,14 +74,14 @@ def distil(
     first = partial(_mean_loss, model, held[:1], scores=scores)
     batch_s = min(timeit.repeat(first, number=1, repeat=2))
     affordable = int(EVALUATIONS_SHARE * seconds / ((1 + EVALUATIONS) * batch_s))
-    held = held[: max(1, min(MOST_HELD, affordable))]
+    held = held[: max(1, min(MAX_HELD_OUT, affordable))]
     lowest = _mean_loss(model, held, scores=scores)
     if other is not None:
-        _set(parameters, other)
+        _assign(parameters, other)
         value = _mean_loss(model, held, scores=scores)
         lowest, best = min((lowest, best), (value, _copied(parameters)), key=lambda pair: pair[0])
-        _set(parameters, best)
-    if seconds < FEWEST * STEP * batch_s or not fitted:
+        _assign(parameters, best)
+    if seconds < MIN_STEPS * STEP_RUNS * batch_s or not fitted:
         return best
     sizes = [max(np.abs(array).mean(), 1e-6) for array in best.values()]
     optimiser, rate = _optimiser(parameters), RATE
@@ -91,9 +91,8 @@ def distil(
         parameter.requires_grad_(True)
     step = evaluations = 0
     while evaluations < EVALUATIONS:
-        # The step size falls with the elapsed time, since the time of a step is known only
-        # afterwards.
-        done = min(1.0, max(step / STEPS, (time.monotonic() - began) / seconds))
+        # The step size falls with the elapsed time, since the time of a step is not known before.
+        done = min(1.0, max(step / MAX_STEPS, (time.monotonic() - began) / seconds))
         evaluating = done * EVALUATIONS >= evaluations + 1
         for group, size in zip(optimiser.param_groups, sizes, strict=True):
             group["lr"] = rate * size * (1 - done)
@@ -109,12 +108,12 @@ def distil(
                 loss.backward()  # type: ignore[no-untyped-call]
                 value = float(loss.detach())
         except RuntimeError:
-            if not step:  # a network that does not support gradients
+            if not step:  # the network does not support gradients
                 return best
-            value = math.nan  # some operations fail on the diverged parameters
+            value = math.nan  # some operations fail if the parameters have diverged
         if not math.isfinite(value):  # the step was too large
-            _set(parameters, best)
-            optimiser, rate = _optimiser(parameters), rate / SMALLER
+            _assign(parameters, best)
+            optimiser, rate = _optimiser(parameters), rate / RATE_DIVISOR
         elif evaluating and value < lowest:
             lowest, best = value, _copied(parameters)
         elif not evaluating:
@@ -124,8 +123,8 @@ def distil(
 
 
 def longest_s(batch_s: float) -> float:
-    """Returns about how long a training takes at most, given the seconds of a batch."""
-    return STEPS * STEP * batch_s
+    """Returns about how many seconds a training takes at most, for the time of a batch."""
+    return MAX_STEPS * STEP_RUNS * batch_s
 
 
 def _optimiser(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -137,7 +136,7 @@ def _copied(parameters: Mapping[str, nn.Parameter]) -> dict[str, np.ndarray]:
 
 
 @torch.no_grad()
-def _set(parameters: Mapping[str, nn.Parameter], arrays: Mapping[str, np.ndarray]) -> None:
+def _assign(parameters: Mapping[str, nn.Parameter], arrays: Mapping[str, np.ndarray]) -> None:
     for name, parameter in parameters.items():
         parameter.copy_(torch.from_numpy(arrays[name]))
 
@@ -148,8 +147,8 @@ def _mean_loss(model: PyTorch, samples: Samples, *, scores: bool) -> float:
 
 
 def _loss(model: PyTorch, x: Inputs, base: Array, *, scores: bool) -> Tensor:
-    y, wanted = all_outputs(model.module(*model.tensors(x)))[0], torch.from_numpy(base)
+    y, target = all_outputs(model.module(*model.tensors(x)))[0], torch.from_numpy(base)
     if not scores:
-        return F.mse_loss(y, wanted)
-    own, theirs = (outputs.flatten(0, -2).log_softmax(dim=-1) for outputs in (y, wanted))
-    return F.kl_div(own, theirs, reduction="batchmean", log_target=True)
+        return F.mse_loss(y, target)
+    log_q, log_p = (outputs.flatten(0, -2).log_softmax(dim=-1) for outputs in (y, target))
+    return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)

@@ -1,9 +1,9 @@
-"""One expert that replaces all experts of a muMoE layer, before it is trained.
+"""Merges all experts of a muMoE layer into one, which is then trained.
 
 Xue et al., One Student Knows All Experts Know (2022), merge the experts of a trained mixture into
-one layer and train it on the mixture's outputs. A muMoE layer's experts are slices of one tensor,
-so their mean, weighted by the tokens' coefficients, is one matrix for each tensor; least squares
-bring it nearer to the tensor's outputs.
+one layer and train it on the mixture's outputs. A muMoE layer's experts are slices of a tensor, so
+their mean, weighted by the tokens' coefficients, is one matrix for each tensor; least squares bring
+the matrix's outputs closer to the tensor's.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 from ....graphs.layers.mumoe import FactorisedSpec, MuMoE, contract
 from .constants import ridge_solution
 
-WIDEST = 4096
-"""For wider inputs the mean is taken without least squares."""
+MAX_DIM = 4096
+"""For wider inputs, the mean is used without least squares."""
 
 ROWS = 16
-"""The number of tokens that a matrix is fitted to, per row."""
+"""The number of tokens per row of a matrix to fit the matrix to."""
 
 
 @torch.inference_mode()
 def merged_matrices(layer: MuMoE, tokens: Iterable[Tensor]) -> tuple[np.ndarray, ...]:
-    """Returns a matrix [d + 1, o] for each tensor of a layer, the bias last.
+    """Returns a matrix [d + 1, o] for each tensor of a layer; the last row is the bias.
 
-    `tokens` [b, m, d], in batches, are the layer's inputs.
+    `tokens` are the layer's inputs in batches, [b, m, d].
     """
     specs = layer.spec.tensors
     totals = [torch.zeros(n, dtype=torch.float64) for n in layer.spec.levels]
@@ -36,20 +36,20 @@ def merged_matrices(layer: MuMoE, tokens: Iterable[Tensor]) -> tuple[np.ndarray,
     sums = {
         index: [torch.zeros(spec.dim + 1, n, dtype=torch.float64) for n in (spec.dim + 1, spec.out)]
         for index, spec in enumerate(specs)
-        if spec.dim <= WIDEST
+        if spec.dim <= MAX_DIM
     }
-    rows, wanted = 0, ROWS * (1 + max((specs[index].dim for index in sums), default=0))
+    rows, enough = 0, ROWS * (1 + max((specs[index].dim for index in sums), default=0))
     for x in tokens:
         coefficients, products = layer.products(x)
         added = (a.flatten(0, 1).double().sum(dim=0) for a in coefficients)
-        totals = [total + more for total, more in zip(totals, added, strict=True)]
+        totals = [total + part for total, part in zip(totals, added, strict=True)]
         for index, (square, product) in sums.items():
             z, y = (part.flatten(0, 1).double() for part in products[index])
             z = torch.cat((z, torch.ones_like(z[:, :1])), dim=1)
             square.add_(z.T @ z)
             product.add_(z.T @ y)
         rows += x.shape[0] * x.shape[1]
-        if rows >= wanted:
+        if rows >= enough:
             break
     matrices = []
     for index, spec in enumerate(specs):
@@ -62,7 +62,7 @@ def merged_matrices(layer: MuMoE, tokens: Iterable[Tensor]) -> tuple[np.ndarray,
 
 
 def _mean(spec: FactorisedSpec, factors: Sequence[Tensor], means: list[Tensor]) -> Tensor:
-    """The matrix [d + 1, o] for fixed coefficients: `means` [n] of each level."""
+    """Returns the matrix [d + 1, o] for fixed coefficients, `means` [n] for each level."""
     inputs = torch.cat((torch.eye(spec.dim), torch.zeros(1, spec.dim))).double()[None]
     shape = (1, spec.dim + 1)
     outputs = contract(

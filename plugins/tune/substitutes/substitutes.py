@@ -1,8 +1,8 @@
-"""Arrays that replace experts: fitted for each layer, then trained for a whole model.
+"""Provides the arrays that replace experts: fitted by layer, then trained for a whole model.
 
 Removed experts of a Soft MoE layer become constants (`constants.py`); those of a muMoE layer are
-merged into one (`merged.py`). Least squares bring a layer's own outputs near the original ones; the
-training (`distill.py`) uses the whole model's output. Trained arrays are kept in a file.
+merged into one (`merged.py`). Least squares bring a layer's outputs close to the original ones; the
+training (`distill.py`) uses the whole model's output. Trained arrays are stored in files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .distill import Samples, distil
 from .merged import merged_matrices
 
 FOLDER = "substitutes"
-"""The folder of trained arrays, in the search's folder."""
+"""The folder for trained arrays, in the search's folder."""
 
 NamedArrays = dict[str, np.ndarray]
 """Arrays by the names of `Edits.substitutes`."""
@@ -43,8 +43,8 @@ NamedArrays = dict[str, np.ndarray]
 class Recording:
     """Recorded inputs and outputs of a model, in batches, to which substitutes are fitted.
 
-    `tokens` [b, m, d] are each layer's inputs; `samples` the inputs with the untouched model's
-    outputs; `scores` is whether those are class scores.
+    `tokens` [b, m, d] are each layer's inputs, `samples` the model's inputs with the untouched
+    model's outputs; `scores` is whether these are class scores.
     """
 
     tokens: Mapping[str, Sequence[Tensor]]
@@ -55,9 +55,9 @@ class Recording:
 class Substitutes:
     """The arrays that replace a model's experts, fitted on first use.
 
-    Trained arrays are kept in the search's `folder`, so a resumed search has the same ones; the
+    Trained arrays are stored in the search's `folder`, so a resumed search has the same ones; the
     training for another point starts from them if their loss is smaller. `seconds` returns how long
-    the training for one point may take now.
+    the training for one point may currently take.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Substitutes:
         return self._constant_experts(name).kept(size)
 
     def fitted(self, name: str, choice: LayerRecipe) -> NamedArrays:
-        """Returns the arrays for a layer by least squares; empty if all experts stay."""
-        if not choice.fewer:
+        """Returns the arrays for a layer, fitted by least squares; empty if all experts stay."""
+        if not choice.is_reduced:
             return {}
         key = name, choice.experts
         if key not in self._fitted:
@@ -84,21 +84,21 @@ class Substitutes:
         return self._fitted[key]
 
     def fitted_to(self, point: Point) -> NamedArrays:
-        """Returns the arrays for a whole model by least squares."""
+        """Returns the arrays for a whole model, fitted by least squares."""
         fits = (self.fitted(name, choice) for name, choice in point.layers)
         return {name: array for arrays in fits for name, array in arrays.items()}
 
     def trained_for(self, point: Point) -> NamedArrays:
         """Returns the arrays for a whole model, trained for it."""
-        if not point.fewer:
+        if not point.is_reduced:
             return {}
         path = self._path(point)
-        # large layers' arrays are not all kept in memory
+        # only the latest arrays are kept in memory, because those of large layers are large
         if self._last is None or self._last[0] != path:
             arrays = _read(path)
             if not arrays:
                 before = self._trained_for_others(point)
-                arrays = self._written(path, self._train(point, before, self._seconds()))
+                arrays = self._stored(path, self._train(point, before, self._seconds()))
             self._last = path, arrays
         return self._last[1]
 
@@ -109,11 +109,11 @@ class Substitutes:
         if all(np.array_equal(after[name], before[name]) for name in before):
             return False
         path = self._path(point)
-        self._last = path, self._written(path, after)
+        self._last = path, self._stored(path, after)
         return True
 
     def shared(self, point: Point, other: Point) -> bool:
-        """Whether two points share trained arrays: they differ in precision only."""
+        """Returns whether two points share trained arrays, since only their precisions differ."""
         return self._path(point) == self._path(other)
 
     def digest(self, point: Point) -> str:
@@ -137,8 +137,8 @@ class Substitutes:
         return self._constants[name]
 
     def _train(self, point: Point, before: NamedArrays, seconds: float) -> NamedArrays:
-        """Trains from the fit, or from the arrays trained `before` if those are better."""
-        # Copies: training is in place and must not move the start of the next one.
+        """Trains the fitted arrays, or those trained `before` if they are better."""
+        # Copies, because training changes arrays in place, but the next one starts from the fit.
         start = {name: array.copy() for name, array in self.fitted_to(point).items()}
         edits = edits_of(point.choices).with_substitutes(start)
         changed = edited(self._model, edits)
@@ -155,14 +155,14 @@ class Substitutes:
                 other=start | before if before else None,
             )
         path = self._path(point)
-        self._trained |= {(n, c.experts): path for n, c in point.layers if c.fewer}
+        self._trained |= {(n, c.experts): path for n, c in point.layers if c.is_reduced}
         return arrays
 
     def _trained_for_others(self, point: Point) -> NamedArrays:
-        """The arrays last trained for each layer of the point, as part of another point."""
+        """Returns the arrays last trained for each of the point's layers in another point."""
         arrays: NamedArrays = {}
         for name, choice in point.layers:
-            path = self._trained.get((name, choice.experts)) if choice.fewer else None
+            path = self._trained.get((name, choice.experts)) if choice.is_reduced else None
             before = {} if path is None else _read(path)
             arrays |= {key: before[key] for key in self.fitted(name, choice) if key in before}
         return arrays
@@ -172,7 +172,7 @@ class Substitutes:
         key = json.dumps(layers)
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
 
-    def _written(self, path: Path, arrays: NamedArrays) -> NamedArrays:
+    def _stored(self, path: Path, arrays: NamedArrays) -> NamedArrays:
         make_folder(self._folder)
         with whole_file(path) as partial:
             save_file(arrays, partial)
@@ -180,7 +180,7 @@ class Substitutes:
 
 
 def _read(path: Path) -> NamedArrays:
-    """The trained arrays; empty if the file is missing or damaged."""
+    """Returns the trained arrays; empty if the file is missing or damaged."""
     try:
         return load_file(path)
     except (SafetensorError, OSError):
@@ -188,12 +188,12 @@ def _read(path: Path) -> NamedArrays:
 
 
 def _parameters(model: Model, edits: Edits) -> dict[str, nn.Parameter]:
-    """The parameters of a model that replace experts, by the names of `Edits.substitutes`."""
+    """Returns the model's parameters that replace experts, by the names of `Edits.substitutes`."""
     layers, parameters = model.layers, {}
     for kept in edits.kept:
         layer = layers[kept.layer]
         assert isinstance(layer, SoftMoE) and layer.constants is not None, (
-            "the edits gave it constants"
+            "the edits added constants"
         )
         parameters[kept.layer] = layer.constants
     for merged in edits.merged:

@@ -15,7 +15,7 @@ from moexport.plugins.tune.request import TuneRequest
 from moexport.plugins.tune.tune import search_and_export
 
 COSTS = {"trace": 2.0, "forms": 1.0, "effect": 0.2, "trial": 1.0}
-COSTS |= {"open": 0.5, "run": 0.5, "ways": 1.0}
+COSTS |= {"open": 0.5, "run": 0.5, "lowerings": 1.0}
 """Seconds that a step takes; one within another adds to it."""
 
 

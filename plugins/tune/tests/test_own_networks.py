@@ -283,8 +283,8 @@ def test_the_line_that_exports_again_runs_as_printed(data: LabelledData, tmp_pat
         *("--threads", "1", "-o", tmp_path / "out"),
     )
     assert outcome.code == 0, outcome.err
-    (line,) = [text for text in outcome.out.splitlines() if text.startswith("again: moexport ")]
-    outcome = run(*shlex.split(line.removeprefix("again: moexport ")))
+    (line,) = [text for text in outcome.out.splitlines() if text.startswith("reproduce: moexport ")]
+    outcome = run(*shlex.split(line.removeprefix("reproduce: moexport ")))
     assert outcome.code == 0, outcome.err
     for name in ("model.onnx", "weights.bin", "recipe.yaml"):
         again = (tmp_path / "out-again" / name).read_bytes()
@@ -313,7 +313,7 @@ def test_a_recipe_holds_the_settings_that_the_model_was_read_with(tmp_path: Path
     other = ("--set", "num_heads=2", "--recipe", recipe, "-o", tmp_path / "other")
     outcome = run("export", case.weights, *other)
     assert outcome.code == 2
-    assert "other weights or configuration" in outcome.error
+    assert "other weights or another configuration" in outcome.error
 
 
 def own(layer: str, data: LabelledData) -> Model:
@@ -329,7 +329,7 @@ def own(layer: str, data: LabelledData) -> Model:
         ("Sparse", LayerRecipe(k=1, precision="int8", lowering="grouped")),
     ],
 )
-def test_the_ranges_of_a_network_serve_what_has_fewer_experts_or_computes_fewer(
+def test_the_ranges_of_a_network_serve_what_is_reduced_or_computes_fewer(
     layer: str, change: LayerRecipe, data: LabelledData
 ) -> None:
     model = own(layer, data)

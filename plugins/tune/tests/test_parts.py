@@ -17,7 +17,7 @@ from moexport.plugins.tune.accuracy.holdout import Holdout
 from moexport.plugins.tune.accuracy.quality import Metric, Quality, Tally, metric_for
 from moexport.plugins.tune.recipe import LayerRecipe
 from moexport.plugins.tune.schedule import Option, predicted_front, steps
-from moexport.plugins.tune.space import Point, Trial, ks_of, sizes_measured
+from moexport.plugins.tune.space import Point, Trial, ks_of, sizes_to_measure
 from moexport.plugins.tune.substitutes.constants import removal_order
 from moexport.plugins.tune.times import FormTime, LayerTimes
 
@@ -193,7 +193,7 @@ def test_a_smaller_size_that_was_measured_as_slower_is_taken_to_be_hardly_faster
     # To compute all 8 is faster than to choose 6 of them, and stays so.
     for k, found in ((8, 1.5), (6, 2.0), (4, 3.0), (2, 1.0)):
         times.forms["a", (k, 0, "fp32")] = FormTime(found, f"{k}")
-    known = [times.known("a", LayerRecipe(k)) for k in (8, 7, 6, 5, 4, 3, 2)]
+    known = [times.form_time("a", LayerRecipe(k)) for k in (8, 7, 6, 5, 4, 3, 2)]
     ms = [each.ms for each in known if each is not None]
     assert ms == pytest.approx([1.5, 2.0, 2.5, 2.5, 2.5, 1.75, 1.0], rel=1e-3)
     assert ms[2] > ms[3] > ms[4]
@@ -235,16 +235,16 @@ def test_lowerings_that_may_be_as_fast_in_a_whole_graph_are_tried_in_layers_alik
 ):
     times, point = of_times()
     first = {"a": "dense", "b": "dense"}
-    assert times.ways(point, first) == [first, {"a": "gather", "b": "gather"}]
+    assert times.lowering_variants(point, first) == [first, {"a": "gather", "b": "gather"}]
     mixed = point.with_layer("b", LayerRecipe(4))
     chosen = {"a": "dense", "b": "gather"}
-    assert times.ways(mixed, chosen) == [chosen, {"a": "gather", "b": "gather"}]
+    assert times.lowering_variants(mixed, chosen) == [chosen, {"a": "gather", "b": "gather"}]
 
 
 def test_the_largest_subset_is_timed_itself() -> None:
     listed = [LayerRecipe(k) for k in ks_of(64)]
     listed += [LayerRecipe(size, experts=tuple(range(size))) for size in ks_of(64)[1:]]
-    timed = sizes_measured(listed)
+    timed = sizes_to_measure(listed)
     assert LayerRecipe(45, experts=tuple(range(45))) in timed
     assert len(timed) < len(listed)
 

@@ -74,12 +74,12 @@ def test_floats_in_which_there_was_no_time_for_a_layer_are_left_out(
 ) -> None:
     if not computes("bf16"):
         pytest.skip("this CPU has no BF16")
-    known = LayerTimes.known
+    known = LayerTimes.form_time
 
     def in_fp32(times: LayerTimes, layer: str, choice: LayerRecipe) -> FormTime | None:
         return known(times, layer, choice) if choice.precision == "fp32" else None
 
-    monkeypatch.setattr(LayerTimes, "known", in_fp32)
+    monkeypatch.setattr(LayerTimes, "form_time", in_fp32)
     found = small_search(tmp_path, target="openvino", precision="fp32,bf16")
     assert {trial.point.precision for trial in found.all_trials} == {"fp32"}
     assert found.chosen.quality.low >= 0.9

@@ -138,7 +138,7 @@ def test_the_bundle_keeps_what_was_asked_on_inputs_that_the_search_did_not_see(
     assert f"On {n} inputs that the search of `moexport tune` did not use, it keeps" in page
     assert f"(95% interval {quality.low:.1%} to {quality.high:.1%})" in page
     assert f"an accuracy of {accuracy:.1%} ({low:.1%} to {high:.1%}); PyTorch has" in page
-    assert "The bundle had to keep 97% of the accuracy" in page
+    assert "The requirement was to keep 97% of the accuracy" in page
     session = tuned.bundle.session()
     right = (session(digits.test.inputs).argmax(axis=1) == digits.test.labels).mean()
     bundle_of_all = moexport.load(checkpoint)
@@ -244,8 +244,8 @@ def test_dropped_experts_leave_constants_which_lie_beside_the_recipe(
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda place: place.unlink(), "is not in its folder"),
-        (lambda place: place.write_bytes(place.read_bytes()[:-4]), "is not the file that"),
+        (lambda place: place.unlink(), "is not next to it"),
+        (lambda place: place.write_bytes(place.read_bytes()[:-4]), "was changed, or belongs"),
     ],
 )
 def test_a_recipe_without_its_constants_is_refused(
@@ -408,7 +408,7 @@ def test_a_second_search_for_the_same_bundle_is_refused_at_once(
 
 def test_too_few_inputs_say_how_many_it_takes(model: Model, digits: Digits, tmp_path: Path) -> None:
     error = refused(model, few(digits, 60), tmp_path)
-    assert "30 of the inputs confirm" in str(error)
+    assert "30 inputs are left to confirm" in str(error)
     assert "give at least" in str(getattr(error, "hint", ""))
 
 
@@ -469,7 +469,7 @@ def test_a_share_that_the_model_as_trained_cannot_be_shown_to_keep_is_told_befor
         progress=steps,
     )
     assert isinstance(error, ContractError)
-    assert "the model as trained, in FP32, keeps between" in error.message
+    assert "even the model as trained, in FP32, keeps only" in error.message
     assert "would suffice" in str(error.hint)
     assert not [told for told in steps.told if told.startswith(("trying", "searching"))]
 

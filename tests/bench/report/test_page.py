@@ -721,6 +721,6 @@ def test_the_page_of_a_search_speaks_of_its_threshold_and_its_model_in_english(
     )
     assert data["search"]["answer"] == summary(section)
     assert caveat(section) == (
-        f"The bundle had to keep 97% of the {metric}; the result is confirmed on 180 inputs that "
-        "the search did not use."
+        f"The requirement was to keep 97% of the {metric}; the result is confirmed on 180 inputs "
+        "that the search did not use."
     )

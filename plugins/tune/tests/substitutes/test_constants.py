@@ -10,7 +10,7 @@ import pytest
 import torch
 from moexport.exporter.model import Model
 from moexport.graphs.layers.soft_moe import SoftMoE
-from moexport.plugins.tune.substitutes.constants import RANKED, RIDGE, ConstantExperts
+from moexport.plugins.tune.substitutes.constants import RANKING_INPUTS, RIDGE, ConstantExperts
 from moexport.tests.recorded import DATA
 
 SEED = 3
@@ -59,7 +59,7 @@ def test_constants_are_the_least_squares_of_what_goes_missing(
     dropped = [e for e in range(layer.spec.experts) if e not in kept]
     found = constants.fitted(kept).astype(np.float64).reshape(-1, layer.spec.out)
     with torch.inference_mode():
-        x = torch.cat(tokens)[:RANKED]  # few experts: more inputs are not needed
+        x = torch.cat(tokens)[:RANKING_INPUTS]  # few experts: more inputs are not needed
         outputs, combine = (each[:, dropped].double().numpy() for each in both(layer, x))
     a = combine.transpose(0, 2, 1, 3).reshape(-1, len(found))
     b = np.einsum("bnmp,bnpo->bmo", combine, outputs).reshape(-1, layer.spec.out)

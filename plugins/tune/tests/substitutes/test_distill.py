@@ -35,7 +35,7 @@ AMPLE_S = 3600.0
 @pytest.fixture(autouse=True)
 def as_long_as_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other tests train more briefly (`conftest.py`)."""
-    monkeypatch.setattr(distill, "STEPS", 1200)
+    monkeypatch.setattr(distill, "MAX_STEPS", 1200)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_a_training_that_diverges_goes_on_in_smaller_steps(
 ) -> None:
     model, samples, others = network
     monkeypatch.setattr(distill, "RATE", 1e41)
-    monkeypatch.setattr(distill, "SMALLER", 1e42)
+    monkeypatch.setattr(distill, "RATE_DIVISOR", 1e42)
     with changed(model) as (module, constants, start):
         before = apart(module, others)
         found = distil(PyTorch(kind(module)), constants, samples, scores=True, seconds=AMPLE_S)
