@@ -109,7 +109,7 @@ class ExportJob:
     @property
     def checked_batch(self) -> int:
         """The batch size of the comparison with PyTorch; it differs from the traced one."""
-        return self.fixed_batch or self.options.batches.compared(self.model.batch_of)
+        return self.fixed_batch or self.options.batches.comparison_size(self.model.batch_of)
 
     @property
     def largest_batch(self) -> int:
@@ -121,7 +121,7 @@ class ExportJob:
         if self.fixed_batch is not None:
             return ()
         multiple = self.model.batch_of
-        return self.options.batches.probed(
+        return self.options.batches.probe_sizes(
             multiple, [*(size * multiple for size in PARITY_BATCHES), *more]
         )
 

@@ -78,9 +78,9 @@ def _lower(
         coefficients=options.shown_routing is not None,
     )
     if options.shown_routing is not None:
-        from ..graphs.exposed_routing import exposed
+        from ..graphs.exposed_routing import expose_routing
 
-        lowered = exposed(lowered, graph.layers)
+        lowered = expose_routing(lowered, graph.layers)
     model = lowered.model
     model.producer_name, model.producer_version = "moexport", metadata.version("moexport")
     facts: dict[str, Any] = {

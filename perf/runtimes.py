@@ -44,7 +44,7 @@ BATCHES = (1, 16)
 CALIBRATION_IMAGES = 8
 PROTOCOL = timing.Protocol(warmup=1, inputs=2)
 
-EAGER, CONVERTED, NNCF = "eager", "ov.convert_model", "NNCF"
+EAGER, CONVERTED_PREFIXES, NNCF = "eager", "ov.convert_model", "NNCF"
 WHOLE, QUARTER = "k = n", "k = n/4"
 
 
@@ -119,7 +119,7 @@ def measure(
 def converted(model: Model, seen: np.ndarray, count: int) -> Iterator[GraphSource]:
     """Yields a model as converted from PyTorch by OpenVINO, and the same in NNCF's INT8."""
     load = partial(_converted, model, seen)
-    yield GraphSource(EXPERTS, CONVERTED, ConvertedLoader(load, count), engine=OPENVINO)
+    yield GraphSource(EXPERTS, CONVERTED_PREFIXES, ConvertedLoader(load, count), engine=OPENVINO)
     if importlib.util.find_spec("nncf") is not None:
         load = partial(_nncf, model, seen)
         loader = ConvertedLoader(load, count)

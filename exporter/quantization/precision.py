@@ -28,7 +28,7 @@ from ...graphs.precision.types import (
     Scale,
     block_of,
 )
-from ...graphs.precision.weights import CONVERTED, activation_scale, not_in_blocks
+from ...graphs.precision.weights import CONVERTED_PREFIXES, activation_scale, not_in_blocks
 from ...graphs.targets import TARGETS, FloatName, QuantFormat
 from ..bundle.manifest import Fp32NodeRecord, Numbers
 from ..job import ExportJob
@@ -280,7 +280,7 @@ def _overflow(
     """Why a layer's experts cannot compute in a float type, or None."""
     if inner not in HALF_TYPES:
         return None
-    from ...graphs.precision.fp16 import beyond, misfit
+    from ...graphs.precision.fp16 import lacks_headroom, misfit
 
     operands = [o for part in layer.stored() if (o := operand_of(part.name)) is not None]
     for tensor in (*operands[:1], EXPERT_PRODUCTS, *operands[1:], EXPERT_OUTPUTS):
@@ -288,10 +288,10 @@ def _overflow(
         peak = None
         if table is not None:
             peak = table.ranges[key].peak if key in table.ranges else table.peaks.get(key)
-        if peak is not None and beyond(peak, inner):
+        if peak is not None and lacks_headroom(peak, inner):
             return f"{key} reached {peak:.3g} in calibration"
     for part in layer.stored():
-        if part.name.startswith(CONVERTED):
+        if part.name.startswith(CONVERTED_PREFIXES):
             for array in part.parts:
                 problem = misfit(array, inner)
                 if problem is not None:

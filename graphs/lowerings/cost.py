@@ -147,7 +147,7 @@ def lone_products_us(plan: AnyPlan, active: float, pairs: float, machine: Machin
     macs, layer = expert_macs(plan, pairs), expert_bytes(plan, plan.spec.experts)
     return (
         stream_us(plan, expert_bytes(plan, active), layer, machine.bytes_per_us, machine)
-        + (macs + min(macs, products * machine.lone_macs)) / machine.macs_per_us
+        + (macs + min(macs, products * machine.single_thread_macs)) / machine.macs_per_us
         + products * machine.product_us
     )
 

@@ -289,6 +289,6 @@ def grouped_read_us(spec: AroundMaps, active: float, machine: Machine) -> float:
     def read(rows: int, columns: int) -> float:
         in_parallel = 4.0 * active * rows * columns / machine.stacked_bytes_per_us
         tiles = max(1.0, active * -(-columns // TILE) / machine.processors)
-        return max(in_parallel, tiles * 4.0 * rows * TILE / machine.lone_bytes_per_us)
+        return max(in_parallel, tiles * 4.0 * rows * TILE / machine.processor_bytes_per_us)
 
     return sum(read(rows, columns) for rows, columns in products)

@@ -246,7 +246,7 @@ def test_a_precision_that_the_machine_does_not_compute_is_refused(
     monkeypatch.setitem(openvino.CAPABILITIES, "bf16", "NO SUCH THING")
     with pytest.raises(UsageError, match="computes it in FP32 on this machine"):
         exported("soft_moe_vit", tmp_path / "out", precision="bf16")
-    with pytest.raises(UsageError, match="eight-bit floats are for TensorRT"):
+    with pytest.raises(UsageError, match="FP8 requires TensorRT"):
         exported("soft_moe_vit", tmp_path / "out", precision="fp8")
     assert not (tmp_path / "out").exists()
 

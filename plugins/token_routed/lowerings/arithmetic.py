@@ -25,7 +25,7 @@ from ....graphs.names import (
     EXPERT_PRODUCTS,
     OUTPUT,
 )
-from ....graphs.precision.products import Linear, operand, product, scaled_rows
+from ....graphs.precision.products import Linear, operand, product, scale_rows
 from ....graphs.routing import is_expert, one_hot_experts
 from ....graphs.targets import TARGETS
 from ..layers.experts import ExpertsSpec
@@ -99,7 +99,7 @@ def _prepared(b: Builder, layer: ExpertsLayer, key: str, rows: ir.Value, name: s
     quantized = layer.compute.quantized
     if quantized is None or not quantized.dynamic:
         return ScaledRows(values=operand(b, layer.compute, key, rows, name))
-    scaled, scale = scaled_rows(b, rows, name)
+    scaled, scale = scale_rows(b, rows, name)
     return ScaledRows(values=operand(b, layer.compute, key, scaled, name), scale=scale)
 
 

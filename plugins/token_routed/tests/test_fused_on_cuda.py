@@ -25,7 +25,7 @@ from moexport.graphs.lowerings.choice import check, choose
 from moexport.graphs.lowerings.moe_op import NEVER
 from moexport.graphs.names import DOMAIN
 from moexport.graphs.precision.types import FLOAT_TYPES, FP32, Bits, BlockedWeights, ComputeTypes
-from moexport.graphs.precision.weights import in_blocks
+from moexport.graphs.precision.weights import quantize_in_blocks
 from moexport.graphs.targets import Precision
 from moexport.plugins.token_routed.layers.experts import Experts, ExpertsSpec, ExpertsWeights
 from moexport.plugins.token_routed.tests import experts_layers
@@ -290,7 +290,7 @@ def in_blocks_of(layer: Experts, bits: Bits) -> Experts:
     """A layer whose weights are the values of integers in blocks."""
 
     def nearest(matrix: torch.Tensor) -> torch.Tensor:
-        integers, scale = in_blocks(matrix.numpy(), BLOCK, FLOAT_TYPES["fp16"], bits)
+        integers, scale = quantize_in_blocks(matrix.numpy(), BLOCK, FLOAT_TYPES["fp16"], bits)
         return torch.from_numpy(integers.astype(np.float32) * scale.repeat(BLOCK, axis=0))
 
     stored = {part.name: [torch.from_numpy(a) for a in part.parts] for part in layer.stored()}

@@ -144,7 +144,7 @@ def test_a_card_reads_each_chosen_expert_once_in_the_fused_node(
         machine_for("ort-cuda", "fp16"),
         node_us=0.0,
         macs_per_us=math.inf,
-        lone_bytes_per_us=math.inf,
+        processor_bytes_per_us=math.inf,
     )
     predicted = LOWERINGS["fused"].predict_us(size, machine) - around_experts_us(size, machine)
     assert round(predicted) == fused_us
