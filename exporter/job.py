@@ -369,9 +369,9 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
     the rows of other experts were not observed. So a table of the model as it was `loaded` is valid
     if the job only drops or merges experts, or lets a router choose fewer. `where` names the table.
     """
-    from .quantization.calibrate import AGAIN, renormalised
+    from .quantization.calibrate import CALIBRATE_AGAIN, renormalize_text
 
-    again = AGAIN.format(path=where)
+    again = CALIBRATE_AGAIN.format(path=where)
     edits = job.model.edits
     same = not (edits.ablations or edits.combinations or edits.rewrites or edits.steers)
     models = (job.model, loaded) if same else (job.model,)
@@ -388,7 +388,7 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
         )
     if table.origin.renormalize != job.options.renormalize:
         raise CalibrationError(
-            f"{where} was made {renormalised(table.origin)}, unlike this export", hint=again
+            f"{where} was made {renormalize_text(table.origin)}, unlike this export", hint=again
         )
     for layer, kept in _observed(job.k, job.model.specs).items():
         observed = table.origin.k.get(layer, 0)

@@ -424,12 +424,12 @@ def renormalized(job: Resolved) -> Iterator[Mistake]:
 
 def not_renormalizable(specs: Mapping[str, MoESpec]) -> Iterator[Mistake]:
     """Yields each layer whose coefficients cannot be renormalised."""
-    from ..graphs.layers.base import a_layer  # loads PyTorch
+    from ..graphs.layers.base import kind_text  # loads PyTorch
 
     for spec in specs.values():
         if not spec.renormalizable:
             yield (
-                f"--renormalize: layer {spec.name} is {a_layer(spec.kind)}, whose coefficients "
+                f"--renormalize: layer {spec.name} is {kind_text(spec.kind)}, whose coefficients "
                 "cannot be renormalised",
                 "leave --renormalize out",
             )

@@ -62,7 +62,7 @@ def _lower(
 ) -> Lowered:
     job, options = plan.job, plan.job.options
     layers = {
-        layer.name: layer.to_build(
+        layer.name: layer.to_layer(
             stored[layer.name],
             options.target,
             plan.precision.layers[layer.name],

@@ -61,13 +61,7 @@ class AxisRange:
         leaves blocked kernels a remainder. Sizes in `more` are added if they are in the range.
         """
         above = (1 << (self.max - 1).bit_length() - 1) + 1 if self.max > 2 else self.max
-        sizes = {
-            self.min,
-            self.opt,
-            above // unit * unit + (unit if above % unit else 0),
-            self.max,
-            *more,
-        }
+        sizes = {self.min, self.opt, -(-above // unit) * unit, self.max, *more}
         return tuple(sorted(n for n in sizes if self.min <= n <= self.max and n % unit == 0))
 
     def __str__(self) -> str:

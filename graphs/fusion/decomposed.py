@@ -15,9 +15,9 @@ from .patterns import (
     heads_of,
     integers_in,
     name_of,
+    node_of,
     only_user,
     permutes,
-    producer_of,
     span,
     unscaled,
     width_of,
@@ -56,13 +56,13 @@ def match_attention(softmax: ir.Node) -> AttentionParts | None:
         return None
     if softmax.attributes.get_int("axis", -1) not in (-1, 3):
         return None
-    masked, mask = producer_of(scores, "Add"), None
+    masked, mask = node_of(scores, "Add"), None
     if masked is not None:
         scores, mask = masked.inputs
-        if producer_of(scores, "MatMul", "Mul", "Div") is None:
+        if node_of(scores, "MatMul", "Mul", "Div") is None:
             scores, mask = mask, scores
     scores, scale = unscaled(scores)
-    product = producer_of(scores, "MatMul")
+    product = node_of(scores, "MatMul")
     if product is None:
         return None
     q, q_scale = unscaled(product.inputs[0])
@@ -77,7 +77,7 @@ def match_attention(softmax: ir.Node) -> AttentionParts | None:
     )
     if not (supported and by_head):
         return None
-    joins = [producer_of(value, "Concat") for value in (k, v)]
+    joins = [node_of(value, "Concat") for value in (k, v)]
     joined = None
     if joins[0] is not None and joins[1] is not None and all(_appends(join) for join in joins):
         joined = (joins[0], joins[1])
@@ -120,13 +120,13 @@ def _before_sinks(softmax: ir.Node, sliced: ir.Node) -> tuple[ir.Value | None, i
 
     The form is softmax(x − max(x)) of x = (scores, sinks), as in gpt-oss.
     """
-    shifted = producer_of(softmax.inputs[0], "Sub")
-    joined = None if shifted is None else producer_of(shifted.inputs[0], "Concat")
-    highest = None if shifted is None else producer_of(shifted.inputs[1], "ReduceMax")
+    shifted = node_of(softmax.inputs[0], "Sub")
+    joined = None if shifted is None else node_of(shifted.inputs[0], "Concat")
+    highest = None if shifted is None else node_of(shifted.inputs[1], "ReduceMax")
     if joined is None or highest is None or len(joined.inputs) != 2 or span(sliced, 1) != (0, -1):
         return None, None
     axes = [joined.attributes.get_int("axis"), *(integers_in(highest.inputs[1]) or [0])]
-    expand = producer_of(joined.inputs[1], "Expand")
+    expand = node_of(joined.inputs[1], "Expand")
     if highest.inputs[0] is not joined.outputs[0] or expand is None or {*axes} - {-1, 3}:
         return None, None
     return joined.inputs[0], expand.inputs[0]
@@ -149,15 +149,15 @@ def appended_by(joined: ir.Node) -> ir.Value:
 
 def _untransposed(value: ir.Value | None) -> ir.Value | None:
     """Returns the value [b, heads, m, w] that was transposed to one [b, heads, w, m]."""
-    node = producer_of(value, "Transpose")
+    node = node_of(value, "Transpose")
     if node is not None:
         if permutes(node, TOKENS_LAST):
             _split_transpose(node)
         return node.inputs[0] if permutes(node, [0, 1, 3, 2]) else None
     # If the rank is unknown, PyTorch's exporter transposes with three axes.
-    reshape = producer_of(value, "Reshape")
-    transpose = None if reshape is None else producer_of(reshape.inputs[0], "Transpose")
-    flat = None if transpose is None else producer_of(transpose.inputs[0], "Reshape")
+    reshape = node_of(value, "Reshape")
+    transpose = None if reshape is None else node_of(reshape.inputs[0], "Transpose")
+    flat = None if transpose is None else node_of(transpose.inputs[0], "Reshape")
     if transpose is None or flat is None or not permutes(transpose, [0, 2, 1]):
         return None
     return flat.inputs[0]
@@ -178,9 +178,9 @@ def _split_transpose(node: ir.Node) -> None:
 
 def _unrepeated(value: ir.Value | None) -> ir.Value | None:
     """Returns keys or values before they were repeated for the heads that share them."""
-    reshape = producer_of(value, "Reshape")
-    expand = None if reshape is None else producer_of(reshape.inputs[0], "Expand")
-    unsqueeze = None if expand is None else producer_of(expand.inputs[0], "Unsqueeze")
+    reshape = node_of(value, "Reshape")
+    expand = None if reshape is None else node_of(reshape.inputs[0], "Expand")
+    unsqueeze = None if expand is None else node_of(expand.inputs[0], "Unsqueeze")
     if unsqueeze is None or integers_in(unsqueeze.inputs[1]) != [2]:
         return value
     return unsqueeze.inputs[0]

@@ -31,11 +31,11 @@ from .patterns import (
     integers_in,
     joins_heads,
     name_of,
+    node_of,
     number_in,
     only_user,
     other_input,
     permutes,
-    producer_of,
     replace_output,
     replace_value,
     span,
@@ -83,7 +83,7 @@ def fuse(model: ir.Model, ops: FusedOps, *, newest: bool) -> None:
             case "Add" if newest:
                 fusion.fuse_rotary(node)
             case "Reciprocal":
-                fusion.fuse_norm(node, producer_of(node.inputs[0], "Sqrt"))
+                fusion.fuse_norm(node, node_of(node.inputs[0], "Sqrt"))
             case "Pow" if number_in(node.inputs[1]) == RSQRT_EXPONENT:
                 fusion.fuse_norm(node, node)
             case "Softmax":
@@ -141,7 +141,7 @@ class _Fusion:
     def fuse_rotary(self, node: ir.Node) -> None:
         """Fuses x·cos + rotated(x)·sin if both halves of cos and of sin are equal."""
         for first, second in both_orders(node.inputs):
-            plain, rotated = producer_of(first, "Mul"), producer_of(second, "Mul")
+            plain, rotated = node_of(first, "Mul"), node_of(second, "Mul")
             if plain is None or rotated is None:
                 continue
             for halves, sin in both_orders(rotated.inputs):
@@ -163,12 +163,12 @@ class _Fusion:
         scaled = only_user(node.outputs[0], "Mul")
         if root is None or scaled is None:
             return
-        shifted = producer_of(root.inputs[0], "Add")
+        shifted = node_of(root.inputs[0], "Add")
         sums = [(root.inputs[0], None)] if shifted is None else [*both_orders(shifted.inputs)]
         for averaged, added in sums:
-            mean = producer_of(averaged, "ReduceMean")
+            mean = node_of(averaged, "ReduceMean")
             epsilon = 0.0 if added is None else number_in(added)
-            square = None if mean is None else producer_of(mean.inputs[0], "Pow")
+            square = None if mean is None else node_of(mean.inputs[0], "Pow")
             if (
                 mean is None
                 or square is None
@@ -190,7 +190,7 @@ class _Fusion:
                 if not isinstance(width, int):
                     return
                 weight = b.constant(np.ones(width, dtype=np.float32))
-            parts = residual_operands(producer_of(x, "Add"))
+            parts = residual_operands(node_of(x, "Add"))
             if parts is None and not self._newest:
                 return
             hidden = [square.outputs[0], *(() if outer is scaled else scaled.outputs)]
@@ -231,9 +231,7 @@ class _Fusion:
             k, v = (appended_by(joined) for joined in parts.joined)
         flat = [self._flatten(b, value) for value in (q, k, v)]
         if sizes is not None:  # the op that appends in place requires them
-            flat = [
-                join or _join_heads(b, value) for join, value in zip(flat, (q, k, v), strict=True)
-            ]
+            flat = [join or _merge(b, value) for join, value in zip(flat, (q, k, v), strict=True)]
         options: dict[str, int | float] = {"scale": parts.scale}
         if None not in flat and merged is not None:
             options |= {"q_num_heads": heads_of(q), "kv_num_heads": heads_of(k)}
@@ -392,7 +390,7 @@ class _Fusion:
 
     def _flatten(self, b: Builder, value: ir.Value | None) -> ir.Value | None:
         """Adds a value [b, heads, m, w] as [b, m, heads·w], if it was derived from that shape."""
-        rotary = producer_of(value, "RotaryEmbedding")
+        rotary = node_of(value, "RotaryEmbedding")
         source = rotary.inputs[0] if rotary is not None else value
         flat = flat_before(source)
         if flat is None and self._ops.residuals:
@@ -433,10 +431,8 @@ class _Fusion:
 def join_products(graph: ir.Graph) -> None:
     """Moves the product of queries, keys and values into ONNX Runtime's attention op."""
     for node in list(graph):
-        split = (
-            producer_of(node.inputs[0], "Split") if node.op_type == "MultiHeadAttention" else None
-        )
-        product = None if split is None else producer_of(split.inputs[0], "MatMul")
+        split = node_of(node.inputs[0], "Split") if node.op_type == "MultiHeadAttention" else None
+        product = None if split is None else node_of(split.inputs[0], "MatMul")
         if split is None or product is None or list(split.outputs) != list(node.inputs[:3]):
             continue
         x, weight = product.inputs
@@ -462,12 +458,12 @@ def join_products(graph: ir.Graph) -> None:
 
 def _rotation_source(value: ir.Value | None) -> ir.Value | None:
     """Returns x if a value is (−second half of x, first half of x), else None."""
-    joined = producer_of(value, "Concat")
+    joined = node_of(value, "Concat")
     if joined is None or len(joined.inputs) != 2:
         return None
-    negation = producer_of(joined.inputs[0], "Neg")
-    second = None if negation is None else producer_of(negation.inputs[0], "Slice")
-    first = producer_of(joined.inputs[1], "Slice")
+    negation = node_of(joined.inputs[0], "Neg")
+    second = None if negation is None else node_of(negation.inputs[0], "Slice")
+    first = node_of(joined.inputs[1], "Slice")
     if first is None or second is None or first.inputs[0] is not second.inputs[0]:
         return None
     x = first.inputs[0]
@@ -480,7 +476,7 @@ def _rotation_source(value: ir.Value | None) -> ir.Value | None:
 
 def _position_table(value: ir.Value | None, x: ir.Value) -> ir.Value | None:
     """Returns the table [b, m, w] of cosines or sines for x, if its halves are equal."""
-    unsqueeze = producer_of(value, "Unsqueeze")
+    unsqueeze = node_of(value, "Unsqueeze")
     if unsqueeze is None or integers_in(unsqueeze.inputs[1]) != [1]:
         return None
     table = unsqueeze.inputs[0]
@@ -489,11 +485,11 @@ def _position_table(value: ir.Value | None, x: ir.Value) -> ir.Value | None:
     if list(table.shape) != [x.shape[0], x.shape[2], x.shape[3]]:
         return None
     inner: ir.Value | None = table
-    while (node := producer_of(inner, "Mul", "Cos", "Sin")) is not None:
+    while (node := node_of(inner, "Mul", "Cos", "Sin")) is not None:
         inner = unscaled(inner)[0] if node.op_type == "Mul" else node.inputs[0]
         if inner is node.outputs[0]:  # not a constant
             return None
-    doubled = producer_of(inner, "Concat")
+    doubled = node_of(inner, "Concat")
     if doubled is None or len(doubled.inputs) != 2 or doubled.inputs[0] is not doubled.inputs[1]:
         return None
     return table if doubled.attributes.get_int("axis") in (-1, 2) else None
@@ -511,10 +507,10 @@ def _flatten_tokens(b: Builder, value: ir.Value | None) -> ir.Value | None:
 
 def _tokens_first(b: Builder, value: ir.Value | None) -> ir.Value | None:
     """Returns [b, heads, m, w] as [b, m, heads, w], if it or its norm's input was transposed."""
-    transpose = producer_of(value, "Transpose")
+    transpose = node_of(value, "Transpose")
     if transpose is not None:
         return transpose.inputs[0] if permutes(transpose, HEADS_FIRST) else None
-    norm = producer_of(value, "LayerNormalization", "RMSNormalization")
+    norm = node_of(value, "LayerNormalization", "RMSNormalization")
     if norm is None or norm.attributes.get_int("axis", -1) not in (-1, 3):
         return None
     by_token = _tokens_first(b, norm.inputs[0])
@@ -525,6 +521,6 @@ def _tokens_first(b: Builder, value: ir.Value | None) -> ir.Value | None:
     return b.op(norm.op_type, *inputs, name="normalised", **options)
 
 
-def _join_heads(b: Builder, value: ir.Value) -> ir.Value:
+def _merge(b: Builder, value: ir.Value) -> ir.Value:
     transposed = b.op("Transpose", value, perm=HEADS_FIRST, name="heads_last")
     return b.op("Reshape", transposed, b.ints(0, 0, -1), name="heads_joined")

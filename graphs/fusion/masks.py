@@ -10,7 +10,7 @@ import math
 import onnx_ir as ir
 
 from ..builder import Builder
-from .patterns import both_orders, integers_in, name_of, number_in, producer_of, replace_output
+from .patterns import both_orders, integers_in, name_of, node_of, number_in, replace_output
 
 MASKED_BELOW = -2.0
 """Masks add a number below this to masked scores."""
@@ -19,7 +19,7 @@ MASKED_BELOW = -2.0
 def fuse_mask(graph: ir.Graph, product: ir.Node) -> bool:
     """Replaces a bool times a number with a Where; returns whether it matched."""
     for value, factor in both_orders(product.inputs):
-        cast, number = producer_of(value, "Cast"), number_in(factor)
+        cast, number = node_of(value, "Cast"), number_in(factor)
         if cast is None or number is None or not math.isfinite(number) or factor is None:
             continue
         condition = cast.inputs[0]
@@ -28,7 +28,7 @@ def fuse_mask(graph: ir.Graph, product: ir.Node) -> bool:
         if factor.shape is None or len(factor.shape) > len(condition.shape):
             continue
         b = Builder(f"{name_of(product)}/mask")
-        negation, zero = producer_of(condition, "Not"), b.number(0.0)
+        negation, zero = node_of(condition, "Not"), b.number(0.0)
         if negation is None:
             y = b.op("Where", condition, factor, zero, name="chosen")
         else:
@@ -43,8 +43,8 @@ def fuse_fully_masked(graph: ir.Graph, less: ir.Node) -> bool:
 
     PyTorch counts the unmasked scores of each token; returns whether that pattern matched.
     """
-    count, threshold = producer_of(less.inputs[0], "ReduceSum"), number_in(less.inputs[1])
-    cast = None if count is None else producer_of(count.inputs[0], "Cast")
+    count, threshold = node_of(less.inputs[0], "ReduceSum"), number_in(less.inputs[1])
+    cast = None if count is None else node_of(count.inputs[0], "Cast")
     mask = None if cast is None else cast.inputs[0]
     if count is None or mask is None or mask.dtype != ir.DataType.BOOL or len(count.inputs) < 2:
         return False
@@ -67,7 +67,7 @@ def fuse_fully_masked(graph: ir.Graph, less: ir.Node) -> bool:
 
 def fuse_zero(graph: ir.Graph, negation: ir.Node) -> bool:
     """Replaces Not(Cast(number)) with a comparison with zero; returns whether it matched."""
-    cast = producer_of(negation.inputs[0], "Cast")
+    cast = node_of(negation.inputs[0], "Cast")
     x = None if cast is None else cast.inputs[0]
     if x is None or x.dtype != ir.DataType.FLOAT:
         return False
@@ -80,14 +80,14 @@ def fuse_zero(graph: ir.Graph, negation: ir.Node) -> bool:
 def fuse_cast(graph: ir.Graph, cast: ir.Node) -> bool:
     """Removes a pair of casts of an index, or a constant's cast; returns whether it matched."""
     y, target = cast.outputs[0], cast.attributes.get_int("to", 0)
-    inner = producer_of(cast.inputs[0], "Cast")
+    inner = node_of(cast.inputs[0], "Cast")
     x = None if inner is None else inner.inputs[0]
-    if x is not None and target == ir.DataType.INT64 and producer_of(x, "TopK") is not None:
+    if x is not None and target == ir.DataType.INT64 and node_of(x, "TopK") is not None:
         if x.dtype != ir.DataType.INT64 or y.is_graph_output():
             return False
         ir.convenience.replace_all_uses_with(y, x)
         return True
-    expand = producer_of(cast.inputs[0], "Expand")
+    expand = node_of(cast.inputs[0], "Expand")
     constant = None if expand is None else expand.inputs[0]
     tensor = None if constant is None else constant.const_value
     if expand is None or tensor is None or tensor.size != 1 or target != ir.DataType.BOOL:

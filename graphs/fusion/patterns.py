@@ -17,7 +17,7 @@ TOKENS_LAST = [0, 2, 3, 1]
 """From [b, m, heads, w] to [b, heads, w, m]."""
 
 
-def producer_of(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+def node_of(value: ir.Value | None, *op_types: str) -> ir.Node | None:
     """Returns the node that computes a value, if its type is one of these."""
     node = None if value is None else value.producer()
     return node if node is not None and not node.domain and node.op_type in op_types else None
@@ -62,7 +62,7 @@ def integers_in(value: ir.Value | None) -> list[int] | None:
 
 def unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
     """Returns a value without its constant factor, and the factor."""
-    node = producer_of(value, "Mul", "Div")
+    node = node_of(value, "Mul", "Div")
     if node is not None and node.op_type == "Div":
         divisor = number_in(node.inputs[1])
         return (node.inputs[0], 1 / divisor) if divisor else (value, 1.0)
@@ -84,10 +84,10 @@ def span(node: ir.Node, width: int) -> tuple[int, int] | None:
 
 def flat_before(value: ir.Value | None) -> ir.Value | None:
     """Returns the value [b, m, heads·w] that was split into heads [b, heads, m, w]."""
-    transpose = producer_of(value, "Transpose")
+    transpose = node_of(value, "Transpose")
     if transpose is None or not permutes(transpose, HEADS_FIRST):
         return None
-    reshape = producer_of(transpose.inputs[0], "Reshape")
+    reshape = node_of(transpose.inputs[0], "Reshape")
     x = None if reshape is None else reshape.inputs[0]
     return x if reshape is not None and joins_heads(x, reshape.outputs[0]) else None
 

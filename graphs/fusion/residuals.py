@@ -13,7 +13,7 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..names import MICROSOFT
 from .kernels import SKIP_RANKS, are_float32
-from .patterns import both_orders, name_of, only_user, producer_of, replace_output, replace_value
+from .patterns import both_orders, name_of, node_of, only_user, replace_output, replace_value
 
 EPSILON = 1e-5
 """The default ε of `LayerNormalization`."""
@@ -25,7 +25,7 @@ GELUS = {"none": "BiasGelu", "tanh": "FastGelu"}
 def fuse_residual(graph: ir.Graph, norm: ir.Node) -> bool:
     """Fuses a residual, and an operand's bias, into a layer norm; returns whether it matched."""
     x, gain, *shift = norm.inputs
-    add = producer_of(x, "Add")
+    add = node_of(x, "Add")
     parts = residual_operands(add)
     if parts is None or add is None or x is None or x.shape is None:
         return False
@@ -91,17 +91,13 @@ def fuse_bias(graph: ir.Graph, gelu: ir.Node) -> bool:
 
 def detach_joint_bias(inputs: Sequence[ir.Value | None]) -> ir.Value | None:
     """Removes and returns the bias of a joint product for queries, keys and values."""
-    split = producer_of(inputs[0], "Split")
+    split = node_of(inputs[0], "Split")
     if split is None or list(split.outputs) != list(inputs):
         return None
-    add = producer_of(split.inputs[0], "Add")
+    add = node_of(split.inputs[0], "Add")
     for product, bias in both_orders(() if add is None else add.inputs):
         tensor = None if bias is None else bias.const_value
-        if (
-            tensor is not None
-            and len(tensor.shape) == 1
-            and producer_of(product, "MatMul") is not None
-        ):
+        if tensor is not None and len(tensor.shape) == 1 and node_of(product, "MatMul") is not None:
             split.replace_input_with(0, product)
             return bias
     return None
@@ -153,7 +149,7 @@ def is_row_of(weight: ir.Value | None, x: ir.Value) -> bool:
 
 def _without_bias(total: ir.Value, user: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     """Returns an operand and the constant row added to it, if only `user` reads the sum."""
-    add = producer_of(total, "Add")
+    add = node_of(total, "Add")
     if add is None or only_user(total, user.op_type) is not user:
         return None
     for x, bias in both_orders(add.inputs):

@@ -29,10 +29,10 @@ from .expert import (
     NORM_WEIGHTS,
     Activation,
     ExpertMaps,
+    ExpertMapsMixin,
     ExpertNorm,
-    MapsSpec,
     NormWeights,
-    activated,
+    apply_activation,
 )
 
 ExpertKind = Literal["mlp", "gated", "linear"]
@@ -52,7 +52,7 @@ SlotSource = Literal["normalised", "raw"]
 
 
 @dataclass(frozen=True, slots=True)
-class SoftMoESpec(MapsSpec):
+class SoftMoESpec(ExpertMapsMixin):
     """Sizes and behaviour of one Soft MoE layer, without its weights.
 
     `hidden` is h, the width between an expert's two matmuls (0 for `linear` experts); a `gated`
@@ -66,7 +66,8 @@ class SoftMoESpec(MapsSpec):
 
     With `gate_first`, v comes before u in a `gated` expert's first matrix. `biased` adds a number
     per slot to L. With `external_routing` there is no router: the surrounding network computes the
-    slots and C, from which Algorithm 1 chooses. `AroundMaps` describes the parts around the maps.
+    slots and C, from which Algorithm 1 chooses. `ExpertMapsSpec` describes the parts around the
+    maps.
     """
 
     kind: ClassVar[Kind] = "soft-moe"
@@ -124,8 +125,8 @@ class SoftMoESpec(MapsSpec):
     def macs(self, tokens: int, k: int) -> dict[str, int]:
         """Returns the multiply-adds for one input of `tokens` tokens with k experts, by part.
 
-        Router mdnp, dispatch mdkp, experts kp(d·inner + ho), combine mkpo: the router does not
-        shrink with k. Constant experts are also combined.
+        Router mdnp, dispatch mdkp, experts kp(d·inner + ho), combine mkpo: the router's cost does
+        not shrink with k. Constant experts are also combined.
         """
         m, p = tokens, self.slots
         combined = k + (self.dropped if self.constants else 0)
@@ -235,7 +236,7 @@ class SoftMoE(ExpertMaps):
         else:
             logits = torch.einsum("bmd,dnp->bmnp", self.normalise(x), self.phi)
             logits = logits if self.bias is None else logits + self.bias
-            combine, dropped = _over_slots(logits).tensor_split([n], dim=2)
+            combine, dropped = _softmax_over_slots(logits).tensor_split([n], dim=2)
             logits = logits[:, :, :n]
             dispatch = logits.softmax(dim=1)
         scores = combine.sum(dim=(1, 3))
@@ -296,7 +297,7 @@ class SoftMoE(ExpertMaps):
         kept = list(experts)
         others = [e for e in range(self.spec.routed) if e not in set(kept)]
 
-        def kept_of(matrices: nn.Parameter | nn.ParameterList) -> Matrices:
+        def select_kept(matrices: nn.Parameter | nn.ParameterList) -> Matrices:
             if isinstance(matrices, nn.ParameterList):
                 return tuple(matrices[e] for e in kept)
             return matrices[kept]
@@ -304,9 +305,9 @@ class SoftMoE(ExpertMaps):
         norms = {name: getattr(self, name) for name in NORM_WEIGHTS}
         weights = SoftMoEWeights(
             phi=self.phi[:, [*kept, *others]],
-            w1=kept_of(self.w1),
+            w1=select_kept(self.w1),
             b1=None if self.b1 is None else self.b1[kept],
-            w2=None if self.w2 is None else kept_of(self.w2),
+            w2=None if self.w2 is None else select_kept(self.w2),
             b2=None if self.b2 is None else self.b2[kept],
             gain=self.gain,
             shift=self.shift,
@@ -348,7 +349,7 @@ class SoftMoE(ExpertMaps):
             chosen.scatter_(1, routing.selected, True)
             others = ~chosen[:, None, :, None]
             if self.renormalize:  # C[S] / ΣC[S], which would be 0 / 0 if C[S] underflows
-                combine = _over_slots(routing.logits.masked_fill(others, -torch.inf))
+                combine = _softmax_over_slots(routing.logits.masked_fill(others, -torch.inf))
             else:
                 combine = combine.masked_fill(others, 0.0)
         if chosen is not None and self.algorithm == "selected":
@@ -395,11 +396,11 @@ class SoftMoE(ExpertMaps):
         spec = self.spec
         if spec.expert == "gated":
             value, gate = hidden.chunk(2, dim=-1)[:: -1 if spec.gate_first else 1]
-            return value * activated(gate, spec.activation, spec.alpha)
-        return activated(hidden, spec.activation, spec.alpha)
+            return value * apply_activation(gate, spec.activation, spec.alpha)
+        return apply_activation(hidden, spec.activation, spec.alpha)
 
 
-def _over_slots(logits: Tensor) -> Tensor:
+def _softmax_over_slots(logits: Tensor) -> Tensor:
     """Returns each token's softmax of L [b, m, n, p] over all slots of all experts."""
     return logits.flatten(2).softmax(dim=2).view_as(logits)
 

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..fusion.patterns import only_user, producer_of
+from ..fusion.patterns import node_of, only_user
 from ..layers.base import StoredPart
 from ..names import INPUT, MICROSOFT, range_key
 from ..targets import QuantFormat
@@ -103,7 +103,7 @@ def _stored(weight: ir.Value) -> tuple[ir.Value, bool]:
     model's head, to the graph; a head that is also the embedding is stored in the embedding's
     layout.
     """
-    node = producer_of(weight, "Transpose")
+    node = node_of(weight, "Transpose")
     stored = None if node is None else node.inputs[0]
     if node is None or stored is None or [*node.attributes.get_ints("perm", [1, 0])] != [1, 0]:
         return weight, False

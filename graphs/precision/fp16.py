@@ -15,7 +15,7 @@ from types import MappingProxyType
 import numpy as np
 import onnx_ir as ir
 
-from ..fusion.patterns import number_in, producer_of
+from ..fusion.patterns import node_of, number_in
 from ..names import COMPUTED_BY, DOMAIN, HIDDEN, MICROSOFT, is_cached
 from .fp16_weights import MOVES, add_cast
 from .routers import angle_nodes, router_nodes
@@ -152,9 +152,7 @@ def misfit(array: np.ndarray, dtype: ir.DataType) -> str | None:
     lost = np.linalg.norm(finite.astype(np.float16).astype(np.float64) - exact)
     share = float(lost / np.linalg.norm(exact))
     if share > MAX_LOSS:
-        return (
-            f"its weights are too small for {dtype.name}: {share:.1%} of their norm would be lost"
-        )
+        return f"its weights are too small for {dtype.name}: {share:.1%} of their norm is lost"
     return None
 
 
@@ -370,7 +368,7 @@ def _uncast(value: ir.Value) -> ir.Value:
 
 def _in_attention(node: ir.Node) -> bool:
     """Returns whether a node is a softmax between two products, whose results have 16 bits."""
-    if node.domain or node.op_type != "Softmax" or producer_of(node.inputs[0], "MatMul") is None:
+    if node.domain or node.op_type != "Softmax" or node_of(node.inputs[0], "MatMul") is None:
         return False
     users = [user for user, _ in node.outputs[0].uses()]
     return bool(users) and all(user.op_type == "MatMul" for user in users)

@@ -12,9 +12,9 @@ from ....graphs.builder import Builder
 from ....graphs.layers.stored import Layer
 from ....graphs.lowerings.experts import (
     activation,
+    add_norm_after_map,
     constants_of,
-    followed,
-    rms_normalised,
+    rms_normalise,
     stacked_linear,
     stacked_rows,
 )
@@ -152,7 +152,7 @@ def _finished(
     if bias is not None:
         y = b.op("Add", y, bias, name=f"{name}_biased")
     b.tap(EXPERT_PRODUCTS if which == "1" else EXPERT_OUTPUTS, y)
-    return followed(b, layer, y, affine, name, last=which == "2" or layer.spec.linear)
+    return add_norm_after_map(b, layer, y, affine, name, last=which == "2" or layer.spec.linear)
 
 
 def _apart(layer: ExpertsLayer) -> bool:
@@ -213,7 +213,7 @@ def normalised(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
         wide = b.rounded(wide, ir.DataType.FLOAT, "experts/outputs")
     if not layer.spec.post_norm:
         return wide
-    return rms_normalised(b, wide, layer.spec.post_norm_eps, "experts/")
+    return rms_normalise(b, wide, layer.spec.post_norm_eps, "experts/")
 
 
 def pair_rows(
