@@ -59,7 +59,7 @@ except SystemExit as end:
         ("bench WEIGHTS -o out --calibrate-data nope.npz", "nope.npz: no such feed"),
         ("bench WEIGHTS -o notes.txt", "FOLDER/notes.txt: not a folder"),
         ("export WEIGHTS -o out --set dim", "--set dim: not KEY=VALUE"),
-        ("calibrate WEIGHTS -o notes.txt --data WEIGHTS", "notes.txt: the file exists and is not"),
+        ("calibrate WEIGHTS -o notes.txt --data WEIGHTS", "notes.txt: the file exists but is not"),
         pytest.param(
             "specialise WEIGHTS -o out --data nope.npz",
             "nope.npz: no such file",

@@ -139,8 +139,8 @@ WIDE = SoftMoESpec("wide", 8, 1, 768, 3072, 768, activation="relu", norm="l2")
         ({"activation": "gelu"}, "fp32", "the tanh form of GELU in FP32"),
         ({"activation": "relu2"}, "fp16", "does not support relu2 in its experts"),
         ({"activation": "softmax"}, "fp16", "does not support softmax in its experts"),
-        ({"expert": "gated", "activation": "gelu"}, "fp16", "no gated experts with gelu"),
-        ({"expert": "linear", "hidden": 0}, "fp16", "has no linear experts"),
+        ({"expert": "gated", "activation": "gelu"}, "fp16", "not support gated experts with gelu"),
+        ({"expert": "linear", "hidden": 0}, "fp16", "not support linear experts"),
         ({"out": 512}, "fp16", "this layer maps 768 to 512"),
     ],
 )
