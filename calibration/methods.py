@@ -12,8 +12,8 @@ from ..graphs.precision.types import UINT8_LEVELS, Range
 from ..graphs.targets import Method
 
 HALF = 4096
-"""Bins on each side of zero. The largest absolute value falls into the outer half, so one side
-occupies between 2048 and 4096 bins: at least eight times the levels of 8 bits."""
+"""The number of bins on each side of zero. The largest absolute value falls into the outer half, so
+one side occupies between 2048 and 4096 bins: at least eight times the levels of 8 bits."""
 
 BINS = 2 * HALF
 

@@ -87,7 +87,7 @@ class CalibrationTable:
         schema = content.get("schema") if isinstance(content, dict) else None
         if schema != SCHEMA:
             raise CalibrationError(
-                f"{path} has schema {schema!r}, but this version reads schema {SCHEMA}",
+                f"{path}: schema {schema!r}, but this version reads schema {SCHEMA}",
                 hint="calibrate again with this version of moexport",
             )
         what = f"{path}: not a complete calibration table"

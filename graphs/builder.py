@@ -59,7 +59,7 @@ class Builder:
         return outputs
 
     def tap(self, tensor: str, value: ir.Value) -> None:
-        """Records a value as all or part of one of the layer's tensors that a calibration observes.
+        """Records a value, all or part of one of the layer's tensors, for a calibration to observe.
 
         Parts of one tensor are concatenated along the first axis. Without an observer the graph is
         unchanged.

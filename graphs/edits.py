@@ -321,7 +321,7 @@ class Edits:
                 edits.append(_read(record))
             except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
                 raise BundleError(
-                    f"{where}: edit {index} is unknown to this version ({error})",
+                    f"{where}: this version cannot read edit {index} ({error})",
                     hint="use the version of moexport that wrote the bundle, or export again",
                 ) from error
         return Edits(tuple(edits))

@@ -57,7 +57,7 @@ def expose_routing(lowered: Lowered, layers: Sequence[AnyPlan]) -> Lowered:
 
 def _split_by_input(graph: ir.Graph, layer: str, rows: ir.Value, name: str) -> ir.Value:
     """Reshapes choices or scores per token, [b·m, k], to [b, m, k], with the batch first."""
-    # A separate builder names these constants, because the layer's graph has equal names.
+    # A separate builder names these constants, because the layer's own nodes have the same.
     b = Builder(layer)
     tokens = b.weight(ir.tensor(np.array([-1])), f"{layer}/{name}/tokens")
     batch = b.op("Shape", graph.inputs[0], start=0, end=1, name=f"{name}/batch")

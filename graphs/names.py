@@ -49,7 +49,7 @@ COMBINE, DISPATCH, COLUMN_SUMS = "C", "D", "column_sums"
 
 GATES = "gates"
 """Scores of a token-routed layer: the weights of the chosen experts, float32 [b, m, k], in
-order."""
+their order."""
 
 _SCORE = re.compile(rf"{COMBINE}|{DISPATCH}|{COLUMN_SUMS}|{GATES}|all_coefficients(_\d+)?")
 """The last alternative is for muMoE layers, [b, m, n]: a level's coefficients before the choice of

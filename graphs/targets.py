@@ -187,7 +187,7 @@ CUDA_GPU = MachineKind(
 )
 SERVER_GPU = MachineKind("server-gpu", on_cpu=False, card="H100")
 RTX_GPU = MachineKind("rtx-gpu", on_cpu=False, card="RTX 4090")
-"""The cards that `auto` assumes for GPU targets."""
+"""The GPUs that `auto` assumes for GPU targets."""
 
 
 FUSED_OPSET = 23

@@ -94,8 +94,8 @@ def floats_for_retention(
     which count as one part; then the most sensitive part becomes floats, and so on, until the
     requested share is reached on up to `SAMPLES` inputs of the feed.
 
-    Raises what `reference_outputs` raises for unsuitable inputs, and `ParityError` if floats alone
-    do not reach the share either.
+    Raises what `reference_outputs` raises for unsuitable inputs, and `ParityError` if the share
+    is not reached even without INT8.
     """
     share = job.options.min_retention
     if share is None:

@@ -87,7 +87,7 @@ class Retention:
         return None
 
     def notes(self) -> tuple[str, ...]:
-        """Returns notes for users: the retention, its measure and its price."""
+        """Returns notes for users: the retention, its measure and its cost."""
         names = ", ".join(part.name for part in self.kept) or "nothing"
         measure = _MEASURES[self.measure].format(n=self.samples)
         notes = [

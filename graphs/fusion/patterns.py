@@ -39,7 +39,7 @@ def only_user(value: ir.Value, op_type: str) -> ir.Node | None:
 def both_orders(
     inputs: Sequence[ir.Value | None],
 ) -> Iterator[tuple[ir.Value | None, ir.Value | None]]:
-    """Yields the two inputs of a commutative node in both both_orders."""
+    """Yields the two inputs of a commutative node in both orders."""
     if len(inputs) == 2:
         yield inputs[0], inputs[1]
         yield inputs[1], inputs[0]

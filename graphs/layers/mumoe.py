@@ -235,7 +235,7 @@ class MuMoESpec:
 
     @property
     def parameters(self) -> int:
-        """Weights of the gate and the tensors, as in Table 4 (no input normalisation)."""
+        """The number of weights of gate and tensors, as in Table 4 (no input normalisation)."""
         return self.gate_parameters + sum(tensor.parameters for tensor in self.tensors)
 
     def macs(self, tokens: int, k: int) -> dict[str, int]:

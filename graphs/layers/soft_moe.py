@@ -117,7 +117,7 @@ class SoftMoESpec(ExpertMapsMixin):
 
     @property
     def inner(self) -> int:
-        """Columns of an expert's first matrix: h, 2h for `gated`, o for `linear`."""
+        """The width of an expert's first matrix: h, 2h for `gated`, o for `linear`."""
         if self.expert == "linear":
             return self.out
         return 2 * self.hidden if self.expert == "gated" else self.hidden
@@ -147,7 +147,7 @@ class SoftMoEWeights:
     """The weights of one layer, in canonical orientation.
 
     `phi` [d, n, p] is already normalised and scaled; the columns of dropped experts follow those of
-    the n experts. It is None if the slots are given. `bias` [n, p] is added to L. `w1` has n
+    the n experts. It is None with external routing. `bias` [n, p] is added to L. `w1` has n
     matrices [d, inner], `w2` n matrices [h, o] (None for linear experts); `b1` [n, inner] and `b2`
     [n, o] may be None. `gain` and `shift` [d] follow the normalisation of x in some families.
     `constants` [dropped, p, o] are the outputs of the dropped experts' slots, if any.
@@ -171,7 +171,7 @@ class Routing:
 
     `logits`, `combine` and `dispatch` are L, C and D, [b, m, n, p]; `combine_dropped` has the
     columns of C of dropped experts, [b, m, dropped, p]; `scores` [b, n] is s, the column sums of C;
-    `selected` [b, k] has the indices of the k largest, ascending. If the slots are given, L and D
+    `selected` [b, k] has the indices of the k largest, ascending. With external routing, L and D
     are unknown, and C replaces them.
     """
 
@@ -226,7 +226,7 @@ class SoftMoE(ExpertMaps):
     def route(self, x: Tensor) -> Routing:
         """Returns C, D, the scores and the selection for tokens x [b, m, d] (Algorithm 1).
 
-        If the slots are given, x is C itself, [b, m, n·p].
+        With external routing, x is C itself, [b, m, n·p].
         """
         n = self.spec.experts
         if self.phi is None:
@@ -290,7 +290,8 @@ class SoftMoE(ExpertMaps):
         """Returns the layer with some of its experts; the others stay in the softmax of C.
 
         The others return nothing, or the `constants` [n − e, p, o], in their order. Experts that
-        are separate tensors are shared; stacked ones are copied. None if the slots are given.
+        are separate tensors are shared; stacked ones are copied. Returns None with external
+        routing.
         """
         if self.phi is None:
             return None

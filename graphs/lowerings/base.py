@@ -111,7 +111,7 @@ class LayerPlan(Generic[S]):
 
     @property
     def expected_active(self) -> float:
-        """Experts that at least one input or token selects, for uniform, independent choices.
+        """The number of experts that an input or token selects, for uniform, independent choices.
 
         Real routers are less uniform, so this is an upper bound; fewer active experts cost less.
         """
@@ -120,7 +120,7 @@ class LayerPlan(Generic[S]):
 
     @property
     def copied_bytes(self) -> float:
-        """Bytes of weights, counted as FP32, that the chosen lowering copies for one batch."""
+        """The bytes of weights, counted as FP32, that the chosen lowering copies for one batch."""
         return self.lowering.copied_bytes(self)
 
     def inexact(self, target: Target) -> str | None:

@@ -1,8 +1,8 @@
 """`block-grouped`: rows sorted by expert and padded to tiles; one weight is gathered per tile.
 
 All shapes follow from the input shapes, and positions are counted without sort, NonZero or If,
-which TensorRT does not support or synchronises for. An item is one expert chosen by one input or
-token, and has one or more rows. The rows of an expert start at the beginning of a tile, so
+which TensorRT does not support or for which it synchronises. An item is one expert chosen by one
+input or token, and has one or more rows. The rows of an expert start at the beginning of a tile, so
 that one matrix serves a tile of T rows. At most a = min(items, n) experts have rows, and each of
 them fills all its tiles but the last, so r rows need at most a + ⌊(r − a)/T⌋ tiles. For one input,
 that is one tile per chosen expert, as in `gather`.
@@ -28,7 +28,8 @@ from .cost import around_experts_us, between_us, expert_bytes, machine_for, rate
 from .experts import batched_experts, expert_rows, stacked_weights
 
 TILES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Rows of a tile: the size that a matrix unit multiplies at once, and multiples of it."""
+"""Numbers of rows of a tile: the size that a matrix unit multiplies at once, and multiples of
+it."""
 
 
 def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
@@ -79,7 +80,7 @@ def costed_precision(compute: ComputeTypes) -> Precision:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Rows in tiles: `rows` [t, T, d], each tile's expert [t], and each row's position, [r].
+    """Rows in tiles: `rows` [t, T, d], each tile's `expert` [t], and each row's `offset` [r].
 
     Empty positions have a copy of the first row, and empty tiles use the last expert; their results
     are never read.

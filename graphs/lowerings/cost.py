@@ -70,7 +70,8 @@ def unmeasured(target: Target, kind: Kind, lowerings: Iterable[str]) -> list[str
 ROUTER_NODES = 15
 
 LOGIT_PASSES = 2
-"""The router's passes over each number of L to compute C, and of a column of L to compute D."""
+"""The number of the router's passes over each number of L to compute C, and of a column of L to
+compute D."""
 
 
 def around_experts_us(plan: SoftMoEPlan, machine: Machine) -> float:
@@ -158,7 +159,7 @@ def waiting_us(nodes: float, machine: Machine) -> float:
 
 
 def expert_nodes(plan: SoftMoEPlan) -> int:
-    """Returns the nodes per expert: two matmuls and an activation, or one matmul."""
+    """Returns the number of nodes per expert: two matmuls and an activation, or one matmul."""
     return 3 if plan.spec.hidden else 1
 
 

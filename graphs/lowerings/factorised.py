@@ -1,7 +1,7 @@
 """`factorised`: a muMoE layer as products with its factors; the weight tensor is never formed.
 
 Every product is a MatMul of tokens [b, m, ·] with a constant matrix, except for TR's products of
-two small matrices per token and Tucker's mixed of the core's outputs. A layer of merged experts is
+two small matrices per token and Tucker's mix of the core's outputs. A layer of merged experts is
 one product with a matrix per tensor, without a gate. With INT8 the input and output factors, and
 Tucker's core, are integers; the gate and the experts' factors stay floats.
 """

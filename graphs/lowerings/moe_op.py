@@ -214,7 +214,7 @@ def unsupported_width(spec: ExpertMapsSpec) -> str | None:
 
 MIN_WIDTH, VECTOR_BYTES, BLOCKS_ON_CUDA = 16, 16, (128, 64)
 """Requirements of CUDA's kernels for an expert's widths: the smallest width, the bytes of a vector,
-of which rows are a multiple, and for integers a block size that divides the columns."""
+which must divide a row, and for integers a block size that divides the columns."""
 
 
 OTHER_GELU_ON_GPU = (
@@ -258,7 +258,7 @@ def inexact_gelu(spec: ExpertMapsSpec, precision: Precision, target: Target) -> 
 
 
 FEW_ROWS = 256
-"""Up to this number of rows, one kernel sorts them by expert; above, three kernels do."""
+"""Up to this number of rows, one kernel sorts them by expert; for more, three do."""
 
 
 def kernels_after_first(rows: int) -> int:
@@ -276,7 +276,7 @@ EXPONENTIAL = 8
 """The cost of the tanh in the op's GELU, in passes over its input."""
 
 TILE = 128
-"""Columns that one of a GPU's processors computes in the node's products."""
+"""The number of columns of the node's products that one of a GPU's processors computes."""
 
 
 def grouped_read_us(spec: ExpertMapsSpec, active: float, machine: Machine) -> float:

@@ -33,7 +33,7 @@ from .types import (
     WeightQuantization,
     block_of,
 )
-from .weights import activation_scale, converted, quantize
+from .weights import activation_scale, convert_weights, quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +299,7 @@ def _integers(
             scale = scale * np.float32(quantized.inputs[key].scale)
         yield from (ir.tensor(integers), ir.tensor(scale))
         return
-    for part in converted([StoredPart(key, matrix.shape, [matrix])], compute):
+    for part in convert_weights([StoredPart(key, matrix.shape, [matrix])], compute):
         (array,) = part.parts
         if part.dtype == ir.DataType.INT4:
             yield ir.PackedTensor(array, part.dtype, shape=ir.Shape(part.shape))

@@ -85,7 +85,7 @@ FP16_KERNELS = frozenset({"MatMulNBits"})
 """ONNX Runtime's own ops that compute in 16 bits: products that sum in FP32."""
 
 HEADROOM = 2.0
-"""The factor by which an observed peak must fit, because other inputs may exceed it."""
+"""The factor by which a type's limit must exceed an observed peak: other inputs may be larger."""
 
 MAX_LOSS = 5e-3
 """The share of a weight tensor's norm that rounding may lose: ten times FP16's loss in its normal
@@ -98,7 +98,7 @@ SAFE_RMS = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Fp32Node:
-    """A node that stays in FP32, and why. `usual`: nodes of this kind do so in every network."""
+    """A node that stays in FP32, and why. `usual`: its kind stays in FP32 in every network."""
 
     node: str
     op_type: str
@@ -186,7 +186,7 @@ class _Conversion:
         return (*self.graph.inputs, *self.graph.outputs)
 
     def convert_node(self, node: ir.Node) -> None:
-        """Decides on one node, and casts its inputs to the type in which it computes."""
+        """Decides the type in which one node computes, and casts its inputs to it."""
         floats = [v for v in node.inputs if v is not None and v.dtype in (FLOAT, self.dtype)]
         results = [v for v in node.outputs if v.dtype == FLOAT]
         if (not floats and not results) or self._is_inner_shape(node):

@@ -37,7 +37,7 @@ TINY = float(np.finfo(np.float16).tiny)
 """The scale of a column of zeros: any positive number that every float type represents."""
 
 
-def converted(parts: Iterable[StoredPart], compute: ComputeTypes) -> Iterator[StoredPart]:
+def convert_weights(parts: Iterable[StoredPart], compute: ComputeTypes) -> Iterator[StoredPart]:
     """Yields a layer's weights in the types of `compute`.
 
     A weight W of integers is followed by `W.scale` [..., out]: the real value of one step, times

@@ -18,12 +18,7 @@ from ...common.console import Progress, Silent
 from ...errors import ClusterError
 from ...exporter.checkpoints.load import load
 from ...exporter.job import calibration_job
-from ...exporter.quantization.calibrate import (
-    CalibrationJob,
-    Observed,
-    ensure_table,
-    observe_model,
-)
+from ...exporter.quantization.calibrate import CalibrationJob, Observed, ensure_table, observe_model
 from ...exporter.requests import CalibrateRequest, LoadRequest
 from .ray import Cluster, NodeKind, Task, connected, kinds_of
 

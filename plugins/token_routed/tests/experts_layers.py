@@ -24,7 +24,7 @@ from moexport.graphs.precision.types import (
     ComputeTypes,
     QuantizedProducts,
 )
-from moexport.graphs.precision.weights import converted, quantize, quantize_in_blocks
+from moexport.graphs.precision.weights import convert_weights, quantize, quantize_in_blocks
 from moexport.graphs.targets import TARGETS, Precision, Target
 from moexport.plugins.token_routed.layers.experts import Experts, ExpertsSpec, ExpertsWeights
 from numpy.typing import NDArray
@@ -186,7 +186,7 @@ class InMemory:
 
     def __init__(self, layer: Experts, compute: ComputeTypes) -> None:
         self._tensors: dict[str, tuple[NDArray[Any], StoredPart]] = {}
-        for part in converted(layer.stored(), compute):
+        for part in convert_weights(layer.stored(), compute):
             packed = part.dtype == ir.DataType.INT4
             kind = np.uint8 if packed else part.dtype.numpy()
             parts = [np.ravel(np.ascontiguousarray(piece)) for piece in part.parts]
