@@ -230,8 +230,7 @@ def observe(
     for first, batch in batches:
         values = run(batch)
         for key, names in graph.ranged.items():
-            where = f"inputs {first} to {first + row_count(batch) - 1}"
-            new = _histogram_of(key, values, names, where)
+            new = _read(key, values, names, f"inputs {first} to {first + row_count(batch) - 1}")
             histograms[key] = histograms[key] + new if key in histograms else new
         for key, output in graph.peaks.items():
             peaks[key] = max(peaks[key], float(values[output]))
@@ -240,7 +239,7 @@ def observe(
     )
 
 
-def _histogram_of(
+def _read(
     key: str, values: Mapping[str, np.ndarray], names: TensorOutputs, where: str
 ) -> Histogram:
     magnitude = float(values[names.magnitude])

@@ -139,8 +139,7 @@ class KeptExperts:
 class MergedExperts:
     """A layer whose experts are merged into one matrix [d + 1, o] per weight tensor.
 
-    `matrices` is None in an edit from a manifest or recipe until `Edits.with_substitutes` adds
-    them.
+    `matrices` is None when read from a manifest or recipe; `Edits.with_substitutes` adds them.
     """
 
     layer: str

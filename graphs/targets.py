@@ -61,9 +61,8 @@ class Machine:
     caches.
 
     Arithmetic: `macs_per_us` in products with the experts' weights, half of that for the first
-    `single_thread_macs` of a product, because small products use one thread; `batched_macs_per_us`
-    in products with tokens; `number_us` for each number that an operator between products
-    processes.
+    `single_thread_macs` of a product, as small products use one thread; `batched_macs_per_us` in
+    products with tokens; `number_us` for each number that an operator between products processes.
 
     Operators: `node_us` for an empty one, `product_us` in addition for a product with rows,
     `branch_us` for an `If`, `sort_us` for each pair of row and expert that sorting rows by expert
@@ -133,8 +132,7 @@ CPU = Machine(
     single_thread_macs=1 << 16,
 )
 """Fitted by `python -m perf fit` on two cores with AVX-512; the choices are equally good on two
-cores with AVX2. `sort_us` was measured separately; `single_thread_macs` is a constant of the
-runtime."""
+cores with AVX2. `sort_us` was measured separately; `single_thread_macs` is from the runtime."""
 
 
 CPU_INT8 = Machine(

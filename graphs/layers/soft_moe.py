@@ -66,8 +66,7 @@ class SoftMoESpec(ExpertMapsMixin):
 
     With `gate_first`, v comes before u in a `gated` expert's first matrix. `biased` adds a number
     per slot to L. With `external_routing` there is no router: the surrounding network computes the
-    slots and C, from which Algorithm 1 chooses. `ExpertMapsSpec` describes the parts around the
-    maps.
+    slots and C, from which Algorithm 1 chooses. `ExpertMapsSpec` describes the other parts.
     """
 
     kind: ClassVar[Kind] = "soft-moe"
@@ -290,8 +289,7 @@ class SoftMoE(ExpertMaps):
         """Returns the layer with some of its experts; the others stay in the softmax of C.
 
         The others return nothing, or the `constants` [n − e, p, o], in their order. Experts that
-        are separate tensors are shared; stacked ones are copied. Returns None with external
-        routing.
+        are separate tensors are shared; stacked ones are copied. None with external routing.
         """
         if self.phi is None:
             return None

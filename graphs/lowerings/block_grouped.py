@@ -28,8 +28,7 @@ from .cost import around_experts_us, between_us, expert_bytes, machine_for, rate
 from .experts import batched_experts, expert_rows, stacked_weights
 
 TILES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Numbers of rows of a tile: the size that a matrix unit multiplies at once, and multiples of
-it."""
+"""Rows per tile: the size that a matrix unit multiplies at once, and multiples of it."""
 
 
 def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:

@@ -70,8 +70,7 @@ def unmeasured(target: Target, kind: Kind, lowerings: Iterable[str]) -> list[str
 ROUTER_NODES = 15
 
 LOGIT_PASSES = 2
-"""The number of the router's passes over each number of L to compute C, and of a column of L to
-compute D."""
+"""The router's passes over each number of L to compute C, and of a column of L to compute D."""
 
 
 def around_experts_us(plan: SoftMoEPlan, machine: Machine) -> float:

@@ -139,8 +139,7 @@ Bits = Literal[4, 8]
 KERNEL_BLOCKS: Mapping[Bits, tuple[int, ...]] = MappingProxyType(
     {4: (128, 64, INT4_BLOCK), 8: (256, 128, 64, 32)}
 )
-"""Block sizes of ONNX Runtime's kernels, in order of preference; they must divide the columns'
-length."""
+"""Block sizes of ONNX Runtime's kernels, in order of preference; they must divide the columns."""
 
 
 MAX_GPU_BLOCK = 128

@@ -41,9 +41,8 @@ def convert_weights(parts: Iterable[StoredPart], compute: ComputeTypes) -> Itera
     """Yields a layer's weights in the types of `compute`.
 
     A weight W of integers is followed by `W.scale` [..., out]: the real value of one step, times
-    one step of the operand unless the form is `qdq`. The scales are complete once the parts of W
-    have been read. The same is true of blocked weights, whose layout and scales are described in
-    `quantize_in_blocks`.
+    one step of the operand unless the form is `qdq`. The scales are complete once all parts of W
+    have been read. The same is true of blocked weights (`quantize_in_blocks`).
     """
     for part in parts:
         quantized = compute.quantized
