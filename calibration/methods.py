@@ -12,8 +12,8 @@ from ..graphs.precision.types import UINT8_LEVELS, Range
 from ..graphs.targets import Method
 
 HALF = 4096
-"""Bins on each side of zero. The largest absolute value falls into the outer half, so one side
-occupies between 2048 and 4096 bins: at least eight times the levels of 8 bits."""
+"""The number of bins on each side of zero. The largest absolute value falls into the outer half, so
+one side occupies between 2048 and 4096 bins: at least eight times the levels of 8 bits."""
 
 BINS = 2 * HALF
 
@@ -39,12 +39,12 @@ class Histogram:
         return max(abs(self.minimum), abs(self.maximum))
 
     def edges(self) -> np.ndarray:
-        """The lower edges of the bins and the upper edge of the last, [BINS + 1]."""
+        """Returns the lower edges of the bins and the upper edge of the last, [BINS + 1]."""
         return np.arange(-HALF, HALF + 1, dtype=np.float64) * self.width
 
     def __add__(self, other: Histogram) -> Histogram:
         width = max(self.width, other.width)
-        a, b = self.coarsened(width), other.coarsened(width)
+        a, b = self.coarsen(width), other.coarsen(width)
         return Histogram(
             counts=a.counts + b.counts,
             width=width,
@@ -52,8 +52,8 @@ class Histogram:
             maximum=max(self.maximum, other.maximum),
         )
 
-    def coarsened(self, width: float) -> Histogram:
-        """The same values in bins of `width`, a power of two that is at least the current one."""
+    def coarsen(self, width: float) -> Histogram:
+        """Returns the values in bins of `width`, a power of two and not below the current one."""
         counts, factor = self.counts, round(width / self.width)
         if factor == 1:
             return self
@@ -85,7 +85,7 @@ _TINY = 1e-10
 """Replaces a share of zero, so that the divergence does not divide by it."""
 
 _Loss = Callable[[Histogram, np.ndarray, float, float], float]
-"""A loss of a histogram, its populated bins, and the ends of a range."""
+"""Returns the loss for a histogram, its populated bins, and the ends of a range."""
 
 
 def choose(hist: Histogram, method: Method, percentile: float = DEFAULT_PERCENTILE) -> Range:
@@ -109,7 +109,7 @@ def choose(hist: Histogram, method: Method, percentile: float = DEFAULT_PERCENTI
 
 
 def _percentile(hist: Histogram, percentile: float) -> tuple[float, float]:
-    """The range without the tails, from bin edge to bin edge, with at least the requested share."""
+    """Returns the range without the tails, between bin edges, with at least the requested share."""
     tail = (100.0 - percentile) / 200.0 * hist.count
     edges = hist.edges()
     first = int(np.argmax(np.cumsum(hist.counts) > tail))
@@ -118,7 +118,7 @@ def _percentile(hist: Histogram, percentile: float) -> tuple[float, float]:
 
 
 def _best(hist: Histogram, loss: _Loss) -> tuple[float, float]:
-    """The range clipped at the |x| with the smallest loss; in a tie, at the largest such |x|."""
+    """Returns the range clipped at the |x| with the smallest loss; in a tie, at the largest |x|."""
     # Below one bin per level, all thresholds are equivalent; values may all have one sign.
     smallest = max(UINT8_LEVELS * hist.width, hist.minimum, -hist.maximum)
     thresholds = np.geomspace(hist.peak, smallest, _CANDIDATES)
@@ -129,7 +129,7 @@ def _best(hist: Histogram, loss: _Loss) -> tuple[float, float]:
 
 
 def _squared_error(hist: Histogram, populated: np.ndarray, low: float, high: float) -> float:
-    """The mean squared error of values that are clipped to a range and rounded to its levels."""
+    """Returns the mean squared error of values clipped to a range and rounded to its levels."""
     scale = Range(
         low=low, high=high, minimum=hist.minimum, maximum=hist.maximum, count=hist.count
     ).affine()
@@ -145,7 +145,7 @@ def _squared_error(hist: Histogram, populated: np.ndarray, low: float, high: flo
 
 
 def _divergence(hist: Histogram, populated: np.ndarray, low: float, high: float) -> float:
-    """The divergence between the counts clipped to a range, P, and the same in 256 levels, Q.
+    """Returns the divergence between P, the counts clipped to a range, and Q, P in 256 levels.
 
     As in TensorRT's calibrator, P adds the clipped values to its outermost bins, and Q spreads each
     level's count evenly over its nonempty bins.

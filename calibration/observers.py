@@ -56,7 +56,7 @@ class TensorOutputs:
 
 @dataclass(frozen=True)
 class ObservingGraph:
-    """A model whose outputs are observations: of ranged tensors by key, and peaks by key."""
+    """A model whose outputs are observations: ranged tensors and peaks, both by key."""
 
     model: ir.Model
     ranged: Mapping[str, TensorOutputs]
@@ -80,7 +80,7 @@ def observing_graph(traced: ir.Model, layers: Mapping[str, Layer[Any]]) -> Obser
             peaks[key] = _name_of(peak)
             return [peak]
         values = _histogram(b, value, f"observed/{name}")
-        ranged[key] = TensorOutputs(**{what: _name_of(v) for what, v in values.items()})
+        ranged[key] = TensorOutputs(**{field: _name_of(v) for field, v in values.items()})
         return list(values.values())
 
     def observe_layer(b: Builder) -> list[ir.Value]:
@@ -194,7 +194,7 @@ class Observations:
     unseen: frozenset[str] = frozenset()
 
     def __add__(self, other: Observations) -> Observations:
-        """The union of both observations: exact, and independent of the order."""
+        """Returns the exact union of both observations, which does not depend on their order."""
         histograms = dict(self.histograms)
         for key, new in other.histograms.items():
             histograms[key] = histograms[key] + new if key in histograms else new
@@ -205,12 +205,12 @@ class Observations:
         """Raises `CalibrationError` naming a tensor without a usable range."""
         for key in sorted(self.unseen):
             raise CalibrationError(
-                f"{key}: no input reached this tensor", hint="the feed contains no inputs"
+                f"{key}: no input reached this tensor", hint="give a feed with inputs"
             )
         for key, histogram in self.histograms.items():
             if histogram.peak == 0.0:
                 raise CalibrationError(
-                    f"{key} is zero for all inputs: there is no scale",
+                    f"{key} is zero for all inputs, so it has no scale",
                     hint="give a feed of real inputs; if the model's own weights are zero here, it "
                     "cannot be quantised",
                 )
@@ -230,7 +230,7 @@ def observe(
     for first, batch in batches:
         values = run(batch)
         for key, names in graph.ranged.items():
-            new = _observed(key, values, names, f"inputs {first} to {first + row_count(batch) - 1}")
+            new = _read(key, values, names, f"inputs {first} to {first + row_count(batch) - 1}")
             histograms[key] = histograms[key] + new if key in histograms else new
         for key, output in graph.peaks.items():
             peaks[key] = max(peaks[key], float(values[output]))
@@ -239,14 +239,14 @@ def observe(
     )
 
 
-def _observed(
+def _read(
     key: str, values: Mapping[str, np.ndarray], names: TensorOutputs, where: str
 ) -> Histogram:
     magnitude = float(values[names.magnitude])
     if not math.isfinite(magnitude):
         kind = "NaN" if math.isnan(magnitude) else "infinite values"
         raise CalibrationError(
-            f"{key} contains {kind} for {where}: it has no range",
+            f"{key} contains {kind} for {where}, so it has no range",
             hint="the model itself computes no usable output for these inputs: check their "
             "values, or leave them out of the feed",
         )

@@ -65,11 +65,11 @@ class CalibrationTable:
         return self.ranges[key]
 
     def write(self, path: Path) -> None:
-        """Writes the table as JSON, whole or not at all; raises `OutputError` on failure."""
+        """Writes the table as JSON, completely or not at all; raises `OutputError` on failure."""
         write_text(self.to_json(), path)
 
     def to_json(self) -> str:
-        """The table as indented JSON, `schema` first."""
+        """Returns the table as indented JSON, with `schema` first."""
         content = {"schema": SCHEMA, "moexport": self.moexport, **asdict(self)}
         return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
@@ -97,16 +97,16 @@ class CalibrationTable:
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file is a calibration table of any version, judging by its keys."""
+    """Returns whether a file is a calibration table of any version, judging by its keys."""
     return {"schema", "moexport", "ranges"} <= object_in(path).keys()
 
 
-def check_place(path: Path) -> None:
+def check_table_path(path: Path) -> None:
     """Raises `CalibrationError` if another file is there, `OutputError` if it is not writable."""
     check_file(path)
     if path.exists() and not is_table(path):
         raise CalibrationError(
-            f"{path}: the file exists and is not a calibration table; it is left untouched",
+            f"{path}: the file exists but is not a calibration table; it is left untouched",
             hint="choose another -o",
         )
 

@@ -47,9 +47,9 @@ def calibrate(
         request = replace(request, loading=reading, out=output, progress=console)
         locally = executor_of(request) is None
         check_pytorch("calibration")
-        from ..calibration.table import check_place
+        from ..calibration.table import check_table_path
 
-        check_place(output)
+        check_table_path(output)
         from ..exporter.quantization.calls import calibrate as measure
         from ..exporter.quantization.calls import sensitivity as rank
 

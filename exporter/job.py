@@ -109,7 +109,7 @@ class ExportJob:
     @property
     def checked_batch(self) -> int:
         """The batch size of the comparison with PyTorch; it differs from the traced one."""
-        return self.fixed_batch or self.options.batches.compared(self.model.batch_of)
+        return self.fixed_batch or self.options.batches.comparison_size(self.model.batch_of)
 
     @property
     def largest_batch(self) -> int:
@@ -121,7 +121,7 @@ class ExportJob:
         if self.fixed_batch is not None:
             return ()
         multiple = self.model.batch_of
-        return self.options.batches.probed(
+        return self.options.batches.probe_sizes(
             multiple, [*(size * multiple for size in PARITY_BATCHES), *more]
         )
 
@@ -369,9 +369,9 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
     the rows of other experts were not observed. So a table of the model as it was `loaded` is valid
     if the job only drops or merges experts, or lets a router choose fewer. `where` names the table.
     """
-    from .quantization.calibrate import AGAIN, renormalised
+    from .quantization.calibrate import CALIBRATE_AGAIN, renormalize_text
 
-    recalibrate = AGAIN.format(path=where)
+    recalibrate = CALIBRATE_AGAIN.format(path=where)
     edits = job.model.edits
     same = not (edits.ablations or edits.combinations or edits.rewrites or edits.steers)
     models = (job.model, loaded) if same else (job.model,)
@@ -388,7 +388,8 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
         )
     if table.origin.renormalize != job.options.renormalize:
         raise CalibrationError(
-            f"{where} was made {renormalised(table.origin)}, unlike this export", hint=recalibrate
+            f"{where} was made {renormalize_text(table.origin)}, unlike this export",
+            hint=recalibrate,
         )
     for layer, kept in _observed_k(job.k, job.model.specs).items():
         observed = table.origin.k.get(layer, 0)

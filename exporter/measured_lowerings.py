@@ -28,7 +28,7 @@ from ..graphs.builder import Builder
 from ..graphs.lower import lower
 from ..graphs.lowerings import lowerings_of
 from ..graphs.lowerings.base import AnyLowering, AnyPlan
-from ..graphs.lowerings.choice import able
+from ..graphs.lowerings.choice import exact_lowerings
 from ..graphs.lowerings.cost import machine_for
 from ..graphs.names import DOMAIN
 from ..graphs.targets import TARGETS, Target
@@ -170,7 +170,7 @@ def _measure_group(
     measuring: MeasurementOptions,
 ) -> TunedLayers:
     plan, name = group.plan, group.names[0]
-    candidates = able(plan, job.options.target)
+    candidates = exact_lowerings(plan, job.options.target)
     machine = machine_for(job.options.target, plan.precision)
     predicted = {candidate.name: candidate.predict_us(plan, machine) for candidate in candidates}
     limit_us = measuring.within * min(predicted.values())
@@ -231,7 +231,7 @@ def _write_candidates(
         if copied > COPY_LIMIT_BYTES:
             left_out[candidate.name] = f"it would copy {copied / 1e9:.1f} GB of weights for a batch"
             continue
-        built = replace(plan, chosen=candidate).to_build(
+        built = replace(plan, chosen=candidate).to_layer(
             tensors,
             options.target,
             compute,

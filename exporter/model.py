@@ -32,7 +32,7 @@ from ..graphs.edits import (
 from ..graphs.layers.base import (
     MoELayer,
     MoESpec,
-    a_layer,
+    kind_text,
     moe_layers,
     sharing_weights,
 )
@@ -380,7 +380,7 @@ def _with_fewer_experts(kept: KeptExperts, layer: MoELayer) -> MoELayer:
     smaller = layer.with_experts(kept.experts, kept.constants)
     if smaller is None:
         raise UsageError(
-            f"{kept.text}: no experts of {a_layer(spec.kind)} can be dropped",
+            f"{kept.text}: no experts of {kind_text(spec.kind)} can be dropped",
             hint="only those of Soft MoE layers can",
         )
     return smaller
@@ -391,7 +391,7 @@ def _with_merged_experts(edit: MergedExperts, layer: MoELayer) -> MoELayer:
 
     if not isinstance(layer, MuMoE):
         raise UsageError(
-            f"{edit.text}: the experts of {a_layer(layer.spec.kind)} cannot be merged",
+            f"{edit.text}: the experts of {kind_text(layer.spec.kind)} cannot be merged",
             hint="only those of muMoE layers can",
         )
     tensors = layer.spec.tensors
@@ -468,7 +468,7 @@ def _check_expert(edit: Ablation | Steer, spec: MoESpec) -> None:
         )
     if isinstance(edit, Steer) and not spec.rewritable:
         raise UsageError(
-            f"{edit.option}: layer {spec.name} is {a_layer(spec.kind)}, whose experts have no "
+            f"{edit.option}: layer {spec.name} is {kind_text(spec.kind)}, whose experts have no "
             "cluster centre to compare tokens with",
             hint="only muMoE layers can be steered; --ablate works for all kinds",
         )
@@ -508,7 +508,7 @@ def _check_rewrite(entry: Rewrite, spec: MoESpec) -> None:
     what = f"--rewrite: output {entry.output} of layer {spec.name}"
     if not spec.rewritable:
         raise UsageError(
-            f"{what}: {a_layer(spec.kind)} has no coefficients to re-write an output with",
+            f"{what}: {kind_text(spec.kind)} has no coefficients to re-write an output with",
             hint="only muMoE layers can be re-written; --ablate works for all kinds",
         )
     _check_index(f"{what}: the layer", entry.output, spec.out, "outputs")

@@ -297,7 +297,7 @@ def _compare_tokens(
         return None
 
     changes = _changes(planned, "tokens")
-    sizes, needed = span.probed(more=changes), {span.min, span.opt, *changes}
+    sizes, needed = span.probe_sizes(more=changes), {span.min, span.opt, *changes}
     for step in (1, -1):
         valid = given
         for tokens in sorted((n for n in sizes if (n - given) * step > 0), reverse=step < 0):

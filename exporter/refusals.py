@@ -425,12 +425,12 @@ def _check_renormalize(job: ResolvedExport) -> Iterator[Mistake]:
 
 def not_renormalizable(specs: Mapping[str, MoESpec]) -> Iterator[Mistake]:
     """Yields a mistake for each layer whose coefficients cannot be renormalised."""
-    from ..graphs.layers.base import a_layer  # loads PyTorch
+    from ..graphs.layers.base import kind_text  # loads PyTorch
 
     for spec in specs.values():
         if not spec.renormalizable:
             yield (
-                f"--renormalize: layer {spec.name} is {a_layer(spec.kind)}, whose coefficients "
+                f"--renormalize: layer {spec.name} is {kind_text(spec.kind)}, whose coefficients "
                 "cannot be renormalised",
                 "leave --renormalize out",
             )

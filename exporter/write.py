@@ -62,7 +62,7 @@ def _lower(
 ) -> Lowered:
     job, options = plan.job, plan.job.options
     layers = {
-        layer.name: layer.to_build(
+        layer.name: layer.to_layer(
             stored[layer.name],
             options.target,
             plan.precision.layers[layer.name],
@@ -78,9 +78,9 @@ def _lower(
         coefficients=options.shown_routing is not None,
     )
     if options.shown_routing is not None:
-        from ..graphs.exposed_routing import exposed
+        from ..graphs.exposed_routing import expose_routing
 
-        lowered = exposed(lowered, graph.layers)
+        lowered = expose_routing(lowered, graph.layers)
     model = lowered.model
     model.producer_name, model.producer_version = "moexport", metadata.version("moexport")
     facts: dict[str, Any] = {

@@ -59,14 +59,14 @@ class Builder:
         return outputs
 
     def tap(self, tensor: str, value: ir.Value) -> None:
-        """Records a value as all or part of one of the layer's tensors that a calibration observes.
+        """Records a value, all or part of one of the layer's tensors, for a calibration to observe.
 
         Parts of one tensor are concatenated along the first axis. Without an observer the graph is
         unchanged.
         """
         self.taps.setdefault(tensor, []).append(value)
 
-    def show(self, score: ir.Value, *sizes: int | None) -> None:
+    def add_score(self, score: ir.Value, *sizes: int | None) -> None:
         """Adds a score, float32 [b, *sizes], to the graph's outputs; None is the token axis."""
         score.type = ir.TensorType(ir.DataType.FLOAT)
         self.scores[score] = sizes
@@ -81,8 +81,8 @@ class Builder:
 
     def rounded(self, value: ir.Value, dtype: ir.DataType, name: str) -> ir.Value:
         """Returns a value of type `dtype`, rounded to BF16 but still of type `dtype`."""
-        short = self.op("Cast", value, to=ir.DataType.BFLOAT16.value, name=f"{name}_bf16")
-        return self.op("Cast", short, to=dtype.value, name=f"{name}_rounded")
+        bf16 = self.op("Cast", value, to=ir.DataType.BFLOAT16.value, name=f"{name}_bf16")
+        return self.op("Cast", bf16, to=dtype.value, name=f"{name}_rounded")
 
     def branch(self, nodes: Builder, output: ir.Value | Sequence[ir.Value], name: str) -> ir.Graph:
         """Returns a graph without inputs for an `If`, from the nodes of another builder.
@@ -131,7 +131,7 @@ class Builder:
         graph.insert_before(node, self.nodes)
 
     def nested(self, name: str) -> Builder:
-        """Returns a builder for the nodes of a branch, named below `LAYER/name`."""
+        """Returns a builder for the nodes of a branch, named under `LAYER/name`."""
         return Builder(f"{self.layer}/{name}")
 
     def _name(self, name: str) -> str:

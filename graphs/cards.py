@@ -8,11 +8,11 @@ from types import MappingProxyType
 
 from .targets import Machine, Precision
 
-STREAMED = 0.85
+REACHED_BANDWIDTH = 0.85
 """The share of a GPU's data-sheet bandwidth that large reads and writes reach."""
 
 
-def _card(
+def _gpu(
     gigabytes_per_s: float,
     fp32_tflops: float,
     fp16_tflops: float,
@@ -21,12 +21,12 @@ def _card(
     cache_mib: int,
     cached: float,
 ) -> Mapping[Precision, Machine]:
-    """Returns a GPU's rates from its data sheet, without sparsity; Gather's output is in the cache.
+    """Returns a GPU's rates, from its data sheet's numbers without sparsity.
 
     The L2 cache has `cache_mib` MiB and is `cached` times as fast as the memory. Node times are
     those in a CUDA graph; an `If` waits for the host.
     """
-    streamed = gigabytes_per_s * STREAMED * 1e3
+    streamed = gigabytes_per_s * REACHED_BANDWIDTH * 1e3
 
     def machine(width: float, tflops: float, copied_width: float) -> Machine:
         fp32_bytes_per_us = streamed * 4 / width  # bytes of weights are counted as FP32
@@ -60,16 +60,16 @@ def _card(
 
 GPUS: Mapping[str, Mapping[Precision, Machine]] = MappingProxyType(
     {
-        "A100": _card(2039, 19.5, 312, 624, cache_mib=40, cached=2.5),
-        "H100": _card(3350, 67, 989, 1979, cache_mib=50, cached=2.0),
-        "H200": _card(4800, 67, 989, 1979, cache_mib=50, cached=1.5),
-        "Jetson AGX Orin": _card(205, 5.3, 42.5, 85, cache_mib=4, cached=2.0),
-        "L4": _card(300, 30.3, 121, 242, cache_mib=48, cached=5.0),
-        "L40S": _card(864, 91.6, 362, 733, cache_mib=96, cached=5.0),
-        "RTX 4090": _card(1008, 82.6, 165, 661, cache_mib=72, cached=5.0),
+        "A100": _gpu(2039, 19.5, 312, 624, cache_mib=40, cached=2.5),
+        "H100": _gpu(3350, 67, 989, 1979, cache_mib=50, cached=2.0),
+        "H200": _gpu(4800, 67, 989, 1979, cache_mib=50, cached=1.5),
+        "Jetson AGX Orin": _gpu(205, 5.3, 42.5, 85, cache_mib=4, cached=2.0),
+        "L4": _gpu(300, 30.3, 121, 242, cache_mib=48, cached=5.0),
+        "L40S": _gpu(864, 91.6, 362, 733, cache_mib=96, cached=5.0),
+        "RTX 4090": _gpu(1008, 82.6, 165, 661, cache_mib=72, cached=5.0),
     }
 )
-"""Cards from NVIDIA's data sheets, with estimated costs of nodes, branches and the L2 cache.
+"""Rates from NVIDIA's data sheets, with estimated costs of nodes, branches and the L2 cache.
 Nothing was measured."""
 
 
@@ -80,22 +80,22 @@ FITTED: Mapping[str, Mapping[Precision, Machine]] = MappingProxyType(
         "H100": MappingProxyType(
             {
                 name: replace(
-                    sheet,
+                    rates,
                     copy_bytes_per_us=0.893e6 if name == "fp32" else 1.2e6,
                     node_us=2.77,
                     launch_us=3.89,
                     branch_us=13.4,
                     cached=1.0,
                     processors=132,
-                    lone_bytes_per_us=110e3 * sheet.bytes_per_us / _H100["fp32"].bytes_per_us,
+                    processor_bytes_per_us=110e3 * rates.bytes_per_us / _H100["fp32"].bytes_per_us,
                 )
-                for name, sheet in _H100.items()
+                for name, rates in _H100.items()
             }
         )
     }
 )
-"""Rates of copies and nodes, fitted by `python -m perf cuda` to cards that ran `ort-cuda` graphs.
+"""Rates from data sheets, with those of copies and nodes fitted by `python -m perf cuda`.
 
-The time of a node is its time in a CUDA graph, without the launch. Integer weights are copied as
-FP16. The other layers of a network evict weights from the L2 cache. The rate of a processor comes
-from the data sheet, for the path to the L2 cache."""
+They were fitted to `ort-cuda` graphs. The time of a node is its time in a CUDA graph, without the
+launch. Integer weights are copied as FP16. The other layers of a network evict weights from the L2
+cache. The rate of a single processor is that of its path to the L2 cache, from the data sheet."""

@@ -1,6 +1,6 @@
 """The edits of an export: changes to its MoE layers, and their form in a manifest.
 
-Experts and outputs are counted from 0, levels from 1, as `inspect` counts them.
+Experts and outputs are counted from 0, levels from 1, as in `inspect`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ AT_RUN_TIME = "input"
 """The keyword for a strength that is an input of the graph."""
 
 _KEYS = ("layer", "output", "coefficients", "lambda")
-REWRITTEN = (
+REWRITE_FORMAT = (
     'the file is a list of {"layer": NAME, "output": INDEX, "coefficients": [[…]], "lambda": λ}, '
     "with one list of coefficients per level"
 )
-"""The format of a file with rewritten outputs."""
+"""The format of a file with rewritten outputs, for hints."""
 
 LARGEST = float(np.finfo(np.float32).max)
 """The largest number in an edit."""
 
 
-def _numbered(layer: str, level: int | None, expert: int) -> str:
-    """Returns an expert as in `--ablate` and `--steer`: `LAYER:EXPERT` or `LAYER:LEVEL.EXPERT`."""
+def _expert_text(layer: str, level: int | None, expert: int) -> str:
+    """Returns an expert as users write it: `LAYER:EXPERT` or `LAYER:LEVEL.EXPERT`."""
     return f"{layer}:{'' if level is None else f'{level}.'}{expert}"
 
 
@@ -53,7 +53,7 @@ class Ablation:
 
     @property
     def text(self) -> str:
-        return f"{ABLATE} {_numbered(self.layer, self.level, self.expert)}"
+        return f"{ABLATE} {_expert_text(self.layer, self.level, self.expert)}"
 
     def record(self) -> dict[str, Any]:
         content = {"layer": self.layer, "expert": self.expert, "level": self.level}
@@ -116,8 +116,8 @@ class KeptExperts:
     """The kept experts of a layer, in ascending order; the others and their weights are removed.
 
     If `constant`, the slots of dropped experts return the `constants` [dropped, p, o], otherwise
-    nothing. The constants are None when read from a manifest or recipe; `Edits.with_substitutes`
-    adds them.
+    nothing. `constants` is None in an edit from a manifest or recipe until
+    `Edits.with_substitutes` adds them.
     """
 
     layer: str
@@ -139,7 +139,7 @@ class KeptExperts:
 class MergedExperts:
     """A layer whose experts are merged into one matrix [d + 1, o] per weight tensor.
 
-    The `matrices` are None when read from a manifest or recipe; `Edits.with_substitutes` adds them.
+    `matrices` is None when read from a manifest or recipe; `Edits.with_substitutes` adds them.
     """
 
     layer: str
@@ -156,7 +156,7 @@ class MergedExperts:
         """Returns the name, in a file, of the matrix for a weight tensor (counted from 0)."""
         return f"{self.layer}:{tensor}"
 
-    def of(self, substitutes: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] | None:
+    def matrices_from(self, substitutes: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] | None:
         """Returns the layer's matrices from a file; None if it has none."""
         keys = itertools.takewhile(substitutes.__contains__, map(self.key, itertools.count()))
         return tuple(substitutes[key] for key in keys) or None
@@ -177,7 +177,7 @@ class Steer:
     @property
     def name(self) -> str:
         """The expert in the form of `--steer`."""
-        return _numbered(self.layer, self.level, self.expert)
+        return _expert_text(self.layer, self.level, self.expert)
 
     @property
     def option(self) -> str:
@@ -223,7 +223,7 @@ class Edits:
     def of(self, layer: str) -> Edits:
         return replace(self, layer=layer)
 
-    def _only(self, kind: type[E]) -> tuple[E, ...]:
+    def _of_kind(self, kind: type[E]) -> tuple[E, ...]:
         edits = (edit for edit in self.listed if self.layer in (None, edit.layer))
         return tuple(edit for edit in edits if isinstance(edit, kind))
 
@@ -233,33 +233,33 @@ class Edits:
 
         In a hierarchy, this removes every combination that includes such an expert.
         """
-        return self._only(Ablation)
+        return self._of_kind(Ablation)
 
     @property
     def combinations(self) -> tuple[AblatedCombination, ...]:
         """The ablated combinations of a hierarchy's experts, one per level."""
-        return tuple(dict.fromkeys(self._only(AblatedCombination)))
+        return tuple(dict.fromkeys(self._of_kind(AblatedCombination)))
 
     @property
     def rewrites(self) -> tuple[Rewrite, ...]:
-        return self._only(Rewrite)
+        return self._of_kind(Rewrite)
 
     @property
     def kept(self) -> tuple[KeptExperts, ...]:
         """The layers that lose some of their experts."""
-        return self._only(KeptExperts)
+        return self._of_kind(KeptExperts)
 
     @property
     def merged(self) -> tuple[MergedExperts, ...]:
-        return self._only(MergedExperts)
+        return self._of_kind(MergedExperts)
 
     @property
     def steers(self) -> tuple[Steer, ...]:
-        return self._only(Steer)
+        return self._of_kind(Steer)
 
     @property
     def at_run_time(self) -> tuple[Steer, ...]:
-        """The steerings whose strengths are given per run, in the order of the input `steer`.
+        """The steerings whose strength is set at run time, in the order of the input `steer`.
 
         Steerings of all layers are included, because the layers share that input.
         """
@@ -293,14 +293,14 @@ class Edits:
             if isinstance(edit, KeptExperts) and edit.layer in substitutes:
                 return replace(edit, constant=True, constants=substitutes[edit.layer])
             if isinstance(edit, MergedExperts):
-                return replace(edit, matrices=edit.of(substitutes))
+                return replace(edit, matrices=edit.matrices_from(substitutes))
             return edit
 
         edits = replace(self, listed=tuple(map(completed, self.listed)))
         for name in substitutes.keys() - edits.substitutes.keys():
             raise UsageError(
-                f"{name}: the array replaces experts, but that layer keeps all its experts",
-                hint="substitutes.safetensors is next to its recipe, or in its bundle",
+                f"{name}: the array replaces experts, but the layer keeps all its experts",
+                hint="use the substitutes.safetensors from the recipe's folder or the bundle",
             )
         return edits
 
@@ -320,7 +320,7 @@ class Edits:
                 edits.append(_read(record))
             except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
                 raise BundleError(
-                    f"{where}: edit {index} is unknown to this version ({error})",
+                    f"{where}: this version cannot read edit {index} ({error})",
                     hint="use the version of moexport that wrote the bundle, or export again",
                 ) from error
         return Edits(tuple(edits))
@@ -333,7 +333,7 @@ def _read(record: Mapping[str, Any]) -> Edit:
     entry = {key: value for key, value in record.items() if key != "edit"}
     match record["edit"]:
         case "rewrite":
-            return rewrite_of(entry, "a rewritten output")
+            return parse_rewrite(entry, "a rewritten output")
         case "keep":
             return KeptExperts(**entry | {"experts": tuple(map(int, entry["experts"]))})
         case "merge":
@@ -348,19 +348,19 @@ def _read(record: Mapping[str, Any]) -> Edit:
             return Ablation(**entry)
 
 
-def rewrite_of(entry: Any, where: str) -> Rewrite:
+def parse_rewrite(entry: Any, where: str) -> Rewrite:
     """Returns a rewritten output from a file or manifest; a `UsageError` names `where`."""
     if not isinstance(entry, Mapping):
-        raise UsageError(f"{where} is a {type(entry).__name__}, not an object", hint=REWRITTEN)
+        raise UsageError(f"{where} is a {type(entry).__name__}, not an object", hint=REWRITE_FORMAT)
     for what, keys in (
         ("lacks", [key for key in _KEYS if key not in entry]),
         ("has the unknown key", [str(key) for key in entry if key not in _KEYS]),
     ):
         if keys:
-            raise UsageError(f"{where} {what} {', '.join(keys)}", hint=REWRITTEN)
+            raise UsageError(f"{where} {what} {', '.join(keys)}", hint=REWRITE_FORMAT)
     layer, output = entry["layer"], entry["output"]
     if not isinstance(layer, str):
-        raise UsageError(f"{where}: layer is {layer!r}, not a name", hint=REWRITTEN)
+        raise UsageError(f"{where}: layer is {layer!r}, not a name", hint=REWRITE_FORMAT)
     if not isinstance(output, int) or isinstance(output, bool) or output < 0:
         raise UsageError(
             f"{where}: output is {output!r}, not an index", hint="outputs are counted from 0"
@@ -368,7 +368,7 @@ def rewrite_of(entry: Any, where: str) -> Rewrite:
     strength = _number(entry["lambda"], f"{where}: lambda")
     coefficients = entry["coefficients"]
     if not isinstance(coefficients, Sequence) or isinstance(coefficients, str) or not coefficients:
-        raise UsageError(f"{where}: coefficients are not lists of numbers", hint=REWRITTEN)
+        raise UsageError(f"{where}: coefficients are not lists of numbers", hint=REWRITE_FORMAT)
     nested = any(isinstance(vector, Sequence) for vector in coefficients)
     # A list without outer brackets belongs to the only level.
     vectors = coefficients if nested else [coefficients]
@@ -385,7 +385,7 @@ def rewrite_of(entry: Any, where: str) -> Rewrite:
 
 def _vector(values: Any, what: str) -> tuple[float, ...]:
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise UsageError(f"{what} are {values!r}, not a list of numbers", hint=REWRITTEN)
+        raise UsageError(f"{what} are {values!r}, not a list of numbers", hint=REWRITE_FORMAT)
     return tuple(_number(value, f"{what}, number {i}") for i, value in enumerate(values))
 
 
@@ -393,10 +393,10 @@ def _number(value: Any, what: str) -> float:
     """Returns a finite float32 number; Python's JSON parser also accepts NaN and Infinity."""
     is_number: bool = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number:
-        raise UsageError(f"{what} is {value!r}, not a number", hint=REWRITTEN)
+        raise UsageError(f"{what} is {value!r}, not a number", hint=REWRITE_FORMAT)
     if not abs(value) <= LARGEST:  # also false for NaN
         raise UsageError(
             f"{what} is {value}, which float32 cannot represent",
-            hint="NaN is the mean over no inputs",
+            hint="NaN is the result of a mean over no inputs",
         )
     return float(value)

@@ -14,7 +14,7 @@ from .lowerings.base import AnyPlan
 from .names import GATES, K_INPUT, SELECTED
 
 
-def exposed(lowered: Lowered, layers: Sequence[AnyPlan]) -> Lowered:
+def expose_routing(lowered: Lowered, layers: Sequence[AnyPlan]) -> Lowered:
     """Adds each layer's choice as an output of the graph, and records the outputs' names.
 
     A Soft MoE layer outputs the experts of an input [b, k], a token-routed layer those of its
@@ -26,19 +26,19 @@ def exposed(lowered: Lowered, layers: Sequence[AnyPlan]) -> Lowered:
     by_name |= {value.name: value for value in graph.inputs}
     first = graph.inputs[0].shape
     for layer in layers:
-        spec, values_of = layer.spec, values[layer.name]
-        shape, k = by_name[values_of.input].shape, K_INPUT if layer.k is None else layer.k
+        spec, layer_values = layer.spec, values[layer.name]
+        shape, k = by_name[layer_values.input].shape, K_INPUT if layer.k is None else layer.k
         assert shape is not None and first is not None
         choices: dict[str, str] = {}
-        scores = [by_name[score] for score in values_of.scores]
-        for level, (choice, name) in enumerate(values_of.choices.items()):
+        scores = [by_name[score] for score in layer_values.scores]
+        for level, (choice, name) in enumerate(layer_values.choices.items()):
             value, dtype = by_name[name], ir.DataType.INT64
             if spec.chooses_sets:
                 sizes = [shape[0], k]
             elif spec.rewritable:
                 dtype, sizes = ir.DataType.FLOAT, [*shape[:2], spec.levels[level]]
             else:
-                value = _by_input(graph, layer.name, value, SELECTED)
+                value = _split_by_input(graph, layer.name, value, SELECTED)
                 sizes = [first[0], "tokens", k]
             value.type, value.shape = ir.TensorType(dtype), ir.Shape(sizes)
             graph.outputs.append(value)
@@ -47,17 +47,17 @@ def exposed(lowered: Lowered, layers: Sequence[AnyPlan]) -> Lowered:
             graph.outputs.remove(score)
             output = score
             if spec.flat:
-                output = _by_input(graph, layer.name, score, GATES)
+                output = _split_by_input(graph, layer.name, score, GATES)
                 output.type = ir.TensorType(ir.DataType.FLOAT)
                 output.shape = ir.Shape([first[0], "tokens", k])
             graph.outputs.append(output)
-        values[layer.name] = replace(values_of, choices=choices)
+        values[layer.name] = replace(layer_values, choices=choices)
     return replace(lowered, values=values)
 
 
-def _by_input(graph: ir.Graph, layer: str, rows: ir.Value, name: str) -> ir.Value:
-    """Reshapes the choice per token, [b·m, k], to [b, m, k], with the batch as first axis."""
-    # A separate builder names these constants, because the layer's graph has equal names.
+def _split_by_input(graph: ir.Graph, layer: str, rows: ir.Value, name: str) -> ir.Value:
+    """Reshapes choices or scores per token, [b·m, k], to [b, m, k], with the batch first."""
+    # A separate builder names these constants, because the layer's own nodes have the same.
     b = Builder(layer)
     tokens = b.weight(ir.tensor(np.array([-1])), f"{layer}/{name}/tokens")
     batch = b.op("Shape", graph.inputs[0], start=0, end=1, name=f"{name}/batch")

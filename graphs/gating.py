@@ -1,9 +1,9 @@
 """A muMoE layer's coefficients as ONNX nodes: logits, activation, and the k largest.
 
-Everything is FP32, without Sort or CumSum: entmax15 and sparsemax find their threshold τ by
-Newton's method, with a few operations on one number per token and step. The equations in τ are
-convex and decreasing, and the start is left of the root. Every step therefore stays left of it, and
-τ only grows: a coefficient that reaches zero stays zero, and a step can update r = [z − τ]₊.
+Everything is computed in FP32, without Sort or CumSum: entmax15 and sparsemax find their threshold
+τ by Newton's method, with two sums over the experts per step. The equations in τ are convex and
+decreasing, and the start is left of the root. Every step therefore stays left of it, and τ only
+grows: a coefficient that reaches zero stays zero, and a step can update r = [z − τ]₊.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .precision.products import one_token
 MuMoELayer = Layer[MuMoESpec]
 
 ENTMAX_STEPS = ((64, 5), (256, 6), (2048, 7))
-"""Newton steps by the largest number of experts: one more than any tested distribution, adversarial
-ones included, needed to converge to rounding error."""
+"""Newton steps by the largest number of experts: one more than any tested distribution, including
+adversarial ones, needed to converge to rounding error."""
 
 ERROR = 1e-6
 """The largest error of a coefficient after the iterations, before rounding."""
@@ -38,9 +38,9 @@ def entmax15_steps(n: int) -> int:
 def sparsemax_steps(n: int) -> int:
     """Returns the number of Newton steps of sparsemax for n experts, from a bound.
 
-    For a convex f each step satisfies f'/f' + f/f ≤ 1 (new over old), so |f·f'| falls to a quarter
-    or less. It starts at n² at most, and |f'|, the size of the support, is at least 1: after the
-    returned number of steps the coefficients are accurate to `ERROR`.
+    For a convex f, each step from τ₀ to τ₁ satisfies f(τ₁)/f(τ₀) + f'(τ₁)/f'(τ₀) ≤ 1, so |f·f'|
+    falls to a quarter or less. It is at most n² at the start, and |f'|, the size of the support, is
+    at least 1: after these steps the coefficients are accurate to `ERROR`.
     """
     return _bounded_steps(n * n)
 
@@ -81,13 +81,13 @@ def kept_levels(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[KeptLevel]:
             a = b.cast(a, a.dtype or fp32, fp32, f"gate/{name}_fp32")
             if layer.scores:  # score outputs are named after the layer
                 score = b.op("Reshape", a, b.ints(0, 0, n), name=f"all_{name}")
-                b.show(score, None, n)
+                b.add_score(score, None, n)
         else:
             logits = _logits(b, layer, level, x)
             a = activations[layer.spec.activation](b, logits, n, f"all_{name}" if selects else name)
             if layer.scores and selects:
-                b.show(a, None, n)
-        levels.append(_largest(b, layer, a, n, k, name) if selects else KeptLevel(a, None))
+                b.add_score(a, None, n)
+        levels.append(_keep_largest(b, layer, a, n, k, name) if selects else KeptLevel(a, None))
     return levels
 
 
@@ -159,13 +159,13 @@ def _step(
     return b.op("Relu", shifted, name=result or f"{name}/above")
 
 
-def _largest(
-    b: Builder, layer: MuMoELayer, a: ir.Value, n: int, baked: int | None, name: str
+def _keep_largest(
+    b: Builder, layer: MuMoELayer, a: ir.Value, n: int, fixed_k: int | None, name: str
 ) -> KeptLevel:
-    """Adds coefficients [b, m, n] with all but the k largest zeroed; k is an input if not baked."""
-    k = layer.k_value(b) if baked is None else b.ints(baked)
+    """Adds coefficients [b, m, n], all but the k largest zeroed; k is an input if not fixed."""
+    k = layer.k_value(b) if fixed_k is None else b.ints(fixed_k)
     # One k serves all levels, but this one may have fewer experts.
-    if baked is None and n < layer.spec.experts:
+    if fixed_k is None and n < layer.spec.experts:
         k = b.op("Min", k, b.ints(n), name=f"{name}/k")
     values, indices = b.ops(
         "TopK",

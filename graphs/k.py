@@ -35,7 +35,7 @@ def parse_k(k: K) -> KOption:
         k = 1.0
     elif isinstance(k, Sequence) and not isinstance(k, str | bytes):
         k = ",".join(map(str, k))
-    text = str(k)  # also converts numpy's integers; text that is no k is refused below
+    text = str(k)  # also converts numpy's integers; invalid text is refused below
     value = text.strip()
     if value == "trained":
         return "n"
@@ -48,7 +48,7 @@ def parse_k(k: K) -> KOption:
             share = Fraction(f"1{value[1:]}" if value.startswith("n/") else value)
             if share == 1 and "/" not in value:
                 raise UsageError(
-                    f"--k {text}: one expert, or all of them?",
+                    f"--k {text} is ambiguous: one expert, or all of them?",
                     hint="--k 1 computes one expert, --k n all experts",
                 )
             if not 0 < share <= 1:
@@ -70,13 +70,13 @@ def parse_k(k: K) -> KOption:
 
 
 def _suggestion(text: str) -> str:
-    """Returns a question that suggests the intended k, for text that is no k; may be empty."""
+    """Returns a question that suggests a k for invalid text, or an empty string."""
     words = {"all": "n", "max": "n", "full": "n", "half": "n/2", "quarter": "n/4", "n": "n"}
     words |= dict.fromkeys(("dynamic", "runtime", "variable", "input"), "input")
-    meant = words.get(text.lower())
+    intended = words.get(text.lower())
     if re.fullmatch(r"\d+(\.\d+)?%", text):
-        meant = f"{float(text[:-1]) / 100:g}"
-    return f"did you mean {meant}? " if meant else ""
+        intended = f"{float(text[:-1]) / 100:g}"
+    return f"did you mean {intended}? " if intended else ""
 
 
 def _positive(text: str) -> int:

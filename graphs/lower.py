@@ -31,18 +31,18 @@ def simplify(model: ir.Model) -> None:
     )
     passes(model)
     for graph in (graph for graph in model.graphs() if graph is not model.graph):
-        _own_outputs(graph)
+        _separate_outputs(graph)
     for graph in model.graphs():  # the passes keep the metadata of values
         outputs = (value for node in graph for value in node.outputs)
         for value in (*graph.inputs, *graph.initializers.values(), *outputs):
             value.metadata_props.clear()
 
 
-def _own_outputs(graph: ir.Graph) -> None:
+def _separate_outputs(graph: ir.Graph) -> None:
     """Gives each output of a subgraph its own node, in place.
 
     A branch may not return a value from outside, and no graph may return a value twice; removing
-    identities can cause both.
+    identities can lead to either.
     """
     returned: set[ir.Value | None] = {None}
     for index, value in enumerate(graph.outputs):
@@ -112,8 +112,8 @@ def lower(
     The traced model stays unchanged; its tensors are shared, not copied. The values that an
     `observer` returns for a layer become outputs of the graph. With `fp16_weights`, FP16 applies to
     stored weights only (`precision.fp16_weights`). With `coefficients`, the values also name the
-    coefficients of layers that keep all of them. The layers' scores become outputs; if the router
-    is outside the layer, their rows are tokens, [b·m, k].
+    coefficients of layers that keep all of them. The layers' scores become outputs: [b·m, k], with
+    one row per token, if the router is outside the layer.
     """
     model = traced.clone()
     steer = _add_steer_input(model, [*layers.values()])
@@ -168,7 +168,7 @@ def _add_steer_input(model: ir.Model, layers: Sequence[Layer[Any]]) -> ir.Value 
     return None
 
 
-def _steered(b: Builder, layer: Layer[Any], x: ir.Value, strengths: ir.Value | None) -> ir.Value:
+def _steer(b: Builder, layer: Layer[Any], x: ir.Value, strengths: ir.Value | None) -> ir.Value:
     """Adds the experts' cluster centres, times their strengths, to tokens x [b, m, d]."""
     fp32 = ir.DataType.FLOAT
     if layer.tensors.has(STEER_CENTRES):
@@ -204,14 +204,14 @@ def _lower_node(
     b = Builder(layer.spec.name)
     steered = x
     if any(layer.tensors.has(name) for name in (STEER_INPUT, STEER_CENTRES)):
-        steered = _steered(b, layer, x, steer)
+        steered = _steer(b, layer, x, steer)
         layer = replace(layer, x_type=ir.DataType.FLOAT)
     y = layer.build(b, layer, steered)
     scores: Sequence[ir.Value] = ()
     if layer.scores:
-        from .scores import shown
+        from .scores import score_outputs
 
-        scores = shown(b, layer, x)
+        scores = score_outputs(b, layer, x)
     graph.outputs.extend(scores)
     if observer is not None:
         graph.outputs.extend(observer(b))
@@ -221,8 +221,8 @@ def _lower_node(
     b.insert_before(graph, node)
     ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
     graph.remove(node, safe=True)
-    for used in b.nodes:
-        _declare_domains(graph, used)
+    for new_node in b.nodes:
+        _declare_domains(graph, new_node)
     assert y.name is not None
     return LayerValues(
         input=x.name,
@@ -245,7 +245,7 @@ def _choice_names(layer: Layer[Any]) -> dict[str, str]:
 
 
 def _declare_domains(graph: ir.Graph, node: ir.Node) -> None:
-    """Declares the opset of each domain in a node and its branches, unless it is declared."""
+    """Declares the opset of each domain in a node and its branches, unless already declared."""
     if node.domain:
         graph.opset_imports.setdefault(node.domain, 1)
     for attribute in node.attributes.values():

@@ -16,9 +16,9 @@ DOMAIN = "ai.moexport"
 MICROSOFT = "com.microsoft"
 """The domain of ONNX Runtime's own ops."""
 
-HIDDEN, SEEN_AS = "hidden", "seen_as"
+HIDDEN, COMPUTED_BY = "hidden", "computed_by"
 """Keys of `meta`, which is not saved. `HIDDEN`, on a node that replaces several: the names of the
-nodes whose results it computes internally. `SEEN_AS`, on a value: the name of the node that
+nodes whose results it computes internally. `COMPUTED_BY`, on a value: the name of the node that
 computed it originally. A table of ranges uses these names."""
 
 K_INPUT = "k"
@@ -49,7 +49,7 @@ COMBINE, DISPATCH, COLUMN_SUMS = "C", "D", "column_sums"
 
 GATES = "gates"
 """Scores of a token-routed layer: the weights of the chosen experts, float32 [b, m, k], in
-order."""
+their order."""
 
 _SCORE = re.compile(rf"{COMBINE}|{DISPATCH}|{COLUMN_SUMS}|{GATES}|all_coefficients(_\d+)?")
 """The last alternative is for muMoE layers, [b, m, n]: a level's coefficients before the choice of
@@ -72,7 +72,7 @@ PARTS = ("router", "dispatch", "experts", "combine")
 
 
 def coefficients(level: int) -> str:
-    """Returns the value of a muMoE layer with a level's kept coefficients, [b, m, n]."""
+    """Returns the name of the value with a muMoE level's kept coefficients, [b, m, n]."""
     return "coefficients" if level == 0 else f"coefficients_{level + 1}"
 
 
@@ -90,10 +90,10 @@ def part_of(node: str, layer: str) -> str | None:
     scope = in_layer(layer, "")
     if not node.startswith(scope):
         return None
-    what = node.removeprefix(scope).split("/")[0].split(".")[0]
-    if _COEFFICIENTS.fullmatch(what):
+    scope_name = node.removeprefix(scope).split("/")[0].split(".")[0]
+    if _COEFFICIENTS.fullmatch(scope_name):
         return "router"
-    return next((part for part, words in _PART_SCOPES.items() if what in words), "experts")
+    return next((part for part, words in _PART_SCOPES.items() if scope_name in words), "experts")
 
 
 EXPERT_INPUT = "experts.input"
@@ -135,7 +135,7 @@ def is_ranged(tensor: str) -> bool:
 def range_key(layer: str, tensor: str) -> str:
     """Returns the name of a tensor in a table of ranges.
 
-    In a Soft MoE layer: `LAYER/experts.input` and `LAYER/experts.hidden`, over the rows that the
+    In a Soft MoE layer: `LAYER/experts.input` and `LAYER/experts.hidden`, for the rows that the
     selection sends to experts. For tensor t of a muMoE layer: `LAYER/tensor.{t}.input`,
     `LAYER/tensor.{t}.product`, which the output factor multiplies, and `LAYER/tensor.{t}.reduced`,
     which Tucker's core multiplies. For a linear layer of the backbone: `NODE/input` with the node's
@@ -146,8 +146,8 @@ def range_key(layer: str, tensor: str) -> str:
 
 def is_score(output: str, layers: Container[str]) -> bool:
     """Returns whether an output of a graph is a score of one of the layers."""
-    layer, _, what = output.rpartition("/")
-    return layer in layers and _SCORE.fullmatch(what) is not None
+    layer, _, name = output.rpartition("/")
+    return layer in layers and _SCORE.fullmatch(name) is not None
 
 
 def is_cached(name: str) -> bool:

@@ -30,9 +30,9 @@ class Routed:
     """The router's results for a batch, and the source of the slots.
 
     The slots are averages of `source` [b, m, d], scaled by `scale` [b, 1, m] in families that
-    normalise. `logits` is L, [b, m, n·p], and `logits_by_slot` the same with tokens last; `combine`
-    is C, [b, m, n·p]. `selected` [b, k] is None if every expert is kept. `constant` [b, m, o] is
-    the contribution of constant experts, or None.
+    normalise. `logits` is L, [b, m, n·p], and `logits_by_slot` is the same with tokens last;
+    `combine` is C, [b, m, n·p]. `selected` [b, k] is None if every expert is kept. `constant`
+    [b, m, o] is the contribution of constant experts, or None.
     """
 
     source: ir.Value
@@ -88,9 +88,9 @@ def route(b: Builder, layer: SoftMoELayer, x: ir.Value) -> Routed:
         logits = b.op("Slice", logits, *bounds, name="router/logits_kept")
     selected = _select(b, layer, combine) if layer.selects else None
     if layer.scores:
-        from .scores import show
+        from .scores import add_scores
 
-        show(b, layer, combine, logits)
+        add_scores(b, layer, combine, logits)
     source = x if layer.spec.slots_from == "raw" else normalised
     if layer.spec.rounded:
         source = b.rounded(source, ir.DataType.FLOAT, "dispatch/source")
@@ -112,9 +112,9 @@ def _external_routing(b: Builder, layer: SoftMoELayer, combine: ir.Value) -> Rou
     slots = b.cast(slots, slots.dtype or ir.DataType.FLOAT, ir.DataType.FLOAT, "dispatch/fp32")
     selected = _select(b, layer, combine) if layer.selects else None
     if layer.scores:
-        from .scores import show
+        from .scores import add_scores
 
-        show(b, layer, combine)
+        add_scores(b, layer, combine)
     return Routed(
         source=slots,
         scale=None,
@@ -153,7 +153,7 @@ def selected_slots(b: Builder, layer: SoftMoELayer, routed: Routed) -> Slots:
     logits = _gather_experts(b, layer, routed.logits_by_slot, index, "dispatch/logits")
     if layer.renormalize:
         by_token = b.op("Transpose", logits, perm=[0, 2, 1], name="combine/logits")
-        combine = _renormalised(b, by_token)
+        combine = _renormalise(b, by_token)
     else:
         combine = _selected_combine(b, layer, routed, index)
     experts = layer.k if isinstance(layer.k, int) else None
@@ -231,28 +231,28 @@ def masked_slots(b: Builder, layer: SoftMoELayer, routed: Routed) -> tuple[Slots
         ones = b.constant(np.ones((1, 1, p), dtype=np.float32))
         repeated = b.op("Mul", column, ones, name="combine/mask_per_slot")
         column = b.op("Reshape", repeated, b.ints(0, n * p, 1), name="combine/mask_of_slots")
-    kept = _above_zero(b, layer, column, "combine/kept")
+    kept = _to_bool(b, layer, column, "combine/kept")
     combine = slots.combine
     if layer.renormalize:
         row = b.op("Reshape", column, b.ints(0, 1, n * p), name="combine/mask_row")
-        chosen = _above_zero(b, layer, row, "combine/kept_row")
+        chosen = _to_bool(b, layer, row, "combine/kept_row")
         logits = b.op("Where", chosen, routed.logits, b.number(-np.inf), name="combine/logits")
-        combine = _renormalised(b, logits)
+        combine = _renormalise(b, logits)
     return Slots(slots.rows, combine, routed.constant, kept), mask
 
 
-def _above_zero(b: Builder, layer: SoftMoELayer, ones: ir.Value, name: str) -> ir.Value:
-    """Adds the conversion of ones and zeros to booleans."""
+def _to_bool(b: Builder, layer: SoftMoELayer, ones: ir.Value, name: str) -> ir.Value:
+    """Adds a conversion of ones and zeros to booleans."""
     if TARGETS[layer.target].launches:
         return b.op("Greater", ones, b.number(0.5), name=name)
     return b.op("Cast", ones, to=ir.DataType.BOOL.value, name=name)
 
 
-def _renormalised(b: Builder, logits: ir.Value) -> ir.Value:
-    """Adds C[S] / ΣC[S] for logits [b, m, e·p], which are −∞ for experts that are not kept.
+def _renormalise(b: Builder, logits: ir.Value) -> ir.Value:
+    """Adds C[S] / ΣC[S] for logits [b, m, e·p], which are −∞ for experts that were not selected.
 
-    This is a softmax over the kept experts. The plain quotient would be 0 / 0 for a token that puts
-    almost no weight on them.
+    This is a softmax over the selected experts. The plain quotient would be 0 / 0 for a token that
+    puts almost no weight on them.
     """
     return b.op("Softmax", logits, axis=-1, name="combine/C")
 
@@ -281,8 +281,8 @@ def _normalise(b: Builder, layer: SoftMoELayer, x: ir.Value) -> tuple[ir.Value, 
 
 
 SHORT_SUMS = range(16, 49)
-"""Numbers of squares per sum. ONNX Runtime adds squares sequentially, each addition waiting for the
-previous one; it computes several sums of this length in parallel."""
+"""Lengths of partial sums of squares. ONNX Runtime adds squares sequentially, each addition waiting
+for the previous one; it computes several sums of this length in parallel."""
 
 SMALL_INPUT = 1 << 14
 """The size of an input below which the three additional nodes cost more than short sums save."""
@@ -359,11 +359,11 @@ def _gather_experts(
         return b.op("GatherND", by_slot, index, batch_dims=1, name=name)
     by_expert = b.op("Reshape", by_slot, b.ints(0, n, p, -1), name=f"{name}_by_expert")
     chosen = b.op("GatherND", by_expert, index, batch_dims=1, name=f"{name}_selected")
-    shape = _rows_by_tokens(b, layer, by_slot, layer.tokens if width is None else width)
+    shape = _gathered_shape(b, layer, by_slot, layer.tokens if width is None else width)
     return b.op("Reshape", chosen, shape, name=name)
 
 
-def _rows_by_tokens(
+def _gathered_shape(
     b: Builder, layer: SoftMoELayer, by_slot: ir.Value, width: int | None
 ) -> ir.Value:
     """Adds the shape [b, k·p, m] for a Reshape: constant unless both k and m are dynamic."""

@@ -12,24 +12,24 @@ from .layers.stored import Layer, SoftMoELayer
 from .names import COLUMN_SUMS, COMBINE, DISPATCH
 
 
-def show(
+def add_scores(
     b: Builder, layer: SoftMoELayer, combine: ir.Value, logits: ir.Value | None = None
 ) -> None:
     """Adds C, its column sums and, if L is known, D as outputs, for all experts."""
     n, p = layer.spec.experts, layer.spec.slots
     by_expert = b.op("Reshape", combine, b.ints(0, 0, n, p), name=COMBINE)
-    b.show(by_expert, None, n, p)
+    b.add_score(by_expert, None, n, p)
     if logits is not None:
         dispatch = b.op("Softmax", logits, axis=1, name="router/dispatch")
-        b.show(b.op("Reshape", dispatch, b.ints(0, 0, n, p), name=DISPATCH), None, n, p)
-    b.show(b.op("ReduceSum", by_expert, b.ints(1, 3), keepdims=0, name=COLUMN_SUMS), n)
+        b.add_score(b.op("Reshape", dispatch, b.ints(0, 0, n, p), name=DISPATCH), None, n, p)
+    b.add_score(b.op("ReduceSum", by_expert, b.ints(1, 3), keepdims=0, name=COLUMN_SUMS), n)
 
 
-def shown(b: Builder, layer: Layer[Any], x: ir.Value) -> list[ir.Value]:
+def score_outputs(b: Builder, layer: Layer[Any], x: ir.Value) -> list[ir.Value]:
     """Returns a layer's scores, with their shapes, from its lowering or from its inputs.
 
-    If the router is outside the layer, their rows are tokens, [b·m, k]. Raises `LoweringError` for
-    a lowering of Soft MoE without scores.
+    If the router is outside the layer, the scores are [b·m, k], one row per token. Raises
+    `LoweringError` for a lowering of Soft MoE without scores.
     """
     if layer.spec.flat:
         _, weights, *_ = layer.routed

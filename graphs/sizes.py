@@ -41,28 +41,28 @@ class AxisRange:
         """Returns the size in the range that is closest to `size`."""
         return max(self.min, min(size, self.max))
 
-    def compared(self, of: int = 1) -> int:
-        """Returns the batch size for comparing inputs, if possible not the traced size.
+    def comparison_size(self, unit: int = 1) -> int:
+        """Returns the batch size for comparing outputs, not the traced size if possible.
 
-        It is a multiple of the smallest batch, so that no batch is smaller than that.
+        It is a multiple of the smallest batch, so that the last batch is not smaller.
         """
-        smallest = of if of > 1 else self.min
-        return min(-(-PARITY_BATCHES[-1] * of // smallest) * smallest, self.largest(of))
+        smallest = unit if unit > 1 else self.min
+        return min(-(-PARITY_BATCHES[-1] * unit // smallest) * smallest, self.largest(unit))
 
-    def largest(self, of: int = 1) -> int:
+    def largest(self, unit: int = 1) -> int:
         """Returns the largest size that is a multiple of the smallest batch."""
-        smallest = of if of > 1 else self.min
+        smallest = unit if unit > 1 else self.min
         return max(self.max // smallest, 1) * smallest
 
-    def probed(self, of: int = 1, more: Iterable[int] = ()) -> tuple[int, ...]:
-        """Returns the sizes at which a graph is compared, multiples of `of`.
+    def probe_sizes(self, unit: int = 1, more: Iterable[int] = ()) -> tuple[int, ...]:
+        """Returns the sizes at which a graph is compared, multiples of `unit`.
 
         They are the smallest, optimal and largest size, and one just above a power of two, which
         leaves blocked kernels a remainder. Sizes in `more` are added if they are in the range.
         """
         above = (1 << (self.max - 1).bit_length() - 1) + 1 if self.max > 2 else self.max
-        sizes = {self.min, self.opt, above // of * of + (of if above % of else 0), self.max, *more}
-        return tuple(sorted(n for n in sizes if self.min <= n <= self.max and n % of == 0))
+        sizes = {self.min, self.opt, -(-above // unit) * unit, self.max, *more}
+        return tuple(sorted(n for n in sizes if self.min <= n <= self.max and n % unit == 0))
 
     def __str__(self) -> str:
         return str(self.opt) if self.fixed else f"{self.min}:{self.opt}:{self.max}"
@@ -91,7 +91,7 @@ def parse_range(text: Sizes, option: str) -> AxisRange:
     if len(sizes) != len(("min", "opt", "max")):
         raise UsageError(
             f"{option} {text}: expected MIN:OPT:MAX or one size",
-            hint=f"{option} 1:8:32 for sizes 1 to 32, fastest at 8; {option} 8 for 8 alone",
+            hint=f"{option} 1:8:32 for sizes 1 to 32, fastest at 8; {option} 8 for size 8 only",
         )
     low, opt, high = sizes
     if not 1 <= low <= opt <= high:

@@ -61,7 +61,7 @@ class Machine:
     caches.
 
     Arithmetic: `macs_per_us` in products with the experts' weights, half of that for the first
-    `lone_macs` of a product, because small products use one thread; `batched_macs_per_us` in
+    `single_thread_macs` of a product, as small products use one thread; `batched_macs_per_us` in
     products with tokens; `number_us` for each number that an operator between products processes.
 
     Operators: `node_us` for an empty one, `product_us` in addition for a product with rows,
@@ -71,7 +71,7 @@ class Machine:
     row and candidate expert, and `scalar_us` for each number that its scalar loops process.
 
     GPUs only: `launch_us` is the additional time of a node outside a CUDA graph. A grouped product
-    distributes its columns over `processors`, each of which reads `lone_bytes_per_us`.
+    distributes its columns over `processors`, each of which reads `processor_bytes_per_us`.
     """
 
     bytes_per_us: float
@@ -91,9 +91,9 @@ class Machine:
     routing_us: float = 0.0
     scalar_us: float = 0.0
     launch_us: float = 0.0
-    lone_bytes_per_us: float = math.inf
+    processor_bytes_per_us: float = math.inf
     processors: int = 1
-    lone_macs: int = 0
+    single_thread_macs: int = 0
     integer_nodes: int = 0
     integer_passes: int = 0
 
@@ -129,10 +129,10 @@ CPU = Machine(
     sort_us=0.003,
     routing_us=0.0043,
     scalar_us=0.00078,
-    lone_macs=1 << 16,
+    single_thread_macs=1 << 16,
 )
 """Fitted by `python -m perf fit` on two cores with AVX-512; the choices are equally good on two
-cores with AVX2. `sort_us` was measured separately; `lone_macs` is a constant of the runtime."""
+cores with AVX2. `sort_us` was measured separately; `single_thread_macs` is from the runtime."""
 
 
 CPU_INT8 = Machine(
@@ -148,7 +148,7 @@ CPU_INT8 = Machine(
     product_us=0.32,
     sort_us=0.003,
     routing_us=CPU.routing_us,
-    lone_macs=1 << 16,
+    single_thread_macs=1 << 16,
     integer_nodes=1,
     integer_passes=1,
 )
@@ -163,8 +163,8 @@ CPU_INT4 = replace(
     pack_bytes_per_us=math.inf,
     cached=1.1,
 )
-"""From single `MatMulNBits` products, not fitted: unpacking makes them slower than the bytes read
-suggest, and with many rows they take about as long as with FP32 weights."""
+"""Measured on single `MatMulNBits` products, not fitted: unpacking makes them slower than the bytes
+read suggest, and with many rows they take about as long as with FP32 weights."""
 
 CPU_RATES: Mapping[Precision, Machine] = MappingProxyType(
     {  # 16-bit floats are computed in FP32 on a CPU
@@ -185,7 +185,7 @@ CUDA_GPU = MachineKind(
 )
 SERVER_GPU = MachineKind("server-gpu", on_cpu=False, card="H100")
 RTX_GPU = MachineKind("rtx-gpu", on_cpu=False, card="RTX 4090")
-"""The cards that `auto` assumes for GPU targets."""
+"""The GPUs that `auto` assumes for GPU targets."""
 
 
 FUSED_OPSET = 23
@@ -216,8 +216,8 @@ class FusedOps:
 class TargetRecord:
     """The facts about a target that all other code reads; CONTRIBUTING.md describes the fields.
 
-    Without `auto_branches` each `If` waits for the host, as on a GPU. `new_kernels` are blocks of
-    8-bit weights and integer experts, which browsers lack or which were not tested there.
+    Without `auto_branches` each `If` waits for the host, as on a GPU. `new_kernels` are those for
+    8-bit blocks and integer experts, which browsers lack or which were not tested there.
     """
 
     name: Target
@@ -260,18 +260,18 @@ class TargetRecord:
 
 
 _CPU_FP16 = (
-    "weights are stored in FP16 and everything is computed in FP32: half the file, no faster, and "
-    "the same on every CPU; for a GPU use --target ort-cuda"
+    "weights are stored in FP16, but everything is computed in FP32: the file is half as large, "
+    "the speed and the results on any CPU stay the same; for a GPU use --target ort-cuda"
 )
 
 _CUDA_INTEGERS = (
-    "only weights are integers, in blocks, and are multiplied in FP16, so no ranges are needed; it "
-    "was not run on a GPU"
+    "only the weights are integers, in blocks; products are computed in FP16, so no ranges are "
+    "needed; this was not run on a GPU"
 )
 
 NO_FP8: Mapping[Precision, tuple[str, str]] = {
     "fp8": (
-        "eight-bit floats are for TensorRT on Ada cards and newer",
+        "FP8 requires TensorRT on an Ada GPU or a newer one",
         "use --target tensorrt or tensorrt-rtx, or --precision int8 with this target",
     )
 }
@@ -287,8 +287,8 @@ _RECORDS = (
         notes={
             "fp16": _CPU_FP16,
             "bf16": "ONNX Runtime's CPU provider has no BF16 kernels: `run` emulates them",
-            "int4": "the file is small; `run` unpacks the weights to FP32 when it loads them, and "
-            "ort-cpu keeps them packed",
+            "int4": "the file is small; `run` unpacks the weights to FP32 when it loads them, "
+            "but --target ort-cpu keeps them packed",
         },
     ),
     TargetRecord(

@@ -237,7 +237,7 @@ def test_a_target_in_a_runtime_that_is_known(copy: Copy, tmp_path: Path) -> None
         *("-m", "moexport", "export", CASE.weights, "-o", tmp_path / "grouped", *options),
         *("--lowering", "grouped"),
     )
-    assert "the target ort-board does not run it" in refused.stderr
+    assert "the target ort-board does not support it" in refused.stderr
 
 
 RUNNER = '''"""`zeros`: a runtime that computes nothing."""

@@ -135,7 +135,7 @@ def test_two_lowerings_of_a_kind_with_one_name_are_an_error_that_names_both(
     (kind, message, hint), *others = found(tmp_path, expression, lowering("dense", "SAME"))
     assert (kind, others) == ("PluginError", ["dense", "gather"])
     said = "the lowering 'dense' of soft-moe layers comes from moexport itself and from theirs 1.5"
-    assert (message, hint) == (said, "remove one of them, or name another lowering")
+    assert (message, hint) == (said, "uninstall one of them, or choose another lowering")
 
 
 def test_a_lowering_of_a_plugin_may_have_the_name_of_one_of_another_kind(tmp_path: Path) -> None:

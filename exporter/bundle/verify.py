@@ -326,7 +326,9 @@ def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]
         return known.opt, ()
     sizes = (graph.parity or {}).get("batches", ())
     compared = [size for size in sizes if isinstance(size, int) and size > 0]
-    return known.compared(group), compared or [known.nearest(n * group) for n in PARITY_BATCHES]
+    return known.comparison_size(group), compared or [
+        known.nearest(n * group) for n in PARITY_BATCHES
+    ]
 
 
 def _compare_graph(

@@ -20,7 +20,7 @@ from ...common.console import Progress, Silent
 from ...common.files import Reading
 from ...graphs.layers.base import MoELayer
 from ...graphs.precision.types import FP32, ComputeTypes
-from ...graphs.precision.weights import converted
+from ...graphs.precision.weights import convert_weights
 
 WEIGHTS_FILE = "weights.bin"
 
@@ -77,7 +77,7 @@ def size_of(shape: tuple[int, ...], dtype: ir.DataType) -> int:
 
 def layer_bytes(layer: MoELayer, compute: ComputeTypes) -> int:
     """Returns the bytes that `write_layer` writes, without padding; reads no weights."""
-    return sum(size_of(part.shape, part.dtype) for part in converted(layer.stored(), compute))
+    return sum(size_of(part.shape, part.dtype) for part in convert_weights(layer.stored(), compute))
 
 
 class WeightsWriter:
@@ -161,7 +161,7 @@ def write_layer(
         name,
         {
             part.name: writer.add(part.parts, part.shape, part.dtype)
-            for part in converted(layer.stored(), compute)
+            for part in convert_weights(layer.stored(), compute)
         },
     )
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...errors import CheckpointError, FamilyError
-from ...graphs.layers.expert import activated
+from ...graphs.layers.expert import apply_activation
 from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
 from ..model import TensorSpec
 from .base import (
@@ -479,7 +479,7 @@ class Mlp(nn.Module):
 
     def __init__(self, spec: ViT) -> None:
         super().__init__()
-        self.activation = partial(activated, activation=activation_of(NAME, spec.act_layer))
+        self.activation = partial(apply_activation, activation=activation_of(NAME, spec.act_layer))
         self.fc1 = nn.Linear(spec.embed_dim, spec.hidden)
         self.fc2 = nn.Linear(spec.hidden, spec.embed_dim)
 

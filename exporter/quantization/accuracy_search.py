@@ -42,7 +42,7 @@ RANKED = 64
 """The largest number of inputs that a ranking compares."""
 
 SAMPLES = 512
-"""The largest number of inputs to measure retention on: each is 0.002 of it."""
+"""The largest number of inputs to measure retention on: each counts for 0.002 of it."""
 
 BATCH = 16
 
@@ -51,7 +51,7 @@ BATCH = 16
 class LayerSensitivity:
     """The effect on the whole model of quantising one MoE layer, or the backbone's linear layers.
 
-    `cosine` is the smallest between an input's outputs and PyTorch's, `max_rel` the largest
+    `cosine` is the smallest cosine between an input's outputs and PyTorch's, `max_rel` the largest
     difference over max|y|; `routing` the share of inputs for which every layer chose the same
     experts, `jaccard` the mean overlap of the choices.
     """
@@ -94,8 +94,8 @@ def floats_for_retention(
     which count as one part; then the most sensitive part becomes floats, and so on, until the
     requested share is reached on up to `SAMPLES` inputs of the feed.
 
-    Raises what `reference_outputs` raises for unsuitable inputs, and `ParityError` if floats alone
-    do not reach the share either.
+    Raises what `reference_outputs` raises for unsuitable inputs, and `ParityError` if the share
+    is not reached even without INT8.
     """
     share = job.options.min_retention
     if share is None:
@@ -119,9 +119,9 @@ def floats_for_retention(
                 fp32 = floats == "fp32"
                 rounding = "the rounding of another runtime" if fp32 else f"{floats} itself"
                 raise ParityError(
-                    f"--min-retention {share:g}: every layer in {floats} reaches {reached:.7g}, so "
+                    f"--min-retention {share:g}: it is {reached:.7g} with every layer in {floats}: "
                     f"the loss is caused by {rounding}, not by INT8",
-                    hint="request less" + ("" if fp32 else ", or --rest fp32"),
+                    hint="request a lower share" + ("" if fp32 else ", or --rest fp32"),
                 )
             if len(remaining) > 1 and not ranked:
                 remaining, ranked = trials.worst_first(outputs), True
@@ -172,7 +172,7 @@ class Trials:
 
         The parts are the MoE layers that may be quantised, and with `--quantize all` the backbone's
         linear layers together. The order is by the retained share of `outputs`, if given, then by
-        routing: no tolerance describes a choice of other experts. The model is written once per
+        routing: no tolerance covers a different choice of experts. The model is written once per
         part.
         """
         parts = quantised_parts(self.job)
@@ -207,7 +207,7 @@ class Trials:
         """
         batches: list[np.ndarray] = []
         for x in outputs.inputs():
-            # Only whole batches, whose size may be fixed, of inputs that have one shape.
+            # Only whole batches, whose size may be fixed, of inputs with the same shape.
             if sum(map(len, batches)) >= RANKED or x.shape[1:] != (batches or [x])[0].shape[1:]:
                 break
             batches.append(x)
@@ -261,7 +261,7 @@ class ReferenceOutputs:
                 labels = expected if self.labels is None else self.labels[index]
                 found = score(y, labels)
                 assert found is not None, "the first batches' labels fitted"
-                right, total = right + found.right, total + _count_right(expected, labels)
+                right, total = right + found.right, total + _count_correct(expected, labels)
             if progress is not None:
                 progress.advance(len(x))
         return right / total
@@ -270,12 +270,12 @@ class ReferenceOutputs:
         return self.folder / f"{name}-{index}.npy"
 
 
-def _count_right(classes: np.ndarray, wanted: np.ndarray) -> int:
-    return int(((classes == wanted) & (wanted != IGNORED)).sum())
+def _count_correct(classes: np.ndarray, labels: np.ndarray) -> int:
+    return int(((classes == labels) & (labels != IGNORED)).sum())
 
 
 def _answers(y: np.ndarray, *, attributes: bool) -> np.ndarray:
-    """The class with the highest score, or for attributes the sign of each logit: 0 or 1."""
+    """Returns the class with the highest score, or 0 or 1 by each logit's sign for attributes."""
     return (y > 0).astype(np.int64) if attributes else np.asarray(y.argmax(axis=-1))
 
 
@@ -287,13 +287,13 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
     """
     # Class scores are [b, c], or [b, m, c] for token ids [b, m].
     shape, ids = job.model.output.shape, job.model.input
-    of_ids = np.dtype(ids.dtype).kind in "iu" and len(ids.shape) == 2
-    classes = len(shape) == 2 or (len(shape) == 3 and (of_ids or shape[1] == 1))
+    has_ids = np.dtype(ids.dtype).kind in "iu" and len(ids.shape) == 2
+    classes = len(shape) == 2 or (len(shape) == 3 and (has_ids or shape[1] == 1))
     classes &= shape[-1] != 1  # one number has no largest: cosines compare it
     unlabelled = attributes = False
     batches = samples = right = 0
     by_batch: list[Labels] = []
-    for x, y, labels in _computed(job, progress):
+    for x, y, labels in _run_feed(job, progress):
         unlabelled |= labels is None
         if y is None:
             continue
@@ -306,7 +306,7 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
         np.save(folder / f"y-{batches}.npy", answers)
         if classes and not unlabelled and labels is not None:
             _check_labels(labels, y, samples, attributes=attributes)
-            right += _count_right(answers, labels)
+            right += _count_correct(answers, labels)
             by_batch.append(labels)
         batches, samples = batches + 1, samples + len(x)
         progress.advance(len(x))
@@ -316,7 +316,7 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
         raise FeedError(
             f"--data: the feed contains no {needed} to measure retention on",
             hint="give at least one array; a generator can be read only once, and the "
-            "ranges have read it",
+            "calibration has already read it",
         )
     scored = classes and not unlabelled
     if scored and not right:
@@ -335,10 +335,10 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
     )
 
 
-def _computed(
+def _run_feed(
     job: ExportJob, progress: Progress
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None, Labels | None]]:
-    """Inputs of the feed in batches, the model's outputs, and labels, if any.
+    """Yields the inputs of the feed in batches, the model's outputs, and labels, if any.
 
     Batches that are too small for the model have no outputs.
     """
@@ -364,7 +364,7 @@ def _computed(
         if y.ndim < 2 or y[0].size < 2:
             raise UsageError(
                 f"--min-retention: the model's outputs {y.shape} have one number per input, which "
-                "is neither class scores nor a direction",
+                "is neither a set of class scores nor a direction",
                 hint="--rtol bounds its error; `calibrate --sensitivity` ranks the layers",
             )
         yield x, y, labels
@@ -374,13 +374,13 @@ def _check_labels(labels: Labels, y: np.ndarray, first: int, *, attributes: bool
     if attributes and labels.shape == y.shape:
         if not ((labels == 0) | (labels == 1)).all():
             raise FeedError(
-                "--data: labels for each output are attributes of 0 and 1, but others are given",
-                hint="save all of them as 0 and 1",
+                "--data: labels with a number per output must be 0 or 1, but the feed has others",
+                hint="save all labels as 0 and 1",
             )
         return
     if labels.shape != y.shape[:-1]:
         raise FeedError(
-            f"--data: labels {labels.shape} for outputs {y.shape}",
+            f"--data: labels of shape {labels.shape} do not fit outputs of shape {y.shape}",
             hint="a label is a class of an input, or for a token model the next token at each "
             "position",
         )

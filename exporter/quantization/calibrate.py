@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from ...calibration.methods import DEFAULT_PERCENTILE, choose
 from ...calibration.observers import Observations, ObservingGraph, observe, observing_graph
-from ...calibration.table import CalibrationTable, Origin, check_place
+from ...calibration.table import CalibrationTable, Origin, check_table_path
 from ...common.console import Progress, Silent
 from ...common.writing import made_folder, output_errors, scratch_folder
 from ...data.batches import Feed, Fields, limited, rebatched, row_count, rows_between
@@ -37,7 +37,7 @@ GRAPH_FILE = "observing.onnx"
 
 @dataclass(frozen=True)
 class CalibrationJob:
-    """A checked calibration (`exporter.job` creates it); `k` is how many experts each layer keeps.
+    """A checked calibration (`exporter.job` creates it); `k` is the number of kept experts.
 
     `fixed` are the sizes of axes that are constants of the graph. A batch of fixed size runs as a
     whole, because a layer's result may depend on all of it.
@@ -52,8 +52,8 @@ class CalibrationJob:
     @property
     def batch(self) -> int:
         """The number of inputs to run at once: whole groups of those that are computed together."""
-        together = self.model.batch_of
-        return self.fixed.get(BATCH) or -(-self.options.batch // together) * together
+        group = self.model.batch_of
+        return self.fixed.get(BATCH) or -(-self.options.batch // group) * group
 
     def inputs(self, digest: FeedHash) -> Iterator[Fields]:
         """Yields the inputs of the feed, up to the limit, and adds them to a hash."""
@@ -61,8 +61,8 @@ class CalibrationJob:
             digest.update(*batch.values())
             yield batch
 
-    def whole_origin(self) -> Origin:
-        """The origin of a table of this job; reads all inputs."""
+    def full_origin(self) -> Origin:
+        """Returns the origin of a table of this job; reads all inputs."""
         digest = FeedHash()
         for _ in self.inputs(digest):
             pass
@@ -148,18 +148,18 @@ def observe_model(
         with output_errors(folder.parent):  # the system's error for a full disk names no file
             graph = _write(job, traced.clone(), path)
         progress.step("observing", total=total, unit="inputs")
-        together = job.fixed.get(BATCH, job.model.batch_of)
+        group = job.fixed.get(BATCH, job.model.batch_of)
         smallest, _ = valid_sizes(traced).between(BATCH)
         # Inputs that are computed together are observed together.
         complete = (
-            rows_between(batch, 0, row_count(batch) // together * together)
+            rows_between(batch, 0, row_count(batch) // group * group)
             for batch in rebatched(job.inputs(feed_hash), job.batch)
-            if row_count(batch) >= max(together, smallest if smallest > TRACED_BATCH else 1)
+            if row_count(batch) >= max(group, smallest if smallest > TRACED_BATCH else 1)
         )
-        # A pre-packed copy of every weight would double the memory.
+        # Pre-packing would copy every weight, and so double the memory.
         run = graph_call(path, SessionOptions(prepack=False))
         first, step = share or (0, 1)
-        observations = observe(run, graph, islice(_numbered(complete, progress), first, None, step))
+        observations = observe(run, graph, islice(_indexed(complete, progress), first, None, step))
         if total is None:  # the number was unknown before
             progress.step(f"the feed has {feed_hash.samples} inputs")
     if share is None:
@@ -175,11 +175,10 @@ def _write(job: CalibrationJob, traced: ir.Model, path: Path) -> ObservingGraph:
             lowering = next(
                 lowering
                 for lowering in lowerings_of(layer.spec.kind).values()
-                if lowering.observable
-                and (lowering.unable is None or lowering.unable(layer.spec) is None)
+                if lowering.observable and lowering.unable(layer.spec) is None
             )
             plan = LayerPlan(layer.spec, job.k[name], job.batch, 1, chosen=lowering)
-            layers[name] = plan.to_build(
+            layers[name] = plan.to_layer(
                 write_layer(writer, name, layer),
                 target=STANDARD,
                 renormalize=job.options.renormalize,
@@ -189,7 +188,7 @@ def _write(job: CalibrationJob, traced: ir.Model, path: Path) -> ObservingGraph:
     return graph
 
 
-def _numbered(batches: Iterator[Fields], progress: Progress) -> Iterator[tuple[int, Fields]]:
+def _indexed(batches: Iterator[Fields], progress: Progress) -> Iterator[tuple[int, Fields]]:
     done = 0
     for batch in batches:
         yield done, batch
@@ -197,10 +196,10 @@ def _numbered(batches: Iterator[Fields], progress: Progress) -> Iterator[tuple[i
         progress.advance(row_count(batch))
 
 
-AGAIN = "calibrate again: `moexport calibrate MODEL --data FEED -o {path}`"
+CALIBRATE_AGAIN = "calibrate again: `moexport calibrate MODEL --data FEED -o {path}`"
 
 
-def kept_table(
+def ensure_table(
     path: Path,
     origin: Callable[[], Origin],
     make: Callable[[], CalibrationTable],
@@ -215,14 +214,14 @@ def kept_table(
     never replaced.
     """
     progress = progress or Silent()
-    check_place(path)
+    check_table_path(path)
     if path.exists() and not force:
         table = CalibrationTable.read(path)
         progress.step("comparing with the existing table")
         reason = _difference(table.origin, origin())
         if reason is not None:
             raise CalibrationError(
-                f"{path}: the calibration table there is for {reason}",
+                f"{path} is a calibration table for {reason}",
                 hint="--force replaces it, -o writes elsewhere",
             )
         progress.step(f"{path} is up to date: same model, feed, k and method")
@@ -233,17 +232,17 @@ def kept_table(
     return table
 
 
-def _difference(existing: Origin, wanted: Origin) -> str | None:
-    if existing.model != wanted.model:
+def _difference(existing: Origin, requested: Origin) -> str | None:
+    if existing.model != requested.model:
         return "another model, or this one with other weights, configuration or edits"
-    if (existing.feed, existing.samples) != (wanted.feed, wanted.samples):
+    if (existing.feed, existing.samples) != (requested.feed, requested.samples):
         return f"another feed ({existing.samples} inputs)"
-    if dict(existing.k) != dict(wanted.k):
-        return f"k = {_k_text(existing.k)}, not {_k_text(wanted.k)}"
-    if (existing.method, existing.percentile) != (wanted.method, wanted.percentile):
-        return f"the method {_method_text(existing)}, not {_method_text(wanted)}"
-    if existing.renormalize != wanted.renormalize:
-        return f"the model {renormalised(existing)}"
+    if dict(existing.k) != dict(requested.k):
+        return f"k = {_k_text(existing.k)}, not {_k_text(requested.k)}"
+    if (existing.method, existing.percentile) != (requested.method, requested.percentile):
+        return f"the method {_method_text(existing)}, not {_method_text(requested)}"
+    if existing.renormalize != requested.renormalize:
+        return f"the model {renormalize_text(existing)}"
     return None
 
 
@@ -256,6 +255,6 @@ def _method_text(origin: Origin) -> str:
     return origin.method if origin.percentile is None else f"{origin.method} {origin.percentile:g}"
 
 
-def renormalised(origin: Origin) -> str:
-    """Returns which option a table was made with, as part of a message."""
+def renormalize_text(origin: Origin) -> str:
+    """Returns the option that a table was calibrated with or without, for a message."""
     return "with --renormalize" if origin.renormalize else "without --renormalize"

@@ -15,7 +15,7 @@ from ..executors import executor_of
 from ..job import calibration_job
 from ..requests import CalibrateRequest, LoadRequest, SensitivityRequest
 from .accuracy_search import LayerSensitivity, rank
-from .calibrate import find_ranges, kept_table
+from .calibrate import ensure_table, find_ranges
 
 
 @takes(CalibrateRequest)
@@ -24,14 +24,14 @@ def calibrate(model: AnyModel, data: Feed, options: CalibrateRequest) -> Calibra
 
     `model` is a loaded model, a function that loads it, or an argument of `load`; `data` are its
     inputs, as in `export`. With `ray`, nodes of a cluster share the inputs: every node must have
-    moexport, and read model and data by the same paths or URLs.
+    moexport, and model and data at the same paths or URLs.
 
     Raises:
         UsageError: an option is invalid.
         FeedError: the inputs do not fit the model.
         CalibrationError: a tensor's values give no range, or the table at `out` has another
             origin.
-        ClusterError: the cluster cannot be reached, lacks the resource, or loses its nodes.
+        ClusterError: the cluster cannot be reached, lacks a requested resource, or loses nodes.
     """
     executor = executor_of(options)
     if executor is not None:
@@ -45,14 +45,14 @@ def calibrate(model: AnyModel, data: Feed, options: CalibrateRequest) -> Calibra
         return find_ranges(job, workspace=workspace, progress=progress)
     path = Path(options.out)
     make = partial(find_ranges, job, workspace=path.absolute().parent, progress=progress)
-    return kept_table(path, job.whole_origin, make, force=options.force, progress=progress)
+    return ensure_table(path, job.full_origin, make, force=options.force, progress=progress)
 
 
 @takes(SensitivityRequest)
 def sensitivity(
     model: AnyModel, table: CalibrationTable, data: Feed, options: SensitivityRequest
 ) -> tuple[LayerSensitivity, ...]:
-    """Returns the effect of INT8 on each MoE layer alone, on a CPU, the most sensitive first.
+    """Returns the effect of INT8 on each MoE layer alone, on a CPU, most sensitive first.
 
     `table` is the result of `calibrate` for the model, and `data` are its inputs, as in `export`.
     """

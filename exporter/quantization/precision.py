@@ -28,7 +28,7 @@ from ...graphs.precision.types import (
     Scale,
     block_of,
 )
-from ...graphs.precision.weights import CONVERTED, activation_scale, not_in_blocks
+from ...graphs.precision.weights import CONVERTED_PREFIXES, activation_scale, not_in_blocks
 from ...graphs.targets import TARGETS, FloatName, QuantFormat
 from ..bundle.manifest import Fp32NodeRecord, Numbers
 from ..job import ExportJob
@@ -53,7 +53,7 @@ _MEASURES: dict[Measure, str] = {
 
 @dataclass(frozen=True, slots=True)
 class KeptPart:
-    """A part that stayed in floats, and the insufficient retention with it in INT8."""
+    """A part that stayed in floats, and the insufficient retention while it was in INT8."""
 
     name: str
     before: float
@@ -77,29 +77,29 @@ class Retention:
     whole: bool
 
     def reason(self, layer: str) -> str | None:
-        """Why a layer stayed in floats; None if it is INT8."""
+        """Returns why a layer stayed in floats; None if it is INT8."""
         for part in self.kept:
             if part.name == layer:
                 return (
-                    f"kept in {self.floats} for --min-retention {self.asked:g}: {part.before:.4f} "
-                    "with it in INT8"
+                    f"kept in {self.floats} for --min-retention {self.asked:g}: only "
+                    f"{part.before:.4f} with it in INT8"
                 )
         return None
 
     def notes(self) -> tuple[str, ...]:
-        """Returns notes for users: the retention, its measure and its price."""
+        """Returns notes for users: the retention, its measure and its cost."""
         names = ", ".join(part.name for part in self.kept) or "nothing"
         measure = _MEASURES[self.measure].format(n=self.samples)
         notes = [
-            f"--min-retention {self.asked:g}: {self.reached:.4f} reached "
+            f"--min-retention {self.asked:g}: reached {self.reached:.4f} "
             f"({measure}); kept in {self.floats}: {names}"
         ]
         if self.whole:
-            notes.append(f"nothing is left in INT8: --precision {self.floats} writes the same")
+            notes.append(f"nothing is left in INT8, so --precision {self.floats} writes the same")
         if 0 < 1 - self.asked < 1 / self.samples:
             notes.append(
-                f"one of {self.samples} inputs is {1 / self.samples:.2g} of the retention: more "
-                "inputs in --data make it more precise"
+                f"each of {self.samples} inputs is {1 / self.samples:.2g} of the retention: "
+                "more inputs in --data make it more precise"
             )
         return tuple(notes)
 
@@ -142,14 +142,14 @@ def apply_precision(
     layers = {}
     for name, layer in job.model.layers.items():
         kept = None if retention is None else retention.reason(name)
-        reason = None if name in quantised else kept or "left out of the quantisation"
-        layers[name] = _layer(name, layer, options, table, reason)
+        reason = None if name in quantised else kept or "excluded from quantisation"
+        layers[name] = _layer_types(name, layer, options, table, reason)
     linears, fp32_nodes = [], []
     if BACKBONE in quantised:
-        linears = _integer_linears(job, traced, table)
+        linears = _convert_linears(job, traced, table)
     half = FLOAT_TYPES[options.float_name] in HALF_TYPES
     if half:
-        fp32_nodes = _halved(options, traced, table)
+        fp32_nodes = _convert_to_half(options, traced, table)
     if linears or half:
         simplify(traced)
     return PrecisionPlan(
@@ -157,10 +157,10 @@ def apply_precision(
     )
 
 
-def _integer_linears(
+def _convert_linears(
     job: ExportJob, traced: ir.Model, table: CalibrationTable | None
 ) -> list[QuantizedLinear]:
-    """The backbone's linear layers, converted to integers if supported."""
+    """Converts the backbone's linear layers to integers, if supported; returns their records."""
     from ...graphs.precision.backbone import backbone_linears, block_backbone, quantize_backbone
 
     options, products = job.options, list(backbone_linears(traced.graph))
@@ -182,7 +182,7 @@ def _integer_linears(
     )
 
 
-def _halved(
+def _convert_to_half(
     options: ExportOptions, traced: ir.Model, table: CalibrationTable | None
 ) -> list[Fp32Node]:
     """Converts the backbone to a 16-bit float; returns the nodes that stay in FP32."""
@@ -200,26 +200,26 @@ def _halved(
     )
 
 
-def _layer(
+def _layer_types(
     name: str,
     layer: MoELayer,
     options: ExportOptions,
     table: CalibrationTable | None,
-    left_out: str | None,
+    float_reason: str | None,
 ) -> ComputeTypes:
-    """The types of a layer; `left_out` is why it stays in floats although INT8 is requested."""
+    """Returns a layer's types; `float_reason` is why it stays in floats despite INT8."""
     inner = FLOAT_TYPES[options.float_name]
     observed = None if options.fp16_weights else table  # FP32 represents all observed values
     problem = _overflow(name, layer, inner, observed)
     if problem is not None:
         inner = ir.DataType.FLOAT
     if options.in_blocks:
-        return _in_blocks(layer, options, left_out, problem)
+        return _blocked_types(layer, options, float_reason, problem)
     if not options.ranged:
-        return ComputeTypes(inner, reason=f"{problem}: kept in FP32" if problem else "asked for")
-    suffix = f"; {problem}, so FP32" if problem else ""
-    if left_out is not None:
-        return ComputeTypes(inner, reason=f"{left_out}{suffix}")
+        return ComputeTypes(inner, reason=f"{problem}: kept in FP32" if problem else "requested")
+    suffix = f"; {problem}: kept in FP32" if problem else ""
+    if float_reason is not None:
+        return ComputeTypes(inner, reason=f"{float_reason}{suffix}")
     form = options.quant_format
     dynamic = layer.spec.dynamic_int8 and form != "qdq"
 
@@ -239,18 +239,18 @@ def _layer(
         if (operand := operand_of(part.name)) is not None
     }
     quantised = QuantizedProducts(format=form, weights=weights, inputs=scales, dynamic=dynamic)
-    suffix = f"{suffix} around it" if suffix else ""
-    return ComputeTypes(inner, quantized=quantised, reason=f"asked for{suffix}")
+    suffix = f"; {problem}: other operators in FP32" if problem else ""
+    return ComputeTypes(inner, quantized=quantised, reason=f"requested{suffix}")
 
 
 def _bits(options: ExportOptions) -> Bits:
     return 4 if options.precision == "int4" else 8
 
 
-def _in_blocks(
-    layer: MoELayer, options: ExportOptions, left_out: str | None, overflow: str | None
+def _blocked_types(
+    layer: MoELayer, options: ExportOptions, float_reason: str | None, overflow: str | None
 ) -> ComputeTypes:
-    """A layer with blocked expert weights, unless their rows are not whole blocks.
+    """Returns the types of a layer with blocked expert weights, if their rows are whole blocks.
 
     `overflow` is why the experts cannot compute in the surrounding float type, or None.
     """
@@ -260,8 +260,8 @@ def _in_blocks(
     if on_gpu and overflow is not None:
         return ComputeTypes(reason=f"{overflow}: kept in FP32")
     inner = FLOAT_TYPES[floats]
-    if left_out is not None:
-        return ComputeTypes(inner, reason=left_out)
+    if float_reason is not None:
+        return ComputeTypes(inner, reason=float_reason)
     form = options.quant_format
     problem = not_in_blocks(layer.stored(), form)
     if problem is not None:
@@ -271,16 +271,16 @@ def _in_blocks(
     block = block_of(form, (shape[-2] for shape in shapes.values()), bits, on_gpu=on_gpu)
     assert block is not None  # each of them is a multiple of the smallest block
     blocked = BlockedWeights(form, frozenset(shapes), block, bits, on_gpu)
-    return ComputeTypes(inner, blocked=blocked, reason="asked for")
+    return ComputeTypes(inner, blocked=blocked, reason="requested")
 
 
 def _overflow(
     name: str, layer: MoELayer, inner: ir.DataType, table: CalibrationTable | None
 ) -> str | None:
-    """Why a layer's experts cannot compute in a float type, or None."""
+    """Returns why a layer's experts cannot compute in a float type, or None."""
     if inner not in HALF_TYPES:
         return None
-    from ...graphs.precision.fp16 import beyond, misfit
+    from ...graphs.precision.fp16 import lacks_headroom, misfit
 
     operands = [o for part in layer.stored() if (o := operand_of(part.name)) is not None]
     for tensor in (*operands[:1], EXPERT_PRODUCTS, *operands[1:], EXPERT_OUTPUTS):
@@ -288,10 +288,10 @@ def _overflow(
         peak = None
         if table is not None:
             peak = table.ranges[key].peak if key in table.ranges else table.peaks.get(key)
-        if peak is not None and beyond(peak, inner):
+        if peak is not None and lacks_headroom(peak, inner):
             return f"{key} reached {peak:.3g} in calibration"
     for part in layer.stored():
-        if part.name.startswith(CONVERTED):
+        if part.name.startswith(CONVERTED_PREFIXES):
             for array in part.parts:
                 problem = misfit(array, inner)
                 if problem is not None:
@@ -304,7 +304,7 @@ def _activations(plan: PrecisionPlan, form: QuantFormat) -> str:
         return "int8, per tensor, symmetric"
     quantised = [layer.quantized for layer in plan.layers.values()]
     dynamic = {layer.dynamic for layer in quantised if layer is not None} or {False}
-    words = {False: "uint8, per tensor", True: "uint8, per row, found while the graph runs"}
+    words = {False: "uint8, per tensor", True: "uint8, per row, scaled at run time"}
     return "; ".join(words[way] for way in sorted(dynamic))
 
 

@@ -1,4 +1,4 @@
-"""Attention in small ops: recognises PyTorch's form, and builds a form with sinks."""
+"""Recognises attention that PyTorch wrote in small ops, and builds attention with sinks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ..builder import Builder
-from .kernels import are_float32, takes_mask
+from .kernels import are_float32, supports_mask
 from .patterns import (
     HEADS_FIRST,
     TOKENS_LAST,
     heads_of,
     integers_in,
-    made,
     name_of,
+    node_of,
     only_user,
     permutes,
     span,
@@ -25,8 +25,8 @@ from .patterns import (
 
 
 @dataclass(frozen=True, slots=True)
-class DecomposedAttention:
-    """A decomposed attention: its last node, and the inputs of the fused op, all [b, heads, m, w].
+class AttentionParts:
+    """Attention in small ops: its last node, and the fused op's inputs, all [b, heads, m, w].
 
     `scores` are the products of queries and keys, which the fused op does not return.
     """
@@ -41,10 +41,10 @@ class DecomposedAttention:
     joined: tuple[ir.Node, ir.Node] | None
     """The nodes that append new keys and values to the cached ones."""
     sinks: ir.Value | None
-    """Scores [1, heads, 1, 1] that are only used in the softmax."""
+    """Scores [1, heads, 1, 1] that only the softmax includes."""
 
 
-def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
+def match_attention(softmax: ir.Node) -> AttentionParts | None:
     """Returns the attention around a softmax, or None."""
     weights, scores, sinks = softmax.outputs[0], softmax.inputs[0], None
     sliced = only_user(weights, "Slice")
@@ -56,13 +56,13 @@ def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
         return None
     if softmax.attributes.get_int("axis", -1) not in (-1, 3):
         return None
-    masked, mask = made(scores, "Add"), None
+    masked, mask = node_of(scores, "Add"), None
     if masked is not None:
         scores, mask = masked.inputs
-        if made(scores, "MatMul", "Mul", "Div") is None:
+        if node_of(scores, "MatMul", "Mul", "Div") is None:
             scores, mask = mask, scores
     scores, scale = unscaled(scores)
-    product = made(scores, "MatMul")
+    product = node_of(scores, "MatMul")
     if product is None:
         return None
     q, q_scale = unscaled(product.inputs[0])
@@ -71,17 +71,17 @@ def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
     k, v = _unrepeated(k), _unrepeated(last.inputs[1])
     if q is None or k is None or v is None or not (heads_of(q) and heads_of(k) == heads_of(v) != 0):
         return None
-    supported = _same_width(q, k, v) and takes_mask(mask, q, k) and are_float32(q, k, v, mask)
+    supported = _same_width(q, k, v) and supports_mask(mask, q, k) and are_float32(q, k, v, mask)
     by_head = sinks is None or (
         sinks.shape is not None and [*sinks.shape] == [1, heads_of(q), 1, 1]
     )
     if not (supported and by_head):
         return None
-    joins = [made(value, "Concat") for value in (k, v)]
+    joins = [node_of(value, "Concat") for value in (k, v)]
     joined = None
     if joins[0] is not None and joins[1] is not None and all(_appends(join) for join in joins):
         joined = (joins[0], joins[1])
-    return DecomposedAttention(
+    return AttentionParts(
         last=last,
         q=q,
         k=k,
@@ -94,7 +94,7 @@ def decomposed(softmax: ir.Node) -> DecomposedAttention | None:
     )
 
 
-def is_plain(attention: DecomposedAttention) -> bool:
+def is_plain(attention: AttentionParts) -> bool:
     """Returns whether every token attends to all others, with keys per head, as in a ViT.
 
     For such attention, ONNX Runtime's own op is faster than ONNX's.
@@ -108,7 +108,7 @@ def is_plain(attention: DecomposedAttention) -> bool:
 def _same_width(q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
     """Returns whether queries have the keys' width and batch, unlike a query shared by all inputs.
 
-    The ops broadcast neither. Heads of queries may share keys and values, but not the reverse.
+    The ops broadcast neither: heads of queries may share keys and values, but not the reverse.
     """
     assert q.shape is not None and k.shape is not None and v.shape is not None
     same = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
@@ -120,13 +120,13 @@ def _before_sinks(softmax: ir.Node, sliced: ir.Node) -> tuple[ir.Value | None, i
 
     The form is softmax(x − max(x)) of x = (scores, sinks), as in gpt-oss.
     """
-    shifted = made(softmax.inputs[0], "Sub")
-    joined = None if shifted is None else made(shifted.inputs[0], "Concat")
-    highest = None if shifted is None else made(shifted.inputs[1], "ReduceMax")
+    shifted = node_of(softmax.inputs[0], "Sub")
+    joined = None if shifted is None else node_of(shifted.inputs[0], "Concat")
+    highest = None if shifted is None else node_of(shifted.inputs[1], "ReduceMax")
     if joined is None or highest is None or len(joined.inputs) != 2 or span(sliced, 1) != (0, -1):
         return None, None
     axes = [joined.attributes.get_int("axis"), *(integers_in(highest.inputs[1]) or [0])]
-    expand = made(joined.inputs[1], "Expand")
+    expand = node_of(joined.inputs[1], "Expand")
     if highest.inputs[0] is not joined.outputs[0] or expand is None or {*axes} - {-1, 3}:
         return None, None
     return joined.inputs[0], expand.inputs[0]
@@ -149,15 +149,15 @@ def appended_by(joined: ir.Node) -> ir.Value:
 
 def _untransposed(value: ir.Value | None) -> ir.Value | None:
     """Returns the value [b, heads, m, w] that was transposed to one [b, heads, w, m]."""
-    node = made(value, "Transpose")
+    node = node_of(value, "Transpose")
     if node is not None:
         if permutes(node, TOKENS_LAST):
             _split_transpose(node)
         return node.inputs[0] if permutes(node, [0, 1, 3, 2]) else None
     # If the rank is unknown, PyTorch's exporter transposes with three axes.
-    reshape = made(value, "Reshape")
-    transpose = None if reshape is None else made(reshape.inputs[0], "Transpose")
-    flat = None if transpose is None else made(transpose.inputs[0], "Reshape")
+    reshape = node_of(value, "Reshape")
+    transpose = None if reshape is None else node_of(reshape.inputs[0], "Transpose")
+    flat = None if transpose is None else node_of(transpose.inputs[0], "Reshape")
     if transpose is None or flat is None or not permutes(transpose, [0, 2, 1]):
         return None
     return flat.inputs[0]
@@ -178,9 +178,9 @@ def _split_transpose(node: ir.Node) -> None:
 
 def _unrepeated(value: ir.Value | None) -> ir.Value | None:
     """Returns keys or values before they were repeated for the heads that share them."""
-    reshape = made(value, "Reshape")
-    expand = None if reshape is None else made(reshape.inputs[0], "Expand")
-    unsqueeze = None if expand is None else made(expand.inputs[0], "Unsqueeze")
+    reshape = node_of(value, "Reshape")
+    expand = None if reshape is None else node_of(reshape.inputs[0], "Expand")
+    unsqueeze = None if expand is None else node_of(expand.inputs[0], "Unsqueeze")
     if unsqueeze is None or integers_in(unsqueeze.inputs[1]) != [2]:
         return value
     return unsqueeze.inputs[0]

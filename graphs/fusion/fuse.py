@@ -1,11 +1,11 @@
 """Fuses a traced backbone's attention, rotary embeddings and RMS norms into one op each.
 
 An RMS norm of a sum becomes one op of ONNX Runtime. For CUDA, where each node costs a kernel
-launch, so does a layer norm of a sum, and GELU includes a bias (`residuals.py`).
+launch, so does a layer norm of a sum, and a bias becomes part of its GELU (`residuals.py`).
 
 PyTorch's exporter writes about eighty small ops for a layer, each of which takes a few
-microseconds: most of a language model's time per token, apart from reading weights. Opset 23 has an
-op for each pattern. Subgraphs that do not match a pattern exactly stay unchanged.
+microseconds: they take most of a language model's time per token, apart from reading weights. Opset
+23 has an op for each pattern. Subgraphs that do not match a pattern exactly stay unchanged.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from ..builder import Builder
 from ..lower import simplify
 from ..names import MICROSOFT, PAST
 from ..targets import FUSED_OPSET, FusedOps
-from .decomposed import DecomposedAttention, appended_by, attention_with_sinks, decomposed, is_plain
-from .kernels import are_float32, takes_heads
-from .masks import fuse_cast, fuse_mask, fuse_none_seen, fuse_zero
+from .decomposed import AttentionParts, appended_by, attention_with_sinks, is_plain, match_attention
+from .kernels import are_float32, supports_heads
+from .masks import fuse_cast, fuse_fully_masked, fuse_mask, fuse_zero
 from .patterns import (
     HEADS_FIRST,
+    both_orders,
     flat_before,
     heads_of,
     integers_in,
     joins_heads,
-    made,
     name_of,
+    node_of,
     number_in,
     only_user,
-    orders,
     other_input,
     permutes,
-    put,
-    rename,
+    replace_output,
+    replace_value,
     span,
     unscaled,
     width_of,
 )
 from .residuals import (
-    added_before,
+    detach_joint_bias,
     fuse_bias,
     fuse_residual,
     is_row_of,
-    same_shape,
+    residual_operands,
     skip_norm,
     without_biases,
 )
@@ -55,14 +55,14 @@ from .residuals import (
 RSQRT_EXPONENT = -0.5
 """The exponent of a reciprocal square root."""
 
-OF_FUSED_OPSET = frozenset({"Attention", "RotaryEmbedding", "RMSNormalization"})
-"""The ONNX ops that fusion adds, which need a recent opset."""
+FUSED_OPSET_OPS = frozenset({"Attention", "RotaryEmbedding", "RMSNormalization"})
+"""The ops from ONNX's own domain that fusion adds, which need `FUSED_OPSET`."""
 
-FOR_LAUNCHES: Mapping[str, Callable[[ir.Graph, ir.Node], bool]] = {
+LAUNCH_FUSIONS: Mapping[str, Callable[[ir.Graph, ir.Node], bool]] = {
     "LayerNormalization": fuse_residual,
     "Gelu": fuse_bias,
     "Mul": fuse_mask,
-    "Less": fuse_none_seen,
+    "Less": fuse_fully_masked,
     "Not": fuse_zero,
     "Cast": fuse_cast,
 }
@@ -76,26 +76,26 @@ def fuse(model: ir.Model, ops: FusedOps, *, newest: bool) -> None:
     """
     if not ops.floats:
         return
-    graph, work = model.graph, _Fusion(model.graph, ops, newest)
-    launch_fusions = FOR_LAUNCHES if ops.residuals else {}
+    graph, fusion = model.graph, _Fusion(model.graph, ops, newest)
+    launch_fusions = LAUNCH_FUSIONS if ops.residuals else {}
     for node in list(graph):
         match node.op_type:
             case "Add" if newest:
-                work.rotary(node)
+                fusion.fuse_rotary(node)
             case "Reciprocal":
-                work.norm(node, made(node.inputs[0], "Sqrt"))
+                fusion.fuse_norm(node, node_of(node.inputs[0], "Sqrt"))
             case "Pow" if number_in(node.inputs[1]) == RSQRT_EXPONENT:
-                work.norm(node, node)
+                fusion.fuse_norm(node, node)
             case "Softmax":
-                work.attention(node)
+                fusion.fuse_attention(node)
             case op_type if op_type in launch_fusions:
-                work.count += launch_fusions[op_type](graph, node)
+                fusion.count += launch_fusions[op_type](graph, node)
             case _:
                 pass
-    work.replace_past_sizes()
-    if work.count:
+    fusion.replace_past_sizes()
+    if fusion.count:
         if not ops.any_opset or any(
-            node.op_type in OF_FUSED_OPSET and not node.domain for node in graph.all_nodes()
+            node.op_type in FUSED_OPSET_OPS and not node.domain for node in graph.all_nodes()
         ):
             model.opset_imports[""] = max(FUSED_OPSET, model.opset_imports[""])
         simplify(model)
@@ -138,37 +138,37 @@ class _Fusion:
         self._halves: dict[ir.Value, ir.Value] = {}
         self._rows: dict[ir.Value, ir.Value] = {}
 
-    def rotary(self, node: ir.Node) -> None:
+    def fuse_rotary(self, node: ir.Node) -> None:
         """Fuses x·cos + rotated(x)·sin if both halves of cos and of sin are equal."""
-        for first, second in orders(node.inputs):
-            plain, rotated = made(first, "Mul"), made(second, "Mul")
+        for first, second in both_orders(node.inputs):
+            plain, rotated = node_of(first, "Mul"), node_of(second, "Mul")
             if plain is None or rotated is None:
                 continue
-            for halves, sin in orders(rotated.inputs):
-                x = _half_rotated(halves)
-                for value, cos in orders(plain.inputs):
+            for halves, sin in both_orders(rotated.inputs):
+                x = _rotation_source(halves)
+                for value, cos in both_orders(plain.inputs):
                     if x is None or value is not x or not are_float32(x, sin, cos):
                         continue
-                    tables = [_by_position(table, x) for table in (cos, sin)]
+                    tables = [_position_table(table, x) for table in (cos, sin)]
                     if None not in tables:
                         b = Builder(f"{name_of(node)}/rotary")
                         cos_half, sin_half = (self._half(b, table, node) for table in tables)
                         y = b.op("RotaryEmbedding", x, cos_half, sin_half, name="embedded")
-                        put(self.graph, b, node, node.outputs[0], y)
+                        replace_output(self.graph, b, node, node.outputs[0], y)
                         self.count += 1
                         return
 
-    def norm(self, node: ir.Node, root: ir.Node | None) -> None:
+    def fuse_norm(self, node: ir.Node, root: ir.Node | None) -> None:
         """Fuses w·(x / √(mean(x²) + ε)) over the last axis; `root` is the square root's node."""
         scaled = only_user(node.outputs[0], "Mul")
         if root is None or scaled is None:
             return
-        shifted = made(root.inputs[0], "Add")
-        sums = [(root.inputs[0], None)] if shifted is None else [*orders(shifted.inputs)]
+        shifted = node_of(root.inputs[0], "Add")
+        sums = [(root.inputs[0], None)] if shifted is None else [*both_orders(shifted.inputs)]
         for averaged, added in sums:
-            mean = made(averaged, "ReduceMean")
+            mean = node_of(averaged, "ReduceMean")
             epsilon = 0.0 if added is None else number_in(added)
-            square = None if mean is None else made(mean.inputs[0], "Pow")
+            square = None if mean is None else node_of(mean.inputs[0], "Pow")
             if (
                 mean is None
                 or square is None
@@ -190,7 +190,7 @@ class _Fusion:
                 if not isinstance(width, int):
                     return
                 weight = b.constant(np.ones(width, dtype=np.float32))
-            parts = same_shape(made(x, "Add"))
+            parts = residual_operands(node_of(x, "Add"))
             if parts is None and not self._newest:
                 return
             hidden = [square.outputs[0], *(() if outer is scaled else scaled.outputs)]
@@ -200,10 +200,10 @@ class _Fusion:
                 op_type = "SkipSimplifiedLayerNormalization"
                 y, total = skip_norm(self.graph, b, op_type, (*parts, weight), x, epsilon)
                 hidden.append(x)
-            put(self.graph, b, outer, outer.outputs[0], y, hidden=hidden)
+            replace_output(self.graph, b, outer, outer.outputs[0], y, hidden=hidden)
             self.count += 1
             if parts is not None:
-                rename(self.graph, x, total)
+                replace_value(self.graph, x, total)
             return
 
     def _gain(self, scaled: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value | None]:
@@ -214,10 +214,10 @@ class _Fusion:
             return outer, weight
         return scaled, None
 
-    def attention(self, node: ir.Node) -> None:
+    def fuse_attention(self, node: ir.Node) -> None:
         """Fuses softmax(q·kᵀ·scale + mask)·v, with or without cached keys and values."""
-        parts = decomposed(node)
-        merged = None if parts is None else self._merged(parts.last)
+        parts = match_attention(node)
+        merged = None if parts is None else self._merging_nodes(parts.last)
         if parts is None or (not self._newest and (merged is None or not is_plain(parts))):
             return
         sizes = self._cache(parts) if self._ops.in_place and merged is not None else None
@@ -229,9 +229,9 @@ class _Fusion:
         if parts.joined is not None:
             past = [joined.inputs[0] for joined in parts.joined]
             k, v = (appended_by(joined) for joined in parts.joined)
-        flat = [self._flat(b, value) for value in (q, k, v)]
+        flat = [self._flatten(b, value) for value in (q, k, v)]
         if sizes is not None:  # the op that appends in place requires them
-            flat = [join or _joined(b, value) for join, value in zip(flat, (q, k, v), strict=True)]
+            flat = [join or _merge(b, value) for join, value in zip(flat, (q, k, v), strict=True)]
         options: dict[str, int | float] = {"scale": parts.scale}
         if None not in flat and merged is not None:
             options |= {"q_num_heads": heads_of(q), "kv_num_heads": heads_of(k)}
@@ -239,21 +239,21 @@ class _Fusion:
         else:
             b, inputs, last, merged = Builder(b.layer), [q, k, v], parts.last, ()
         if sizes is not None:
-            y, *present = self._appending(b, parts, (*inputs, *past), sizes, options)
+            y, *present = self._cached_attention(b, parts, (*inputs, *past), sizes, options)
         else:
-            y, *present = self._one_op(b, parts, inputs, past, options)
+            y, *present = self._fused_attention(b, parts, inputs, past, options)
         for where in merged[:-2]:  # between the product and the reshape
-            y = self._masked_tokens(b, where, y)
+            y = self._mask_tokens(b, where, y)
         if parts.joined is not None:
             for joined, value in zip(parts.joined, present, strict=True):
                 value.shape, value.type = joined.outputs[0].shape, joined.outputs[0].type
-        put(self.graph, b, last, last.outputs[0], y, hidden=[parts.scores])
+        replace_output(self.graph, b, last, last.outputs[0], y, hidden=[parts.scores])
         self.count += 1
         for joined, value in zip(parts.joined or (), present, strict=True):
-            rename(self.graph, joined.outputs[0], value)
+            replace_value(self.graph, joined.outputs[0], value)
 
-    def _masked_tokens(self, b: Builder, where: ir.Node, y: ir.Value) -> ir.Value:
-        """Sets an output [b, m, heads·w] as `where` does, for tokens that attend to no token."""
+    def _mask_tokens(self, b: Builder, where: ir.Node, y: ir.Value) -> ir.Value:
+        """Applies `where` to an output [b, m, heads·w], for tokens that attend to no token."""
         condition = where.inputs[0]
         assert condition is not None
         if condition not in self._rows:
@@ -261,10 +261,10 @@ class _Fusion:
             rows.type = condition.type
         return b.op("Where", self._rows[condition], where.inputs[1], y, name="seen")
 
-    def _one_op(
+    def _fused_attention(
         self,
         b: Builder,
-        parts: DecomposedAttention,
+        parts: AttentionParts,
         inputs: Sequence[ir.Value | None],
         past: Sequence[ir.Value | None],
         options: dict[str, int | float],
@@ -273,7 +273,7 @@ class _Fusion:
         heads = options.get("q_num_heads")
         if heads is not None and is_plain(parts):
             self.graph.opset_imports.setdefault(MICROSOFT, 1)
-            bias, attrs = added_before(inputs), {"num_heads": heads, "scale": parts.scale}
+            bias, attrs = detach_joint_bias(inputs), {"num_heads": heads, "scale": parts.scale}
             if bias is None and self._ops.residuals:
                 inputs, bias = without_biases(b, inputs)
             y = b.op("MultiHeadAttention", *inputs, bias, name="output", domain=MICROSOFT, **attrs)
@@ -281,10 +281,10 @@ class _Fusion:
         names = ("output",) if parts.joined is None else ("output", "keys", "values")
         return b.ops("Attention", *inputs, parts.mask, *past, names=names, domain="", **options)
 
-    def _appending(
+    def _cached_attention(
         self,
         b: Builder,
-        parts: DecomposedAttention,
+        parts: AttentionParts,
         inputs: Sequence[ir.Value | None],
         sizes: _Cache,
         options: dict[str, int | float],
@@ -338,7 +338,7 @@ class _Fusion:
             names=names,
         )
 
-    def _cache(self, parts: DecomposedAttention) -> _Cache | None:
+    def _cache(self, parts: AttentionParts) -> _Cache | None:
         """Returns the sizes of the cache, computed once for all attentions that append in place.
 
         Returns None for an attention without cache or mask, for head sizes that the op does not
@@ -347,7 +347,7 @@ class _Fusion:
         if parts.joined is None or parts.mask is None or width_of(parts.k) != width_of(parts.v):
             return None
         rank = 0 if parts.mask.shape is None else len(parts.mask.shape)
-        if rank != 4 or not takes_heads(width_of(parts.k)):
+        if rank != 4 or not supports_heads(width_of(parts.k)):
             return None
         inputs = {value.name: value for value in self.graph.inputs}
         if self._sizes is None and {"input_ids", "attention_mask"} <= inputs.keys():
@@ -378,7 +378,7 @@ class _Fusion:
         return self._sizes
 
     def replace_past_sizes(self) -> None:
-        """Computes sizes from ids and mask instead of the cache's shapes."""
+        """Computes sizes from the token ids and the mask instead of the cache's shapes."""
         if self._sizes is None:
             return
         sizes = {(0, 1): self._sizes.rows, (2, 3): self._sizes.past}
@@ -386,22 +386,22 @@ class _Fusion:
             for node, _ in [*value.uses()] if PAST in str(value.name) else ():
                 bounds = tuple(node.attributes.get_int(name, None) for name in ("start", "end"))
                 if node.op_type == "Shape" and bounds in sizes:
-                    rename(self.graph, node.outputs[0], sizes[bounds])
+                    replace_value(self.graph, node.outputs[0], sizes[bounds])
 
-    def _flat(self, b: Builder, value: ir.Value | None) -> ir.Value | None:
+    def _flatten(self, b: Builder, value: ir.Value | None) -> ir.Value | None:
         """Adds a value [b, heads, m, w] as [b, m, heads·w], if it was derived from that shape."""
-        rotary = made(value, "RotaryEmbedding")
+        rotary = node_of(value, "RotaryEmbedding")
         source = rotary.inputs[0] if rotary is not None else value
         flat = flat_before(source)
         if flat is None and self._ops.residuals:
-            flat = _flattened(b, source)
+            flat = _flatten_tokens(b, source)
         if rotary is None or flat is None:
             return flat
         x, cos, sin = flat, *rotary.inputs[1:3]
         assert value is not None
         return b.op("RotaryEmbedding", x, cos, sin, num_heads=heads_of(value), name="embedded")
 
-    def _merged(self, last: ir.Node) -> tuple[ir.Node, ...] | None:
+    def _merging_nodes(self, last: ir.Node) -> tuple[ir.Node, ...] | None:
         """Returns the nodes that reshape an output [b, heads, m, w] to [b, m, heads·w]."""
         where = only_user(last.outputs[0], "Where")
         if where is not None:
@@ -431,8 +431,8 @@ class _Fusion:
 def join_products(graph: ir.Graph) -> None:
     """Moves the product of queries, keys and values into ONNX Runtime's attention op."""
     for node in list(graph):
-        split = made(node.inputs[0], "Split") if node.op_type == "MultiHeadAttention" else None
-        product = None if split is None else made(split.inputs[0], "MatMul")
+        split = node_of(node.inputs[0], "Split") if node.op_type == "MultiHeadAttention" else None
+        product = None if split is None else node_of(split.inputs[0], "MatMul")
         if split is None or product is None or list(split.outputs) != list(node.inputs[:3]):
             continue
         x, weight = product.inputs
@@ -456,14 +456,14 @@ def join_products(graph: ir.Graph) -> None:
         graph.remove([node, split, product], safe=True)
 
 
-def _half_rotated(value: ir.Value | None) -> ir.Value | None:
-    """Returns the x of (−second half of x, first half of x), or None."""
-    joined = made(value, "Concat")
+def _rotation_source(value: ir.Value | None) -> ir.Value | None:
+    """Returns x if a value is (−second half of x, first half of x), else None."""
+    joined = node_of(value, "Concat")
     if joined is None or len(joined.inputs) != 2:
         return None
-    negation = made(joined.inputs[0], "Neg")
-    second = None if negation is None else made(negation.inputs[0], "Slice")
-    first = made(joined.inputs[1], "Slice")
+    negation = node_of(joined.inputs[0], "Neg")
+    second = None if negation is None else node_of(negation.inputs[0], "Slice")
+    first = node_of(joined.inputs[1], "Slice")
     if first is None or second is None or first.inputs[0] is not second.inputs[0]:
         return None
     x = first.inputs[0]
@@ -474,9 +474,9 @@ def _half_rotated(value: ir.Value | None) -> ir.Value | None:
     return x if spans == [(0, width // 2), (width // 2, width)] else None
 
 
-def _by_position(value: ir.Value | None, x: ir.Value) -> ir.Value | None:
+def _position_table(value: ir.Value | None, x: ir.Value) -> ir.Value | None:
     """Returns the table [b, m, w] of cosines or sines for x, if its halves are equal."""
-    unsqueeze = made(value, "Unsqueeze")
+    unsqueeze = node_of(value, "Unsqueeze")
     if unsqueeze is None or integers_in(unsqueeze.inputs[1]) != [1]:
         return None
     table = unsqueeze.inputs[0]
@@ -485,18 +485,18 @@ def _by_position(value: ir.Value | None, x: ir.Value) -> ir.Value | None:
     if list(table.shape) != [x.shape[0], x.shape[2], x.shape[3]]:
         return None
     inner: ir.Value | None = table
-    while (node := made(inner, "Mul", "Cos", "Sin")) is not None:
+    while (node := node_of(inner, "Mul", "Cos", "Sin")) is not None:
         inner = unscaled(inner)[0] if node.op_type == "Mul" else node.inputs[0]
         if inner is node.outputs[0]:  # not a constant
             return None
-    doubled = made(inner, "Concat")
+    doubled = node_of(inner, "Concat")
     if doubled is None or len(doubled.inputs) != 2 or doubled.inputs[0] is not doubled.inputs[1]:
         return None
     return table if doubled.attributes.get_int("axis") in (-1, 2) else None
 
 
-def _flattened(b: Builder, value: ir.Value | None) -> ir.Value | None:
-    """Adds a value [b, heads, m, w] as [b, m, heads·w], if it was derived from tokens first."""
+def _flatten_tokens(b: Builder, value: ir.Value | None) -> ir.Value | None:
+    """Adds a value [b, heads, m, w] as [b, m, heads·w], if `_tokens_first` finds its source."""
     split = _tokens_first(b, value)
     if split is None or value is None or value.shape is None or not isinstance(value.shape[3], int):
         return None
@@ -506,11 +506,11 @@ def _flattened(b: Builder, value: ir.Value | None) -> ir.Value | None:
 
 
 def _tokens_first(b: Builder, value: ir.Value | None) -> ir.Value | None:
-    """Returns [b, heads, m, w] as [b, m, heads, w], if it or its norm was derived from that."""
-    transpose = made(value, "Transpose")
+    """Returns [b, heads, m, w] as [b, m, heads, w], if it or its norm's input was transposed."""
+    transpose = node_of(value, "Transpose")
     if transpose is not None:
         return transpose.inputs[0] if permutes(transpose, HEADS_FIRST) else None
-    norm = made(value, "LayerNormalization", "RMSNormalization")
+    norm = node_of(value, "LayerNormalization", "RMSNormalization")
     if norm is None or norm.attributes.get_int("axis", -1) not in (-1, 3):
         return None
     by_token = _tokens_first(b, norm.inputs[0])
@@ -521,6 +521,6 @@ def _tokens_first(b: Builder, value: ir.Value | None) -> ir.Value | None:
     return b.op(norm.op_type, *inputs, name="normalised", **options)
 
 
-def _joined(b: Builder, value: ir.Value) -> ir.Value:
+def _merge(b: Builder, value: ir.Value) -> ir.Value:
     transposed = b.op("Transpose", value, perm=HEADS_FIRST, name="heads_last")
     return b.op("Reshape", transposed, b.ints(0, 0, -1), name="heads_joined")

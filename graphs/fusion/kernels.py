@@ -1,7 +1,7 @@
 """Limits of ONNX Runtime's CPU kernels for the fused ops.
 
-The kernels support less than the ops' definitions: other inputs fail at run time or crash the
-process. For such inputs, the small ops stay.
+The kernels support less than the ops' definitions allow: other inputs fail at run time or crash
+the process. For such inputs, the small ops stay.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def are_float32(*values: ir.Value | None) -> bool:
     return all(value is None or value.dtype == ir.DataType.FLOAT for value in values)
 
 
-def takes_heads(width: int | ir.SymbolicDim) -> bool:
+def supports_heads(width: int | ir.SymbolicDim) -> bool:
     """Returns whether `GroupQueryAttention` supports heads of this width."""
     return isinstance(width, int) and width % CACHE_WIDTHS == 0
 
 
-def takes_mask(mask: ir.Value | None, q: ir.Value, k: ir.Value) -> bool:
+def supports_mask(mask: ir.Value | None, q: ir.Value, k: ir.Value) -> bool:
     """Returns whether `Attention` supports a mask of q and k: one row per token."""
     if mask is None:
         return True

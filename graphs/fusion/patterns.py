@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..names import HIDDEN, SEEN_AS
+from ..names import COMPUTED_BY, HIDDEN
 
 HEADS_FIRST = [0, 2, 1, 3]
 """From [b, m, heads, w] to [b, heads, m, w], and back."""
@@ -17,7 +17,7 @@ TOKENS_LAST = [0, 2, 3, 1]
 """From [b, m, heads, w] to [b, heads, w, m]."""
 
 
-def made(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+def node_of(value: ir.Value | None, *op_types: str) -> ir.Node | None:
     """Returns the node that computes a value, if its type is one of these."""
     node = None if value is None else value.producer()
     return node if node is not None and not node.domain and node.op_type in op_types else None
@@ -36,7 +36,7 @@ def only_user(value: ir.Value, op_type: str) -> ir.Node | None:
     return users[0] if not users[0].domain and users[0].op_type == op_type else None
 
 
-def orders(
+def both_orders(
     inputs: Sequence[ir.Value | None],
 ) -> Iterator[tuple[ir.Value | None, ir.Value | None]]:
     """Yields the two inputs of a commutative node in both orders."""
@@ -47,7 +47,7 @@ def orders(
 
 def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
     """Returns the other input of a node with two inputs."""
-    return next((other for first, other in orders(node.inputs) if first is value), None)
+    return next((other for first, other in both_orders(node.inputs) if first is value), None)
 
 
 def number_in(value: ir.Value | None) -> float | None:
@@ -62,12 +62,12 @@ def integers_in(value: ir.Value | None) -> list[int] | None:
 
 def unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
     """Returns a value without its constant factor, and the factor."""
-    node = made(value, "Mul", "Div")
+    node = node_of(value, "Mul", "Div")
     if node is not None and node.op_type == "Div":
         divisor = number_in(node.inputs[1])
         return (node.inputs[0], 1 / divisor) if divisor else (value, 1.0)
     if node is not None:
-        for x, factor in orders(node.inputs):
+        for x, factor in both_orders(node.inputs):
             number = number_in(factor)
             if number is not None:
                 return x, number
@@ -84,10 +84,10 @@ def span(node: ir.Node, width: int) -> tuple[int, int] | None:
 
 def flat_before(value: ir.Value | None) -> ir.Value | None:
     """Returns the value [b, m, heads·w] that was split into heads [b, heads, m, w]."""
-    transpose = made(value, "Transpose")
+    transpose = node_of(value, "Transpose")
     if transpose is None or not permutes(transpose, HEADS_FIRST):
         return None
-    reshape = made(transpose.inputs[0], "Reshape")
+    reshape = node_of(transpose.inputs[0], "Reshape")
     x = None if reshape is None else reshape.inputs[0]
     return x if reshape is not None and joins_heads(x, reshape.outputs[0]) else None
 
@@ -120,7 +120,7 @@ def name_of(node: ir.Node) -> str:
     return node.name
 
 
-def put(
+def replace_output(
     graph: ir.Graph,
     b: Builder,
     node: ir.Node,
@@ -142,13 +142,13 @@ def put(
     for inner in b.nodes:
         for value in inner.outputs:  # values other than floats already have their type
             value.type = value.type or old.type
-    rename(graph, old, new)
+    replace_value(graph, old, new)
 
 
-def rename(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
+def replace_value(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
     """Replaces a value with another for all its users; the graph's outputs keep their names."""
     producer = old.producer()
-    new.meta[SEEN_AS] = old.meta.get(SEEN_AS, None if producer is None else producer.name)
+    new.meta[COMPUTED_BY] = old.meta.get(COMPUTED_BY, None if producer is None else producer.name)
     if old in graph.outputs:
         new.name, old.name = old.name, None
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)

@@ -1,6 +1,6 @@
 """Fuses a residual with the following norm, and a bias with the following GELU.
 
-The fused ops are ONNX Runtime's. On a GPU each small op reads and writes all tokens once more.
+The fused ops are ONNX Runtime's. On a GPU, each small op would read and write all tokens again.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..names import MICROSOFT
 from .kernels import SKIP_RANKS, are_float32
-from .patterns import made, name_of, only_user, orders, put, rename
+from .patterns import both_orders, name_of, node_of, only_user, replace_output, replace_value
 
 EPSILON = 1e-5
 """The default ε of `LayerNormalization`."""
 
 GELUS = {"none": "BiasGelu", "tanh": "FastGelu"}
-"""GELU with a bias, by the approximation."""
+"""GELU with a bias, by approximation."""
 
 
 def fuse_residual(graph: ir.Graph, norm: ir.Node) -> bool:
     """Fuses a residual, and an operand's bias, into a layer norm; returns whether it matched."""
     x, gain, *shift = norm.inputs
-    add = made(x, "Add")
-    parts = same_shape(add)
+    add = node_of(x, "Add")
+    parts = residual_operands(add)
     if parts is None or add is None or x is None or x.shape is None:
         return False
     last = norm.attributes.get_int("axis", -1) in (-1, len(x.shape) - 1)
@@ -48,9 +48,9 @@ def fuse_residual(graph: ir.Graph, norm: ir.Node) -> bool:
     inputs = (row, skip, gain, shift[0] if shift else None, bias)
     epsilon = norm.attributes.get_float("epsilon", EPSILON)
     y, total = skip_norm(graph, b, "SkipLayerNormalization", inputs, x, epsilon, summed=sum_used)
-    put(graph, b, norm, norm.outputs[0], y, hidden=hidden)
+    replace_output(graph, b, norm, norm.outputs[0], y, hidden=hidden)
     if sum_used:
-        rename(graph, x, total)
+        replace_value(graph, x, total)
     return True
 
 
@@ -85,19 +85,19 @@ def fuse_bias(graph: ir.Graph, gelu: ir.Node) -> bool:
     b = Builder(f"{name_of(gelu)}/bias")
     y = b.op(op, *unbiased, name="activated", domain=MICROSOFT)
     graph.opset_imports.setdefault(MICROSOFT, 1)
-    put(graph, b, gelu, gelu.outputs[0], y, hidden=[x])
+    replace_output(graph, b, gelu, gelu.outputs[0], y, hidden=[x])
     return True
 
 
-def added_before(inputs: Sequence[ir.Value | None]) -> ir.Value | None:
+def detach_joint_bias(inputs: Sequence[ir.Value | None]) -> ir.Value | None:
     """Removes and returns the bias of a joint product for queries, keys and values."""
-    split = made(inputs[0], "Split")
+    split = node_of(inputs[0], "Split")
     if split is None or list(split.outputs) != list(inputs):
         return None
-    add = made(split.inputs[0], "Add")
-    for product, bias in orders(() if add is None else add.inputs):
+    add = node_of(split.inputs[0], "Add")
+    for product, bias in both_orders(() if add is None else add.inputs):
         tensor = None if bias is None else bias.const_value
-        if tensor is not None and len(tensor.shape) == 1 and made(product, "MatMul") is not None:
+        if tensor is not None and len(tensor.shape) == 1 and node_of(product, "MatMul") is not None:
             split.replace_input_with(0, product)
             return bias
     return None
@@ -127,7 +127,7 @@ def without_biases(
     return results, b.constant(np.concatenate(biases))
 
 
-def same_shape(add: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
+def residual_operands(add: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
     """Returns the two operands of an addition, if neither is broadcast."""
     if add is None:
         return None
@@ -149,10 +149,10 @@ def is_row_of(weight: ir.Value | None, x: ir.Value) -> bool:
 
 def _without_bias(total: ir.Value, user: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     """Returns an operand and the constant row added to it, if only `user` reads the sum."""
-    add = made(total, "Add")
+    add = node_of(total, "Add")
     if add is None or only_user(total, user.op_type) is not user:
         return None
-    for x, bias in orders(add.inputs):
+    for x, bias in both_orders(add.inputs):
         if x is None or bias is None or bias.const_value is None or x.const_value is not None:
             continue
         if is_row_of(bias, total) and x.shape is not None and x.shape == total.shape:

@@ -2,7 +2,7 @@
 
 A kind is one file in this folder, with a spec (`MoESpec`: sizes, behaviour, costs and choices) and
 a PyTorch module (`MoELayer`: the reference, its choices and its stored weights), plus a record of
-its lowerings (`lowerings.KINDS`). Tracing, planning, writing weights and checking only use the
+its lowerings (`lowerings.KINDS`). Tracing, planning, writing weights and checking use only the
 names in this module.
 """
 
@@ -30,7 +30,7 @@ Kind = str
 """The name of a kind of layer: `soft-moe`, `mumoe` or one from a plugin."""
 
 
-def a_layer(kind: Kind) -> str:
+def kind_text(kind: Kind) -> str:
     """Returns a kind of layer with its article: "a soft-moe layer", "an experts layer"."""
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} layer"
 
@@ -57,9 +57,9 @@ class MoESpec(Protocol):
     may drop a token at any k. `flat`: the router is outside the layer, whose inputs are the tokens
     of a whole batch as rows, and their choices. `typical_tokens` are numbers of tokens for which a
     lowering should be fast at every batch; empty if the batch determines them. `dynamic_int8`: INT8
-    products compute the scales of their rows at run time; otherwise, and always in Q/DQ form, a
-    calibration does. `rewritable`: coefficients mix the experts, so that outputs can be rewritten
-    (`Rewrite`).
+    products compute the scales of their rows at run time; otherwise, and always in Q/DQ form, the
+    scales come from a calibration. `rewritable`: coefficients mix the experts, so that outputs can
+    be rewritten (`Rewrite`).
     """
 
     @property
@@ -160,8 +160,8 @@ class StoredPart:
 class MoELayer(nn.Module, ABC):
     """A MoE layer in PyTorch, (b, m, d) to (b, m, o).
 
-    If the surrounding network makes the choice, the layer maps rows (t, d) to (t, o) and takes
-    the choice as additional inputs, like its node in the graph.
+    If the surrounding network makes the choice, the layer maps rows (t, d) to (t, o) and reads
+    the choice from additional inputs, like its node in the graph.
 
     `keep` is k; None computes all experts, as in the trained model. `renormalize` and `algorithm`
     select how k is applied, if the kind supports both. `edits` change the experts' contributions,
@@ -245,17 +245,17 @@ def replaced_layers(
 ) -> Iterator[nn.Module]:
     """Within the context, `stand_in(name, layer)` replaces every MoE layer of a module."""
     stand_ins = {id(layer): stand_in(name, layer) for name, layer in moe_layers(module).items()}
-    places = [  # a network may have a layer under several names, and call any of them
+    locations = [  # a network may have a layer under several names, and call any of them
         (path, layer)
         for path, layer in module.named_modules(remove_duplicate=False)
         if isinstance(layer, MoELayer)
     ]
     try:
-        for path, layer in places:
+        for path, layer in locations:
             module.set_submodule(path, stand_ins[id(layer)])
         yield module
     finally:
-        for path, layer in places:
+        for path, layer in locations:
             module.set_submodule(path, layer)
 
 

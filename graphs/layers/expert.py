@@ -30,7 +30,7 @@ NORM_PASSES = 6
 """The cost of a normalisation, in passes over its input."""
 
 
-def activated(z: Tensor, activation: Activation, alpha: float = 1.0) -> Tensor:
+def apply_activation(z: Tensor, activation: Activation, alpha: float = 1.0) -> Tensor:
     """Returns an activation of z; `alpha` applies to `silu`."""
     match activation:
         case "silu":
@@ -73,7 +73,7 @@ NORM_WEIGHTS = ("g1", "s1", "g2", "s2")
 """The names of the `NormWeights` in a bundle."""
 
 
-def normalised(z: Tensor, norm: ExpertNorm, gain: Tensor | None, shift: Tensor | None) -> Tensor:
+def normalise(z: Tensor, norm: ExpertNorm, gain: Tensor | None, shift: Tensor | None) -> Tensor:
     """Returns z [..., width], normalised, then multiplied by `gain`, plus `shift`."""
     if norm.kind == "layernorm":
         z = F.layer_norm(z, z.shape[-1:], eps=norm.eps)
@@ -83,8 +83,8 @@ def normalised(z: Tensor, norm: ExpertNorm, gain: Tensor | None, shift: Tensor |
     return z if shift is None else z + shift
 
 
-class AroundMaps(MoESpec, Protocol):
-    """The parts of an expert around its linear maps, and `inner`, the width of the first map.
+class ExpertMapsSpec(MoESpec, Protocol):
+    """The parts of an expert besides its linear maps, and `inner`, the width of the first map.
 
     With two maps, y = out(second(act(norm(first(x))))), where out is `out_norm`, then
     `out_activation`; in a gated expert the activation is the gate's. With one, y = out(first(x)).
@@ -106,7 +106,7 @@ class AroundMaps(MoESpec, Protocol):
     def parameters_per_expert(self) -> int: ...
 
 
-class MapsSpec:
+class ExpertMapsMixin:
     """The properties that specs of experts with linear maps share."""
 
     __slots__ = ()
@@ -115,19 +115,19 @@ class MapsSpec:
     quantized_parts: ClassVar[frozenset[str]] = frozenset({"experts"})
 
     @property
-    def levels(self: AroundMaps) -> tuple[int, ...]:
+    def levels(self: ExpertMapsSpec) -> tuple[int, ...]:
         return (self.experts,)
 
     @property
-    def parameters_per_expert(self: AroundMaps) -> int:
+    def parameters_per_expert(self: ExpertMapsSpec) -> int:
         """The number of weights of one expert, without biases."""
         return self.dim * self.inner + self.hidden * self.out
 
-    def bytes_read(self: AroundMaps, k: int) -> int:
+    def bytes_read(self: ExpertMapsSpec, k: int) -> int:
         """Returns the FP32 bytes of the weights of k experts."""
         return 4 * k * self.parameters_per_expert
 
-    def quantized_bytes(self: AroundMaps, k: int) -> int:
+    def quantized_bytes(self: ExpertMapsSpec, k: int) -> int:
         """Returns `bytes_read`, because INT8 covers both matrices of an expert."""
         return self.bytes_read(k)
 
@@ -137,12 +137,12 @@ class MapsSpec:
 
 
 class ExpertMaps(MoELayer):
-    """A layer whose experts are one or two linear maps each, with the parts of `AroundMaps`."""
+    """A layer whose experts are one or two linear maps each, with the parts of `ExpertMapsSpec`."""
 
-    spec: AroundMaps
+    spec: ExpertMapsSpec
 
     def __init__(self, weights: Any) -> None:
-        """Takes the maps `w1` and `w2`, their biases `b1` and `b2`, and `norms`."""
+        """Reads the maps `w1` and `w2`, their biases `b1` and `b2`, and `norms` from `weights`."""
         super().__init__()
         self.w1 = frozen_matrices(weights.w1)
         self.w2 = None if weights.w2 is None else frozen_matrices(weights.w2)
@@ -170,15 +170,15 @@ class ExpertMaps(MoELayer):
         """Computes the part between the maps: [..., inner] to [..., h]; all experts if no index."""
         if self.spec.hidden_norm is not None:
             gain, shift = (self._affine(weight, index, hidden) for weight in (self.g1, self.s1))
-            hidden = normalised(hidden, self.spec.hidden_norm, gain, shift)
+            hidden = normalise(hidden, self.spec.hidden_norm, gain, shift)
         return self.gated(hidden)
 
     def _outputs(self, outputs: Tensor, index: int | None) -> Tensor:
         """Computes the parts after the last map: [..., o] to [..., o]."""
         if self.spec.out_norm is not None:
             gain, shift = (self._affine(weight, index, outputs) for weight in (self.g2, self.s2))
-            outputs = normalised(outputs, self.spec.out_norm, gain, shift)
-        return activated(outputs, self.spec.out_activation)
+            outputs = normalise(outputs, self.spec.out_norm, gain, shift)
+        return apply_activation(outputs, self.spec.out_activation)
 
     @staticmethod
     def _affine(weight: Tensor | None, index: int | None, rows: Tensor) -> Tensor | None:

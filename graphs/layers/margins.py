@@ -15,7 +15,7 @@ from .base import moe_layers
 
 
 class GroupRouter(nn.Module):
-    """A router that computes its own margins, because choices depend on other tokens.
+    """A router that computes its own margins, because its choices depend on other tokens.
 
     `layer` is the name of the layer whose experts it chooses.
     """
@@ -36,9 +36,9 @@ def routed_margins(module: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Within the context, each forward pass records the margins of token-routed experts, [t].
 
     The router is code of the surrounding network. Its rankings are observed in its calls of
-    PyTorch's `topk` or `max`: the margin of a token is the smallest gap between the last chosen
-    score and the next, relative to the largest, over all rankings since the previous layer. A
-    router whose choices depend on other tokens reports the margin itself (`GroupRouter`).
+    PyTorch's `topk`, `sort` or `max`: the margin of a token is the smallest gap between the last
+    chosen score and the next, relative to the largest, over all rankings since the previous layer.
+    A router whose choices depend on other tokens reports the margin itself (`GroupRouter`).
     """
     margins: dict[str, Tensor] = {}
     layers = {n: m for n, m in moe_layers(module).items() if m.spec.flat}

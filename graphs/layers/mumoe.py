@@ -107,7 +107,7 @@ class FactorisedSpec:
         return replace(self, levels=(self.combinations,), ranks=ranks)
 
     def macs(self, kept: Sequence[int]) -> dict[str, int]:
-        """Returns multiply-adds for one token that keeps a number of experts per level, by part.
+        """Returns the multiply-adds for one token with `kept` experts per level, by part.
 
         A bias row counts as one more input, but elementwise products do not count (as published).
         Only the unfactorised tensor has parts that a smaller k saves.
@@ -149,7 +149,7 @@ class MuMoESpec:
     """Sizes and behaviour of one muMoE layer: a gate, and one or two tensors of one form.
 
     Between two tensors there is an exact GELU, and both use the same coefficients. `input_norm` is
-    a layer normalisation of the tensors' input; the gate takes the raw input. Every token has its
+    a layer normalisation of the tensors' input; the gate reads the raw input. Every token has its
     own coefficients (so there is one slot), which no published model renormalises; outputs can be
     rewritten with them (Eq. 5). With `external_routing` the surrounding network computes them, and
     there is no gate. `kept` bounds the k of each level, if a share of each was requested.
@@ -202,7 +202,7 @@ class MuMoESpec:
 
     @property
     def experts(self) -> int:
-        """The size of the largest level: k keeps min(k, n) of each. One, if experts are merged."""
+        """The size of the largest level: k keeps min(k, n) of each. 1 if experts are merged."""
         return max(self.levels, default=1)
 
     @property
@@ -211,7 +211,7 @@ class MuMoESpec:
 
     @property
     def hidden(self) -> int:
-        """The width between two tensors, 0 with one."""
+        """The width between two tensors; 0 if there is only one."""
         return self.tensors[0].out if len(self.tensors) > 1 else 0
 
     @property
@@ -235,7 +235,7 @@ class MuMoESpec:
 
     @property
     def parameters(self) -> int:
-        """Weights of the gate and the tensors, as in Table 4 (no input normalisation)."""
+        """The number of weights of gate and tensors, as in Table 4 (no input normalisation)."""
         return self.gate_parameters + sum(tensor.parameters for tensor in self.tensors)
 
     def macs(self, tokens: int, k: int) -> dict[str, int]:
@@ -251,7 +251,7 @@ class MuMoESpec:
         return {part: tokens * count for part, count in parts.items()}
 
     def bytes_read(self, k: int) -> int:
-        """Returns the FP32 bytes of the factors, read at every k, or of the kept whole matrices."""
+        """Returns the FP32 bytes of the factors, at any k, or of the kept experts' matrices."""
         return 4 * sum(tensor.numbers_read(self.k_by_level(k)) for tensor in self.tensors)
 
     def quantized_bytes(self, k: int) -> int:
@@ -325,7 +325,7 @@ class MuMoE(MoELayer):
         """Returns the coefficients of each level, activation(norm(x·P_e)) or from outside."""
         if self.spec.external_routing:
             return list(outside[: len(self.spec.levels)])
-        x, coefficients = self._steered(x), []
+        x, coefficients = self._steer_tokens(x), []
         for level, projection in enumerate(self.projections):
             logits = x @ projection
             if self.spec.norm == "bn":
@@ -371,10 +371,10 @@ class MuMoE(MoELayer):
         The latter are [b, m, d] and [b, m, o].
         """
         coefficients = self.coefficients(x, self.keep, outside)
-        x = self._steered(x)
+        x = self._steer_tokens(x)
         if self.edits.ablations:
             coefficients = tuple(
-                _ablated(self.edits, level, -1, a) for level, a in enumerate(coefficients)
+                _ablate(self.edits, level, -1, a) for level, a in enumerate(coefficients)
             )
         if self.gain is not None:
             x = F.layer_norm(x, (self.spec.dim,), self.gain, self.shift, NORM_EPS)
@@ -384,7 +384,7 @@ class MuMoE(MoELayer):
             selects = self.keep is not None and self.keep < self.spec.experts
             y = contract(spec, self.factors(index), coefficients, z, selects)
             for combination in self.edits.combinations:
-                isolated = tuple(map(_only_expert, coefficients, combination.experts))
+                isolated = tuple(map(_isolate_expert, coefficients, combination.experts))
                 y = y - contract(spec, self.factors(index), isolated, z, selects)
             products.append((z, y))
         return coefficients, products
@@ -408,7 +408,7 @@ class MuMoE(MoELayer):
         )
         return MuMoE(replace(self.spec, tensors=tensors), weights).eval()
 
-    def _steered(self, x: Tensor) -> Tensor:
+    def _steer_tokens(self, x: Tensor) -> Tensor:
         """Returns the tokens [b, m, d] for gate and tensors, moved towards experts' centres."""
         x = self.tokens(x)
         for steer in self.edits.steers:
@@ -424,9 +424,10 @@ class MuMoE(MoELayer):
     def stored(self) -> Iterator[StoredPart]:
         """Yields the weights for the muMoE lowerings.
 
-        By level `gate.{e}.weight` [d, n] and, with batch normalisation, `gate.{e}.bias` [n]; `gain`
-        and `shift` [d] of the input normalisation; by tensor t and level e `tensor.{t}.expert.{e}`,
-        `tensor.{t}.input`, `tensor.{t}.bias` and `tensor.{t}.output`, as matrices:
+        Per level: `gate.{e}.weight` [d, n] and, with batch normalisation, `gate.{e}.bias` [n];
+        `gain` and `shift` [d] of the input normalisation; per tensor t and level e:
+        `tensor.{t}.expert.{e}`, `tensor.{t}.input`, `tensor.{t}.bias` and `tensor.{t}.output`, as
+        matrices:
 
         CP [n, R], [d, R], [R], [R, o]; TR [n, r·r'], [d, r·r'], [r·r'], [r1·r', o]; Tucker [n,
         R_e], [d, R_d], [R_d], [R_o, o] and `tensor.{t}.core` [R_d, ΠR_e·R_o]; for a matrix
@@ -454,15 +455,15 @@ class MuMoE(MoELayer):
         if self.gain is not None and self.shift is not None:
             yield _part("gain", self.gain)
             yield _part("shift", self.shift)
-        yield from _steerings(self)
-        if self.edits.combinations and spec.form in EXPERT_MODES:
+        yield from _stored_steerings(self)
+        if self.edits.combinations and spec.form in JOINT_FACTORS:
             for level, n in enumerate(spec.levels):
                 experts = torch.tensor([edit.experts[level] for edit in self.edits.combinations])
                 yield _part(f"ablate.{level}", F.one_hot(experts, n).T)
         for index, tensor in enumerate(spec.tensors):
-            yield from _tensor(f"tensor.{index}", tensor, self.factors(index), self.edits)
+            yield from _stored_tensor(f"tensor.{index}", tensor, self.factors(index), self.edits)
         if self.edits.rewrites:
-            yield from _rewrites(spec, self.edits)
+            yield from _stored_rewrites(spec, self.edits)
 
     def statistics(self, level: int) -> tuple[Tensor, Tensor]:
         """Returns the recorded mean and variance [n] of a level's logits (batch normalisation)."""
@@ -495,13 +496,13 @@ def contract(
         z = torch.cat((z, torch.ones_like(z[..., :1])), dim=-1)
     vectors = (*coefficients, z)
     if spec.form in ("full", "matrix"):
-        return contract_whole(factors[0], vectors, selects)
+        return contract_tensor(factors[0], vectors, selects)
     if spec.form == "tucker":
         reduced = [
             torch.einsum("bmi,ir->bmr", vector, factor)
             for vector, factor in zip(vectors, factors[1:-1], strict=True)
         ]
-        return torch.einsum("bmr,or->bmo", contract_whole(factors[0], reduced), factors[-1])
+        return torch.einsum("bmr,or->bmo", contract_tensor(factors[0], reduced), factors[-1])
     if spec.form == "cp":
         product = z.new_ones(())
         for vector, factor in zip(vectors, factors, strict=False):
@@ -513,16 +514,16 @@ def contract(
     return torch.einsum("bmqs,soq->bmo", train, factors[-1])
 
 
-def _only_expert(a: Tensor, expert: int) -> Tensor:
+def _isolate_expert(a: Tensor, expert: int) -> Tensor:
     """Returns coefficients a [..., n], zero except for that of one expert."""
     return torch.zeros_like(a).index_copy(-1, torch.tensor([expert]), a[..., [expert]])
 
 
-def contract_whole(tensor: Tensor, vectors: Sequence[Tensor], selects: bool = False) -> Tensor:
+def contract_tensor(tensor: Tensor, vectors: Sequence[Tensor], selects: bool = False) -> Tensor:
     """Returns W(a_1, …, a_E, z) [b, m, o] for a tensor [n_1, …, n_E, d, o], the input mode first.
 
-    The largest intermediate is therefore an output per combination of experts, not a matrix. For
-    `selects`, see `contract`.
+    The largest intermediate result is thus one output, not one matrix, per combination of experts.
+    For `selects`, see `contract`.
     """
     *gates, z = vectors
     y = torch.einsum("bmi,...io->bm...o", z, tensor)
@@ -558,7 +559,7 @@ def entmax15(logits: Tensor) -> Tensor:
     ranked = z.sort(dim=-1, descending=True).values
     count = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
     mean = ranked.cumsum(-1) / count
-    spread = ranked.square().cumsum(-1) - count * mean.square()  # Σ(z − mean)² over the first ones
+    spread = ranked.square().cumsum(-1) - count * mean.square()  # Σ(z − mean)² up to each index
     thresholds = mean - ((1 - spread) / count).clamp_min(0).sqrt()
     return (z - _last_valid(thresholds, thresholds <= ranked)).clamp_min(0).square()
 
@@ -583,13 +584,13 @@ def logit_scale(spec: MuMoESpec) -> float:
     return 0.5 if spec.activation == "entmax15" else 1.0
 
 
-def _tensor(
+def _stored_tensor(
     prefix: str, spec: FactorisedSpec, factors: Sequence[Tensor], edits: Edits
 ) -> Iterator[StoredPart]:
     if spec.form == "full":
         tensor = factors[0]
         for level in range(len(spec.levels)):
-            tensor = _ablated(edits, level, level, tensor)
+            tensor = _ablate(edits, level, level, tensor)
         if edits.combinations:
             tensor = tensor.clone()
             for combination in edits.combinations:
@@ -608,13 +609,11 @@ def _tensor(
         core, *factors = factors
         yield _part(f"{prefix}.core", core.movedim(-2, 0).flatten(1))
     for level, factor in enumerate(factors[:-2]):
-        yield _part(f"{prefix}.expert.{level}", _ablated(edits, level, 0, _by_mode(spec, factor)))
+        yield _part(f"{prefix}.expert.{level}", _ablate(edits, level, 0, _by_mode(spec, factor)))
     if edits.combinations:
-        present = [
-            _ablated(edits, e, int(spec.form == "tr"), f) for e, f in enumerate(factors[:-2])
-        ]
+        present = [_ablate(edits, e, int(spec.form == "tr"), f) for e, f in enumerate(factors[:-2])]
         removed = [
-            EXPERT_MODES[spec.form]([f.select(int(spec.form == "tr"), e) for f, e in pairs])
+            JOINT_FACTORS[spec.form]([f.select(int(spec.form == "tr"), e) for f, e in pairs])
             for pairs in (zip(present, edit.experts, strict=True) for edit in edits.combinations)
         ]
         yield _part(f"{prefix}.ablated", torch.stack(removed))
@@ -627,7 +626,7 @@ def _tensor(
     yield _part(f"{prefix}.output", last)
 
 
-EXPERT_MODES: Mapping[Form, Callable[[Sequence[Tensor]], Tensor]] = {
+JOINT_FACTORS: Mapping[Form, Callable[[Sequence[Tensor]], Tensor]] = {
     "cp": lambda rows: reduce(torch.mul, (row.double() for row in rows)),
     "tr": lambda cores: reduce(torch.matmul, (core.double() for core in cores)).flatten(),
     "tucker": lambda rows: reduce(torch.kron, (row.double() for row in rows)),
@@ -635,13 +634,13 @@ EXPERT_MODES: Mapping[Form, Callable[[Sequence[Tensor]], Tensor]] = {
 """The joint factor of one expert per level: [R], [r1·r] or [ΠR_e]."""
 
 
-def _ablated(edits: Edits, level: int, axis: int, tensor: Tensor) -> Tensor:
+def _ablate(edits: Edits, level: int, axis: int, tensor: Tensor) -> Tensor:
     """Returns a tensor with the slices of a level's ablated experts, along an axis, zeroed."""
     ablated = edits.ablated_in(level)
     return tensor.index_fill(axis, torch.tensor(ablated), 0.0) if ablated else tensor
 
 
-def _rewrites(spec: MuMoESpec, edits: Edits) -> Iterator[StoredPart]:
+def _stored_rewrites(spec: MuMoESpec, edits: Edits) -> Iterator[StoredPart]:
     """Yields Eq. 5 for all rewritten outputs: y += Π_e(a_e·M_e)·Λ, multiplied out for one level."""
     strengths = torch.zeros(len(edits.rewrites), spec.out, dtype=torch.float64)
     for index, rewrite in enumerate(edits.rewrites):
@@ -651,7 +650,7 @@ def _rewrites(spec: MuMoESpec, edits: Edits) -> Iterator[StoredPart]:
         columns = torch.tensor(
             [rewrite.coefficients[level] for rewrite in edits.rewrites], dtype=torch.float64
         ).T
-        means.append(_ablated(edits, level, 0, columns))
+        means.append(_ablate(edits, level, 0, columns))
     if len(means) == 1:
         yield _part("rewrite.0", means[0] @ strengths)
         return
@@ -660,7 +659,7 @@ def _rewrites(spec: MuMoESpec, edits: Edits) -> Iterator[StoredPart]:
     yield _part("rewrite.output", strengths)
 
 
-def _steerings(layer: MuMoE) -> Iterator[StoredPart]:
+def _stored_steerings(layer: MuMoE) -> Iterator[StoredPart]:
     """Yields the sum of the steering vectors or, for strengths at run time, a row for each."""
     if not layer.edits.steers:
         return

@@ -29,10 +29,10 @@ from .expert import (
     NORM_WEIGHTS,
     Activation,
     ExpertMaps,
+    ExpertMapsMixin,
     ExpertNorm,
-    MapsSpec,
     NormWeights,
-    activated,
+    apply_activation,
 )
 
 ExpertKind = Literal["mlp", "gated", "linear"]
@@ -52,7 +52,7 @@ SlotSource = Literal["normalised", "raw"]
 
 
 @dataclass(frozen=True, slots=True)
-class SoftMoESpec(MapsSpec):
+class SoftMoESpec(ExpertMapsMixin):
     """Sizes and behaviour of one Soft MoE layer, without its weights.
 
     `hidden` is h, the width between an expert's two matmuls (0 for `linear` experts); a `gated`
@@ -66,7 +66,7 @@ class SoftMoESpec(MapsSpec):
 
     With `gate_first`, v comes before u in a `gated` expert's first matrix. `biased` adds a number
     per slot to L. With `external_routing` there is no router: the surrounding network computes the
-    slots and C, from which Algorithm 1 chooses. `AroundMaps` describes the parts around the maps.
+    slots and C, from which Algorithm 1 chooses. `ExpertMapsSpec` describes the other parts.
     """
 
     kind: ClassVar[Kind] = "soft-moe"
@@ -116,7 +116,7 @@ class SoftMoESpec(MapsSpec):
 
     @property
     def inner(self) -> int:
-        """Columns of an expert's first matrix: h, 2h for `gated`, o for `linear`."""
+        """The width of an expert's first matrix: h, 2h for `gated`, o for `linear`."""
         if self.expert == "linear":
             return self.out
         return 2 * self.hidden if self.expert == "gated" else self.hidden
@@ -124,8 +124,8 @@ class SoftMoESpec(MapsSpec):
     def macs(self, tokens: int, k: int) -> dict[str, int]:
         """Returns the multiply-adds for one input of `tokens` tokens with k experts, by part.
 
-        Router mdnp, dispatch mdkp, experts kp(d·inner + ho), combine mkpo: the router does not
-        shrink with k. Constant experts are also combined.
+        Router mdnp, dispatch mdkp, experts kp(d·inner + ho), combine mkpo: the router's cost does
+        not shrink with k. Constant experts are also combined.
         """
         m, p = tokens, self.slots
         combined = k + (self.dropped if self.constants else 0)
@@ -146,7 +146,7 @@ class SoftMoEWeights:
     """The weights of one layer, in canonical orientation.
 
     `phi` [d, n, p] is already normalised and scaled; the columns of dropped experts follow those of
-    the n experts. It is None if the slots are given. `bias` [n, p] is added to L. `w1` has n
+    the n experts. It is None with external routing. `bias` [n, p] is added to L. `w1` has n
     matrices [d, inner], `w2` n matrices [h, o] (None for linear experts); `b1` [n, inner] and `b2`
     [n, o] may be None. `gain` and `shift` [d] follow the normalisation of x in some families.
     `constants` [dropped, p, o] are the outputs of the dropped experts' slots, if any.
@@ -170,7 +170,7 @@ class Routing:
 
     `logits`, `combine` and `dispatch` are L, C and D, [b, m, n, p]; `combine_dropped` has the
     columns of C of dropped experts, [b, m, dropped, p]; `scores` [b, n] is s, the column sums of C;
-    `selected` [b, k] has the indices of the k largest, ascending. If the slots are given, L and D
+    `selected` [b, k] has the indices of the k largest, ascending. With external routing, L and D
     are unknown, and C replaces them.
     """
 
@@ -225,7 +225,7 @@ class SoftMoE(ExpertMaps):
     def route(self, x: Tensor) -> Routing:
         """Returns C, D, the scores and the selection for tokens x [b, m, d] (Algorithm 1).
 
-        If the slots are given, x is C itself, [b, m, n·p].
+        With external routing, x is C itself, [b, m, n·p].
         """
         n = self.spec.experts
         if self.phi is None:
@@ -235,7 +235,7 @@ class SoftMoE(ExpertMaps):
         else:
             logits = torch.einsum("bmd,dnp->bmnp", self.normalise(x), self.phi)
             logits = logits if self.bias is None else logits + self.bias
-            combine, dropped = _over_slots(logits).tensor_split([n], dim=2)
+            combine, dropped = _softmax_over_slots(logits).tensor_split([n], dim=2)
             logits = logits[:, :, :n]
             dispatch = logits.softmax(dim=1)
         scores = combine.sum(dim=(1, 3))
@@ -289,14 +289,14 @@ class SoftMoE(ExpertMaps):
         """Returns the layer with some of its experts; the others stay in the softmax of C.
 
         The others return nothing, or the `constants` [n − e, p, o], in their order. Experts that
-        are separate tensors are shared; stacked ones are copied. None if the slots are given.
+        are separate tensors are shared; stacked ones are copied. None with external routing.
         """
         if self.phi is None:
             return None
         kept = list(experts)
         others = [e for e in range(self.spec.routed) if e not in set(kept)]
 
-        def kept_of(matrices: nn.Parameter | nn.ParameterList) -> Matrices:
+        def select_kept(matrices: nn.Parameter | nn.ParameterList) -> Matrices:
             if isinstance(matrices, nn.ParameterList):
                 return tuple(matrices[e] for e in kept)
             return matrices[kept]
@@ -304,9 +304,9 @@ class SoftMoE(ExpertMaps):
         norms = {name: getattr(self, name) for name in NORM_WEIGHTS}
         weights = SoftMoEWeights(
             phi=self.phi[:, [*kept, *others]],
-            w1=kept_of(self.w1),
+            w1=select_kept(self.w1),
             b1=None if self.b1 is None else self.b1[kept],
-            w2=None if self.w2 is None else kept_of(self.w2),
+            w2=None if self.w2 is None else select_kept(self.w2),
             b2=None if self.b2 is None else self.b2[kept],
             gain=self.gain,
             shift=self.shift,
@@ -348,7 +348,7 @@ class SoftMoE(ExpertMaps):
             chosen.scatter_(1, routing.selected, True)
             others = ~chosen[:, None, :, None]
             if self.renormalize:  # C[S] / ΣC[S], which would be 0 / 0 if C[S] underflows
-                combine = _over_slots(routing.logits.masked_fill(others, -torch.inf))
+                combine = _softmax_over_slots(routing.logits.masked_fill(others, -torch.inf))
             else:
                 combine = combine.masked_fill(others, 0.0)
         if chosen is not None and self.algorithm == "selected":
@@ -395,11 +395,11 @@ class SoftMoE(ExpertMaps):
         spec = self.spec
         if spec.expert == "gated":
             value, gate = hidden.chunk(2, dim=-1)[:: -1 if spec.gate_first else 1]
-            return value * activated(gate, spec.activation, spec.alpha)
-        return activated(hidden, spec.activation, spec.alpha)
+            return value * apply_activation(gate, spec.activation, spec.alpha)
+        return apply_activation(hidden, spec.activation, spec.alpha)
 
 
-def _over_slots(logits: Tensor) -> Tensor:
+def _softmax_over_slots(logits: Tensor) -> Tensor:
     """Returns each token's softmax of L [b, m, n, p] over all slots of all experts."""
     return logits.flatten(2).softmax(dim=2).view_as(logits)
 

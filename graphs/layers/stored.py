@@ -31,7 +31,7 @@ class LayerTensors(Protocol):
         ...
 
     def stacked(self, name: str, *, batched: bool = False) -> ir.TensorProtocol:
-        """Returns the whole tensor; `batched` as a batch of one, [1, …]."""
+        """Returns the whole tensor or, if `batched`, the tensor as a batch of one, [1, …]."""
         ...
 
     def expert(self, name: str, index: int) -> ir.TensorProtocol:
@@ -49,7 +49,7 @@ class Layer(Generic[S]):
     `x_type` and `y_type`, the float types of the tokens in and out, and `routed`, its other inputs:
     the choice and its weights, if the choice is made outside the layer. `batch` is the usual number
     of inputs, which only affects speed: a graph can run any number. With `scores`, a lowering
-    outputs the scores that determine the choice (`Builder.show`).
+    outputs the scores that determine the choice (`Builder.add_score`).
     """
 
     spec: S
@@ -79,12 +79,12 @@ class Layer(Generic[S]):
         return self.k
 
     def stacked(self, b: Builder, name: str, *, batched: bool = False) -> ir.Value:
-        """Returns the whole weight as an initializer; `batched` as a batch of one, [1, …]."""
+        """Returns the whole weight as an initializer, [1, …] if `batched`."""
         return b.weight(self.tensors.stacked(name, batched=batched), f"{self.spec.name}/{name}")
 
-    def rows(self, b: Builder, name: str, called: str) -> ir.Value:
+    def rows(self, b: Builder, name: str, new_name: str) -> ir.Value:
         """Adds a vector per expert, stored as [n, w], as an initializer [n, 1, w]."""
-        tensor, full = self.tensors.stacked(name), f"{self.spec.name}/{called}"
+        tensor, full_name = self.tensors.stacked(name), f"{self.spec.name}/{new_name}"
         n, width = tensor.shape.numpy()
         shape = ir.Shape((n, 1, width))
         if isinstance(tensor, ir.ExternalTensor):
@@ -94,12 +94,12 @@ class Layer(Generic[S]):
                 tensor.length,
                 tensor.dtype,
                 shape=shape,
-                name=full,
+                name=full_name,
                 base_dir=tensor.base_dir,
             )
         else:
-            tensor = ir.Tensor(tensor.numpy().reshape(n, 1, width), tensor.dtype, name=full)
-        return b.weight(tensor, full)
+            tensor = ir.Tensor(tensor.numpy().reshape(n, 1, width), tensor.dtype, name=full_name)
+        return b.weight(tensor, full_name)
 
     def optional(self, b: Builder, name: str) -> ir.Value | None:
         """Returns the whole weight as from `stacked`; None if the layer lacks it."""

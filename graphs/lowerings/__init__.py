@@ -2,8 +2,8 @@
 
 To add a lowering, write a module with a `LOWERING` record and list it here under its kind; kinds of
 plugins list their own. Names are known without importing the modules, which loads PyTorch. A plugin
-may add a lowering to an existing kind, which is used if it is named; `auto` and `tune` only choose
-among the lowerings that the kind lists.
+may add a lowering to an existing kind, which is used only if it is requested by name: `auto` and
+`tune` choose among the lowerings that the kind lists.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def lowering_of(kind: Kind, name: str) -> AnyLowering | None:
         raise PluginError(
             f"the lowering '{name}' of {kind} layers comes from {_source(KINDS, kind)} and from "
             f"{_source(FURTHER, name)}",
-            hint="remove one of them, or name another lowering",
+            hint="uninstall one of them, or choose another lowering",
         )
     return FURTHER[name].lowering
 

@@ -17,7 +17,7 @@ from ..precision.types import FP32, ComputeTypes
 from ..targets import TARGETS, Machine, Precision, Target, TargetRecord
 
 
-def no_blocks(precision: Precision, target: Target) -> str | None:
+def no_batched_kernel(precision: Precision, target: Target) -> str | None:
     """Returns why no kernel multiplies all matrices in one product (`no_kernel`), or None."""
     record = TARGETS[target]
     if record.compiled or not (precision == "int4" or (precision == "int8" and record.weight_only)):
@@ -27,13 +27,13 @@ def no_blocks(precision: Precision, target: Target) -> str | None:
 
 @dataclass(frozen=True)  # no slots: calling an alias such as SoftMoEPlan sets an attribute
 class LayerPlan(Generic[S]):
-    """One MoE layer of an export: its computation, and, once chosen, its lowering.
+    """One MoE layer of an export: its sizes and, once chosen, its lowering.
 
     `k` is None if it is a graph input. `batch` and `tokens` are the planned sizes; with
     `tokens_fixed` every input has that number of tokens. `precision` is the narrowest type that the
-    layer computes in, with its reason; before that is decided, the requested one. `reason` is a
-    sentence on why the lowering was chosen; `predicted_us` the predicted time of one batch. `name`
-    is the layer's path in its model.
+    layer computes in, or the requested one until that is decided. `reason` is a sentence on why the
+    lowering was chosen; `predicted_us` is the predicted time of one batch. `name` is the layer's
+    path in its model.
     """
 
     spec: S
@@ -67,7 +67,7 @@ class LayerPlan(Generic[S]):
             "k_levels": list(getattr(spec, "kept", ())) if self.k is not None else [],
         }
 
-    def to_build(
+    def to_layer(
         self,
         tensors: LayerTensors,
         target: Target,
@@ -111,7 +111,7 @@ class LayerPlan(Generic[S]):
 
     @property
     def expected_active(self) -> float:
-        """Experts that at least one input or token selects, for uniform, independent choices.
+        """The number of experts that an input or token selects, for uniform, independent choices.
 
         Real routers are less uniform, so this is an upper bound; fewer active experts cost less.
         """
@@ -120,7 +120,7 @@ class LayerPlan(Generic[S]):
 
     @property
     def copied_bytes(self) -> float:
-        """Bytes of weights, counted as FP32, that the chosen lowering copies for one batch."""
+        """The bytes of weights, counted as FP32, that the chosen lowering copies for one batch."""
         return self.lowering.copied_bytes(self)
 
     def inexact(self, target: Target) -> str | None:
@@ -167,7 +167,7 @@ class LoweringOf(Generic[S]):
     def problem(self, spec: S, precision: Precision, target: Target) -> str | None:
         """Returns why the lowering cannot serve a layer in a precision on a target, or None."""
         if not self.needs(TARGETS[target]):
-            return f"the target {target} does not run it"
+            return f"the target {target} does not support it"
         return (
             self.unable(spec)
             or self.no_kernel(precision, target)

@@ -1,8 +1,8 @@
 """`block-grouped`: rows sorted by expert and padded to tiles; one weight is gathered per tile.
 
 All shapes follow from the input shapes, and positions are counted without sort, NonZero or If,
-which TensorRT does not support or synchronises for. An item is an expert that an input or a token
-has chosen, and has one or more rows. The rows of an expert start at the beginning of a tile, so
+which TensorRT does not support or for which it synchronises. An item is one expert chosen by one
+input or token, and has one or more rows. The rows of an expert start at the beginning of a tile, so
 that one matrix serves a tile of T rows. At most a = min(items, n) experts have rows, and each of
 them fills all its tiles but the last, so r rows need at most a + ⌊(r − a)/T⌋ tiles. For one input,
 that is one tile per chosen expert, as in `gather`.
@@ -23,12 +23,12 @@ from ..precision.types import FLOAT_TYPES, ComputeTypes
 from ..routing import combine_outputs, route, selected_slots
 from ..targets import SERVER_GPU, Machine, Precision
 from . import dense
-from .base import AnyPlan, Lowering, SoftMoEPlan, no_blocks
+from .base import AnyPlan, Lowering, SoftMoEPlan, no_batched_kernel
 from .cost import around_experts_us, between_us, expert_bytes, machine_for, rates_of, stream_us
 from .experts import batched_experts, expert_rows, stacked_weights
 
 TILES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Rows of a tile: the size that a matrix unit multiplies at once, and multiples of it."""
+"""Rows per tile: the size that a matrix unit multiplies at once, and multiples of it."""
 
 
 def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
@@ -79,7 +79,7 @@ def costed_precision(compute: ComputeTypes) -> Precision:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Rows in tiles: `rows` [t, T, d], each tile's expert [t], and each row's position, [r].
+    """Rows in tiles: `rows` [t, T, d], each tile's `expert` [t], and each row's `offset` [r].
 
     Empty positions have a copy of the first row, and empty tiles use the last expert; their results
     are never read.
@@ -87,18 +87,18 @@ class Tiles:
 
     rows: ir.Value
     expert: ir.Value
-    place: ir.Value
+    offset: ir.Value
 
 
-def tiles_at_most(items: int, rows_per_item: int, experts: int, tile: int) -> int:
+def max_tiles(items: int, rows_per_item: int, experts: int, tile: int) -> int:
     """Returns the largest number of tiles for a number of items."""
     active = min(items, experts)
     return active + (items * rows_per_item - active) // tile
 
 
 def planned_tiles(plan: AnyPlan, tile: int) -> int:
-    """Returns `tiles_at_most` for the sizes of a plan."""
-    return tiles_at_most(plan.selections, plan.spec.slots, plan.spec.experts, tile)
+    """Returns `max_tiles` for the sizes of a plan."""
+    return max_tiles(plan.selections, plan.spec.slots, plan.spec.experts, tile)
 
 
 def into_tiles(
@@ -132,26 +132,26 @@ def into_tiles(
     ends = b.op("CumSum", needed, b.integer(1), name="tiles/ends")  # [1, n]
     first = b.op("Sub", ends, needed, name="tiles/first")
     first = b.op("Mul", first, b.integer(tile), name="tiles/first_row")
-    places = b.op("Add", before, first, name="tiles/places")
-    places = b.op("Mul", places, one_hot, name="tiles/own_places")
-    place = b.op("ReduceSum", places, b.ints(1), keepdims=int(p > 1), name="tiles/place_of_item")
+    offsets = b.op("Add", before, first, name="tiles/places")
+    offsets = b.op("Mul", offsets, one_hot, name="tiles/own_places")
+    offset = b.op("ReduceSum", offsets, b.ints(1), keepdims=int(p > 1), name="tiles/place_of_item")
     if p > 1:
         steps = b.constant(np.arange(p, dtype=np.int64)[None, :])
-        place = b.op("Add", place, steps, name="tiles/places_of_item")
-        place = b.op("Reshape", place, b.ints(-1), name="tiles/place")
-    count = _count(b, expert_of_item, rows, n, tile)
-    gathered = _gathered(b, rows, place, count, tile)
+        offset = b.op("Add", offset, steps, name="tiles/places_of_item")
+        offset = b.op("Reshape", offset, b.ints(-1), name="tiles/place")
+    count = _tile_count(b, expert_of_item, rows, n, tile)
+    gathered = _gather(b, rows, offset, count, tile)
     shaped = b.op("Reshape", gathered, b.ints(-1, tile, width), name="tiles/tiles")
-    return Tiles(shaped, _expert_of_tile(b, ends, count, n), place)
+    return Tiles(shaped, _expert_of_tile(b, ends, count, n), offset)
 
 
 def from_tiles(b: Builder, tiles: Tiles, outputs: ir.Value, width: int) -> ir.Value:
     """Adds the rows [r, o] in their original order, from outputs [t, T, o] of the tiles."""
     flat = b.op("Reshape", outputs, b.ints(-1, width), name="tiles/outputs")
-    return b.op("Gather", flat, tiles.place, axis=0, name="tiles/outputs_of_rows")
+    return b.op("Gather", flat, tiles.offset, axis=0, name="tiles/outputs_of_rows")
 
 
-def _count(b: Builder, items: ir.Value, rows: ir.Value, n: int, tile: int) -> ir.Value:
+def _tile_count(b: Builder, items: ir.Value, rows: ir.Value, n: int, tile: int) -> ir.Value:
     """Adds the number of tiles, [1], from shapes only."""
     length = b.op("Shape", items, start=0, end=1, name="tiles/item_count")
     active = b.op("Min", length, b.ints(n), name="tiles/active_at_most")
@@ -161,13 +161,13 @@ def _count(b: Builder, items: ir.Value, rows: ir.Value, n: int, tile: int) -> ir
     return b.op("Add", active, extra, name="tiles/count")
 
 
-def _gathered(b: Builder, rows: ir.Value, place: ir.Value, count: ir.Value, tile: int) -> ir.Value:
+def _gather(b: Builder, rows: ir.Value, offset: ir.Value, count: ir.Value, tile: int) -> ir.Value:
     """Adds the rows at their positions, [t·T, d]."""
     size = b.op("Mul", count, b.ints(tile), name="tiles/size")
     zeros = b.op("Expand", b.ints(0), size, name="tiles/nobody")
-    shape = b.op("Shape", place, name="tiles/place_count")
+    shape = b.op("Shape", offset, name="tiles/place_count")
     order = _indices(b, shape, "tiles/order")
-    source = b.op("ScatterElements", zeros, place, order, axis=0, name="tiles/source")
+    source = b.op("ScatterElements", zeros, offset, order, axis=0, name="tiles/source")
     return b.op("Gather", rows, source, axis=0, name="tiles/sorted")
 
 
@@ -196,7 +196,7 @@ Between = Callable[[Any, float, Machine], float]
 
 
 def best_tile(plan: AnyPlan, machine: Machine, between: Between = between_us) -> int:
-    """Returns the tile with the lowest predicted time, the smallest of equals.
+    """Returns the tile with the lowest predicted time, the smallest if several are equally fast.
 
     A larger tile gathers fewer matrices, but pads more rows.
     """
@@ -243,5 +243,5 @@ LOWERING = Lowering(
     build=build,
     predict_us=predict_us,
     copied_bytes=copied_bytes,
-    no_kernel=no_blocks,
+    no_kernel=no_batched_kernel,
 )

@@ -1,7 +1,7 @@
 """Chooses the lowering of a layer: the requested one, or the one with the best prediction.
 
 One graph serves a range of batches, and a choice inside the graph does not pay off, because weights
-in a branch are not packed before the run. `auto` therefore takes the lowering that is never far
+in a branch are not packed before the run. `auto` therefore chooses the lowering that is never far
 from the fastest; if none is close at all sizes, several graphs share the range.
 """
 
@@ -13,11 +13,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import LoweringError
-from ..layers.base import a_layer
+from ..layers.base import kind_text
 from ..targets import TARGETS, Target
 from . import check_name, kinds_with, lowering_of, lowerings_of
 from .base import AnyLowering, AnyPlan
-from .cost import assumed, machine_for, unmeasured
+from .cost import machine_for, prediction_basis, unmeasured
 
 MUCH_SLOWER = 1.5
 """The ratio to the fastest lowering, at one batch size, from which the reason suggests a remedy."""
@@ -27,7 +27,7 @@ DECODE_FIRST = ("int8", "int4")
 """Precisions that make a language model decode faster, because each token reads all weights."""
 
 
-def able(plan: AnyPlan, target: Target) -> list[AnyLowering]:
+def exact_lowerings(plan: AnyPlan, target: Target) -> list[AnyLowering]:
     """Returns the lowerings that compute a layer exactly on a target, in its precision.
 
     Raises `LoweringError` if there are none.
@@ -41,7 +41,7 @@ def able(plan: AnyPlan, target: Target) -> list[AnyLowering]:
     ]
     if not lowerings:
         raise LoweringError(
-            f"layer {spec.name}: no lowering serves the target {target}",
+            f"layer {spec.name}: no lowering supports the target {target}",
             hint="choose another --target",
         )
     return lowerings
@@ -57,7 +57,7 @@ def choose(
     compared at one token and at a prompt instead (`MoESpec.typical_tokens`), or at the tokens of
     each batch if inputs have a fixed number. If a language model `decodes` with integers, it is
     compared at one token only, because a text takes many steps of one token. Raises `LoweringError`
-    if no lowering serves the target.
+    if no lowering supports the target.
     """
     by_token = bool(batches) and bool(plan.spec.typical_tokens)
     if by_token:
@@ -96,7 +96,7 @@ def choose(
                 f"; at {_sizes([size], by_token=by_token)} {better.name} is {slower:.2g} times as "
                 f"fast: {option}--lowering auto,{better.name} writes both"
             )
-    reason += assumed(target, plan.spec.kind, [record.name for record in ranked])
+    reason += prediction_basis(target, plan.spec.kind, [record.name for record in ranked])
     return replace(plan, chosen=best, reason=reason, predicted_us=times[best][planned])
 
 
@@ -112,7 +112,7 @@ class _Predictions:
         machine = machine_for(target, plans[0].precision)
         times = {
             record: [record.predict_us(plan, machine) for plan in plans]
-            for record in able(plans[0], target)
+            for record in exact_lowerings(plans[0], target)
             if TARGETS[target].auto_branches or not record.branches
         }
         return _Predictions(times, [min(column) for column in zip(*times.values(), strict=True)])
@@ -131,8 +131,8 @@ class _Predictions:
 Span = tuple[int, int]
 """The first and the last batch size that a graph serves."""
 
-DIVIDED = 1.15
-"""The ratio of a single graph to the fastest, at some size, from which several are written."""
+SPLIT_RATIO = 1.15
+"""The ratio of one graph's time to the fastest, at some size, from which several are written."""
 
 CALL_US = 10.0
 """The least overhead of a call outside its layers: smaller savings do not justify a graph."""
@@ -149,10 +149,10 @@ def batch_spans(
 ) -> list[Span]:
     """Returns the ranges of batches that need separate graphs, for the layers of a model.
 
-    One range suffices if a single graph takes less than `DIVIDED` times as long as the fastest at
-    both ends; otherwise there are as few ranges as achieve this, with the boundaries that minimise
-    the worst ratio. If the number of tokens varies, the batch size says little about the time, so
-    there is one graph.
+    One range suffices if a single graph takes less than `SPLIT_RATIO` times as long as the fastest
+    at both ends; otherwise there are as few ranges as achieve this, with the boundaries that
+    minimise the worst ratio. If the number of tokens varies, the batch size alone hardly determines
+    the time, so there is one graph.
     """
     if any(plan.spec.typical_tokens for plan in plans):
         return [(smallest, largest)]
@@ -163,14 +163,14 @@ def batch_spans(
     columns = range(len(sizes))
     ends = sorted({0, len(sizes) - 1, *(sizes.index(plan.batch) for plan in plans)})
     partition = [columns]
-    if _regret(layers, ends) >= DIVIDED:
+    if _regret(layers, ends) >= SPLIT_RATIO:
         for count in range(2, min(MAX_GRAPHS, len(sizes)) + 1):
-            divided = [
+            partitions = [
                 [columns[a:b] for a, b in itertools.pairwise((0, *cuts, len(sizes)))]
                 for cuts in itertools.combinations(columns[1:], count - 1)
             ]
-            partition = min(divided, key=lambda parts: _regrets(layers, parts))
-            if _regrets(layers, partition)[0] < DIVIDED:
+            partition = min(partitions, key=lambda parts: _regrets(layers, parts))
+            if _regrets(layers, partition)[0] < SPLIT_RATIO:
                 break
     # Between two compared sizes, the boundary is their geometric mean.
     last = [math.isqrt(sizes[part[-1]] * sizes[part[-1] + 1]) for part in partition[:-1]]
@@ -225,7 +225,7 @@ def check(name: str, plan: AnyPlan, target: Target) -> AnyPlan:
     lowering = lowering_of(spec.kind, name)
     if lowering is None:
         kinds = " and ".join(kinds_with(name))
-        problem: str | None = f"it is for {kinds} layers, but this is {a_layer(spec.kind)}"
+        problem: str | None = f"it is for {kinds} layers, but this is {kind_text(spec.kind)}"
     else:
         problem = lowering.problem(spec, plan.precision, target)
     if lowering is None or problem is not None:
@@ -235,11 +235,11 @@ def check(name: str, plan: AnyPlan, target: Target) -> AnyPlan:
             if record.problem(spec, plan.precision, target) is None
         ]
         raise LoweringError(
-            f"layer {spec.name}: the lowering '{name}' cannot serve it: {problem}",
+            f"layer {spec.name}: the lowering '{name}' cannot be used: {problem}",
             hint=f"for --target {target} choose auto or one of: {', '.join(serving)}",
         )
     caveat = lowering.inexact(spec, plan.precision, target)
-    reason = "asked for" if caveat is None else f"asked for; {caveat}"
+    reason = "requested" if caveat is None else f"requested; {caveat}"
     if unmeasured(target, spec.kind, [name]):
         reason += f"; not measured on an {TARGETS[target].machine.card}"
     return replace(

@@ -11,10 +11,10 @@ from ..targets import Machine
 from .base import Lowering, SoftMoEPlan
 from .cost import (
     ROUTER_NODES,
-    apart_us,
     around_experts_us,
     expert_nodes,
     packing_us,
+    separate_experts_us,
     unselected_us,
     waiting_us,
 )
@@ -28,7 +28,7 @@ def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
     rows = expert_rows(b, layer, slots.rows)
     by_input = b.op("Reshape", rows, b.ints(0, n, p, d), name="dispatch/slots_by_expert")
     parts = split(b, by_input, n, 1, "dispatch/expert")
-    needed = None if mask is None else chosen_at_all(b, mask, n)
+    needed = None if mask is None else chosen_by_any(b, mask, n)
     outputs = []
     for e, part in enumerate(parts):
         rows = b.op("Reshape", part, b.ints(-1, d), name=f"experts/{e}/rows")  # [b·p, d]
@@ -45,7 +45,7 @@ def build(b: Builder, layer: SoftMoELayer, x: ir.Value) -> ir.Value:
     return combine_outputs(b, layer, slots, b.op("Concat", *shaped, axis=1, name="combine/outputs"))
 
 
-def chosen_at_all(b: Builder, mask: ir.Value, n: int) -> list[ir.Value]:
+def chosen_by_any(b: Builder, mask: ir.Value, n: int) -> list[ir.Value]:
     """Adds one boolean per expert: whether any row of the mask [r, n] has chosen it."""
     chosen = b.op("ReduceMax", mask, b.ints(0), keepdims=0, name="group/chosen")
     needed = b.op("Cast", chosen, to=ir.DataType.BOOL.value, name="group/wanted")
@@ -97,7 +97,7 @@ def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
         rows = plan.batch * plan.spec.slots
         branches = n * machine.branch_us + packing_us(plan, active, rows, machine)
     return (
-        apart_us(plan, active, plan.batch * active, machine)
+        separate_experts_us(plan, active, plan.batch * active, machine)
         + branches
         + unselected_us(plan, machine)
         + waiting_us((expert_nodes(plan) + machine.integer_nodes + 3) * n, machine)

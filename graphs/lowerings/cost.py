@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from ..layers.base import Kind
-from ..layers.expert import NORM_PASSES, PASSES, AroundMaps
+from ..layers.expert import NORM_PASSES, PASSES, ExpertMapsSpec
 from ..targets import TARGETS, Machine, MachineKind, Precision, Target
 from .base import AnyPlan, SoftMoEPlan
 
@@ -26,7 +26,7 @@ of an expert's two products, three nodes that cast, scale and add the bias."""
 
 
 def rates_of(machine: MachineKind) -> Mapping[Precision, Machine]:
-    """Returns the rates of a kind of machine: its own, or those of its card."""
+    """Returns the rates of a kind of machine: its own, or those of its GPU."""
     if machine.rates is not None:
         return machine.rates
     from ..cards import FITTED, GPUS  # for targets with a GPU
@@ -48,15 +48,15 @@ def machine_for(target: Target, precision: Precision = "fp32") -> Machine:
     )
 
 
-def assumed(target: Target, kind: Kind, lowerings: Iterable[str]) -> str:
+def prediction_basis(target: Target, kind: Kind, lowerings: Iterable[str]) -> str:
     """Returns the basis of the predictions for a target, as part of a reason."""
     machine = TARGETS[target].machine
     if machine.card is None:
         return ""
     if not machine.measured:
-        return f"; for an {machine.card} by its data sheet, not measured"
+        return f"; for an {machine.card}, estimated from its data sheet, not measured"
     rest = unmeasured(target, kind, lowerings)
-    words = f"; for an {machine.card}, rates fitted to runs on it"
+    words = f"; for an {machine.card}, with rates fitted to runs on it"
     return f"{words}; {' and '.join(rest)} predicted, not measured" if rest else words
 
 
@@ -100,13 +100,13 @@ def expert_bytes(plan: AnyPlan, experts: float) -> float:
 
 
 def stream_us(
-    plan: AnyPlan, weights_bytes: float, among: float, bytes_per_us: float, machine: Machine
+    plan: AnyPlan, weights_bytes: float, total_bytes: float, bytes_per_us: float, machine: Machine
 ) -> float:
-    """Returns the time to stream `weights_bytes`, if caches have part of the `among` bytes.
+    """Returns the time to stream `weights_bytes` if caches contain part of the `total_bytes`.
 
     Both are counted as FP32.
     """
-    size = among * SIZES.get(plan.precision, 1.0)
+    size = total_bytes * SIZES.get(plan.precision, 1.0)
     in_cache = min(1.0, machine.cache_bytes / size)
     return weights_bytes / bytes_per_us * (in_cache / machine.cached + 1.0 - in_cache)
 
@@ -141,13 +141,13 @@ def expert_macs(plan: AnyPlan, rows: float) -> float:
     return rows * float(plan.spec.slots * plan.spec.parameters_per_expert)
 
 
-def lone_products_us(plan: AnyPlan, active: float, pairs: float, machine: Machine) -> float:
+def separate_products_us(plan: AnyPlan, active: float, pairs: float, machine: Machine) -> float:
     """Returns the time of products of the rows of `pairs` with the matrices of `active` experts."""
     products = products_of(plan, active)
     macs, layer = expert_macs(plan, pairs), expert_bytes(plan, plan.spec.experts)
     return (
         stream_us(plan, expert_bytes(plan, active), layer, machine.bytes_per_us, machine)
-        + (macs + min(macs, products * machine.lone_macs)) / machine.macs_per_us
+        + (macs + min(macs, products * machine.single_thread_macs)) / machine.macs_per_us
         + products * machine.product_us
     )
 
@@ -158,11 +158,11 @@ def waiting_us(nodes: float, machine: Machine) -> float:
 
 
 def expert_nodes(plan: SoftMoEPlan) -> int:
-    """Returns the nodes per expert: two matmuls and an activation, or one matmul."""
+    """Returns the number of nodes per expert: two matmuls and an activation, or one matmul."""
     return 3 if plan.spec.hidden else 1
 
 
-def passes_around(spec: AroundMaps) -> int:
+def passes_between(spec: ExpertMapsSpec) -> int:
     """Returns how many numbers an expert's activations and normalisations process per row."""
     hidden = 0 if spec.hidden_norm is None else NORM_PASSES * spec.inner
     out = 0 if spec.out_norm is None else NORM_PASSES * spec.out
@@ -173,13 +173,13 @@ def passes_around(spec: AroundMaps) -> int:
 def between_us(plan: SoftMoEPlan, pairs: float, machine: Machine) -> float:
     """Returns the time of operators between and after the products of (input, expert) pairs."""
     spec = plan.spec
-    passes = passes_around(spec) + spec.out
+    passes = passes_between(spec) + spec.out
     # Rows are rounded before each product; standard ops also pass over both results.
     if machine.integer_passes:
         passes += spec.hidden + (machine.integer_passes - 1) * (spec.hidden + spec.out)
     return pairs * spec.slots * passes * machine.number_us
 
 
-def apart_us(plan: SoftMoEPlan, active: float, pairs: float, machine: Machine) -> float:
-    """Returns the time of `active` experts one by one, on `pairs` in total, without node costs."""
-    return lone_products_us(plan, active, pairs, machine) + between_us(plan, pairs, machine)
+def separate_experts_us(plan: SoftMoEPlan, active: float, pairs: float, machine: Machine) -> float:
+    """Returns the time of `active` experts, one by one, on `pairs` in total, without node costs."""
+    return separate_products_us(plan, active, pairs, machine) + between_us(plan, pairs, machine)

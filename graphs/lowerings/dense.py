@@ -8,7 +8,7 @@ from ..builder import Builder
 from ..layers.stored import SoftMoELayer
 from ..routing import combine_outputs, masked_slots, route
 from ..targets import Machine
-from .base import Lowering, SoftMoEPlan, no_blocks
+from .base import Lowering, SoftMoEPlan, no_batched_kernel
 from .cost import around_experts_us, between_us, expert_macs, products_of, stacked_us, unselected_us
 from .experts import batched_experts, expert_rows, stacked_weights
 
@@ -56,5 +56,5 @@ LOWERING = Lowering(
     summary="all experts in batched MatMuls; the outputs of unselected experts are left out",
     build=build,
     predict_us=predict_us,
-    no_kernel=no_blocks,
+    no_kernel=no_batched_kernel,
 )

@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..layers.expert import NORM_WEIGHTS, Activation, AroundMaps, ExpertNorm
+from ..layers.expert import NORM_WEIGHTS, Activation, ExpertMapsSpec, ExpertNorm
 from ..layers.stored import Layer, SoftMoELayer
 from ..names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS, MICROSOFT
 from ..precision.products import Linear, operand, product
@@ -51,14 +51,14 @@ Affine = Callable[[str], ir.Value | None]
 """Returns an expert's weight by name (`g1`), for rows of one or several experts, or None."""
 
 
-def followed(
+def add_norm_after_map(
     b: Builder, layer: Layer[Any], z: ir.Value, affine: Affine, name: str, *, last: bool
 ) -> ir.Value:
     """Adds the normalisation after an expert's map, and after the last map its activation."""
-    spec: AroundMaps = layer.spec
+    spec: ExpertMapsSpec = layer.spec
     norm, which = (spec.out_norm, "2") if last else (spec.hidden_norm, "1")
     if norm is not None:
-        z = _normalised(b, layer, z, norm, name)
+        z = _normalise(b, layer, z, norm, name)
         for op, key in (("Mul", f"g{which}"), ("Add", f"s{which}")):
             weight = affine(key)
             if weight is not None:
@@ -68,19 +68,17 @@ def followed(
     return activation(b, layer, z, spec.out_activation, f"{name}_activated", spec.alpha)
 
 
-def _normalised(
-    b: Builder, layer: Layer[Any], z: ir.Value, norm: ExpertNorm, name: str
-) -> ir.Value:
+def _normalise(b: Builder, layer: Layer[Any], z: ir.Value, norm: ExpertNorm, name: str) -> ir.Value:
     """Adds z [..., width] divided by its standard deviation or root mean square, in FP32."""
     inner, fp32 = layer.compute.inner, ir.DataType.FLOAT
     z = b.cast(z, inner, fp32, f"{name}_wide")
     if norm.kind == "layernorm":
         mean = b.op("ReduceMean", z, b.ints(-1), keepdims=1, name=f"{name}_mean")
         z = b.op("Sub", z, mean, name=f"{name}_centred")
-    return b.cast(rms_normalised(b, z, norm.eps, f"{name}_"), fp32, inner, f"{name}_narrow")
+    return b.cast(rms_normalise(b, z, norm.eps, f"{name}_"), fp32, inner, f"{name}_narrow")
 
 
-def rms_normalised(b: Builder, z: ir.Value, eps: float, prefix: str) -> ir.Value:
+def rms_normalise(b: Builder, z: ir.Value, eps: float, prefix: str) -> ir.Value:
     """Adds z [..., width] divided by its root mean square, with names that begin with `prefix`."""
     square = b.op("Mul", z, z, name=f"{prefix}squares")
     mean = b.op("ReduceMean", square, b.ints(-1), keepdims=1, name=f"{prefix}mean_square")
@@ -198,11 +196,11 @@ def batched_experts(
 
     hidden = product(b, layer.compute, rows, linear("1"), "experts/products")
     if "w2" in weights:
-        hidden = followed(b, layer, hidden, weights.get, "experts/products", last=False)
+        hidden = add_norm_after_map(b, layer, hidden, weights.get, "experts/products", last=False)
         hidden = activate(b, layer, hidden)
         hidden = operand(b, layer.compute, "experts.w2", hidden, "experts/hidden")
         hidden = product(b, layer.compute, hidden, linear("2"), "experts/outputs")
-    return followed(b, layer, hidden, weights.get, "experts/outputs", last=True)
+    return add_norm_after_map(b, layer, hidden, weights.get, "experts/outputs", last=True)
 
 
 def one_expert(b: Builder, layer: SoftMoELayer, index: int, rows: ir.Value) -> ir.Value:
@@ -220,7 +218,7 @@ def first_product(b: Builder, layer: SoftMoELayer, index: int, rows: ir.Value) -
     products = product(b, layer.compute, rows, _linear(b, layer, index, "1"), name)
     b.tap(EXPERT_PRODUCTS, products)
     last = not layer.tensors.has("experts.w2")
-    return followed(b, layer, products, constants_of(b, layer, index), name, last=last)
+    return add_norm_after_map(b, layer, products, constants_of(b, layer, index), name, last=last)
 
 
 def hidden_rows(b: Builder, layer: SoftMoELayer, products: ir.Value, name: str) -> ir.Value:
@@ -235,7 +233,7 @@ def second_product(b: Builder, layer: SoftMoELayer, index: int, hidden: ir.Value
     name = f"experts/{index}/outputs"
     outputs = product(b, layer.compute, hidden, _linear(b, layer, index, "2"), name)
     b.tap(EXPERT_OUTPUTS, outputs)
-    return followed(b, layer, outputs, constants_of(b, layer, index), name, last=True)
+    return add_norm_after_map(b, layer, outputs, constants_of(b, layer, index), name, last=True)
 
 
 def constants_of(b: Builder, layer: Layer[Any], index: int) -> Affine:

@@ -23,10 +23,10 @@ from .multilinear import (
     Gates,
     Tensor,
     all_coefficients_us,
-    combined,
+    combine,
     factor_product,
     input_product,
-    mixed,
+    mix,
     through_tensors,
 )
 
@@ -38,7 +38,7 @@ def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
         b.cast(gate, ir.DataType.FLOAT, layer.compute.inner, f"{names.coefficients(level)}_narrow")
         for level, gate in enumerate(gates)
     ]
-    parts = _ExpertModes(converted, _ablated(b, layer, gates))
+    parts = _ExpertModes(converted, _ablated_weights(b, layer, gates))
     return through_tensors(b, layer, x, gates, partial(_CONTRACTIONS[layer.spec.form], parts))
 
 
@@ -50,7 +50,7 @@ class _ExpertModes:
     ablated: ir.Value | None
 
 
-def _ablated(b: Builder, layer: MuMoELayer, gates: Gates) -> ir.Value | None:
+def _ablated_weights(b: Builder, layer: MuMoELayer, gates: Gates) -> ir.Value | None:
     """Adds the products of the coefficients of each ablated combination, or None."""
     if not layer.tensors.has("ablate.0"):
         return None
@@ -104,20 +104,20 @@ def _tr(
     for level, gate in enumerate(gates):
         core = layer.stacked(b, f"{name}.expert.{level}")
         flat = b.op("MatMul", gate, core, name=f"{name}/expert_{level}")
-        ring = _chained(b, tensor, level, ring, flat)
+        ring = _extend_ring(b, tensor, level, ring, flat)
     if parts.ablated is not None and ring is not None:
         shape = b.ints(0, 0, spec.ranks[0] * spec.ranks[len(gates)])
         flat = b.op("Reshape", ring, shape, name=f"{name}/experts_flat")
         flat = _subtract(b, layer, parts, name, flat)
         shape = b.ints(0, 0, spec.ranks[0], spec.ranks[len(gates)])
         ring = b.op("Reshape", flat, shape, name=f"{name}/experts")
-    ring = _chained(b, tensor, len(gates), ring, input_product(b, layer, name, z))
+    ring = _extend_ring(b, tensor, len(gates), ring, input_product(b, layer, name, z))
     width = spec.ranks[0] * spec.ranks[-1]
     flat = b.op("Reshape", ring, b.ints(0, 0, width), name=f"{name}/ring_flat")
     return factor_product(b, layer, f"{name}.output", flat, f"{name}/output")
 
 
-def _chained(
+def _extend_ring(
     b: Builder, tensor: Tensor, mode: int, ring: ir.Value | None, flat: ir.Value
 ) -> ir.Value:
     """Adds the product of the ring so far [b, m, r1, r] with a core's matrix, given flat."""
@@ -146,9 +146,9 @@ def _tucker(
         b.op("MatMul", gate, layer.stacked(b, f"{name}.expert.{e}"), name=f"{name}/expert_{e}")
         for e, gate in enumerate(parts.gates)
     ]
-    weights = _subtract(b, layer, parts, name, combined(b, reduced, f"{name}/weights"))
-    mix = mixed(b, weights, outputs, f"{name}/core")
-    return factor_product(b, layer, f"{name}.output", mix, f"{name}/output")
+    weights = _subtract(b, layer, parts, name, combine(b, reduced, f"{name}/weights"))
+    mixed = mix(b, weights, outputs, f"{name}/core")
+    return factor_product(b, layer, f"{name}.output", mixed, f"{name}/output")
 
 
 def _matrix(

@@ -1,4 +1,4 @@
-"""`fused`: ONNX Runtime's `com.microsoft.MoE`, with each slot as a token for one expert.
+"""`fused`: ONNX Runtime's `com.microsoft.MoE`, with each slot as a token of one expert.
 
 On a GPU it is a grouped product that reads each selected expert once, without copies.
 """
@@ -20,16 +20,16 @@ from .moe_op import (
     EXPONENTIAL,
     OP_ACTIVATIONS,
     OpExperts,
-    around_maps,
+    excluded_logit,
     grouped_read_us,
     inexact_gelu,
     kernels_after_first,
     moe_node,
-    never,
     one_hot_logits,
     op_weights,
-    other_width,
     unfit_on_gpu,
+    unsupported_parts,
+    unsupported_width,
 )
 
 
@@ -64,7 +64,7 @@ def _router_logits(
     """Adds one-hot logits [b·e·p, n] that send each slot to its own expert."""
     n, p = layer.spec.experts, layer.spec.slots
     if selected is None:
-        one_hot = np.full((1, n * p, n), never(layer.target), dtype=np.float32)
+        one_hot = np.full((1, n * p, n), excluded_logit(layer.target), dtype=np.float32)
         one_hot[0, np.arange(n * p), np.arange(n * p) // p] = 0.0
         batch = b.op("Shape", slots, start=0, end=1, name="experts/batch")
         shape = b.op("Concat", batch, b.ints(1, 1), axis=0, name="experts/logits_shape")
@@ -79,26 +79,26 @@ def _router_logits(
 
 def _unable(spec: SoftMoESpec) -> str | None:
     if spec.expert == "gated" and spec.activation != "silu":
-        return f"com.microsoft.MoE has no gated experts with {spec.activation}"
+        return f"com.microsoft.MoE does not support gated experts with {spec.activation}"
     if spec.expert == "linear":
-        return "com.microsoft.MoE has no linear experts"
+        return "com.microsoft.MoE does not support linear experts"
     if spec.activation not in OP_ACTIVATIONS:
-        return f"com.microsoft.MoE computes no {spec.activation} in its experts"
+        return f"com.microsoft.MoE does not support {spec.activation} in its experts"
     if spec.expert == "mlp" and spec.alpha != 1.0:
-        return f"com.microsoft.MoE computes no {spec.activation} of this form"
-    return around_maps(spec) or other_width(spec)
+        return f"com.microsoft.MoE does not support {spec.activation} with alpha = {spec.alpha:g}"
+    return unsupported_parts(spec) or unsupported_width(spec)
 
 
 def _no_kernel(precision: Precision, target: Target) -> str | None:
     record = TARGETS[target]
     if precision in record.moe or (precision in ("int8", "int4") and record.weight_only):
         return None
-    return f"com.microsoft.MoE has no {precision.upper()} kernel there"
+    return f"com.microsoft.MoE has no {precision.upper()} kernel for this target"
 
 
 def _unfit(spec: SoftMoESpec, precision: Precision, target: Target) -> str | None:
     if spec.expert == "gated" and TARGETS[target].on_cpu:
-        return "com.microsoft.MoE has no gated experts that were measured on this target"
+        return "com.microsoft.MoE with gated experts was not measured on this target"
     return unfit_on_gpu(spec, precision, target)
 
 

@@ -9,7 +9,7 @@ from ..layers.stored import SoftMoELayer
 from ..routing import combine_outputs, route, selected_slots
 from ..targets import TARGETS, Machine, Precision, Target
 from . import dense
-from .base import Lowering, SoftMoEPlan, no_blocks
+from .base import Lowering, SoftMoEPlan, no_batched_kernel
 from .cost import (
     around_experts_us,
     between_us,
@@ -78,7 +78,7 @@ def no_kernel(precision: Precision, target: Target) -> str | None:
     """Returns why integer products, which need constant weights, cannot be gathered."""
     if precision == "int8" and TARGETS[target].constant_integers:
         return f"the runtime of {target} multiplies gathered INT8 weights as floats"
-    return no_blocks(precision, target)
+    return no_batched_kernel(precision, target)
 
 
 LOWERING = Lowering(

@@ -14,7 +14,7 @@ from ..layers.mumoe import MuMoESpec
 from ..targets import Machine
 from . import unfactorised
 from .base import LayerPlan, LoweringOf
-from .multilinear import Tensor, combined, gate_us, left_out, mixed, through_tensors
+from .multilinear import Tensor, combine, exclude, gate_us, mix, through_tensors
 
 
 def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
@@ -27,10 +27,10 @@ def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
         return unfactorised.build(b, layer, x)
     levels = kept_levels(b, layer, x)
     gates = [level.coefficients for level in levels]
-    return through_tensors(b, layer, x, gates, partial(_contract, *_kept(b, layer, levels)))
+    return through_tensors(b, layer, x, gates, partial(_contract, *_choices(b, layer, levels)))
 
 
-def _kept(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> tuple[ir.Value, ir.Value]:
+def _choices(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> tuple[ir.Value, ir.Value]:
     """Adds each token's kept combinations: row-major indices for (e_1, …, e_E), and weights.
 
     Both are [b, m, K].
@@ -54,9 +54,9 @@ def _kept(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> tuple[ir.Va
         indices.insert(0, index)
         weights.insert(0, values)
         step *= n
-    products = combined(b, weights, "combinations")
+    products = combine(b, weights, "combinations")
     return (
-        combined(b, indices, "combinations/numbers", "Add"),
+        combine(b, indices, "combinations/numbers", "Add"),
         b.cast(products, ir.DataType.FLOAT, layer.compute.inner, "combinations/narrow"),
     )
 
@@ -81,7 +81,7 @@ def _contract(
     if stored is not None:
         biases = b.op("Gather", stored, indices, axis=0, name=f"{name}/biases")
         outputs = b.op("Add", outputs, biases, name=f"{name}/outputs_biased")
-    return mixed(b, weights, left_out(b, layer, weights, outputs, name), name)
+    return mix(b, weights, exclude(b, layer, weights, outputs, name), name)
 
 
 def copied_bytes(plan: LayerPlan[MuMoESpec]) -> float:

@@ -17,7 +17,7 @@ from ..layers.stored import SoftMoELayer
 from ..routing import combine_outputs, route, selected_slots
 from ..targets import Machine
 from .base import Lowering, SoftMoEPlan
-from .cost import ROUTER_NODES, apart_us, around_experts_us, expert_nodes, waiting_us
+from .cost import ROUTER_NODES, around_experts_us, expert_nodes, separate_experts_us, waiting_us
 from .experts import expert_rows, first_product, hidden_rows, one_expert, second_product
 
 
@@ -39,7 +39,7 @@ def _every_expert(b: Builder, layer: SoftMoELayer, slots: ir.Value) -> ir.Value:
     by_input = b.op("Reshape", slots, b.ints(0, n, p, d), name="dispatch/slots_by_expert")
     by_expert = b.op("Transpose", by_input, perm=[1, 0, 2, 3], name="dispatch/by_expert")
     rows = b.op("Reshape", by_expert, b.ints(-1, d), name="dispatch/rows")  # [n·b·p, d]
-    outputs = _by_expert(b, layer, rows, None)
+    outputs = _compute_sorted(b, layer, rows, None)
     outputs = b.op("Reshape", outputs, b.ints(n, -1, p, o), name="combine/slots_by_expert")
     outputs = b.op("Transpose", outputs, perm=[1, 0, 2, 3], name="combine/by_input")
     return b.op("Reshape", outputs, b.ints(-1, n * p, o), name="combine/outputs")
@@ -52,7 +52,7 @@ def _chosen_rows(b: Builder, layer: SoftMoELayer, slots: ir.Value, selected: ir.
     """
     n, p, d, o = layer.spec.experts, layer.spec.slots, layer.spec.dim, layer.spec.out
     expert_of_pair = b.op("Reshape", selected, b.ints(1, -1), name="group/expert_of_pair")
-    pairs = sorted_by_expert(b, expert_of_pair, n, "group/pairs_per_expert")
+    pairs = sort_by_expert(b, expert_of_pair, n, "group/pairs_per_expert")
     counts = pairs.counts
     if p > 1:
         counts = b.op("Mul", counts, b.integer(p), name="group/rows_per_expert")
@@ -61,13 +61,13 @@ def _chosen_rows(b: Builder, layer: SoftMoELayer, slots: ir.Value, selected: ir.
     rows = b.op("Gather", flat, pairs.order, axis=0, name="group/sorted")
     if p > 1:
         rows = b.op("Reshape", rows, b.ints(-1, d), name="group/rows")
-    outputs = _by_expert(b, layer, rows, counts)
+    outputs = _compute_sorted(b, layer, rows, counts)
     if p > 1:
         outputs = b.op("Reshape", outputs, b.ints(-1, p * o), name="group/outputs_by_pair")
 
     # Reshape the indices, not the outputs: runtimes cannot infer the width after a reshape by k.
     position = b.op(
-        "Reshape", inverse(b, pairs.order), _by_input(b, layer), name="group/place_by_input"
+        "Reshape", invert(b, pairs.order), _pairs_shape(b, layer), name="group/place_by_input"
     )
     if p == 1:
         return b.op("Gather", outputs, position, axis=0, name="combine/outputs")
@@ -88,8 +88,8 @@ class SortedPairs:
     counts: ir.Value
 
 
-def sorted_by_expert(b: Builder, expert_of_pair: ir.Value, n: int, counts: str) -> SortedPairs:
-    """Adds the order of pairs by their experts, [r] or [1, r]; `counts` names that output."""
+def sort_by_expert(b: Builder, expert_of_pair: ir.Value, n: int, counts: str) -> SortedPairs:
+    """Adds the order by expert of pairs [r] or [1, r]; `counts` is the name of that output."""
     experts = b.constant(np.arange(n, dtype=np.int64)[:, None])
     one_hot = b.op("Equal", expert_of_pair, experts, name="group/one_hot")  # [n, r]
     # NonZero reads row by row, so its pairs are sorted by expert: a counting sort in one op.
@@ -103,7 +103,7 @@ def sorted_by_expert(b: Builder, expert_of_pair: ir.Value, n: int, counts: str) 
     )
 
 
-def inverse(b: Builder, order: ir.Value) -> ir.Value:
+def invert(b: Builder, order: ir.Value) -> ir.Value:
     """Adds the inverse of a permutation [r]."""
     shape = b.op("Shape", order, name="group/pair_count")
     count = b.op("Squeeze", shape, name="group/pair_count_scalar")
@@ -111,7 +111,7 @@ def inverse(b: Builder, order: ir.Value) -> ir.Value:
     return b.op("ScatterElements", order, order, positions, axis=0, name="group/place")
 
 
-def _by_input(b: Builder, layer: SoftMoELayer) -> ir.Value:
+def _pairs_shape(b: Builder, layer: SoftMoELayer) -> ir.Value:
     """Adds the shape [b, k] for a Reshape of [b·k]."""
     if isinstance(layer.k, int):
         return b.ints(-1, layer.k)
@@ -123,7 +123,7 @@ MANY_EXPERTS = 64
 joining the hidden rows costs."""
 
 
-def _by_expert(
+def _compute_sorted(
     b: Builder, layer: SoftMoELayer, rows: ir.Value, counts: ir.Value | None
 ) -> ir.Value:
     """Adds each expert on its rows: [r, d] sorted by expert to [r, o].
@@ -160,7 +160,7 @@ def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
         nodes -= n if machine.integer_nodes == 0 else 2 * n
     compared = n * plan.selections if selects else 0
     return (
-        apart_us(plan, plan.expected_active, plan.selections, machine)
+        separate_experts_us(plan, plan.expected_active, plan.selections, machine)
         + compared * machine.sort_us
         + waiting_us(nodes, machine)
         + around_experts_us(plan, machine)

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..layers.expert import Activation, AroundMaps
+from ..layers.expert import Activation, ExpertMapsSpec
 from ..layers.stored import Layer
 from ..names import MICROSOFT
 from ..precision.products import INT8_ROWS
@@ -34,11 +34,11 @@ OP_ACTIVATIONS: Mapping[Activation, str] = MappingProxyType(
 )
 """The op's names of activations; its GELU is the tanh form."""
 
-NEVER_ON_CPU = -16.0
-"""A router logit that is never chosen. The weight of the chosen expert is divided by itself, so it
-is exactly 1; an exp that underflows would take several times as long."""
+EXCLUDED_ON_CPU = -16.0
+"""The router logit of an expert that is never chosen. The weight of the chosen expert is divided by
+itself, so it is exactly 1; an exp that underflows would take several times as long."""
 
-NEVER = -1e4
+EXCLUDED = -1e4
 """The same for other targets: its softmax over all experts is exactly zero, and stays zero when it
 is divided."""
 
@@ -47,9 +47,9 @@ ROUTER_WEIGHTS = 14
 ignores that input."""
 
 
-def never(target: Target) -> float:
+def excluded_logit(target: Target) -> float:
     """Returns the logit of an expert to which a row is not sent."""
-    return NEVER_ON_CPU if TARGETS[target].on_cpu else NEVER
+    return EXCLUDED_ON_CPU if TARGETS[target].on_cpu else EXCLUDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def moe_node(
     experts are the softmax over their logits, or `weights` [r, n], which only the CPU's integer
     kernel supports.
     """
-    integers = _integers(layer)
+    integers = _weight_format(layer)
     options = {"k": k} | experts.attributes | {"normalize_routing_weights": int(weights is None)}
     inputs = [rows, logits, *(stored or op_weights(b, layer, experts))]
     if integers is not None:
@@ -120,32 +120,32 @@ def one_hot_logits(b: Builder, layer: Layer[Any], index: ir.Value, dtype: ir.Dat
     column = b.op("Reshape", index, b.ints(-1, 1), name="experts/expert_of_row")
     experts = b.constant(np.arange(layer.spec.experts, dtype=np.int64))
     is_own = b.op("Equal", column, experts, name="experts/one_hot")
-    chosen, other = b.number(0.0, dtype), b.number(never(layer.target), dtype)
+    chosen, other = b.number(0.0, dtype), b.number(excluded_logit(layer.target), dtype)
     return b.op("Where", is_own, chosen, other, name="experts/logits")
 
 
 def op_weights(b: Builder, layer: Layer[Any], experts: OpExperts) -> list[ir.Value | None]:
     """Adds the weights of all experts in the op's layout, in the order of its inputs."""
-    integers = _integers(layer)
+    integers = _weight_format(layer)
     inputs: list[ir.Value | None] = []
     for which in ("1", "2"):
         inputs.append(_matrices(b, layer, experts, f"w{which}"))
         if integers is not None:
             inputs.append(_scales(b, layer, experts, f"w{which}", integers[1]))
         bias = layer.optional(b, f"experts.b{which}")
-        inputs.append(None if bias is None else _interleaved(b, layer, experts, bias, f"b{which}"))
+        inputs.append(None if bias is None else _interleave(b, layer, experts, bias, f"b{which}"))
     return inputs
 
 
-def _integers(layer: Layer[Any]) -> tuple[int, int | None] | None:
-    """Returns the bits of the weights of `QMoE`, and the block size along a column."""
+def _weight_format(layer: Layer[Any]) -> tuple[int, int | None] | None:
+    """Returns the bits and the block size along a column of `QMoE`'s weights; None for `MoE`."""
     blocked = layer.compute.blocked
     if blocked is not None:
         return blocked.bits, blocked.block
     return None if layer.compute.quantized is None else (8, block_of_columns(layer.spec))
 
 
-def block_of_columns(spec: AroundMaps) -> int | None:
+def block_of_columns(spec: ExpertMapsSpec) -> int | None:
     """Returns the block size for INT8; None, which is slow, if no size divides both matrices."""
     return block_of("kernel", (spec.dim, spec.hidden), bits=8)
 
@@ -156,7 +156,7 @@ def _matrices(b: Builder, layer: Layer[Any], experts: OpExperts, key: str) -> ir
     weight = layer.stacked(b, f"experts.{key}")
     if layer.compute.blocked is not None:  # [n, out, blocks, bytes]
         by_output = b.op("Reshape", weight, b.ints(n, out, -1), name=f"experts/{key}_by_output")
-        return _interleaved(b, layer, experts, by_output, key)
+        return _interleave(b, layer, experts, by_output, key)
     quantized = layer.compute.quantized
     if quantized is not None and not quantized.weights.zero_point:
         # The op needs the weights plus 128, which flips the first bit of a byte.
@@ -165,7 +165,7 @@ def _matrices(b: Builder, layer: Layer[Any], experts: OpExperts, key: str) -> ir
         first_bit = b.constant(np.array(128, dtype=np.uint8))
         weight = b.op("BitwiseXor", unsigned, first_bit, name=f"experts/{key}_unsigned")
     by_output = b.op("Transpose", weight, perm=[0, 2, 1], name=f"experts/{key}_by_output")
-    return _interleaved(b, layer, experts, by_output, key)
+    return _interleave(b, layer, experts, by_output, key)
 
 
 def _scales(
@@ -179,10 +179,10 @@ def _scales(
         column = b.op("Unsqueeze", scale, b.ints(2), name=f"experts/{key}_scale_columns")
         shape = b.ints(n, out, blocks)
         scale = b.op("Expand", column, shape, name=f"experts/{key}_scale_blocks")
-    return _interleaved(b, layer, experts, scale, f"{key}.scale")
+    return _interleave(b, layer, experts, scale, f"{key}.scale")
 
 
-def _interleaved(
+def _interleave(
     b: Builder, layer: Layer[Any], experts: OpExperts, value: ir.Value, key: str
 ) -> ir.Value:
     """Interleaves gate and value in the first product's [n, 2h, …], if there is a gate."""
@@ -198,14 +198,14 @@ def _interleaved(
     return b.op("Reshape", pairs, shape, name=f"experts/{key}_interleaved")
 
 
-def around_maps(spec: AroundMaps) -> str | None:
+def unsupported_parts(spec: ExpertMapsSpec) -> str | None:
     """Returns why the op cannot compute the parts after the experts' maps."""
     if spec.hidden_norm or spec.out_norm or spec.out_activation != "identity":
         return "com.microsoft.MoE has no normalisation in an expert, and no activation after it"
     return None
 
 
-def other_width(spec: AroundMaps) -> str | None:
+def unsupported_width(spec: ExpertMapsSpec) -> str | None:
     """Returns why the op cannot compute experts whose output width differs from the input's."""
     if spec.dim != spec.out:
         return f"com.microsoft.MoE keeps the width, but this layer maps {spec.dim} to {spec.out}"
@@ -214,20 +214,20 @@ def other_width(spec: AroundMaps) -> str | None:
 
 MIN_WIDTH, VECTOR_BYTES, BLOCKS_ON_CUDA = 16, 16, (128, 64)
 """Requirements of CUDA's kernels for an expert's widths: the smallest width, the bytes of a vector,
-of which rows are a multiple, and for integers a block size that divides the columns."""
+which must divide a row, and for integers a block size that divides the columns."""
 
 
 OTHER_GELU_ON_GPU = (
-    "com.microsoft.MoE computes the tanh form of GELU in FP32, up to 5e-4 from the exact one of "
-    "this layer; use --precision fp16, whose rounding error is larger"
+    "com.microsoft.MoE computes the tanh form of GELU in FP32, which differs by up to 5e-4 from "
+    "the exact one of this layer; use --precision fp16, whose rounding error is larger"
 )
 """In ONNX Runtime GPU 1.31.1 it is the tanh form if GELU is the epilogue of the product (FP32
 everywhere, and cards older than Hopper: `EpilogueOpDefaultFtGelu`), and the exact one if it is a
-separate kernel (`doActivationKernel`, after Hopper's own products in 16 bits): read from its
-sources and its library's symbols, not run. In 16 bits the rounding hides the difference."""
+separate kernel (`doActivationKernel`, after Hopper's own products in 16 bits). This was read from
+the sources and the library's symbols, not run. In 16 bits the rounding hides the difference."""
 
 
-def unfit_on_gpu(spec: AroundMaps, precision: Precision, target: Target) -> str | None:
+def unfit_on_gpu(spec: ExpertMapsSpec, precision: Precision, target: Target) -> str | None:
     """Returns why the op's kernel on a GPU cannot compute experts: their GELU, or their widths."""
     if TARGETS[target].on_cpu:
         return None
@@ -250,15 +250,15 @@ def unfit_on_gpu(spec: AroundMaps, precision: Precision, target: Target) -> str 
     )
 
 
-def inexact_gelu(spec: AroundMaps, precision: Precision, target: Target) -> str | None:
+def inexact_gelu(spec: ExpertMapsSpec, precision: Precision, target: Target) -> str | None:
     """Returns how the op's GELU on a CPU differs from the exact one."""
     if TARGETS[target].on_cpu and spec.activation == "gelu":
-        return "com.microsoft.MoE computes the tanh form of GELU, up to 5e-4 from the exact one"
+        return "com.microsoft.MoE computes the tanh form of GELU, which differs by up to 5e-4"
     return None
 
 
 FEW_ROWS = 256
-"""Up to this number of rows, one kernel sorts them by expert; above, three kernels do."""
+"""Up to this number of rows, one kernel sorts them by expert; for more, three do."""
 
 
 def kernels_after_first(rows: int) -> int:
@@ -276,10 +276,10 @@ EXPONENTIAL = 8
 """The cost of the tanh in the op's GELU, in passes over its input."""
 
 TILE = 128
-"""Columns that one of a GPU's processors computes in the node's products."""
+"""The number of columns of the node's products that one of a GPU's processors computes."""
 
 
-def grouped_read_us(spec: AroundMaps, active: float, machine: Machine) -> float:
+def grouped_read_us(spec: ExpertMapsSpec, active: float, machine: Machine) -> float:
     """Returns the time to read experts in a GPU's grouped products: `TILE` columns per processor.
 
     A product with few columns and many rows has too few tiles to occupy all processors.
@@ -289,6 +289,6 @@ def grouped_read_us(spec: AroundMaps, active: float, machine: Machine) -> float:
     def read(rows: int, columns: int) -> float:
         in_parallel = 4.0 * active * rows * columns / machine.stacked_bytes_per_us
         tiles = max(1.0, active * -(-columns // TILE) / machine.processors)
-        return max(in_parallel, tiles * 4.0 * rows * TILE / machine.lone_bytes_per_us)
+        return max(in_parallel, tiles * 4.0 * rows * TILE / machine.processor_bytes_per_us)
 
     return sum(read(rows, columns) for rows, columns in products)

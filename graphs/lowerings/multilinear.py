@@ -35,7 +35,7 @@ Contract = Callable[[Builder, MuMoELayer, Tensor, ir.Value], ir.Value]
 def through_tensors(
     b: Builder, layer: MuMoELayer, x: ir.Value, gates: Gates, contract: Contract
 ) -> ir.Value:
-    """Adds one or two tensors on tokens x [b, m, d], and rewrites outputs by the coefficients.
+    """Adds one or two tensors on tokens x [b, m, d], and rewrites outputs with the coefficients.
 
     If the layer normalises x, it does that in FP32, like everything in the gate.
     """
@@ -58,10 +58,10 @@ def through_tensors(
             z = b.op("Gelu", z, name="hidden")
         z = contract(b, layer, Tensor(f"tensor.{index}", tensor), z)
     z = b.cast(z, inner, layer.y_type, "outputs")
-    return _rewritten(b, layer, gates, z) if layer.tensors.has("rewrite.0") else z
+    return _rewrite(b, layer, gates, z) if layer.tensors.has("rewrite.0") else z
 
 
-def _rewritten(b: Builder, layer: MuMoELayer, gates: Gates, y: ir.Value) -> ir.Value:
+def _rewrite(b: Builder, layer: MuMoELayer, gates: Gates, y: ir.Value) -> ir.Value:
     """Adds y_o += λ·Π_e(ā_eᵀ·a_e) for all rewritten outputs at once (Eq. 5)."""
     terms: ir.Value | None = None
     for level, gate in enumerate(gates):
@@ -102,7 +102,7 @@ def factor_product(
     return product(b, layer.compute, operand(b, layer.compute, key, rows, name), factor, name)
 
 
-def combined(b: Builder, vectors: Sequence[ir.Value], name: str, op: str = "Mul") -> ir.Value:
+def combine(b: Builder, vectors: Sequence[ir.Value], name: str, op: str = "Mul") -> ir.Value:
     """Adds all products (or sums) of one number from each vector [b, m, ·], row-major.
 
     A single vector is returned unchanged.
@@ -117,7 +117,7 @@ def combined(b: Builder, vectors: Sequence[ir.Value], name: str, op: str = "Mul"
     return reduce(pair, vectors)
 
 
-def left_out(
+def exclude(
     b: Builder, layer: MuMoELayer, weights: ir.Value, outputs: ir.Value, name: str
 ) -> ir.Value:
     """Adds the outputs [b, m, N, o], with zeros for zero weights [b, m, N] if some are excluded.
@@ -132,11 +132,11 @@ def left_out(
     return b.op("Where", kept, outputs, zero, name=f"{name}/outputs_kept")
 
 
-def mixed(b: Builder, weights: ir.Value, outputs: ir.Value, name: str) -> ir.Value:
+def mix(b: Builder, weights: ir.Value, outputs: ir.Value, name: str) -> ir.Value:
     """Adds Σ_N a_N·y_N [b, m, o] for weights [b, m, N] and the outputs [b, m, N, o]."""
     row = b.op("Unsqueeze", weights, b.ints(2), name=f"{name}/weights")
-    mix = b.op("MatMul", row, outputs, name=f"{name}/mix")
-    return b.op("Squeeze", mix, b.ints(2), name=f"{name}/mixed")
+    product_row = b.op("MatMul", row, outputs, name=f"{name}/mix")
+    return b.op("Squeeze", product_row, b.ints(2), name=f"{name}/mixed")
 
 
 LEVEL_NODES = 50

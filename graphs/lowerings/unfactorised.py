@@ -10,13 +10,13 @@ from ..builder import Builder
 from ..gating import MuMoELayer, coefficients
 from ..layers.mumoe import MuMoESpec
 from .base import LoweringOf
-from .multilinear import Tensor, all_coefficients_us, combined, left_out, mixed, through_tensors
+from .multilinear import Tensor, all_coefficients_us, combine, exclude, mix, through_tensors
 
 
 def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
     """Adds the gate once, then one or two tensors as a product with all experts, and a mix."""
     gates = coefficients(b, layer, x)
-    weights = combined(b, gates, "combinations")
+    weights = combine(b, gates, "combinations")
     weights = b.cast(weights, ir.DataType.FLOAT, layer.compute.inner, "combinations/narrow")
     return through_tensors(b, layer, x, gates, partial(_contract, weights))
 
@@ -27,9 +27,9 @@ def _contract(
     """Adds y = Σ_N a_N·(z·W_N + w_N): one product with a constant [d, N·o], then the mix.
 
     The other order, (a ⊗ z)·W, saves the mix's N·o multiply-adds (of N·d·o) but writes N·d numbers
-    per token. As measured, it is never clearly faster, and several times slower for small o. The
-    weights are stored by expert, so that `gathered` can share them; runtimes transpose the constant
-    once, when they load the graph.
+    per token. In measurements, it was never clearly faster, and several times slower for small o.
+    The weights are stored by expert, so that `gathered` can share them; runtimes transpose the
+    constant once, when they load the graph.
     """
     name, spec = tensor.name, tensor.spec
     experts, d, o = spec.combinations, spec.dim, spec.out
@@ -42,7 +42,7 @@ def _contract(
     biases = layer.optional(b, f"{name}.biases")
     if biases is not None:
         outputs = b.op("Add", outputs, biases, name=f"{name}/outputs_biased")
-    return mixed(b, weights, left_out(b, layer, weights, outputs, name), name)
+    return mix(b, weights, exclude(b, layer, weights, outputs, name), name)
 
 
 def unable(spec: MuMoESpec) -> str | None:
@@ -50,7 +50,7 @@ def unable(spec: MuMoESpec) -> str | None:
     return {
         "full": None,
         "matrix": "its experts are merged into one matrix",
-    }.get(spec.form, "its weight tensor is in factors")
+    }.get(spec.form, "its weight tensor is factorised")
 
 
 LOWERING: LoweringOf[MuMoESpec] = LoweringOf(

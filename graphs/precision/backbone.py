@@ -1,7 +1,7 @@
 """Quantises the linear layers of a traced backbone: `--quantize all`.
 
 Only products with a constant matrix are changed. Attention's products of two activations, softmax,
-normalisations and the router stay unchanged. With calibrated INT8, so do the layers directly before
+normalisations and routers stay unchanged. With calibrated INT8, so do the layers directly before
 the graph's outputs: a classifier's head is small, and its rounding error would reach the result in
 full. If rows have their own scales, or stay floats, the head is included: the head of a language
 model reads as many bytes as its experts.
@@ -16,11 +16,11 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..fusion.patterns import made, only_user
+from ..fusion.patterns import node_of, only_user
 from ..layers.base import StoredPart
 from ..names import INPUT, MICROSOFT, range_key
 from ..targets import QuantFormat
-from .products import Linear, operand, product, scaled_rows
+from .products import Linear, operand, product, scale_rows
 from .routers import router_nodes
 from .types import (
     DYNAMIC_ROW,
@@ -33,7 +33,7 @@ from .types import (
     WeightQuantization,
     block_of,
 )
-from .weights import activation_scale, converted, quantize
+from .weights import activation_scale, convert_weights, quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _stored(weight: ir.Value) -> tuple[ir.Value, bool]:
     model's head, to the graph; a head that is also the embedding is stored in the embedding's
     layout.
     """
-    node = made(weight, "Transpose")
+    node = node_of(weight, "Transpose")
     stored = None if node is None else node.inputs[0]
     if node is None or stored is None or [*node.attributes.get_ints("perm", [1, 0])] != [1, 0]:
         return weight, False
@@ -173,7 +173,7 @@ def block_backbone(
             _replace(model.graph, group, compute, ir.DataType.FLOAT)
     reasons: list[tuple[BackboneLinear, str | None]] = []
     for linear in linears:
-        reason = f"its rows of {linear.width} numbers are not whole blocks of {INT4_BLOCK}"
+        reason = f"its rows have {linear.width} numbers, not a multiple of {INT4_BLOCK}"
         reasons.append((linear, reason if linear.width % INT4_BLOCK else None))
     return _records(model.graph, form, reasons)
 
@@ -189,7 +189,7 @@ def _records(
 
 
 def _is_head(graph: ir.Graph, node: ir.Node) -> bool:
-    """Returns whether only additions and reshapes are between a node and an output."""
+    """Returns whether only additions and layout changes follow a node up to an output."""
     moves = {"Add", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast"}
     for value in node.outputs:
         if value in graph.outputs:
@@ -230,7 +230,7 @@ def _replace(
     b = Builder(node.name)
     rows, by_row = first.input, None
     if compute.quantized is not None and compute.quantized.dynamic:
-        rows, by_row = scaled_rows(b, rows, "products")
+        rows, by_row = scale_rows(b, rows, "products")
     rows = operand(b, compute, key, rows, "products")
     weight, scales = (
         b.weight(tensor, f"{node.name}/{name}")
@@ -299,7 +299,7 @@ def _integers(
             scale = scale * np.float32(quantized.inputs[key].scale)
         yield from (ir.tensor(integers), ir.tensor(scale))
         return
-    for part in converted([StoredPart(key, matrix.shape, [matrix])], compute):
+    for part in convert_weights([StoredPart(key, matrix.shape, [matrix])], compute):
         (array,) = part.parts
         if part.dtype == ir.DataType.INT4:
             yield ir.PackedTensor(array, part.dtype, shape=ir.Shape(part.shape))

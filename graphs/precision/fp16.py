@@ -15,8 +15,8 @@ from types import MappingProxyType
 import numpy as np
 import onnx_ir as ir
 
-from ..fusion.patterns import made, number_in
-from ..names import DOMAIN, HIDDEN, MICROSOFT, SEEN_AS, is_cached
+from ..fusion.patterns import node_of, number_in
+from ..names import COMPUTED_BY, DOMAIN, HIDDEN, MICROSOFT, is_cached
 from .fp16_weights import MOVES, add_cast
 from .routers import angle_nodes, router_nodes
 
@@ -85,7 +85,7 @@ FP16_KERNELS = frozenset({"MatMulNBits"})
 """ONNX Runtime's own ops that compute in 16 bits: products that sum in FP32."""
 
 HEADROOM = 2.0
-"""The factor by which an observed peak must fit, because other inputs may exceed it."""
+"""The factor by which a type's limit must exceed an observed peak: other inputs may be larger."""
 
 MAX_LOSS = 5e-3
 """The share of a weight tensor's norm that rounding may lose: ten times FP16's loss in its normal
@@ -98,7 +98,7 @@ SAFE_RMS = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Fp32Node:
-    """A node that stays in FP32, and why. `usual`: nodes of this kind do so in every network."""
+    """A node that stays in FP32, and why. `usual`: its kind stays in FP32 in every network."""
 
     node: str
     op_type: str
@@ -126,16 +126,16 @@ def to_fp16(
     """
     in_fp32 = dict.fromkeys(angle_nodes(model.graph), "it computes an angle")
     in_fp32 |= dict.fromkeys(router_nodes(model.graph), "it chooses experts")
-    work = _Conversion(model.graph, dtype, peaks, in_fp32, attention, wide_sums)
-    cache = {value for value in work.interface if narrow_cache and is_cached(str(value.name))}
+    conversion = _Conversion(model.graph, dtype, peaks, in_fp32, attention, wide_sums)
+    cache = {value for value in conversion.interface if narrow_cache and is_cached(str(value.name))}
     for value in model.graph.inputs:
         if value.dtype == FLOAT:
-            work.types[value] = dtype if value in cache else io
-            value.type = ir.TensorType(work.types[value])
+            conversion.types[value] = dtype if value in cache else io
+            value.type = ir.TensorType(conversion.types[value])
     for node in list(model.graph):
-        work.node(node)
-    work.finish(io, cache)
-    return work.fp32_nodes
+        conversion.convert_node(node)
+    conversion.finish(io, cache)
+    return conversion.fp32_nodes
 
 
 def misfit(array: np.ndarray, dtype: ir.DataType) -> str | None:
@@ -152,7 +152,7 @@ def misfit(array: np.ndarray, dtype: ir.DataType) -> str | None:
     lost = np.linalg.norm(finite.astype(np.float16).astype(np.float64) - exact)
     share = float(lost / np.linalg.norm(exact))
     if share > MAX_LOSS:
-        return f"its weights are too small for {dtype.name}: {share:.1%} of them would be lost"
+        return f"its weights are too small for {dtype.name}: {share:.1%} of their norm is lost"
     return None
 
 
@@ -161,7 +161,7 @@ def limit(dtype: ir.DataType) -> float:
     return float(dtype.max)
 
 
-def beyond(peak: float, dtype: ir.DataType) -> bool:
+def lacks_headroom(peak: float, dtype: ir.DataType) -> bool:
     """Returns whether a peak leaves too little headroom below the type's largest number."""
     return HEADROOM * peak > limit(dtype)
 
@@ -185,8 +185,8 @@ class _Conversion:
     def interface(self) -> tuple[ir.Value, ...]:
         return (*self.graph.inputs, *self.graph.outputs)
 
-    def node(self, node: ir.Node) -> None:
-        """Decides on one node, and casts its inputs to the type in which it computes."""
+    def convert_node(self, node: ir.Node) -> None:
+        """Decides the type in which one node computes, and casts its inputs to it."""
         floats = [v for v in node.inputs if v is not None and v.dtype in (FLOAT, self.dtype)]
         results = [v for v in node.outputs if v.dtype == FLOAT]
         if (not floats and not results) or self._is_inner_shape(node):
@@ -272,7 +272,7 @@ class _Conversion:
         observed = [name for value in values for name in _observed_names(value)]
         for name in (*observed, *node.meta.get(HIDDEN, ())):
             peak = self.peaks.get(name)
-            if peak is not None and beyond(peak, self.dtype):
+            if peak is not None and lacks_headroom(peak, self.dtype):
                 return f"a value of {peak:.3g} was seen at {name}", False
         for value in floats:
             if value.is_initializer() and (problem := self._misfit(value)):
@@ -346,8 +346,8 @@ def _squares(node: ir.Node) -> bool:
 def _observed_names(value: ir.Value) -> Iterator[str]:
     """Yields the names under which a value was observed, before other nodes moved it."""
     node = value.producer()
-    if SEEN_AS in value.meta:
-        yield str(value.meta[SEEN_AS])
+    if COMPUTED_BY in value.meta:
+        yield str(value.meta[COMPUTED_BY])
     elif node is not None and not node.domain and node.op_type in UNOBSERVED:
         moved = node.inputs if node.op_type == "Concat" else node.inputs[:1]
         for source in moved:
@@ -368,7 +368,7 @@ def _uncast(value: ir.Value) -> ir.Value:
 
 def _in_attention(node: ir.Node) -> bool:
     """Returns whether a node is a softmax between two products, whose results have 16 bits."""
-    if node.domain or node.op_type != "Softmax" or made(node.inputs[0], "MatMul") is None:
+    if node.domain or node.op_type != "Softmax" or node_of(node.inputs[0], "MatMul") is None:
         return False
     users = [user for user, _ in node.outputs[0].uses()]
     return bool(users) and all(user.op_type == "MatMul" for user in users)

@@ -2,7 +2,7 @@
 
 ONNX Runtime inserts casts to compute FP16 in FP32 on CPUs without FP16 arithmetic. On CPUs with
 such arithmetic, for example recent ARM CPUs, it sums products in FP16: ten times the error, and NaN
-beyond 65504. A graph that casts its weights itself has the same results on all CPUs, and is the
+above 65504. A graph that casts its weights itself has the same results on all CPUs, and is the
 graph that the runtime would create on x86.
 """
 
@@ -32,9 +32,9 @@ def compute_in_fp32(model: ir.Model) -> dict[str, str]:
     Its inputs and outputs keep their types. Returns the new names of values that lost theirs when a
     cast between two ops was removed.
     """
-    work = _Widening(_types(model))
-    work.graph(model.graph, model.graph)
-    names = work.names
+    widening = _Widening(_types(model))
+    widening.widen_graph(model.graph, model.graph)
+    names = widening.names
     return {old: _final_name(names, new) for old, new in names.items()}
 
 
@@ -60,7 +60,7 @@ class _Widening:
         self._half: set[ir.Value] = set()
         self._casts: dict[tuple[ir.Value, ir.Graph], ir.Value] = {}
 
-    def graph(self, graph: ir.Graph, main: ir.Graph) -> None:
+    def widen_graph(self, graph: ir.Graph, main: ir.Graph) -> None:
         """Widens the main graph, or that of a branch."""
         halves = [v for v in graph.outputs if v.dtype == HALF]
         self._half |= {v for v in graph.initializers.values() if v.dtype == HALF}
@@ -70,27 +70,27 @@ class _Widening:
             elif value.dtype == HALF:
                 value.type = ir.TensorType(FLOAT)
         for node in list(graph):
-            self._node(node, graph, main)
+            self._widen_node(node, graph, main)
         for index, value in enumerate(list(graph.outputs)):
             if graph is not main and value in self._half:
-                graph.outputs[index] = self._wide(value, graph, None)
+                graph.outputs[index] = self._widened(value, graph, None)
             elif graph is main and value in halves and value not in self._half:
                 name = str(value.name)
                 self.names[name] = value.name = f"{name}/wide"
                 value.type = ir.TensorType(FLOAT)
                 graph.outputs[index] = add_cast(graph, None, value, HALF, name)
 
-    def _node(self, node: ir.Node, graph: ir.Graph, main: ir.Graph) -> None:
+    def _widen_node(self, node: ir.Node, graph: ir.Graph, main: ir.Graph) -> None:
         for attribute in node.attributes.values():
             if attribute.type == ir.AttributeType.GRAPH:
-                self.graph(attribute.as_graph(), main)
+                self.widen_graph(attribute.as_graph(), main)
         if self._moves(node):
             self._half |= {*node.outputs}
             return
         for index, value in enumerate(node.inputs):
             if value in self._half:
                 assert value is not None
-                node.replace_input_with(index, self._wide(value, graph, node))
+                node.replace_input_with(index, self._widened(value, graph, node))
         for name, attribute in list(node.attributes.items()):
             if name in ("to", "dtype") and attribute.value == HALF.value:
                 node.attributes[name] = ir.AttrInt64(name, FLOAT.value)
@@ -101,14 +101,14 @@ class _Widening:
             if value.dtype == HALF:
                 value.type = ir.TensorType(FLOAT)
         if node.op_type == "Cast" and node.attributes.get_int("to") == FLOAT.value:
-            self._drop(node, graph)
+            self._drop_cast(node, graph)
 
     def _moves(self, node: ir.Node) -> bool:
         if node.domain or node.op_type not in MOVES or node.inputs[0] not in self._half:
             return False
         return node.op_type != "Concat" or all(value in self._half for value in node.inputs)
 
-    def _drop(self, cast: ir.Node, graph: ir.Graph) -> None:
+    def _drop_cast(self, cast: ir.Node, graph: ir.Graph) -> None:
         (value,), (output,) = cast.inputs, cast.outputs
         assert value is not None and value.name is not None and output.name is not None
         if value.dtype != FLOAT and self._types.get(value.name) not in (FLOAT, HALF):
@@ -123,7 +123,7 @@ class _Widening:
         ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
         graph.remove(cast, safe=True)
 
-    def _wide(self, value: ir.Value, graph: ir.Graph, user: ir.Node | None) -> ir.Value:
+    def _widened(self, value: ir.Value, graph: ir.Graph, user: ir.Node | None) -> ir.Value:
         """Returns an FP16 value in FP32: a constant, or one cast for all its users in a graph."""
         if value.is_initializer():
             assert value.graph is not None

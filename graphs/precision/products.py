@@ -1,7 +1,7 @@
 """One product with a constant matrix, rows·w + b: in floats, in integers, or in Q/DQ form.
 
-With blocked weights, only the weights are integers (4-bit weights are packed two in a byte), but
-the product is of floats.
+With blocked weights, only the weights are integers (4-bit ones are packed two to a byte); the
+product is computed in floats.
 
 With INT8, activations have one scale and weights have one per column: x ≈ (q − z)·s and w[:, j] ≈
 v[:, j]·t[j] with integers q and v, so that x·w ≈ (q − z)·v · s·t[j]. The sum is exact, and one
@@ -54,11 +54,11 @@ def operand(b: Builder, compute: ComputeTypes, key: str, rows: ir.Value, name: s
     )
 
 
-TINY_ROW = 1e-30
+ZERO_ROW_SCALE = 1e-30
 """The scale of a row of zeros."""
 
 
-def scaled_rows(b: Builder, rows: ir.Value, name: str) -> tuple[ir.Value, ir.Value]:
+def scale_rows(b: Builder, rows: ir.Value, name: str) -> tuple[ir.Value, ir.Value]:
     """Adds rows [..., w] divided by their own scales, for `QuantizedProducts.dynamic`.
 
     The second result is the scales [..., 1], by which the rows' results must be multiplied.
@@ -66,7 +66,7 @@ def scaled_rows(b: Builder, rows: ir.Value, name: str) -> tuple[ir.Value, ir.Val
     sizes = b.op("Abs", rows, name=f"{name}_sizes")
     peak = b.op("ReduceMax", sizes, b.ints(-1), keepdims=1, name=f"{name}_peak")
     step = b.op("Mul", peak, b.number(1.0 / INT8_LEVELS), name=f"{name}_step")
-    scale = b.op("Max", step, b.number(TINY_ROW), name=f"{name}_scale")
+    scale = b.op("Max", step, b.number(ZERO_ROW_SCALE), name=f"{name}_scale")
     return b.op("Div", rows, scale, name=f"{name}_scaled"), scale
 
 
@@ -77,16 +77,16 @@ def product(
     quantized, blocked = compute.quantized, compute.blocked
     # Stacked operands are already floats.
     if blocked is not None and linear.key in blocked.weights and linear.rows != "stacked":
-        return _blocked(b, blocked, rows, linear, name)
+        return _blocked_product(b, blocked, rows, linear, name)
     if quantized is None:
-        return _floats(b, rows, linear, name)
+        return _float_product(b, rows, linear, name)
     if quantized.in_qdq:
         scale, zero = _scale(b, compute, quantized, linear.key)
         integers = b.op("QuantizeLinear", rows, scale, zero, name=f"{name}_integers")
-        return _rounded(
+        return _qdq_product(
             b, b.op("DequantizeLinear", integers, scale, zero, name=f"{name}_rounded"), linear, name
         )
-    return _integers(b, quantized, rows, linear, name)
+    return _integer_product(b, quantized, rows, linear, name)
 
 
 def one_token(b: Builder, rows: ir.Value, weight: ir.Value, bias: ir.Value, name: str) -> ir.Value:
@@ -102,7 +102,7 @@ def one_token(b: Builder, rows: ir.Value, weight: ir.Value, bias: ir.Value, name
     return b.op("Reshape", product, b.ints(-1, 1, out), name=name)
 
 
-def _floats(b: Builder, rows: ir.Value, linear: Linear, name: str) -> ir.Value:
+def _float_product(b: Builder, rows: ir.Value, linear: Linear, name: str) -> ir.Value:
     if linear.bias is None:
         return b.op("MatMul", rows, linear.weight, name=name)
     if linear.rows == "matrix":
@@ -121,7 +121,7 @@ FLOAT_ROWS = 0
 """The `accuracy_level` at which rows stay floats."""
 
 
-def _blocked(
+def _blocked_product(
     b: Builder, blocked: BlockedWeights, rows: ir.Value, linear: Linear, name: str
 ) -> ir.Value:
     """Adds a product with one matrix of blocked weights."""
@@ -135,7 +135,7 @@ def _blocked(
             block_size=blocked.block,
             name=f"{name}_weight",
         )
-        return _floats(b, rows, replace(linear, weight=weight, scale=None), name)
+        return _float_product(b, rows, replace(linear, weight=weight, scale=None), name)
     out, blocks, _ = linear.weight.shape.numpy()
     return b.op(
         "MatMulNBits",
@@ -155,16 +155,16 @@ def _blocked(
     )
 
 
-def _rounded(b: Builder, rows: ir.Value, linear: Linear, name: str) -> ir.Value:
+def _qdq_product(b: Builder, rows: ir.Value, linear: Linear, name: str) -> ir.Value:
     """Adds products of rounded floats, which a runtime turns into integer products."""
     if linear.rows == "stacked":
-        return _scaled(b, b.op("MatMul", rows, linear.weight, name=f"{name}_units"), linear, name)
+        return _rescale(b, b.op("MatMul", rows, linear.weight, name=f"{name}_units"), linear, name)
     weight = b.op("DequantizeLinear", linear.weight, linear.scale, axis=1, name=f"{name}_weight")
     form: Rows = "matrix" if linear.rows == "matrix" else "tokens"
-    return _floats(b, rows, replace(linear, weight=weight, scale=None, rows=form), name)
+    return _float_product(b, rows, replace(linear, weight=weight, scale=None, rows=form), name)
 
 
-def _integers(
+def _integer_product(
     b: Builder, quantized: QuantizedProducts, rows: ir.Value, linear: Linear, name: str
 ) -> ir.Value:
     """Adds integer products; `scale` is the product of the rows' and the weight's steps."""
@@ -177,7 +177,7 @@ def _integers(
             "MatMulInteger", rows, linear.weight, zero, weight_zero, name=f"{name}_integers"
         )
         floats = b.op("Cast", sums, to=ir.DataType.FLOAT.value, name=f"{name}_float")
-        return _scaled(b, floats, linear, name)
+        return _rescale(b, floats, linear, name)
     # The kernel adds one bias; those of stacked weights are added afterwards.
     later_bias = linear.bias if linear.rows == "stacked" else None
     products = b.op(
@@ -195,7 +195,7 @@ def _integers(
     return products if later_bias is None else b.op("Add", products, later_bias, name=name)
 
 
-def _scaled(b: Builder, products: ir.Value, linear: Linear, name: str) -> ir.Value:
+def _rescale(b: Builder, products: ir.Value, linear: Linear, name: str) -> ir.Value:
     """Adds products·scale + bias."""
     if linear.bias is None:
         return b.op("Mul", products, linear.scale, name=name)

@@ -32,15 +32,15 @@ def angle_nodes(graph: ir.Graph) -> set[ir.Node]:
     """Returns the nodes that compute the angles of rotary embeddings, and their cosines.
 
     A position times a frequency is an angle of many turns: in 16 bits its fraction of a turn is
-    lost. They are recognised by their inputs, positions and a frequency per column; a cosine of a
-    value that depends on weights is something else.
+    lost. The nodes are recognised by their inputs, positions and a frequency per column; a cosine
+    of a value that depends on weights has another purpose.
     """
     nodes: set[ir.Node] = set()
     for node in graph:
         if node.domain or node.op_type not in ("Cos", "Sin"):
             continue
         before = _leading_to(node.inputs)
-        read = {value for one in before for value in one.inputs if value is not None}
+        read = {value for source in before for value in source.inputs if value is not None}
         if not any(_is_matrix(value) or _is_float_input(value) for value in read):
             nodes |= before | {node}
     return nodes
@@ -59,8 +59,8 @@ def _is_float_input(value: ir.Value) -> bool:
 
 def _within(layer: ir.Node, nodes: set[ir.Node]) -> set[ir.Node]:
     """Returns the nodes that belong to the module around a layer."""
-    around, _, _ = layer.attributes.get_string("layer").rpartition(".")
-    scopes = (f"{around}/", f"{around}.") if around else ("",)
+    module, _, _ = layer.attributes.get_string("layer").rpartition(".")
+    scopes = (f"{module}/", f"{module}.") if module else ("",)
     return {node for node in nodes if (node.name or "").startswith(scopes)}
 
 

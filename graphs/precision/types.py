@@ -16,7 +16,7 @@ UINT8_LEVELS = 255
 """The largest unsigned byte: the number of steps of an affine scale."""
 
 INT8_LEVELS = 127
-"""The largest byte whose negative is a signed byte: the number of steps of a symmetric scale."""
+"""The largest integer of a symmetric scale: its negative is also a signed byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values of one tensor over a calibration run.
+    """The range of one tensor's values in a calibration run.
 
     Values from `low` to `high`, which the method chose, are represented; others are clipped.
     `minimum` and `maximum` are the observed extremes, `count` the number of values.

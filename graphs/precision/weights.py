@@ -1,7 +1,7 @@
 """Converts a layer's weights to the types of its graph: 16-bit floats, or integers.
 
 Only the factors of the experts' products, or of a muMoE layer, are converted: router and gate stay
-in FP32. Everything streams: one expert's matrix is converted while it is written.
+in FP32. Weights are streamed: each expert's matrix is converted while it is written.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from .types import (
     block_of,
 )
 
-CONVERTED = ("experts.", "tensor.")
+CONVERTED_PREFIXES = ("experts.", "tensor.")
 """Prefixes of the names of converted weights."""
 
 TINY = float(np.finfo(np.float16).tiny)
 """The scale of a column of zeros: any positive number that every float type represents."""
 
 
-def converted(parts: Iterable[StoredPart], compute: ComputeTypes) -> Iterator[StoredPart]:
+def convert_weights(parts: Iterable[StoredPart], compute: ComputeTypes) -> Iterator[StoredPart]:
     """Yields a layer's weights in the types of `compute`.
 
     A weight W of integers is followed by `W.scale` [..., out]: the real value of one step, times
-    one step of the operand unless the form is `qdq`. It is complete once the parts of W have been
-    read. The same is true of blocked weights, whose layout and scales are described in `in_blocks`.
+    one step of the operand unless the form is `qdq`. The scales are complete once all parts of W
+    have been read. The same is true of blocked weights (`quantize_in_blocks`).
     """
     for part in parts:
         quantized = compute.quantized
         blocked = compute.blocked
         if blocked is not None and part.name in blocked.weights:
             yield from _in_blocks(part, blocked, compute.inner)
-        elif not part.name.startswith(CONVERTED):
+        elif not part.name.startswith(CONVERTED_PREFIXES):
             yield part
         elif quantized is not None and part.name in quantized.inputs:
             yield from _integers(part, quantized, compute.inner)
@@ -84,10 +84,10 @@ def quantize(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns a matrix [in, out] as integers, or FP8, with a float32 scale [out] per column.
 
-    `scale_type` represents the scales exactly, so storing them in that type loses nothing more.
+    The scales are rounded to `scale_type`, so storing them in that type loses nothing.
     """
     largest = np.abs(matrix).max(axis=0, initial=0.0)
-    scale = rounded_to(largest / weights.levels, scale_type)
+    scale = round_to(largest / weights.levels, scale_type)
     scale = np.where(scale > 0, scale, np.float32(TINY))
     if weights.floats:
         limit = float(weights.levels)
@@ -100,10 +100,10 @@ def quantize(
 
 
 def not_in_blocks(parts: Iterable[StoredPart], form: QuantFormat) -> str | None:
-    """Returns why weights cannot be written in blocks; None if their rows are whole blocks."""
+    """Returns why weights cannot be written in blocks; None if the blocks fit."""
     return next(
         (
-            f"{part.name} has {part.shape[-2]} rows, which are not whole blocks of {INT4_BLOCK}"
+            f"{part.name} has {part.shape[-2]} rows, not a multiple of {INT4_BLOCK}"
             for part in parts
             if operand_of(part.name) is not None and block_of(form, part.shape[-2:-1]) is None
         ),
@@ -121,7 +121,7 @@ def _in_blocks(
 
     def packed() -> Iterator[np.ndarray]:
         for matrix in part.parts:
-            integers, scale = in_blocks(matrix, blocked.block, inner, blocked.bits)
+            integers, scale = quantize_in_blocks(matrix, blocked.block, inner, blocked.bits)
             scales.append(scale.T if kernel else scale)
             if blocked.bits == 8:
                 yield np.ascontiguousarray(integers.T).view(np.uint8) ^ 128
@@ -142,7 +142,7 @@ values beyond it are clipped. With four bits this removes a tenth of the squared
 hardly help."""
 
 
-def in_blocks(
+def quantize_in_blocks(
     matrix: np.ndarray,
     block: int,
     scale_type: ir.DataType = ir.DataType.FLOAT,
@@ -177,7 +177,7 @@ def _block(
         candidate = np.clip(np.rint(numbers / step), -levels, levels - 1)
         squares = np.square(candidate).sum(axis=0)
         fitted = (numbers * candidate).sum(axis=0) / np.maximum(squares, 1)
-        scale = rounded_to(np.where(squares > 0, fitted, step), scale_type)
+        scale = round_to(np.where(squares > 0, fitted, step), scale_type)
         scale = np.where(scale != 0, scale, np.float32(TINY))
         error = np.square(numbers - candidate * scale).sum(axis=0)
         better = error < least_error
@@ -187,7 +187,7 @@ def _block(
 
 
 def pack(integers: np.ndarray) -> np.ndarray:
-    """Returns 4-bit integers packed two in a byte, the first in the lower half."""
+    """Returns 4-bit integers packed two to a byte, the first in the lower half."""
     flat = np.ascontiguousarray(integers).reshape(-1).view(np.uint8) & 0xF
     return flat[::2] | (flat[1::2] << 4)
 
@@ -201,11 +201,11 @@ def activation_scale(
     """
     if not qdq:
         return observed.affine()
-    step = float(rounded_to(np.array(observed.symmetric(levels).scale), dtype))
+    step = float(round_to(np.array(observed.symmetric(levels).scale), dtype))
     return Scale(step or TINY, 0)
 
 
-def rounded_to(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
+def round_to(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
     """Returns float32 numbers rounded to the nearest ones that a float type represents."""
     types = {ir.DataType.FLOAT16: np.float16, ir.DataType.BFLOAT16: ml_dtypes.bfloat16}
     exact = np.asarray(array, np.float32)

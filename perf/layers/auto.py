@@ -27,7 +27,7 @@ from moexport.common.console import Progress
 from moexport.common.text import markdown
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.lowerings.base import SoftMoEPlan
-from moexport.graphs.lowerings.choice import able, batch_spans, choose
+from moexport.graphs.lowerings.choice import batch_spans, choose, exact_lowerings
 from moexport.graphs.targets import Precision
 
 from ..measure import keep, kept, measured_on, threads
@@ -257,7 +257,7 @@ def _next(forms: Sequence[Form], visits: Mapping[Form, int], cells: Iterable[Cel
 def measured(layer: Layer, target: CpuTarget, precision: Precision, count: int) -> Iterator[Cell]:
     """Yields a layer's cells in one form; the lowerings of a batch are interleaved."""
     ks = ks_of(layer)
-    names = [each.name for each in able(layer.plan(1, 1, precision), target)]
+    names = [each.name for each in exact_lowerings(layer.plan(1, 1, precision), target)]
     asked = BenchRequest(
         k=ks,
         lowering=names,

@@ -18,7 +18,7 @@ from ...common.console import Progress, Silent
 from ...errors import ClusterError
 from ...exporter.checkpoints.load import load
 from ...exporter.job import calibration_job
-from ...exporter.quantization.calibrate import CalibrationJob, Observed, kept_table, observe_model
+from ...exporter.quantization.calibrate import CalibrationJob, Observed, ensure_table, observe_model
 from ...exporter.requests import CalibrateRequest, LoadRequest
 from .ray import Cluster, NodeKind, Task, connected, kinds_of
 
@@ -47,7 +47,7 @@ def calibrate_on_ray(
     force: bool = False,
     progress: Progress | None = None,
 ) -> CalibrationTable:
-    """Returns the ranges of a model's tensors; `out` and `force` are as in `kept_table`.
+    """Returns the ranges of a model's tensors; `out` and `force` are as in `ensure_table`.
 
     Raises the errors of nodes, and `ClusterError` if the cluster cannot be reached or used, or if
     its nodes read different inputs.
@@ -56,7 +56,7 @@ def calibrate_on_ray(
         (kind,) = kinds_of(cluster.ray.nodes(), [on])
 
         def origin() -> Origin:
-            (result,) = _results_of(cluster, kind, "comparing", whole_origin, [(source,)])
+            (result,) = _results_of(cluster, kind, "comparing", full_origin, [(source,)])
             assert isinstance(result, Origin)
             return result
 
@@ -67,7 +67,7 @@ def calibrate_on_ray(
 
         if out is None:
             return make()
-        return kept_table(out, origin, make, force=force, progress=progress)
+        return ensure_table(out, origin, make, force=force, progress=progress)
 
 
 def merged(parts: list[Observed]) -> Observed:
@@ -109,6 +109,6 @@ def observed_share(source: CalibrationSource, share: tuple[int, int]) -> Observe
     return observe_model(source.job(), share)
 
 
-def whole_origin(source: CalibrationSource) -> Origin:
+def full_origin(source: CalibrationSource) -> Origin:
     """Returns the origin of the table over all batches."""
-    return source.job().whole_origin()
+    return source.job().full_origin()

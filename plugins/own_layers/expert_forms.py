@@ -32,7 +32,7 @@ TRANSPOSED = "nn.Linear and lists have [out, in], w1 and w2 [n, in, out]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertForm:
-    """The experts that a user passes: the properties of `AroundMaps`, and the weights.
+    """The experts that a user passes: the properties of `ExpertMapsSpec`, and the weights.
 
     `w1` and `w2` have a matrix [in, out] for each expert; with a gate, `gate` is the order of the
     columns of `w1` and `b1`. `w2` is None for experts of one map. If `activation` is None, the

@@ -15,7 +15,7 @@ from torch import nn
 from ...errors import FamilyError, UsageError
 from ...exporter.families import all_names, layouts
 from ...exporter.families.base import find_layers
-from ...graphs.layers.base import MoELayer, a_layer, moe_layers, sharing_weights
+from ...graphs.layers.base import MoELayer, kind_text, moe_layers, sharing_weights
 from ..token_routed.own_forward import Code
 from .adapters import EXAMPLE, adapter_name, adapter_of, describe
 from .descriptions import Description
@@ -72,7 +72,7 @@ def find_in_module(module: nn.Module, adapters: Mapping[type, Adapter]) -> tuple
     for path, own in moe_layers(module).items():
         layers[path] = FoundLayer(
             path=path,
-            title=a_layer(own.spec.kind),
+            title=kind_text(own.spec.kind),
             class_name=type(own).__name__,
             make=partial(_with_name, own),
         )

@@ -18,12 +18,12 @@ from ...exporter.bundle.steps import Step
 from ...graphs.edits import (
     AT_RUN_TIME,
     LARGEST,
-    REWRITTEN,
+    REWRITE_FORMAT,
     AblatedCombination,
     Ablation,
     Edits,
     Steer,
-    rewrite_of,
+    parse_rewrite,
 )
 from ...graphs.targets import TARGETS
 from .request import EditOptions
@@ -64,8 +64,8 @@ def read_edits(
     where = str(rewrite) if isinstance(rewrite, str | Path) else "rewrite"
     entries = _read_json(Path(rewrite)) if isinstance(rewrite, str | Path) else rewrite
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise UsageError(f"{where}: no output to rewrite is listed", hint=REWRITTEN)
-    rewrites = (rewrite_of(entry, f"{where}: entry {i}") for i, entry in enumerate(entries))
+        raise UsageError(f"{where}: no output to rewrite is listed", hint=REWRITE_FORMAT)
+    rewrites = (parse_rewrite(entry, f"{where}: entry {i}") for i, entry in enumerate(entries))
     return Edits((*removed, *rewrites, *steers))
 
 
@@ -136,7 +136,7 @@ def _parse_ablate(text: str) -> list[Ablation | AblatedCombination]:
 
 def _read_json(path: Path) -> Any:
     try:
-        return read_document(path, "json", lambda message: UsageError(message, hint=REWRITTEN))
+        return read_document(path, "json", lambda message: UsageError(message, hint=REWRITE_FORMAT))
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be read: {error.strerror}", hint="check --rewrite"

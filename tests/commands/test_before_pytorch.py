@@ -59,7 +59,7 @@ except SystemExit as end:
         ("bench WEIGHTS -o out --calibrate-data nope.npz", "nope.npz: no such feed"),
         ("bench WEIGHTS -o notes.txt", "FOLDER/notes.txt: not a folder"),
         ("export WEIGHTS -o out --set dim", "--set dim: not KEY=VALUE"),
-        ("calibrate WEIGHTS -o notes.txt --data WEIGHTS", "notes.txt: the file exists and is not"),
+        ("calibrate WEIGHTS -o notes.txt --data WEIGHTS", "notes.txt: the file exists but is not"),
         pytest.param(
             "specialise WEIGHTS -o out --data nope.npz",
             "nope.npz: no such file",
@@ -164,7 +164,7 @@ REFUSED = {
         "--precision int8 --calibration list.json": "list.json: schema None, but this version",
         "--precision int8 --calibration notes.txt": "notes.txt: not valid JSON",
         "--precision int8 --calibration folder": "folder: cannot be read",
-        "--k 1.0": "--k 1.0: one expert, or all of them?",
+        "--k 1.0": "--k 1.0 is ambiguous: one expert, or all of them?",
         "--k al": "--k al: not a number of experts",
         "--k 4,x": "--k 4,x: not a number of experts",
         "--k n/0": "--k n/0: not a number of experts",
@@ -188,7 +188,7 @@ REFUSED = {
         "--config list.json": "list.json contains a list",
     },
     "calibrate": {
-        "--k 1.0": "--k 1.0: one expert, or all of them?",
+        "--k 1.0": "--k 1.0 is ambiguous: one expert, or all of them?",
         "--k input": "--k input: ranges depend on the number of kept experts",
         "--samples 0": "--samples 0: must be at least 1",
         "--batch 0": "--batch 0: must be at least 1",
@@ -236,7 +236,7 @@ REFUSED = {
         "--dry-run --keep 3": "--keep 3: the share must be above 0",
     },
     "specialise": {
-        "--k 1.0": "--k 1.0: one expert, or all of them?",
+        "--k 1.0": "--k 1.0 is ambiguous: one expert, or all of them?",
         "--k input": "--k input: experts are counted at one k",
         "--examples 0": "--examples 0: must be at least 1",
         "--rewrite-class 1": "--rewrite-class: a rewrite needs",

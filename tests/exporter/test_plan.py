@@ -97,7 +97,7 @@ def test_bench_refuses_what_the_graphs_of_export_do_not_run(tmp_path: Path) -> N
     arguments = ("bench", LAYER, "-o", tmp_path / "out", "--k", "2", "--lowering", "fused")
     outcome = run(*arguments, "--engine", "onnxruntime")
     assert outcome.code == 1
-    assert "the target onnx does not run it" in outcome.error
+    assert "the target onnx does not support it" in outcome.error
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_layer_that_the_model_does_not_have_is_refused_with_the_nearest(
 
 def test_a_lowering_of_a_layer_is_refused_before_the_work_begins() -> None:
     options = ExportOptions(layer_lowerings={"layer": ("fused", "")}, lowering="dense")
-    with pytest.raises(moexport.LoweringError, match="the target onnx does not run it"):
+    with pytest.raises(moexport.LoweringError, match="the target onnx does not support it"):
         export_job(moexport.load(LAYER), options)
 
 

@@ -176,9 +176,10 @@ def test_inputs_are_compared_in_batches_of_the_range_alone(tmp_path: Path) -> No
 def test_what_is_left_over_of_inputs_is_no_smaller_batch_than_the_range_has(
     range_of: AxisRange,
 ) -> None:
-    for size in (range_of.compared(), range_of.largest()):
+    for size in (range_of.comparison_size(), range_of.largest()):
         assert size % range_of.min == 0 and size <= range_of.max
-    assert AxisRange(1, 1, 32).compared() == 3 and AxisRange(1, 1, 32).compared(of=4) == 12
+    assert AxisRange(1, 1, 32).comparison_size() == 3
+    assert AxisRange(1, 1, 32).comparison_size(4) == 12
 
 
 def test_an_example_of_another_length_is_compared_with_the_tokens_of_the_range(
@@ -275,7 +276,7 @@ def _rehashed(bundle: Bundle) -> None:
 def test_the_edges_of_a_range_and_one_above_a_power_of_two_are_probed(
     sizes: tuple[int, int, int], of: int, probed: tuple[int, ...]
 ) -> None:
-    assert AxisRange(*sizes).probed(of) == probed
+    assert AxisRange(*sizes).probe_sizes(of) == probed
 
 
 # --- tokens ---------------------------------------------------------------------------------------

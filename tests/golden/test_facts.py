@@ -133,7 +133,7 @@ def keys(folder: Path) -> dict[str, Any]:
         "feed": feed.hexdigest(),
         "origin": {
             field.name: getattr(origin, field.name)
-            for origin in [calibration_job(layer, x).whole_origin()]
+            for origin in [calibration_job(layer, x).full_origin()]
             for field in fields(origin)
         },
         "engine": engine_key({"files": {"weights.bin": "a"}, "profiles": [{"batch": [1, 2, 3]}]}),

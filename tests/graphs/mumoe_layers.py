@@ -19,7 +19,7 @@ from moexport.graphs.gating import MuMoELayer
 from moexport.graphs.layers.mumoe import FactorisedSpec, Form, MuMoE, MuMoESpec, MuMoEWeights
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.precision.types import FP32, ComputeTypes
-from moexport.graphs.precision.weights import converted
+from moexport.graphs.precision.weights import convert_weights
 from moexport.tests.exporter.families.reference import Array, gelu, layer_norm, softmax
 from torch import nn
 
@@ -106,7 +106,7 @@ def arrays_of(layer: MuMoE, compute: ComputeTypes = FP32) -> dict[str, np.ndarra
     """The layer's weights as they are stored, by name."""
     return {
         part.name: np.concatenate([a.reshape(-1) for a in part.parts]).reshape(part.shape)
-        for part in converted(layer.stored(), compute)
+        for part in convert_weights(layer.stored(), compute)
     }
 
 

@@ -25,7 +25,7 @@ from moexport.graphs.lower import Lowered, lower
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.names import DOMAIN
 from moexport.graphs.precision.types import FP32, ComputeTypes
-from moexport.graphs.precision.weights import converted
+from moexport.graphs.precision.weights import convert_weights
 from moexport.graphs.targets import Target
 
 LOWERINGS = lowerings_of("soft-moe")
@@ -91,7 +91,7 @@ class ConvertedTensors:
 
     def __init__(self, parts: Iterable[StoredPart], compute: ComputeTypes) -> None:
         self._arrays: dict[str, ir.TensorProtocol] = {}
-        for part in converted(parts, compute):
+        for part in convert_weights(parts, compute):
             array = np.concatenate([np.ravel(piece) for piece in part.parts]).reshape(part.shape)
             self._arrays[part.name] = ir.tensor(array.astype(part.dtype.numpy()), name=part.name)
 

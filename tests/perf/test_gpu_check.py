@@ -105,7 +105,7 @@ def test_four_bit_weights_reach_the_build(tmp_path: Path, monkeypatch: pytest.Mo
         for lowering in ("gather", "conditional"):
             what = f"tensorrt-rtx, {size}, int4, {lowering}"
             assert "there is no NVIDIA GPU here" in failed[what]
-        assert "'grouped' cannot serve it" in failed[f"tensorrt-rtx, {size}, int4, grouped"]
+        assert "'grouped' cannot be used" in failed[f"tensorrt-rtx, {size}, int4, grouped"]
 
 
 def test_a_precision_that_the_card_lacks_is_left_out() -> None:

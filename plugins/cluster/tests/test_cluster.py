@@ -268,7 +268,7 @@ def test_ranges_are_those_of_one_machine_by_every_method(
     assert "up to date" in run("calibrate", *asked, *cluster_of, "--verbose").err
     other = run("calibrate", *asked[:-1], "4", *cluster_of)
     assert other.code == 1
-    assert "the calibration table there is for k = 2, not 4" in other.err
+    assert "is a calibration table for k = 2, not 4" in other.err
 
 
 def test_a_search_finds_and_confirms_what_one_machine_does(

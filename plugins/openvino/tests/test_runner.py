@@ -61,7 +61,7 @@ def test_rows_of_openvino_have_pytorchs_values_and_experts_and_show_their_precis
         assert row_name(row) == f"OpenVINO (f32), {row.lowering}"
     refused = [row for row in rows if row.error is not None]
     assert {(row.lowering, row.k) for row in refused} == {("conditional", 2), ("conditional", 8)}
-    assert all(row.error and "target openvino does not run it" in row.error for row in refused)
+    assert all(row.error and "target openvino does not support it" in row.error for row in refused)
     assert from_json(to_json(found)) == found
     lines = csv.DictReader(io.StringIO(to_csv(found)))
     told = {line["engine"]: line["computed_in"] for line in lines if not line["error"]}

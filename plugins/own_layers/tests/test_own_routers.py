@@ -164,7 +164,7 @@ def test_an_export_says_what_a_share_came_to_and_which_layer_stays_in_floats() -
     assert any("--k 0.25: 0.25 × the trained 2 → 1 of 6 experts" in line for line in lines)
     float_layers = [line for line in lines if "in fp32" in line]
     (line,) = float_layers
-    assert "second.experts: in fp32: experts.w2 has 40 rows, which are not whole blocks" in line
+    assert "second.experts: in fp32: experts.w2 has 40 rows, not a multiple of 32" in line
 
 
 @pytest.mark.parametrize(

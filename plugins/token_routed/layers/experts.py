@@ -25,10 +25,10 @@ from ....graphs.layers.base import (
 from ....graphs.layers.expert import (
     Activation,
     ExpertMaps,
+    ExpertMapsMixin,
     ExpertNorm,
-    MapsSpec,
     NormWeights,
-    activated,
+    apply_activation,
 )
 
 Gate = Literal["none", "concatenated", "interleaved"]
@@ -40,11 +40,11 @@ WeightsOn = Literal["output", "input"]
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsSpec(MapsSpec):
+class ExpertsSpec(ExpertMapsMixin):
     """Sizes and behaviour of the experts of one layer, without their weights.
 
     `experts` is n, and `k` the number of experts of a token in training. For experts of one map
-    `hidden` is 0. See `AroundMaps` for what surrounds the maps. With a gate, `limit` bounds the
+    `hidden` is 0. See `ExpertMapsSpec` for what surrounds the maps. With a gate, `limit` bounds the
     gate from above and the other half to −limit … limit before the activation, and `up_offset` is
     added to that half. With `post_norm` an expert's output is multiplied by a scale [o] and then
     divided by its root mean square.
@@ -177,14 +177,14 @@ class Experts(ExpertMaps):
         """Computes the activation, with a gate if there is one: [r, inner] to [r, h]."""
         spec = self.spec
         if spec.gate == "none":
-            return activated(hidden, spec.activation, spec.alpha)
+            return apply_activation(hidden, spec.activation, spec.alpha)
         if spec.gate == "concatenated":
             gate, up = hidden.chunk(2, dim=-1)
         else:
             gate, up = hidden[..., ::2], hidden[..., 1::2]
         if spec.limit is not None:
             gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
-        return activated(gate, spec.activation, spec.alpha) * (up + spec.up_offset)
+        return apply_activation(gate, spec.activation, spec.alpha) * (up + spec.up_offset)
 
     def choices(self, x: Tensor, index: Tensor, weights: Tensor) -> dict[str, RoutingDecision]:
         """Returns the layer's index in ascending order.

@@ -12,14 +12,14 @@ from ....graphs.builder import Builder
 from ....graphs.layers.stored import Layer
 from ....graphs.lowerings.experts import (
     activation,
+    add_norm_after_map,
     constants_of,
-    followed,
-    rms_normalised,
+    rms_normalise,
     stacked_linear,
     stacked_rows,
 )
 from ....graphs.names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS, OUTPUT
-from ....graphs.precision.products import Linear, operand, product, scaled_rows
+from ....graphs.precision.products import Linear, operand, product, scale_rows
 from ....graphs.routing import is_expert, one_hot_experts
 from ....graphs.targets import TARGETS
 from ..layers.experts import ExpertsSpec
@@ -95,7 +95,7 @@ def _product_input(
     quantized = layer.compute.quantized
     if quantized is None or not quantized.dynamic:
         return ScaledRows(values=operand(b, layer.compute, key, rows, name))
-    scaled, scale = scaled_rows(b, rows, name)
+    scaled, scale = scale_rows(b, rows, name)
     return ScaledRows(values=operand(b, layer.compute, key, scaled, name), scale=scale)
 
 
@@ -149,7 +149,7 @@ def _complete_map(
     if bias is not None:
         y = b.op("Add", y, bias, name=f"{name}_biased")
     b.tap(EXPERT_PRODUCTS if which == "1" else EXPERT_OUTPUTS, y)
-    return followed(b, layer, y, parameter, name, last=which == "2" or layer.spec.linear)
+    return add_norm_after_map(b, layer, y, parameter, name, last=which == "2" or layer.spec.linear)
 
 
 def _bias_after_scales(layer: ExpertsLayer) -> bool:
@@ -210,7 +210,7 @@ def normalised(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
         wide = b.rounded(wide, ir.DataType.FLOAT, "experts/outputs")
     if not layer.spec.post_norm:
         return wide
-    return rms_normalised(b, wide, layer.spec.post_norm_eps, "experts/")
+    return rms_normalise(b, wide, layer.spec.post_norm_eps, "experts/")
 
 
 def pair_rows(

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from ....graphs.builder import Builder
 from ....graphs.lowerings.base import LoweringOf
-from ....graphs.lowerings.conditional import chosen_at_all, if_chosen, split
+from ....graphs.lowerings.conditional import chosen_by_any, if_chosen, split
 from ....graphs.lowerings.cost import packing_us, waiting_us
 from ....graphs.targets import Machine
 from ..layers.experts import ExpertsSpec
@@ -51,7 +51,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
         shares = by_expert(b, one_hot, weights)
         rows = first_rows(b, layer, tokens)
     outputs = []
-    for e, used in enumerate(chosen_at_all(b, mask, n)):
+    for e, used in enumerate(chosen_by_any(b, mask, n)):
         run = b.nested(f"experts/{e}/run")
         expert_rows = rows
         if column is not None:

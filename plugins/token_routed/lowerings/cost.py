@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....graphs.lowerings.base import LayerPlan
-from ....graphs.lowerings.cost import expert_macs, lone_products_us, passes_around, stacked_us
+from ....graphs.lowerings.cost import expert_macs, passes_between, separate_products_us, stacked_us
 from ....graphs.targets import Machine
 from ..layers.experts import ExpertsSpec
 
@@ -13,7 +13,7 @@ ExpertsPlan = LayerPlan[ExpertsSpec]
 def between_us(plan: ExpertsPlan, pairs: float, machine: Machine) -> float:
     """Returns the time between and after the products of `pairs` (token, expert) pairs."""
     spec = plan.spec
-    passes = passes_around(spec) + spec.out
+    passes = passes_between(spec) + spec.out
     if spec.gate != "none":
         passes += 2 * spec.hidden  # split and multiplied
     if machine.integer_passes:  # quantised before each product, dequantised after it
@@ -23,7 +23,7 @@ def between_us(plan: ExpertsPlan, pairs: float, machine: Machine) -> float:
 
 def one_by_one_us(plan: ExpertsPlan, active: float, pairs: float, machine: Machine) -> float:
     """Returns the time of `active` experts, one by one, on `pairs` in total, without node costs."""
-    return lone_products_us(plan, active, pairs, machine) + between_us(plan, pairs, machine)
+    return separate_products_us(plan, active, pairs, machine) + between_us(plan, pairs, machine)
 
 
 def all_experts_us(plan: ExpertsPlan, rows: int, machine: Machine) -> float:

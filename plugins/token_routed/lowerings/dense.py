@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ....graphs.builder import Builder
-from ....graphs.lowerings.base import LoweringOf, no_blocks
+from ....graphs.lowerings.base import LoweringOf, no_batched_kernel
 from ....graphs.targets import TARGETS, Machine
 from ..layers.experts import ExpertsSpec
 from .arithmetic import (
@@ -63,5 +63,5 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     summary="all experts on all tokens in batched MatMuls; those not chosen are left out",
     build=build,
     predict_us=predict_us,
-    no_kernel=no_blocks,
+    no_kernel=no_batched_kernel,
 )

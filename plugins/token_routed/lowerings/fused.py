@@ -19,23 +19,23 @@ import onnx_ir as ir
 
 from ....common.libraries import ROUTED_WEIGHTS, older
 from ....graphs.builder import Builder
-from ....graphs.fusion.patterns import integers_in, made
+from ....graphs.fusion.patterns import integers_in, node_of
 from ....graphs.lowerings.base import LoweringOf
 from ....graphs.lowerings.cost import PACKED_ROWS, expert_bytes, expert_macs, stacked_us, stream_us
 from ....graphs.lowerings.moe_op import (
     EXPONENTIAL,
     OP_ACTIVATIONS,
     OpExperts,
-    around_maps,
     block_of_columns,
+    excluded_logit,
     grouped_read_us,
     inexact_gelu,
     kernels_after_first,
     moe_node,
-    never,
     one_hot_logits,
-    other_width,
     unfit_on_gpu,
+    unsupported_parts,
+    unsupported_width,
 )
 from ....graphs.targets import TARGETS, Machine, Precision, Target
 from ..layers.experts import ExpertsSpec
@@ -119,14 +119,14 @@ def _nonnegative(value: ir.Value | None) -> bool:
 
 def _sums_to_one(value: ir.Value | None) -> bool:
     """Returns whether a token's weights are divided by their sum, judged by their nodes."""
-    node = made(value, "Cast", "Softmax", "Div")
+    node = node_of(value, "Cast", "Softmax", "Div")
     if node is None:
         return False
     if node.op_type == "Cast":
         return _sums_to_one(node.inputs[0])
     if node.op_type == "Softmax":
         return node.attributes.get_int("axis", -1) in (-1, 1)
-    total = made(node.inputs[1], "ReduceSum")
+    total = node_of(node.inputs[1], "ReduceSum")
     if total is None or total.inputs[0] is not node.inputs[0] or len(total.inputs) < 2:
         return False
     return integers_in(total.inputs[1]) in ([-1], [1])
@@ -158,7 +158,7 @@ def _log_weights(b: Builder, layer: ExpertsLayer, by_expert: ir.Value) -> ir.Val
     share = b.op("Div", by_expert, peak, name="router/of_largest")
     log = b.op("Log", share, name="router/logarithms")
     chosen = b.op("Greater", by_expert, b.number(0.0), name="router/weighted")
-    other = b.number(never(layer.target))
+    other = b.number(excluded_logit(layer.target))
     logits = b.op("Where", chosen, log, other, name="router/logits")
     return b.cast(logits, ir.DataType.FLOAT, layer.compute.inner, "router/logits_narrow")
 
@@ -170,7 +170,7 @@ def _unable(spec: ExpertsSpec) -> str | None:
         return f"com.microsoft.MoE has no gate with {spec.activation}"
     if spec.gate == "none" and (spec.activation not in OP_ACTIVATIONS or spec.alpha != 1.0):
         return f"com.microsoft.MoE has no {spec.activation} of this form"
-    return around_maps(spec) or other_width(spec)
+    return unsupported_parts(spec) or unsupported_width(spec)
 
 
 def _no_kernel(precision: Precision, target: Target) -> str | None:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from ....graphs.builder import Builder
 from ....graphs.lowerings.base import LoweringOf
 from ....graphs.lowerings.cost import waiting_us
-from ....graphs.lowerings.grouped import inverse, sorted_by_expert
+from ....graphs.lowerings.grouped import invert, sort_by_expert
 from ....graphs.targets import Machine
 from ..layers.experts import ExpertsSpec
 from .arithmetic import (
@@ -35,7 +35,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     index, weights = routed(b, layer)
     flat = b.op("Reshape", layer.routed[0], b.ints(-1), name="group/expert_of_pair")
     # The r pairs that were not dropped, of t·k, and the token and the expert of each, [r].
-    pairs = sorted_by_expert(b, flat, layer.spec.experts, "group/rows_per_expert")
+    pairs = sort_by_expert(b, flat, layer.spec.experts, "group/rows_per_expert")
     k = _k(b, layer.routed[0])
     token = b.op("Div", pairs.order, k, name="group/token_of_row")
     expert = b.op("Gather", pairs.coordinates, b.integer(0), axis=0, name="group/expert_of_row")
@@ -48,7 +48,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     if layer.spec.capacities:
         outputs = _with_dropped(b, layer, outputs, pairs.order, index)
     else:
-        outputs = b.op("Gather", outputs, inverse(b, pairs.order), axis=0, name="group/unsorted")
+        outputs = b.op("Gather", outputs, invert(b, pairs.order), axis=0, name="group/unsorted")
     return by_token(b, layer, outputs, index, weights, zeroed=True)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ....graphs.builder import Builder
-from ....graphs.lowerings.base import LoweringOf, no_blocks
+from ....graphs.lowerings.base import LoweringOf, no_batched_kernel
 from ....graphs.targets import Machine
 from ..layers.experts import ExpertsSpec
 from .arithmetic import ExpertsLayer, all_experts, kept_only, pair_weights, token_rows, weighted_sum
@@ -122,5 +122,5 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     build=build,
     predict_us=predict_us,
     unable=_unable,
-    no_kernel=no_blocks,
+    no_kernel=no_batched_kernel,
 )

@@ -24,7 +24,7 @@ from moexport.graphs.precision.types import (
     ComputeTypes,
     QuantizedProducts,
 )
-from moexport.graphs.precision.weights import converted, in_blocks, quantize
+from moexport.graphs.precision.weights import convert_weights, quantize, quantize_in_blocks
 from moexport.graphs.targets import TARGETS, Precision, Target
 from moexport.plugins.token_routed.layers.experts import Experts, ExpertsSpec, ExpertsWeights
 from numpy.typing import NDArray
@@ -186,7 +186,7 @@ class InMemory:
 
     def __init__(self, layer: Experts, compute: ComputeTypes) -> None:
         self._tensors: dict[str, tuple[NDArray[Any], StoredPart]] = {}
-        for part in converted(layer.stored(), compute):
+        for part in convert_weights(layer.stored(), compute):
             packed = part.dtype == ir.DataType.INT4
             kind = np.uint8 if packed else part.dtype.numpy()
             parts = [np.ravel(np.ascontiguousarray(piece)) for piece in part.parts]
@@ -288,7 +288,7 @@ def rounded(layer: Experts, precision: Precision) -> Experts:
         if precision == "int8":
             integers, scale = quantize(matrix.numpy(), SEVEN_BITS)
         else:
-            integers, scale = in_blocks(matrix.numpy(), 32)
+            integers, scale = quantize_in_blocks(matrix.numpy(), 32)
             scale = scale.repeat(32, axis=0)
         return torch.from_numpy(integers.astype(np.float32) * scale)
 

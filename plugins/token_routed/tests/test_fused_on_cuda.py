@@ -22,10 +22,10 @@ from moexport.graphs.lower import Lowered, lower
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.lowerings.base import LayerPlan, SoftMoEPlan
 from moexport.graphs.lowerings.choice import check, choose
-from moexport.graphs.lowerings.moe_op import NEVER
+from moexport.graphs.lowerings.moe_op import EXCLUDED
 from moexport.graphs.names import DOMAIN
 from moexport.graphs.precision.types import FLOAT_TYPES, FP32, Bits, BlockedWeights, ComputeTypes
-from moexport.graphs.precision.weights import in_blocks
+from moexport.graphs.precision.weights import quantize_in_blocks
 from moexport.graphs.targets import Precision
 from moexport.plugins.token_routed.layers.experts import Experts, ExpertsSpec, ExpertsWeights
 from moexport.plugins.token_routed.tests import experts_layers
@@ -116,8 +116,8 @@ def test_an_expert_that_a_row_is_not_sent_to_has_no_share_of_the_softmax() -> No
     where = logits.producer()
     assert where is not None and where.inputs[2] is not None
     assert where.inputs[2].const_value is not None
-    assert where.inputs[2].const_value.numpy() == NEVER
-    assert np.exp(np.float32(NEVER)) == 0
+    assert where.inputs[2].const_value.numpy() == EXCLUDED
+    assert np.exp(np.float32(EXCLUDED)) == 0
     assert moe_node(made).attributes["normalize_routing_weights"].as_int() == 1
 
 
@@ -137,10 +137,10 @@ WIDE = SoftMoESpec("wide", 8, 1, 768, 3072, 768, activation="relu", norm="l2")
         ({"hidden": 8}, "fp16", "at least 16"),
         ({"hidden": 3074}, "fp32", "multiples of 4 in FP32"),
         ({"activation": "gelu"}, "fp32", "the tanh form of GELU in FP32"),
-        ({"activation": "relu2"}, "fp16", "computes no relu2 in its experts"),
-        ({"activation": "softmax"}, "fp16", "computes no softmax in its experts"),
-        ({"expert": "gated", "activation": "gelu"}, "fp16", "no gated experts with gelu"),
-        ({"expert": "linear", "hidden": 0}, "fp16", "has no linear experts"),
+        ({"activation": "relu2"}, "fp16", "does not support relu2 in its experts"),
+        ({"activation": "softmax"}, "fp16", "does not support softmax in its experts"),
+        ({"expert": "gated", "activation": "gelu"}, "fp16", "not support gated experts with gelu"),
+        ({"expert": "linear", "hidden": 0}, "fp16", "not support linear experts"),
         ({"out": 512}, "fp16", "this layer maps 768 to 512"),
     ],
 )
@@ -290,7 +290,7 @@ def in_blocks_of(layer: Experts, bits: Bits) -> Experts:
     """A layer whose weights are the values of integers in blocks."""
 
     def nearest(matrix: torch.Tensor) -> torch.Tensor:
-        integers, scale = in_blocks(matrix.numpy(), BLOCK, FLOAT_TYPES["fp16"], bits)
+        integers, scale = quantize_in_blocks(matrix.numpy(), BLOCK, FLOAT_TYPES["fp16"], bits)
         return torch.from_numpy(integers.astype(np.float32) * scale.repeat(BLOCK, axis=0))
 
     stored = {part.name: [torch.from_numpy(a) for a in part.parts] for part in layer.stored()}

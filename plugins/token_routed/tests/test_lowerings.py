@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.lowerings.base import LayerPlan
-from moexport.graphs.lowerings.choice import able, choose
+from moexport.graphs.lowerings.choice import choose, exact_lowerings
 from moexport.graphs.lowerings.cost import machine_for
 from moexport.graphs.precision.types import (
     EIGHT_BITS,
@@ -264,7 +264,7 @@ def test_what_decodes_is_chosen_by_one_token_and_says_what_a_prompt_takes(
     decoding = choose(work, "ort-cpu", (1, 64), decodes=True)
     machine = machine_for("ort-cpu", precision)
     token = replace(work, tokens=1)
-    times = {each: each.predict_us(token, machine) for each in able(token, "ort-cpu")}
+    times = {each: each.predict_us(token, machine) for each in exact_lowerings(token, "ort-cpu")}
     assert decoding.lowering == min(times, key=lambda each: times[each])
     assert "at 1 and 196 and 512 tokens, fastest at one token (others: " in decoding.reason
     floats = replace(work, precision="fp32")

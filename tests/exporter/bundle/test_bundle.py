@@ -87,7 +87,7 @@ def test_the_manifest_says_all_that_the_interface_promises(exported: Path) -> No
             "dim": 48,
         }
         assert layer["hidden"] == 192
-        assert (layer["lowering"], layer["reason"]) == ("gather", "asked for")
+        assert (layer["lowering"], layer["reason"]) == ("gather", "requested")
     assert (content["k"], content["target"], content["precision"]) == ("4,2", "onnx", "fp32")
     assert content["opset"] == 20
     assert content["inputs"] == [

@@ -420,7 +420,7 @@ def test_a_dry_run_writes_nothing_and_gives_each_reason(tmp_path: Path) -> None:
     outcome = run("export", vit, *options, "--dry-run")
     assert outcome.code == 0, outcome.err
     assert list(tmp_path.iterdir()) == []
-    for text in ("blocks.2.mlp", "2/8", "8/8", "predicted", "asked for", "model-grouped.onnx"):
+    for text in ("blocks.2.mlp", "2/8", "8/8", "predicted", "requested", "model-grouped.onnx"):
         assert text in outcome.out
     assert "nothing was written (--dry-run)" in outcome.out
     content = json.loads(run("export", vit, *options, "--dry-run", "--json").out)

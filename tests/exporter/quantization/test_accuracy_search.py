@@ -100,20 +100,20 @@ def test_the_layer_that_int8_harms_stays_in_floats_and_the_manifest_says_why(
     model = network(outlier=1000.0)
     bundle = moexport.export(model, tmp_path / "out", data=X, min_retention=0.97, **INT8)
     first, second = bundle.manifest.layers
-    assert (first.precision, first.precision_reason) == ("int8", "asked for")
+    assert (first.precision, first.precision_reason) == ("int8", "requested")
     assert second.precision == "fp32"
     found = record(bundle)
     (kept,) = found["kept"]
     assert kept["name"] == "second"
     assert kept["before"] < 0.8
-    reason = f"kept in fp32 for --min-retention 0.97: {kept['before']:.4f} with it in INT8"
+    reason = f"kept in fp32 for --min-retention 0.97: only {kept['before']:.4f} with it in INT8"
     assert second.precision_reason == reason
     same = classes(model, X) == bundle.session()(X).argmax(axis=-1)
     assert found["reached"] == pytest.approx(same.mean())
     assert found["reached"] >= found["asked"] == 0.97
     assert (found["measure"], found["samples"]) == ("agreement", INPUTS)
     (note,) = [note for note in bundle.manifest.notes if "--min-retention" in note]
-    assert f"{found['reached']:.4f} reached" in note
+    assert f"reached {found['reached']:.4f}" in note
     assert "300 inputs without labels" in note
     assert "kept in fp32: second" in note
     shown = run("inspect", tmp_path / "out").out
@@ -189,13 +189,13 @@ def test_a_layer_alone_is_measured_by_the_cosine_and_a_dry_run_tells(tmp_path: P
     outcome = export(tmp_path, *options)
     assert outcome.code == 0, outcome.err
     assert "mean cosine with FP32's outputs on 12 inputs); kept in fp32: nothing" in outcome.err
-    assert "one of 12 inputs is 0.083 of the retention" in outcome.err
+    assert "each of 12 inputs is 0.083 of the retention" in outcome.err
     outcome = export(tmp_path, *options, "--min-retention", "0.9999999", "--json")
     content = json.loads(outcome.out)
     (layer,) = content["graphs"]["model.onnx"]
     assert layer["precision"] == "fp32"
     assert "kept in fp32 for --min-retention" in layer["precision_reason"]
-    assert "nothing is left in INT8: --precision fp32 writes the same" in content["notes"]
+    assert "nothing is left in INT8, so --precision fp32 writes the same" in content["notes"]
     assert not (tmp_path / "out").exists()
 
 
@@ -203,7 +203,7 @@ def test_what_not_even_floats_hold_is_said(tmp_path: Path) -> None:
     options = ("--data", feed(tmp_path), "--min-retention", "1", "--target", "tensorrt")
     outcome = export(tmp_path, *options)
     assert outcome.code == 3
-    assert "every layer in fp16 reaches " in outcome.error
+    assert " with every layer in fp16" in outcome.error
     assert "--rest fp32" in outcome.hint
 
 

@@ -18,7 +18,7 @@ from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions
 from moexport.graphs.layers.soft_moe import ExpertKind, SoftMoE, SoftMoESpec, SoftMoEWeights
 from moexport.graphs.precision.types import Bits
-from moexport.graphs.precision.weights import in_blocks, pack
+from moexport.graphs.precision.weights import pack, quantize_in_blocks
 from moexport.graphs.targets import Precision, Target
 from moexport.tests.command import run
 from moexport.tests.recorded import read_case
@@ -126,7 +126,7 @@ def every_node(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 def test_a_lowering_that_needs_all_matrices_at_once_is_refused(
     lowering: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(MoexportError, match="cannot serve it"):
+    with pytest.raises(MoexportError, match="cannot be used"):
         exported(tmp_path, "ort-cpu", lowering)
 
 
@@ -197,7 +197,7 @@ def test_for_cuda_what_its_kernels_do_not_take_is_refused(
 def test_a_block_loses_no_more_than_with_its_largest_number_kept_exactly(bits: Bits) -> None:
     """That is how Q4_0 of GGUF rounds; in float64 here, block by block."""
     matrix = np.random.default_rng(0).standard_t(5, (64, 40)).astype(np.float32)
-    integers, scale = in_blocks(matrix, 32, bits=bits)
+    integers, scale = quantize_in_blocks(matrix, 32, bits=bits)
     levels = 2 ** (bits - 1)
     assert integers.min() >= -levels and integers.max() < levels
     lost = {"ours": 0.0, "largest kept": 0.0}
@@ -213,7 +213,7 @@ def test_a_block_loses_no_more_than_with_its_largest_number_kept_exactly(bits: B
 
 
 def test_a_block_of_zeros_stays_zeros() -> None:
-    integers, scale = in_blocks(np.zeros((32, 3), np.float32), 32)
+    integers, scale = quantize_in_blocks(np.zeros((32, 3), np.float32), 32)
     assert not integers.any() and (scale != 0).all()
 
 

@@ -119,7 +119,7 @@ def test_weights_that_fp16_cannot_hold_stay_in_fp32_and_are_named(tmp_path: Path
     [
         (("--precision", "int8"), 2, "its ranges need real inputs"),
         (("--precision", "bf16", "--target", "ort-cpu"), 2, "has no BF16 kernels"),
-        (("--precision", "int8", "--target", "ort-cuda"), 1, "not whole blocks of 32"),
+        (("--precision", "int8", "--target", "ort-cuda"), 1, "not a multiple of 32"),
         (
             ("--precision", "int8", "--target", "ort-cuda", "--rest", "fp32"),
             2,

@@ -138,5 +138,5 @@ def test_one_number_an_input_cannot_be_judged(tmp_path: Path) -> None:
 
 
 def test_a_label_for_a_sequence_is_none_for_its_tokens(tmp_path: Path) -> None:
-    with pytest.raises(FeedError, match=r"labels \(6,\) for outputs \(6, 4, 7\)"):
+    with pytest.raises(FeedError, match=r"shape \(6,\) do not fit outputs of shape \(6, 4, 7\)"):
         answers(TOKENS, [(IDS, np.zeros(6, int))], tmp_path)

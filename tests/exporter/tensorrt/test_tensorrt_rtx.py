@@ -133,7 +133,7 @@ def test_a_lowering_that_the_target_does_not_run_is_refused_with_the_able_ones(
         *("--lowering", lowering, "--target", target),
     )
     assert (outcome.code, outcome.out) == (1, "")
-    assert f"the lowering '{lowering}' cannot serve it" in outcome.error
-    assert f"the target {target} does not run it" in outcome.error
+    assert f"the lowering '{lowering}' cannot be used" in outcome.error
+    assert f"the target {target} does not support it" in outcome.error
     assert outcome.hint == f"for --target {target} choose auto or one of: {', '.join(ABLE)}"
     assert list(tmp_path.iterdir()) == []

@@ -126,4 +126,4 @@ def test_fp8_is_for_engines(target: str, tmp_path: Path) -> None:
         *("--precision", "fp8", "--target", target),
     )
     assert outcome.code == 2
-    assert "eight-bit floats are for TensorRT on Ada cards and newer" in outcome.error
+    assert "FP8 requires TensorRT on an Ada GPU or a newer one" in outcome.error

@@ -19,7 +19,7 @@ from moexport.graphs.lowerings.block_grouped import (
     best_tile,
     from_tiles,
     into_tiles,
-    tiles_at_most,
+    max_tiles,
 )
 from moexport.graphs.lowerings.choice import choose
 from moexport.tests.graphs.soft_moe_layers import lowered, session, soft_moe, tiny_layer, tokens
@@ -38,7 +38,7 @@ def tiled(n: int, tile: int, p: int) -> ort.InferenceSession:
     items = ir.Value(name="items", shape=ir.Shape(["i"]), type=ir.TensorType(ir.DataType.INT64))
     tiles = into_tiles(b, rows, items, experts=n, tile=tile, width=WIDTH, rows_per_item=p)
     back = from_tiles(b, tiles, tiles.rows, WIDTH)
-    outputs = [tiles.rows, tiles.expert, tiles.place, back]
+    outputs = [tiles.rows, tiles.expert, tiles.offset, back]
     for value, kind in zip(outputs, (1, 7, 7, 1), strict=True):
         value.type = ir.TensorType(ir.DataType(kind))
     graph = ir.Graph(
@@ -65,7 +65,7 @@ def test_rows_lie_in_tiles_of_their_expert_and_come_back(
     rows = np.random.default_rng(0).standard_normal((len(items) * p, WIDTH)).astype(np.float32)
     found = tiled(n, tile, p).run(None, {"rows": rows, "items": np.array(items, np.int64)})
     tiles, expert, place, back = found
-    assert len(tiles) == len(expert) == tiles_at_most(len(items), p, n, tile)
+    assert len(tiles) == len(expert) == max_tiles(len(items), p, n, tile)
     assert tiles.shape[1:] == (tile, WIDTH)
     assert len(set(place.tolist())) == len(rows)  # no two rows share a place
     assert np.array_equal(tiles.reshape(-1, WIDTH)[place], rows)
@@ -86,9 +86,9 @@ def test_there_are_as_many_tiles_as_the_worst_inputs_need(
     for chosen in (worst, spread, *(rng.integers(0, n, items) for _ in range(300))):
         counts = p * np.bincount(np.asarray(chosen)[:items], minlength=n)
         needed.append(int((-(-counts // tile)).sum()))
-    assert max(needed) <= tiles_at_most(items, p, n, tile)
+    assert max(needed) <= max_tiles(items, p, n, tile)
     if p == 1:
-        assert needed[1] == tiles_at_most(items, p, n, tile)  # the bound is met
+        assert needed[1] == max_tiles(items, p, n, tile)  # the bound is met
 
 
 @pytest.mark.parametrize("batch", [1, 2, 9, 40])

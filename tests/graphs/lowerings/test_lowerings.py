@@ -51,7 +51,7 @@ def assert_computes(
             assert np.array_equal(np.sort(chosen, axis=1), sets)
 
 
-def able(layer: TinyLayer) -> list[str]:
+def exact_lowerings(layer: TinyLayer) -> list[str]:
     """The lowerings that compute this layer exactly."""
     records = LOWERINGS.values()
     return [
@@ -66,7 +66,7 @@ def able(layer: TinyLayer) -> list[str]:
 @pytest.mark.parametrize("norm", NORMS)
 def test_every_layer_in_every_lowering(norm: NormKind, expert: ExpertKind, slots: int) -> None:
     layer = tiny_layer(norm=norm, expert=expert, slots=slots)
-    names = able(layer)
+    names = exact_lowerings(layer)
     assert ("fused" in names) == (expert == "mlp")
     assert {"dense", "gather", "grouped", "conditional"} <= set(names)
     for name in names:
@@ -113,7 +113,7 @@ def test_scores_of_zero_are_a_tie() -> None:
 def test_the_output_may_be_wider_or_narrower(expert: ExpertKind, slots: int) -> None:
     for out in (4, 9):
         layer = tiny_layer(expert=expert, slots=slots, out=out)
-        for name in able(layer):
+        for name in exact_lowerings(layer):
             assert_computes(layer, name, 2, (2,))
             assert_computes(layer, name, 5, (5,))
 
@@ -121,7 +121,7 @@ def test_the_output_may_be_wider_or_narrower(expert: ExpertKind, slots: int) -> 
 @pytest.mark.parametrize("expert", EXPERTS)
 def test_experts_may_lack_biases(expert: ExpertKind) -> None:
     layer = tiny_layer(expert=expert, biases=False, slots=2)
-    for name in able(layer):
+    for name in exact_lowerings(layer):
         assert_computes(layer, name, 2, (2,))
         assert_computes(layer, name, 5, (5,))
 
@@ -129,7 +129,7 @@ def test_experts_may_lack_biases(expert: ExpertKind) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation: Activation) -> None:
     layer = tiny_layer(activation=activation)
-    names = able(layer)
+    names = exact_lowerings(layer)
     assert ("fused" in names) == (activation not in ("gelu", "relu2", "softmax"))
     for name in names:
         assert_computes(layer, name, 2, (2,))
@@ -140,7 +140,7 @@ def test_every_activation(activation: Activation) -> None:
 def test_slots_may_average_raw_tokens_and_norms_may_have_a_gain(norm: NormKind, gain: bool) -> None:
     for source in get_args(SlotSource):
         layer = tiny_layer(norm=norm, gain=gain, slots_from=source)
-        for name in able(layer):
+        for name in exact_lowerings(layer):
             assert_computes(layer, name, 2, (2,))
 
 

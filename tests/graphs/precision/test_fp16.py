@@ -11,7 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from moexport.exporter.bundle.fp16_emulation import fp16_emulation
-from moexport.graphs.precision.fp16 import beyond, misfit
+from moexport.graphs.precision.fp16 import lacks_headroom, misfit
 from moexport.graphs.precision.types import ComputeTypes
 from moexport.tests.graphs.soft_moe_layers import (
     Array,
@@ -86,6 +86,6 @@ def test_weights_that_a_type_cannot_hold_are_told() -> None:
 
 
 def test_a_peak_needs_headroom() -> None:
-    assert beyond(40000.0, ir.DataType.FLOAT16)
-    assert not beyond(30000.0, ir.DataType.FLOAT16)
-    assert not beyond(1e30, ir.DataType.BFLOAT16)
+    assert lacks_headroom(40000.0, ir.DataType.FLOAT16)
+    assert not lacks_headroom(30000.0, ir.DataType.FLOAT16)
+    assert not lacks_headroom(1e30, ir.DataType.BFLOAT16)

@@ -204,7 +204,7 @@ def test_numbers_that_do_not_fit_the_layer_are_refused(tuned: Tuned, checkpoint:
         ({**constants, name: constants[name][:-1]}, "not float32"),
         ({**constants, name: np.full_like(constants[name], np.nan)}, "not all finite"),
         (with_more, "3 matrices, but it has 2 tensors"),
-        ({**constants, "head": constants[name]}, "that layer keeps all"),
+        ({**constants, "head": constants[name]}, "but the layer keeps all"),
     ):
         with pytest.raises(UsageError, match=said) as caught:
             edited(model, recipe.edits.with_substitutes(wrong))
