@@ -427,10 +427,7 @@ def _image_scale(where: str, spec: TensorSpec, pixels: str | None) -> Pixels:
             "channels last; use an .npz",
         )
     if pixels is None:
-        raise UsageError(
-            f"{where}, but --pixels is missing; {UNKNOWN}",
-            hint=SCALES,
-        )
+        raise UsageError(f"{where}, but --pixels is missing; {UNKNOWN}", hint=SCALES)
     check_pixels(pixels)
     return cast(Pixels, pixels)
 

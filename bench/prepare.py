@@ -35,8 +35,7 @@ from .runners.pytorch import outputs_of, untouched
 
 
 def open_sources(
-    sources: Sequence[Model | Bundle | nn.Module | str | Path],
-    request: BenchRequest,
+    sources: Sequence[Model | Bundle | nn.Module | str | Path], request: BenchRequest
 ) -> list[Model | Bundle]:
     """Opens the named models and bundles."""
     data, pixels = request.data, request.pixels

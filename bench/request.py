@@ -98,8 +98,7 @@ class BenchRequest(LoadRequest):
         compare=False,
     )
     rounds: int = option(
-        5,
-        "The number of rounds, at least 5; all engines take turns in each round.",
+        5, "The number of rounds, at least 5; all engines take turns in each round."
     )
     round_s: float = option(0.2, "The length of each engine's turn, in seconds.", in_shell=False)
     warmup: int = option(3, "The number of untimed calls of each engine.", in_shell=False)

@@ -117,6 +117,5 @@ def _check(path: Path, table: CalibrationTable) -> None:
         numbers = (r.low, r.high, r.minimum, r.maximum)
         if not all(math.isfinite(number) for number in numbers) or r.low > r.high:
             raise CalibrationError(
-                f"{path}: {key} has the invalid range {r.low} to {r.high}",
-                hint="calibrate again",
+                f"{path}: {key} has the invalid range {r.low} to {r.high}", hint="calibrate again"
             )

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 
 OPTIONS = options_of(
-    CalibrateRequest,
-    {"Ranges": ("k", "method", "percentile", "samples", "batch", "renormalize")},
+    CalibrateRequest, {"Ranges": ("k", "method", "percentile", "samples", "batch", "renormalize")}
 )
 
 

@@ -178,12 +178,7 @@ def plan_text(plan: Plan) -> str:
         )
     for graph in plan.graphs:
         rows = [
-            (
-                layer.name,
-                _k_text(layer),
-                layer.lowering.name,
-                layer.reason,
-            )
+            (layer.name, _k_text(layer), layer.lowering.name, layer.reason)
             for layer in graph.layers
         ]
         blocks.append(

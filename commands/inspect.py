@@ -97,15 +97,7 @@ MUMOE_HEADER = (
     *("out o", "tokens m", "parameters"),
 )
 
-LAYER_HEADER = (
-    "MoE layer",
-    "experts n",
-    "slots p",
-    "dim d",
-    "hidden h",
-    "tokens m",
-    "parameters",
-)
+LAYER_HEADER = ("MoE layer", "experts n", "slots p", "dim d", "hidden h", "tokens m", "parameters")
 
 
 def model_text(report: ModelReport) -> str:
@@ -211,11 +203,7 @@ def _support_text(report: ModelReport) -> tuple[str, ...]:
         (r.layer, r.level, r.experts, r.tokens, f"{r.mean:.1f}", f"{r.p99:.0f}", r.max)
         for r in report.support
     ]
-    return (
-        "",
-        "Nonzero coefficients (k = max gives the same output):",
-        table(header, rows),
-    )
+    return ("", "Nonzero coefficients (k = max gives the same output):", table(header, rows))
 
 
 def bundle_text(path: str | Path, manifest: Manifest) -> str:

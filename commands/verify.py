@@ -22,10 +22,7 @@ OPTIONS = options_of(
 
 
 def verify(
-    *,
-    bundle: BundleArgument,
-    request: Annotated[VerifyRequest, OPTIONS],
-    printing: Printing,
+    *, bundle: BundleArgument, request: Annotated[VerifyRequest, OPTIONS], printing: Printing
 ) -> None:
     """Check a bundle: hashes, graphs, parity with PyTorch.
 

@@ -172,11 +172,7 @@ WORDS = {
 
 
 def read_json(
-    kind: type[T],
-    text: str,
-    file: object,
-    *,
-    error: Callable[[str], MoexportError] = ResultsError,
+    kind: type[T], text: str, file: object, *, error: Callable[[str], MoexportError] = ResultsError
 ) -> T:
     """Returns the dataclass for a JSON text.
 

@@ -232,8 +232,7 @@ def _parquet(path: Path, name: str) -> Iterator[Fields]:
         from pyarrow import parquet
     except ImportError as error:
         raise MissingExtraError(
-            f"{name}: Parquet needs pyarrow, which is not installed",
-            hint=install("parquet"),
+            f"{name}: Parquet needs pyarrow, which is not installed", hint=install("parquet")
         ) from error
     try:
         size = path.stat().st_size

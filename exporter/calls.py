@@ -87,10 +87,7 @@ def verify(bundle: Bundle | AnyPath, options: VerifyRequest) -> Iterator[Check]:
     """Yields the checks of a bundle as they are made: hashes, valid graphs, parity, engines."""
     opened = Bundle.open(Bundle.folder(bundle))
     for check in opened.verify(
-        atol=options.atol,
-        rtol=options.rtol,
-        trust_engine=options.trust_engine,
-        data=options.data,
+        atol=options.atol, rtol=options.rtol, trust_engine=options.trust_engine, data=options.data
     ):
         if options.progress is not None:
             options.progress.step(check.name)

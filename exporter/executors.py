@@ -36,8 +36,7 @@ class Executor:
     read_earlier: Callable[..., Mapping[str, Any]]
     as_table: Callable[[Mapping[str, Any], Path, Any], str]
     compare: Callable[
-        [Mapping[str, Any], Mapping[str, Any], float | None],
-        tuple[list[str], Exception | None],
+        [Mapping[str, Any], Mapping[str, Any], float | None], tuple[list[str], Exception | None]
     ]
     evaluator: Callable[[Request], AbstractContextManager[Any]]
 

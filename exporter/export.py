@@ -30,13 +30,7 @@ from .job import ExportJob, export_job, steps_of
 from .model import Model
 from .options import ExportOptions
 from .plan import Plan, limited_to_tokens, plan_traced, with_trace
-from .reference import (
-    TokensError,
-    compare_graphs,
-    compared_inputs,
-    rounded_graph,
-    run_untouched,
-)
+from .reference import TokensError, compare_graphs, compared_inputs, rounded_graph, run_untouched
 from .refusals import with_plugins
 from .requests import AnyPath, LoadRequest
 from .write import manifest_of, write_graphs

@@ -160,10 +160,7 @@ def _sizes(arrays: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) -> dic
 
 
 def _default(
-    spec: TensorSpec,
-    sizes: Mapping[str, int],
-    arrays: Mapping[str, np.ndarray],
-    where: str,
+    spec: TensorSpec, sizes: Mapping[str, int], arrays: Mapping[str, np.ndarray], where: str
 ) -> np.ndarray:
     try:
         shape = spec.concrete(sizes)

@@ -246,12 +246,7 @@ def _tokens_by_layer(model: Model, count: int) -> dict[str, int]:
     do not run.
     """
     height = next(h for h in range(math.isqrt(count), 0, -1) if count % h == 0)
-    sizes = {
-        "batch": model.batch_of,
-        "tokens": count,
-        "height": height,
-        "width": count // height,
-    }
+    sizes = {"batch": model.batch_of, "tokens": count, "height": height, "width": count // height}
     tokens: dict[str, int] = {}
 
     class TokenCounter(nn.Module):

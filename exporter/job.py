@@ -171,9 +171,7 @@ class ExportJob:
         """Returns the job with its layers planned in the number types in which they compute."""
         layers = {
             name: replace(
-                layer,
-                precision=types[name].precision,
-                precision_reason=types[name].reason,
+                layer, precision=types[name].precision, precision_reason=types[name].reason
             )
             for name, layer in self.layers.items()
         }

@@ -29,13 +29,7 @@ from ..graphs.edits import (
     Rewrite,
     Steer,
 )
-from ..graphs.layers.base import (
-    MoELayer,
-    MoESpec,
-    kind_text,
-    moe_layers,
-    sharing_weights,
-)
+from ..graphs.layers.base import MoELayer, MoESpec, kind_text, moe_layers, sharing_weights
 from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.names import STEER_INPUT
 from .bundle.manifest import TensorSpec as TensorSpec  # noqa: PLC0414

@@ -82,8 +82,7 @@ class ExportOptions(AxisSizes, Request):
         "models, n and shares refer to the k that the router was trained with.",
     )
     target: Target = option(
-        "onnx",
-        "The runtime of the graph; onnx means any of them, with standard ops.",
+        "onnx", "The runtime of the graph; onnx means any of them, with standard ops."
     )
     lowering: str = option(
         "auto",
@@ -91,8 +90,7 @@ class ExportOptions(AxisSizes, Request):
         "them), or a name (dense, gather, grouped, ...); a,b writes one graph each.",
     )
     batch: Sizes = option(
-        "1:1:32",
-        "The range of batch sizes, optimised for OPT; one number fixes the axis.",
+        "1:1:32", "The range of batch sizes, optimised for OPT; one number fixes the axis."
     )
     tokens: Sizes = option(
         "1:196:1024", "The same for the number of tokens, if that axis is dynamic."
@@ -125,12 +123,7 @@ class ExportOptions(AxisSizes, Request):
         "floating point.",
         unset="all are INT8",
     )
-    data: Feed | None = option(
-        None,
-        FEED,
-        unset="a few random ones",
-        compare=False,
-    )
+    data: Feed | None = option(None, FEED, unset="a few random ones", compare=False)
     atol: float | None = option(None, "The largest absolute difference from PyTorch.", unset="0")
     rtol: float | None = option(
         None,
@@ -151,9 +144,7 @@ class ExportOptions(AxisSizes, Request):
         unset="those with which the untouched model is fastest",
     )
     rest: FloatName | None = option(
-        None,
-        "The float type of everything that is not quantised.",
-        unset="fp32; for TensorRT fp16",
+        None, "The float type of everything that is not quantised.", unset="fp32; for TensorRT fp16"
     )
     weight_bits: int | None = option(
         None,

@@ -135,11 +135,7 @@ def _share_notes(job: ExportJob) -> tuple[str, ...]:
 
 
 def with_trace(
-    job: ExportJob,
-    progress: Progress,
-    traced: ir.Model | None = None,
-    *,
-    tokens: int | None = None,
+    job: ExportJob, progress: Progress, traced: ir.Model | None = None, *, tokens: int | None = None
 ) -> tuple[ExportJob, ir.Model]:
     """Returns a job, limited to the sizes for which its trace is valid, and that trace.
 

@@ -36,9 +36,7 @@ class LoadRequest(Request):
     offered: ClassVar[frozenset[str]] = frozenset({"load"})
 
     family: str | None = option(
-        None,
-        "Skip detection: soft-moe-vit, mumoe-gpt2, …",
-        unset="by keys and shapes",
+        None, "Skip detection: soft-moe-vit, mumoe-gpt2, …", unset="by keys and shapes"
     )
     config: Mapping[str, Any] | AnyPath | None = option(
         None,
@@ -194,9 +192,7 @@ class BuildRequest(Request):
         None, "The file or lowering of a graph, if the bundle has several.", unset="all"
     )
     batch: Sizes | None = option(
-        None,
-        "The range of batch sizes, if no profile gives it.",
-        unset="as exported",
+        None, "The range of batch sizes, if no profile gives it.", unset="as exported"
     )
     tokens: Sizes | None = option(None, "The same for the number of tokens.", unset="as exported")
     options: EngineOptions | None = option(
@@ -252,15 +248,10 @@ class RunRequest(Request):
         None, "How many inputs to run at once.", unset="the largest batch of the export"
     )
     threads: int | None = option(
-        None,
-        "The number of threads of ONNX Runtime or OpenVINO.",
-        unset="its own choice",
+        None, "The number of threads of ONNX Runtime or OpenVINO.", unset="its own choice"
     )
     engine: str | None = option(
-        None,
-        "The runtime.",
-        unset="that of the graph",
-        flag="--engine/--runtime",
+        None, "The runtime.", unset="that of the graph", flag="--engine/--runtime"
     )
     provider: Provider = option("cpu", "ONNX Runtime's execution provider.")
     cuda_graphs: bool = option(

@@ -465,10 +465,7 @@ def _program(
         assert program is not None
         optimise(program.model, program.exported_program)
         _check_dynamic(
-            program.model,
-            dynamic,
-            model,
-            lambda: _line_with_number(backbone, examples, nested),
+            program.model, dynamic, model, lambda: _line_with_number(backbone, examples, nested)
         )
     if model.batch_of > 1:
         _name_batch(program.model, model.batch_of)
@@ -548,10 +545,7 @@ def _line_with_number(backbone: nn.Module, examples: tuple[Tensor, ...], shapes:
 
 
 def _check_dynamic(
-    traced: ir.Model,
-    dynamic: Sequence[Mapping[int, object]],
-    model: Model,
-    line: Callable[[], str],
+    traced: ir.Model, dynamic: Sequence[Mapping[int, object]], model: Model, line: Callable[[], str]
 ) -> None:
     """Raises TraceError if the network turned a dynamic axis into a constant."""
     for value, spec, axes in zip(traced.graph.inputs, model.inputs, dynamic, strict=True):

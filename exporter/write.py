@@ -145,10 +145,7 @@ def graph_record(graph: GraphPlan, lowered: Lowered, parity: Parity | None = Non
 
 
 def manifest_of(
-    plan: Plan,
-    lowered: Mapping[str, Lowered],
-    parities: Mapping[str, Parity],
-    directory: Path,
+    plan: Plan, lowered: Mapping[str, Lowered], parities: Mapping[str, Parity], directory: Path
 ) -> Manifest:
     """Returns the manifest of the graphs and weights in a folder; hashes every file."""
     job, options, main = plan.job, plan.job.options, plan.graphs[0]

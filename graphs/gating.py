@@ -168,13 +168,7 @@ def _keep_largest(
     if fixed_k is None and n < layer.spec.experts:
         k = b.op("Min", k, b.ints(n), name=f"{name}/k")
     values, indices = b.ops(
-        "TopK",
-        a,
-        k,
-        axis=-1,
-        largest=1,
-        sorted=0,
-        names=(f"{name}/largest", f"{name}/indices"),
+        "TopK", a, k, axis=-1, largest=1, sorted=0, names=(f"{name}/largest", f"{name}/indices")
     )
     zeros = b.op("Mul", a, b.number(0.0), name=f"{name}/zeros")
     kept = b.op("ScatterElements", zeros, indices, values, axis=-1, name=name)

@@ -119,7 +119,6 @@ def _layer_k(value: int | Fraction | str, spec: MoESpec) -> int:
     assert isinstance(value, int)
     if not 1 <= value <= n:
         raise UsageError(
-            f"--k {value}: layer {spec.name} has {n} experts",
-            hint=f"use 1 ≤ k ≤ {n}, or n for all",
+            f"--k {value}: layer {spec.name} has {n} experts", hint=f"use 1 ≤ k ≤ {n}, or n for all"
         )
     return value

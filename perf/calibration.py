@@ -76,12 +76,7 @@ def measure(progress: Progress) -> dict[str, object]:
                 methods += compare_methods(model, feed, k, data.test, place)
             progress.step(f"n = {experts}: quantisers")
             tools += compare_tools(checkpoint, feed, data.test, place)
-    return {
-        "samples": len(data.train),
-        "test": len(data.test),
-        "methods": methods,
-        "tools": tools,
-    }
+    return {"samples": len(data.train), "test": len(data.test), "methods": methods, "tools": tools}
 
 
 def tables(body: Any) -> str:

@@ -544,12 +544,7 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
         cache=cache.default_cache(),
     )
     expected = Reference.load(bundle.path / PARITY_FILE)
-    built = moexport.build(
-        bundle,
-        graph=unit.graph,
-        target=unit.runner,
-        options=options,
-    )
+    built = moexport.build(bundle, graph=unit.graph, target=unit.runner, options=options)
     (record,) = (
         each
         for each in engines_of(built.manifest)
@@ -581,10 +576,7 @@ def check_graph(bundle: moexport.Bundle, unit: Unit) -> Checked:
     session = bundle.session(options=SessionOptions(provider))
     k = expected.main_k
     parity = compare(session, expected, {}, batch=4, tolerance=tolerance, k=k)
-    return Checked(
-        **_found(unit, parity),
-        times=list(timed(session, expected.x, unit.ks, None)),
-    )
+    return Checked(**_found(unit, parity), times=list(timed(session, expected.x, unit.ks, None)))
 
 
 def _found(unit: Unit, parity: Parity) -> dict[str, Any]:

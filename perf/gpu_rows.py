@@ -356,11 +356,7 @@ def torch_items(
 
 
 def _torch_row(
-    check: Check,
-    subject: Subject,
-    row: Measured,
-    runner: Callable[[str, str], Runner],
-    form: str,
+    check: Check, subject: Subject, row: Measured, runner: Callable[[str, str], Runner], form: str
 ) -> Result:
     x, opened = subject.x[: row.batch], runner(form, row.precision)
     off = largest(opened.infer(x), subject.expected[: row.batch])

@@ -45,10 +45,7 @@ def measure(progress: Progress) -> dict[str, object]:
 def _seconds(command: str, folder: str) -> float:
     began = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", *command.split()],
-        cwd=folder,
-        check=True,
-        stdout=subprocess.DEVNULL,
+        [sys.executable, "-m", *command.split()], cwd=folder, check=True, stdout=subprocess.DEVNULL
     )
     return time.perf_counter() - began
 

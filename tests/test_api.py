@@ -276,19 +276,9 @@ def test_numbers_of_numpy_and_lists_of_any_kind_are_accepted(values: dict[str, A
         ("export", ("x.pt", "x"), {"engine": "on"}, "engine='on': not an EngineOptions or True or"),
         ("verify", ("x",), {"data": 3}, "data=3: not a string or a path or an array"),
         ("bench", ("x.pt",), {"before": 3}, "before=3: not a Results or a mapping or None"),
-        (
-            "bench",
-            ("x.pt",),
-            {"data": 3},
-            "data=3: not a string or a path or a LabelledData",
-        ),
+        ("bench", ("x.pt",), {"data": 3}, "data=3: not a string or a path or a LabelledData"),
         ("bench", (3,), {}, "3: not a path"),
-        (
-            "report",
-            ("x", "y"),
-            {"beside": [3]},
-            "beside=[3]: not a list in which each entry",
-        ),
+        ("report", ("x", "y"), {"beside": [3]}, "beside=[3]: not a list in which each entry"),
     ],
 )
 def test_every_call_refuses_invalid_values(

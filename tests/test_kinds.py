@@ -125,9 +125,7 @@ def test_a_lowering_of_a_plugin_is_used_if_it_is_named(tmp_path: Path) -> None:
     assert rest == [None, "in-turn", None, ["soft-moe"]]
 
 
-def test_two_lowerings_of_a_kind_with_one_name_are_an_error_that_names_both(
-    tmp_path: Path,
-) -> None:
+def test_two_lowerings_of_a_kind_with_one_name_are_an_error_that_names_both(tmp_path: Path) -> None:
     expression = """[
         of(lambda: lowering_of("soft-moe", "dense")), [*lowerings_of("soft-moe")][0],
         lowering_of("soft-moe", "gather").name,
@@ -143,18 +141,13 @@ def test_a_lowering_of_a_plugin_may_have_the_name_of_one_of_another_kind(tmp_pat
     assert found(tmp_path, expression, lowering("dense", "BESIDE")) == ["dense", "dense"]
 
 
-def test_without_plugins_their_kinds_are_refused_and_the_hint_explains_why(
-    tmp_path: Path,
-) -> None:
+def test_without_plugins_their_kinds_are_refused_and_the_hint_explains_why(tmp_path: Path) -> None:
     expression = """[
         of(lambda: lowerings_of("experts")), of(lambda: check_name("slots")),
         of(lambda: family_named("vmoe-vit")), of(lambda: detect(tensors("embedding.kernel"))),
     ]"""
     kind, lowering, family, detected = found(tmp_path, expression, MOEXPORT_PLUGINS="off")
-    assert kind[:2] == [
-        "PluginError",
-        "moexport.kinds: no installed package provides 'experts'",
-    ]
+    assert kind[:2] == ["PluginError", "moexport.kinds: no installed package provides 'experts'"]
     assert lowering[:2] == ["LoweringError", "there is no lowering 'slots'"]
     assert family[:2] == ["FamilyError", "unknown family 'vmoe-vit'"]
     assert detected[0] == "FamilyError"

@@ -578,9 +578,7 @@ def test_the_core_has_no_option_of_a_plugin_s_runtime() -> None:
     assert own.isdisjoint(of_plugins())
 
 
-def test_a_third_party_command_is_listed_by_its_package_s_summary_and_runs(
-    tmp_path: Path,
-) -> None:
+def test_a_third_party_command_is_listed_by_its_package_s_summary_and_runs(tmp_path: Path) -> None:
     module = COMMAND.format(name="twice")
     listed = outcome_of(("--help",), tmp_path, "twice", module).stdout
     last = listed.rstrip().splitlines()[-1]

@@ -57,11 +57,7 @@ class GpuProbes:
     """
 
     def __init__(
-        self,
-        device: str = "cuda",
-        *,
-        stream_bytes: int = GIB,
-        squares: Mapping[str, int] = SQUARES,
+        self, device: str = "cuda", *, stream_bytes: int = GIB, squares: Mapping[str, int] = SQUARES
     ) -> None:
         stream = torch.ones(stream_bytes // 4, device=device)
         copy = torch.empty_like(stream)

@@ -114,9 +114,7 @@ def can_draw() -> bool:
 
 
 def html(
-    results: Results,
-    comparison: ResultsComparison | None = None,
-    runs: Sequence[NamedRun] = (),
+    results: Results, comparison: ResultsComparison | None = None, runs: Sequence[NamedRun] = ()
 ) -> str:
     """Returns the page: the answer, charts, rows, environment, method and changes."""
     shown = sections(results)
@@ -161,9 +159,7 @@ def embedded_json(value: Any) -> str:
 
 
 def payload(
-    results: Results,
-    comparison: ResultsComparison | None = None,
-    runs: Sequence[NamedRun] = (),
+    results: Results, comparison: ResultsComparison | None = None, runs: Sequence[NamedRun] = ()
 ) -> dict[str, Any]:
     """Returns the data of the page's script: the results, and their description in words."""
     shown = sections(results)

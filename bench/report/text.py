@@ -118,9 +118,7 @@ def _failures(results: Results) -> str:
 
 
 def to_markdown(
-    results: Results,
-    comparison: ResultsComparison | None = None,
-    runs: Sequence[NamedRun] = (),
+    results: Results, comparison: ResultsComparison | None = None, runs: Sequence[NamedRun] = ()
 ) -> str:
     """Returns the report as Markdown: each section's summary and rows, and the method."""
     lines = []

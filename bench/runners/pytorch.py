@@ -166,10 +166,7 @@ class CompiledPyTorch(Runner):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        sizes: Sequence[int],
-        runner: type[PyTorch] = PyTorch,
+        self, module: nn.Module, sizes: Sequence[int], runner: type[PyTorch] = PyTorch
     ) -> None:
         keep_compiled_code_private()
         # On a GPU, kernels are replayed as CUDA graphs, as in other engines.

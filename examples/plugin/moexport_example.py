@@ -55,8 +55,7 @@ def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
 
 
 LOWERING = FurtherLowering(
-    "soft-moe",
-    Lowering("in-turn", "one expert after another", build=build, predict_us=predict_us),
+    "soft-moe", Lowering("in-turn", "one expert after another", build=build, predict_us=predict_us)
 )
 
 

@@ -32,10 +32,7 @@ ARRAYS = (
 )
 """The names of the arrays in an `.npz`: as in Keras, or as full words."""
 
-FILES = (
-    *(("train-images", 3), ("train-labels", 1)),
-    *(("t10k-images", 3), ("t10k-labels", 1)),
-)
+FILES = (*(("train-images", 3), ("train-labels", 1)), *(("t10k-images", 3), ("t10k-labels", 1)))
 """The names of the IDX files, and the number of axes of each."""
 
 FOLDERS = ("", "raw", "MNIST/raw")

@@ -133,10 +133,7 @@ def _session(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) 
     check_array(x, spec)
     record.check_fits(x.shape, k)
     return bundle.engine(
-        options.engine,
-        options.graph,
-        trust=options.trust_engine,
-        host_weights=options.host_weights,
+        options.engine, options.graph, trust=options.trust_engine, host_weights=options.host_weights
     )
 
 

@@ -276,11 +276,7 @@ def _rounds(path: Path) -> bool:
 
 
 def _parity_check(
-    directory: Path,
-    manifest: Manifest,
-    graph: GraphRecord,
-    expected: Reference,
-    bounds: Tolerance,
+    directory: Path, manifest: Manifest, graph: GraphRecord, expected: Reference, bounds: Tolerance
 ) -> Check:
     name = f"parity of {graph.file}"
     on_cpu = for_cpus(manifest.target)

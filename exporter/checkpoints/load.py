@@ -14,13 +14,7 @@ from ...common.locations import named_by_url, url_of
 from ...common.option import takes
 from ...data.batches import Feed
 from ...data.user_code import names_code
-from ...errors import (
-    CheckpointError,
-    FamilyError,
-    MissingSettingsError,
-    PluginError,
-    UsageError,
-)
+from ...errors import CheckpointError, FamilyError, MissingSettingsError, PluginError, UsageError
 from ..families import detect, family_named
 from ..families.base import Family, FamilyModel
 from ..model import Model, Source

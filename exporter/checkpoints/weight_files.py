@@ -264,10 +264,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
     """Returns the mapping in one file; raises CheckpointError if it cannot be read."""
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path}: the file is empty", hint=DAMAGED)
-    kinds: dict[str, Callable[[Path], Any]] = {
-        ".safetensors": _read_safetensors,
-        ".npz": _read_npz,
-    }
+    kinds: dict[str, Callable[[Path], Any]] = {".safetensors": _read_safetensors, ".npz": _read_npz}
     try:
         content = kinds.get(path.suffix.lower(), _read_pickled)(path)
     except (CheckpointError, OSError, MemoryError):

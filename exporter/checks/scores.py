@@ -42,11 +42,7 @@ def job_answers(job: ExportJob) -> Answers | None:
 
 
 def with_scores(
-    job: ExportJob,
-    manifest: Manifest,
-    directory: Path,
-    answers: Answers | None,
-    progress: Progress,
+    job: ExportJob, manifest: Manifest, directory: Path, answers: Answers | None, progress: Progress
 ) -> Manifest:
     """Returns a manifest with the accuracies of a folder's graphs, and notes on them.
 

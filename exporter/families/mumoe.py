@@ -186,12 +186,7 @@ def read_tensor(
             f"{dim + 1} with a bias row"
         )
     return FactorisedSpec(
-        form=form,
-        levels=levels,
-        dim=dim,
-        out=modes[-1],
-        ranks=ranks,
-        bias=modes[-2] == dim + 1,
+        form=form, levels=levels, dim=dim, out=modes[-1], ranks=ranks, bias=modes[-2] == dim + 1
     )
 
 
@@ -204,7 +199,7 @@ def _full_sizes(where: str, key: str, tensors: Tensors, levels: tuple[int, ...])
     if len(shape) != len(levels) + 2:
         raise CheckpointError(
             f"{where}: {key}.{FULL} has the shape {list(shape)}, but {len(levels)} levels of "
-            f"experts (projs.*) need {len(levels) + 2} axes: [n, …, d, o]",
+            f"experts (projs.*) need {len(levels) + 2} axes: [n, …, d, o]"
         )
     if 0 in shape:
         raise CheckpointError(f"{where}: {key}.{FULL} has a size of zero: {list(shape)}")
@@ -453,10 +448,7 @@ def _is_layer(tensors: Tensors) -> bool:
 
 
 FAMILY = _family(
-    CONSTRUCTOR,
-    "one muMoE layer, block or head (james-oldfield/muMoE)",
-    choose_layer,
-    _is_layer,
+    CONSTRUCTOR, "one muMoE layer, block or head (james-oldfield/muMoE)", choose_layer, _is_layer
 )
 
 HEAD_FAMILY = _family(

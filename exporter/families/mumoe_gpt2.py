@@ -209,10 +209,7 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     return FamilyModel(
         module=backbone,
         config=config,
-        inputs=(
-            TensorSpec("input_ids", "int64", ids, limits=limits, below=vocabulary),
-            *pasts,
-        ),
+        inputs=(TensorSpec("input_ids", "int64", ids, limits=limits, below=vocabulary), *pasts),
         outputs=(TensorSpec("logits", "float32", (*ids, vocabulary)), *presents),
     )
 

@@ -193,8 +193,7 @@ def _build(tensors: Tensors, settings: Config) -> FamilyModel:
     questions = dict(CONSTRUCTOR.questions)
     if not has_size:
         questions["patch_size"] = Question(
-            16,
-            f"{pixels} numbers may be a large patch with few channels, or a small one with many",
+            16, f"{pixels} numbers may be a large patch with few channels, or a small one with many"
         )
     config = CONSTRUCTOR.settle(settings, read, questions)
     config |= _geometry(config, token.dim, pixels)

@@ -64,10 +64,7 @@ def rewrite_graph(
             f"{path.name}: no expert's weights are gathered, so none can be bound",
             hint="export with --lowering gather or block-grouped, and a k below n",
         )
-    packed: dict[int, str] = {
-        onnx.TensorProto.FLOAT8E4M3FN: "FP8",
-        onnx.TensorProto.INT4: "INT4",
-    }
+    packed: dict[int, str] = {onnx.TensorProto.FLOAT8E4M3FN: "FP8", onnx.TensorProto.INT4: "INT4"}
     for tensor in weights:
         if tensor.data_type in packed:
             raise EngineError(

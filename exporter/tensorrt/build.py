@@ -37,11 +37,7 @@ GRACE_S = 5.0
 
 
 def build_engine(
-    plan: EnginePlan,
-    bundle: Path,
-    output: Path,
-    progress: Progress,
-    model: Path | None = None,
+    plan: EnginePlan, bundle: Path, output: Path, progress: Progress, model: Path | None = None
 ) -> Compiled:
     """Compiles a graph of a bundle to the file `output`; returns the facts of the build.
 
@@ -236,11 +232,7 @@ EXPLANATIONS = (
         "the timing cache cannot be used, and was left unchanged",
         "name a new file with --timing-cache, which the build will create, or remove this one",
     ),
-    Explanation(
-        r"DishonouredError",
-        "an option was not applied",
-        "leave this option out",
-    ),
+    Explanation(r"DishonouredError", "an option was not applied", "leave this option out"),
     Explanation(
         r"bad_alloc|MemoryError|Cannot allocate memory|LLVM ERROR: out of memory",
         "the machine's memory ran out",

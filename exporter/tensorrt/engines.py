@@ -210,10 +210,7 @@ def check_for_export(target: str, engine: EngineOptions | bool) -> None:
 
 
 def build_for_export(
-    directory: Path,
-    manifest: Manifest,
-    engine: EngineOptions | bool | None,
-    progress: Progress,
+    directory: Path, manifest: Manifest, engine: EngineOptions | bool | None, progress: Progress
 ) -> Manifest:
     """Returns a new bundle's manifest with its engines, which are built into its folder.
 

@@ -69,18 +69,14 @@ class EngineOptions:
         None, "Share TensorRT's kernel timings between builds.", unset="none", is_path=True
     )
     workspace: int | None = option(
-        None,
-        "Limit on a kernel's scratch memory: 2GiB (binary) or 2GB (decimal).",
-        unset="none",
+        None, "Limit on a kernel's scratch memory: 2GiB (binary) or 2GB (decimal).", unset="none"
     )
     optimization_level: int | None = option(
         None, "How long to search for kernels: 0 to 5.", unset="3"
     )
     version_compatible: bool = option(False, "Also run in later versions of TensorRT.")
     hardware_compatible: HardwareLevel | None = option(
-        None,
-        "Also run on other GPUs: ampere-plus or same-compute-capability.",
-        unset="none",
+        None, "Also run on other GPUs: ampere-plus or same-compute-capability.", unset="none"
     )
     tf32: bool = option(False, "Compute FP32 products in TF32: faster, less precise.")
     cache: Path | None = option(
@@ -90,14 +86,9 @@ class EngineOptions:
         flag="--engine-cache",
         is_path=True,
     )
-    strip_plan: bool = option(
-        False,
-        "Leave the weights out of the engine, and load the bundle's.",
-    )
+    strip_plan: bool = option(False, "Leave the weights out of the engine, and load the bundle's.")
     weight_streaming: str | None = option(
-        None,
-        "Keep weights in host memory, except this much on the GPU.",
-        unset="off",
+        None, "Keep weights in host memory, except this much on the GPU.", unset="off"
     )
     bind_weights: bool = option(
         False, "Bind the experts' weights from the bundle's file as inputs."

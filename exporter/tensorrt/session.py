@@ -179,8 +179,7 @@ class EngineSession:
         name, wanted = self.input_name, self._loaded.dtype(self.input_name)
         if isinstance(x, np.ma.MaskedArray):
             raise FeedError(
-                f"input '{name}' is a masked array",
-                hint="fill in its masked values: x.filled(0)",
+                f"input '{name}' is a masked array", hint="fill in its masked values: x.filled(0)"
             )
         source = _to_array(x, wanted) if isinstance(x, np.ndarray) else _to_tensor(x, wanted)
         if source is None:

@@ -114,10 +114,7 @@ class FactorisedSpec:
         """
         if self.form == "full":
             width = self.modes[-2] * self.out
-            return {
-                "experts": prod(kept) * width,
-                "mix": prod(kept) * self.out,
-            }
+            return {"experts": prod(kept) * width, "mix": prod(kept) * self.out}
         if self.form == "matrix":
             return {"input mode": self.parameters}
         shapes = self.shapes if self.form != "tucker" else self.shapes[1:]

@@ -17,14 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..names import CONSTANTS
-from .base import (
-    Kind,
-    Matrices,
-    RoutingDecision,
-    StoredPart,
-    frozen_if_any,
-    to_bfloat16,
-)
+from .base import Kind, Matrices, RoutingDecision, StoredPart, frozen_if_any, to_bfloat16
 from .expert import (
     NORM_WEIGHTS,
     Activation,
@@ -315,10 +308,7 @@ class SoftMoE(ExpertMaps):
             norms=NormWeights(**{n: w if w is None else w[kept] for n, w in norms.items()}),
         )
         spec = replace(
-            self.spec,
-            experts=len(kept),
-            dropped=len(others),
-            constants=constants is not None,
+            self.spec, experts=len(kept), dropped=len(others), constants=constants is not None
         )
         return SoftMoE(spec, weights).eval()
 

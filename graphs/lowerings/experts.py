@@ -179,10 +179,7 @@ def stacked_linear(b: Builder, layer: Layer[Any], which: str, *, biased: bool = 
 
 
 def batched_experts(
-    b: Builder,
-    layer: SoftMoELayer,
-    rows: ir.Value,
-    weights: Mapping[str, ir.Value],
+    b: Builder, layer: SoftMoELayer, rows: ir.Value, weights: Mapping[str, ir.Value]
 ) -> ir.Value:
     """Adds batched MatMuls: rows [..., r, d] times w1 [..., d, inner] and so on; [..., r, o].
 

@@ -62,12 +62,7 @@ def _choices(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> tuple[ir
 
 
 def _contract(
-    indices: ir.Value,
-    weights: ir.Value,
-    b: Builder,
-    layer: MuMoELayer,
-    tensor: Tensor,
-    z: ir.Value,
+    indices: ir.Value, weights: ir.Value, b: Builder, layer: MuMoELayer, tensor: Tensor, z: ir.Value
 ) -> ir.Value:
     """Adds y = Σ_K a_K·(W_K·z + w_K) over the kept combinations of each token."""
     name = tensor.name

@@ -24,13 +24,7 @@ from ..precision.types import block_of
 from ..targets import TARGETS, Machine, Precision, Target
 
 OP_ACTIVATIONS: Mapping[Activation, str] = MappingProxyType(
-    {
-        "silu": "silu",
-        "gelu": "gelu",
-        "gelu-tanh": "gelu",
-        "relu": "relu",
-        "identity": "identity",
-    }
+    {"silu": "silu", "gelu": "gelu", "gelu-tanh": "gelu", "relu": "relu", "identity": "identity"}
 )
 """The op's names of activations; its GELU is the tanh form."""
 

@@ -82,12 +82,7 @@ def input_product(b: Builder, layer: MuMoELayer, name: str, z: ir.Value) -> ir.V
 
 
 def factor_product(
-    b: Builder,
-    layer: MuMoELayer,
-    key: str,
-    rows: ir.Value,
-    name: str,
-    bias: ir.Value | None = None,
+    b: Builder, layer: MuMoELayer, key: str, rows: ir.Value, name: str, bias: ir.Value | None = None
 ) -> ir.Value:
     """Adds rows·W + bias for rows [b, m, ·] and a large factor W, in integers if W is quantised.
 

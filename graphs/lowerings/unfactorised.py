@@ -47,10 +47,9 @@ def _contract(
 
 def unable(spec: MuMoESpec) -> str | None:
     """Returns why a lowering of whole tensors cannot serve a layer, or None."""
-    return {
-        "full": None,
-        "matrix": "its experts are merged into one matrix",
-    }.get(spec.form, "its weight tensor is factorised")
+    return {"full": None, "matrix": "its experts are merged into one matrix"}.get(
+        spec.form, "its weight tensor is factorised"
+    )
 
 
 LOWERING: LoweringOf[MuMoESpec] = LoweringOf(

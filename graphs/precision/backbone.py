@@ -213,10 +213,7 @@ def _by_input(linears: Iterable[BackboneLinear]) -> list[list[BackboneLinear]]:
 
 
 def _replace(
-    graph: ir.Graph,
-    group: Sequence[BackboneLinear],
-    compute: ComputeTypes,
-    float_type: ir.DataType,
+    graph: ir.Graph, group: Sequence[BackboneLinear], compute: ComputeTypes, float_type: ir.DataType
 ) -> None:
     """Puts one product in place of linear layers that have the same input."""
     first = group[0]

@@ -143,10 +143,7 @@ hardly help."""
 
 
 def quantize_in_blocks(
-    matrix: np.ndarray,
-    block: int,
-    scale_type: ir.DataType = ir.DataType.FLOAT,
-    bits: Bits = 4,
+    matrix: np.ndarray, block: int, scale_type: ir.DataType = ir.DataType.FLOAT, bits: Bits = 4
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns a matrix [in, out] as integers with a scale for each block of a column.
 

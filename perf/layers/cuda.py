@@ -140,10 +140,7 @@ def fitted(timed: Network, rows: Sequence[Timed]) -> Fit:
     def unpacked(logarithms: np.ndarray) -> tuple[dict[str, float], dict[Precision, float]]:
         values = np.exp(logarithms).tolist()
         copied = values[len(FITTED) : len(FITTED) + len(precisions)]
-        return (
-            dict(zip(FITTED, values, strict=False)),
-            dict(zip(precisions, copied, strict=True)),
-        )
+        return (dict(zip(FITTED, values, strict=False)), dict(zip(precisions, copied, strict=True)))
 
     def predicted(logarithms: np.ndarray) -> list[float]:
         by_precision = machines(*unpacked(logarithms))

@@ -160,11 +160,7 @@ def measure(
         assert (model.original(x) - expected).abs().max() < 1e-4 * expected.abs().max()
     several = random_tokens(CALIBRATION_TOKENS // layer.tokens or 1, layer.tokens, layer.spec.dim)
     asked = BenchRequest(
-        k="n",
-        precision=("fp32", "int8"),
-        engine=ONNXRUNTIME,
-        target="ort-cpu",
-        threads=threads(),
+        k="n", precision=("fp32", "int8"), engine=ONNXRUNTIME, target="ort-cpu", threads=threads()
     )
     with exported(model, asked, inputs=several.inputs, name=layer.name) as candidate:
         graphs = (in_pytorch(reference, REFERENCE, "einsum"), *candidate.graphs)

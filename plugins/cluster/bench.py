@@ -258,11 +258,7 @@ class _Sweep:
                 joined[name] = [*joined.get(name, ()), *listed]
         return joined
 
-    def _done(
-        self,
-        name: str,
-        tasks: Mapping[tuple[str, Any], Task],
-    ) -> dict[tuple[str, Any], Any]:
+    def _done(self, name: str, tasks: Mapping[tuple[str, Any], Task]) -> dict[tuple[str, Any], Any]:
         """Runs unfinished tasks; returns the results of all but lost tasks, by model and part."""
         done = {
             key: self.pieces[name, *key]["found"] for key in tasks if (name, *key) in self.pieces

@@ -55,8 +55,7 @@ def load_digits(*, test_share: float = 0.2, seed: int = 0) -> Digits:
         from sklearn.model_selection import train_test_split
     except ImportError as error:
         raise MissingExtraError(
-            "the digits data set needs scikit-learn, which is not installed",
-            hint=install("demo"),
+            "the digits data set needs scikit-learn, which is not installed", hint=install("demo")
         ) from error
     pixels, labels = load(return_X_y=True)
     small = torch.from_numpy(np.asarray(pixels, np.float32)).view(-1, 1, 8, 8) / 16.0

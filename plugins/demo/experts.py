@@ -65,11 +65,7 @@ dominates its time. INT8 and a smaller k save more in a larger model."""
 
 
 def trained(
-    directory: Path,
-    progress: Progress,
-    *,
-    steps: int = STEPS,
-    config: Mapping[str, Any] = CONFIG,
+    directory: Path, progress: Progress, *, steps: int = STEPS, config: Mapping[str, Any] = CONFIG
 ) -> Sequence[Group]:
     """Trains the model and saves it with its data; returns the group to measure."""
     topics = python_topics()
@@ -110,9 +106,7 @@ def trained_tokenizer(text: str, size: int) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator([text], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -402,10 +402,7 @@ def float_tensor(what: str, value: object, ranks: tuple[int, ...] | None, expect
 
 
 def float_vector(
-    what: str,
-    value: Tensor | None,
-    expected: tuple[int, ...],
-    why: str = "a number per channel",
+    what: str, value: Tensor | None, expected: tuple[int, ...], why: str = "a number per channel"
 ) -> Tensor | None:
     if value is None:
         return None
@@ -543,10 +540,7 @@ class _Value(ExpertParts):
             return self
         out_activation = self.activation or "identity"
         return ExpertParts(
-            maps=self.maps,
-            outer=self.inner,
-            out_activation=out_activation,
-            halves=self.halves,
+            maps=self.maps, outer=self.inner, out_activation=out_activation, halves=self.halves
         )
 
     def mapped(self, weight: Tensor, bias: Tensor | None) -> _Value:

@@ -23,9 +23,7 @@ class NetworkOptions:
         None, "Weights for a package.module:factory.", unset="those of the factory", is_path=True
     )
     adapter: Adapter | str | Sequence[Adapter | str] = option(
-        (),
-        "An adapter for the factory's own MoE layers.",
-        unset="none",
+        (), "An adapter for the factory's own MoE layers.", unset="none"
     )
 
 

@@ -29,9 +29,7 @@ class StudyOptions:
         None, "Try at most this many sets of experts in an analysis.", unset="all"
     )
     group_by: str | None = option(
-        None,
-        "Compare subgroups: the name of an array in the .npz with the labels.",
-        unset="none",
+        None, "Compare subgroups: the name of an array in the .npz with the labels.", unset="none"
     )
 
 
@@ -94,9 +92,7 @@ class EditOptions:
     """The edits of an export, which `edits.py` parses: ablations, rewrites and steering."""
 
     ablate: str | Sequence[str] = option(
-        (),
-        "Experts to remove, counted from 0: LAYER:3 or LAYER:3,5.",
-        unset="none",
+        (), "Experts to remove, counted from 0: LAYER:3 or LAYER:3,5.", unset="none"
     )
     rewrite: AnyPath | Sequence[Mapping[str, Any]] | None = option(
         None,
@@ -154,9 +150,7 @@ class SpecialiseRequest(Request):
         unset="the best max-min",
     )
     budget: float | None = option(
-        None,
-        "The share of the accuracy that the rewrite may cost.",
-        unset="0.01",
+        None, "The share of the accuracy that the rewrite may cost.", unset="0.01"
     )
 
     def __post_init__(self) -> None:

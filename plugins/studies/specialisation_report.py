@@ -162,17 +162,9 @@ def _effects_text(result: Specialisation) -> str:
     return "\n".join(lines)
 
 
-NAMES: Mapping[Judged, str] = {
-    "classes": "class",
-    "attributes": "attribute",
-    "targets": "output",
-}
+NAMES: Mapping[Judged, str] = {"classes": "class", "attributes": "attribute", "targets": "output"}
 ARTICLES = {"classes": "a class", "attributes": "an attribute", "targets": "an output"}
-FIGURES: Mapping[Judged, str] = {
-    "classes": "accuracy",
-    "attributes": "accuracy",
-    "targets": "R²",
-}
+FIGURES: Mapping[Judged, str] = {"classes": "accuracy", "attributes": "accuracy", "targets": "R²"}
 
 
 def _figure(value: float | None, result: Specialisation) -> str:

@@ -186,9 +186,7 @@ def only_counts(model: Model, data: str | Path | LabelledData | Mapping[str, Any
 
 
 def usage_only(
-    model: Model,
-    data: str | Path | LabelledData | Mapping[str, Any],
-    request: SpecialiseRequest,
+    model: Model, data: str | Path | LabelledData | Mapping[str, Any], request: SpecialiseRequest
 ) -> Specialisation:
     """Returns only how a model's experts are used, by class if the data have labels.
 
@@ -226,9 +224,7 @@ def usage_only(
 
 @torch.inference_mode()
 def specialise(
-    model: Model,
-    data: str | Path | LabelledData | Mapping[str, Any],
-    request: SpecialiseRequest,
+    model: Model, data: str | Path | LabelledData | Mapping[str, Any], request: SpecialiseRequest
 ) -> Specialisation:
     """Returns the effect of each expert of a layer, by default the last, on the accuracy by class.
 
@@ -347,11 +343,7 @@ def _one_pass(
 
 
 def _effects(
-    module: nn.Module,
-    moe_layer: MoELayer,
-    x: Array,
-    results: _JudgedInputs,
-    progress: Progress,
+    module: nn.Module, moe_layer: MoELayer, x: Array, results: _JudgedInputs, progress: Progress
 ) -> Iterator[ExpertEffect]:
     """Yields the effect of removing each expert, one after the other."""
     judge = results.judge

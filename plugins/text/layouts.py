@@ -103,10 +103,7 @@ def _check(layout: TextLayout, options: ExportOptions, model: Model | None) -> I
     from ...exporter.job import writes_text  # loads PyTorch, as the model did
 
     if not writes_text(model, options):
-        yield (
-            f"--layout {layout} needs a causal language model with a cache",
-            "omit --layout",
-        )
+        yield (f"--layout {layout} needs a causal language model with a cache", "omit --layout")
     folder = model.source.files[0].parent
     if not (folder / TOKENIZER_FILE).is_file():
         yield (

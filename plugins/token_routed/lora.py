@@ -88,8 +88,7 @@ def check_config(file: Path) -> dict[str, Any]:
         others.append("init_lora_weights")
     if others:
         raise CheckpointError(
-            f"{file}: {others[0]} is {config[others[0]]!r}, which is not plain LoRA",
-            hint=MERGE,
+            f"{file}: {others[0]} is {config[others[0]]!r}, which is not plain LoRA", hint=MERGE
         )
     for key in ("r", "lora_alpha"):
         value = config.get(key)

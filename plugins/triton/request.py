@@ -23,9 +23,7 @@ class TritonRequest(Request):
     """The options of `triton`."""
 
     name: str | None = option(
-        None,
-        "The name of the model or the ensemble.",
-        unset="the checkpoint's",
+        None, "The name of the model or the ensemble.", unset="the checkpoint's"
     )
     backend: ServingBackend | None = option(
         None,

@@ -97,9 +97,7 @@ class TuneRequest(AxisSizes, Request):
         unset="until no better candidate is expected",
     )
     threads: int | None = option(
-        None,
-        "The number of threads of every engine.",
-        unset="the fastest for the untouched model",
+        None, "The number of threads of every engine.", unset="the fastest for the untouched model"
     )
     pixels: str | None = option(
         None, "The pixel scale of images: unit, symmetric, imagenet.", unset="none; images need it"

@@ -36,15 +36,7 @@ from .graphs import Graphs
 from .layers import Replay, interleaved
 from .prepare import SearchJob
 from .recipe import LayerRecipe
-from .schedule import (
-    Option,
-    PartOptions,
-    Predicted,
-    cost_of,
-    neighbours,
-    predicted_front,
-    steps,
-)
+from .schedule import Option, PartOptions, Predicted, cost_of, neighbours, predicted_front, steps
 from .shards import Evaluate, evaluate_here
 from .space import BACKBONE, Point, Space, Trial, sizes_to_measure, weight_bytes
 from .substitutes.substitutes import Substitutes

@@ -27,13 +27,7 @@ from moexport.plugins.demo.digits import Digits
 from moexport.tests.bench.loaders import Made
 
 SETTINGS = BenchRequest(
-    batch=(1, 3),
-    warmup=1,
-    round_s=0.0,
-    inputs=2,
-    samples=50,
-    memory=False,
-    limits=False,
+    batch=(1, 3), warmup=1, round_s=0.0, inputs=2, samples=50, memory=False, limits=False
 )
 
 

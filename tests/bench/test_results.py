@@ -60,10 +60,7 @@ Break = Callable[[dict[str, Any]], object]
         (lambda b: b.pop("rows"), "field rows is missing"),
         (lambda b: b.update(rows={}), "field rows should be a list, not an object"),
         (lambda b: b["rows"][1].pop("k"), r"field rows\[1\]\.k is missing"),
-        (
-            lambda b: b["rows"][1].update(k="4"),
-            r"rows\[1\]\.k should be a whole number, not text",
-        ),
+        (lambda b: b["rows"][1].update(k="4"), r"rows\[1\]\.k should be a whole number, not text"),
         (lambda b: b["rows"][1].update(k=True), r"rows\[1\]\.k should be a whole number"),
         (lambda b: b["rows"][1].update(k=17), r"rows\[1\]\.k is 17, .* 16 experts"),
         (

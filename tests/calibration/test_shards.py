@@ -84,11 +84,7 @@ def in_lists(folder: Path) -> str:
 
 
 SCHEMA = pa.schema(
-    [
-        ("input", pa.list_(pa.list_(pa.float32()))),
-        ("label", pa.int64()),
-        ("name", pa.string()),
-    ]
+    [("input", pa.list_(pa.list_(pa.float32()))), ("label", pa.int64()), ("name", pa.string())]
 )
 
 

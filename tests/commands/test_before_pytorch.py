@@ -31,9 +31,7 @@ except SystemExit as end:
         ("bench nope.pt -o out", "nope.pt: no such file"),
         ("calibrate nope.pt --data WEIGHTS -o out.json", "nope.pt: no such file"),
         pytest.param(
-            "tune nope.pt --data WEIGHTS -o out",
-            "nope.pt: no such file",
-            marks=pytest.mark.plugins,
+            "tune nope.pt --data WEIGHTS -o out", "nope.pt: no such file", marks=pytest.mark.plugins
         ),
         pytest.param(
             "specialise nope.pt --data WEIGHTS -o out",

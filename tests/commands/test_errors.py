@@ -148,10 +148,7 @@ def test_options_that_cannot_be_meant(
         (("run", "b", "-i", "x", "-o", "y", "--threads", "0"), "greater than or equal to 1"),
         (("bench", __file__, "-o", "d", "--batch", "0"), "--batch 0: not a list of sizes"),
         (("bench", __file__, "-o", "d", "--batch", "a,2"), "--batch a,2: not a list of sizes"),
-        (
-            ("bench", __file__, "-o", "d", "--rounds", "1"),
-            "should be greater than or equal to 5",
-        ),
+        (("bench", __file__, "-o", "d", "--rounds", "1"), "should be greater than or equal to 5"),
     ],
 )
 def test_bad_usage_of_any_command_exits_with_2(arguments: tuple[str, ...], message: str) -> None:
@@ -248,10 +245,7 @@ def test_run_lists_the_graphs_there_are(exported: Path, tmp_path: Path) -> None:
         (np.zeros((2, 3, 32, 31), np.float32), "float32 (batch, 3, 32, 32), not float32 (2, 3,"),
         (np.zeros((3, 32, 32), np.float32), "not float32 (3, 32, 32)"),
         (np.zeros((1, 3, 32, 32), np.uint8), "not uint8 (1, 3, 32, 32)"),
-        (
-            np.zeros((1, 3, 32, 32), np.complex64),
-            "complex64 (1, 3, 32, 32), not an array",
-        ),
+        (np.zeros((1, 3, 32, 32), np.complex64), "complex64 (1, 3, 32, 32), not an array"),
         (np.array(["a"]), "contains str32 (1,), not an array of inputs"),
         (np.float32(3), "contains float32 (), not an array of inputs"),
     ],

@@ -79,10 +79,7 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
         "adapter": ((*EXPORT, *READING["adapter"]),),
         "tokens": (("export", *VIT, "-o", "out", "--tokens", "4"),),
         "renormalize": (("export", *MUMOE, "-o", "out", "--renormalize"),),
-        "quantize": (
-            (*EXPORT, "--quantize", "all"),
-            (*EXPORT, *INT8, "--quantize", "all"),
-        ),
+        "quantize": ((*EXPORT, "--quantize", "all"), (*EXPORT, *INT8, "--quantize", "all")),
         "rest": ((*EXPORT, "--rest", "fp16"),),
         "weight_bits": ((*EXPORT, "--weight-bits", "8"),),
         "io_precision": ((*EXPORT, "--io-precision", "fp16"),),
@@ -140,10 +137,7 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
     | {
         "calibrate_data": ((*BENCH, "--calibrate-data", __file__),),
         "calibration": ((*BENCH, "--calibration", TABLE),),
-        "quantize": (
-            (*BENCH, "--quantize", "all"),
-            (*BUNDLES, "--quantize", "all"),
-        ),
+        "quantize": ((*BENCH, "--quantize", "all"), (*BUNDLES, "--quantize", "all")),
     }
     | {
         "max_subsets": (

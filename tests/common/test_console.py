@@ -218,7 +218,7 @@ def test_markdown_holds_no_html_and_a_cell_no_formula() -> None:
     assert markdown_text("![](http://x)") == r"!\[\](http://x)"
     assert markdown_text(r"a\[b](c)|d") == r"a\\\[b\](c)\|d"
     assert [markdown_text(each) for each in ("# a", " > b", "- c", "```sh", "---", "+40%")] == [
-        *(r"\# a", r" \> b", r"\- c", r"\```sh", r"\---", "+40%"),
+        *(r"\# a", r" \> b", r"\- c", r"\```sh", r"\---", "+40%")
     ]
     assert [csv_cell(each) for each in ("=1+1", "@x", "+1", "-1", "\t=1", "x=1", -1, None)] == [
         *("'=1+1", "'@x", "'+1", "'-1", "'\t=1", "x=1"),

@@ -89,10 +89,7 @@ EXPORT = Words("export", keywords_of(ExportOptions))
         ("the sizes in order are 1:2:3", "the sizes in order are (1, 2, 3)"),
         ("--steer layer:1:2 of blocks.0:1:2:3", 'steer="layer:1:2" of blocks.0:1:2:3'),
         ("--context N makes it smaller", "context=N makes it smaller"),
-        (
-            "--set num_heads=12 --set rest=default",
-            'config={"num_heads": 12, "rest": "default"}',
-        ),
+        ("--set num_heads=12 --set rest=default", 'config={"num_heads": 12, "rest": "default"}'),
         ("--set input_shape=3,224,224", 'config={"input_shape": [3, 224, 224]}'),
         ("--set dim=… --set KEY=VALUE", 'config={"dim": …, "KEY": VALUE}'),
         ("--set x: not KEY=VALUE", 'sets=["x"]: not KEY=VALUE'),

@@ -41,9 +41,7 @@ def test_statistics_are_over_every_call_and_clip_nothing() -> None:
 def test_every_round_times_each_input_equally_often() -> None:
     seen: list[int] = []
     measured = measure(
-        {"a": seen.append},
-        Protocol(rounds=5, warmup=0, round_s=0.0, inputs=3),
-        clock_ns=ticking(),
+        {"a": seen.append}, Protocol(rounds=5, warmup=0, round_s=0.0, inputs=3), clock_ns=ticking()
     )
     assert measured.latencies["a"].n == 15
     # One untimed call opens each round.

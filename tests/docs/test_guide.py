@@ -59,9 +59,7 @@ def test_a_network_of_ones_own_is_exported_as_its_page_shows(
         del sys.modules[name]
 
 
-def test_a_released_vmoe_goes_from_download_to_report_as_its_page_shows(
-    tmp_path: Path,
-) -> None:
+def test_a_released_vmoe_goes_from_download_to_report_as_its_page_shows(tmp_path: Path) -> None:
     released(tmp_path)
     assert follow("v-moe.md", tmp_path) == 3
     assert (tmp_path / "report" / "report.html").is_file()

@@ -102,11 +102,7 @@ def test_other_numbers_of_idx_files_are_read(kind: int, dtype: str, tmp_path: Pa
         ("t10k-labels-idx1-ubyte", None, r"lacks t10k-labels-idx1-ubyte"),
         ("train-images-idx3-ubyte", lambda b: b[:-1], r"should have 15,680 bytes .* has 15,679"),
         ("train-images-idx3-ubyte", lambda b: b + b"\0", r"should have 15,680 .* has more"),
-        (
-            "train-images-idx3-ubyte",
-            lambda b: b[:9],
-            r"is not an IDX file of images: its shape is",
-        ),
+        ("train-images-idx3-ubyte", lambda b: b[:9], r"is not an IDX file of images: its shape is"),
         (
             "train-images-idx3-ubyte",
             lambda _: b"<html>",

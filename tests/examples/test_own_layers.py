@@ -127,11 +127,7 @@ def test_no_k_is_chosen_where_every_expert_has_the_same_sum_of_c(
 @pytest.mark.parametrize("k", [1, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", few_fast(LAYERS))
 def test_int8_serves_them(
-    name: str,
-    k: int | None,
-    example: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, k: int | None, example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {} if k is None or name in NO_K else {"k": k}
     bundle, x = exported(name, tmp_path / "int8", precision="int8", target="ort-cpu", **options)

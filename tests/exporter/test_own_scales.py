@@ -8,13 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from moexport.exporter.bundle.parity import (
-    TOLERANCES,
-    Comparison,
-    Parity,
-    Reference,
-    describe,
-)
+from moexport.exporter.bundle.parity import TOLERANCES, Comparison, Parity, Reference, describe
 from moexport.exporter.inputs import Inputs
 from moexport.graphs.targets import Precision
 from moexport.tests.command import run

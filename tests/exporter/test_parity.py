@@ -290,10 +290,7 @@ def test_all_inputs_that_were_given_are_compared_and_the_first_are_kept(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ("--data", __file__, "--verify-samples", "0"),
-            "--verify-samples 0: must be at least 1",
-        ),
+        (("--data", __file__, "--verify-samples", "0"), "--verify-samples 0: must be at least 1"),
         (
             ("--data", __file__, "--verify-samples", "9", "--no-verify"),
             "with --no-verify: nothing will be compared",

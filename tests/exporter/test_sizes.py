@@ -138,9 +138,7 @@ def inputs(*shape: int) -> np.ndarray:
 # --- batches --------------------------------------------------------------------------------------
 
 
-def test_a_network_that_changes_within_the_batches_is_refused_with_the_size(
-    tmp_path: Path,
-) -> None:
+def test_a_network_that_changes_within_the_batches_is_refused_with_the_size(tmp_path: Path) -> None:
     for batch in ("1:1:32", "1:8:64"):
         with pytest.raises(UsageError, match=r"computes something else at a batch of 17") as told:
             moexport.export(loaded("above 16"), tmp_path / "out", batch=batch)
@@ -198,8 +196,7 @@ def test_an_example_of_another_length_is_compared_with_the_tokens_of_the_range(
 
 
 @pytest.mark.parametrize(
-    ("batch", "size", "held"),
-    [("1:1:16", 17, "from 1 to 16"), ("20:24:40", 2, "from 17 on")],
+    ("batch", "size", "held"), [("1:1:16", 17, "from 1 to 16"), ("20:24:40", 2, "from 17 on")]
 )
 def test_no_session_takes_a_batch_at_which_the_network_computes_something_else(
     tmp_path: Path, batch: str, size: int, held: str

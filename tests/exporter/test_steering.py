@@ -159,15 +159,13 @@ def test_a_steering_that_cannot_be_meant(
 
 
 @pytest.mark.parametrize(
-    "options",
-    [("--target", "tensorrt-rtx"), ("--precision", "int8", "--data", __file__)],
+    "options", [("--target", "tensorrt-rtx"), ("--precision", "int8", "--data", __file__)]
 )
 def test_strengths_at_run_time_are_refused_where_one_input_is_all(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
     outcome = run(
-        *("export", CP, *ENTMAX, "-o", tmp_path / "out"),
-        *("--steer", "layer:1,input", *options),
+        *("export", CP, *ENTMAX, "-o", tmp_path / "out"), *("--steer", "layer:1,input", *options)
     )
     assert outcome.code in (1, 2)
     assert f"--steer input with {' '.join(options[:2])}" in outcome.error or (

@@ -44,9 +44,7 @@ WRITTEN = (
     Written("routing", VIT, (*VIT_SETS, "--k", "2", "--expose-routing", "--target", "ort-cpu")),
     Written("fp16", LAYER, ("--k", "2", "--precision", "fp16", "--batch", "2:4:9")),
     Written(
-        "int8",
-        LAYER,
-        (*LAYER_SETS, "--k", "2", "--precision", "int8", "--data", "x.npz", *TABLE),
+        "int8", LAYER, (*LAYER_SETS, "--k", "2", "--precision", "int8", "--data", "x.npz", *TABLE)
     ),
     Written("one batch", LAYER, ("--k", "0.5", "--batch", "4", "--tokens", "5")),
     Written("capacity", read_jax_case("jax_vmoe_every2_k1_indices").index, ("--config", "c.json")),

@@ -319,11 +319,7 @@ def quick(given: Arrays, alpha: float) -> Any:
 
 def quick_gelu() -> Iterator[Case]:
     for shape, alpha in itertools.product(((0, 3), (1,), (3, 7), (2, 3, 33)), (1.0, 1.702)):
-        yield Case(
-            {"X": floats(*shape)},
-            partial(quick, alpha=alpha),
-            {"alpha": alpha},
-        )
+        yield Case({"X": floats(*shape)}, partial(quick, alpha=alpha), {"alpha": alpha})
 
 
 ROWS = ((0,), (1,), (5,), (40,), (2, 3))

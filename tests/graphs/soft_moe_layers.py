@@ -277,11 +277,7 @@ def lowered(
     """The layer as a graph of its own; `kept` None makes k an input, `tensors` other weights."""
     spec = layer.spec
     x, y = (
-        ir.Value(
-            name=name,
-            shape=ir.Shape(["batch", "tokens", width]),
-            type=ir.TensorType(stream),
-        )
+        ir.Value(name=name, shape=ir.Shape(["batch", "tokens", width]), type=ir.TensorType(stream))
         for name, width in (("input", spec.dim), ("output", spec.out))
     )
     node = ir.node(spec.op_type, [x], attributes={"layer": spec.name}, domain=DOMAIN, outputs=[y])

@@ -181,9 +181,7 @@ WRITERS = {
         _experts,
     ),
     "triton": Writer(
-        lambda d: ("triton", d / "b", "-o", d / "o" / "models", "--force"),
-        "models",
-        _repository,
+        lambda d: ("triton", d / "b", "-o", d / "o" / "models", "--force"), "models", _repository
     ),
     "tune": Writer(
         lambda d: (

@@ -251,10 +251,7 @@ ILL_MEANT: dict[str, tuple[str, Callable[[Path], object]]] = {
         "w.pt",
         lambda path: torch.save(state(blocks__1__mlp__phi=torch.ones(1, 10**5, 1)), path),
     ),
-    "sparse": (
-        "w.pt",
-        lambda path: torch.save(state(head__weight=torch.eye(3).to_sparse()), path),
-    ),
+    "sparse": ("w.pt", lambda path: torch.save(state(head__weight=torch.eye(3).to_sparse()), path)),
     "sparse by the billion": (
         "w.pt",
         lambda path: torch.save(

@@ -96,8 +96,7 @@ def test_inspecting_two_hundred_megabytes_reads_the_headers(tmp_path: Path, suff
 
 @pytest.mark.skipif(not STATUS.exists(), reason="reads /proc/self/status")
 @pytest.mark.parametrize(
-    "kind",
-    ["separate.pt", "stacked.pt", "separate.safetensors", "half.pt", "half.safetensors"],
+    "kind", ["separate.pt", "stacked.pt", "separate.safetensors", "half.pt", "half.safetensors"]
 )
 def test_loading_two_hundred_megabytes_allocates_a_few(tmp_path: Path, kind: str) -> None:
     small, large = tmp_path / f"small-{kind}", tmp_path / f"large-{kind}"

@@ -55,9 +55,7 @@ def test_what_is_measured_is_kept_after_each_row_and_the_same_command_goes_on(
     # The row that ended the process is a failure, and the others follow.
     last = replace(ROW, batch=3)
     monkeypatch.setattr(
-        gpu_rows,
-        "items",
-        plans((ROW, AssertionError()), (other, AssertionError()), (last, TIMED)),
+        gpu_rows, "items", plans((ROW, AssertionError()), (other, AssertionError()), (last, TIMED))
     )
     assert run(output, TINY, "cpu", 1.0) is False
     content = json.loads(output.read_text())

@@ -22,13 +22,7 @@ from moexport.bench.results import Results, Row, read, to_json
 from moexport.bench.runners.pytorch import untouched
 from moexport.common import timing
 from moexport.common.console import Silent
-from moexport.errors import (
-    CheckError,
-    CheckpointError,
-    ClusterError,
-    MissingExtraError,
-    UsageError,
-)
+from moexport.errors import CheckError, CheckpointError, ClusterError, MissingExtraError, UsageError
 from moexport.exporter.session import Session, SessionOptions
 from moexport.plugins.cluster import ray as cluster
 from moexport.plugins.cluster.evaluate import evaluating_on_ray
@@ -419,11 +413,7 @@ def test_a_cluster_with_a_token_refuses_clients_without_it_at_once(tmp_path: Pat
 
     command = [sys.executable, "-c", CLUSTER_WITH_A_TOKEN]
     with subprocess.Popen(
-        command,
-        env=environment("a" * 32),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        command, env=environment("a" * 32), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as started:
         assert started.stdout is not None
         address = started.stdout.readline().strip()

@@ -10,14 +10,7 @@ import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.metrics import score_interval
 from moexport.bench.report.summary import KEPT
-from moexport.plugins.demo.digits import (
-    Digits,
-    SoftMoEMnist,
-    Training,
-    load_digits,
-    save,
-    train,
-)
+from moexport.plugins.demo.digits import Digits, SoftMoEMnist, Training, load_digits, save, train
 from moexport.plugins.demo.soft_moe import HELD_OUT, join_halves
 from moexport.plugins.tune.accuracy.holdout import Holdout
 from moexport.tests.recorded import DATA

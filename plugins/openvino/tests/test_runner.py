@@ -108,9 +108,7 @@ def test_an_error_of_loading_names_the_file(tmp_path: Path) -> None:
     assert "src/" not in told.value.message
 
 
-def test_without_openvino_doctor_shows_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_openvino_doctor_shows_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from moexport.bench.doctor import diagnose
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

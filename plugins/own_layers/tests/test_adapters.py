@@ -543,11 +543,7 @@ def test_data_that_cannot_be_the_example_says_so() -> None:
         ("unscaled", {}, r"it matches with temperature=1 / layer\.sharpness$"),
         ("exchanged", {"kind": "geglu"}, "it matches with gate and up exchanged$"),
         ("turned", {"h": 8}, "it matches with the first weight transposed$"),
-        (
-            "adapt",
-            {"swapped": True},
-            "the softmax of dispatch over all slots, of combine over",
-        ),
+        ("adapt", {"swapped": True}, "the softmax of dispatch over all slots, of combine over"),
         ("random", {}, "returns a different result each time it is called, even in eval mode$"),
         ("inverted", {}, "none of [0-9]+ combinations of options matches"),
     ],

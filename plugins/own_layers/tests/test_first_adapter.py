@@ -159,9 +159,7 @@ def test_the_adapter_that_is_written_serves_the_layer(name: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_what_was_not_recognised_is_said_and_the_own_forward_is_a_start(
-    tmp_path: Path,
-) -> None:
+def test_what_was_not_recognised_is_said_and_the_own_forward_is_a_start(tmp_path: Path) -> None:
     outcome = run("adapt", "bare_layers:ExpertChoice", "-o", "found.py")
     assert outcome.code != 0
     assert "the code around the experts: " in outcome.err and "usual forms were" in outcome.err

@@ -127,10 +127,7 @@ def seeded() -> Iterator[None]:
 
 
 def computed(
-    layer: MoELayer,
-    record: AnyLowering,
-    k: int,
-    inputs: Sequence[np.ndarray],
+    layer: MoELayer, record: AnyLowering, k: int, inputs: Sequence[np.ndarray]
 ) -> np.ndarray:
     """The output of a graph of the layer alone."""
     spec = layer.spec

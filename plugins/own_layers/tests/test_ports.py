@@ -203,8 +203,7 @@ def test_bags_of_one_size_are_those_of_pytorch(mode: str, padding: int | None) -
 
 
 @pytest.mark.parametrize(
-    ("does", "tokens", "lengths"),
-    [("frames", "4:8:40", (5, 31)), ("positions", "1:4:10", (1, 10))],
+    ("does", "tokens", "lengths"), [("frames", "4:8:40", (5, 31)), ("positions", "1:4:10", (1, 10))]
 )
 def test_inputs_of_another_length_are_served(
     does: str, tokens: str, lengths: tuple[int, ...]

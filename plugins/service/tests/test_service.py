@@ -199,10 +199,7 @@ class Breaks(Remembers):
 
 @pytest.mark.slow
 def test_a_service_that_fails_has_a_reason_and_the_others_continue(model: Model) -> None:
-    graphs = (
-        GraphSource(2, "dense", Made(Breaks)),
-        GraphSource(2, "gather", Made(Remembers)),
-    )
+    graphs = (GraphSource(2, "dense", Made(Breaks)), GraphSource(2, "gather", Made(Remembers)))
     candidate = Candidate("digits", model, graphs=graphs, engines=())
     data = LabelledData(np.zeros((8, 1, 28, 28), np.float32), None)
     service = service_of(

@@ -173,12 +173,7 @@ def test_a_strength_gets_the_sign_of_the_right_answer(unfair: tuple[Path, Path, 
     model = moexport.load(head, config=CONFIG)
     for given in (5.0, -5.0):
         found = moexport.specialise(
-            model,
-            choose,
-            group_by="style",
-            rewrite_class=CLASS,
-            rewrite_group=RARE,
-            strength=given,
+            model, choose, group_by="style", rewrite_class=CLASS, rewrite_group=RARE, strength=given
         )
         assert found.rewriting is not None
         assert (found.rewriting.strength, found.rewriting.tried) == (5.0, 1)

@@ -29,11 +29,7 @@ from moexport.plugins.text.language import (
     targets_of,
     token_windows,
 )
-from moexport.plugins.token_routed.tests.architectures import (
-    ARCHITECTURES,
-    save,
-    transformers,
-)
+from moexport.plugins.token_routed.tests.architectures import ARCHITECTURES, save, transformers
 from moexport.tests.command import run
 
 pytestmark = pytest.mark.slow

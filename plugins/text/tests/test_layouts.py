@@ -101,10 +101,7 @@ def for_the_web(
     place = tmp_path_factory.mktemp("web")
     folder = text_model(name, place / "model")
     bundle = moexport.export(
-        *(moexport.load(folder), place / "out"),
-        layout="transformers-js",
-        verify=False,
-        **options,
+        *(moexport.load(folder), place / "out"), layout="transformers-js", verify=False, **options
     )
     assert f"transformers-js/onnx/{file}" in bundle.manifest.files
     (bundle.path / "transformers-js").rename(place / "transformers-js")
@@ -262,8 +259,5 @@ def test_a_layout_for_a_model_without_text_is_refused(folder: Path, tmp_path: Pa
     shutil.copytree(folder, bare)
     (bare / "tokenizer.json").unlink()
     done = run("export", bare, "-o", tmp_path / "out", "--layout", "transformers-js")
-    assert (done.code, done.error) == (
-        2,
-        f"--layout transformers-js: {bare} has no tokenizer.json",
-    )
+    assert (done.code, done.error) == (2, f"--layout transformers-js: {bare} has no tokenizer.json")
     assert not (tmp_path / "out").exists()

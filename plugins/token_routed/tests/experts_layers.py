@@ -104,10 +104,7 @@ def routed(
 
 
 def formula(
-    layer: Experts,
-    x: NDArray[np.float32],
-    index: NDArray[np.int64],
-    weights: NDArray[np.float32],
+    layer: Experts, x: NDArray[np.float32], index: NDArray[np.int64], weights: NDArray[np.float32]
 ) -> Array:
     """The layer in float64, token by token."""
     y = np.zeros((len(x), layer.spec.out))

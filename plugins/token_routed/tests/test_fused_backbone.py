@@ -46,9 +46,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return place
 
 
-def test_attention_and_norms_are_one_op_each_with_the_values_of_the_library(
-    exported: Path,
-) -> None:
+def test_attention_and_norms_are_one_op_each_with_the_values_of_the_library(exported: Path) -> None:
     bundle = Bundle.open(exported / "out")
     ops, sinks = ops_of(bundle), bundle.manifest.source.family == "gpt_oss"
     assert ops["GroupQueryAttention"] == 2, ops

@@ -79,10 +79,7 @@ def turned(layer: TinyLayer) -> TinyLayer:
     spec = replace(layer.spec, gate_first=True)
     assert layer.b1 is not None
     return replace(
-        layer,
-        spec=spec,
-        w1=np.roll(layer.w1, half, axis=-1),
-        b1=np.roll(layer.b1, half, axis=-1),
+        layer, spec=spec, w1=np.roll(layer.w1, half, axis=-1), b1=np.roll(layer.b1, half, axis=-1)
     )
 
 
@@ -128,11 +125,7 @@ WIDE = SoftMoESpec("wide", 8, 1, 768, 3072, 768, activation="relu", norm="l2")
     ("changed", "precision", "why"),
     [
         ({"dim": 12, "out": 12}, "fp16", "at least 16 that are multiples of 8 in FP16"),
-        (
-            {"hidden": 3076},
-            "fp16",
-            "multiples of 8 in FP16, but an expert's are 768 and 3076",
-        ),
+        ({"hidden": 3076}, "fp16", "multiples of 8 in FP16, but an expert's are 768 and 3076"),
         ({"hidden": 3076}, "bf16", "multiples of 8 in BF16"),
         ({"hidden": 8}, "fp16", "at least 16"),
         ({"hidden": 3074}, "fp32", "multiples of 4 in FP32"),
@@ -313,11 +306,7 @@ def rounded_rows(row: np.ndarray, bits: Bits) -> np.ndarray:
 
 
 def in_float64(
-    layer: Experts,
-    bits: Bits,
-    x: np.ndarray,
-    index: np.ndarray,
-    weights: np.ndarray,
+    layer: Experts, bits: Bits, x: np.ndarray, index: np.ndarray, weights: np.ndarray
 ) -> np.ndarray:
     """The layer token by token, its rows rounded before each product."""
     spec, zero = layer.spec, torch.zeros(layer.spec.experts, 1)

@@ -269,11 +269,7 @@ def test_the_server_is_compared_with_the_same_bundle_in_this_process(
     ],
 )
 def test_an_unreachable_server_is_refused_before_anything_is_measured(
-    triton: str,
-    said: str,
-    address: str,
-    bundles: dict[str, moexport.Bundle],
-    tmp_path: Path,
+    triton: str, said: str, address: str, bundles: dict[str, moexport.Bundle], tmp_path: Path
 ) -> None:
     with pytest.raises((EngineError, UsageError), match=said):
         moexport.bench(

@@ -176,9 +176,7 @@ def confirm(
         raise FeedError("--data: one half has no inputs", hint="give a few hundred inputs")
     return [
         Confirmed(
-            trial=trial,
-            quality=metric.quality(tally),
-            promising=index >= len(orders.conservative),
+            trial=trial, quality=metric.quality(tally), promising=index >= len(orders.conservative)
         )
         for index, (trial, tally) in enumerate(zip(trials, tallies, strict=True))
     ]
@@ -251,10 +249,7 @@ class SearchResult:
 
 
 def shortlist(
-    job: SearchJob,
-    graphs: Graphs,
-    base: Trial,
-    choices: dict[str, tuple[LayerRecipe, ...]],
+    job: SearchJob, graphs: Graphs, base: Trial, choices: dict[str, tuple[LayerRecipe, ...]]
 ) -> SearchResult:
     """Times the points to confirm for longer; returns the outcome of the search."""
     candidates = [*graphs.trials.values()]

@@ -18,13 +18,7 @@ from ....bench.measure.answers import (
     check_attributes,
     per_output,
 )
-from ....bench.metrics import (
-    NegativeLogLikelihood,
-    SequenceLosses,
-    Z,
-    score_interval,
-    wilson,
-)
+from ....bench.metrics import NegativeLogLikelihood, SequenceLosses, Z, score_interval, wilson
 from ....bench.runners.base import first_of
 from ....data.batches import IGNORED, Array, Labels
 from ....data.feeds import check_classes

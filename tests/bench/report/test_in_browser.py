@@ -664,11 +664,7 @@ def test_bars_and_marks_lie_within_their_charts(
 ) -> None:
     disturbed = summarise([[1.0], [1.1], [1.0], [1.0], [90.0]])
     wide = Accuracy(
-        0.7,
-        0.78,
-        40,
-        top1_interval=Interval(0.45, 0.99),
-        retention_interval=Interval(0.5, 1.1),
+        0.7, 0.78, 40, top1_interval=Interval(0.45, 0.99), retention_interval=Interval(0.5, 1.1)
     )
     rows = (*results.rows, row(1, 1.0, None, accuracy=wide, latency_ms=disturbed))
     write_report(replace(results, rows=rows), tmp_path / "report.html")

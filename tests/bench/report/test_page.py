@@ -22,14 +22,7 @@ from moexport.bench.report.charts import ChartPanel, ink_of, over_k, side_by_sid
 from moexport.bench.report.figures import figures
 from moexport.bench.report.page import export_command, html, recipe_command, write_report
 from moexport.bench.report.sections import contents
-from moexport.bench.report.summary import (
-    caveat,
-    claim,
-    headline,
-    sections,
-    summary,
-    times,
-)
+from moexport.bench.report.summary import caveat, claim, headline, sections, summary, times
 from moexport.bench.report.text import absent_lines, reproduce, rows_table, to_csv, to_markdown
 from moexport.bench.results import (
     Absent,

@@ -9,11 +9,7 @@ import torch
 from moexport.bench.engines import KINDS
 from moexport.bench.plan import Candidate, GraphSource
 from moexport.bench.runners.base import Refused
-from moexport.bench.runners.expert_forms import (
-    GroupedSoftMoE,
-    StackedForm,
-    in_stacked_form,
-)
+from moexport.bench.runners.expert_forms import GroupedSoftMoE, StackedForm, in_stacked_form
 from moexport.bench.runners.models import TorchLoader
 from moexport.bench.runners.pytorch import PyTorch, PyTorchInHalf, in_precision, runner_on
 from moexport.errors import UsageError

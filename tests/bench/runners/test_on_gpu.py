@@ -49,14 +49,7 @@ RowMaker = Callable[..., Row]
 
 ON_GPU = ("pytorch-eager-cuda", "pytorch-algorithm-2-cuda")
 NO_GPU = KINDS["pytorch-eager-cuda"].missing()
-QUICK = BenchRequest(
-    warmup=1,
-    round_s=0.0,
-    inputs=2,
-    samples=50,
-    memory=False,
-    limits=False,
-)
+QUICK = BenchRequest(warmup=1, round_s=0.0, inputs=2, samples=50, memory=False, limits=False)
 
 
 @pytest.fixture

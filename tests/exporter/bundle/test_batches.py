@@ -68,9 +68,7 @@ def test_each_graph_says_which_batches_it_is_for_and_together_they_are_for_all(
     assert all(graph.parity is not None and graph.parity["passed"] for graph in (main, other))
 
 
-def test_a_call_takes_the_graph_for_its_batch_which_is_opened_when_it_comes(
-    opened: Bundle,
-) -> None:
+def test_a_call_takes_the_graph_for_its_batch_which_is_opened_when_it_comes(opened: Bundle) -> None:
     main, other = opened.manifest.graphs
     boundary = main.batches[1]
     session = opened.session()

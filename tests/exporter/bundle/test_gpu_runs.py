@@ -414,10 +414,7 @@ def test_graphs_for_several_batches_are_replayed_each_by_itself(
     ],
 )
 def test_an_option_keeps_a_session_from_replaying(
-    options: dict[str, Any],
-    reason: str,
-    bundle: moexport.Bundle,
-    on_cuda: list[dict[str, str]],
+    options: dict[str, Any], reason: str, bundle: moexport.Bundle, on_cuda: list[dict[str, str]]
 ) -> None:
     found = bundle.session(provider="cuda", **options)
     assert on_cuda == [{"use_tf32": "0"}]

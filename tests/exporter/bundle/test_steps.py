@@ -58,9 +58,7 @@ class Doubling:
     twice: int | None = option(None, "Half of the experts to compute.", unset="none")
 
 
-def doubling(
-    twice: Annotated[int | None, option_for(Doubling, "twice", min=1)] = None,
-) -> Doubling:
+def doubling(twice: Annotated[int | None, option_for(Doubling, "twice", min=1)] = None) -> Doubling:
     return Doubling(twice=twice)
 
 

@@ -115,8 +115,7 @@ def replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
-    [(Path.unlink, "removed"), (replaced, "changed"), (overwritten, "changed")],
+    ("change", "what"), [(Path.unlink, "removed"), (replaced, "changed"), (overwritten, "changed")]
 )
 def test_a_checkpoint_that_changes_after_it_was_loaded_is_told(
     change: Callable[[Path], None], what: str, tmp_path: Path

@@ -79,7 +79,7 @@ def network(outlier: float) -> Model:
 
 X = random(INPUTS, TOKENS, DIM, seed=30).numpy()
 INT8: dict[str, Any] = {
-    **{"precision": "int8", "method": "minmax", "target": "ort-cpu", "k": K, "engine": False},
+    **{"precision": "int8", "method": "minmax", "target": "ort-cpu", "k": K, "engine": False}
 }
 
 

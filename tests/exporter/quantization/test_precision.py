@@ -125,11 +125,7 @@ def test_weights_that_fp16_cannot_hold_stay_in_fp32_and_are_named(tmp_path: Path
             2,
             "integer weights are multiplied in FP16 there",
         ),
-        (
-            ("--precision", "int8", "--target", "ort-cuda", "--method", "mse"),
-            2,
-            "needs no ranges",
-        ),
+        (("--precision", "int8", "--target", "ort-cuda", "--method", "mse"), 2, "needs no ranges"),
         (
             ("--precision", "int8", "--target", "ort-cuda", "--weight-bits", "7"),
             2,

@@ -467,9 +467,7 @@ def test_a_lost_list_of_layers_is_built_again(with_engine: Path) -> None:
 
 
 @needs_rtx
-def test_an_engine_that_was_exchanged_is_not_loaded_unless_it_is_trusted(
-    with_engine: Path,
-) -> None:
+def test_an_engine_that_was_exchanged_is_not_loaded_unless_it_is_trusted(with_engine: Path) -> None:
     plan = with_engine / "engine-tensorrt-rtx.plan"
     content = bytearray(plan.read_bytes())
     content[-1] ^= 1

@@ -17,22 +17,10 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import EngineError, FeedError, MissingExtraError, UsageError
-from moexport.exporter.bundle.parity import (
-    GPU_RTOL,
-    PARITY_FILE,
-    TOLERANCES,
-    Reference,
-    gpu_bounds,
-)
+from moexport.exporter.bundle.parity import GPU_RTOL, PARITY_FILE, TOLERANCES, Reference, gpu_bounds
 from moexport.exporter.session import PROVIDERS, SessionOptions
 from moexport.exporter.tensorrt import cache, cuda
-from moexport.exporter.tensorrt.backends import (
-    BACKENDS,
-    TENSORRT,
-    TENSORRT_RTX,
-    Backend,
-    first_gpu,
-)
+from moexport.exporter.tensorrt.backends import BACKENDS, TENSORRT, TENSORRT_RTX, Backend, first_gpu
 from moexport.exporter.tensorrt.engines import precision_notes
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import parse_profile
@@ -412,7 +400,7 @@ def test_eight_bit_floats_and_four_bit_weights_stay_in_their_bounds(
         opset=21,
         data=case.x if precision == "fp8" else None,
         engine=EngineOptions(
-            compute_capabilities=("current",) if backend.builds_without_gpu else (),
+            compute_capabilities=("current",) if backend.builds_without_gpu else ()
         ),
     )
     with bundle.engine(backend.name) as session:

@@ -157,8 +157,7 @@ def test_tensors_keep_to_the_same_rules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("driver", "wanted"),
-    [(580, 13), (595, 13), (579, 12), (535, 12), (470, 12), (None, 13)],
+    ("driver", "wanted"), [(580, 13), (595, 13), (579, 12), (535, 12), (470, 12), (None, 13)]
 )
 def test_the_binding_is_chosen_by_the_driver(driver: int | None, wanted: int) -> None:
     assert cuda.bindings_for(driver) == f"cuda-bindings>={wanted},<{wanted + 1}"

@@ -96,8 +96,7 @@ def test_a_layer_with_edits_compiles(levels: tuple[int, ...], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("form", "lowering"),
-    [("tucker", "factorised"), ("full", "unfactorised"), ("full", "gathered")],
+    ("form", "lowering"), [("tucker", "factorised"), ("full", "unfactorised"), ("full", "gathered")]
 )
 @pytest.mark.parametrize("kept", [None, 3])
 def test_the_unfactorised_and_the_tucker_form_compile(

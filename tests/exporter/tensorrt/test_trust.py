@@ -14,12 +14,7 @@ from moexport.exporter.bundle.manifest import FileRecord, Manifest
 from moexport.exporter.tensorrt import cuda, plan_file, trust
 from moexport.exporter.tensorrt.backends import Backend
 from moexport.exporter.tensorrt.plan_file import load_engine
-from moexport.exporter.tensorrt.records import (
-    EngineRecord,
-    add_to_bundle,
-    engines_of,
-    staging,
-)
+from moexport.exporter.tensorrt.records import EngineRecord, add_to_bundle, engines_of, staging
 from moexport.exporter.tensorrt.trust import check_private, find_plan, is_own, own_signature
 from moexport.tests.command import run
 from moexport.tests.exporter.bundle.test_bundle import change_manifest

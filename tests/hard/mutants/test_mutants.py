@@ -9,12 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.exporter.bundle.parity import (
-    MAX_STORED,
-    TOLERANCES,
-    Reference,
-    not_compared,
-)
+from moexport.exporter.bundle.parity import MAX_STORED, TOLERANCES, Reference, not_compared
 from moexport.graphs.targets import Precision, Target
 
 from .bases import Base, bases, subjects

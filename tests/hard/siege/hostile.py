@@ -16,15 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from threading import Thread
 
-from moexport.plugins.text.tests.serving import (
-    CHATS,
-    CONTEXT,
-    PROMPT,
-    head,
-    opened,
-    post,
-    request,
-)
+from moexport.plugins.text.tests.serving import CHATS, CONTEXT, PROMPT, head, opened, post, request
 
 PAUSE_S = 0.2
 """Between two attacks of a kind."""

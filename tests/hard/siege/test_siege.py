@@ -16,14 +16,7 @@ from typing import Any
 
 import moexport
 import pytest
-from moexport.plugins.text.tests.serving import (
-    CONTEXT,
-    PROMPT,
-    Server,
-    get,
-    post,
-    with_tokenizer,
-)
+from moexport.plugins.text.tests.serving import CONTEXT, PROMPT, Server, get, post, with_tokenizer
 from moexport.tests.hard.siege.hostile import KINDS, TEXTS
 
 pytest.importorskip("uvicorn", reason="the extra generate is not installed")
