@@ -87,7 +87,7 @@ def _check(folder: Path, place: Path, option: str = "-o") -> None:
     `option` is the option that named `place`.
     """
     if not folder.is_dir():
-        inside = "" if folder == place.absolute() else f", so {place.name} cannot be in it"
+        inside = "" if folder == place.absolute() else f", so {place.name} cannot be created in it"
         raise OutputError(f"{folder}: not a folder{inside}", hint=f"choose another {option}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError(

@@ -45,7 +45,7 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
         listed = _files_of_bundle(destination)
         if listed is None and any(destination.iterdir()):
             raise BundleError(
-                f"{destination}: the folder exists and is not a bundle; it is left untouched",
+                f"{destination}: the folder exists but is not a bundle; it is left untouched",
                 hint="choose another -o",
             )
         if listed is not None and not force:
@@ -63,7 +63,7 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
     parent = nearest(destination.absolute().parent)
     if not parent.is_dir():
         raise BundleError(
-            f"{parent}: not a folder, so {destination.name} cannot be in it",
+            f"{parent}: not a folder, so {destination.name} cannot be created in it",
             hint="choose another -o",
         )
     find_temporary_folder(parent)

@@ -19,7 +19,7 @@ from ...errors import CheckpointError
 
 CONFIG = "adapter_config.json"
 
-MERGE = "merge the adapter first: merge_and_unload() of peft, then save_pretrained"
+MERGE = "merge the adapter first: merge_and_unload() in peft, then save_pretrained"
 
 FACTOR = re.compile(
     r"(?P<module>.+)\.lora_(?P<which>[AB])(?:\.(?P<name>(?!weight$)[^.]+))?(?:\.weight)?"

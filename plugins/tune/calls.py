@@ -37,7 +37,7 @@ def tune(model: AnyModel, data: AnyData, destination: AnyPath, request: TuneRequ
         UsageError: before the search, if an argument is invalid.
         FeedError: before the search, if the data do not fit the model or are too few to confirm.
         ContractError: if no point meets the bounds, or the best one is not confirmed.
-        ClusterError: if the cluster cannot be reached, lacks the resource, or loses its nodes.
+        ClusterError: if the cluster cannot be reached, lacks a resource or loses nodes.
     """
     started = monotonic()  # the import of PyTorch counts against the time limit
     check_pytorch("tune")

@@ -53,7 +53,7 @@ except SystemExit as end:
         ),
         ("bench WEIGHTS -o out --k 0", "--k 0: at least one expert must be kept"),
         ("bench WEIGHTS -o out --batch x", "--batch x: not a list of sizes"),
-        ("export WEIGHTS -o .", ".: the folder exists and is not a bundle"),
+        ("export WEIGHTS -o .", ".: the folder exists but is not a bundle"),
         ("bench WEIGHTS -o out --calibrate-data nope.npz", "nope.npz: no such feed"),
         ("bench WEIGHTS -o notes.txt", "FOLDER/notes.txt: not a folder"),
         ("export WEIGHTS -o out --set dim", "--set dim: not KEY=VALUE"),

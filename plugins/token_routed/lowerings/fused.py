@@ -167,9 +167,9 @@ def _unable(spec: ExpertsSpec) -> str | None:
     if spec.linear:
         return "com.microsoft.MoE does not support experts with only one linear layer"
     if spec.gate != "none" and spec.activation != "silu":
-        return f"com.microsoft.MoE has no gate with {spec.activation}"
+        return f"com.microsoft.MoE supports gates with silu only, not with {spec.activation}"
     if spec.gate == "none" and (spec.activation not in OP_ACTIVATIONS or spec.alpha != 1.0):
-        return f"com.microsoft.MoE has no {spec.activation} of this form"
+        return f"com.microsoft.MoE does not support this form of {spec.activation}"
     return unsupported_parts(spec) or unsupported_width(spec)
 
 

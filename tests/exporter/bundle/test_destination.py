@@ -280,7 +280,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
 ) -> None:
     before = contents(tmp_path)
     outcome = run(*writers[name], "-o", tmp_path / "x.npz" / name)
-    assert_refused(outcome, f"x.npz: not a folder, so {name} cannot be in it")
+    assert_refused(outcome, f"x.npz: not a folder, so {name} cannot be created in it")
     steps = [line for line in outcome.err.splitlines() if line.startswith("moexport: ")]
     assert all(step.startswith("moexport: loading ") for step in steps)
     if "." in name:
