@@ -382,7 +382,7 @@ def _mismatch(
 
     Raises `ParityError` if the model itself is unsuitable for a comparison.
     """
-    if parity.tied > MAX_TIED * (parity.choices or 0):
+    if not parity.given_choices and parity.tied > MAX_TIED * (parity.choices or 0):
         return ParityError(
             f"{path.name}: routing is tied in {parity.tied} of the {parity.choices} "
             f"{parity.what_chooses}, so almost nothing can be compared",

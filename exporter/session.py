@@ -344,12 +344,16 @@ class Session:
         """
         import onnx
 
-        from .bundle.given_choices import can_be_given, own_choice
+        from .bundle.given_choices import can_be_given, own_choice, scores_of
 
+        if type(self) is not Session:  # the file may not be a graph
+            return None
         graph = onnx.load(self.path, load_external_data=False).graph
-        if type(self) is not Session or not can_be_given(graph, values):
+        if not can_be_given(graph, values):
             return None
         observe = dict.fromkeys(map(own_choice, values), onnx.TensorProto.INT64)
+        scores = [name for value in values for name in scores_of(value)]
+        observe |= dict.fromkeys(scores, onnx.TensorProto.FLOAT)
         options = replace(self.options, observe=observe, given=tuple(values), prepack=False)
         return Session(self.path, options)
 
@@ -645,7 +649,7 @@ def _modified(path: Path, options: SessionOptions) -> ModelProto | None:
     A BF16 graph is emulated on a CPU, which has no kernels for it, and an FP16 one on request: CPUs
     with FP16 arithmetic sum it in FP16. Weights are not loaded.
     """
-    if options.provider != CPU and not options.observe:
+    if options.provider != CPU and not (options.observe or options.given):
         return None
     import onnx
 
@@ -654,7 +658,7 @@ def _modified(path: Path, options: SessionOptions) -> ModelProto | None:
     facts = GraphFacts.of(model, path.name)
     emulated = ("bf16", "fp16") if options.rounded else ("bf16",)
     is_emulated = options.provider == CPU and facts is not None and facts.floats in emulated
-    if not is_emulated and not options.observe:
+    if not (is_emulated or options.observe or options.given):
         return None
     if is_emulated:
         from .bundle.fp16_emulation import fp16_emulation

@@ -21,7 +21,7 @@ import onnx
 
 from ...common.documents import from_data
 from ...data.batches import rebatched
-from ...errors import BundleError, FeedError, ParityError
+from ...errors import BundleError, EngineError, FeedError, ParityError
 from ..inputs import repeated_indices
 
 if TYPE_CHECKING:
@@ -282,7 +282,8 @@ def describe(parity: Parity) -> str:
     else:
         article = "the " if p.chosen_by == "tokens" else ""
         text += f"; same experts in {p.agreeing:,} of {article}{p.choices:,} {p.what_chooses}"
-    text += f" ({p.ties} tied, not compared)" if p.ties and not p.given_choices else ""
+        text += " after PyTorch's earlier choices" * p.given_choices
+    text += f" ({p.ties} tied{', not compared' * (not p.given_choices)})" if p.ties else ""
     if p.mostly_ties:
         text += (
             f"; MOST RESULTS WERE NOT COMPARED: {p.tied:,} of {p.choices:,} {p.what_chooses} are "
@@ -691,6 +692,8 @@ class Comparison:
     k: int | None = None
     probed: Sequence[int] = ()
     group_size: int = 1
+    _given: list[GraphSession | None] = field(default_factory=list)
+    """The graph with choices as inputs, once it was needed; None if it has no such inputs."""
     _results: list[_PartResult] = field(default_factory=list, init=False)
     _at_sizes: dict[tuple[Axis, int], _PartResult] = field(default_factory=dict, init=False)
     """Results in batches of other sizes, for the first inputs, and with other token counts."""
@@ -698,8 +701,6 @@ class Comparison:
     _first: Reference = field(init=False, repr=False)
     _worst: Reference = field(init=False, repr=False)
     _furthest: float = field(default=0.0, init=False)
-    _given: GraphSession | None = field(default=None, init=False)
-    """The graph with choices as inputs, once it was needed."""
 
     def add(self, expected: Reference) -> None:
         """Runs the graph on the reference's inputs, with each k for which it has outputs."""
@@ -728,7 +729,7 @@ class Comparison:
 
         It is the reference for other graphs in the same precision.
         """
-        values, sets = self._run(expected, self.batch)
+        values, sets, _ = self._run(expected, self.batch)
         others = {
             k: replace(self, k=k, probed=()).with_rounded(other)
             for k, other in expected.at_other_k.items()
@@ -770,7 +771,7 @@ class Comparison:
         If choices differ, and outputs miss the bounds or most are left out as ties, the result is
         that with PyTorch's choices, unless it misses the bounds.
         """
-        values, sets = self._run(expected, batch)
+        values, sets, _ = self._run(expected, batch)
         references = {self.session.output_names[0]: expected.y, **expected.outputs}
         outputs = [(array, values[name]) for name, array in references.items()]
         for array, actual in outputs:
@@ -782,15 +783,38 @@ class Comparison:
         parity = _parity([result], self.tolerance)
         if not result.differing or (parity.passed and not parity.mostly_ties):
             return result
-        open_given = getattr(self.session, "with_given_choices", lambda _: None)
-        compared = self._compared_values(expected).values()
-        self._given = self._given or open_given(compared)
-        if self._given is None or sets.keys() != expected.selected.keys():
+        given = self._compare_given(expected, batch, references, result)
+        if given is None:
             return result
-        values, sets = self._run(expected, batch, self._given)
+        # If free choices leave out most inputs, here or earlier, a wrong result is not hidden.
+        left_out = result.tied > MAX_TIED * result.choices
+        left_out |= any(part.given_choices for part in self._results)
+        return given if left_out or _parity([given], self.tolerance).passed else result
+
+    def _compare_given(
+        self,
+        expected: Reference,
+        batch: int,
+        references: Mapping[str, np.ndarray],
+        free: _PartResult,
+    ) -> _PartResult | None:
+        """Compares with PyTorch's choices as inputs; returns None if the graph cannot use them."""
+        if not np.isfinite(free.everything.off).all():
+            return None
+        try:
+            if not self._given:
+                open_given = getattr(self.session, "with_given_choices", lambda _: None)
+                self._given.append(open_given(self._compared_values(expected).values()))
+            if self._given[0] is None:
+                return None
+            values, sets, gap = self._run(expected, batch, self._given[0])
+        except (BundleError, EngineError, FeedError):  # of the changed graph only
+            return None
+        if sets.keys() != expected.selected.keys():
+            return None
         outputs = [(array, values[name]) for name, array in references.items()]
-        given = _part_result(expected, outputs, sets, self.tolerance, result)
-        return given if _parity([given], self.tolerance).passed else result
+        given = _part_result(expected, outputs, sets, self.tolerance, free)
+        return replace(given, margin=max(given.margin, gap))
 
     def _compared_values(self, expected: Reference) -> dict[str, str]:
         """The graph's values with compared choices, by name of the choice.
@@ -801,28 +825,32 @@ class Comparison:
 
     def _run(
         self, expected: Reference, batch: int, given: GraphSession | None = None
-    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], float]:
         """Returns the graph's outputs by name, and the choices of its layers.
 
-        The `given` session gets the reference's choices as inputs.
+        The `given` session gets the reference's choices as inputs; then the last value is how far
+        the scores of its own choices are from theirs (`_score_gap`).
         """
         session, compared = given or self.session, self._compared_values(expected)
         names = dict.fromkeys((self.session.output_names[0], *expected.outputs))
         outputs: dict[str, list[np.ndarray]] = {name: [] for name in names}
         chosen: dict[str, list[np.ndarray | None]] = {name: [] for name in compared}
         first = self.session.input_name
-        feeds = expected.feeds(first)
+        feeds, gap = expected.feeds(first), 0.0
+        scores: list[tuple[str, str]] = []
         if given is not None:
-            from .given_choices import given_choice, own_choice  # rarely needed
+            from .given_choices import given_choice, own_choice, scores_of  # rarely needed
 
             for name, value in compared.items():
                 sets = expected.selected[name]
                 by_token = sets.reshape(len(sets), -1, sets.shape[-1])
                 feeds[given_choice(value)] = by_token.astype(np.int64)
+            scores = [scores_of(value) for value in compared.values()]
             compared = {name: own_choice(value) for name, value in compared.items()}
         for part in rebatched([feeds], batch):
             x = part[first]
             values = session.run(part if len(part) > 1 else x, self.k)
+            gap = max(gap, *(_score_gap(values[own], values[its]) for own, its in scores), 0.0)
             for name in names:
                 outputs[name].append(values[name])
             for name, value in compared.items():
@@ -834,6 +862,7 @@ class Comparison:
         return (
             {name: np.concatenate(parts) for name, parts in outputs.items()},
             {n: np.concatenate(p) for n, p in recorded.items() if len(p) == len(chosen[n])},
+            gap,
         )
 
     def _first_inputs(self, size: int) -> Reference:
@@ -901,6 +930,17 @@ class Comparison:
         return differing or (agreement < least and probe.first is not None)
 
 
+def _score_gap(own: np.ndarray, given: np.ndarray) -> float:
+    """Returns how far the scores of two choices [..., k] are apart, relative to the k-th.
+
+    It is small if a tie explains the difference: then both choices have nearly the same scores.
+    """
+    a, b = (np.sort(scores.astype(np.float64), axis=-1) for scores in (own, given))
+    scale = np.maximum(np.abs(a[..., :1]), np.finfo(np.float32).tiny)
+    with np.errstate(invalid="ignore"):
+        return float(np.nan_to_num(np.abs(a - b) / scale, nan=np.inf).max(initial=0.0))
+
+
 def _as_recorded(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
     """Returns a layer's choices in the graph, in the shape of the reference.
 
@@ -936,6 +976,10 @@ def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
     numbers = sum(part.integers[1] for part in parts)
     wrong = sum(part.integers[0] for part in parts) / numbers if numbers else None
     given = any(part.given_choices for part in parts)
+    free = [part for part in parts if not part.given_choices]
+    left_out, free_choices = sum(p.tied for p in free), sum(p.choices for p in free)
+    # With given choices, rounding swaps no experts whose scores are far apart.
+    gap = max((part.margin for part in parts if part.given_choices), default=0.0)
     apart = _Rounding.times([part.rounding for part in parts if part.rounding is not None])
     return Parity(
         max_abs=same.max_abs,
@@ -950,7 +994,8 @@ def _parity(parts: Sequence[_PartResult], bounds: Tolerance) -> Parity:
             all(output.within(bounds) for output in outputs)
             and agreeing / choices >= bounds.routing
             and same.inputs
-            and (given or tied <= MAX_TIED * choices)
+            and left_out <= MAX_TIED * free_choices
+            and gap <= _FAR_APART["batch"] * bounds.tie
             and (wrong is None or wrong <= 1 - bounds.routing)
             and (apart is None or apart <= bounds.roundings)
         ),

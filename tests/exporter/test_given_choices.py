@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import moexport
 import numpy as np
+import onnx
 import pytest
 import torch
 from moexport.exporter.bundle.bundle import Bundle
@@ -19,7 +24,9 @@ from moexport.exporter.bundle.parity import (
     describe,
 )
 from moexport.exporter.bundle.verify import checking_session
-from moexport.exporter.session import Session
+from moexport.exporter.session import GraphSession, Session
+
+TIES = replace(TOLERANCES["fp32"], tie=1e-2)
 
 DIM, HIDDEN, DEPTH, EXPERTS, TOKENS, PATCH = 24, 8, 4, 32, 17, 8
 
@@ -85,18 +92,50 @@ def tied(bundle: Bundle) -> Reference:
     return replace(reference, y=y, selected=selected, rounded=None)
 
 
-def compared(bundle: Bundle, reference: Reference, tolerance: Tolerance) -> Parity:
+@dataclass
+class Damaged:
+    """A session whose outputs are changed, with its own choices and with given ones."""
+
+    session: GraphSession
+    change: Callable[[np.ndarray], np.ndarray]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.session, name)
+
+    def run(self, *args: Any, **named: Any) -> dict[str, np.ndarray]:
+        values, first = self.session.run(*args, **named), self.session.output_names[0]
+        return {**values, first: self.change(values[first])}
+
+    def with_given_choices(self, values: Iterable[str]) -> Damaged:
+        return Damaged(self.session.with_given_choices(values), self.change)  # type: ignore[attr-defined]
+
+
+def compared(
+    bundle: Bundle,
+    *references: Reference,
+    tolerance: Tolerance = TIES,
+    folder: Path | None = None,
+    change: Callable[[np.ndarray], np.ndarray] = np.copy,
+    probed: tuple[int, ...] = (),
+) -> Parity:
     graph, target = bundle.manifest.graphs[0], bundle.manifest.target
-    observe = reference.observed(graph.selected)
-    session = checking_session(bundle.path / graph.file, target, observe=observe)
-    comparison = Comparison(session, graph.selected, batch=3, tolerance=tolerance)
-    comparison.add(reference)
+    file = (folder or bundle.path) / graph.file
+    session = checking_session(file, target, observe=references[0].observed(graph.selected))
+    comparison = Comparison(
+        Damaged(session, change),  # type: ignore[arg-type]
+        graph.selected,
+        batch=3,
+        tolerance=tolerance,
+        probed=probed,
+    )
+    for reference in references:
+        comparison.add(reference)
     return comparison.parity()
 
 
 def test_if_most_inputs_tie_all_are_compared_with_pytorchs_choices(bundle: Bundle) -> None:
-    reference, tolerance = tied(bundle), replace(TOLERANCES["fp32"], tie=1e-2)
-    parity = compared(bundle, reference, tolerance)
+    reference = tied(bundle)
+    parity = compared(bundle, reference)
     assert parity.passed, describe(parity)
     assert parity.given_choices
     assert parity.tied >= parity.samples - 1
@@ -106,10 +145,53 @@ def test_if_most_inputs_tie_all_are_compared_with_pytorchs_choices(bundle: Bundl
     # One input that ties has wrong outputs.
     wrong = reference.y.copy()
     wrong[5] *= 1.01
-    assert not compared(bundle, replace(reference, y=wrong), tolerance).passed
+    assert not compared(bundle, replace(reference, y=wrong)).passed
 
 
 def test_choices_between_experts_far_apart_are_found_with_given_choices(bundle: Bundle) -> None:
-    parity = compared(bundle, tied(bundle), TOLERANCES["fp32"])
+    parity = compared(bundle, tied(bundle), tolerance=TOLERANCES["fp32"])
     assert not parity.passed
     assert parity.routing_agreement < 0.5
+
+
+def test_a_router_that_keeps_the_smallest_scores_is_refused_if_pytorchs_scores_tie(
+    bundle: Bundle, tmp_path: Path
+) -> None:
+    shutil.copytree(bundle.path, tmp_path / "damaged")
+    graph = bundle.manifest.graphs[0]
+    content = onnx.load(tmp_path / "damaged" / graph.file, load_external_data=False)
+    for node in content.graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "TopK" and attribute.name == "largest":
+                attribute.i = 0
+    onnx.save(content, tmp_path / "damaged" / graph.file)
+    reference = replace(Reference.load(bundle.path / "parity.npz"), rounded=None)
+    wide = replace(TOLERANCES["int8"], tie=max(map(np.max, reference.margin.values())))
+    assert not compared(bundle, reference, tolerance=wide, folder=tmp_path / "damaged").passed
+
+
+def test_a_batch_size_at_which_a_graph_is_wrong_is_found_if_all_inputs_tie(bundle: Bundle) -> None:
+    reference = tied(bundle)
+    reference = reference.rows(np.arange(1, len(reference.x)))
+    assert compared(bundle, reference, probed=(1, 5)).passed
+
+    def change(y: np.ndarray) -> np.ndarray:
+        return y[::-1].copy() if len(y) == 5 else y
+
+    assert not compared(bundle, reference, probed=(1, 5), change=change).passed
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_inputs_that_match_do_not_hide_later_or_earlier_ones_that_do_not(
+    bundle: Bundle, first: int
+) -> None:
+    reference = tied(bundle)
+    reference = reference.rows(np.arange(1, len(reference.x)))
+    wrong = reference.y * np.where(np.arange(reference.y.shape[1]) == 0, 1.5, 1.0)
+    parts = [reference, replace(reference, y=wrong.astype(np.float32))]
+    assert not compared(bundle, parts[first], parts[1 - first]).passed
+
+
+def test_outputs_that_are_not_numbers_are_refused_whatever_the_choices(bundle: Bundle) -> None:
+    reference = tied(bundle)
+    assert not compared(bundle, reference, change=lambda y: y * np.nan).passed

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from moexport.exporter.bundle.verify import checking_session
 from moexport.exporter.session import Session, SessionOptions
 from moexport.plugins.token_routed.tests.architectures import ARCHITECTURES, Library, save
 from moexport.tests.command import run
+from onnx import helper
 
 IDS = np.random.default_rng(0).integers(0, 61, (2, 7))
 
@@ -83,17 +87,70 @@ def test_with_given_choices_a_graph_computes_what_pytorch_computes_with_them(
     np.testing.assert_allclose(other, expected.numpy(), rtol=1e-4, atol=1e-5)
 
 
-def compared(bundle: Bundle, reference: Reference) -> Parity:
+def compared(
+    bundle: Bundle, reference: Reference, folder: Path | None = None, batch: int = 3
+) -> Parity:
     manifest, (graph,) = bundle.manifest, bundle.manifest.graphs
     observe = reference.observed(graph.selected)
     comparison = Comparison(
-        checking_session(bundle.path / graph.file, manifest.target, observe=observe),
+        checking_session((folder or bundle.path) / graph.file, manifest.target, observe=observe),
         graph.selected,
-        batch=3,
+        batch=batch,
         tolerance=stored_bounds(graph.parity, "bf16"),
     )
     comparison.add(reference)
     return comparison.parity()
+
+
+def damaged(bundle: Bundle, folder: Path, damage: Callable[[list[onnx.NodeProto]], None]) -> Path:
+    """Returns a copy of a bundle with a change after its first router: TopK is the last node."""
+    shutil.copytree(bundle.path, folder)
+    (graph,) = bundle.manifest.graphs
+    content = onnx.load(folder / graph.file, load_external_data=False)
+    choice, nodes = next(iter(graph.selected.values())), list[onnx.NodeProto]()
+    for node in content.graph.node:
+        nodes.append(node)
+        if choice in node.output:
+            damage(nodes)
+    del content.graph.node[:]
+    content.graph.node.extend(nodes)
+    onnx.save(content, folder / graph.file)
+    return folder
+
+
+def test_experts_in_an_order_that_their_weights_do_not_have_are_found(
+    bf16: Bundle, tmp_path: Path
+) -> None:
+    def damage(nodes: list[onnx.NodeProto]) -> None:
+        top = nodes[-1]
+        value, top.output[1] = top.output[1], "unsorted"
+        sort = partial(helper.make_node, "TopK", axis=-1, largest=0)
+        nodes.append(sort(["unsorted", top.input[1]], [value, "positions"]))
+
+    reference = replace(Reference.load(bf16.path / "parity.npz"), rounded=None)
+    assert not compared(bf16, reference, damaged(bf16, tmp_path / "out", damage)).passed
+
+
+def test_a_token_with_the_worst_experts_is_found(bf16: Bundle, tmp_path: Path) -> None:
+    """It is one choice in a hundred, fewer than may differ."""
+
+    def damage(nodes: list[onnx.NodeProto]) -> None:
+        top = nodes.pop()
+        scores, weights = top.input[0], top.output[0]
+        numbers = {"first": np.array([0]), "firsts": np.array([[0]])}
+        for name, array in numbers.items():
+            tensor = onnx.numpy_helper.from_array(array, name)
+            nodes.append(helper.make_node("Constant", [], [name], value=tensor))
+        nodes.append(helper.make_node("Gather", [scores, "first"], ["token"], axis=0))
+        nodes.append(helper.make_node("Neg", ["token"], ["reversed"]))
+        nodes.append(helper.make_node("ScatterND", [scores, "firsts", "reversed"], ["wrong"]))
+        top.input[0], top.output[0] = "wrong", "wrong weights"
+        nodes.append(top)
+        gathered = [scores, top.output[1]]
+        nodes.append(helper.make_node("GatherElements", gathered, [weights], axis=-1))
+
+    reference = Reference.load(bf16.path / "parity.npz")
+    assert not compared(bf16, reference, damaged(bf16, tmp_path / "out", damage), batch=8).passed
 
 
 def test_tokens_after_a_tie_are_compared_with_pytorchs_choices(bf16: Bundle) -> None:
