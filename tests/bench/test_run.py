@@ -326,7 +326,7 @@ def test_what_cannot_be_measured_is_refused_first(model: Model, digits: Digits) 
     with pytest.raises(UsageError, match="same name"):
         plan([Candidate("d", model), Candidate("d", model)], QUICK)
     twice = Candidate("d", model, graphs=(source(model, 2, "dense"),) * 2)
-    with pytest.raises(UsageError, match="same case"):
+    with pytest.raises(UsageError, match="same rows"):
         plan([twice], QUICK)
     with pytest.raises(UsageError, match="no model"):
         plan([], QUICK)
