@@ -1,4 +1,4 @@
-"""Measures one candidate: quality, latency, memory and parts, with an estimate of the duration."""
+"""Measures one candidate (quality, latency, memory, parts); estimates a benchmark's duration."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ PROCESS_S = 4.0  # time to start a process and load a runtime
 class Measurement:
     """The measurements of one candidate, taken from the journal if an earlier run made them.
 
-    Entries for the protocol are added to `entries`: the machine's `rates` as measured with each
-    group, the share of time that threads `waited` for a core, and the time in ms that the `wrapper`
-    adds to a graph's bare call. `samples` is the number of samples that were evaluated.
+    `entries` receives entries for the protocol: the machine's `rates` as measured with each group,
+    the share of time that threads `waited` for a core, and the ms that the `wrapper` adds to a
+    graph's call. `samples` were evaluated. An `earlier_evaluation` is used instead of a new one.
     """
 
     candidate: Candidate
@@ -67,7 +67,7 @@ class Measurement:
     failures: dict[Case, str] = field(default_factory=dict)
     computed_in: dict[Case, str | None] = field(default_factory=dict)
     no_cuda_graph: dict[Case, str | None] = field(default_factory=dict)
-    known: EvaluationState | None = None
+    earlier_evaluation: EvaluationState | None = None
 
     def rows(self) -> list[Row]:
         """Measures everything; returns the rows, group by group."""
@@ -148,8 +148,8 @@ class Measurement:
     def _all_limits(self, x: Inputs, cases: Collection[Case]) -> dict[str, Limits]:
         """Returns the `Limits` of the model (under "") and of distinct bundles, by name."""
         bundles = {bundle.name: bundle for bundle in self.candidate.distinct_bundles}
-        every = {"": self.candidate} | bundles
-        return {name: Limits(each, x, cases) for name, each in every.items()}
+        candidates = {"": self.candidate} | bundles
+        return {name: Limits(candidate, x, cases) for name, candidate in candidates.items()}
 
     def _open_cases(self, case_loaders: Mapping[Case, Loader]) -> dict[Case, Runner | Loader]:
         """Opens and evaluates every case; returns the runners or loaders of successful ones.
@@ -181,7 +181,7 @@ class Measurement:
     def _evaluate(self, group: str, runners: Mapping[Case, Runner]) -> None:
         keys = {"model": self.candidate.name, "group": group}
         pieces = self.journal.pieces("quality", **keys)
-        state = self.known or evaluate(
+        state = self.earlier_evaluation or evaluate(
             runners,
             self.candidate,
             self.data,
@@ -244,8 +244,8 @@ class Measurement:
         """Returns each row's work and the least time for it; empty unless requested."""
         if not limits:
             return {}
-        limit_of = limits[""]
-        on_cpu, on_gpu = limit_of.rates(measured), limit_of.gpu_rates(measured)
+        model_limits = limits[""]
+        on_cpu, on_gpu = model_limits.rates(measured), model_limits.gpu_rates(measured)
         for rates in (on_cpu, on_gpu):
             if isinstance(rates, Rates):
                 entry = asdict(rates)
@@ -255,9 +255,9 @@ class Measurement:
         by_case = {}
         for case, graph in self.candidate.cases.items():
             if case in group.cases:
-                rates = on_cpu if case.provider == "cpu" else on_gpu
-                limit = limits.get(case.bundle or "", limit_of).of(case, graph, group.batch, rates)
-                label = case.label
+                rates, label = on_cpu if case.provider == "cpu" else on_gpu, case.label
+                case_limits = limits.get(case.bundle or "", model_limits)
+                limit = case_limits.of(case, graph, group.batch, rates)
                 latency = measured.device.get(label) or measured.latencies.get(label)
                 reason = None if latency is None else why_below_limit(limit, latency.median, rates)
                 by_case[case] = limit if reason is None else replace(limit, reason=reason)

@@ -47,7 +47,7 @@ def bench(
     absent: Sequence[Absent] = (),
     analyses: Mapping[str, Any] | None = None,
     only: int | None = None,
-    known: Mapping[str, EvaluationState] | None = None,
+    earlier_evaluations: Mapping[str, EvaluationState] | None = None,
     ranges: Mapping[str, Any] | None = None,
     threads: Threads | None = None,
 ) -> Results:
@@ -56,7 +56,7 @@ def bench(
     It writes results.json, the report and figures to `request.out`, if given. A case that cannot be
     opened, evaluated or timed becomes a row with its error. `absent` names the engines that are not
     measured, and `analyses` are additional findings for the results. With `only`, just that batch
-    size is timed; the qualities in `known`, by the names of candidates, are not measured again.
+    size is timed; candidates in `earlier_evaluations` are not evaluated again.
     `ranges` describes the source of INT8 ranges (`Ranges.record`), and `threads` how the number of
     threads was chosen. Raises UsageError and FeedError, before anything is opened, for an
     impossible benchmark.
@@ -101,7 +101,7 @@ def bench(
                 journal=journal,
                 progress=progress,
                 entries=entries,
-                known=(known or {}).get(candidate.name),
+                earlier_evaluation=(earlier_evaluations or {}).get(candidate.name),
             )
             rows += measurement.rows()
             samples = max(samples, measurement.samples)
@@ -173,12 +173,12 @@ def sweep(
     request: BenchRequest,
     *,
     only: int | None = None,
-    known: Mapping[str, EvaluationState] | None = None,
+    earlier_evaluations: Mapping[str, EvaluationState] | None = None,
 ) -> Results:
     """Returns every row of models and bundles, and writes them if requested.
 
-    `only` and `known` are as in `bench`. Raises `UsageError` and `FeedError`, before anything is
-    measured, for contradictory options.
+    `only` and `earlier_evaluations` are as in `bench`. Raises `UsageError` and `FeedError`, before
+    anything is measured, for contradictory options.
     """
     check_studies(request, sources)
     with prepared(sources, request) as setup:
@@ -188,7 +188,7 @@ def sweep(
             setup.request,
             absent=setup.absent,
             only=only,
-            known=known,
+            earlier_evaluations=earlier_evaluations,
             threads=setup.threads,
             ranges=_ranges(setup),
         )

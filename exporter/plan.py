@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..calibration.table import CalibrationTable
 
 DENSE = "dense"
-"""The lowering that copies no weights, written along with one whose copies grow with k."""
+"""The lowering that copies no weights. If k is an engine's input, a second graph may use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class Plan:
         options, retention = self.job.options, self.precision.retention
         notes = _share_notes(self.job)
         notes += options.notes if retention is None else retention.notes()
-        by_k = TARGETS[options.target].compiled and options.lowerings == (AUTO,)
-        if by_k and len(self.graphs) > 1:  # see `plan_auto`
+        may_have_dense_graph = TARGETS[options.target].compiled and options.lowerings == (AUTO,)
+        if may_have_dense_graph and len(self.graphs) > 1:  # see `plan_auto`
             main, dense = self.graphs
             notes += (
                 f"k is an input: {main.file} ({main.title}) copies the weights of k experts; "
@@ -113,13 +113,13 @@ class Plan:
         return (
             *notes,
             f"no single graph is fast at every size of --batch {options.batches}: "
-            f"{', '.join(spans)}; a session of the bundle, `run` and `bench` use the one for a "
-            "call's batch",
+            f"{', '.join(spans)}; a session of the bundle, `run` and `bench` use the graph "
+            "that covers each call's batch size",
         )
 
 
 def _share_notes(job: ExportJob) -> tuple[str, ...]:
-    """Returns notes on the k of a share, if layers were trained with only some of their experts."""
+    """Returns notes on the k that a share results in, for layers trained with k smaller than n."""
     share = job.options.kept
     if not isinstance(share, Fraction):
         return ()
@@ -140,7 +140,7 @@ def with_trace(
     """Returns a job, limited to the sizes for which its trace is valid, and that trace.
 
     A missing trace is made with this number of `tokens`, by default a few. Raises `UsageError`
-    for requested sizes at which the network computes something else.
+    for requested sizes at which the network takes a different code path.
     """
     if traced is None:
         progress.step("tracing" if tokens is None else f"tracing with {tokens} tokens")
@@ -156,14 +156,14 @@ def with_trace(
         common = AxisRange(
             max(low, requested.min), max(low, min(requested.opt, high)), min(high, requested.max)
         )
-        changes = f"the network computes something else at a {axis} of {size}"
+        changes = f"the network takes a different code path at {axis} size {size}"
         if axis == "tokens":
-            changes = f"the network computes something else with {size} tokens"
+            changes = f"the network takes a different code path with {size} tokens"
             if job.options.token_counts == DEFAULT_TOKENS:
                 job = limited_to_tokens(job, common.min, common.max, changes)
                 continue
         raise UsageError(
-            f"--{axis} {requested}: {changes}, but a graph has only one computation",
+            f"--{axis} {requested}: {changes}, but a graph can contain only one",
             hint=f"--{axis} {common} exports the graph for {common.min} to {common.max}"
             + (
                 f", --{axis} {size}:{size}:{requested.max} the one for larger sizes"
@@ -235,7 +235,7 @@ def plan_traced(
     limit = TARGETS[job.options.target].most_bytes
     if limit is not None and plan.weights_bytes > limit:
         raise UsageError(
-            f"--target {job.options.target}: the weights have {plan.weights_bytes / 1e9:.2f} GB, "
+            f"--target {job.options.target}: the weights take {plan.weights_bytes / 1e9:.2f} GB, "
             f"but this target loads at most {limit / 1e9:.2f} GB",
             hint="use a smaller --precision (fp16, int8, int4), or run the model on a server",
         )
@@ -270,9 +270,9 @@ def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
         spans = batch_spans(job.traced_layers(traced), job.options.target, batch.min, batch.max)
     if len(spans) < 2:
         graph = plan_graph(job, traced, AUTO, MAIN_GRAPH)
-        by_k = all(layer.k is None and layer.spec.chooses_sets for layer in graph.layers)
+        k_is_input = all(layer.k is None and layer.spec.chooses_sets for layer in graph.layers)
         copies = any(layer.copied_bytes for layer in graph.layers)  # at k = n, of all experts
-        if TARGETS[job.options.target].compiled and by_k and copies:
+        if TARGETS[job.options.target].compiled and k_is_input and copies:
             dense = plan_graph(job, traced, DENSE, f"model-{DENSE}.onnx")
             reason = "copies no weights, so it is for a k near n"
             layers = tuple(replace(layer, reason=reason) for layer in dense.layers)

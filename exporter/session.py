@@ -404,7 +404,7 @@ class Session:
         return feeds
 
     def _check_sizes(self, x: np.ndarray, spec: TensorSpec) -> None:
-        """Raises `FeedError` for sizes at which the network computes something else."""
+        """Raises `FeedError` for sizes at which the network takes a different code path."""
         for axis, size in zip(spec.shape, x.shape, strict=True):
             if axis not in self._sizes:
                 continue
@@ -414,7 +414,7 @@ class Session:
                 given = f"{size} tokens" if axis == "tokens" else f"a {axis} of {size}"
                 raise FeedError(
                     f"input '{spec.name}' has {given}, but the graph is valid {valid}; "
-                    "beyond that, the network computes something else",
+                    "at other sizes, the network takes a different code path",
                     hint=f"export another graph with --{axis}",
                 )
 

@@ -223,7 +223,7 @@ class ValidSizes:
 
     `bounds` are the smallest and the largest size of an axis, None if unlimited. A `guard` is a
     comparison of sizes that was made while tracing, as code in terms of axes. For sizes at which
-    its result differs, the network may compute something else, although usually only the memory
+    its result differs, the network may take a different code path, although usually only the memory
     layout of its tensors differs. `traced` are the sizes of the trace.
     """
 

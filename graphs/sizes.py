@@ -21,8 +21,8 @@ TRACED_SIZES = {
 }
 
 PARITY_BATCHES = (1, TRACED_BATCH, TRACED_BATCH + 1)
-"""Batch sizes at which a graph for any batch size is compared: a size that the trace made constant
-fails at two of them."""
+"""The batch sizes at which a graph with a dynamic batch is compared. If the trace baked in a batch
+size, two of the three fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class AxisRange:
         return max(self.min, min(size, self.max))
 
     def comparison_size(self, unit: int = 1) -> int:
-        """Returns the batch size for comparing outputs, not the traced size if possible.
+        """Returns the batch size at which outputs are compared: if possible, not the traced one.
 
         It is a multiple of the smallest batch, so that the last batch is not smaller.
         """

@@ -481,8 +481,8 @@ def why_below_limit(limit: Limit, median_ms: float, rates: Rates | str) -> str |
     moved, rate = limit.work.bytes, rates.for_bytes(limit.work.bytes).stream_gb_s
     if 1e-6 * moved / rate > limit.limit_ms / 2:
         return (
-            f"limit does not apply: the {size(moved)} stay in a cache between calls, which is "
-            f"faster than the {rate:.0f} GB/s of a sum over as many bytes"
+            f"limit does not apply: the {size(moved)} of weights and tokens stay in a cache "
+            f"between calls and are read faster than the measured {rate:.0f} GB/s"
         )
     return (
         f"limit does not apply: its products are faster than the timed product of two {SQUARE} × "

@@ -58,7 +58,7 @@ def in_stacked_form(model: Model, form: StackedForm) -> nn.Module:
         widths = [width for width in (spec.dim, spec.inner, spec.hidden, spec.out) if width % 4]
         if form == "grouped_mm" and widths:
             raise UsageError(
-                f"{name}: grouped_mm needs rows of a multiple of 4 numbers, not of {widths[0]}"
+                f"{name}: grouped_mm needs row widths that are multiples of 4, not {widths[0]}"
             )
         for weight in ("w1", "w2"):
             matrices = getattr(layer, weight)

@@ -460,7 +460,7 @@ class GraphFacts:
 
     It has the layers, the float type, the defaults of optional inputs, the joint limits of axes
     (`past + tokens`), and the number of inputs that are computed together. `sizes` are the smallest
-    and largest size of an axis, if the network computes something else beyond them.
+    and largest size of an axis, if the network takes a different code path beyond them.
     """
 
     layers: dict[str, LayerFacts]

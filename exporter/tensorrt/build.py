@@ -31,7 +31,6 @@ from .worker import PER_MILLE, Compiled
 
 WORKER = "moexport.exporter.tensorrt.worker"
 
-
 GRACE_S = 5.0
 """How long a cancelled build may take to stop by itself."""
 
@@ -224,15 +223,14 @@ class Explanation:
 
 OUT_OF_MEMORY = r"[Oo]ut ?[Oo]f ?[Mm]emory"
 
-
 EXPLANATIONS = (
     # Our own messages come first: TensorRT has often reported another error before.
     Explanation(
-        r"DishonouredError: timing_cache",
+        r"OptionNotAppliedError: timing_cache",
         "the timing cache cannot be used, and was left unchanged",
         "name a new file with --timing-cache, which the build will create, or remove this one",
     ),
-    Explanation(r"DishonouredError", "an option was not applied", "leave this option out"),
+    Explanation(r"OptionNotAppliedError", "an option was not applied", "leave this option out"),
     Explanation(
         r"bad_alloc|MemoryError|Cannot allocate memory|LLVM ERROR: out of memory",
         "the machine's memory ran out",

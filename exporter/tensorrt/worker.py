@@ -60,7 +60,7 @@ def main() -> None:
 def _build(
     request: dict[str, Any], send: Callable[..., None], errors: ErrorLines, stop: threading.Event
 ) -> Compiled:
-    """Compiles the engine to the file in the request; returns the facts of the build."""
+    """Compiles the engine and writes it to the requested file; returns the facts of the build."""
     started = time.monotonic()
     import polygraphy.backend.trt as loaders
     from polygraphy.logger import G_LOGGER
@@ -112,7 +112,7 @@ class Compiled:
         return dict(sorted(Counter(product.precision for product in self.layers).items()))
 
 
-class DishonouredError(RuntimeError):
+class OptionNotAppliedError(RuntimeError):
     """An option that the builder did not apply."""
 
 
@@ -122,7 +122,7 @@ def compile_engine(
     """Returns an engine's bytes, in TensorRT's own buffer, and the facts of its build.
 
     `on_step` receives the progress in per mille, and returns whether to continue. Raises
-    Polygraphy's errors, and `DishonouredError`.
+    Polygraphy's errors, and `OptionNotAppliedError`.
     """
     trt = importlib.import_module(BACKENDS[request["flavour"]].module)
     network = _network(loaders, trt, request)
@@ -197,16 +197,16 @@ def _monitor(trt: Any, on_step: Callable[[int], bool]) -> Any:
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # the package has no types
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
-            self.fraction = Fraction()
+            self.progress = BuildProgress()
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            self.fraction.start(phase_name, parent_phase, num_steps)
+            self.progress.start(phase_name, parent_phase, num_steps)
 
         def phase_finish(self, phase_name: str) -> None:
-            self.fraction.finish(phase_name)
+            self.progress.finish(phase_name)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            return on_step(self.fraction.step(phase_name, step))
+            return on_step(self.progress.step(phase_name, step))
 
     return Monitor()
 
@@ -255,11 +255,11 @@ def _finish_config(
 
 def _check(name: str, wanted: Any, got: Any) -> None:
     if wanted != got:
-        raise DishonouredError(f"{name}: requested {wanted}, got {got}")
+        raise OptionNotAppliedError(f"{name}: requested {wanted}, got {got}")
 
 
 def check_timing_cache(builder: Any, file: Path) -> None:
-    """Raises `DishonouredError` for a file that TensorRT would ignore and overwrite.
+    """Raises `OptionNotAppliedError` for a file that TensorRT would ignore and overwrite.
 
     TensorRT treats an unreadable file as an empty one, with a warning.
     """
@@ -272,7 +272,9 @@ def check_timing_cache(builder: Any, file: Path) -> None:
     timing_cache = config.create_timing_cache(content)
     accepted = timing_cache is not None and config.set_timing_cache(timing_cache, False)
     if not accepted or (content not in (b"", empty) and _serialized(timing_cache) == empty):
-        raise DishonouredError(f"timing_cache: {file} is damaged, or for another GPU or TensorRT")
+        raise OptionNotAppliedError(
+            f"timing_cache: {file} is damaged, or was made for another GPU or TensorRT version"
+        )
 
 
 def _serialized(timing_cache: Any) -> bytes:
@@ -287,10 +289,8 @@ UNCAPTURABLE = ("CONDITION", "TRIP_LIMIT", "NON_ZERO", "NMS")
 COMPUTING = ("MATRIX_MULTIPLY", "CONVOLUTION", "DECONVOLUTION", "EINSUM", "ATTENTION_INPUT")
 """Layers whose types are reported as a network's precision."""
 
-
 MOVING = ("SHUFFLE", "GATHER", "SLICE", "CONDITIONAL_INPUT", "IDENTITY")
 """Layers that move values without changing them."""
-
 
 PRECISIONS = {
     "FLOAT": "fp32",
@@ -361,7 +361,7 @@ def parse_report(text: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-class Fraction:
+class BuildProgress:
     """The finished part of a tree of phases, in per mille; it never decreases."""
 
     def __init__(self) -> None:

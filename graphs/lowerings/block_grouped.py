@@ -238,7 +238,8 @@ def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
 
 LOWERING = Lowering(
     name="block-grouped",
-    summary="sorts rows by expert into padded tiles; gathers one weight per tile, batched MatMuls",
+    summary="sorts rows by expert into padded tiles; gathers one expert's weights per tile, then "
+    "runs batched MatMuls",
     needs=lambda target: target.compiled,
     build=build,
     predict_us=predict_us,

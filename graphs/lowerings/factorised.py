@@ -161,7 +161,7 @@ def _matrix(
 _CONTRACTIONS = {"cp": _cp, "tr": _tr, "tucker": _tucker, "matrix": _matrix}
 
 
-def _unable(spec: MuMoESpec) -> str | None:
+def _unsupported(spec: MuMoESpec) -> str | None:
     return "its weight tensor is not factorised" if spec.form == "full" else None
 
 
@@ -170,6 +170,6 @@ LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
     summary="products with the factors; the experts' weight tensor is never written out",
     build=build,
     predict_us=all_coefficients_us,
-    unable=_unable,
+    unable=_unsupported,
     observable=True,
 )

@@ -17,8 +17,8 @@ from .base import Lowering, SoftMoEPlan
 from .cost import PACKED_ROWS, around_experts_us, expert_macs, stacked_us
 from .experts import expert_rows
 from .moe_op import (
-    EXPONENTIAL,
     OP_ACTIVATIONS,
+    TANH_PASSES,
     OpExperts,
     excluded_logit,
     grouped_read_us,
@@ -27,7 +27,7 @@ from .moe_op import (
     moe_node,
     one_hot_logits,
     op_weights,
-    unfit_on_gpu,
+    unsupported_on_gpu,
     unsupported_parts,
     unsupported_width,
 )
@@ -77,7 +77,7 @@ def _router_logits(
     return one_hot_logits(b, layer, index, ir.DataType.FLOAT)
 
 
-def _unable(spec: SoftMoESpec) -> str | None:
+def _unsupported(spec: SoftMoESpec) -> str | None:
     if spec.expert == "gated" and spec.activation != "silu":
         return f"com.microsoft.MoE does not support gated experts with {spec.activation}"
     if spec.expert == "linear":
@@ -96,10 +96,10 @@ def _no_kernel(precision: Precision, target: Target) -> str | None:
     return f"com.microsoft.MoE has no {precision.upper()} kernel for this target"
 
 
-def _unfit(spec: SoftMoESpec, precision: Precision, target: Target) -> str | None:
+def _unsupported_on_target(spec: SoftMoESpec, precision: Precision, target: Target) -> str | None:
     if spec.expert == "gated" and TARGETS[target].on_cpu:
         return "com.microsoft.MoE with gated experts was not measured on this target"
-    return unfit_on_gpu(spec, precision, target)
+    return unsupported_on_gpu(spec, precision, target)
 
 
 def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
@@ -109,7 +109,7 @@ def predict_us(plan: SoftMoEPlan, machine: Machine) -> float:
     experts in one thread, packs weights in every run, and loops over rows and activations.
     """
     rows, active = plan.selections * plan.spec.slots, plan.expected_active
-    passes = 1 if plan.spec.activation in ("relu", "identity") else EXPONENTIAL
+    passes = 1 if plan.spec.activation in ("relu", "identity") else TANH_PASSES
     if machine.reads_once:
         read = grouped_read_us(plan.spec, active, machine)
     else:
@@ -130,8 +130,8 @@ LOWERING = Lowering(
     needs=lambda target: bool(target.moe),
     build=build,
     predict_us=predict_us,
-    unable=_unable,
+    unable=_unsupported,
     no_kernel=_no_kernel,
     inexact=inexact_gelu,
-    unfit=_unfit,
+    unfit=_unsupported_on_target,
 )

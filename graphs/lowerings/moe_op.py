@@ -26,15 +26,15 @@ from ..targets import TARGETS, Machine, Precision, Target
 OP_ACTIVATIONS: Mapping[Activation, str] = MappingProxyType(
     {"silu": "silu", "gelu": "gelu", "gelu-tanh": "gelu", "relu": "relu", "identity": "identity"}
 )
-"""The op's names of activations; its GELU is the tanh form."""
+"""The op's names for the activations; its GELU is the tanh form."""
 
 EXCLUDED_ON_CPU = -16.0
 """The router logit of an expert that is never chosen. The weight of the chosen expert is divided by
 itself, so it is exactly 1; an exp that underflows would take several times as long."""
 
 EXCLUDED = -1e4
-"""The same for other targets: its softmax over all experts is exactly zero, and stays zero when it
-is divided."""
+"""The same for other targets. Their kernels take the softmax over all experts, in which this logit
+gives exactly zero, and renormalising leaves it zero."""
 
 ROUTER_WEIGHTS = 14
 """The index of the input of `QMoE` for weights that differ from the logits. The CUDA provider
@@ -92,11 +92,11 @@ def moe_node(
     experts are the softmax over their logits, or `weights` [r, n], which only the CPU's integer
     kernel supports.
     """
-    integers = _weight_format(layer)
+    weight_format = _weight_format(layer)
     options = {"k": k} | experts.attributes | {"normalize_routing_weights": int(weights is None)}
     inputs = [rows, logits, *(stored or op_weights(b, layer, experts))]
-    if integers is not None:
-        options["expert_weight_bits"], block = integers
+    if weight_format is not None:
+        options["expert_weight_bits"], block = weight_format
         if TARGETS[layer.target].weight_only:
             options["weights_prepacked"] = 0  # the default is a layout of CUDA's kernel
         else:
@@ -105,12 +105,12 @@ def moe_node(
             options["block_size"] = block
     if weights is not None:
         inputs += [None] * (ROUTER_WEIGHTS - len(inputs)) + [weights]
-    op = "MoE" if integers is None else "QMoE"
+    op = "MoE" if weight_format is None else "QMoE"
     return b.op(op, *inputs, domain=MICROSOFT, name="experts/outputs", **options)
 
 
 def one_hot_logits(b: Builder, layer: Layer[Any], index: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """Adds logits [r, n] that send each row to its expert in an index of r numbers."""
+    """Adds logits [r, n] that send each row to the expert that `index` [r] gives for it."""
     column = b.op("Reshape", index, b.ints(-1, 1), name="experts/expert_of_row")
     experts = b.constant(np.arange(layer.spec.experts, dtype=np.int64))
     is_own = b.op("Equal", column, experts, name="experts/one_hot")
@@ -120,12 +120,12 @@ def one_hot_logits(b: Builder, layer: Layer[Any], index: ir.Value, dtype: ir.Dat
 
 def op_weights(b: Builder, layer: Layer[Any], experts: OpExperts) -> list[ir.Value | None]:
     """Adds the weights of all experts in the op's layout, in the order of its inputs."""
-    integers = _weight_format(layer)
+    weight_format = _weight_format(layer)
     inputs: list[ir.Value | None] = []
     for which in ("1", "2"):
         inputs.append(_matrices(b, layer, experts, f"w{which}"))
-        if integers is not None:
-            inputs.append(_scales(b, layer, experts, f"w{which}", integers[1]))
+        if weight_format is not None:
+            inputs.append(_scales(b, layer, experts, f"w{which}", weight_format[1]))
         bias = layer.optional(b, f"experts.b{which}")
         inputs.append(None if bias is None else _interleave(b, layer, experts, bias, f"b{which}"))
     return inputs
@@ -136,10 +136,10 @@ def _weight_format(layer: Layer[Any]) -> tuple[int, int | None] | None:
     blocked = layer.compute.blocked
     if blocked is not None:
         return blocked.bits, blocked.block
-    return None if layer.compute.quantized is None else (8, block_of_columns(layer.spec))
+    return None if layer.compute.quantized is None else (8, column_block_size(layer.spec))
 
 
-def block_of_columns(spec: ExpertMapsSpec) -> int | None:
+def column_block_size(spec: ExpertMapsSpec) -> int | None:
     """Returns the block size for INT8; None, which is slow, if no size divides both matrices."""
     return block_of("kernel", (spec.dim, spec.hidden), bits=8)
 
@@ -153,11 +153,11 @@ def _matrices(b: Builder, layer: Layer[Any], experts: OpExperts, key: str) -> ir
         return _interleave(b, layer, experts, by_output, key)
     quantized = layer.compute.quantized
     if quantized is not None and not quantized.weights.zero_point:
-        # The op needs the weights plus 128, which flips the first bit of a byte.
+        # The op needs the weights plus 128, which flips the top bit of each byte.
         byte = ir.DataType.UINT8
         unsigned = b.op("Cast", weight, to=byte.value, name=f"experts/{key}_bytes")
-        first_bit = b.constant(np.array(128, dtype=np.uint8))
-        weight = b.op("BitwiseXor", unsigned, first_bit, name=f"experts/{key}_unsigned")
+        top_bit = b.constant(np.array(128, dtype=np.uint8))
+        weight = b.op("BitwiseXor", unsigned, top_bit, name=f"experts/{key}_unsigned")
     by_output = b.op("Transpose", weight, perm=[0, 2, 1], name=f"experts/{key}_by_output")
     return _interleave(b, layer, experts, by_output, key)
 
@@ -210,10 +210,10 @@ MIN_WIDTH, VECTOR_BYTES, BLOCKS_ON_CUDA = 16, 16, (128, 64)
 """Requirements of CUDA's kernels for an expert's widths: the smallest width, the bytes of a vector,
 which must divide a row, and for integers a block size that divides the columns."""
 
-
 OTHER_GELU_ON_GPU = (
-    "com.microsoft.MoE computes the tanh form of GELU in FP32, which differs by up to 5e-4 from "
-    "the exact one of this layer; use --precision fp16, whose rounding error is larger"
+    "in FP32, com.microsoft.MoE computes the tanh form of GELU, which differs from this layer's "
+    "exact GELU by up to 5e-4; use another lowering, or --precision fp16, where rounding hides the "
+    "difference"
 )
 """In ONNX Runtime GPU 1.31.1 it is the tanh form if GELU is the epilogue of the product (FP32
 everywhere, and cards older than Hopper: `EpilogueOpDefaultFtGelu`), and the exact one if it is a
@@ -221,7 +221,7 @@ separate kernel (`doActivationKernel`, after Hopper's own products in 16 bits). 
 the sources and the library's symbols, not run. In 16 bits the rounding hides the difference."""
 
 
-def unfit_on_gpu(spec: ExpertMapsSpec, precision: Precision, target: Target) -> str | None:
+def unsupported_on_gpu(spec: ExpertMapsSpec, precision: Precision, target: Target) -> str | None:
     """Returns why the op's kernel on a GPU cannot compute experts: their GELU, or their widths."""
     if TARGETS[target].on_cpu:
         return None
@@ -258,16 +258,16 @@ FEW_ROWS = 256
 def kernels_after_first(rows: int) -> int:
     """Returns the number of kernels that the node launches on a GPU after the first.
 
-    For FP16 on Hopper ONNX Runtime's `moe_kernels.cu` (`runMoe`) launches one each for the choice
-    of experts, the rows of each expert, the copies of these rows, the addresses of the products,
-    both products, the activation between them, and the sum for each row. This was counted in the
-    source, not measured.
+    For FP16 on Hopper, ONNX Runtime's `moe_kernels.cu` (`runMoe`) launches one kernel each for the
+    choice of experts, the rows of each expert, the copies of these rows, the addresses of the
+    products, both products, the activation between them, and the sum for each row. This was counted
+    in the source, not measured.
     """
     return 7 if rows <= FEW_ROWS else 9
 
 
-EXPONENTIAL = 8
-"""The cost of the tanh in the op's GELU, in passes over its input."""
+TANH_PASSES = 8
+"""The cost of the tanh in the op's GELU, or the sigmoid in its SiLU, in passes over the input."""
 
 TILE = 128
 """The number of columns of the node's products that one of a GPU's processors computes."""

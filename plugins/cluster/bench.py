@@ -194,9 +194,9 @@ class _Sweep:
         for name in ("accuracy", "analyses", "timed"):
             for piece in self.journal.pieces(name, on=self.kind.name):
                 self.pieces[name, piece["model"], piece["part"]] = piece
-        known = self._evaluated()
+        evaluations = self._evaluated()
         analyses = self._analyses()
-        evaluated = [group for group in self.groups if group.models in known]
+        evaluated = [group for group in self.groups if group.models in evaluations]
         timing = [(group, batch) for group in evaluated for batch in group.request.batches]
         timed = self._done(
             "timed",
@@ -204,7 +204,7 @@ class _Sweep:
                 (group.models[0], batch): Task(
                     f"{group.models[0]}, batch {batch}",
                     time_group,
-                    (group, batch, known[group.models]),
+                    (group, batch, evaluations[group.models]),
                 )
                 for group, batch in timing
             },
@@ -235,13 +235,13 @@ class _Sweep:
                 for index, name in enumerate(names)
             },
         )
-        known = {}
+        evaluations = {}
         for group in self.groups:
             keys = [(group.models[0], name) for name in names]
             if all(key in sums for key in keys):
                 parts = [msgspec.convert(sums[key], BatchStates, strict=False) for key in keys]
-                known[group.models] = _joined(parts)
-        return known
+                evaluations[group.models] = _joined(parts)
+        return evaluations
 
     def _analyses(self) -> dict[str, Any]:
         """Returns the results of the requested studies, in the order of the models."""
@@ -329,13 +329,14 @@ def analyse_group(group: ModelGroup) -> dict[str, Any]:
 
 
 def time_group(
-    group: ModelGroup, batch: int, known: Mapping[str, EvaluationState]
+    group: ModelGroup, batch: int, earlier: Mapping[str, EvaluationState]
 ) -> tuple[str, dict[str, Any]]:
-    """Returns the node and the results of one batch size; `known` holds the evaluations."""
+    """Returns the node and the results of one batch size; `earlier` has the evaluations."""
     import ray
 
     node = f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:8]}"
-    return node, asdict(sweep(_opened(group), _plain(group.request), only=batch, known=known))
+    results = sweep(_opened(group), _plain(group.request), only=batch, earlier_evaluations=earlier)
+    return node, asdict(results)
 
 
 def _plain(request: BenchRequest) -> BenchRequest:

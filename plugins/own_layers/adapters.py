@@ -21,9 +21,9 @@ from .request import Adapter
 PAGE = "docs/own-layer.md"
 
 EXAMPLE = (
-    "describe it with an adapter: @moexport.adapts({name}) above def adapt(layer): return "
-    "moexport.SoftMoE(phi=layer.phi, experts=[(e.fc1, e.fc2) for e in layer.experts], norm='l2'), "
-    f"or --adapter package.module:adapt ({PAGE})"
+    "describe it with an adapter: write `def adapt(layer): return moexport.SoftMoE(phi=layer.phi, "
+    "experts=[(e.fc1, e.fc2) for e in layer.experts], norm='l2')`, then decorate it with "
+    f"@moexport.adapts({{name}}) or pass --adapter package.module:adapt ({PAGE})"
 )
 
 A = TypeVar("A", bound=Callable[[Any], Description])

@@ -233,7 +233,7 @@ def check_same(
             raise FamilyError(
                 f"{source}: the network does not call the replacement of {found.label}",
                 hint="the network's forward may look for layers of that class, or be a closure "
-                "over the network: make it a method that calls the layer by its name",
+                "over the network: make forward a method that calls an attribute like self.moe(x)",
             )
     wrong = [
         (found, deviation)

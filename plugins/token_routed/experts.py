@@ -1,8 +1,8 @@
-"""Converts the experts of `transformers` to our layer, and checks that it computes the same.
+"""Converts the experts of `transformers` to our layer; checks that both compute the same result.
 
 Architectures whose experts class has the decorator `use_experts_implementation` store their weights
-in a few layouts, which the flags of the decorator identify. What the class computes between its two
-products is code, so it is run on test values; a class without an equivalent layer is refused.
+in a few layouts, which the flags of the decorator identify. The operation between the two products
+is defined only in code, which is run on test values; a class without an equivalent is refused.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _with_gate(spec: ExpertsSpec, module: Any) -> ExpertsSpec:
 
 
 def with_activation(spec: ExpertsSpec, act: Any, module: nn.Module) -> ExpertsSpec:
-    """Returns the spec of a module's experts that have no gate and the activation `act`.
+    """Returns the spec of a module's experts, which have the activation `act` and no gate.
 
     Raises `FamilyError` for an activation that the layer does not support.
     """

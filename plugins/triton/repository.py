@@ -345,8 +345,8 @@ def _openvino(bundle: Bundle, options: TritonRequest) -> _BackendModel:
         if threads is None
         else parameters | {"INFERENCE_NUM_THREADS": str(threads)},
         notes=(
-            f"{bundle.path.name}: Triton's OpenVINO backend computes in BF16 on CPUs that support "
-            "it, even the choice of experts; --backend python keeps FP32",
+            f"{bundle.path.name}: on CPUs that support BF16, Triton's OpenVINO backend computes "
+            "everything in it, including the choice of experts; --backend python keeps FP32",
         ),
     )
 

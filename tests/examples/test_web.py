@@ -208,7 +208,7 @@ def test_weights_that_a_browser_cannot_load_are_refused_before_anything_is_writt
     outcome = run("export", weights, "-o", tmp_path / "out", "--target", "ort-web")
     assert outcome.code == 2
     assert (
-        "--target ort-web: the weights have 0.00 GB, but this target loads at most" in outcome.error
+        "--target ort-web: the weights take 0.00 GB, but this target loads at most" in outcome.error
     )
     assert not (tmp_path / "out").exists()
 

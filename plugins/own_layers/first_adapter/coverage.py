@@ -33,7 +33,6 @@ COMPARISONS = frozenset(("lt", "le", "gt", "ge", "less", "greater", "__lt__", "_
 COMPARISONS |= {"__gt__", "__ge__"}
 """Comparisons that make a mask."""
 
-
 BOUNDS = {"clamp": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",)}
 BOUNDS |= {"clip": ("min", "max"), "hardtanh": ("min_val", "max_val")}
 """The parameters of clamps after the tensor."""

@@ -39,7 +39,6 @@ NEUTRAL: Mapping[str, Any] = {
 }
 """Values without effect, which are accepted for fields that are not supported."""
 
-
 SERVER_ERROR = "the server failed; see its log"
 
 

@@ -78,7 +78,7 @@ def _for_prompt(plan: ExpertsPlan) -> ExpertsPlan:
     return replace(plan, batch=1, tokens=plan.spec.typical_tokens[-1])
 
 
-def _unable(spec: ExpertsSpec) -> str | None:
+def _unsupported(spec: ExpertsSpec) -> str | None:
     normed = spec.hidden_norm is not None or spec.out_norm is not None
     return "its tiles do not support a normalisation within an expert" if normed else None
 
@@ -107,5 +107,5 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     build=build,
     predict_us=predict_us,
     copied_bytes=copied_bytes,
-    unable=_unable,
+    unable=_unsupported,
 )

@@ -23,17 +23,17 @@ from ....graphs.fusion.patterns import integers_in, node_of
 from ....graphs.lowerings.base import LoweringOf
 from ....graphs.lowerings.cost import PACKED_ROWS, expert_bytes, expert_macs, stacked_us, stream_us
 from ....graphs.lowerings.moe_op import (
-    EXPONENTIAL,
     OP_ACTIVATIONS,
+    TANH_PASSES,
     OpExperts,
-    block_of_columns,
+    column_block_size,
     excluded_logit,
     grouped_read_us,
     inexact_gelu,
     kernels_after_first,
     moe_node,
     one_hot_logits,
-    unfit_on_gpu,
+    unsupported_on_gpu,
     unsupported_parts,
     unsupported_width,
 )
@@ -163,7 +163,7 @@ def _log_weights(b: Builder, layer: ExpertsLayer, by_expert: ir.Value) -> ir.Val
     return b.cast(logits, ir.DataType.FLOAT, layer.compute.inner, "router/logits_narrow")
 
 
-def _unable(spec: ExpertsSpec) -> str | None:
+def _unsupported(spec: ExpertsSpec) -> str | None:
     if spec.linear:
         return "com.microsoft.MoE does not support experts with only one linear layer"
     if spec.gate != "none" and spec.activation != "silu":
@@ -198,7 +198,7 @@ def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
     of a row.
     """
     spec, rows = plan.spec, plan.selections
-    passes = 1 if spec.activation in ("relu", "identity") else EXPONENTIAL
+    passes = 1 if spec.activation in ("relu", "identity") else TANH_PASSES
     read = stacked_us(plan, plan.expected_active, PACKED_ROWS, machine)
     macs = expert_macs(plan, rows) / machine.macs_per_us
     if machine.reads_once:
@@ -207,7 +207,7 @@ def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
         size, layer = (expert_bytes(plan, n) for n in (plan.expected_active, spec.experts))
         read = INTEGER_READ * stream_us(plan, size, layer, machine.bytes_per_us, machine)
         macs *= INTEGER_MACS
-        if block_of_columns(spec) is None:  # unpacked to floats in every run
+        if column_block_size(spec) is None:  # unpacked to floats in every run
             read += size * machine.number_us
     return (
         read
@@ -225,8 +225,8 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     needs=lambda target: bool(target.moe),
     build=build,
     predict_us=predict_us,
-    unable=_unable,
+    unable=_unsupported,
     no_kernel=_no_kernel,
     inexact=inexact_gelu,
-    unfit=unfit_on_gpu,
+    unfit=unsupported_on_gpu,
 )

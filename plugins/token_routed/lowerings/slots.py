@@ -108,7 +108,7 @@ def predict_us(plan: ExpertsPlan, machine: Machine) -> float:
     )
 
 
-def _unable(spec: ExpertsSpec) -> str | None:
+def _unsupported(spec: ExpertsSpec) -> str | None:
     return (
         None
         if spec.capacities
@@ -121,6 +121,6 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     summary="experts with a capacity compute all their slots, full or not, in batched MatMuls",
     build=build,
     predict_us=predict_us,
-    unable=_unable,
+    unable=_unsupported,
     no_kernel=no_batched_kernel,
 )

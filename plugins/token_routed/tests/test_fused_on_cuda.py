@@ -129,7 +129,7 @@ WIDE = SoftMoESpec("wide", 8, 1, 768, 3072, 768, activation="relu", norm="l2")
         ({"hidden": 3076}, "bf16", "multiples of 8 in BF16"),
         ({"hidden": 8}, "fp16", "at least 16"),
         ({"hidden": 3074}, "fp32", "multiples of 4 in FP32"),
-        ({"activation": "gelu"}, "fp32", "the tanh form of GELU in FP32"),
+        ({"activation": "gelu"}, "fp32", "in FP32, com.microsoft.MoE computes the tanh form"),
         ({"activation": "relu2"}, "fp16", "does not support relu2 in its experts"),
         ({"activation": "softmax"}, "fp16", "does not support softmax in its experts"),
         ({"expert": "gated", "activation": "gelu"}, "fp16", "not support gated experts with gelu"),
@@ -264,7 +264,7 @@ def test_weights_of_either_sign_follow_the_op() -> None:
     [
         ({"dim": 20, "out": 20}, "fp16", "multiples of 8 in FP16"),
         ({"gate": "none", "activation": "gelu"}, "fp32", "the tanh form of GELU"),
-        ({"activation": "gelu"}, "fp16", "no gate with gelu"),
+        ({"activation": "gelu"}, "fp16", "supports gates with silu only, not with gelu"),
     ],
 )
 def test_token_routed_experts_that_its_kernels_cannot_take_are_refused_by_name(

@@ -286,7 +286,7 @@ def test_a_bundle_for_openvino_is_served_by_moexport_or_by_tritons_openvino(
     told = configuration(client, tmp_path / "models" / "own")
     assert (told.backend, told.default_model_filename) == ("openvino", "model.onnx")
     assert told.parameters["INFERENCE_NUM_THREADS"].string_value == "3"
-    assert "even the choice of experts" in own.notes[0] and not usual.notes
+    assert "including the choice of experts" in own.notes[0] and not usual.notes
     served = tmp_path / "models" / "own" / "1" / "model.onnx"
     y = OpenVinoSession(served, SessionOptions(runtime="openvino", threads=1))(case.x)
     np.testing.assert_allclose(y, bundle.session(threads=1)(case.x), atol=1e-6)

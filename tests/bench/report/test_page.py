@@ -211,7 +211,7 @@ def test_without_times_a_smaller_k_that_is_not_proven_is_named_with_the_inputs_t
 def test_a_time_below_the_limit_is_said_to_show_that_the_limit_does_not_hold(
     results: Results, row: RowMaker
 ) -> None:
-    why = "limit does not apply: the 2.0 MB stay in a cache between calls"
+    why = "limit does not apply: the 2.0 MB of weights and tokens stay in a cache between calls"
     beaten = row(4, 1.0, 1.0, limit_ms=1.2, no_limit=why)
     changed = replace(results, rows=(*results.rows[:2], beaten, row(2, 0.5, 0.8, limit_ms=0.2)))
     lines = to_markdown(changed).splitlines()

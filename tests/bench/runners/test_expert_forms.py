@@ -28,7 +28,7 @@ def test_a_form_computes_the_recorded_outputs(name: str, form: StackedForm) -> N
     specs = [layer.spec for layer in model.layers.values()]
     widths = {w for s in specs for w in (s.dim, s.inner, s.hidden, s.out)}  # type: ignore[attr-defined]
     if form == "grouped_mm" and any(width % 4 for width in widths):
-        with pytest.raises(UsageError, match="rows of a multiple of 4 numbers"):
+        with pytest.raises(UsageError, match="row widths that are multiples of 4"):
             in_stacked_form(model, form)
         return
     module = in_stacked_form(model, form)

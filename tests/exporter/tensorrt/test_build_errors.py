@@ -15,7 +15,7 @@ from moexport.exporter.tensorrt.engines import plan_engines
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import Profile
 from moexport.exporter.tensorrt.records import EnginePlan
-from moexport.exporter.tensorrt.worker import Fraction
+from moexport.exporter.tensorrt.worker import BuildProgress
 from moexport.tests.exporter.tensorrt.engines import needs_rtx
 
 GENERIC = "[!] Invalid Engine. Please ensure the engine was built correctly"
@@ -86,7 +86,7 @@ NO_KERNEL = (
             "moexport doctor",
         ),
         (
-            ["DishonouredError: tf32: requested True, got False"],
+            ["OptionNotAppliedError: tf32: requested True, got False"],
             "an option was not applied",
             "leave this",
         ),
@@ -136,15 +136,15 @@ def test_without_words_the_failure_is_told_all_the_same() -> None:
 
 
 def test_progress_counts_nested_phases_and_never_goes_back() -> None:
-    fraction = Fraction()
-    fraction.start("all", None, 2)
-    assert fraction.step("all", 0) == 500
-    fraction.start("inner", "all", 4)
-    assert fraction.step("inner", 1) == 750
-    assert fraction.step("inner", 0) == 750
-    fraction.finish("inner")
-    assert fraction.step("all", 1) == 1000
-    assert fraction.step("unknown", 3) == 1000
+    progress = BuildProgress()
+    progress.start("all", None, 2)
+    assert progress.step("all", 0) == 500
+    progress.start("inner", "all", 4)
+    assert progress.step("inner", 1) == 750
+    assert progress.step("inner", 0) == 750
+    progress.finish("inner")
+    assert progress.step("all", 1) == 1000
+    assert progress.step("unknown", 3) == 1000
 
 
 @needs_rtx

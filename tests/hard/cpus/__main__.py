@@ -36,8 +36,8 @@ LANGUAGE = "mumoe_gpt2_cp"
 PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "FP32": (),
     "FP16": ("--precision", "fp16"),
-    "INT8 of 7 bits": ("--precision", "int8"),
-    "INT8 of 8 bits": ("--precision", "int8", "--weight-bits", "8"),
+    "INT8, 7-bit weights": ("--precision", "int8"),
+    "INT8, 8-bit weights": ("--precision", "int8", "--weight-bits", "8"),
     "INT4": ("--precision", "int4", "--quantize", "all"),
 }
 TARGETS = ("onnx", "ort-cpu")
