@@ -186,7 +186,7 @@ def test_a_bundle_alone_is_measured_at_its_k(folder: Path, tmp_path: Path) -> No
     )
     assert all(check.passed for check in bundle.verify())  # of prompts, whose cache is empty
     candidate = from_bundle(bundle, BenchRequest(engine="onnxruntime", threads=1))
-    (job,) = candidate.routed.values()
+    (job,) = candidate.jobs_by_k.values()
     assert set(job.k.values()) == {1}
     windows = np.random.default_rng(1).integers(0, 300, (2, PROMPT + 1))
     base = untouched(candidate.model)
