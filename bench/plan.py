@@ -93,11 +93,10 @@ class Candidate:
     """A model to measure, with the graphs that were made from it.
 
     `ks` are the k of its Algorithm 2 rows in PyTorch; each graph has its own k. `engines` are the
-    PyTorch engines to measure, by their names in `engines.KINDS`, besides the unmodified model,
-    which is always measured. `jobs_by_k` has an export job for each k that changes the model: its
-    router then chooses k experts, or each level of a hierarchy keeps a share. A language model is
-    timed in `phases`. If the graphs run at only one batch size, `only_batch`, everything is
-    measured at that size.
+    PyTorch engines to measure, by name (`engines.KINDS`); the unmodified model is always measured.
+    `jobs_by_k` has an export job for each k that changes the model: its router then chooses k
+    experts, or each level of a hierarchy keeps a share. A language model is timed in `phases`. If
+    the graphs run at only one batch size, `only_batch`, everything is measured at that size.
 
     A candidate may be one `bundle`, or several `bundles` of one model, which are measured together
     but each as it would be alone; `graphs` then has the graphs of all bundles.
@@ -121,7 +120,7 @@ class Candidate:
 
     @property
     def distinct_bundles(self) -> tuple[Candidate, ...]:
-        """The bundles of edited models, or in which k differs between layers."""
+        """Bundles of edited models, with different k in layers, or with another normalisation."""
         return tuple(each for each in self.bundles if each._differs_from(self))
 
     @property
@@ -174,7 +173,7 @@ class Candidate:
 
     @property
     def cases(self) -> dict[Case, GraphSource | None]:
-        """Returns the cases to measure, with their graphs: the unmodified PyTorch model first.
+        """The cases to measure, with their graphs: the unmodified PyTorch model first.
 
         Algorithm 2 is a loop over a layer's experts. It has no row for k = n, which is the model
         itself, nor for layers that do not choose sets of experts. Raises UsageError for two graphs
@@ -224,8 +223,7 @@ class Candidate:
             ks = tuple(k for k in ks if loops and k < n)
         elif kind.experts_form is not None:
             form = self.model.host.experts_form(self.model)
-            unmodified = form == kind.experts_form
-            left_out = self.trained_k if unmodified else None
+            left_out = self.trained_k if form == kind.experts_form else None
             ks = tuple(k for k in self.jobs_by_k if form and k != left_out)
         elif kind.stacked:
             all_soft = all(layer.spec.kind == "soft-moe" for layer in self.model.layers.values())
@@ -413,8 +411,8 @@ def plan(candidates: Sequence[Candidate], request: BenchRequest) -> tuple[Timing
 def describe(groups: Sequence[TimingGroup], duration: str = "") -> str:
     """Returns the plan as text, with the `duration` or, if that is empty, the minimum time."""
     rows = sum(len(group.cases) for group in groups)
-    least = math.ceil(sum(group.seconds(0.0) for group in groups))
-    duration = duration or f"the timing takes at least {least} s"
+    minimum_s = math.ceil(sum(group.seconds(0.0) for group in groups))
+    duration = duration or f"the timing takes at least {minimum_s} s"
     lines = [f"{rows} row{'' if rows == 1 else 's'}; {duration}"]
     for group in groups:
         first = group.cases[0]

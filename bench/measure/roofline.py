@@ -450,13 +450,12 @@ class Limits:
             return Limit(reason=FEWER_EXPERTS)
         ks = {name: min(case.k, layer.spec.experts) for name, layer in layers.items()}
         floats = frozenset() if graph is None else graph.float_layers
-        linears = () if graph is None else graph.integer_linears
         try:
             parts = self._work.parts(
                 ks if graph is None else ks | dict(graph.k_by_layer),
                 batch,
                 int8=layers.keys() - floats if case.precision == "int8" else (),
-                int8_backbone=products_of(linears, self._sizes),
+                int8_backbone=products_of(graph.integer_linears if graph else (), self._sizes),
                 number_bytes=NUMBER_BYTES.get(case.precision, FP32_BYTES),
                 arithmetic=arithmetic_of(case),
             )

@@ -33,7 +33,7 @@ class Change:
 
     @property
     def quality_changed(self) -> bool:
-        """Whether the 95% intervals of the kept share (or, without them, the values) are apart."""
+        """Whether the kept shares' 95% intervals do not overlap or, if none, the values differ."""
         old, new = self.before.kept_interval, self.now.kept_interval
         if old is None or new is None:
             return self.before.kept != self.now.kept
@@ -60,7 +60,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ResultsComparison:
-    """Every row that two files share, and notes on what limits the comparison."""
+    """The rows that two files share, and notes on what limits the comparison."""
 
     changes: tuple[Change, ...]
     notes: tuple[str, ...]

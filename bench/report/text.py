@@ -303,12 +303,11 @@ PHASES = (
 )
 
 GPU_CLOCK = (
-    "On a GPU, wall-clock times include the copies to and from the GPU and the wait for "
-    "the result; the host waits in CUDA's default way, which on most machines is spinning. "
-    "TensorRT engines, graphs in ONNX Runtime's CUDA provider and compiled PyTorch are replayed as "
-    "CUDA graphs if possible; other PyTorch rows launch kernel by kernel, and those in FP16 "
-    "compute the whole network in FP16. FP32 products do not use TF32, unless an engine was built "
-    "with it."
+    "On a GPU, wall-clock times include the copies to and from the GPU and the wait for the "
+    "result; the host waits in CUDA's default way, which on most machines is spinning. TensorRT "
+    "engines, graphs in ONNX Runtime's CUDA provider and compiled PyTorch are replayed as CUDA "
+    "graphs if possible; other PyTorch rows launch kernel by kernel, and those in FP16 compute "
+    "the whole network in FP16. FP32 products do not use TF32 unless an engine was built with it."
 )
 
 GPU_EVENTS = (

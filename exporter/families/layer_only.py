@@ -1,7 +1,7 @@
 """Families whose layer is known, but not the network around it.
 
 The graph consists of this one layer. `layer_family` makes the family from the layout of a layer;
-`choose_layer` finds the layer to export in a file that contains more than one layer. The two
+`choose_layer` finds the layer to export in a file with other layers or weights. The two
 backbones here wrap a single layer, including one from a user's own network.
 """
 
@@ -82,8 +82,7 @@ def _only_prefix(layer: PublishedLayer[Any], tensors: Tensors, prefixes: list[st
     outside = [key for key in tensors if not any(key.startswith(p) for p in prefixes)]
     if len(prefixes) == 1 and not outside:
         return prefixes[0]
-    names = [_label(prefix) for prefix in prefixes]
-    plural = "" if len(names) == 1 else "s"
+    names, plural = [_label(prefix) for prefix in prefixes], "" if len(prefixes) == 1 else "s"
     others = f" and other weights ({', '.join(outside[:3])}, …)" if outside else ""
     raise FamilyError(
         f"{layer.family}: the file contains {len(prefixes)} {layer.title} layer{plural} "

@@ -90,9 +90,10 @@ def test_shares_are_read(text: str, share: float) -> None:
     assert parse_slower(text) == pytest.approx(share)
 
 
-@pytest.mark.parametrize("text", ["five", "-1%", "%", ""])
+@pytest.mark.parametrize("text", ["five", "-1%", "1000%", "%", ""])
 def test_what_is_no_share_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="not a share"):
+    said = "at least 0% and below 1000%" if text in ("-1%", "1000%") else "not a share"
+    with pytest.raises(UsageError, match=said):
         parse_slower(text)
 
 
