@@ -255,7 +255,7 @@ def _has_own_reference(case: Case, candidate: Candidate) -> bool:
     layers = candidate.model.layers
     fewer = any(k < layers[n].spec.experts for n, k in candidate.k_by_layer(case.k).items())
     edited = bool(candidate.model.edits)
-    return fewer or case.k < case.experts or case.k in candidate.routed or edited
+    return fewer or case.k < case.experts or case.k in candidate.jobs_by_k or edited
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,7 +241,7 @@ class Measurement:
     def _limits(
         self, group: TimingGroup, limits: Mapping[str, Limits], measured: timing.Measured
     ) -> dict[Case, Limit]:
-        """Returns each row's work and the least time for it; empty unless requested."""
+        """Returns each row's work and the minimum time for it; empty unless requested."""
         if not limits:
             return {}
         model_limits = limits[""]

@@ -55,14 +55,14 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class GraphSource:
-    """An exported graph that is not opened yet.
+    """An exported graph that has not been opened yet.
 
     `scope` is what a call's time includes (`results.Row`). `k_by_layer` is set if k differs between
-    layers. In an INT8 graph, the layers in `floating` still compute in floats, and `integers` are
-    the backbone's linear layers in integers. `batches` are the batch sizes at which the graph is
-    timed; None means all of them. Another exporter's graph has an empty `lowering`. `bounds` limit
-    the error of moexport's graphs; other graphs have none. `bundle`, `apart` and `deploy` are
-    fields of its rows (`results.Row`), and `table` has the ranges with which the graph was made.
+    layers. In an INT8 graph, the layers in `float_layers` still compute in floats, and
+    `integer_linears` are the backbone's linear layers in integers. `batches` are the batch sizes at
+    which the graph is timed; None means all of them. Another exporter's graph has an empty
+    `lowering`. `bounds` limit the error of moexport's graphs; others have none. `bundle`, `apart`
+    and `deploy` are fields of its rows (`results.Row`), and `table` has the graph's INT8 ranges.
     """
 
     k: int
@@ -73,8 +73,8 @@ class GraphSource:
     engine: str = ONNXRUNTIME
     scope: str = "end-to-end"
     k_by_layer: Mapping[str, int] = field(default_factory=dict)
-    floating: frozenset[str] = frozenset()
-    integers: tuple[IntegerLinear, ...] = ()
+    float_layers: frozenset[str] = frozenset()
+    integer_linears: tuple[IntegerLinear, ...] = ()
     batches: frozenset[int] | None = None
     bounds: Tolerance | None = None
     bundle: str | None = None
@@ -83,7 +83,7 @@ class GraphSource:
     table: CalibrationTable | None = None
 
     @property
-    def row(self) -> tuple[object, ...]:
+    def row_key(self) -> tuple[object, ...]:
         """The key of its rows, without its bundle."""
         return (self.k, self.engine, self.provider, self.precision, self.lowering, self.scope)
 
@@ -93,10 +93,10 @@ class Candidate:
     """A model to measure, with the graphs that were made from it.
 
     `ks` are the k of its Algorithm 2 rows in PyTorch; each graph has its own k. `engines` are the
-    PyTorch engines to measure, by their names in `engines.KINDS`, besides the unmodified model,
-    which is always measured. `routed` has an export job for each k whose model differs: its router
-    chooses k experts, or k is a share of each level of a hierarchy. A language model is timed in
-    `phases`. If the graphs run only one batch size, `only_batch`, everything is measured in it.
+    PyTorch engines to measure, by name (`engines.KINDS`); the unmodified model is always measured.
+    `jobs_by_k` has an export job for each k that changes the model: its router then chooses k
+    experts, or each level of a hierarchy keeps a share. A language model is timed in `phases`. If
+    the graphs run at only one batch size, `only_batch`, everything is measured at that size.
 
     A candidate may be one `bundle`, or several `bundles` of one model, which are measured together
     but each as it would be alone; `graphs` then has the graphs of all bundles.
@@ -108,7 +108,7 @@ class Candidate:
     graphs: tuple[GraphSource, ...] = ()
     renormalize: bool = False
     engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2,)
-    routed: Mapping[int, ExportJob] = field(default_factory=dict)
+    jobs_by_k: Mapping[int, ExportJob] = field(default_factory=dict)
     phases: tuple[Phase, ...] = ()
     only_batch: int | None = None
     bundle: BundleInfo | None = None
@@ -120,11 +120,11 @@ class Candidate:
 
     @property
     def distinct_bundles(self) -> tuple[Candidate, ...]:
-        """The bundles of edited models, or in which k differs between layers."""
+        """Bundles of edited models, with different k in layers, or with another normalisation."""
         return tuple(each for each in self.bundles if each._differs_from(self))
 
     @property
-    def each(self) -> tuple[Candidate, ...]:
+    def parts(self) -> tuple[Candidate, ...]:
         """The bundles one by one, or the candidate itself if it has none."""
         return self.bundles or (self,)
 
@@ -141,7 +141,7 @@ class Candidate:
 
         Both are empty without a hierarchy or if layers differ.
         """
-        model = self.routed[k].model if k in self.routed else self.model
+        model = self.jobs_by_k[k].model if k in self.jobs_by_k else self.model
         ks = self.k_by_layer(k)
         found = {
             (spec.levels, spec.k_by_level(ks.get(name, k)))
@@ -173,7 +173,7 @@ class Candidate:
 
     @property
     def cases(self) -> dict[Case, GraphSource | None]:
-        """Returns the cases to measure, with their graphs: the unmodified PyTorch model first.
+        """The cases to measure, with their graphs: the unmodified PyTorch model first.
 
         Algorithm 2 is a loop over a layer's experts. It has no row for k = n, which is the model
         itself, nor for layers that do not choose sets of experts. Raises UsageError for two graphs
@@ -210,8 +210,8 @@ class Candidate:
 
     def k_by_layer(self, k: int) -> dict[str, int]:
         """Returns each layer's k if the largest is `k`; empty if it is the same in all layers."""
-        if k in self.routed:
-            return constant_k(self.routed[k])
+        if k in self.jobs_by_k:
+            return constant_k(self.jobs_by_k[k])
         distinct = {bundle.name for bundle in self.distinct_bundles}
         graphs = (graph for graph in self.graphs if graph.bundle not in distinct)
         return next((dict(graph.k_by_layer) for graph in graphs if graph.k == k), {})
@@ -223,8 +223,8 @@ class Candidate:
             ks = tuple(k for k in ks if loops and k < n)
         elif kind.experts_form is not None:
             form = self.model.host.experts_form(self.model)
-            unmodified = form == kind.experts_form
-            ks = tuple(k for k in self.routed if form and not (unmodified and k == self.trained_k))
+            left_out = self.trained_k if form == kind.experts_form else None
+            ks = tuple(k for k in self.jobs_by_k if form and k != left_out)
         elif kind.stacked:
             all_soft = all(layer.spec.kind == "soft-moe" for layer in self.model.layers.values())
             informative = kind.provider != "cpu" or has_stacked_form(self.model)
@@ -242,12 +242,12 @@ class Candidate:
 
 NOT_SERVED: dict[Serves, str] = {
     "one-input": "it only runs models with one input, but these models have several",
-    "transformers": "it only runs models of transformers",
+    "transformers": "it only runs models from Hugging Face Transformers",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class EngineSelection:
     """The engines to measure, and the requested or known ones that are unavailable."""
 
     present: tuple[EngineKind, ...]
@@ -259,9 +259,9 @@ class Selection:
         return tuple(kind.name for kind in self.present)
 
 
-def select(
+def select_engines(
     names: Iterable[str], models: Sequence[Serves] = ("one-input", "transformers")
-) -> Selection:
+) -> EngineSelection:
     """Returns which of the named engines can run here, and why other known ones are left out.
 
     `models` describe the models to measure; engines for other models are only mentioned if they
@@ -285,11 +285,11 @@ def select(
             present.append(kind)
         else:
             absent.append(Absent(kind.name, reason))
-    return Selection(tuple(present), tuple(absent))
+    return EngineSelection(tuple(present), tuple(absent))
 
 
-def token_routed(model: Model) -> bool:
-    """Returns whether a model has a layer whose router is outside the layer."""
+def has_token_routed_layer(model: Model) -> bool:
+    """Returns whether a model has token-routed experts, whose router is a separate module."""
     return any(layer.spec.flat for layer in model.layers.values())
 
 
@@ -409,10 +409,10 @@ def plan(candidates: Sequence[Candidate], request: BenchRequest) -> tuple[Timing
 
 
 def describe(groups: Sequence[TimingGroup], duration: str = "") -> str:
-    """Returns the plan as text, with the `duration` or, if that is empty, the least time."""
+    """Returns the plan as text, with the `duration` or, if that is empty, the minimum time."""
     rows = sum(len(group.cases) for group in groups)
-    least = math.ceil(sum(group.seconds(0.0) for group in groups))
-    duration = duration or f"the timing takes at least {least} s"
+    minimum_s = math.ceil(sum(group.seconds(0.0) for group in groups))
+    duration = duration or f"the timing takes at least {minimum_s} s"
     lines = [f"{rows} row{'' if rows == 1 else 's'}; {duration}"]
     for group in groups:
         first = group.cases[0]

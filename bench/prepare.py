@@ -26,7 +26,7 @@ from .data import Labelled, LabelledData, Streamed, ids_of, labelled
 from .engines import Serves
 from .journal import unfinished
 from .measure.sequences import benchmark_of
-from .plan import Candidate, select
+from .plan import Candidate, select_engines
 from .ranges import Ranges, ranges_of
 from .request import ALL, BenchRequest
 from .results import Absent
@@ -75,7 +75,7 @@ class Prepared:
 def prepared(sources: Sequence[Model | Bundle], wanted: BenchRequest) -> Iterator[Prepared]:
     """Yields a benchmark's exported candidates and settings; raises the errors of `sweep`."""
     progress = wanted.progress or Silent()
-    selection = select(wanted.engines, [_narrowest_class(item) for item in sources])
+    selection = select_engines(wanted.engines, [_narrowest_class(item) for item in sources])
     request = replace(wanted, engine=selection.names, batch=batch_sizes(sources, wanted))
     check_exported(sources, request)
     request.check_ranges()

@@ -19,7 +19,7 @@ from ..exporter.checks.accuracy import is_images_or_text
 from ..exporter.inputs import feed_batches, fitted_arrays
 from ..exporter.model import Model
 from .data import Labelled, fingerprint, labelled
-from .plan import token_routed
+from .plan import has_token_routed_layer
 from .request import RANGED, BenchRequest
 
 CALIBRATION_INPUTS = 256
@@ -68,7 +68,7 @@ def ranges_of(
     if not exports:
         return Ranges(example, data, text=_bundles_text(bundles, model, data, request.samples))
     # Experts of routed tokens have scales per row.
-    if token_routed(model) or not {*RANGED} & {*request.precisions}:
+    if has_token_routed_layer(model) or not {*RANGED} & {*request.precisions}:
         return Ranges(example, data)
     if request.calibration is not None:
         path = Path(request.calibration)

@@ -116,7 +116,7 @@ class BenchRequest(LoadRequest):
     )
     parts: bool = option(True, "Measure the time of the parts of a graph.", in_shell=False)
     limits: bool = option(
-        True, "Measure the machine's rates, and derive the least time of each row.", in_shell=False
+        True, "Measure the machine's rates and derive each row's minimum time.", in_shell=False
     )
     evaluation_batch: int = option(64, "The batch size for measuring accuracy.", in_shell=False)
     renormalize: bool = option(

@@ -159,7 +159,7 @@ class Row:
 
     `scope` is what the latency includes: `gpu` (device time) or `end-to-end` (array in memory to
     array); `device_ms` is the GPU's own time for a call by CUDA events around the computation, for
-    engines that report it. `limit_ms` is the least time that the machine needs for its `work`
+    engines that report it. `limit_ms` is the minimum time that the machine needs for its `work`
     (`measure.roofline`), and `no_limit` is why it is unknown. `throughput` is inputs per second.
     `peak_memory_mb` is the largest resident set of a process that opens the engine and runs batches
     of this size, `runtime_memory_mb` that of the process before it opened anything. `disk_bytes` is
@@ -252,7 +252,7 @@ class Row:
 
     @property
     def over_limit(self) -> float | None:
-        """The median time divided by the least time; on a GPU, the GPU's own time, if known."""
+        """The median time divided by `limit_ms`; on a GPU, the GPU's own time, if known."""
         latency = self.device_ms or self.latency_ms
         return None if latency is None or not self.limit_ms else latency.median / self.limit_ms
 

@@ -230,5 +230,5 @@ def model_info(candidate: Candidate) -> ModelInfo:
         parameters=parameters,
         sha256=digest,
         kind=kind,
-        bundles=tuple(each.bundle for each in candidate.each if each.bundle is not None),
+        bundles=tuple(each.bundle for each in candidate.parts if each.bundle is not None),
     )

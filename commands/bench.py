@@ -104,7 +104,7 @@ def bench(
         request.check_ranges()
     request.check()
     check_studies(request)
-    from ..bench.report.compare import check_regression, earlier, parse_slower
+    from ..bench.report.compare import check_regression, parse_slower, read_earlier
     from ..bench.report.text import rows_table
     from ..bench.results import to_json
 
@@ -115,7 +115,7 @@ def bench(
             executor, models, compare, request, share, output, console, as_json=printing.as_json
         )
         return
-    before = earlier(output, compare, wanted=share is not None)
+    before = read_earlier(output, compare, wanted=share is not None)
     results = measure(models, replace(request, before=before))
     console.finish()
     if printing.as_json:

@@ -27,7 +27,7 @@ def diagnosis_text(diagnosis: Diagnosis) -> str:
     rows = [("yes" if a.available else "no", a.name, a.detail) for a in diagnosis.abilities]
     return "\n".join(
         (
-            table(("", "can", "because"), rows),
+            table(("", "ability", "details"), rows),
             "",
             f"python {facts['python']}, {facts['cpu']['model']}, {facts['cpu']['cores']} cores",
             ", ".join(f"{name} {version}" for name, version in facts["packages"].items()),

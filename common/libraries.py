@@ -207,5 +207,5 @@ def graph_of(exported: Any) -> Any:
 
 
 CACHES = ("past_key_values", "cache")
-"""Names of the cache that models of transformers return: `cache` from 5.24 on. Remove the first
+"""Names of the cache that models from transformers return: `cache` from 5.24 on. Remove the first
 once 5.24 is the oldest."""

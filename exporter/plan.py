@@ -112,9 +112,9 @@ class Plan:
             return notes
         return (
             *notes,
-            f"no single graph is fast at every size of --batch {options.batches}: "
-            f"{', '.join(spans)}; a session of the bundle, `run` and `bench` use the graph "
-            "that covers each call's batch size",
+            f"no single graph is fast at every batch size in --batch {options.batches}: "
+            f"{', '.join(spans)}; the bundle's session, `run` and `bench` choose the graph for "
+            "each batch",
         )
 
 

@@ -103,7 +103,7 @@ TINY = Sizes(
 class Measured:
     """One row: milliseconds on the GPU and from array to array, with the range of the rounds.
 
-    `limit_ms` is the least time at the card's measured rates, and `over_limit` the GPU's time
+    `limit_ms` is the minimum time at the card's measured rates, and `over_limit` the GPU's time
     divided by it. `off` is the largest difference from PyTorch's outputs, `replay_off` that of a
     replayed CUDA graph from a plain run, both relative to max|y|; `plain` is why runs were not
     replayed.
@@ -155,7 +155,7 @@ class Subject:
         return work_of(self.model, self.x[:1])
 
     def limit(self, k: int, batch: int, precision: str) -> float | None:
-        """Returns the least time of a batch on this card in milliseconds."""
+        """Returns the minimum time of a batch on this card in milliseconds."""
         if self.rates is None:
             return None
         short = precision == "fp16"

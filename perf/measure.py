@@ -95,7 +95,7 @@ def timed(
             dict.fromkeys(layers, case.k),
             batch,
             int8=layers if case.precision == "int8" else (),
-            int8_backbone=products_of(graph.integers if graph else (), {"batch": 1}),
+            int8_backbone=products_of(graph.integer_linears if graph else (), {"batch": 1}),
             number_bytes=NUMBER_BYTES.get(case.precision, FP32_BYTES),
             arithmetic=arithmetic_of(case),
         )

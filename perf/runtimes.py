@@ -183,7 +183,7 @@ def _images(batch: int) -> np.ndarray:
 def table(results: Results) -> str:
     """Returns the medians in ms as Markdown, also relative to FP32 in ONNX Runtime at k = n/4.
 
-    A last column has them divided by the least time that this machine needs for the products.
+    A last column has them divided by the minimum time that this machine needs for the products.
     """
     medians = {(_key(row), row.batch): row.median_ms for row in results.rows}
     limits = {(_key(row), row.batch): row.limit_ms for row in results.rows}

@@ -182,9 +182,7 @@ def test_a_command_connects_to_nobody_and_loads_no_code_of_others(
     assert not _foreign(seen.code, machine)
 
 
-def test_a_cluster_for_one_run_listens_on_the_loopback_address_alone(
-    machine: Machine, made: Path
-) -> None:
+def test_a_cluster_for_one_run_listens_on_loopback_only(machine: Machine, made: Path) -> None:
     seen = machine.run(
         *(sys.executable, "-m", "moexport", "bench", "vit.pt", *VIT_SETS, "--data", "data.npz"),
         *("--k", "8,2", "--ray", "local", "--on", "CPU", "--engine", "onnxruntime"),

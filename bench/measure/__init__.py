@@ -1,1 +1,1 @@
-"""Measures a case: latency, memory, parts, and the least possible time."""
+"""Measures a case: latency, memory, parts, and the minimum possible time."""

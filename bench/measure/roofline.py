@@ -1,4 +1,4 @@
-"""The least time that a machine needs for a model's work, as a reference for measured times.
+"""The minimum time that a machine needs for a model's work, as a reference for measured times.
 
 A model is a chain of parts, the backbone and its MoE layers. A layer's work follows from its spec;
 PyTorch counts the backbone's work on one input. Each part takes at least the time of its
@@ -62,7 +62,7 @@ SHARES = (4, 16)
 SQUARE = 1024
 """The size of the square matrices in timed products: 20 ms on a core, as fast as larger ones."""
 
-INT4_UNCOUNTED = "the least time is not computed for INT4 weights"
+INT4_UNCOUNTED = "the minimum time is not computed for INT4 weights"
 FEWER_EXPERTS = "the work is only known for the bundle's layers, which have fewer experts"
 
 NO_GPU_RATES = "the rates of a GPU are measured with PyTorch, but this PyTorch has no CUDA"
@@ -358,13 +358,13 @@ def least_ms(part: RooflineStep, rates: Rates) -> float:
 
 
 def limit_ms(parts: Iterable[RooflineStep], rates: Rates) -> float:
-    """Returns the least time of consecutive parts in ms."""
+    """Returns the minimum time of consecutive parts in ms."""
     return sum(least_ms(part, rates) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The work of a row and the least time for it; `reason` explains a missing value."""
+    """The work of a row and the minimum time for it; `reason` explains a missing value."""
 
     work: Workload | None = None
     limit_ms: float | None = None
@@ -436,7 +436,7 @@ class Limits:
         return Rates(**self._gpu.rates(ms), gpu=True)
 
     def of(self, case: Case, graph: GraphSource | None, batch: int, rates: Rates | str) -> Limit:
-        """Returns the work of a row and the least time for it; `graph` is the row's graph, if any.
+        """Returns a row's work and the minimum time for it; `graph` is the row's graph, if any.
 
         `rates` are those of the row's device. 16-bit numbers count as two bytes; `arithmetic_of`
         determines the rate of their products.
@@ -449,13 +449,13 @@ class Limits:
         if case.k > max(layer.spec.experts for layer in layers.values()):
             return Limit(reason=FEWER_EXPERTS)
         ks = {name: min(case.k, layer.spec.experts) for name, layer in layers.items()}
-        floating = frozenset() if graph is None else graph.floating
+        floats = frozenset() if graph is None else graph.float_layers
         try:
             parts = self._work.parts(
                 ks if graph is None else ks | dict(graph.k_by_layer),
                 batch,
-                int8=layers.keys() - floating if case.precision == "int8" else (),
-                int8_backbone=products_of(() if graph is None else graph.integers, self._sizes),
+                int8=layers.keys() - floats if case.precision == "int8" else (),
+                int8_backbone=products_of(graph.integer_linears if graph else (), self._sizes),
                 number_bytes=NUMBER_BYTES.get(case.precision, FP32_BYTES),
                 arithmetic=arithmetic_of(case),
             )

@@ -33,14 +33,14 @@ class Change:
 
     @property
     def quality_changed(self) -> bool:
-        """Whether the kept share changed by more than both 95% intervals allow."""
+        """Whether the kept shares' 95% intervals do not overlap or, if none, the values differ."""
         old, new = self.before.kept_interval, self.now.kept_interval
         if old is None or new is None:
             return self.before.kept != self.now.kept
         return old.high < new.low or new.high < old.low
 
     def slower_than(self, share: float) -> bool:
-        """Returns whether the row is slower by more than a share and by more than the spread."""
+        """Returns whether it is slower by more than the spread and the fraction `share`."""
         return self.beyond_spread and self.ratio is not None and self.ratio > 1 + share
 
     @property
@@ -60,7 +60,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ResultsComparison:
-    """Every row that two files share, and notes on what limits the comparison."""
+    """The rows that two files share, and notes on what limits the comparison."""
 
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
@@ -90,7 +90,7 @@ class ResultsComparison:
         )
 
     def failures(self, share: float) -> tuple[Change, ...]:
-        """Returns rows that are slower by more than a share, or that fail but did not before."""
+        """Returns rows that are slower than `share` allows, or that fail but did not before."""
         return tuple(c for c in self.changes if c.broken or c.slower_than(share))
 
 
@@ -139,17 +139,17 @@ def _host(row: Row) -> str | None:
 
 
 def parse_slower(text: str) -> float:
-    """Returns 0.05 for `5%` or `0.05`; UsageError for anything else."""
+    """Parses a share, `5%` or `0.05`; raises UsageError for other text, or a share out of range."""
     share = parse_share(text, "--fail-if-slower")
     if not 0 <= share < 10:
         raise UsageError(
-            f"--fail-if-slower {text}: not a share",
+            f"--fail-if-slower {text}: must be at least 0% and below 1000%",
             hint="--fail-if-slower 5% allows a row to take 5% longer than before",
         )
     return share
 
 
-def earlier(out: Path, named: Path | None, *, wanted: bool) -> Results | None:
+def read_earlier(out: Path, named: Path | None, *, wanted: bool) -> Results | None:
     """Returns the results to compare with: the named file, or else the results in `out`."""
     if named is not None:
         return read(named)
@@ -177,6 +177,6 @@ def check_regression(before: Results, now: Results, share: float | None) -> tupl
         raise CheckError(
             f"{len(worse)} of {len(comparison.changes)} rows are slower by more than {share:.0%} "
             f"or fail: {listed}{more}",
-            hint="see the spreads in the report; if the machine is noisy, allow a larger share",
+            hint="see the spreads in the report; if the machine is noisy, allow a larger slowdown",
         )
     return lines

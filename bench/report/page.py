@@ -240,7 +240,7 @@ def _description(results: Results, section: Section, row: Row) -> dict[str, Any]
 
 
 def _limit(row: Row) -> str:
-    """Describes the parts of the least time, or why it is unknown or does not apply."""
+    """Describes the parts of the minimum time, or why it is unknown or does not apply."""
     if row.no_limit or row.limit_ms is None or row.work is None:
         return row.no_limit or ""
     operations = row.work.operations + row.work.int8_operations

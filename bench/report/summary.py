@@ -474,7 +474,7 @@ def times(ratio: float) -> str:
 
 
 def excess(ratio: float) -> str:
-    """Returns a time divided by the least time: `1.4`, `31`; below 1 the limit does not apply."""
+    """Returns a time divided by the minimum time: `1.4`, `31`; below 1 the limit does not apply."""
     return (
         f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 1 else "limit does not apply"
     )

@@ -303,11 +303,11 @@ PHASES = (
 )
 
 GPU_CLOCK = (
-    "On a GPU, wall-clock times include the copies to and from the GPU and the wait; the host "
-    "waits as CUDA does by default, on most machines by spinning. TensorRT engines, graphs in ONNX "
-    "Runtime's CUDA provider and compiled PyTorch are replayed as CUDA graphs if possible; other "
-    "rows of PyTorch launch kernel by kernel, and those in FP16 compute the whole network in FP16. "
-    "FP32 products do not use TF32, unless an engine was built with it."
+    "On a GPU, wall-clock times include the copies to and from the GPU and the wait for the "
+    "result; the host waits in CUDA's default way, which on most machines is spinning. TensorRT "
+    "engines, graphs in ONNX Runtime's CUDA provider and compiled PyTorch are replayed as CUDA "
+    "graphs if possible; other PyTorch rows launch kernel by kernel, and those in FP16 compute "
+    "the whole network in FP16. FP32 products do not use TF32 unless an engine was built with it."
 )
 
 GPU_EVENTS = (
@@ -395,7 +395,7 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
                 ends = dict.fromkeys((f"{min(values):.0f}", f"{max(values):.0f}"))
                 rates.append(words.format(" to ".join(ends)) + " on the GPU" * on_gpu)
     return [
-        "The limit is the least time that this machine needs to move a row's bytes or to compute "
+        "The limit is the minimum time that this machine needs to move a row's bytes or to compute "
         "its operations, whichever takes longer for each part. Rates measured in the same rounds: "
         f"{', '.join(rates)}."
     ]

@@ -28,7 +28,7 @@ from ...graphs.k import KOption, parse_k
 from ...graphs.targets import TARGETS
 from ..engines import GraphEngine
 from ..measure.roofline import integer_linears
-from ..plan import Candidate, GraphSource, constant_k, token_routed
+from ..plan import Candidate, GraphSource, constant_k, has_token_routed_layer
 from ..ranges import Ranges
 from ..request import BenchRequest
 from ..results import BundleInfo
@@ -79,7 +79,7 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
         graphs=tuple(replace(graph, bundle=name) for graph in with_distinct_lowerings(graphs)),
         renormalize=record.renormalize,
         engines=request.engines,
-        routed={largest_k(constant_ks): job} if differs else {},
+        jobs_by_k={largest_k(constant_ks): job} if differs else {},
         only_batch=only,
     )
 
@@ -91,7 +91,7 @@ def _k_of(record: Manifest, constant_ks: Mapping[str, int], model: Model) -> tup
     """
     if any(layer.k_levels for layer in record.layers):
         return parse_k(record.k), True
-    if token_routed(model) and model.layers.keys() == constant_ks.keys():
+    if has_token_routed_layer(model) and model.layers.keys() == constant_ks.keys():
         return tuple(constant_ks[name] for name in model.layers), True
     return "n", False
 
@@ -124,8 +124,8 @@ def _sources_of(
             given_k=k if record.k == "input" else None,
             precision=record.precision,
             k_by_layer=constant_ks,
-            floating=frozenset(each.name for each in record.layers if each.precision != "int8"),
-            integers=integers,
+            float_layers=frozenset(each.name for each in record.layers if each.precision != "int8"),
+            integer_linears=integers,
             batches=sizes if len(request.batches) > 1 and runtime.backend is None else None,
             parity=graph.parity,
             missed=missed,
@@ -351,13 +351,13 @@ def joined(bundles: Sequence[Candidate], model: Model, name: str | None = None) 
     distinct = {bundle.name for bundle in joint.distinct_bundles}
     unchanged = [each for each in bundles if each.name not in distinct]
     graphs = [graph for each in bundles for graph in each.graphs]
-    rows = Counter(graph.row for graph in graphs)
+    rows = Counter(graph.row_key for graph in graphs)
     return replace(
         joint,
         ks=tuple(sorted({k for each in unchanged for k in each.ks}, reverse=True)),
-        routed={k: job for each in unchanged for k, job in each.routed.items()},
+        jobs_by_k={k: job for each in unchanged for k, job in each.jobs_by_k.items()},
         graphs=tuple(
-            replace(graph, apart=rows[graph.row] > 1 or graph.bundle in distinct)
+            replace(graph, apart=rows[graph.row_key] > 1 or graph.bundle in distinct)
             for graph in graphs
         ),
     )

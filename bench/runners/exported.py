@@ -40,7 +40,7 @@ from ...graphs.sizes import PARITY_BATCHES, AxisRange
 from ...graphs.targets import Precision
 from ..engines import KINDS, GraphEngine
 from ..measure.roofline import integer_linears
-from ..plan import Candidate, GraphSource, constant_k, token_routed
+from ..plan import Candidate, GraphSource, constant_k, has_token_routed_layer
 from ..request import RANGED, BenchRequest
 from .base import GraphFile, Refused
 from .other_exporters import with_other_exporters
@@ -80,8 +80,8 @@ def exported(
     runtimes, lowerings = graph_engines(request), request.lowerings
     jobs = _jobs(model, request.ks)
     # For a router's k, or a share of each level of a hierarchy, the model is a different one.
-    changed = [job for job in jobs if token_routed(model) or job.model is not model]
-    routed = {largest_k(constant_k(job)): job for job in changed}
+    changed = [job for job in jobs if has_token_routed_layer(model) or job.model is not model]
+    jobs_by_k = {largest_k(constant_k(job)): job for job in changed}
     ks = [largest_k(constant_k(job)) for job in jobs]
     only = required_batch(model, request)
     exporter = _Exporter(model, request, inputs, table, only)
@@ -112,7 +112,7 @@ def exported(
             graphs=with_distinct_lowerings(graphs),
             renormalize=request.renormalize,
             engines=request.engines,
-            routed=routed,
+            jobs_by_k=jobs_by_k,
             only_batch=only,
         )
         yield stack.enter_context(with_other_exporters(candidate, request.threads))
@@ -172,7 +172,7 @@ def _jobs(model: Model, ks: Sequence[KOption]) -> list[ExportJob]:
 def _same_layers(job: ExportJob, other: ExportJob) -> bool:
     """Returns whether two jobs keep the same number of experts in each layer and level."""
     specs, others = ([layer.spec for layer in each.model.layers.values()] for each in (job, other))
-    return job.k == other.k and (specs == others or token_routed(job.model))
+    return job.k == other.k and (specs == others or has_token_routed_layer(job.model))
 
 
 def _by_model(jobs: Sequence[ExportJob]) -> list[list[ExportJob]]:
@@ -229,7 +229,7 @@ class _Exporter:
         """Exports graphs for a runtime, equal graphs once; failures are recorded one by one."""
         model, request = self.model, self.request
         # Calibration covers every expert or, with a router, the experts that it chooses.
-        planned_k = jobs[0].options.kept if token_routed(model) else "n"
+        planned_k = jobs[0].options.kept if has_token_routed_layer(model) else "n"
         options = _options(request, runtime, precision, planned_k)
         if self.only is not None and model.batch_of == 1:
             options = replace(options, batch=_exactly(self.only))
@@ -255,7 +255,7 @@ class _Exporter:
                 k,
                 names,
                 selected=selected_values(lowered[each.graph.file].values),
-                integers=integer_linears(folder / each.graph.file, linears),
+                integer_linears=integer_linears(folder / each.graph.file, linears),
                 engine=engine,
                 precision=precision,
                 k_by_layer={layer.name: layer.typical_k for layer in each.graph.layers},
@@ -271,7 +271,7 @@ class _Exporter:
 
         `computed` is the jobs' model, whose layers are planned unless tokens are routed.
         """
-        routed = token_routed(self.model)
+        routed = has_token_routed_layer(self.model)
         ranged = options.precision in RANGED and not routed
         data = self.inputs if ranged and self.table is None else None
         table = self.table if ranged else None
@@ -463,7 +463,7 @@ def with_distinct_lowerings(sources: Sequence[GraphSource]) -> tuple[GraphSource
     named: list[GraphSource] = []
     for source in sources:
         lowering = source.lowering
-        if source.batches and any(other.row == source.row for other in named):
+        if source.batches and any(other.row_key == source.row_key for other in named):
             lowering = f"{lowering} (batch {min(source.batches)})"
         named.append(replace(source, lowering=lowering))
     return tuple(named)

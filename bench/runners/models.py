@@ -14,16 +14,16 @@ from ...exporter.checkpoints.loaders import loader_of
 from ...exporter.model import Model
 from ...exporter.requests import LoadRequest
 from ..engines import ModelEngine, engine_of
-from ..plan import Candidate, Case, token_routed
+from ..plan import Candidate, Case, has_token_routed_layer
 from .base import Loader, ModelRun, Runner
 from .pytorch import CUDA, PyTorch, on_device, with_algorithm_1
 
 
 def reference_of(candidate: Candidate, k: int) -> PyTorch:
     """Returns the model with k experts, chosen by its router or else by Algorithm 1."""
-    if k in candidate.routed:
-        model = candidate.routed[k].model
-        if token_routed(model):
+    if k in candidate.jobs_by_k:
+        model = candidate.jobs_by_k[k].model
+        if has_token_routed_layer(model):
             return PyTorch(model.module, model.inputs, model.host)
     else:
         model = candidate.model

@@ -29,11 +29,11 @@ def with_other_exporters(candidate: Candidate, threads: int | None) -> Iterator[
 
     The graphs have the largest k, in a temporary folder. A failure becomes a row with the reason.
     """
-    if TRANSFORMERS_ONNX not in candidate.engines or not candidate.routed:
+    if TRANSFORMERS_ONNX not in candidate.engines or not candidate.jobs_by_k:
         yield candidate
         return
     with scratch_folder("bench") as folder:
-        k = max(candidate.routed)
+        k = max(candidate.jobs_by_k)
         kind, loader = KINDS[TRANSFORMERS_ONNX], None
         assert isinstance(kind, GraphEngine)
         try:

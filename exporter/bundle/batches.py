@@ -38,7 +38,7 @@ class SessionByBatch(Session):
         self._opening = Lock()
 
     def for_batch(self, size: int) -> Session:
-        """Returns the opened graph for batches of a size."""
+        """Returns the open session for batches of `size` inputs."""
         name = self._manifest.graph_for(size).file
         with self._opening:
             if name not in self._sessions:
@@ -81,7 +81,7 @@ class SessionByBatch(Session):
         return next(iter(self._sessions.values()), None) or self.for_batch(1)
 
     def _session_for(self, x: Inputs) -> Session:
-        # Without the input, any graph reports that it is missing.
+        # If the input is missing, any graph can report that; the size is then 0.
         main = x.get(self.input_name, ()) if isinstance(x, Mapping) else x
         self._last = self.for_batch(next(iter(np.shape(main)), 1))
         return self._last

@@ -1,8 +1,8 @@
-"""Families of which only the layer is known, but not the network around it.
+"""Families whose layer is known, but not the network around it.
 
 The graph consists of this one layer. `layer_family` makes the family from the layout of a layer;
-`choose_layer` finds the layer to export in a file with more content. The two backbones here wrap a
-single layer, including one from a user's own network.
+`choose_layer` finds the layer to export in a file with other layers or weights. The two
+backbones here wrap a single layer, including one from a user's own network.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def _only_prefix(layer: PublishedLayer[Any], tensors: Tensors, prefixes: list[st
     outside = [key for key in tensors if not any(key.startswith(p) for p in prefixes)]
     if len(prefixes) == 1 and not outside:
         return prefixes[0]
-    names = [_label(prefix) for prefix in prefixes]
+    names, plural = [_label(prefix) for prefix in prefixes], "" if len(prefixes) == 1 else "s"
     others = f" and other weights ({', '.join(outside[:3])}, …)" if outside else ""
     raise FamilyError(
-        f"{layer.family}: the file contains {len(prefixes)} {layer.title} layers "
+        f"{layer.family}: the file contains {len(prefixes)} {layer.title} layer{plural} "
         f"({', '.join(names[:6])}){others}; only one layer of such a network can be exported",
         hint="give the network as package.module:factory with --weights, or choose one layer: "
         f"--set {LAYER}={names[0]}",

@@ -140,10 +140,10 @@ def cap_gather_copies(
             if not is_explicit and wanted.max[0] * k > fitting:
                 new_profiles[index] = cap_k(wanted, fitting)
                 notes.append(
-                    f"{graph.file}: at batch {wanted.max[0]} `gather` can copy {fitting} experts "
-                    f"of layer {layer.name}, so its engine accepts k up to "
+                    f"{graph.file}: at batch {wanted.max[0]} `gather` can copy at most {fitting} "
+                    f"experts of layer {layer.name}, so its engine accepts k up to "
                     f"{fitting // wanted.max[0]} of {layer.experts}; a smaller batch in --profile "
-                    "allows a larger k, and --lowering dense any k"
+                    "allows a larger k, and --lowering dense allows any k"
                 )
     return tuple(new_profiles), tuple(notes)
 

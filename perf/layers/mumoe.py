@@ -170,7 +170,7 @@ def measure(
 
 
 def table(results: Results) -> str:
-    """Returns the layers as Markdown, with the least time that the machine needs for each.
+    """Returns the layers as Markdown, with the minimum time that the machine needs for each.
 
     This is the time to stream the weights from memory or to compute the multiply-adds at the rate
     of a large matmul, whichever is longer; a layer whose weights stay in a cache may take less.

@@ -35,8 +35,8 @@ DISTURBED = 0.5
 class Cell:
     """The measurements of one layer, batch and k, by lowering or form of the untouched layer.
 
-    All were measured in the same rounds. `limit` is the least time in milliseconds that the machine
-    needs for k experts, at the rates measured in those rounds.
+    All were measured in the same rounds. `limit` is the minimum time in milliseconds that the
+    machine needs for k experts, at the rates measured in those rounds.
     """
 
     layer: Layer

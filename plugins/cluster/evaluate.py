@@ -1,4 +1,4 @@
-"""Evaluates whole graphs over one half of the data, in shards on a Ray cluster.
+"""Evaluates whole graphs on one of the two halves of `tune`'s data, in shards on a Ray cluster.
 
 The sums of the batches are added in the order of the data, so the result is that of one machine,
 bit-identical if the nodes compute identically. Times are not measured on the cluster.
@@ -27,7 +27,7 @@ from ..tune.shards import Batch, Evaluate, Tallies
 from .ray import Task, connected, kinds_of
 
 SHARD_BYTES = 1 << 30
-"""The approximate limit of a task's inputs and outputs, which its node keeps in memory."""
+"""The approximate limit on the size of a task's inputs and outputs, kept in its node's memory."""
 
 
 @contextmanager

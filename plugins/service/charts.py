@@ -65,7 +65,7 @@ def _rates(results: Results) -> Iterator[dict[str, Any]]:
     symbols = _symbols(results)
     for model, name, services in _lines(results):
         for row in services:
-            doubt = "" if row.valid else "\nnot valid by LoadGen"
+            doubt = "" if row.valid else "\nnot valid according to LoadGen"
             hover = f"{model}: {name}, k = {row.k}\n{requests(row.rate or 0.0)}{doubt}"
             yield {
                 **{"model": model, "line": f"{model}: {name}", "k": row.k, "rate": row.rate},
@@ -108,15 +108,15 @@ def _latencies(results: Results) -> Iterator[dict[str, Any]]:
 
 def service_points(results: Results) -> dict[str, Any] | None:
     """Returns the charts' data, or None if no service has a rate within the bound."""
-    server = searched_services(results)
-    if not any(row.rate for row in server):
+    searched = searched_services(results)
+    if not any(row.rate for row in searched):
         return None
     lines = list(_lines(results))
-    symbols, several = _symbols(results), len({row.model for row in server}) > 1
+    symbols, several = _symbols(results), len({row.model for row in searched}) > 1
     rates = list(_rates(results))
     return {
         "answers": list(answers(results)),
-        "bound": server[0].bound_ms,
+        "bound": searched[0].bound_ms,
         "keys": [
             (f"{model}: {name}" if several else name, symbols[name], ink_of(services[0].precision))
             for model, name, services in lines

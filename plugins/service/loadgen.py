@@ -45,7 +45,7 @@ MIN_QUERIES: dict[Scenario, int] = {
 
 SEARCH_QUERIES = 100  # per run of a search, whose result is measured again
 PER_QUERY = 8  # samples per query of multi-stream
-MAX_DURATION_FACTOR = 3  # a run takes at most this multiple of its least duration
+MAX_DURATION_FACTOR = 3  # a run takes at most this multiple of its minimum duration
 WAIT_S = 0.001
 
 DETAIL = "mlperf_log_detail.txt"
@@ -55,7 +55,7 @@ _PEAK = re.compile(r"Found peak performance field: ([\d.]+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """The load of a run: a scenario and the least duration.
+    """The load of a run: a scenario and the minimum duration.
 
     `rate` is in samples per second: the offered rate in `server`, the expected rate in the other
     scenarios. In `server`, 99% of the queries must be answered within `bound_s`.
@@ -92,24 +92,24 @@ class Judgement:
 
 def loadgen() -> Any:
     """Returns the module of LoadGen; raises `MissingExtraError` if it is not installed."""
-    hint = f"{install('loadgen')}; there are wheels for Linux"
+    hint = f"{install('loadgen')}; wheels exist for Linux only"
     return library("mlperf_loadgen", "--scenario needs MLPerf's LoadGen", hint)
 
 
 def run_loadgen(
-    queue: Submits[int], library: int, load: Traffic, logs: Path, *, search: bool = False
+    queue: Submits[int], sample_count: int, load: Traffic, logs: Path, *, search: bool = False
 ) -> Judgement:
     """Returns LoadGen's judgement of a queue of requests, which are indices of samples.
 
-    LoadGen draws from `library` samples and writes its logs to the folder `logs`. With `search`, it
-    looks for the highest rate of `server` within the bound, starting at the load's rate. After the
-    run, raises the first error of an instance, if any.
+    LoadGen draws from `sample_count` samples and writes its logs to the folder `logs`. With
+    `search`, it looks for the highest rate of `server` within the bound, starting at the load's
+    rate. After the run, raises the first error of an instance, if any.
     """
     lg = loadgen()
     make_folder(logs)
     system = _System(lg, queue, load)
     sut = lg.ConstructSUT(system.issue, system.flush)
-    qsl = lg.ConstructQSL(library, library, _no_loading, _no_loading)
+    qsl = lg.ConstructQSL(sample_count, sample_count, _no_loading, _no_loading)
     log = lg.LogSettings()
     log.log_output.outdir = str(logs)
     log.log_output.copy_summary_to_stdout = False
@@ -169,7 +169,7 @@ class _System:
 
     def __init__(self, lg: Any, queue: Submits[int], load: Traffic) -> None:
         self._lg, self._queue = lg, queue
-        self._serves, self._bound_s = load.scenario == "server", load.bound_s
+        self._is_server, self._bound_s = load.scenario == "server", load.bound_s
         self._late: list[int] = []
         self._open = 0
         self._changed = threading.Condition()
@@ -185,7 +185,7 @@ class _System:
                 self._missed(number)
                 continue
             try:
-                answer = self._queue.submit(sample.index, wait=not self._serves)
+                answer = self._queue.submit(sample.index, wait=not self._is_server)
             except QueueFullError:
                 self.refused += 1
                 self._missed(number)
@@ -220,7 +220,7 @@ class _System:
                 self._changed.notify_all()
 
     def _missed(self, number: int) -> None:
-        if self._serves:
+        if self._is_server:
             self._late.append(number)
         else:
             self._complete([number])  # the next query waits for the answer

@@ -14,7 +14,7 @@ from .loadgen import Scenario, loadgen
 from .request import ServiceOptions
 from .triton import TritonModel, triton_client
 
-MIN_BOUNDS = 10  # the least duration of a run, in latency bounds
+MIN_BOUNDS = 10  # the minimum duration of a run, in latency bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ def _begin_experts(
 ) -> StudyRun:
     from .experts import study_all
 
-    single = [part for candidate in candidates for part in candidate.each]
+    single = [part for candidate in candidates for part in candidate.parts]
     wanted = requested(request.asked(StudyOptions))
     found = study_all(single, data, wanted, request.samples, request.progress or Silent())
     return StudyRun(lambda: found)
@@ -65,7 +65,7 @@ def _begin_subgroups(
     groups = load_groups(source, name, labelled.skipped + len(labelled))[labelled.skipped :]
     sample = labelled.head(len(labelled) if request.samples is None else request.samples)
     progress = request.progress or Silent()
-    single = [part for candidate in candidates for part in candidate.each]
+    single = [part for candidate in candidates for part in candidate.parts]
     found = compare_subgroups(single, sample, groups[: len(sample)], name, progress)
     return StudyRun(lambda: found)
 

@@ -1,4 +1,4 @@
-"""Token-routed experts: models of `transformers`, V-MoE, and users' own routers."""
+"""Token-routed experts: models from `transformers`, V-MoE, and users' own routers."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .trace import traced_program
 
 
 class TransformersHost(Host):
-    """The host of all models of `transformers`."""
+    """The host of all models from `transformers`."""
 
     per_token = True
     steps = ("generation",)

@@ -97,8 +97,8 @@ class _Nllb(SparseBlock):
                 room = "expert_capacity tokens of a batch"
             raise FamilyError(
                 f"layer {experts.spec.name}: an expert has room for {room} "
-                f"(moe_eval_capacity_token_fraction {fraction:g}), so the result of one input "
-                "depends on the others",
+                f"(moe_eval_capacity_token_fraction {fraction:g}), so the result for one input "
+                "depends on the other inputs in the batch",
                 hint='set "moe_eval_capacity_token_fraction": 1.0 in config.json, which drops '
                 "no tokens",
             )

@@ -1,4 +1,4 @@
-"""Sums the scores of whole graphs over one half of the data."""
+"""Sums the scores of whole graphs on one of the two halves of the data: search or confirmation."""
 
 from __future__ import annotations
 

@@ -320,7 +320,7 @@ def test_archives_that_were_joined_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["npy", "npz"])
-def test_what_follows_an_array_is_an_error_and_not_left_out(kind: str, tmp_path: Path) -> None:
+def test_data_after_an_array_is_an_error(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"x.{kind}"
     content = io.BytesIO()
     np.save(content, X)

@@ -466,7 +466,7 @@ def test_memory_that_runs_out_while_libraries_load_is_no_defect() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 @pytest.mark.parametrize("megabytes", [680, 765, 820, 850])
-def test_an_export_without_enough_memory_says_so_and_leaves_nothing(
+def test_an_export_without_enough_memory_reports_it_and_leaves_nothing(
     megabytes: int, tmp_path: Path
 ) -> None:
     layer = str(DATA / "soft_moe_fkodom" / "weights.pt")

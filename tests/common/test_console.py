@@ -189,7 +189,7 @@ HOSTILE = "a\x1b[2J\rb\nerror: c\x9b1m\u202ed\udc80"
 ESCAPED = "a\\u001b[2J\\u000db\\u000aerror: c\\u009b1m\\u202ed\\udc80"
 
 
-def test_what_a_file_holds_steers_no_terminal_and_forges_no_line(
+def test_file_content_cannot_control_the_terminal_or_forge_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     console = Console()
@@ -213,7 +213,7 @@ def test_json_stays_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert printable(printed, several=True) == printed
 
 
-def test_markdown_holds_no_html_and_a_cell_no_formula() -> None:
+def test_html_and_formulas_are_escaped() -> None:
     assert markdown_text("<img src=x>\n# b") == "&lt;img src=x>\\u000a# b"
     assert markdown_text("![](http://x)") == r"!\[\](http://x)"
     assert markdown_text(r"a\[b](c)|d") == r"a\\\[b\](c)\|d"

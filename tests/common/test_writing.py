@@ -66,7 +66,7 @@ def test_the_name_of_what_is_being_written_is_not_known_before(tmp_path: Path) -
     assert len(seen) == 3
 
 
-def test_a_link_where_a_temporary_file_would_lie_is_not_followed(
+def test_a_link_in_place_of_a_temporary_file_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine").write_text("mine")
@@ -91,9 +91,7 @@ def a_day_later(path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["whole_file", "temporary_folder"])
-def test_what_a_killed_process_left_is_removed_by_the_next_after_a_day(
-    how: str, tmp_path: Path
-) -> None:
+def test_files_of_a_killed_process_are_removed_after_a_day(how: str, tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     left = killed(how, target)
     assert names(tmp_path) == [left.name]
@@ -217,7 +215,7 @@ def test_a_folder_that_was_moved_aside_by_a_killed_process_comes_back(tmp_path: 
     assert names(tmp_path) == ["out"]
 
 
-def test_all_is_on_the_disk_before_it_is_renamed(
+def test_files_are_flushed_before_they_are_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[tuple[str, list[str]]] = []

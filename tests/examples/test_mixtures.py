@@ -192,6 +192,6 @@ def test_bench_measures_each_k_of_a_router_in_a_sweep_and_in_a_bundle(
             network.mixture.trained_k = graph.k
             with torch.no_grad(), graph.loader() as runner:
                 wanted = network(ids)
-                assert torch.allclose(candidate.routed[graph.k].model.module(ids), wanted)
+                assert torch.allclose(candidate.jobs_by_k[graph.k].model.module(ids), wanted)
                 off = np.abs(runner.infer(ids.numpy()) - wanted.numpy()).max()
                 assert off <= 1e-5 * wanted.abs().max()

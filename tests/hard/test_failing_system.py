@@ -62,7 +62,7 @@ def test_a_folder_on_another_layer_of_a_container_is_replaced(tmp_path: Path) ->
 
 
 @injects
-def test_a_system_that_starts_no_thread_is_no_defect(bundle: Path, tmp_path: Path) -> None:
+def test_failing_to_start_a_thread_is_not_reported_as_a_bug(bundle: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", input=read_case("soft_moe_vit").x)
     arguments = ("run", bundle, "-i", "x.npz", "-o", "y.npz")
     outcome = failing(STARTS, "EAGAIN", tmp_path, *arguments)
@@ -115,7 +115,7 @@ def test_an_old_bundle_that_cannot_be_removed_is_named(tmp_path: Path) -> None:
     or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode != 0,
     reason="makes file systems read-only in a namespace of its own",
 )
-def test_without_a_temporary_folder_the_work_lies_with_the_results(tmp_path: Path) -> None:
+def test_without_a_temporary_folder_scratch_files_go_next_to_the_results(tmp_path: Path) -> None:
     data = tmp_path / "data.npz"
     np.savez(data, input=np.concatenate([LAYER.x] * 8))
     place = tmp_path / "volume"

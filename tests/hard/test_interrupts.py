@@ -85,7 +85,7 @@ def sent_to(
 
 @pytest.mark.parametrize(("signals", "grace_s"), [(1, 2.0), (2, 60.0)])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_graph_that_computes_for_ages_ends_with_130(
+def test_a_long_computation_is_interrupted_with_code_130(
     number: signal.Signals, signals: int, grace_s: float, bundle: Path, tmp_path: Path
 ) -> None:
     never_ends(bundle)

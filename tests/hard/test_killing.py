@@ -20,9 +20,9 @@ def done(*options: str) -> None:
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-def test_what_a_killed_command_leaves_is_whole_or_goes() -> None:
+def test_a_killed_command_leaves_complete_files_or_none() -> None:
     done("--kills", "2", "--phases", "1")
 
 
-def test_two_commands_at_once_leave_one_whole_destination() -> None:
+def test_two_commands_at_once_leave_one_complete_destination() -> None:
     done("--kills", "0", "--phases", "0", "--pairs", "2")

@@ -186,7 +186,7 @@ def test_a_bundle_alone_is_measured_at_its_k(folder: Path, tmp_path: Path) -> No
     )
     assert all(check.passed for check in bundle.verify())  # of prompts, whose cache is empty
     candidate = from_bundle(bundle, BenchRequest(engine="onnxruntime", threads=1))
-    (job,) = candidate.routed.values()
+    (job,) = candidate.jobs_by_k.values()
     assert set(job.k.values()) == {1}
     windows = np.random.default_rng(1).integers(0, 300, (2, PROMPT + 1))
     base = untouched(candidate.model)
@@ -224,7 +224,7 @@ def test_without_a_tokenizer_ids_are_random_and_tell_no_perplexity(tmp_path: Pat
         token_windows(tmp_path / "text.txt", bare, PROMPT)
 
 
-def test_what_cannot_be_a_language_models_data_is_refused(model: Model, tmp_path: Path) -> None:
+def test_invalid_data_for_a_language_model_is_refused(model: Model, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("def", encoding="utf-8")
     with pytest.raises(FeedError, match=r"short.txt: \d tokens, but a prompt and the token after"):
         token_windows(tmp_path / "short.txt", model, PROMPT)

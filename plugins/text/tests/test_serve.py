@@ -325,7 +325,7 @@ def test_half_sent_requests_block_nobody(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_a_request_that_is_never_whole_is_ended(server: Server) -> None:
+def test_a_request_that_is_never_completed_is_ended(server: Server) -> None:
     for content in (b"", head(100)[:40], head(100) + b"{"):
         with opened(server.port, content) as connection:
             begun = time.monotonic()
@@ -394,7 +394,7 @@ def test_each_request_is_logged_in_one_line_and_counted(out: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_server_that_writes_texts_ends_before_they_do(out: Path, tmp_path: Path) -> None:
+def test_a_server_ends_before_its_texts_are_complete(out: Path, tmp_path: Path) -> None:
     with Server(out, tmp_path) as server:
         asked = request({"prompt": PROMPT, "max_tokens": CONTEXT - 8, "stream": True})
         clients = [opened(server.port, asked) for _ in range(8)]

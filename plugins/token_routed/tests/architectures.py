@@ -1,4 +1,4 @@
-"""Small models of `transformers` with random weights, and how each is compared with the library.
+"""Small models from `transformers` with random weights, and how each is compared with the library.
 
 Together they have every option of the experts' layer. A case is a class, its configuration and a
 second one.

@@ -63,7 +63,7 @@ def test_int8_moves_a_quarter_of_the_experts_and_computes_them_in_integers(
     assert full.work.operations - int8.work.operations == 2 * macs
     assert full.limit_ms is not None and int8.limit_ms is not None
     assert int8.limit_ms < full.limit_ms
-    floating = replace(GRAPH, floating=frozenset({name}))
+    floating = replace(GRAPH, float_layers=frozenset({name}))
     assert limits.of(replace(ROW, precision="int8"), floating, 1, RATES) == full
 
 
@@ -102,7 +102,7 @@ def test_a_row_without_a_limit_says_why(limits: Limits, model: Model) -> None:
     assert on_gpu.reason == NO_GPU_RATES
     integers = limits.of(replace(ROW, provider="cuda", precision="int8"), GRAPH, 1, ON_GPU)
     assert integers.limit_ms is None and integers.reason == NO_GPU_INTEGERS
-    untold = replace(GRAPH, integers=(IntegerLinear("head/Gemm", None, (8, 10)),))
+    untold = replace(GRAPH, integer_linears=(IntegerLinear("head/Gemm", None, (8, 10)),))
     backbone = limits.of(replace(ROW, precision="int8"), untold, 1, RATES)
     assert backbone.work is None and "how many rows head/Gemm multiplies" in str(backbone.reason)
     failed = limits.rates(Measured({}, {"probe: stream": "MemoryError: no room"}))
@@ -192,7 +192,7 @@ def test_an_int8_backbones_linear_layers_move_bytes_and_compute_integers(
     backbone = IntegerLinear("fc", ("batch", 3), (8, 10))
     int8 = replace(ROW, precision="int8")
     plain = limits.of(int8, GRAPH, 2, RATES).work
-    whole = limits.of(int8, replace(GRAPH, integers=(backbone,)), 2, RATES).work
+    whole = limits.of(int8, replace(GRAPH, integer_linears=(backbone,)), 2, RATES).work
     assert plain is not None and whole is not None
     assert plain.operations - whole.operations == 2 * 2 * 3 * 8 * 10
     assert whole.int8_operations - plain.int8_operations == 2 * 2 * 3 * 8 * 10

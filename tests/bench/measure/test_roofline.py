@@ -1,4 +1,4 @@
-"""The least time of a model's work: counted multiply-adds and bytes, at measured rates."""
+"""The minimum time of a model's work: counted multiply-adds and bytes, at measured rates."""
 
 from __future__ import annotations
 

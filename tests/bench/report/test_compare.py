@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from moexport.bench.report.compare import check_regression, compare, earlier, parse_slower
+from moexport.bench.report.compare import check_regression, compare, parse_slower, read_earlier
 from moexport.bench.report.page import html, payload
 from moexport.bench.report.sections import all_sections, contents
 from moexport.bench.report.text import to_csv, to_markdown
@@ -90,18 +90,19 @@ def test_shares_are_read(text: str, share: float) -> None:
     assert parse_slower(text) == pytest.approx(share)
 
 
-@pytest.mark.parametrize("text", ["five", "-1%", "%", ""])
+@pytest.mark.parametrize("text", ["five", "-1%", "1000%", "%", ""])
 def test_what_is_no_share_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="not a share"):
+    said = "at least 0% and below 1000%" if text in ("-1%", "1000%") else "not a share"
+    with pytest.raises(UsageError, match=said):
         parse_slower(text)
 
 
 def test_the_earlier_results_are_those_of_the_folder(results: Results, tmp_path: Path) -> None:
-    assert earlier(tmp_path, None, wanted=True) is None
+    assert read_earlier(tmp_path, None, wanted=True) is None
     write(results, tmp_path / "results.json")
-    assert earlier(tmp_path, None, wanted=True) == results
-    assert earlier(tmp_path, None, wanted=False) is None
-    assert earlier(tmp_path / "none", tmp_path / "results.json", wanted=False) == results
+    assert read_earlier(tmp_path, None, wanted=True) == results
+    assert read_earlier(tmp_path, None, wanted=False) is None
+    assert read_earlier(tmp_path / "none", tmp_path / "results.json", wanted=False) == results
 
 
 def test_report_compares_on_the_command_line(

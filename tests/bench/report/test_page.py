@@ -507,7 +507,7 @@ NAME = (
 )
 
 
-def test_a_name_is_only_a_name_in_markdown(results: Results, row: RowMaker) -> None:
+def test_names_are_escaped_in_markdown(results: Results, row: RowMaker) -> None:
     rows = [replace(each, model=NAME, error=each.error and NAME) for each in results.rows]
     hostile = replace(
         results,

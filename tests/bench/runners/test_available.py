@@ -14,7 +14,7 @@ import pytest
 import torch
 from moexport.bench import request
 from moexport.bench.engines import KINDS
-from moexport.bench.plan import select
+from moexport.bench.plan import select_engines
 from moexport.bench.request import BenchRequest
 from moexport.bench.runners.pytorch import CompiledPyTorch, PyTorch
 from moexport.errors import EngineError, UsageError
@@ -31,7 +31,7 @@ def test_a_compiled_model_computes_batches_of_any_size() -> None:
 
 
 def test_engines_that_are_not_there_are_named_with_the_reason() -> None:
-    selection = select(BenchRequest(engine="onnxruntime").engines)
+    selection = select_engines(BenchRequest(engine="onnxruntime").engines)
     assert [kind.name for kind in selection.present] == ["pytorch-eager", "onnxruntime"]
     reasons = {each.engine: each.reason for each in selection.absent}
     assert reasons["pytorch-algorithm-2"] == "not requested: --engine pytorch-algorithm-2"

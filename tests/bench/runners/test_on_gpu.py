@@ -19,7 +19,7 @@ import pytest
 import torch
 from moexport.bench.engines import KINDS
 from moexport.bench.journal import FILE
-from moexport.bench.plan import Candidate, Case, GraphSource, select
+from moexport.bench.plan import Candidate, Case, GraphSource, select_engines
 from moexport.bench.report.page import html, payload
 from moexport.bench.report.summary import headline, sections, summary
 from moexport.bench.report.text import method_lines, rows_table, to_csv, to_markdown
@@ -162,7 +162,7 @@ def test_gpu_times_are_in_the_file_and_its_schema(on_gpu: Results, tmp_path: Pat
 
 
 def test_the_engines_of_a_gpu_are_absent_with_the_reason() -> None:
-    chosen = select(KINDS)
+    chosen = select_engines(KINDS)
     absent = {each.engine: each.reason for each in chosen.absent}
     for name in (*ON_GPU, "pytorch-compile-cuda"):
         assert KINDS[name].provider == "cuda"
@@ -172,7 +172,7 @@ def test_the_engines_of_a_gpu_are_absent_with_the_reason() -> None:
     elif torch.version.cuda is None:
         assert absent["pytorch-eager-cuda"].startswith("this PyTorch was built without CUDA")
     # Sweep for or not, PyTorch is measured on the GPU beside what is measured there.
-    beside = select(("onnxruntime-cuda",)).names
+    beside = select_engines(("onnxruntime-cuda",)).names
     assert ("pytorch-eager-cuda" in beside) == ("onnxruntime-cuda" in beside and NO_GPU is None)
 
 

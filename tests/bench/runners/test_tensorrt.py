@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from moexport.bench.doctor import diagnose
 from moexport.bench.engines import KINDS, requirements
-from moexport.bench.plan import Candidate, select
+from moexport.bench.plan import Candidate, select_engines
 from moexport.bench.request import BenchRequest
 from moexport.bench.runners.base import in_batches
 from moexport.bench.runners.candidates import from_bundle
@@ -198,7 +198,7 @@ def test_absent_engines_have_the_reason_that_doctor_gives() -> None:
     told: Mapping[str, str] = {
         each.name: each.detail for each in diagnose(requirements()).abilities if not each.available
     }
-    absent = {each.engine: each.reason for each in select(KINDS).absent}
+    absent = {each.engine: each.reason for each in select_engines(KINDS).absent}
     titles = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
     abilities = {name: [f"build {t} engines", f"run {t} engines"] for name, t in titles.items()}
     abilities["onnxruntime-cuda"] = ["run on CUDA"]

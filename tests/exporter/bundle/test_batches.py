@@ -126,7 +126,7 @@ def test_run_and_verify_take_both(exported: Path, opened: Bundle, tmp_path: Path
 
 
 def test_it_is_said_everywhere(layer: Path, exported: Path, opened: Bundle) -> None:
-    said = f"no single graph is fast at every size of --batch 1:1:{LARGEST}: model.onnx ("
+    said = f"no single graph is fast at every batch size in --batch 1:1:{LARGEST}: model.onnx ("
     assert any(note.startswith(said) for note in opened.manifest.notes)
     assert said in run("inspect", exported).out
     readme = (exported / "README.md").read_text(encoding="utf-8")

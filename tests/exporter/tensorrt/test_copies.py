@@ -44,7 +44,7 @@ def test_k_is_capped_where_nobody_named_it_and_the_dense_graph_takes_all(exporte
     assert gather.profiles[0].k == AxisRange(1, 2, 5)  # 64 inputs × 5 of at most 364
     assert gather.profiles[0].max[0] == 64
     (note,) = gather.notes
-    assert "at batch 64 `gather` can copy 364 experts" in note and "k up to 5 of 8" in note
+    assert "at batch 64 `gather` can copy at most 364 experts" in note and "k up to 5 of 8" in note
     assert dense.profiles[0].k == AxisRange(1, 2, 8)
     assert dense.notes == ()
     small, _ = planned(Manifest.read(exported))

@@ -77,7 +77,7 @@ def test_an_engine_that_this_user_built_here_is_trusted(engine: Path) -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_an_engine_from_elsewhere_is_loaded_only_when_that_is_said(
+def test_an_engine_from_elsewhere_needs_trust_engine(
     engine: Path, home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))  # another user, or machine
