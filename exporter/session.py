@@ -6,7 +6,7 @@ import contextlib
 import io
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from math import inf
 from numbers import Integral
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto
 
     from ..common.onnx_runtime import ort
+    from .bundle.given_choices import GivenSession
     from .bundle.gpu_runs import GpuRuns
     from .tensorrt.cuda import Stream
 
@@ -337,25 +338,11 @@ class Session:
 
         return call
 
-    def with_given_choices(self, values: Collection[str]) -> Session | None:
-        """Returns a session whose choices of experts are inputs; it observes its own as well.
+    def with_given_choices(self, values: Collection[str]) -> GivenSession | None:
+        """Returns a session of the same graph whose choices are inputs; None if they cannot be."""
+        from .bundle.given_choices import given_session
 
-        None if the graph's choices cannot be inputs, or in another runtime.
-        """
-        import onnx
-
-        from .bundle.given_choices import can_be_given, own_choice, scores_of
-
-        if type(self) is not Session:  # the file may not be a graph
-            return None
-        graph = onnx.load(self.path, load_external_data=False).graph
-        if not can_be_given(graph, values):
-            return None
-        observe = dict.fromkeys(map(own_choice, values), onnx.TensorProto.INT64)
-        scores = [name for value in values for name in scores_of(value)]
-        observe |= dict.fromkeys(scores, onnx.TensorProto.FLOAT)
-        options = replace(self.options, observe=observe, given=tuple(values), prepack=False)
-        return Session(self.path, options)
+        return given_session(self, values) if type(self) is Session else None
 
     def end_profile(self) -> Path:
         """Ends the profile of `SessionOptions.profile`; returns its file (JSON)."""

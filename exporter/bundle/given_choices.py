@@ -6,10 +6,18 @@ tokens then differ as well. With PyTorch's choices as inputs, every output can b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
+import numpy as np
+import onnx
 from onnx import GraphProto, TensorProto, helper
+
+if TYPE_CHECKING:
+    from ..inputs import Inputs
+    from ..session import Session
 
 
 def given_choice(value: str) -> str:
@@ -25,6 +33,57 @@ def own_choice(value: str) -> str:
 def scores_of(value: str) -> tuple[str, str]:
     """Returns the names of the scores of the graph's own choice, and of the given one, in FP32."""
     return f"{value}/own_scores", f"{value}/given_scores"
+
+
+class GivenSession:
+    """A session that gets choices as inputs and returns those that the graph would make."""
+
+    def __init__(self, session: Session, values: Collection[str]) -> None:
+        self._session, self._values, self._gaps = session, tuple(values), [0.0]
+        self.input_name, self.output_names = session.input_name, session.output_names
+
+    def inputs_for(self, choices: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the inputs for choices [s, k] or [s, m, k], by the values that they replace."""
+        return {
+            given_choice(value): sets.reshape(len(sets), -1, sets.shape[-1]).astype(np.int64)
+            for value, sets in choices.items()
+        }
+
+    def run(
+        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        found = self._session.run(x, k, outputs)
+        for value in self._values:
+            own, given = (np.sort(found[name].astype(np.float64)) for name in scores_of(value))
+            scale = np.maximum(np.abs(own[..., :1]), np.finfo(np.float32).tiny)
+            with np.errstate(invalid="ignore"):
+                gaps = np.nan_to_num(np.abs(own - given) / scale, nan=np.inf)
+            self._gaps.append(float(gaps.max(initial=0.0)))
+            found[value] = found[own_choice(value)]
+        return found
+
+    def largest_gap(self) -> float:
+        """Returns how far the scores of own and given choices were apart since the last call.
+
+        The gap is relative to the k-th score. It is small if ties explain all differences: then
+        both choices have nearly the same scores.
+        """
+        gap, self._gaps = max(self._gaps), [0.0]
+        return gap
+
+
+def given_session(session: Session, values: Collection[str]) -> GivenSession | None:
+    """Returns a session of the same graph that gets choices as inputs; None if impossible."""
+    from ..session import Session
+
+    graph = onnx.load(session.path, load_external_data=False).graph
+    if not can_be_given(graph, values):
+        return None
+    observe = dict.fromkeys(map(own_choice, values), TensorProto.INT64)
+    scores = (name for value in values for name in scores_of(value))
+    observe |= dict.fromkeys(scores, TensorProto.FLOAT)
+    options = replace(session.options, observe=observe, given=tuple(values), prepack=False)
+    return GivenSession(Session(session.path, options), values)
 
 
 def can_be_given(graph: GraphProto, values: Iterable[str]) -> bool:

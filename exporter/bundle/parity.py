@@ -27,6 +27,7 @@ from ..inputs import repeated_indices
 if TYPE_CHECKING:
     from ...graphs.targets import Precision
     from ..session import GraphSession
+    from .given_choices import GivenSession
 
 PARITY_FILE = "parity.npz"
 MAX_STORED = 32  # inputs in this file, unless fewer reach every expert
@@ -692,7 +693,7 @@ class Comparison:
     k: int | None = None
     probed: Sequence[int] = ()
     group_size: int = 1
-    _given: list[GraphSession | None] = field(default_factory=list)
+    _given: list[GivenSession | None] = field(default_factory=list)
     """The graph with choices as inputs, once it was needed; None if it has no such inputs."""
     _results: list[_PartResult] = field(default_factory=list, init=False)
     _at_sizes: dict[tuple[Axis, int], _PartResult] = field(default_factory=dict, init=False)
@@ -729,7 +730,7 @@ class Comparison:
 
         It is the reference for other graphs in the same precision.
         """
-        values, sets, _ = self._run(expected, self.batch)
+        values, sets = self._run(expected, self.batch)
         others = {
             k: replace(self, k=k, probed=()).with_rounded(other)
             for k, other in expected.at_other_k.items()
@@ -765,13 +766,11 @@ class Comparison:
         parities = {self.k: main, **{k: other.parity() for k, other in self._at_other_k.items()}}
         return worst_parity(parities)
 
-    def _compare(self, expected: Reference, batch: int) -> _PartResult:
-        """Compares names and shapes, then values and choices (`_part_result`).
-
-        If choices differ, and outputs miss the bounds or most are left out as ties, the result is
-        that with PyTorch's choices, unless it misses the bounds.
-        """
-        values, sets, _ = self._run(expected, batch)
+    def _compare(
+        self, expected: Reference, batch: int, given: GivenSession | None = None
+    ) -> _PartResult:
+        """Compares names and shapes, then values and choices, with PyTorch's choices if `given`."""
+        values, sets = self._run(expected, batch, given)
         references = {self.session.output_names[0]: expected.y, **expected.outputs}
         outputs = [(array, values[name]) for name, array in references.items()]
         for array, actual in outputs:
@@ -779,78 +778,51 @@ class Comparison:
                 raise ParityError(
                     f"the graph's outputs have the shape {actual.shape}, PyTorch's {array.shape}"
                 )
-        result = _part_result(expected, outputs, sets, self.tolerance)
-        parity = _parity([result], self.tolerance)
-        if not result.differing or (parity.passed and not parity.mostly_ties):
-            return result
-        given = self._compare_given(expected, batch, references, result)
-        if given is None:
-            return result
-        # If free choices leave out most inputs, here or earlier, a wrong result is not hidden.
-        left_out = result.tied > MAX_TIED * result.choices
-        left_out |= any(part.given_choices for part in self._results)
-        return given if left_out or _parity([given], self.tolerance).passed else result
+        result = _part_result(expected, outputs, sets, self.tolerance, given=given is not None)
+        return self._explained(expected, batch, result) if given is None else result
 
-    def _compare_given(
-        self,
-        expected: Reference,
-        batch: int,
-        references: Mapping[str, np.ndarray],
-        free: _PartResult,
-    ) -> _PartResult | None:
-        """Compares with PyTorch's choices as inputs; returns None if the graph cannot use them."""
-        if not np.isfinite(free.everything.off).all():
-            return None
+    def _explained(self, expected: Reference, batch: int, free: _PartResult) -> _PartResult:
+        """Returns a result, or that with PyTorch's choices if choices may explain its failure."""
+        parity, finite = _parity([free], self.tolerance), np.isfinite(free.everything.off).all()
+        if not free.differing or not finite or (parity.passed and not parity.mostly_ties):
+            return free
+        # With k as an input a layer may choose at run time, even if it keeps all at this k.
+        compared = {n: v for n, v in self.selected_values.items() if n in expected.selected}
         try:
             if not self._given:
                 open_given = getattr(self.session, "with_given_choices", lambda _: None)
-                self._given.append(open_given(self._compared_values(expected).values()))
-            if self._given[0] is None:
-                return None
-            values, sets, gap = self._run(expected, batch, self._given[0])
+                self._given.append(open_given(compared.values()))
+            if (session := self._given[0]) is None:
+                return free
+            inputs = session.inputs_for({v: expected.selected[n] for n, v in compared.items()})
+            with_choices = replace(expected, inputs={**expected.inputs, **inputs})
+            given = self._compare(with_choices, batch, session)
         except (BundleError, EngineError, FeedError):  # of the changed graph only
-            return None
-        if sets.keys() != expected.selected.keys():
-            return None
-        outputs = [(array, values[name]) for name, array in references.items()]
-        given = _part_result(expected, outputs, sets, self.tolerance, free)
-        return replace(given, margin=max(given.margin, gap))
-
-    def _compared_values(self, expected: Reference) -> dict[str, str]:
-        """The graph's values with compared choices, by name of the choice.
-
-        With k as an input a layer may choose at run time, even if it keeps all at the compared k.
-        """
-        return {n: v for n, v in self.selected_values.items() if n in expected.selected}
+            return free
+        given = replace(
+            free,
+            **{name: getattr(given, name) for name in _WITH_GIVEN_CHOICES},
+            margin=max(given.margin, session.largest_gap()),
+            given_choices=True,
+        )
+        # If free choices leave out most inputs, here or earlier, a wrong result is not hidden.
+        left_out = free.tied > MAX_TIED * free.choices
+        left_out |= any(part.given_choices for part in self._results)
+        return given if left_out or _parity([given], self.tolerance).passed else free
 
     def _run(
-        self, expected: Reference, batch: int, given: GraphSession | None = None
-    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], float]:
-        """Returns the graph's outputs by name, and the choices of its layers.
-
-        The `given` session gets the reference's choices as inputs; then the last value is how far
-        the scores of its own choices are from theirs (`_score_gap`).
-        """
-        session, compared = given or self.session, self._compared_values(expected)
+        self, expected: Reference, batch: int, session: GraphSession | None = None
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Returns the outputs of the graph, or of another session, and its layers' choices."""
+        session = session or self.session
+        compared = {n: v for n, v in self.selected_values.items() if n in expected.selected}
         names = dict.fromkeys((self.session.output_names[0], *expected.outputs))
         outputs: dict[str, list[np.ndarray]] = {name: [] for name in names}
         chosen: dict[str, list[np.ndarray | None]] = {name: [] for name in compared}
         first = self.session.input_name
-        feeds, gap = expected.feeds(first), 0.0
-        scores: list[tuple[str, str]] = []
-        if given is not None:
-            from .given_choices import given_choice, own_choice, scores_of  # rarely needed
-
-            for name, value in compared.items():
-                sets = expected.selected[name]
-                by_token = sets.reshape(len(sets), -1, sets.shape[-1])
-                feeds[given_choice(value)] = by_token.astype(np.int64)
-            scores = [scores_of(value) for value in compared.values()]
-            compared = {name: own_choice(value) for name, value in compared.items()}
-        for part in rebatched([feeds], batch):
+        for part in rebatched([expected.feeds(first)], batch):
             x = part[first]
             values = session.run(part if len(part) > 1 else x, self.k)
-            gap = max(gap, *(_score_gap(values[own], values[its]) for own, its in scores), 0.0)
             for name in names:
                 outputs[name].append(values[name])
             for name, value in compared.items():
@@ -862,7 +834,6 @@ class Comparison:
         return (
             {name: np.concatenate(parts) for name, parts in outputs.items()},
             {n: np.concatenate(p) for n, p in recorded.items() if len(p) == len(chosen[n])},
-            gap,
         )
 
     def _first_inputs(self, size: int) -> Reference:
@@ -928,17 +899,6 @@ class Comparison:
             agreement -= flips / sum(part.choices for part in parts)
         differing = probe.integers[0] > 0 and (pooled.whole_differing or 0.0) > 1 - least
         return differing or (agreement < least and probe.first is not None)
-
-
-def _score_gap(own: np.ndarray, given: np.ndarray) -> float:
-    """Returns how far the scores of two choices [..., k] are apart, relative to the k-th.
-
-    It is small if a tie explains the difference: then both choices have nearly the same scores.
-    """
-    a, b = (np.sort(scores.astype(np.float64), axis=-1) for scores in (own, given))
-    scale = np.maximum(np.abs(a[..., :1]), np.finfo(np.float32).tiny)
-    with np.errstate(invalid="ignore"):
-        return float(np.nan_to_num(np.abs(a - b) / scale, nan=np.inf).max(initial=0.0))
 
 
 def _as_recorded(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
@@ -1053,7 +1013,10 @@ class _PartResult:
     integers: tuple[int, int]
     """The count of numbers that differ in outputs of whole numbers, and the count of all."""
     given_choices: bool = False
-    """Whether `same` and the choices are those with the reference's choices as inputs."""
+    """Whether `_WITH_GIVEN_CHOICES` are the results with the reference's choices as inputs."""
+
+
+_WITH_GIVEN_CHOICES = ("ties", "wrong", "tied", "first", "same", "integers")
 
 
 def _part_result(
@@ -1061,13 +1024,14 @@ def _part_result(
     outputs: Sequence[tuple[np.ndarray, np.ndarray]],
     sets: Mapping[str, np.ndarray],
     tolerance: Tolerance,
-    free: _PartResult | None = None,
+    *,
+    given: bool = False,
 ) -> _PartResult:
     """Compares values, each output with its expected values, and choices.
 
     After the first difference of a sample its later layers get other inputs, so only the first
     counts as a tie or a miss; all count for the overlap. If tokens choose for themselves, each
-    token counts separately. `free` is the result without PyTorch's choices as inputs of the graph.
+    token counts separately. If choices were `given`, all outputs are compared.
     """
     y = outputs[0][1]
     # By layer, each [s, choices]; a difference by more than a tie is wrong.
@@ -1078,7 +1042,7 @@ def _part_result(
     first: str | None = None
     margin = 0.0
     for name in sets:
-        new = differs[name] if free else differs[name] & ~(ties | misses)[:, None]
+        new = differs[name] if given else differs[name] & ~(ties | misses)[:, None]
         margin = max(margin, float(margins[name][new].max(initial=0.0)))
         missed = (new & wrong[name]).any(axis=1)
         if first is None and missed.any():
@@ -1095,13 +1059,13 @@ def _part_result(
         wrong_by_input = sum((counted[name] & wrong[name]).sum(axis=1) for name in sets)
         same = _same_tokens([*differs.values()], expected.y.shape)
         tied = sum(int((differs[name] & ~wrong[name]).sum()) for name in differs)
-    if free is not None:
+    if given:
         same = np.ones(len(y), dtype=bool)
     # Classes and masks are never nearly correct, so those that differ are counted.
     samples = np.logical_and.reduce(same.reshape(len(y), -1), axis=1)
     integers = [(a[samples], b[samples]) for a, b in outputs if a.dtype.kind != "f"]
     overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
-    result = _PartResult(
+    return _PartResult(
         samples=len(y),
         ties=int(ties.sum()),
         differing=int(different.sum()),
@@ -1122,11 +1086,6 @@ def _part_result(
         rounding=_Rounding.of(expected, y, sets, tolerance),
         integers=(sum(int((a != b).sum()) for a, b in integers), sum(a.size for a, b in integers)),
     )
-    if free is None:
-        return result
-    names = ("differing", "jaccard", "everything", "untouched_cosine", "rounding")
-    of_own_choices = {name: getattr(free, name) for name in names}
-    return replace(result, **of_own_choices, given_choices=True)
 
 
 def _same_tokens(differs: Sequence[np.ndarray], output: tuple[int, ...]) -> np.ndarray:

@@ -14,7 +14,6 @@ import onnx
 import pytest
 import torch
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.given_choices import given_choice
 from moexport.exporter.bundle.parity import (
     TOLERANCES,
     Comparison,
@@ -24,7 +23,7 @@ from moexport.exporter.bundle.parity import (
     describe,
 )
 from moexport.exporter.bundle.verify import checking_session
-from moexport.exporter.session import GraphSession, Session
+from moexport.exporter.session import Session
 
 TIES = replace(TOLERANCES["fp32"], tie=1e-2)
 
@@ -86,7 +85,7 @@ def tied(bundle: Bundle) -> Reference:
         chosen.sort()
     given = Session(bundle.path / graph.file).with_given_choices(graph.selected.values())
     assert given is not None
-    choices = {given_choice(graph.selected[n]): sets[:, None] for n, sets in selected.items()}
+    choices = given.inputs_for({graph.selected[n]: sets for n, sets in selected.items()})
     y = given.run({given.input_name: reference.x, **choices})[given.output_names[0]]
     assert (np.abs(y - reference.y).reshape(len(y), -1).max(axis=1)[1:] > 0).all()
     return replace(reference, y=y, selected=selected, rounded=None)
@@ -96,7 +95,7 @@ def tied(bundle: Bundle) -> Reference:
 class Damaged:
     """A session whose outputs are changed, with its own choices and with given ones."""
 
-    session: GraphSession
+    session: Any
     change: Callable[[np.ndarray], np.ndarray]
 
     def __getattr__(self, name: str) -> Any:
@@ -107,7 +106,7 @@ class Damaged:
         return {**values, first: self.change(values[first])}
 
     def with_given_choices(self, values: Iterable[str]) -> Damaged:
-        return Damaged(self.session.with_given_choices(values), self.change)  # type: ignore[attr-defined]
+        return Damaged(self.session.with_given_choices(values), self.change)
 
 
 def compared(
@@ -122,11 +121,7 @@ def compared(
     file = (folder or bundle.path) / graph.file
     session = checking_session(file, target, observe=references[0].observed(graph.selected))
     comparison = Comparison(
-        Damaged(session, change),  # type: ignore[arg-type]
-        graph.selected,
-        batch=3,
-        tolerance=tolerance,
-        probed=probed,
+        Damaged(session, change), graph.selected, batch=3, tolerance=tolerance, probed=probed
     )
     for reference in references:
         comparison.add(reference)

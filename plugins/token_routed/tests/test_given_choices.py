@@ -15,7 +15,7 @@ import onnx
 import pytest
 import torch
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.given_choices import given_choice, own_choice
+from moexport.exporter.bundle.given_choices import GivenSession, given_choice, own_choice
 from moexport.exporter.bundle.parity import Comparison, Parity, Reference, stored_bounds
 from moexport.exporter.bundle.verify import checking_session
 from moexport.exporter.session import Session, SessionOptions
@@ -36,7 +36,7 @@ def bf16(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return Bundle.open(folder / "out")
 
 
-def with_given_choices(bundle: Bundle) -> tuple[Session, Session, dict[str, str]]:
+def with_given_choices(bundle: Bundle) -> tuple[Session, GivenSession, dict[str, str]]:
     """Returns a session that observes its choices, one that gets them, and their names."""
     (graph,) = bundle.manifest.graphs
     chosen = dict(graph.selected)
