@@ -340,9 +340,10 @@ class Session:
 
     def with_given_choices(self, values: Collection[str]) -> GivenSession | None:
         """Returns a session of the same graph whose choices are inputs; None if they cannot be."""
-        from .bundle.given_choices import given_session
+        from .bundle.given_choices import GivenSession, options_for
 
-        return given_session(self, values) if type(self) is Session else None
+        options = options_for(self.options, self.path, values) if type(self) is Session else None
+        return None if options is None else GivenSession(Session(self.path, options), values)
 
     def end_profile(self) -> Path:
         """Ends the profile of `SessionOptions.profile`; returns its file (JSON)."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 from onnx import GraphProto, TensorProto, helper
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ..inputs import Inputs
-    from ..session import Session
 
 
 def given_choice(value: str) -> str:
@@ -38,7 +39,7 @@ def scores_of(value: str) -> tuple[str, str]:
 class GivenSession:
     """A session that gets choices as inputs and returns those that the graph would make."""
 
-    def __init__(self, session: Session, values: Collection[str]) -> None:
+    def __init__(self, session: Any, values: Collection[str]) -> None:
         self._session, self._values, self._gaps = session, tuple(values), [0.0]
         self.input_name, self.output_names = session.input_name, session.output_names
 
@@ -52,7 +53,7 @@ class GivenSession:
     def run(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> dict[str, np.ndarray]:
-        found = self._session.run(x, k, outputs)
+        found: dict[str, np.ndarray] = self._session.run(x, k, outputs)
         for value in self._values:
             own, given = (np.sort(found[name].astype(np.float64)) for name in scores_of(value))
             scale = np.maximum(np.abs(own[..., :1]), np.finfo(np.float32).tiny)
@@ -72,18 +73,14 @@ class GivenSession:
         return gap
 
 
-def given_session(session: Session, values: Collection[str]) -> GivenSession | None:
-    """Returns a session of the same graph that gets choices as inputs; None if impossible."""
-    from ..session import Session
-
-    graph = onnx.load(session.path, load_external_data=False).graph
-    if not can_be_given(graph, values):
+def options_for(options: Any, path: Path, values: Collection[str]) -> Any | None:
+    """Returns the options of a session that gets choices as inputs; None if the graph cannot."""
+    if not can_be_given(onnx.load(path, load_external_data=False).graph, values):
         return None
     observe = dict.fromkeys(map(own_choice, values), TensorProto.INT64)
     scores = (name for value in values for name in scores_of(value))
     observe |= dict.fromkeys(scores, TensorProto.FLOAT)
-    options = replace(session.options, observe=observe, given=tuple(values), prepack=False)
-    return GivenSession(Session(session.path, options), values)
+    return replace(options, observe=observe, given=tuple(values), prepack=False)
 
 
 def can_be_given(graph: GraphProto, values: Iterable[str]) -> bool:
