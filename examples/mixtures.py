@@ -266,8 +266,8 @@ class Deep(nn.Module):
 
     "Learning factored representations in a deep mixture of experts", Eigen, Ranzato and Sutskever,
     2013: the second gate sees the output of the first layer, so pairs of experts are chosen.
-    The paper mixes all experts of a layer; here, each layer has a top-k gate, and there is one k
-    per layer: `--k 2,1`.
+    The paper mixes all experts of a layer; here, each layer has a top-k gate. k is set for
+    each layer: `--k 2,1`.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int) -> None:

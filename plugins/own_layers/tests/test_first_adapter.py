@@ -164,7 +164,7 @@ def test_what_was_not_recognised_is_said_and_the_own_forward_is_a_start(tmp_path
     assert outcome.code != 0
     assert "the code around the experts: " in outcome.err and "usual forms were" in outcome.err
     text = (tmp_path / "found.py").read_text()
-    assert "y = y + shares[..., e, None] * expert(seen)" in text
+    assert "y = y + shares[..., e, None] * expert(normed)" in text
     assert "in enumerate(layer.experts):  # <- experts" in text
     assert "return moexport.Experts(experts=layer.experts, forward=forward)" in text
     outcome = run("adapt", "bare_layers:SpecialisedExperts")
