@@ -252,7 +252,7 @@ def test_invalid_data_for_a_language_model_is_refused(model: Model, tmp_path: Pa
     with pytest.raises(FeedError, match="only 0 to 299"):
         token_windows(np.full(100, 300), model, PROMPT)
     assert prompt_of(model, None) == 63
-    with pytest.raises(UsageError, match="--tokens 64: the model has 64 positions"):
+    with pytest.raises(UsageError, match="--tokens 64: the model has only 64 positions"):
         prompt_of(model, 64)
 
 

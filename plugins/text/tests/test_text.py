@@ -254,7 +254,7 @@ def test_a_server_outlives_clients_that_disconnect_or_send_invalid_requests(serv
         client.completions.create(model="other", prompt=PROMPT)
     with pytest.raises(openai.BadRequestError, match="the model's context has 4,096"):
         client.completions.create(model="mixtral", prompt="x " * CONTEXT)
-    with pytest.raises(openai.BadRequestError, match="n: this server does not support it"):
+    with pytest.raises(openai.BadRequestError, match="n: this server does not support the field"):
         client.completions.create(n=2, **asked)
     with pytest.raises(openai.BadRequestError, match="a part is not text"):
         image = {"type": "image_url", "image_url": {"url": "data:"}}
