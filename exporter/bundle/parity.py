@@ -235,7 +235,9 @@ class Parity:
     @property
     def what_chooses(self) -> str:
         """The meaning of `choices`, in words."""
-        return "choices of tokens" if self.chosen_by == "tokens" else "inputs"
+        if self.chosen_by == "tokens":
+            return "choices of tokens"
+        return "choices" if self.given_choices else "inputs"
 
     def record(self) -> dict[str, Any]:
         """Returns the manifest's entry, with the bounds among the results."""
@@ -1016,7 +1018,7 @@ class _PartResult:
     """Whether `_WITH_GIVEN_CHOICES` are the results with the reference's choices as inputs."""
 
 
-_WITH_GIVEN_CHOICES = ("ties", "wrong", "tied", "first", "same", "integers")
+_WITH_GIVEN_CHOICES = ("ties", "choices", "wrong", "tied", "first", "same", "integers")
 
 
 def _part_result(
@@ -1053,7 +1055,7 @@ def _part_result(
     choices, wrong_by_input = misses.size, misses.astype(int)
     same, tied = ~(ties | misses), int(ties.sum())
     by_token = tolerance.routing < 1.0 and any(chosen.ndim > 2 for chosen in sets.values())
-    if by_token:
+    if by_token or given:
         counted = {name: counted_choices(expected.selected[name], sets[name]) for name in sets}
         choices = sum(int(mask.sum()) for mask in counted.values())
         wrong_by_input = sum((counted[name] & wrong[name]).sum(axis=1) for name in sets)
