@@ -226,8 +226,8 @@ def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nda
         yield tail
     else:
         raise FeedError(
-            f"{len(tail)} inputs are left, but the bundle was exported for batches of {sizes.min} "
-            f"to {sizes.max}",
+            f"{len(tail)} input{' is' if len(tail) == 1 else 's are'} left, but the bundle was "
+            f"exported for batches of {sizes.min} to {sizes.max}",
             hint="give a number of inputs that can be divided into such batches, or export again "
             "with --batch 1:8:32",
         )

@@ -105,7 +105,7 @@ def _parse_strength(part: str, text: str) -> float:
         raise UsageError(f"--steer {part}: {text} is not a number", hint=_STEER_SYNTAX) from None
     if not abs(value) <= LARGEST:  # also false for NaN
         raise UsageError(
-            f"--steer {part}: a strength of {value} is not finite",
+            f"--steer {part}: a strength of {value} is not a finite FP32 number",
             hint="give a number such as 0.5 or -1; 1 adds the expert's cluster centre once",
         )
     return value

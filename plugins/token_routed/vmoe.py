@@ -450,14 +450,15 @@ class GroupRouting:
         if not self.capacities:
             return "the experts have no capacity limit, so no choice of a token is dropped"
         images = "one image" if self.images == 1 else f"{self.images} images"
-        remainder = "chooses them" if self.experts_choose else "drops the others that chose it"
-        takes = f"takes {self.capacities[self.k - 1]} of the {self.group} tokens of {images}"
-        sentence = f"an expert {takes} and {remainder}"
+        tokens = f"{self.capacities[self.k - 1]} of the {self.group} tokens of {images}"
+        sentence = f"an expert takes at most {tokens} and drops the others that chose it"
+        if self.experts_choose:
+            sentence = f"an expert chooses {tokens}"
         if self.images == 1:
             return sentence
         return (
-            f"{sentence}, so an output depends on the other images of its group and on its "
-            f"position among them, and a batch must be a multiple of {self.images}"
+            f"{sentence}, so an output depends on the other images in its group and on its "
+            f"position among them, and the batch size must be a multiple of {self.images}"
         )
 
 

@@ -312,12 +312,12 @@ def _page(manifest: Manifest) -> Iterator[str]:
     contract = manifest.contract
     if not {"metric", "kept", "interval", "inputs", "asked"} <= contract.keys():
         return  # a recipe written by hand or by an older version
-    yield "## What it keeps"
+    yield "## What this bundle keeps"
     low, high = contract["interval"]
     kept = f"{contract['kept']:.1%} of the {contract['metric']}"
     text = (
-        f"On {contract['inputs']:,} inputs that the search of `moexport tune` did not use, it "
-        f"keeps {kept} (95% interval {low:.1%} to {high:.1%})"
+        f"On {contract['inputs']:,} inputs that the search of `moexport tune` did not use, this "
+        f"bundle keeps {kept} (95% interval {low:.1%} to {high:.1%})"
     )
     if "accuracy" in contract:
         low, high = contract["accuracy_interval"]

@@ -40,4 +40,4 @@ def test_the_fused_op_for_integers_asks_for_a_newer_onnx_runtime(tmp_path: Path)
     asked = ("--precision", "int8", "--target", "ort-cpu", "--lowering", "fused")
     outcome = run("export", folder, "-o", tmp_path / "out", *asked)
     assert outcome.code == 1
-    assert "accepts routing weights only from ONNX Runtime 1.31 on" in outcome.error
+    assert "accepts routing weights only in ONNX Runtime 1.31 and later" in outcome.error

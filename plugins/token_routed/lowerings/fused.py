@@ -180,7 +180,7 @@ def _no_kernel(precision: Precision, target: Target) -> str | None:
     if integers and record.on_cpu and not record.new_kernels:
         return "com.microsoft.QMoE does not accept routing weights in onnxruntime-web up to 1.30"
     if integers and older("onnxruntime", ROUTED_WEIGHTS):
-        return "com.microsoft.QMoE accepts routing weights only from ONNX Runtime 1.31 on"
+        return "com.microsoft.QMoE accepts routing weights only in ONNX Runtime 1.31 and later"
     return None
 
 

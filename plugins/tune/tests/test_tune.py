@@ -135,7 +135,9 @@ def test_the_bundle_keeps_what_was_asked_on_inputs_that_the_search_did_not_see(
     for end in (low, high):
         assert abs(end - accuracy) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / n))
     page = (tuned.bundle.path / "README.md").read_text(encoding="utf-8")
-    assert f"On {n} inputs that the search of `moexport tune` did not use, it keeps" in page
+    assert (
+        f"On {n} inputs that the search of `moexport tune` did not use, this bundle keeps" in page
+    )
     assert f"(95% interval {quality.low:.1%} to {quality.high:.1%})" in page
     assert f"an accuracy of {accuracy:.1%} ({low:.1%} to {high:.1%}); PyTorch has" in page
     assert "The requirement was to keep 97% of the accuracy" in page
