@@ -222,8 +222,7 @@ class Parity:
     whole_differing: float | None = None
     """The share of numbers that differ in outputs of whole numbers (classes, masks)."""
     given_choices: bool = False
-    """Whether outputs and choices are those of the graph with PyTorch's choices as inputs: with its
-    own, a choice that rounding changes also changes the outputs of other tokens."""
+    """Whether the graph got PyTorch's choices as inputs, so that a tie changes no other output."""
 
     @property
     def mostly_ties(self) -> bool:
@@ -235,9 +234,8 @@ class Parity:
     @property
     def what_chooses(self) -> str:
         """The meaning of `choices`, in words."""
-        if self.chosen_by == "tokens":
-            return "choices of tokens"
-        return "choices" if self.given_choices else "inputs"
+        by_input = "choices" if self.given_choices else "inputs"
+        return "choices of tokens" if self.chosen_by == "tokens" else by_input
 
     def record(self) -> dict[str, Any]:
         """Returns the manifest's entry, with the bounds among the results."""
