@@ -312,7 +312,7 @@ class SoftMoE(ExpertMaps):
         )
         return SoftMoE(spec, weights).eval()
 
-    def computed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def outputs_and_combine(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns every expert's output for tokens x, [b, n, p, o], and C, [b, m, n, p]."""
         routing = self.route(x)
         return self._all_experts(self._slots(x, routing)), routing.combine
@@ -325,7 +325,7 @@ class SoftMoE(ExpertMaps):
         return torch.einsum("bmd,bmnp->bnpd", source, routing.dispatch)
 
     def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
-        """Maps tokens x [b, m, d] to [b, m, o]; or C [b, m, n·p] and slots [b, n·p, d]."""
+        """Maps tokens x [b, m, d], or C [b, m, n·p] and slots [b, n·p, d], to [b, m, o]."""
         routing = self.route(x)
         if slots is None:
             slots = self._slots(x, routing)

@@ -210,15 +210,15 @@ MIN_WIDTH, VECTOR_BYTES, BLOCKS_ON_CUDA = 16, 16, (128, 64)
 """Requirements of CUDA's kernels for an expert's widths: the smallest width, the bytes of a vector,
 which must divide a row, and for integers a block size that divides the columns."""
 
-OTHER_GELU_ON_GPU = (
+TANH_GELU_ON_GPU = (
     "in FP32, com.microsoft.MoE computes the tanh form of GELU, which differs from this layer's "
     "exact GELU by up to 5e-4; use another lowering, or --precision fp16, where rounding hides the "
     "difference"
 )
-"""In ONNX Runtime GPU 1.31.1 it is the tanh form if GELU is the epilogue of the product (FP32
-everywhere, and cards older than Hopper: `EpilogueOpDefaultFtGelu`), and the exact one if it is a
-separate kernel (`doActivationKernel`, after Hopper's own products in 16 bits). This was read from
-the sources and the library's symbols, not run. In 16 bits the rounding hides the difference."""
+"""In ONNX Runtime GPU 1.31.1, GELU is the tanh form where it is the epilogue of the product (in FP32,
+and on cards older than Hopper: `EpilogueOpDefaultFtGelu`), and exact where it is a separate kernel
+(`doActivationKernel`, after Hopper's own 16-bit products). This was read from the sources and the
+library's symbols, not run. In 16 bits rounding hides the difference."""
 
 
 def unsupported_on_gpu(spec: ExpertMapsSpec, precision: Precision, target: Target) -> str | None:
@@ -226,7 +226,7 @@ def unsupported_on_gpu(spec: ExpertMapsSpec, precision: Precision, target: Targe
     if TARGETS[target].on_cpu:
         return None
     if spec.activation == "gelu" and precision == "fp32":
-        return OTHER_GELU_ON_GPU
+        return TANH_GELU_ON_GPU
     widths = (spec.dim, spec.hidden)
     if precision in ("int8", "int4"):
         if not any(width % BLOCKS_ON_CUDA[-1] for width in widths):

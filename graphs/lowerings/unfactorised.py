@@ -14,7 +14,7 @@ from .multilinear import Tensor, all_coefficients_us, combine, exclude, mix, thr
 
 
 def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
-    """Adds the gate once, then one or two tensors as a product with all experts, and a mix."""
+    """Adds the gate once and, for each tensor, a product with all experts and a mix."""
     gates = coefficients(b, layer, x)
     weights = combine(b, gates, "combinations")
     weights = b.cast(weights, ir.DataType.FLOAT, layer.compute.inner, "combinations/narrow")

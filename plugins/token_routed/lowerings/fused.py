@@ -47,7 +47,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     """Adds the layer around one fused node."""
     index, weights = routed(b, layer)
     experts = _experts(layer.spec)
-    if not _op_weights_outputs(layer):
+    if not _op_applies_weights(layer):
         rows = pair_rows(b, layer, x, index, weights)
         outputs = moe_node(
             b, layer, experts, rows, one_hot_logits(b, layer, index, layer.compute.inner)
@@ -79,7 +79,7 @@ def _experts(spec: ExpertsSpec) -> OpExperts:
     )
 
 
-def _op_weights_outputs(layer: ExpertsLayer) -> bool:
+def _op_applies_weights(layer: ExpertsLayer) -> bool:
     """Returns whether the op may weight the experts' outputs and sum them."""
     spec, on_cpu = layer.spec, TARGETS[layer.target].on_cpu
     summed = spec.weights_on == "output" and not (spec.post_norm or spec.rounded)
@@ -142,9 +142,9 @@ def _weights_by_expert(
     """
     tokens = b.op("Shape", index, start=0, end=1, name="router/tokens")
     shape = b.op("Concat", tokens, b.ints(layer.spec.experts), axis=0, name="router/shape")
-    none = b.op("ConstantOfShape", shape, name="router/none")
+    zeros = b.op("ConstantOfShape", shape, name="router/none")
     return b.op(
-        "ScatterElements", none, index, weights, axis=1, reduction="add", name="router/by_expert"
+        "ScatterElements", zeros, index, weights, axis=1, reduction="add", name="router/by_expert"
     )
 
 

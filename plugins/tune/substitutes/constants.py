@@ -102,7 +102,7 @@ class ConstantExperts:
         spec = self._layer.spec
         inputs = rows = 0
         for x in self._tokens:
-            yield self._layer.computed(x)
+            yield self._layer.outputs_and_combine(x)
             inputs, rows = inputs + x.shape[0], rows + x.shape[0] * x.shape[1]
             if inputs >= RANKING_INPUTS and rows >= ROWS * spec.experts * spec.slots:
                 return

@@ -46,7 +46,7 @@ def tokens_of(model: Model, images: torch.Tensor) -> list[torch.Tensor]:
 
 def both(layer: SoftMoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The outputs of all experts, [b, n, p, o], and C with the experts first, [b, n, m, p]."""
-    outputs, combine = layer.computed(x)
+    outputs, combine = layer.outputs_and_combine(x)
     return outputs, combine.transpose(1, 2)
 
 
