@@ -217,8 +217,8 @@ TANH_GELU_ON_GPU = (
 )
 """In ONNX Runtime GPU 1.31.1, GELU is the tanh form where it is the epilogue of the product (in
 FP32, and on cards older than Hopper: `EpilogueOpDefaultFtGelu`), and exact where it is a separate
-kernel (`doActivationKernel`, after Hopper's own 16-bit products). This was read from the sources and
-the library's symbols, not run. In 16 bits rounding hides the difference."""
+kernel (`doActivationKernel`, after Hopper's own 16-bit products). This was read from the sources
+and the library's symbols, not run. In 16 bits rounding hides the difference."""
 
 
 def unsupported_on_gpu(spec: ExpertMapsSpec, precision: Precision, target: Target) -> str | None:
