@@ -16,8 +16,8 @@ from ...common.files import sha256
 from ...data.batches import Feed
 from ...errors import MissingExtraError, MoexportError, PluginError
 from ...graphs.sizes import PARITY_BATCHES
-from ...graphs.targets import Target, for_cpus, runtime_of
-from ..session import CPU, Session, SessionOptions
+from ...graphs.targets import TARGETS, Target, for_cpus, runtime_of
+from ..session import CPU, CUDA, Session, SessionOptions
 from .manifest import (
     MANIFEST_FILE,
     Check,
@@ -82,6 +82,12 @@ def checks(
         yield check
     if damaged:
         return
+
+    def on_gpus(graph: GraphRecord | None, tf32: bool) -> Tolerance:
+        bounds = _bounds(directory, manifest, graph, atol, rtol)
+        default_bounds = atol is None and rtol is None
+        return gpu_bounds(bounds, manifest.precision, tf32=tf32) if default_bounds else bounds
+
     valid = []
     for graph in manifest.graphs:
         check = _graph_check(directory, manifest, graph)
@@ -99,16 +105,14 @@ def checks(
         for graph in valid:
             bounds = _bounds(directory, manifest, graph, atol, rtol)
             yield _parity_check(directory, manifest, graph, expected, bounds)
+            if _runs_on_gpu(manifest):
+                yield _gpu_check(directory, manifest, graph, expected, on_gpus(graph, tf32=False))
 
     if manifest.engines:
         from ..tensorrt.verify import checks as engine_checks  # loaded if a bundle has an engine
 
-        def on_gpus(tf32: bool) -> Tolerance:
-            bounds = _bounds(directory, manifest, None, atol, rtol)
-            default_bounds = atol is None and rtol is None
-            return gpu_bounds(bounds, manifest.precision, tf32=tf32) if default_bounds else bounds
-
-        yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
+        of_engines = partial(on_gpus, None)
+        yield from engine_checks(directory, manifest, expected, of_engines, trust=trust_engine)
     if expected is None:
         was_compared = manifest.parity or any(graph.parity for graph in manifest.graphs)
         yield Check("parity", False, REFERENCE_MISSING if was_compared else NEVER_COMPARED)
@@ -147,6 +151,7 @@ def checking_session(
     observe: Mapping[str, int] | None = None,
     threads: int | None = None,
     rounded: bool | None = None,
+    provider: str = CPU,
 ) -> Session:
     """Returns a session of a graph, in a bundle or in one being written, to compare its values.
 
@@ -154,6 +159,7 @@ def checking_session(
     default for targets that are not CPUs.
     """
     options = SessionOptions(
+        provider,
         runtime=runtime_of(target),
         threads=threads,
         prepack=not is_large(graph.parent),
@@ -312,6 +318,30 @@ def _parity_check(
     return Check(name, parity.passed, detail)
 
 
+def _runs_on_gpu(manifest: Manifest) -> bool:
+    """Whether this machine can run the graphs of a bundle for ONNX Runtime's CUDA provider."""
+    if TARGETS[manifest.target].provider != CUDA:
+        return False
+    from ...common.onnx_runtime import ort
+    from ..tensorrt.backends import first_gpu
+
+    return CUDA in ort.get_available_providers() and first_gpu() is not None
+
+
+def _gpu_check(
+    directory: Path, manifest: Manifest, graph: GraphRecord, expected: Reference, bounds: Tolerance
+) -> Check:
+    """Returns the parity of a graph in CUDA's kernels; their rounding is the GPU's own."""
+    name = f"parity of {graph.file} on the GPU"
+    try:
+        parity = _compare_graph(
+            directory, manifest, graph, expected, bounds, rounded=False, provider=CUDA
+        )
+    except MoexportError as error:
+        return Check(name, False, error.message, error.hint)
+    return Check(name, parity.passed, describe(parity))
+
+
 def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]]:
     """Returns the batch sizes of a comparison: one for all inputs, and others for the first inputs.
 
@@ -335,12 +365,15 @@ def _compare_graph(
     bounds: Tolerance,
     *,
     rounded: bool,
+    provider: str = CPU,
 ) -> Parity:
     """Returns how far a graph is off on this machine; `rounded` as in `checking_session`."""
     path, observe = directory / graph.file, expected.observed(graph.selected)
     batch, probed = _batches(manifest, graph)
     comparison = Comparison(
-        checking_session(path, manifest.target, observe=observe, rounded=rounded),
+        checking_session(
+            path, manifest.target, observe=observe, rounded=rounded, provider=provider
+        ),
         graph.selected,
         batch=batch,
         tolerance=bounds,
