@@ -135,10 +135,6 @@ def _in_pytorch(module: nn.Module, run: ModelRun) -> Runner:
     return runner(in_precision(module, run.precision), run.model.inputs, run.model.host)
 
 
-def _eager(run: ModelRun) -> Runner:
-    return _in_pytorch(run.model.untouched, run)
-
-
 def _compiled(run: ModelRun) -> Runner:
     from .runners.pytorch import CompiledPyTorch, in_precision, runner_on
 
@@ -243,7 +239,12 @@ ON_CPU = Requirement("run on CPU", partial(has_provider, "cpu"))
 
 # --- the list ------------------------------------------------------------------------------------
 
-_EAGER = ModelEngine(name=PYTORCH_EAGER, title="PyTorch", requires=(IN_TORCH,), loader=_eager)
+_EAGER = ModelEngine(
+    name=PYTORCH_EAGER,
+    title="PyTorch",
+    requires=(IN_TORCH,),
+    loader=lambda run: _in_pytorch(run.model.untouched, run),
+)
 
 _COMPILED = ModelEngine(
     name=PYTORCH_COMPILE,

@@ -77,7 +77,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     right = [
-        bool(rows) and all(_is_number(row[column]) for row in cells[1:])
+        bool(rows) and all(re.fullmatch(r"[\d–.-](.*\S)?", row[column]) for row in cells[1:])
         for column in range(len(header))
     ]
     lines = []
@@ -133,10 +133,6 @@ def _scaled(number: float, units: tuple[str, ...]) -> str:
         number /= 1000
         step += 1
     return f"{number:.{1 if step else 0}f}{units[step]}"
-
-
-def _is_number(cell: str) -> bool:
-    return bool(cell) and (cell[0].isdigit() or cell[0] in "-–.") and not cell[-1].isspace()
 
 
 _SIZE = r"([0-9]*\.?[0-9]+)\s*(?:([kmg])(i?b)?|b)?"

@@ -417,12 +417,6 @@ def _check_axes(job: ResolvedExport) -> Iterator[Mistake]:
             )
 
 
-def _check_renormalize(job: ResolvedExport) -> Iterator[Mistake]:
-    """Refuses `--renormalize` for layers whose coefficients cannot be renormalised."""
-    if job.options.renormalize:
-        yield from not_renormalizable(job.model.specs)
-
-
 def not_renormalizable(specs: Mapping[str, MoESpec]) -> Iterator[Mistake]:
     """Yields a mistake for each layer whose coefficients cannot be renormalised."""
     from ..graphs.layers.base import kind_text  # loads PyTorch
@@ -516,7 +510,7 @@ CHECKS: Mapping[Stage, Sequence[Callable[..., Iterable[Mistake] | None]]] = {
         _check_axes,
         _check_routing,
         _check_layer_names,
-        _check_renormalize,
+        lambda job: not_renormalizable(job.model.specs) if job.options.renormalize else (),
         _check_lowerings,
         _check_stored_integers,
         _check_blocks,

@@ -117,7 +117,10 @@ def lower(
     """
     model = traced.clone()
     steer = _add_steer_input(model, [*layers.values()])
-    k_input = _add_k_input(model, [*layers.values()])
+    k_input = None
+    if any(layer.k is None for layer in layers.values()):
+        k_input = ir.Value(name=K_INPUT, shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
+        model.graph.inputs.append(k_input)
     values: dict[str, LayerValues] = {}
     for node in [node for node in model.graph if node.domain == DOMAIN]:
         name = node.attributes.get_string("layer")
@@ -144,14 +147,6 @@ def lower(
     oldest = max(9, (opset - 1) // 2 if opset < 24 else opset // 2)
     model.ir_version = min(model.ir_version, oldest)
     return Lowered(model, values)
-
-
-def _add_k_input(model: ir.Model, layers: Sequence[Layer[Any]]) -> ir.Value | None:
-    if all(layer.k is not None for layer in layers):
-        return None
-    value = ir.Value(name=K_INPUT, shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
-    model.graph.inputs.append(value)
-    return value
 
 
 def _add_steer_input(model: ir.Model, layers: Sequence[Layer[Any]]) -> ir.Value | None:

@@ -72,7 +72,15 @@ UNIT_LIMIT_S = 900.0
 """The time limit of a unit."""
 
 TESTS = "pytest -m gpu"
-"""The tests that need a GPU: the last unit, which shares the check's time and engines."""
+"""The tests that need a GPU: one of the last units, which share the check's time and engines."""
+
+KERNELS = (
+    "pytest -p moexport.tests.hard.on_cuda tests/exporter/test_cuda_graphs.py "
+    "plugins/token_routed/tests/test_fused_on_cuda.py "
+    "plugins/token_routed/tests/test_cuda_graphs.py "
+    "plugins/token_routed/tests/test_routed_precisions.py"
+)
+"""The tests of the graphs of `ort-cuda`, with CUDA's kernels instead of the CPU's."""
 
 ROWS = "perf.gpu_rows"
 """The module that measures ONNX Runtime and PyTorch, whose rows come first."""
@@ -283,7 +291,7 @@ def rows(
 ) -> Iterator[Row]:
     """Yields each unit that was checked or omitted, except those in `done`.
 
-    Units are omitted if no time is left. The tests that need a GPU come last.
+    Units are omitted if no time is left. The tests on the GPU come last.
     """
     until = time.monotonic() + 60 * asked.minutes
     if gpu is not None and ROWS not in done:
@@ -321,8 +329,9 @@ def rows(
                 )
                 left_s = until - time.monotonic()
                 yield outcome(what, UNIT, json.dumps(asdict(unit)), left_s=left_s)
-    if gpu is not None and TESTS not in done:
-        yield tests(until - time.monotonic())
+    for what in (TESTS, KERNELS):
+        if gpu is not None and what not in done:
+            yield tests(until - time.monotonic(), what)
 
 
 NO_TIME = "the time of --minutes is over: repeat the command to continue"
@@ -431,9 +440,10 @@ def card_rows(asked: argparse.Namespace, left_s: float, *more: str) -> Row:
     return asdict(Passed(ROWS, summary=f"all rows in {output}", seconds=seconds))
 
 
-def tests(left_s: float, command: Sequence[str] = (sys.executable, "-m", *TESTS.split())) -> Row:
-    """Runs the tests that need a GPU in the remaining time, and returns their result."""
-    no_time = asdict(Trouble(TESTS, NO_TIME, failure=False))
+def tests(left_s: float, what: str = TESTS, command: Sequence[str] = ()) -> Row:
+    """Runs tests on the GPU in the remaining time, and returns their result."""
+    command = command or (sys.executable, "-m", *what.split())
+    no_time = asdict(Trouble(what, NO_TIME, failure=False))
     if left_s <= 0:
         return no_time
     begun, root = time.monotonic(), Path(__file__).parents[1]
@@ -446,8 +456,8 @@ def tests(left_s: float, command: Sequence[str] = (sys.executable, "-m", *TESTS.
     lines = (done.stdout or done.stderr).splitlines()
     last = lines[-1] if lines else f"status {done.returncode}"
     if done.returncode:
-        return asdict(Trouble(TESTS, last, failure=True, traceback="\n".join(lines[-200:])))
-    return asdict(Passed(TESTS, summary=last, seconds=round(time.monotonic() - begun, 1)))
+        return asdict(Trouble(what, last, failure=True, traceback="\n".join(lines[-200:])))
+    return asdict(Passed(what, summary=last, seconds=round(time.monotonic() - begun, 1)))
 
 
 def run(asked: argparse.Namespace, gpu: Gpu | None) -> bool:

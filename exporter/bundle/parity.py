@@ -1301,7 +1301,11 @@ class _Rounding:
         exact, half = all(part.exact for part in parts), all(part.half for part in parts)
         factor = 0.0
         epsilon = float(np.finfo(np.float32).eps) if exact else TOLERANCES["fp32"].rtol
-        measures: tuple[Callable[[list[float]], float], ...] = (max, _root_of_sum, math.fsum)
+        measures: tuple[Callable[[list[float]], float], ...] = (
+            max,
+            lambda squares: math.sqrt(math.fsum(squares)),
+            math.fsum,
+        )
         measures = measures[:2] if exact else measures
         for index, combine in enumerate(measures):
             off, own, scale = (
@@ -1358,7 +1362,3 @@ def _magnitude(y: np.ndarray, subtracted: np.ndarray | float = 0.0) -> tuple[flo
     """Returns the largest absolute value of a difference, and its mean sum of squares."""
     off = y.astype(np.float64) - subtracted
     return float(np.abs(off).max(initial=0.0)), float((off**2).sum()) / max(1, len(y))
-
-
-def _root_of_sum(squares: Sequence[float]) -> float:
-    return math.sqrt(math.fsum(squares))

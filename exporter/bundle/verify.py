@@ -14,10 +14,10 @@ from google.protobuf.message import DecodeError
 from ...common.environment import cpu_features
 from ...common.files import sha256
 from ...data.batches import Feed
-from ...errors import MissingExtraError, MoexportError, PluginError
+from ...errors import EngineError, MissingExtraError, MoexportError, PluginError, UsageError
 from ...graphs.sizes import PARITY_BATCHES
 from ...graphs.targets import TARGETS, Target, for_cpus, runtime_of
-from ..session import CPU, CUDA, Session, SessionOptions
+from ..session import CPU, CUDA, Session, SessionOptions, check_provider
 from .manifest import (
     MANIFEST_FILE,
     Check,
@@ -83,7 +83,7 @@ def checks(
     if damaged:
         return
 
-    def on_gpus(graph: GraphRecord | None, tf32: bool) -> Tolerance:
+    def on_gpus(tf32: bool, graph: GraphRecord | None = None) -> Tolerance:
         bounds = _bounds(directory, manifest, graph, atol, rtol)
         default_bounds = atol is None and rtol is None
         return gpu_bounds(bounds, manifest.precision, tf32=tf32) if default_bounds else bounds
@@ -106,13 +106,13 @@ def checks(
             bounds = _bounds(directory, manifest, graph, atol, rtol)
             yield _parity_check(directory, manifest, graph, expected, bounds)
             if _runs_on_gpu(manifest):
-                yield _gpu_check(directory, manifest, graph, expected, on_gpus(graph, tf32=False))
+                bounds = on_gpus(tf32=False, graph=graph)
+                yield _parity_check(directory, manifest, graph, expected, bounds, CUDA)
 
     if manifest.engines:
         from ..tensorrt.verify import checks as engine_checks  # loaded if a bundle has an engine
 
-        of_engines = partial(on_gpus, None)
-        yield from engine_checks(directory, manifest, expected, of_engines, trust=trust_engine)
+        yield from engine_checks(directory, manifest, expected, on_gpus, trust=trust_engine)
     if expected is None:
         was_compared = manifest.parity or any(graph.parity for graph in manifest.graphs)
         yield Check("parity", False, REFERENCE_MISSING if was_compared else NEVER_COMPARED)
@@ -147,11 +147,11 @@ def missed_parity(directory: Path, manifest: Manifest, graph: GraphRecord) -> st
 def checking_session(
     graph: Path,
     target: Target,
+    provider: str = CPU,
     *,
     observe: Mapping[str, int] | None = None,
     threads: int | None = None,
     rounded: bool | None = None,
-    provider: str = CPU,
 ) -> Session:
     """Returns a session of a graph, in a bundle or in one being written, to compare its values.
 
@@ -282,18 +282,21 @@ def _rounds(path: Path) -> bool:
 
 
 def _parity_check(
-    directory: Path, manifest: Manifest, graph: GraphRecord, expected: Reference, bounds: Tolerance
+    directory: Path,
+    manifest: Manifest,
+    graph: GraphRecord,
+    expected: Reference,
+    bounds: Tolerance,
+    provider: str = CPU,
 ) -> Check:
-    name = f"parity of {graph.file}"
-    on_cpu = for_cpus(manifest.target)
-    compare = partial(_compare_graph, directory, manifest, graph, expected, bounds)
+    on_gpu = provider != CPU
+    name = f"parity of {graph.file}{' on the GPU' if on_gpu else ''}"
+    rounded = not on_gpu and not for_cpus(manifest.target)
     try:
-        parity = intended = compare(rounded=not on_cpu)
-        if on_cpu and not parity.passed and manifest.numbers.get("rest") == "fp16":
-            intended = compare(rounded=True)
+        parity = _compare_graph(directory, manifest, graph, expected, bounds, provider, rounded)
     except MoexportError as error:
         is_missing = isinstance(error, MissingExtraError | PluginError)
-        return Check(name, False, error.message, error.hint if is_missing else None)
+        return Check(name, False, error.message, error.hint if is_missing or on_gpu else None)
     detail = describe(parity)
     missing = not_compared(expected.compared(manifest.experts), manifest.experts)
     detail += f"; {missing}" if missing else ""
@@ -301,14 +304,8 @@ def _parity_check(
         detail += f"; the bound is {bounds.rtol:g} of max|y|, since the graph rounds to BF16"
     if not parity.passed:
         runtime = runtime_of(manifest.target)
-        provider = CPU if runtime == "onnxruntime" else RUNTIMES[runtime].title
-        detail += f"; computed by {provider} on {cpu_features()}"
-    if intended.passed and not parity.passed:
-        detail += (
-            f", which sums FP16 products in FP16: summed in FP32 and rounded to FP16, the graph is "
-            f"correct ({describe(intended)}). Export it again: FP16 graphs for CPUs now compute in "
-            "FP32"
-        )
+        title = provider if runtime == "onnxruntime" else RUNTIMES[runtime].title
+        detail += f"; computed by {title}" + ("" if on_gpu else f" on {cpu_features()}")
     exported = stored_bounds(manifest.parity, manifest.precision)
     if not parity.passed and exported.wider_than(bounds):
         detail += (
@@ -319,27 +316,12 @@ def _parity_check(
 
 
 def _runs_on_gpu(manifest: Manifest) -> bool:
-    """Whether this machine can run the graphs of a bundle for ONNX Runtime's CUDA provider."""
-    if TARGETS[manifest.target].provider != CUDA:
-        return False
-    from ...common.onnx_runtime import ort
-    from ..tensorrt.backends import first_gpu
-
-    return CUDA in ort.get_available_providers() and first_gpu() is not None
-
-
-def _gpu_check(
-    directory: Path, manifest: Manifest, graph: GraphRecord, expected: Reference, bounds: Tolerance
-) -> Check:
-    """Returns the parity of a graph in CUDA's kernels; their rounding is the GPU's own."""
-    name = f"parity of {graph.file} on the GPU"
+    """Whether a bundle is for ONNX Runtime's CUDA provider, and this machine can run it."""
     try:
-        parity = _compare_graph(
-            directory, manifest, graph, expected, bounds, rounded=False, provider=CUDA
-        )
-    except MoexportError as error:
-        return Check(name, False, error.message, error.hint)
-    return Check(name, parity.passed, describe(parity))
+        check_provider(TARGETS[manifest.target].provider or CPU)
+    except (EngineError, UsageError):
+        return False
+    return TARGETS[manifest.target].provider == CUDA
 
 
 def _batches(manifest: Manifest, graph: GraphRecord) -> tuple[int, Sequence[int]]:
@@ -363,17 +345,14 @@ def _compare_graph(
     graph: GraphRecord,
     expected: Reference,
     bounds: Tolerance,
-    *,
+    provider: str,
     rounded: bool,
-    provider: str = CPU,
 ) -> Parity:
     """Returns how far a graph is off on this machine; `rounded` as in `checking_session`."""
     path, observe = directory / graph.file, expected.observed(graph.selected)
     batch, probed = _batches(manifest, graph)
     comparison = Comparison(
-        checking_session(
-            path, manifest.target, observe=observe, rounded=rounded, provider=provider
-        ),
+        checking_session(path, manifest.target, provider, observe=observe, rounded=rounded),
         graph.selected,
         batch=batch,
         tolerance=bounds,

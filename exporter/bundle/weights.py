@@ -110,7 +110,10 @@ class WeightsWriter:
 
         Four-bit numbers are passed as bytes of two numbers each.
         """
-        stored = StoredTensor(offset=self._align(size_of(shape, dtype)), shape=shape, dtype=dtype)
+        # A tensor of at least a page begins at a page, so that it can be mapped.
+        step = _PAGE if size_of(shape, dtype) >= _PAGE else _WORD
+        self._file.write(b"\0" * (-self._file.tell() % step))
+        stored = StoredTensor(offset=self._file.tell(), shape=shape, dtype=dtype)
         for part in parts:
             packed = dtype.bitwidth < 8
             array = np.ascontiguousarray(part, dtype=np.uint8 if packed else dtype.numpy())
@@ -122,12 +125,6 @@ class WeightsWriter:
         written = self._file.tell() - stored.offset
         assert written == stored.bytes, f"{written} bytes written for shape {shape}"
         return stored
-
-    def _align(self, size: int) -> int:
-        """Pads to a page boundary before a tensor of at least a page, so that it can be mapped."""
-        step = _PAGE if size >= _PAGE else _WORD
-        self._file.write(b"\0" * (-self._file.tell() % step))
-        return self._file.tell()
 
 
 class StoredLayer:

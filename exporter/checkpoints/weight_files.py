@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ...common.documents import read_document
@@ -264,7 +264,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
     """Returns the mapping in one file; raises CheckpointError if it cannot be read."""
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path}: the file is empty", hint=DAMAGED)
-    kinds: dict[str, Callable[[Path], Any]] = {".safetensors": _read_safetensors, ".npz": _read_npz}
+    kinds: dict[str, Callable[[Path], Any]] = {".safetensors": load_file, ".npz": _read_npz}
     try:
         content = kinds.get(path.suffix.lower(), _read_pickled)(path)
     except (CheckpointError, OSError, MemoryError):
@@ -292,11 +292,6 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{path}: damaged, or not a {path.suffix.lower()} file ({reason})", hint=DAMAGED
     )
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    with safe_open(path, framework="pt", device="cpu") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
 
 
 def _check_archives(*paths: Path) -> None:

@@ -21,15 +21,6 @@ if TYPE_CHECKING:
 API = 1
 
 
-def _family_of(source: str | Path) -> str | None:
-    return FAMILY if isinstance(source, str) else None
-
-
-def _family_of_module(module: nn.Module) -> str | None:
-    del module  # its layers are found when it is loaded
-    return FAMILY
-
-
 def _load(source: str | Path | nn.Module, config: Mapping[str, Any], request: LoadRequest) -> Model:
     if request.family is not None:
         raise UsageError(
@@ -62,5 +53,9 @@ def _check_options(source: str, request: LoadRequest) -> None:
 
 
 FACTORY = ModelLoader(
-    "factory", _family_of, _load, refuses=_check_options, finds_module=_family_of_module
+    "factory",
+    lambda source: FAMILY if isinstance(source, str) else None,
+    _load,
+    refuses=_check_options,
+    finds_module=lambda _: FAMILY,  # its layers are found when it is loaded
 )

@@ -75,9 +75,10 @@ def _requests_experts(request: BenchRequest) -> bool:
     return bool(options.analysis) or options.max_subsets is not None
 
 
-def _requests_subgroups(request: BenchRequest) -> bool:
-    return request.asked(StudyOptions).group_by is not None
-
-
 EXPERTS = Study("experts", _requests_experts, _check_experts, _begin_experts)
-SUBGROUPS = Study("subgroups", _requests_subgroups, _check_subgroups, _begin_subgroups)
+SUBGROUPS = Study(
+    "subgroups",
+    lambda request: request.asked(StudyOptions).group_by is not None,
+    _check_subgroups,
+    _begin_subgroups,
+)

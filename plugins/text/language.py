@@ -73,10 +73,6 @@ def phases_of(model: Model, tokens: int | None, length: int) -> tuple[Phase, ...
     return (Phase("decode", 1, prompt), prefill) if model.module.cached else (prefill,)
 
 
-def _sequences(data: str | Path | Array | None, model: Model, tokens: int | None) -> LabelledData:
-    return token_windows(data, model, prompt_of(model, tokens))
-
-
 def token_windows(data: str | Path | Array | None, model: Model, prompt: int) -> LabelledData:
     """Returns windows [s, prompt + 1] of token ids for a perplexity.
 
@@ -220,5 +216,10 @@ def _cut(name: str, ids: Array, mask: Array | None, start: int, end: int) -> dic
     return part if mask is None else part | {"attention_mask": np.ascontiguousarray(mask[:, :end])}
 
 
-LANGUAGE = SequenceBenchmark("language", data=_sequences, phases=phases_of, inputs=phase_inputs)
+LANGUAGE = SequenceBenchmark(
+    "language",
+    data=lambda data, model, tokens: token_windows(data, model, prompt_of(model, tokens)),
+    phases=phases_of,
+    inputs=phase_inputs,
+)
 """How a benchmark measures language models."""

@@ -86,10 +86,6 @@ LAYOUTS: Mapping[TextLayout, LayoutRecord] = {
 }
 
 
-def _is_requested(layout: TextLayout, options: ExportOptions) -> bool:
-    return options.asked(LayoutOptions).layout == layout
-
-
 def _check(layout: TextLayout, options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
     """Yields the reasons why a bundle cannot have a layout, with hints."""
     precision, suffixes = options.precision, LAYOUTS[layout].suffixes
@@ -180,7 +176,7 @@ def _rename_weights_and_batch(model: ModelProto, weights: str) -> set[str]:
 def _step(layout: TextLayout) -> Step:
     return Step(
         layout,
-        asked=partial(_is_requested, layout),
+        asked=lambda options: options.asked(LayoutOptions).layout == layout,
         check=partial(_check, layout),
         finish=partial(with_layout, layout),
         copies=1,

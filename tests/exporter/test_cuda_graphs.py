@@ -23,6 +23,7 @@ from moexport.exporter.session import SessionOptions
 from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
 from moexport.graphs.names import MICROSOFT
 from moexport.graphs.targets import TARGETS
+from moexport.tests.exporter.cuda_kernels import without_bf16_kernel
 from moexport.tests.exporter.families.reference import vit
 from moexport.tests.exporter.families.states import VIT, State, vit_state
 from moexport.tests.recorded import read_case
@@ -264,3 +265,13 @@ def test_what_the_ops_do_not_take_stays_in_small_ones(
     ops = ops_of(bundle)
     found = (ops["SkipLayerNormalization"], ops["BiasGelu"], ops["MultiHeadAttention"])
     assert found == FORMS[form], ops
+
+
+@pytest.mark.parametrize("name", ["soft_moe_vit", "mumoe_mixer_tr"])
+def test_a_graph_in_bf16_has_kernels_on_a_gpu(name: str, tmp_path: Path) -> None:
+    case = read_case(name)
+    model = moexport.load(case.weights, config=case.config)
+    bundle = moexport.export(model, tmp_path / "out", target="ort-cuda", precision="bf16")
+    assert without_bf16_kernel(bundle.path / "model.onnx") == set()
+    kept = bundle.manifest.numbers["usual_fp32_nodes"]
+    assert kept.get("Conv", 0) == (name == "soft_moe_vit"), kept

@@ -119,10 +119,11 @@ def tiny_layer(
     gain: bool = False,
     seed: int = 0,
     dim: int = 6,
+    hidden: int = 7,
 ) -> TinyLayer:
     """Random weights; routing is far from a tie for the inputs of `tokens`."""
     random = np.random.default_rng(seed)
-    d, h = dim, 0 if expert == "linear" else 7
+    d, h = dim, 0 if expert == "linear" else hidden
     spec = SoftMoESpec(
         *("layer", experts, slots, d, h, out, expert, activation, norm, EPS[norm], slots_from)
     )

@@ -16,7 +16,7 @@ from moexport.exporter.session import CPU, CUDA
 ON_GPU = (CUDA, {"use_tf32": "0"})
 
 
-class OnGpu(ort.InferenceSession):
+class OnGpu(ort.InferenceSession):  # type: ignore[misc]
     """A session with CUDA's kernels where a test names the CPU's."""
 
     def __init__(

@@ -278,7 +278,7 @@ def test_a_unit_that_time_cut_off_is_left_out_and_not_failed() -> None:
 def test_the_tests_share_the_time_and_are_a_result(
     code: str, left_s: float, expected: Row, tmp_path: Path
 ) -> None:
-    assert gpu_check.tests(left_s, python(code)).items() >= expected.items()
+    assert gpu_check.tests(left_s, command=python(code)).items() >= expected.items()
 
 
 def test_tests_that_passed_are_not_run_again_and_are_no_engine_that_was_checked(

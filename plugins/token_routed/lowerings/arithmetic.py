@@ -190,7 +190,11 @@ def _activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value) -> ir.Value:
     if spec.limit is not None:
         limit, lower = b.number(spec.limit, inner), b.number(-spec.limit, inner)
         gate = b.op("Min", gate, limit, name="experts/gate_limited")
-        up = b.op("Clip", up, lower, limit, name="experts/up_limited")
+        if inner == ir.DataType.BFLOAT16:  # CUDA has no Clip of BF16
+            below = b.op("Min", up, limit, name="experts/up_below")
+            up = b.op("Max", below, lower, name="experts/up_limited")
+        else:
+            up = b.op("Clip", up, lower, limit, name="experts/up_limited")
     if spec.up_offset:
         up = b.op("Add", up, b.number(spec.up_offset, inner), name="experts/up_offset")
     activated = activation(b, layer, gate, spec.activation, "experts/gate_activated", spec.alpha)

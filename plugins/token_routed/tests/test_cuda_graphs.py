@@ -22,6 +22,7 @@ from moexport.plugins.token_routed.tests.architectures import (
     save,
     transformers,
 )
+from moexport.tests.exporter.cuda_kernels import without_bf16_kernel
 
 HALF = 5e-3
 """Of max|y|: the tolerance of Soft MoE networks in FP16."""
@@ -119,3 +120,10 @@ def test_step_by_step_it_computes_what_the_library_does(
 def test_a_cache_stays_fp32_where_the_graph_computes_in_fp32(tmp_path: Path) -> None:
     bundle = exported("mixtral", tmp_path, precision="fp32", verify=False)
     assert {p.dtype for p in bundle.manifest.inputs} == {"int64", "float32"}
+
+
+@pytest.mark.parametrize("lowering", ["dense", "fused"])
+def test_a_graph_in_bf16_has_kernels_on_a_gpu(lowering: str, tmp_path: Path) -> None:
+    """Of experts whose values are limited: CUDA's Clip has no BF16."""
+    bundle = exported("gpt_oss", tmp_path, precision="bf16", lowering=lowering, verify=False)
+    assert without_bf16_kernel(bundle.path / "model.onnx") == set()

@@ -1,6 +1,7 @@
 """The graphs of `fused` for CUDA compute the formulas, judged by the CPU's kernels of the same ops.
 
-Anything that cannot run in CUDA's kernels is refused by name. Nothing here has run on a GPU.
+Anything that cannot run in CUDA's kernels is refused by name. With the plugin
+`moexport.tests.hard.on_cuda`, CUDA's kernels compute these layers, which are wide enough for them.
 """
 
 from __future__ import annotations
@@ -51,13 +52,21 @@ FP16 = ComputeTypes(FLOAT_TYPES["fp16"])
 EXACT: tuple[Activation, ...] = ("relu", "silu", "identity", "gelu-tanh")
 
 
+WIDTH = 16
+"""The smallest width of an expert that CUDA's kernels support."""
+
+
+def wide_layer(**options: Any) -> TinyLayer:
+    return tiny_layer(dim=WIDTH, out=WIDTH, hidden=24, **options)
+
+
 def assert_computes(
     layer: TinyLayer, kept: int | None, ks: tuple[int, ...], rtol: float = RTOL, **options: Any
 ) -> None:
     made = soft_moe_layers.lowered(layer, "fused", kept, target="ort-cuda", **options)
     running = soft_moe_layers.session(made)
     for (batch, count), k in itertools.product([(1, 9), (5, 4)], ks):
-        x = tokens(batch, count)
+        x = tokens(batch, count, dim=WIDTH)
         feeds = {"input": x} if kept is not None else {"input": x, "k": np.array([k])}
         y, *_ = running.run(None, feeds)
         expected, _ = soft_moe(layer, x, k)
@@ -67,7 +76,7 @@ def assert_computes(
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("activation", EXACT)
 def test_slots_are_rows_that_are_sent_to_their_experts(activation: Activation, slots: int) -> None:
-    layer = tiny_layer(activation=activation, slots=slots)
+    layer = wide_layer(activation=activation, slots=slots)
     assert_computes(layer, 2, (2,))
     assert_computes(layer, 5, (5,))
     assert_computes(layer, None, (1, 3, 5))
@@ -85,10 +94,10 @@ def turned(layer: TinyLayer) -> TinyLayer:
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_gated_silu_experts_are_the_swiglu_of_the_op(slots: int) -> None:
-    layer = tiny_layer(expert="gated", activation="silu", slots=slots)
+    layer = wide_layer(expert="gated", activation="silu", slots=slots)
     assert_computes(layer, 2, (2,))
     assert_computes(layer, None, (1, 5))
-    x = tokens(3, 6)
+    x = tokens(3, 6, dim=WIDTH)
     expected, _ = soft_moe(layer, x, 2)
     made = soft_moe_layers.lowered(turned(layer), "fused", 2, target="ort-cuda")
     y, *_ = soft_moe_layers.session(made).run(None, {"input": x})
@@ -97,7 +106,7 @@ def test_gated_silu_experts_are_the_swiglu_of_the_op(slots: int) -> None:
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu-tanh", "silu"])
 def test_in_fp16_either_form_of_gelu_is_within_its_rounding(activation: Activation) -> None:
-    layer = tiny_layer(activation=activation, slots=2)
+    layer = wide_layer(activation=activation, slots=2)
     assert_computes(layer, 2, (2,), HALF, compute=FP16)
 
 
@@ -107,7 +116,7 @@ def moe_node(made: Lowered) -> ir.Node:
 
 
 def test_an_expert_that_a_row_is_not_sent_to_has_no_share_of_the_softmax() -> None:
-    made = soft_moe_layers.lowered(tiny_layer(), "fused", 2, target="ort-cuda")
+    made = soft_moe_layers.lowered(wide_layer(), "fused", 2, target="ort-cuda")
     logits = moe_node(made).inputs[1]
     assert logits is not None
     where = logits.producer()
