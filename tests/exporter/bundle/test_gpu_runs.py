@@ -21,9 +21,10 @@ import pytest
 import torch
 from moexport.errors import EngineError, FeedError
 from moexport.exporter import session
-from moexport.exporter.bundle import gpu_runs
+from moexport.exporter.bundle import gpu_runs, verify
 from moexport.exporter.bundle.batches import SessionByBatch
 from moexport.exporter.bundle.gpu_runs import GRAPH_ID, PLAIN, CaptureLock, GpuRuns, why_refused
+from moexport.exporter.bundle.parity import PARITY_FILE, TOLERANCES, Reference, gpu_bounds
 from moexport.exporter.session import CUDA, Session, SessionOptions
 from moexport.exporter.tensorrt import cuda
 from moexport.exporter.tensorrt.backends import first_gpu
@@ -465,6 +466,45 @@ def test_replays_on_the_gpu_equal_plain_runs(precision: Any, tmp_path: Path) -> 
             y = session(torch.from_numpy(x).cuda(), k)
             assert y.is_cuda
             np.testing.assert_allclose(y.cpu().numpy(), wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_verify_compares_a_bundle_for_cuda_in_the_provider_too(
+    bundle: moexport.Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the provider is missing, which fails the check that a machine with a GPU would make."""
+    name = "parity of model.onnx on the GPU"
+    assert name not in {check.name for check in moexport.verify(bundle)}
+    monkeypatch.setattr(verify, "check_provider", lambda provider: None)
+    (check,) = [check for check in moexport.verify(bundle) if check.name == name]
+    assert not check.passed
+    assert f"no {CUDA} on this machine" in check.detail
+    assert check.hint is not None and "moexport doctor" in check.hint
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NO_CUDA, reason="needs an NVIDIA GPU and onnxruntime-gpu: make gpu-check")
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_verify_on_the_gpu_refuses_another_expert(precision: Any, tmp_path: Path) -> None:
+    case = read_case("soft_moe_vit")
+    model = moexport.load(case.weights, config=case.config)
+    bundle = moexport.export(
+        model, tmp_path / "out", k="input", target="ort-cuda", precision=precision
+    )
+    name = "parity of model.onnx on the GPU"
+    assert [c.passed for c in moexport.verify(bundle) if c.name == name] == [True]
+    graph = onnx.load(bundle.path / "model.onnx", load_external_data=False)
+    for node in graph.graph.node:
+        if node.op_type == "TopK":
+            value = next(each for each in node.attribute if each.name == "largest")
+            value.i = 0
+    onnx.save(graph, bundle.path / "model.onnx")
+    record = moexport.Bundle.open(bundle.path).manifest.graphs[0]
+    bounds = gpu_bounds(TOLERANCES[precision], precision)
+    expected = Reference.load(bundle.path / PARITY_FILE)
+    found = verify._parity_check(
+        bundle.path, bundle.manifest, record, expected, bounds, provider=CUDA
+    )
+    assert not found.passed
 
 
 @pytest.mark.gpu
