@@ -347,7 +347,7 @@ class Results:
         if largest < DISTURBED:
             return ""
         return (
-            "Other work on the machine disturbed these times: threads spent up to "
+            "Other programs slowed these measurements down: threads spent up to "
             f"{largest:.0%} of their time waiting for a core. Measure again on a quiet machine."
         )
 

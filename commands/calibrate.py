@@ -69,7 +69,7 @@ def sensitivity_text(ranked: Sequence[LayerSensitivity]) -> str:
         (s.layer, f"{s.cosine:.7f}", f"{s.max_rel:.2g}", f"{s.routing:.1%}", f"{s.jaccard:.4f}")
         for s in ranked
     ]
-    return table(("MoE layer", "cosine", "error of max|y|", "same experts", "Jaccard"), rows)
+    return table(("MoE layer", "cosine", "error / max|y|", "same experts", "Jaccard"), rows)
 
 
 def table_text(calibration: CalibrationTable) -> str:

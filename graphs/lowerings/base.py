@@ -22,7 +22,7 @@ def no_batched_kernel(precision: Precision, target: Target) -> str | None:
     record = TARGETS[target]
     if record.compiled or not (precision == "int4" or (precision == "int8" and record.weight_only)):
         return None
-    return f"{precision.upper()} weights are multiplied one matrix at a time"
+    return f"no kernel multiplies several {precision.upper()} matrices at once"
 
 
 @dataclass(frozen=True)  # no slots: calling an alias such as SoftMoEPlan sets an attribute

@@ -95,8 +95,8 @@ def check_batch_independence(
     if off <= TOLERANCE:
         return
     raise ParityError(
-        f"{source}: {found.label} mixes the inputs of its batch: in a batch, the result of an "
-        f"input is off by {off:.2g} of max|y| from its result alone",
+        f"{source}: {found.label} mixes the inputs of its batch: an input's result in a batch "
+        f"and its result alone differ by {off:.2g} × max|y|",
         hint="softmax, sums, statistics and reshapes in the layer must not include the first axis",
     )
 

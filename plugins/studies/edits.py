@@ -43,7 +43,7 @@ _EXPERT = re.compile(r"(?:(\d+)\.)?(\d+)")
 _COMBINATION = re.compile(r"\d+(?:\+\d+)+")
 _ABLATE_SYNTAX = (
     "--ablate LAYER:EXPERT; in a hierarchy LAYER:LEVEL.EXPERT, or LAYER:EXPERT+EXPERT for a "
-    "combination of one per level; separate several by commas"
+    "combination of one per level; separate several with commas"
 )
 
 

@@ -159,7 +159,7 @@ def test_a_search_says_one_line_now_and_then_where_there_is_no_terminal(
 
 
 PLAN = "3 rows; about 8 s\n  vit, n=8, batch 1: pytorch-eager k=8; onnxruntime dense,gather k=8,2"
-SENTENCE = "Other work on the machine disturbed these times: threads waited. Measure again."
+SENTENCE = "Other programs slowed these measurements down: threads waited. Measure again."
 NAME = "vit of a long name, [batch] 1, [/runs/a]: timing: 5 rounds of 14 cases"
 
 

@@ -182,7 +182,7 @@ def test_for_cuda_weights_alone_are_integers_in_what_its_kernels_take(
     ("hidden", "lowering", "why"),
     [
         (96, "fused", "multiples of 64, but an expert's are 64 and 96"),
-        (128, "dense", "one matrix at a time"),
+        (128, "dense", "no kernel multiplies several INT8 matrices"),
     ],
 )
 def test_for_cuda_what_its_kernels_do_not_take_is_refused(
