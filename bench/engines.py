@@ -105,12 +105,12 @@ class ModelEngine(EngineKind):
 class GraphEngine(EngineKind):
     """An engine that runs graphs for `target`, or those of another exporter if it is None.
 
-    On a CPU, it computes products of a type in `short_products` in that type, and others in FP32.
+    On a CPU, it computes products of a type in `product_types` in that type, and others in FP32.
     """
 
     loader: Callable[[GraphFile], Loader]
     target: Target | None
-    short_products: tuple[Precision, ...] = ()
+    product_types: tuple[Precision, ...] = ()
 
     @property
     def backend(self) -> str | None:
@@ -415,10 +415,10 @@ def _runtime_engine(name: str) -> GraphEngine:
     target = next((each.name for each in TARGETS if each.runtime == name), None)
     if target is None:
         raise KeyError(name)
-    title, extra, short_products = name, None, tuple[Precision, ...]()
+    title, extra, product_types = name, None, tuple[Precision, ...]()
     with suppress(PluginError):
         record = RUNTIMES[name]
-        title, extra, short_products = record.title, record.extra, record.short_products
+        title, extra, product_types = record.title, record.extra, record.product_types
     return GraphEngine(
         name=name,
         title=title,
@@ -426,7 +426,7 @@ def _runtime_engine(name: str) -> GraphEngine:
         extra=extra,
         loader=partial(_in_runtime, name),
         target=target,
-        short_products=short_products,
+        product_types=product_types,
     )
 
 

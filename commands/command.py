@@ -16,9 +16,9 @@ from ..errors import PluginError
 class Command:
     """A command of the program.
 
-    `summary` describes it in the list of commands, and `example` ends its help. `function` is
-    `package.module:function`; Typer reads its parameters as arguments and options. The command
-    also has the options that plugins add to `calls`. The list of commands is sorted by `order`.
+    `summary` describes it in the list of commands, which is sorted by `order`; `example` ends its
+    help. `function` is `package.module:function`, whose parameters Typer reads as arguments and
+    options. The command also has the options that plugins add to the API functions in `calls`.
     """
 
     name: str

@@ -53,7 +53,7 @@ def shards_of(where: object) -> list[AnyPlace] | None:
         if max(len(first), len(last)) > MAX_DIGITS:
             raise FeedError(f"{text[:80]}…: shard numbers have at most {MAX_DIGITS} digits")
         if not int(first) <= int(last) < int(first) + MAX_SHARDS:
-            raise FeedError(f"{text}: a range of shards must begin with the lower number")
+            raise FeedError(f"{text}: a range has 1 to {MAX_SHARDS} shards, the lower number first")
         numbers = range(int(first), int(last) + 1)
         before, after = text[: span.start()], text[span.end() :]
         return [f"{before}{number:0{len(first)}d}{after}" for number in numbers]
@@ -84,7 +84,7 @@ def shard_batches(shards: Sequence[AnyPlace]) -> Iterator[tuple[str, Fields]]:
         if not samples:
             raise FeedError(
                 f"{name} contains nothing that can be read",
-                hint="a tar needs sample.npy, sample.jpg or sample.cls; Parquet, such columns",
+                hint="it needs .npy, .jpg or .cls files (tar), or columns of numbers or images",
             )
         folder = name.rpartition("/")[0] if url_of(shard) else str(path.parent)
         if folder not in sizes:
@@ -93,7 +93,7 @@ def shard_batches(shards: Sequence[AnyPlace]) -> Iterator[tuple[str, Fields]]:
         if samples != expected:
             raise FeedError(
                 f"{name}: {samples} samples were read, but the index next to it lists {expected}",
-                hint=f"{DAMAGED}, or its index",
+                hint=f"{DAMAGED}, or correct its index",
             )
 
 
@@ -192,7 +192,7 @@ def _samples(path: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _field(ending: str, content: IO[bytes], where: str) -> dict[str, Any]:
-    """Returns the field that a sample's file contains, by its suffix; reads no other files."""
+    """Returns the field that a sample's file contains, by its suffix; others are not read."""
     if f".{ending}" in IMAGES:
         return {IMAGE: content.read()}
     if ending == "cls":

@@ -396,13 +396,13 @@ def _mismatch(
     return ParityError(
         f"{path.name} differs from PyTorch, starting in {where}: {describe(parity)}",
         hint=f"the limits are {absolute}rtol {bounds.rtol:g} · max|y| of each input{cosine} and "
-        f"the same experts in at least {bounds.routing:.0%}: {parity_advice(parity, job.options)}; "
-        "--no-verify exports without the check",
+        f"the same experts in at least {bounds.routing:.0%} of the choices: "
+        f"{parity_advice(parity, job.options)}; --no-verify exports without the check",
     )
 
 
 def _dropped(stored: Reference, model: Model) -> tuple[str, ...]:
-    """Returns a sentence on the tokens of the check that experts with a capacity left out."""
+    """Returns a sentence on the check's tokens that no expert computed because of a capacity."""
     left_out = {
         name: (chosen >= layer.spec.experts).reshape(*chosen.shape[:2], -1)
         for name, layer in model.layers.items()
@@ -433,17 +433,17 @@ def parity_advice(parity: Parity, options: ExportOptions) -> str:
             "--precision fp16 or fp32; otherwise "
         )
     if parity.routing_agreement >= options.tolerance.routing:
-        return f"{real}raise --rtol if that is good enough, or choose another --lowering"
+        return f"{real}raise --rtol if you can accept the difference, or choose another --lowering"
     match options.precision:
         case "fp32":
             return "choose another --lowering"
         case "int8" | "fp8":
             return (
-                f"{real}--rtol does not excuse a choice of other experts: try another --method or "
+                f"{real}--rtol does not apply to the choice of experts: try another --method or "
                 "--precision, or --min-retention, which keeps sensitive layers in floating point"
             )
         case _:
-            return "--rtol does not excuse a choice of other experts: use --precision fp32"
+            return "--rtol does not apply to the choice of experts: use --precision fp32"
 
 
 @dataclass(slots=True)
@@ -520,8 +520,8 @@ class Budget:
 def torch_reference(job: ExportJob, x: Inputs, *, every_k: bool = True) -> Reference:
     """Returns PyTorch's results for inputs of a job.
 
-    If k is chosen per run, a quarter of the experts are kept and, with `every_k`, also each number
-    in `other_k`.
+    If k is chosen per run, they are for a quarter of the experts and, with `every_k`, also for each
+    number in `other_k`.
     """
     renormalize, batch = job.options.renormalize, job.largest_batch
     computed = partial(reference, job.model, x, renormalize=renormalize, batch=batch)
@@ -638,8 +638,8 @@ class PassResult:
 def _by_input(parts: Sequence[PassResult]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Returns the choices and margins of each input, over all parts.
 
-    Tokens that a layer processes in turn are grouped by their inputs. If inputs have different
-    numbers of choices, the choices are left out and only values are compared.
+    Tokens that a layer processes one after another are grouped by the input to which they belong.
+    If inputs have different numbers of choices, the choices are left out and only values compared.
     """
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for name in parts[0].choices:
@@ -745,7 +745,7 @@ def _user_errors(model: Model, count: int) -> Iterator[None]:
             raise
         raise UsageError(
             f"{model.source.path}: its forward failed on a batch of {count}: {one_line(error)}",
-            hint="if it accepts only some batches, --batch N exports it for batches of N",
+            hint="if it accepts only some batch sizes, --batch N exports it for batches of N",
         ) from error
 
 

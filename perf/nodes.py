@@ -55,7 +55,7 @@ def main(nodes: int, cells: int) -> None:
             journal = Journal(Path(folder) / FILE, {"name": name})
             tasks = [Task(f"cell {i}", nothing, (i,)) for i in range(count)]
             began, cpu_s = time.monotonic(), time.process_time()
-            for number, found in cluster.finished(kind, tasks):
+            for number, found in cluster.completed(kind, tasks):
                 journal.add("timed", on=kind.name, part=number, found=found)
             took, cpu_s = time.monotonic() - began, time.process_time() - cpu_s
             print(

@@ -379,7 +379,7 @@ def arithmetic_of(case: Case) -> Arithmetic:
     if case.provider != "cpu":
         return "fp16" if case.precision in ("fp16", "bf16") else "fp32"
     kind = engine_of(case.engine, case.provider)
-    short = kind.short_products if isinstance(kind, GraphEngine) else ()
+    short = kind.product_types if isinstance(kind, GraphEngine) else ()
     return "bf16" if case.precision == "bf16" and "bf16" in short else "fp32"
 
 

@@ -43,7 +43,7 @@ class RuntimeRecord:
     nothing can be compared, and `check_graphs` if a bundle has no graphs for this runtime. `state`
     describes the installation, or raises `MissingExtraError`. `advice` returns a line if this
     runtime is predicted to be faster than that of a target, for a precision and a size of weights.
-    `short_products` are the 16-bit floats in which it computes products on a CPU, instead of FP32.
+    `product_types` are the 16-bit floats in which it computes products on a CPU, instead of FP32.
     `program` returns Python code that runs one of its files on feeds in braces and returns an
     output, without moexport.
     """
@@ -61,7 +61,7 @@ class RuntimeRecord:
     check_computes: Callable[[Precision, Target], None] = lambda *_: None
     check_graphs: Callable[[Manifest, Path], None] = lambda *_: None
     advice: Callable[[str, str, int], str | None] = lambda *_: None
-    short_products: tuple[Precision, ...] = ()
+    product_types: tuple[Precision, ...] = ()
     program: Callable[[str, str, str], str] | None = None
 
 

@@ -188,7 +188,7 @@ def _build(
     try:
         return family.build(checkpoint.tensors, config)
     except MissingSettingsError as error:
-        if values or not checkpoint.by_jax:
+        if values or not checkpoint.from_jax:
             raise
         model = family.build(checkpoint.tensors, {**config, **error.examples})
         used = ", ".join(f"{key}={value}" for key, value in error.examples.items())

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 MISSING = (
-    "models of other libraries, and networks from code, are loaded by plugins, but none is "
-    f"available: is {PLUGINS}=off set? `moexport doctor` shows those that cannot be loaded"
+    "plugins load models of other libraries and networks defined in code, but no plugin is "
+    f"available: is {PLUGINS}=off set? `moexport doctor` lists the plugins that cannot be loaded"
 )
 
 

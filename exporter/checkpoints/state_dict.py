@@ -47,12 +47,12 @@ TRAINING = re.compile(
 class Checkpoint:
     """A state dict with the keys of its author's model.
 
-    Floating-point `tensors` are float32, and memory-mapped if the file has float32; without
-    `values` they are as in the file, except for 8-bit floats. `prefixes` were removed from all
+    Floating-point `tensors` are float32, memory-mapped if the file stores float32. If read without
+    `values`, they keep the file's types, except for 8-bit floats. `prefixes` were removed from all
     keys, outermost first. `config` is a `config.json` next to the weights. `arguments` are
     the constructor's arguments in the file, and `options` those of the training script, each by its
     key. `mapped` are the files that `tensors` are mapped from: `files`, and a temporary file of
-    converted weights. `by_jax`: the files come from training code in JAX. `watched` are the
+    converted weights. `from_jax`: the files come from training code in JAX. `watched` are the
     states of the files when they were read; None without `values`.
     """
 
@@ -65,7 +65,7 @@ class Checkpoint:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     mapped: tuple[Path, ...] = ()
     watched: Watched | None = None
-    by_jax: bool = False
+    from_jax: bool = False
 
 
 def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
@@ -135,7 +135,7 @@ def _read(source: Path, *, values: bool) -> Checkpoint:
         options=_settings(saved, OPTIONS),
         mapped=mapped,
         watched=watched,
-        by_jax=weights.arrays is not None,
+        from_jax=weights.arrays is not None,
     )
 
 
@@ -178,7 +178,7 @@ def _check_plain(source: Path, tensors: dict[str, Tensor], size: int) -> None:
             raise CheckpointError(
                 f"{source}: its tensors up to {key} of shape {list(tensor.shape)} need {declared} "
                 f"bytes, but the file has {size}",
-                hint="save tensors that own their numbers: tensor.contiguous() or tensor.clone()",
+                hint="save tensors that own their data: tensor.contiguous() or tensor.clone()",
             )
 
 

@@ -133,8 +133,8 @@ def trusted_content(plan: PlanFile) -> bytes:
     if not plan.trusted:
         raise UntrustedEngineError(
             f"{plan.path} was not built by you on this machine, and an engine is code",
-            hint=f"build it here: `moexport build {plan.path.parent}`; or, if you trust who made "
-            "the bundle, load it with --trust-engine",
+            hint=f"build it here: `moexport build {plan.path.parent}`; or, if you trust whoever "
+            "made the bundle, load it with --trust-engine",
         )
     content = plan.path.read_bytes()
     if plan.sha256 is not None and hashlib.sha256(content).hexdigest() != plan.sha256:

@@ -1,4 +1,4 @@
-"""The constants of one layer, as lowerings access them."""
+"""One layer to lower, and its weights as lowerings access them."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Layer(Generic[S]):
 
     `build` is the lowering's function: it adds the nodes for tokens x [b, m, d] and returns y. `k`
     is Algorithm 1's k: a number, or the graph input (int64, shape [1]). If k is None, `lower`
-    creates that input. From the traced node come `tokens`, which is m or None for a dynamic axis,
-    `x_type` and `y_type`, the float types of the tokens in and out, and `routed`, its other inputs:
-    the choice and its weights, if the choice is made outside the layer. `batch` is the usual number
+    creates that input. The traced node determines `tokens` (m, or None for a dynamic axis),
+    `x_type` and `y_type` (the float types of the tokens in and out), and `routed` (the choice and
+    its weights, if the choice is made outside the layer). `batch` is the usual number
     of inputs, which only affects speed: a graph can run any number. With `scores`, a lowering
     outputs the scores that determine the choice (`Builder.add_score`).
     """

@@ -264,7 +264,7 @@ class _Sweep:
             key: self.pieces[name, *key]["found"] for key in tasks if (name, *key) in self.pieces
         }
         remaining = [key for key in tasks if key not in done]
-        for number, result in self.cluster.finished(self.kind, [tasks[key] for key in remaining]):
+        for number, result in self.cluster.completed(self.kind, [tasks[key] for key in remaining]):
             model, part = remaining[number]
             done[model, part] = result
             self.journal.add(name, on=self.kind.name, model=model, part=part, found=result)

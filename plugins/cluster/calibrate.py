@@ -96,7 +96,7 @@ def _results_of(
         Task(name=f"{name} {i + 1}/{count}", function=function, arguments=values)
         for i, values in enumerate(arguments)
     ]
-    results = dict(cluster.finished(kind, tasks))
+    results = dict(cluster.completed(kind, tasks))
     cluster.check_lost("calibrated")
     return [results[number] for number in range(count)]
 

@@ -57,7 +57,7 @@ def evaluating_on_ray(address: str, on: str, progress: Progress) -> Iterator[Eva
                     for index in range(count)
                 ]
                 sums: dict[int, Tally] = {}
-                for index, shard in cluster.finished(kind, tasks):
+                for index, shard in cluster.completed(kind, tasks):
                     sums |= zip(range(index, len(stored), count), shard, strict=True)
                 cluster.check_lost("evaluated")
                 return reduce(add, (sums[number] for number in sorted(sums)), Tally())

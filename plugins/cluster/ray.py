@@ -80,14 +80,13 @@ class Cluster:
     watcher: Progress
     lost: list[str] = field(default_factory=list)
 
-    def finished(self, kind: NodeKind, tasks: Sequence[Task]) -> Iterator[tuple[int, Any]]:
+    def completed(self, kind: NodeKind, tasks: Sequence[Task]) -> Iterator[tuple[int, Any]]:
         """Yields the number and the result of each task when it ends.
 
         Raises the errors of tasks. A task whose nodes are lost repeatedly is added to `lost`.
         """
         ray = self.ray
-        # Each function is sent to the nodes once: Ray would take a new copy for every task for a
-        # different function.
+        # Each function is wrapped once: Ray sends every wrapper to the nodes as a new function.
         functions = {
             function: ray.remote(function).options(**kind.claim, max_retries=RETRIES)
             for function in {task.function for task in tasks}
@@ -138,7 +137,7 @@ class Cluster:
         if self.lost:
             raise ClusterError(
                 f"not {what}: {'; '.join(self.lost)}",
-                hint="check the nodes' logs: a node that fails twice lacks memory or was removed",
+                hint="check the nodes' logs: a lost node probably ran out of memory or was removed",
             )
 
 

@@ -35,7 +35,7 @@ def _state() -> str:
 def _program(file: str, feed: str, output: str) -> str:
     """Returns a program that runs a graph in its own types.
 
-    OpenVINO's default computes FP32 in BF16 on CPUs that support it.
+    By default, OpenVINO computes FP32 in BF16 on CPUs that support it.
     """
     return (
         "import numpy as np, openvino\n"
@@ -56,6 +56,6 @@ RUNTIME = RuntimeRecord(
     check_computes=check_computes,
     check_graphs=check_graphs,
     advice=advice,
-    short_products=("bf16",),
+    product_types=("bf16",),
     program=_program,
 )

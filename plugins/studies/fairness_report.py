@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ...common.text import table
 from .fairness import ClassFairness, Fairness, ModelFairness, Rewriting
 
-FAIR_HEADS = (
+COLUMNS = (
     "subgroup",
     "its accuracy",
     "equality of opportunity",
@@ -20,12 +20,12 @@ FAIR_HEADS = (
 def fairness_text(result: Fairness) -> str:
     """Returns a table of each class in its subgroup with the lowest accuracy."""
     what = "attribute" if result.attributes else "class"
-    rows = [fair_row(str(decided.output), decided) for decided in result.classes]
+    rows = [table_row(str(decided.output), decided) for decided in result.classes]
     undefined = [str(decided.output) for decided in result.classes if decided.undefined]
     lines = [
         f"{'Each attribute' if result.attributes else 'Each class against all others'}, in the "
         "subgroup with the lowest accuracy (95% intervals):",
-        table((what, *FAIR_HEADS), rows),
+        table((what, *COLUMNS), rows),
     ]
     if undefined:
         lines.append(
@@ -36,7 +36,7 @@ def fairness_text(result: Fairness) -> str:
     return "\n".join(lines)
 
 
-def fair_row(first: str, decided: ClassFairness) -> tuple[str, ...]:
+def table_row(first: str, decided: ClassFairness) -> tuple[str, ...]:
     opportunity = decided.equality_of_opportunity
     return (
         first,
@@ -55,14 +55,14 @@ def rewriting_text(rewriting: Rewriting) -> str:
     how = ""
     if budget is not None:
         how = f" (the best of {rewriting.tried} that cost at most {budget:.1%} of the accuracy)"
-    rows = [fair_row("as trained", rewriting.before), fair_row("rewritten", rewriting.after)]
+    rows = [table_row("as trained", rewriting.before), table_row("rewritten", rewriting.after)]
     before, after = rewriting.accuracy_before, rewriting.accuracy_after
     what = "attribute" if rewriting.attributes else "class"
     threshold = rewriting.threshold
     blind = "blind threshold: no constant improves the lowest accuracy of a subgroup"
     totals = f"{before} as trained, {after} rewritten"
     if threshold is not None:
-        rows.append(fair_row("blind threshold", threshold.after))
+        rows.append(table_row("blind threshold", threshold.after))
         blind = (
             f"blind threshold: output {output} += {threshold.value:g} for every input (the best of "
             f"{threshold.tried})"
@@ -72,7 +72,7 @@ def rewriting_text(rewriting: Rewriting) -> str:
         (
             f"Output {output} of {rewriting.layer} += {rewriting.strength:g}·āᵀa for subgroup "
             f"{rewriting.group}{how}:",
-            table((f"{what} {output}", *FAIR_HEADS), rows),
+            table((f"{what} {output}", *COLUMNS), rows),
             blind,
             f"{'mean of all attributes' if rewriting.attributes else 'all classes'}: {totals}",
         )
@@ -80,14 +80,14 @@ def rewriting_text(rewriting: Rewriting) -> str:
 
 
 def compared_rows(model: ModelFairness) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields each class with its rows for `FAIR_HEADS`: as trained and, with edits, as edited.
+    """Yields each class with its rows for `COLUMNS`: as trained and, with edits, as edited.
 
     A model with rewritten outputs has rows for their classes only, other models for all classes.
     """
     for output in model.rewritten or range(len(model.untouched.classes)):
-        yield str(output), fair_row("as trained", model.untouched.classes[output])
+        yield str(output), table_row("as trained", model.untouched.classes[output])
         if model.edited is not None:
-            yield str(output), fair_row("edited", model.edited.classes[output])
+            yield str(output), table_row("edited", model.edited.classes[output])
 
 
 def subgroups_text(models: Sequence[ModelFairness]) -> str:
@@ -102,6 +102,6 @@ def subgroups_text(models: Sequence[ModelFairness]) -> str:
             totals += f", {model.edited.accuracy} edited"
         blocks.append(
             f"{model.model}, subgroups by {model.group_by}, k = {model.k}\n"
-            f"{table(('attribute' if attributes else 'class', '', *FAIR_HEADS), rows)}\n{totals}"
+            f"{table(('attribute' if attributes else 'class', '', *COLUMNS), rows)}\n{totals}"
         )
     return "\n\n".join(blocks)

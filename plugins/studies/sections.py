@@ -8,7 +8,7 @@ from ...bench.report.content import Cell, ReportSection, SectionContent, TableCo
 from ...bench.results import Results
 from .fairness import SUBGROUPS as OF_SUBGROUPS
 from .fairness import compared_in
-from .fairness_report import FAIR_HEADS, compared_rows, subgroups_text
+from .fairness_report import COLUMNS, compared_rows, subgroups_text
 from .findings import EXPERTS as OF_EXPERTS
 from .findings import studies_in
 from .report import figures, text, titled_tables
@@ -41,7 +41,7 @@ def _subgroups(results: Results) -> SectionContent | None:
         for output, row in compared_rows(model):
             label = "attribute" if model.untouched.attributes else "class"
             groups.setdefault(f"{model.model}, {label} {output}", []).append(row)
-    heads = ("Model", *(f"{head[0].upper()}{head[1:]}" for head in FAIR_HEADS))
+    heads = ("Model", *(f"{head[0].upper()}{head[1:]}" for head in COLUMNS))
     note = "Each attribute, or each class against all others, in PyTorch; 95% intervals."
     if not groups:
         return None

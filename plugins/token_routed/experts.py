@@ -80,7 +80,7 @@ def check_layer(layer: Experts, module: nn.Module) -> None:
         raise FamilyError(
             f"layer {spec.name}: its class {type(module).__name__} does not compute what its "
             f"options describe (max |difference| {difference:.2g}, max |y| {largest:.2g})",
-            hint="the architecture cannot be exported with this version",
+            hint="this version of moexport cannot export this architecture",
         )
 
 
@@ -163,5 +163,5 @@ def _post_norm(name: str, norm: Any, width: int) -> tuple[Tensor, float]:
     raise FamilyError(
         f"layer {name}: the norm after its experts, {type(norm).__name__}, is not a scale followed "
         "by a division by the root mean square",
-        hint="the architecture cannot be exported with this version",
+        hint="this version of moexport cannot export this architecture",
     )

@@ -1,8 +1,8 @@
 """Finds the order in which to remove experts of a Soft MoE layer, and constants to replace them.
 
 A removed expert becomes a constant expert (Jin et al., MoE++, 2024): each of its slots returns one
-vector for all inputs. Least squares find the vectors with which the layer's outputs on the search's
-half change least. C is unchanged, so tokens still combine the slots as the router decides.
+vector for all inputs. Least squares finds the vectors that change the layer's outputs least on the
+search half of the data. C is unchanged, so tokens still combine the slots as the router decides.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ....graphs.layers.soft_moe import SoftMoE
 RANKING_INPUTS = 64
 """The number of inputs to rank experts by. Constants are fitted to at least as many."""
 
-ROWS = 16
-"""The number of tokens per slot of the layer to fit the constants to."""
+TOKENS_PER_SLOT = 16
+"""Constants are fitted to at least this many tokens per slot."""
 
 MAX_SLOTS = 4096
 """Up to this many slots, all constants are fitted together, otherwise each alone."""
@@ -104,7 +104,7 @@ class ConstantExperts:
         for x in self._tokens:
             yield self._layer.outputs_and_combine(x)
             inputs, rows = inputs + x.shape[0], rows + x.shape[0] * x.shape[1]
-            if inputs >= RANKING_INPUTS and rows >= ROWS * spec.experts * spec.slots:
+            if inputs >= RANKING_INPUTS and rows >= TOKENS_PER_SLOT * spec.experts * spec.slots:
                 return
 
 
