@@ -422,14 +422,9 @@ def remove_leftovers(target: Path, suffix: str = "") -> None:
                 with locked(target.parent, wait=False) as free:
                     if free and not target.exists():
                         path.rename(target)
-            elif _idle_s(path) > STALE_S:
+            elif time.time() - max(e.lstat().st_mtime for e in (path, *path.rglob("*"))) > STALE_S:
                 # Renamed first: a process that resumes must not find only part of it.
                 _remove(path.rename(_hidden_sibling(target, PARTIAL + suffix, suffix)))
-
-
-def _idle_s(path: Path) -> float:
-    """Returns the seconds since a file, or anything in a folder, was last written to."""
-    return time.time() - max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
 
 
 def _remove(path: Path) -> None:

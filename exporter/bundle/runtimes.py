@@ -15,7 +15,7 @@ from ...common.registry import Registry, left_out
 from ...common.text import near_miss
 from ...errors import UsageError
 from ...graphs.targets import TARGETS, Precision, Target, TargetRecord, runtime_of
-from ..session import OWN_OPTIONS, Session, SessionOptions, check_provider
+from ..session import CPU, OWN_OPTIONS, Session, SessionOptions, check_provider
 from .manifest import Manifest
 
 
@@ -24,11 +24,6 @@ def _onnxruntime_options(
 ) -> SessionOptions:
     assert record.provider is not None, "this target runs engines instead of graphs"
     return SessionOptions(provider=record.provider, threads=threads, spin_ms=spin_ms)
-
-
-def _check_target_provider(record: TargetRecord) -> None:
-    if record.provider is not None:  # engines have another check
-        check_provider(record.provider)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +70,7 @@ RUNTIMES = Registry(
             open=Session,
             takes=("provider", "profile", "cuda_graphs"),
             options=_onnxruntime_options,
-            check_runs=_check_target_provider,
+            check_runs=lambda record: check_provider(record.provider or CPU),
         ),
     ),
 )
