@@ -487,13 +487,13 @@ def check_provider(provider: str) -> None:
         )
 
 
-def _settings(options: SessionOptions, *, quiet: bool = True) -> ort.SessionOptions:
+def _settings(options: SessionOptions) -> ort.SessionOptions:
     from ..common.onnx_runtime import ort
 
     settings = ort.SessionOptions()
-    # Errors are raised, and warnings about folding are noise; but the reason why a GPU's libraries
-    # cannot be loaded appears only in the log.
-    settings.log_severity_level = 4 if quiet else 3
+    # Errors are raised, and warnings about folding are noise. Why the libraries of a GPU cannot be
+    # loaded is in ONNX Runtime's default log, which this does not change.
+    settings.log_severity_level = 4
     # Graphs in Q/DQ form are for TensorRT. ONNX Runtime runs them as written; its fused ops are
     # wrong for stacked weights, and saturate in 16 bits on CPUs without VNNI.
     settings.add_session_config_entry("session.disable_quant_qdq", "1")
@@ -567,8 +567,7 @@ def _open(
 
     from ..common.onnx_runtime import message_of, ort, runtime_errors
 
-    on_cpu = options.provider == CPU
-    settings = _settings(options, quiet=on_cpu or graphs)  # what cannot be captured is no error
+    on_cpu, settings = options.provider == CPU, _settings(options)
     check_provider(options.provider)
     if not on_cpu:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints which libraries are missing

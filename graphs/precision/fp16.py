@@ -60,7 +60,7 @@ FP32_OPS: Mapping[str, str] = MappingProxyType(
 )
 WIDE_SUMS = frozenset(
     {
-        *(("", op) for op in ("Softmax", "LayerNormalization", "RMSNormalization")),
+        *(("", op) for op in ("Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization")),
         *(("", op) for op in ("Attention", "RotaryEmbedding")),
         *((MICROSOFT, op) for op in ("MultiHeadAttention", "BiasGelu", "FastGelu")),
         *((MICROSOFT, f"Skip{norm}LayerNormalization") for norm in ("", "Simplified")),
@@ -77,7 +77,7 @@ compute `WIDE_SUMS` in 16 bits."""
 COMPARISONS = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 
 NOT_IN_BF16 = COMPARISONS | frozenset(
-    {"Clip", "Conv", "HardSigmoid", "HardSwish", "LeakyRelu", "MaxPool", "Pad"}
+    {"Clip", "Conv", "HardSigmoid", "HardSwish", "LeakyRelu", "LogSoftmax", "MaxPool", "Pad"}
 )
 """Ops for which ONNX Runtime's CUDA provider has no BF16 kernel (for some, only from opset 22)."""
 

@@ -19,13 +19,13 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from moexport.errors import EngineError, FeedError
+from moexport.errors import EngineError, FeedError, MissingExtraError
 from moexport.exporter import session
 from moexport.exporter.bundle import gpu_runs, verify
 from moexport.exporter.bundle.batches import SessionByBatch
 from moexport.exporter.bundle.gpu_runs import GRAPH_ID, PLAIN, CaptureLock, GpuRuns, why_refused
 from moexport.exporter.bundle.parity import PARITY_FILE, TOLERANCES, Reference, gpu_bounds
-from moexport.exporter.session import CUDA, Session, SessionOptions
+from moexport.exporter.session import CPU, CUDA, Session, SessionOptions
 from moexport.exporter.tensorrt import cuda
 from moexport.exporter.tensorrt.backends import first_gpu
 from moexport.graphs.lowerings import KINDS
@@ -347,11 +347,14 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     """Sessions for CUDA are opened on the CPU; returns the options of the provider, as asked."""
     asked: list[dict[str, str]] = []
 
+    opens = session._open
+
     def opened(
-        path: Path, options: SessionOptions, *, graphs: bool, stream: Any
+        path: Path, options: SessionOptions, *, graphs: bool = False, stream: Any = None
     ) -> ort.InferenceSession:
-        asked.append(session._provider_options(path, CUDA, graphs=graphs, stream=stream))
-        return ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        if options.provider == CUDA:
+            asked.append(session._provider_options(path, CUDA, graphs=graphs, stream=stream))
+        return opens(path, replace(options, provider=CPU))
 
     monkeypatch.setattr(session, "check_provider", lambda provider: None)
     monkeypatch.setattr(session, "_open", opened)
@@ -479,6 +482,22 @@ def test_verify_compares_a_bundle_for_cuda_in_the_provider_too(
     assert not check.passed
     assert f"no {CUDA} on this machine" in check.detail
     assert check.hint is not None and "moexport doctor" in check.hint
+
+
+def test_the_check_on_a_gpu_has_its_own_bound_and_needs_no_provider_elsewhere(
+    bundle: moexport.Bundle, monkeypatch: pytest.MonkeyPatch, on_cuda: list[dict[str, str]]
+) -> None:
+    def missing(provider: str) -> None:
+        raise MissingExtraError("ONNX Runtime is not installed", hint="pip install")
+
+    monkeypatch.setattr(verify, "check_provider", missing)
+    assert not verify._runs_on_gpu(bundle.manifest)
+    monkeypatch.setattr(verify, "check_provider", lambda provider: None)
+    assert not verify._runs_on_gpu(replace(bundle.manifest, target="openvino"))
+    (check,) = [check for check in moexport.verify(bundle) if check.name.endswith("on the GPU")]
+    assert check.passed
+    assert "BF16" not in check.detail  # FP32 may be 1e-3 off on a GPU, like graphs that round
+    assert on_cuda
 
 
 @pytest.mark.gpu
