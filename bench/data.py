@@ -140,8 +140,8 @@ def load_groups(data: Path | Mapping[str, Any], name: str, samples: int) -> Arra
     groups = np.asarray(given)
     if groups.shape != (samples,) or groups.dtype.kind not in "biuU":
         raise FeedError(
-            f"{where}: array '{name}' is {groups.dtype} of shape {groups.shape}; subgroups are a "
-            f"number or a string for each of the {samples} inputs",
+            f"{where}: array '{name}' is {groups.dtype} of shape {groups.shape}; subgroups are an "
+            f"integer, a Boolean or a string for each of the {samples} inputs",
             hint="to compare a group with all others, save True for its inputs and False otherwise",
         )
     return groups

@@ -135,7 +135,7 @@ class BenchRequest(LoadRequest):
         None, "A table of INT8 ranges from calibrate.", unset="none", compare=False
     )
     pixels: str | None = option(
-        None, "The scale of pixels: unit, symmetric or imagenet.", unset="none; images need it"
+        None, "The scale of pixels: unit, symmetric or imagenet.", unset="none; required for images"
     )
     tokens: int | None = option(
         None,

@@ -51,7 +51,7 @@ STUDIES = Registry("moexport.studies", Study)
 
 
 def requested_studies(request: BenchRequest) -> list[Study]:
-    """Returns the requested studies."""
+    """Returns the studies that options of plugins request."""
     return [study for study in STUDIES if study.asked(request)] if request.further else []
 
 

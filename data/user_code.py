@@ -48,7 +48,7 @@ def attribute_of(module: ModuleType, name: str) -> Any:
 
 
 def callable_named(source: str, what: str) -> Callable[..., Any]:
-    """Returns the callable that `source` names; errors of its import become UsageError.
+    """Returns the callable that `source` names; import errors become UsageError.
 
     `what` describes the callable in messages: `a factory`.
     """
@@ -78,7 +78,7 @@ def callable_named(source: str, what: str) -> Callable[..., Any]:
 def user_code(what: str, hint: str | None = None) -> Iterator[None]:
     """Within the context, failures of the user's code become UsageError.
 
-    `what` names the code in the message: `net:build()`. Errors of moexport pass unchanged.
+    `what` names the code in the message: `net:build()`. moexport's own errors pass unchanged.
     """
     try:
         yield
@@ -88,7 +88,7 @@ def user_code(what: str, hint: str | None = None) -> Iterator[None]:
         raise UsageError(f"{what}: {type(error).__name__}: {error}", hint=hint) from error
 
 
-def module_made(source: str, what: str, arguments: Mapping[str, Any], hint: str) -> nn.Module:
+def build_network(source: str, what: str, arguments: Mapping[str, Any], hint: str) -> nn.Module:
     """Returns the module that a function or class creates; UsageError for other results."""
     from torch import nn
 

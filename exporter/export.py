@@ -54,7 +54,7 @@ def export(model: AnyModel, destination: AnyPath, options: ExportOptions) -> Bun
         UsageError: an argument is invalid.
         BundleError: the destination cannot be written.
         FeedError: the inputs do not fit the model.
-        CalibrationError: the ranges belong to another model, or cover fewer experts.
+        CalibrationError: the ranges belong to another model, or cover too few experts.
         LoweringError: no lowering supports a layer.
         TraceError: the network cannot be traced.
         ParityError: a graph differs too much from PyTorch.
@@ -116,7 +116,7 @@ def write_bundle(
             except TokensError as error:
                 caught = error
             if caught.tokens > job.traced_sizes.get("tokens", caught.tokens):
-                # If the network works in blocks, a trace of several may be valid for all counts.
+                # If tokens are computed in blocks, a trace with several blocks may fit all counts.
                 with suppress(TraceError, ParityError, UsageError):
                     retraced_job, retraced = with_trace(job, progress, tokens=caught.tokens)
                     return _write(retraced_job, progress, retraced, answers)

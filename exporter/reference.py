@@ -72,7 +72,7 @@ from .write import graph_record
 
 ROUNDED_FILE = "rounded.onnx"  # the graph that others are compared with; removed afterwards
 MAX_STORED_BYTES = 8 << 20  # the largest reference to store for another number of tokens
-LOUD_RATIO = 10.0  # an input with this many times the smallest max|y| determines the ranges
+LOUD_RATIO = 10.0  # an input with this many times the smallest max|y| dominates the ranges
 EXACT_BYTES = 512 << 20  # the largest weights that are copied to float64
 
 # Limits on predicted needs, for inputs whose sizes differ from the first inputs'.
@@ -203,7 +203,7 @@ def compare_graphs(
             raise _mismatch(job, directory / file, lowered[file], parity, comparisons[file].worst)
     same_shapes = [other for other in compared if other.shapes() == compared[0].shapes()]
     if same_shapes and not all(graph.parity_on(stored).passed for graph in comparisons.values()):
-        # Fewer inputs may have a larger share of outliers or other choices: `verify` needs all.
+        # In some inputs, outliers or other choices may have a larger share: `verify` needs all.
         stored = reduce(Reference.joined, same_shapes)
     if by_rounding and stored.rounded is None:  # more inputs were added
         stored = with_exact(job, stored)
@@ -227,7 +227,7 @@ def open_comparison(
 ) -> Comparison:
     """Opens a graph in a folder for comparison with references like `expected`.
 
-    It is compared in `batches` of these sizes, by default in all sizes of the job.
+    `batches` are the batch sizes to compare, by default all those of the job.
     """
     options, path = job.options, directory / graph.file
     observe, threads = expected.observed(graph.selected), torch.get_num_threads()
@@ -402,7 +402,7 @@ def _mismatch(
 
 
 def _dropped(stored: Reference, model: Model) -> tuple[str, ...]:
-    """Returns a sentence on the check's tokens that no expert computed because of a capacity."""
+    """Returns a sentence on the check's tokens that no expert processed because of a capacity."""
     left_out = {
         name: (chosen >= layer.spec.experts).reshape(*chosen.shape[:2], -1)
         for name, layer in model.layers.items()
@@ -412,7 +412,7 @@ def _dropped(stored: Reference, model: Model) -> tuple[str, ...]:
         return ()
 
     skipped = ", ".join(f"{mask.all(axis=-1).mean():.1%} in {n}" for n, mask in left_out.items())
-    sentence = f"some tokens of the check's inputs are computed by no expert: {skipped}"
+    sentence = f"some tokens of the check's inputs are processed by no expert: {skipped}"
     specs = [model.specs[name] for name in left_out]
     if any(spec.trained_k < spec.experts for spec in specs):  # tokens choose
         dropped = ", ".join(f"{mask.mean():.1%} in {name}" for name, mask in left_out.items())
@@ -524,17 +524,17 @@ def torch_reference(job: ExportJob, x: Inputs, *, every_k: bool = True) -> Refer
     number in `other_k`.
     """
     renormalize, batch = job.options.renormalize, job.largest_batch
-    computed = partial(reference, job.model, x, renormalize=renormalize, batch=batch)
+    compute = partial(reference, job.model, x, renormalize=renormalize, batch=batch)
     with releasing_pages(job.model):
         others = other_k(job) if every_k else ()
-        at_other_k = {k: computed(kept_experts(job, k)) for k in others}
-        return replace(computed(kept_experts(job)), at_other_k=at_other_k)
+        at_other_k = {k: compute(kept_experts(job, k)) for k in others}
+        return replace(compute(kept_experts(job)), at_other_k=at_other_k)
 
 
 def kept_experts(job: ExportJob, shared: int | None = None) -> dict[str, int]:
     """Returns each layer's k in a comparison.
 
-    If k is an input, it is `shared` by all layers, by default a quarter of the experts.
+    If k is an input, every layer keeps `shared` experts, by default a quarter of the fewest.
     """
     # One k serves all layers at run time, so the layer with the fewest experts bounds it.
     shared = shared or max(1, job.fewest_experts // 4)
@@ -773,8 +773,8 @@ def check_network(job: ExportJob, expected: Reference, batches: Sequence[int]) -
 
     On the inputs of the reference, our layers with their trained k must return the same as the
     untouched network. If the batch is not constant in the graph, PyTorch's result for an input must
-    not depend on the others in its batch, except those that are computed together: the network is
-    run in `batches` of these sizes.
+    not depend on the others in its batch, except those that are computed together. `batches` are
+    the batch sizes at which the network is run.
     """
     model, options, bounds = job.model, job.options, pytorch_bounds(job.options)
     with releasing_pages(model):

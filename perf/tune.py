@@ -181,7 +181,7 @@ def bundles_table(body: Any) -> str:
     return (
         f"Measured on {measured_on(body)}, {body['threads']} threads; at least {body['keep']:.0%} "
         f"kept, confirmed, batch 1.\n\n{markdown(header, rows)}\n\n"
-        f"The median is {np.median(gains):.2f} times as fast."
+        f"The median speedup is {np.median(gains):.2f}×."
     )
 
 

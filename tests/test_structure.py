@@ -227,7 +227,7 @@ def test_the_files_from_the_option_k_to_its_node_only_become_shorter() -> None:
     assert {module_name(Path(file)) for file in FILES_OF_K} <= seen
 
 
-LINES = {"core": 51_295, "plugins": 30_006}
+LINES = {"core": 51_295, "plugins": 30_005}
 """The lines of the product's modules: a budget that only falls."""
 
 

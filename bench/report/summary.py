@@ -341,7 +341,7 @@ def _no_verdict(section: Section, row: Row) -> str | None:
     """Returns advice if the rounds of a row, its base, or a faster row disagree."""
     if section.disturbed:
         return (
-            f"No verdict: threads waited for a core {section.waited:.0%} of their time. "
+            f"No verdict: threads spent {section.waited:.0%} of their time waiting for a core. "
             "Close other programs, or run again."
         )
     faster = [

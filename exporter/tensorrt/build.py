@@ -190,9 +190,9 @@ def less_gpu_memory(plan: EnginePlan) -> str:
     level = plan.options.optimization_level
     largest = "; ".join("×".join(map(str, profile.max)) for profile in plan.profiles)
     return (
-        f"lower --workspace ({'all of the GPU' if workspace is None else size(workspace)}), the "
-        f"profile's MAX ({largest or 'as exported'}) or --optimization-level "
-        f"({DEFAULT_LEVEL if level is None else level}); export with --lowering conditional, which "
+        f"lower --workspace (now {'all of the GPU' if workspace is None else size(workspace)}), "
+        f"the profile's MAX (now {largest or 'as exported'}) or --optimization-level (now "
+        f"{DEFAULT_LEVEL if level is None else level}); export with --lowering conditional, which "
         "copies no weights, or --precision fp16; close other programs that use the GPU (nvidia-smi)"
     )
 

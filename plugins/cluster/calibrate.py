@@ -1,7 +1,7 @@
 """Calibrates on a Ray cluster: every node observes a share of the batches.
 
-The observations are counts, extremes and peaks, which can be merged exactly, so the table is
-bit-identical to that of one machine with every method.
+The observations are counts, extremes and peaks, which can be merged exactly, so for every
+method the table is bit-identical to that of one machine.
 """
 
 from __future__ import annotations

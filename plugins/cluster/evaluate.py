@@ -73,7 +73,7 @@ def evaluating_on_ray(address: str, on: str, progress: Progress) -> Iterator[Eva
 def evaluate_shard(
     files: Mapping[str, Array], options: SessionOptions, *batches: Batch
 ) -> list[Tally]:
-    """Returns a graph's sums for each of the batches; `files` has its files' contents by name."""
+    """Returns a graph's sums for each of the batches; `files` maps names to contents."""
     with scratch_folder("tune") as folder:
         for name, content in files.items():
             content.tofile(Path(folder) / name)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...common.files import Reading
-from ...data.user_code import module_made, names_code
+from ...data.user_code import build_network, names_code
 from ...errors import CheckpointError, FamilyError, MoexportError, UsageError
 from ...exporter.checkpoints.state_dict import Checkpoint, check_finite, read_checkpoint
 from ...exporter.inputs import Example
@@ -74,7 +74,7 @@ def load_factory(
     is the user's own module.
     """
     arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
-    module = module_made(source, "a factory", arguments, ARGUMENTS)
+    module = build_network(source, "a factory", arguments, ARGUMENTS)
     return _model_of(module, source, config, weights, example, adapters)
 
 

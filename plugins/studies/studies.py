@@ -43,7 +43,7 @@ def _begin_experts(
 
 
 def _check_subgroups(request: BenchRequest, listed: Sequence[Model | Bundle]) -> None:
-    """Raises `UsageError` if the data are not a file, whose arrays are checked later."""
+    """Raises `UsageError` if the data are not a file. Its arrays are checked later."""
     name = request.asked(StudyOptions).group_by or ""
     if not isinstance(request.data, str | Path | Mapping):
         raise UsageError(

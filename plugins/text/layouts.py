@@ -1,4 +1,4 @@
-"""Writes a language model's files in the layout of a program, in a separate folder of the bundle.
+"""Writes a language model's files as another program expects them, in a folder of the bundle.
 
 The folder contains a copy of the weights, because ONNX does not open weights that are links.
 """
@@ -92,7 +92,7 @@ def _check(layout: TextLayout, options: ExportOptions, model: Model | None) -> I
     if precision not in suffixes:
         yield (
             f"--layout {layout} does not support --precision {precision}",
-            f"use --precision {', '.join(suffixes)}",
+            f"use one of the precisions {', '.join(suffixes)}",
         )
     if model is None:
         return

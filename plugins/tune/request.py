@@ -82,13 +82,12 @@ class TuneRequest(AxisSizes, Request):
         unset="one that fits the data",
     )
     target: str = option(
-        "ort-cpu",
-        "The runtime of the graph: onnx, ort-cpu, ort-cuda or openvino; several to compare them.",
+        "ort-cpu", "The runtime of the graph: onnx, ort-cpu, ort-cuda or openvino; or several."
     )
     batch: Sizes = option("1:1:32", "The range of batch sizes; OPT is the size to optimise for.")
     tokens: Sizes = option("1:196:1024", "The range of token counts, if that axis is dynamic.")
     precision: str | None = option(
-        None, "The precisions to try, such as fp32,int8.", unset="all that the target computes"
+        None, "The precisions to try, such as fp32,int8.", unset="all that the target supports"
     )
     all_experts: bool = option(False, "Do not remove or merge experts.")
     time: str | float | None = option(
@@ -100,7 +99,7 @@ class TuneRequest(AxisSizes, Request):
         None, "The number of threads of every engine.", unset="the fastest for the untouched model"
     )
     pixels: str | None = option(
-        None, "The pixel scale of images: unit, symmetric, imagenet.", unset="none; images need it"
+        None, "The scale of pixels: unit, symmetric, imagenet.", unset="none; required for images"
     )
     report: AnyPath | None = option(
         None,
@@ -196,7 +195,7 @@ class TuneRequest(AxisSizes, Request):
         for target in (name for name in self.targets if TARGETS[name].compiled):
             yield (
                 f"--target {target}: tune measures graphs in ONNX Runtime or OpenVINO, not engines",
-                "tune for ort-cuda on the machine with the GPU, and pass its k to export",
+                "tune for ort-cuda on a machine with a GPU, and export with the k that it finds",
             )
         keep = self.kept
         if keep is not None and not 0 < keep < 1:
@@ -241,5 +240,5 @@ def _refusal(target: Target, precision: Precision) -> str | None:
     record = TARGETS[target]
     if precision in record.refused:
         return record.refused[precision][0]
-    # A float type with a note is no faster, so it is not a candidate.
+    # A target has a note on a 16-bit type only if that is no faster than FP32: it is not tried.
     return record.notes.get(precision) if precision in ("fp16", "bf16") else None

@@ -21,7 +21,7 @@ from torch import nn
 
 from ....common.console import Progress, Silent
 from ....common.threads import with_threads
-from ....data.user_code import callable_named, module_made
+from ....data.user_code import build_network, callable_named
 from ....errors import FamilyError, ParityError, UsageError
 from ....exporter.checkpoints.settings import read_config
 from ..calls import changed_buffers
@@ -53,7 +53,7 @@ def first_adapter(source: str, request: AdaptRequest) -> FirstAdapter:
     progress, seconds = request.progress or Silent(), request.seconds
     arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
     torch.manual_seed(0)
-    layer = module_made(source, "a layer", arguments, arguments_of(source))
+    layer = build_network(source, "a layer", arguments, arguments_of(source))
     layer = layer.float().eval().requires_grad_(False)
     for parameter in layer.parameters():  # factors of 1 and terms of 0 hide operations
         if parameter.ndim < 2 or float(parameter.std()) == 0:

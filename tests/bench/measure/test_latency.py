@@ -55,4 +55,4 @@ def test_disturbed_times_are_called_so_wherever_they_are_shown(results: Results)
     assert said in shared.disturbance
     assert said in to_markdown(shared)
     assert said in html(shared)
-    assert any("The earlier file: Other work" in note for note in compare(shared, calm).notes)
+    assert any("The earlier file: Other programs" in note for note in compare(shared, calm).notes)

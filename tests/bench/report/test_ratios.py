@@ -49,7 +49,7 @@ def test_no_ratio_is_told_of_disturbed_rows(results: Results, row: RowMaker) -> 
     (section,) = sections(loud)
     assert section.speedup(rows[1]) is None
     assert section.gain(rows[1]) is None
-    assert summary(section).startswith("No verdict: threads waited for a core 23% of their time.")
+    assert summary(section).startswith("No verdict: threads spent 23% of their time waiting")
     assert "×" not in rows_table(loud).replace("× limit", "")
     assert {row["speed"] for row in payload(loud)["rows"]} == {None}
     speedups = [line.split(",")[-1] for line in to_csv(loud).splitlines()]

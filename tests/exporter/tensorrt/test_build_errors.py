@@ -69,9 +69,9 @@ NO_KERNEL = (
         (["[E] Unexpected exception std::bad_alloc"], "the machine's memory", "several times"),
         (["MemoryError"], "the machine's memory ran out", "the machine more memory"),
         ([NO_THREAD], "a thread could not be started: memory ran out", "--precision fp16"),
-        ([ON_GPU], "the GPU's memory ran out", "lower --workspace (all of the GPU)"),
-        ([ON_GPU, NO_KERNEL], "the GPU's memory ran out", "MAX (64×3×32×32)"),
-        (["Cuda Runtime (out of memory)"], "the GPU's memory", "--optimization-level (3)"),
+        ([ON_GPU], "the GPU's memory ran out", "lower --workspace (now all of the GPU)"),
+        ([ON_GPU, NO_KERNEL], "the GPU's memory ran out", "MAX (now 64×3×32×32)"),
+        (["Cuda Runtime (out of memory)"], "the GPU's memory", "--optimization-level (now 3)"),
         ([NO_WORKSPACE], "the workspace is too small", "lower the profile's MAX"),
         ([NO_KERNEL], "the workspace is too small", "--lowering conditional"),
         (
@@ -103,8 +103,8 @@ def test_a_failure_is_explained(lines: list[str], meaning: str, hint: str) -> No
 
 def test_the_values_in_force_are_told() -> None:
     tight = about(workspace=4_000_000_000, optimization_level=5)
-    assert "--workspace (4.0 GB)" in (build_failed([ON_GPU], tight).hint or "")
-    assert "--optimization-level (5)" in (build_failed([ON_GPU], tight).hint or "")
+    assert "--workspace (now 4.0 GB)" in (build_failed([ON_GPU], tight).hint or "")
+    assert "--optimization-level (now 5)" in (build_failed([ON_GPU], tight).hint or "")
     assert build_failed([NO_WORKSPACE], tight).hint == "raise --workspace (4.0 GB), or leave it out"
 
 
