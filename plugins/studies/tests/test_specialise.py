@@ -206,7 +206,7 @@ def test_a_layer_whose_experts_change_nothing_is_drawn_too(tmp_path: Path) -> No
         ({"label": np.full(360, 10)}, (), "labels outside 0..9", "10 classes"),
         ({}, ("--layer", "head"), "--layer head: the model has no such", "its MoE layers: layer"),
         ({}, ("--group-by", "sex"), "no array 'sex' to group", "it contains input, label, odd"),
-        ({"odd": np.ones((360, 2))}, ("--group-by", "odd"), "subgroups are a number", "True"),
+        ({"odd": np.ones((360, 2))}, ("--group-by", "odd"), "subgroups are an integer", "True"),
         ({"input": np.zeros((360, 7), np.float32)}, (), "not float32 (360, 1, 7)", ""),
     ],
 )
