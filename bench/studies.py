@@ -33,14 +33,14 @@ class StudyRun:
 class Study:
     """A study: its name is the key of its findings among the analyses of `results.json`.
 
-    `asked` returns whether a plugin's options request it (`Request.asked`). `check` raises a
+    `requested` returns whether a plugin's options request it (`Request.asked`). `check` raises a
     `MoexportError` for options that do not fit these models and bundles, before anything is
     measured. `begin` measures what does not need the rows; it raises a `MoexportError` for data
     that do not fit. `on_nodes` says whether a node of a cluster can run it.
     """
 
     name: str
-    asked: Callable[[BenchRequest], bool]
+    requested: Callable[[BenchRequest], bool]
     check: Callable[[BenchRequest, Sequence[Model | Bundle]], None]
     begin: Callable[[Sequence[Candidate], Labelled, BenchRequest], StudyRun]
     on_nodes: bool = True
@@ -52,7 +52,7 @@ STUDIES = Registry("moexport.studies", Study)
 
 def requested_studies(request: BenchRequest) -> list[Study]:
     """Returns the studies that options of plugins request."""
-    return [study for study in STUDIES if study.asked(request)] if request.further else []
+    return [study for study in STUDIES if study.requested(request)] if request.further else []
 
 
 def check_studies(request: BenchRequest, sources: Sequence[Model | Bundle] = ()) -> None:

@@ -37,12 +37,12 @@ class SectionContent:
 class RowDecision:
     """The search that chose the last row, and the request it fulfils.
 
-    `keep` is the requested share, if any. `asked` is a sentence on the request, and `keeps` on what
+    `keep` is the requested share, if any. `request` is a sentence on it, and `keeps` on what
     the chosen row keeps, if confirmed. `recipe` is the file to export it with.
     """
 
     keep: float | None
-    asked: str
+    request: str
     keeps: str
     recipe: str
 

@@ -359,7 +359,7 @@ def caveat(section: Section) -> str:
     """Returns the faster rows that are not proven, or the effect of fewer experts, if any."""
     row = headline(section)
     if row is not None and row is section.chosen and section.decision is not None:
-        return section.decision.asked
+        return section.decision.request
     return "" if row is None or row.kept is None else _other_rows(section, row)
 
 

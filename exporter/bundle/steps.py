@@ -35,7 +35,7 @@ class Export(Protocol):
 class Step:
     """A plugin's part in an export.
 
-    Its options request it (`asked`), or a model includes it (`Host.steps`). `refuses` raises
+    Its options request it (`requested`), or a model includes it (`Host.steps`). `refuses` raises
     `UsageError` for options that have no effect together with the plugin's. `change` returns the
     export's options after applying the plugin's own. `check` yields mistakes in the options, before
     the model is loaded and again afterwards. `finish` writes files into the folder of an otherwise
@@ -46,7 +46,7 @@ class Step:
     """
 
     name: str
-    asked: Callable[[ExportOptions], bool] = lambda _: False
+    requested: Callable[[ExportOptions], bool] = lambda _: False
     refuses: Callable[[ExportOptions], None] = lambda _: None
     change: Callable[[ExportOptions], ExportOptions] = lambda options: options
     check: Callable[[ExportOptions, Model | None], Iterable[Mistake]] = lambda _options, _model: ()
@@ -63,7 +63,7 @@ STEPS = Registry("moexport.steps", Step)
 
 def requested_steps(options: ExportOptions) -> list[Step]:
     """Returns the steps that options of plugins request."""
-    return [step for step in STEPS if step.asked(options)] if options.further else []
+    return [step for step in STEPS if step.requested(options)] if options.further else []
 
 
 def read_as(reading: LoadRequest, request: ExportOptions, source: str) -> LoadRequest:

@@ -128,13 +128,13 @@ def answers_of(
     batch: int | None = None,
     fixed: Mapping[str, int] | None = None,
     bounds: Tolerance | None = None,
-    asked: bool = False,
+    own_bounds: bool = False,
 ) -> Answers | None:
     """Returns a model's results on the first `count` inputs of a feed.
 
     None if it has neither labels nor outputs of the user's own model. `batch` is the only batch
     size of the network, if it has one, and `fixed` are the sizes of axes. The outputs may differ by
-    `ROUNDINGS`, or by `bounds` if the user `asked` for these or float64 is unusable. Raises
+    `ROUNDINGS`, or by `bounds` if these are the user's `own_bounds` or float64 is unusable. Raises
     `ParityError` if the user's own outputs in the feed differ from those of the rebuilt model by
     more than rounding, and `FeedError` for arrays that cannot be such outputs.
     """
@@ -147,7 +147,7 @@ def answers_of(
     tolerance = bounds or TOLERANCES["fp32"]
     if model.rounded:
         tolerance = replace(tolerance, rtol=max(tolerance.rtol, ROUNDED_RTOL))
-    rounding = not asked and not model.rounded
+    rounding = not own_bounds and not model.rounded
     group = batch or model.batch_of
     size = group * max(1, BATCH // group)
     labelled = output_names(model)[labelled_output(model, data)]

@@ -37,7 +37,7 @@ def job_answers(job: ExportJob) -> Answers | None:
         batch=job.whole_batch,
         fixed=job.fixed,
         bounds=pytorch_bounds(options),
-        asked=options.precision == "fp32" and (options.atol, options.rtol) != (None, None),
+        own_bounds=options.precision == "fp32" and (options.atol, options.rtol) != (None, None),
     )
 
 

@@ -167,4 +167,4 @@ def _check(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
         )
 
 
-EDITS = Step("edits", asked=_applies, change=_change, check=_check)
+EDITS = Step("edits", requested=_applies, change=_change, check=_check)

@@ -176,7 +176,7 @@ def _rename_weights_and_batch(model: ModelProto, weights: str) -> set[str]:
 def _step(layout: TextLayout) -> Step:
     return Step(
         layout,
-        asked=lambda options: options.asked(LayoutOptions).layout == layout,
+        requested=lambda options: options.asked(LayoutOptions).layout == layout,
         check=partial(_check, layout),
         finish=partial(with_layout, layout),
         copies=1,

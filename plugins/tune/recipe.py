@@ -352,7 +352,7 @@ def _finish(export: Export, directory: Path, manifest: Manifest) -> Manifest:
 
 RECIPE = Step(
     "recipe",
-    asked=_applies,
+    requested=_applies,
     refuses=_refuses,
     change=_change,
     check=_check,

@@ -34,11 +34,11 @@ def _decision(results: Results) -> RowDecision | None:
         if point.chosen and point.confirmed is not None and point.confirmed_kept is not None
     )
     bounds = bounds_text(search.keep, search.metric, search.max_latency_ms, search.max_bytes)
-    asked = (
+    text = (
         f"The requirement was {bounds}; the result is confirmed on {search.confirming:,} inputs "
         "that the search did not use."
     )
-    return RowDecision(keep=search.keep, asked=asked, keeps=next(keeps, ""), recipe=search.recipe)
+    return RowDecision(keep=search.keep, request=text, keeps=next(keeps, ""), recipe=search.recipe)
 
 
 def _search(results: Results) -> SectionContent | None:

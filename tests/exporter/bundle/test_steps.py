@@ -77,7 +77,10 @@ def few(options: ExportOptions, model: Model | None) -> Iterator[Mistake]:
 
 
 TWICE = Step(
-    "twice", asked=lambda options: changed(options.asked(Doubling)) != [], change=doubled, check=few
+    "twice",
+    requested=lambda options: changed(options.asked(Doubling)) != [],
+    change=doubled,
+    check=few,
 )
 
 
