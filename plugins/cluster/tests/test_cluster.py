@@ -233,7 +233,7 @@ def test_what_a_cluster_cannot_do_is_refused_at_once(
         moexport.bench_on_ray(given.pop("model", WEIGHTS), ray=nodes.address, **given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cluster.Cluster, "finished", None)  # no task is begun
+        patch.setattr(cluster.Cluster, "completed", None)  # no task is begun
         with pytest.raises(ClusterError, match='on="accelerator_type:L4": no node') as caught:
             bench(on="accelerator_type:L4")
         assert caught.value.hint is not None
