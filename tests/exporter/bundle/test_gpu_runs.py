@@ -354,7 +354,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     ) -> ort.InferenceSession:
         if options.provider == CUDA:
             asked.append(session._provider_options(path, CUDA, graphs=graphs, stream=stream))
-        return opens(path, replace(options, provider=CPU))
+        return opens(path, replace(options, provider=CPU, profile=None))
 
     monkeypatch.setattr(session, "check_provider", lambda provider: None)
     monkeypatch.setattr(session, "_open", opened)
