@@ -127,7 +127,7 @@ def floats_for_retention(
                 remaining, ranked = trials.worst_first(outputs), True
             kept.append(KeptPart(name=remaining.pop(0), before=reached))
     return Retention(
-        required=share,
+        asked=share,
         reached=reached,
         measure=outputs.measure,
         samples=outputs.samples,

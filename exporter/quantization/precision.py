@@ -68,7 +68,7 @@ class Retention:
     is left in INT8.
     """
 
-    required: float
+    asked: float
     reached: float
     measure: Measure
     samples: int
@@ -81,7 +81,7 @@ class Retention:
         for part in self.kept:
             if part.name == layer:
                 return (
-                    f"kept in {self.floats} for --min-retention {self.required:g}: only "
+                    f"kept in {self.floats} for --min-retention {self.asked:g}: only "
                     f"{part.before:.4f} with it in INT8"
                 )
         return None
@@ -91,12 +91,12 @@ class Retention:
         names = ", ".join(part.name for part in self.kept) or "nothing"
         measure = _MEASURES[self.measure].format(n=self.samples)
         notes = [
-            f"--min-retention {self.required:g}: reached {self.reached:.4f} "
+            f"--min-retention {self.asked:g}: reached {self.reached:.4f} "
             f"({measure}); kept in {self.floats}: {names}"
         ]
         if self.whole:
             notes.append(f"nothing is left in INT8, so --precision {self.floats} writes the same")
-        if 0 < 1 - self.required < 1 / self.samples:
+        if 0 < 1 - self.asked < 1 / self.samples:
             notes.append(
                 f"each of {self.samples} inputs is {1 / self.samples:.2g} of the retention: "
                 "more inputs in --data make it more precise"
