@@ -493,7 +493,7 @@ def test_the_check_on_a_gpu_has_its_own_bound_and_needs_no_provider_elsewhere(
     monkeypatch.setattr(verify, "check_provider", missing)
     assert not verify._runs_on_gpu(bundle.manifest)
     monkeypatch.setattr(verify, "check_provider", lambda provider: None)
-    assert not verify._runs_on_gpu(replace(bundle.manifest, target="openvino"))
+    assert not verify._runs_on_gpu(replace(bundle.manifest, target="onnx"))
     (check,) = [check for check in moexport.verify(bundle) if check.name.endswith("on the GPU")]
     assert check.passed
     assert "BF16" not in check.detail  # FP32 may be 1e-3 off on a GPU, like graphs that round
