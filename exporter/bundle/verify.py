@@ -84,7 +84,7 @@ def checks(
     if damaged:
         return
 
-    def on_gpus(tf32: bool, graph: GraphRecord | None = None) -> Tolerance:
+    def on_gpus(graph: GraphRecord | None = None, *, tf32: bool = False) -> Tolerance:
         bounds = _bounds(directory, manifest, graph, atol, rtol)
         default_bounds = atol is None and rtol is None
         return gpu_bounds(bounds, manifest.precision, tf32=tf32) if default_bounds else bounds
@@ -103,12 +103,12 @@ def checks(
         if unknown:
             yield Check("parity", False, f"{PARITY_FILE} has {unknown[0]!r}, but no graph does")
             return
+        on_gpu = _runs_on_gpu(manifest)
         for graph in valid:
             bounds = _bounds(directory, manifest, graph, atol, rtol)
             yield _parity_check(directory, manifest, graph, expected, bounds)
-            if _runs_on_gpu(manifest):
-                bounds = on_gpus(tf32=False, graph=graph)
-                yield _parity_check(directory, manifest, graph, expected, bounds, CUDA)
+            if on_gpu:
+                yield _parity_check(directory, manifest, graph, expected, on_gpus(graph), CUDA)
 
     if manifest.engines:
         from ..tensorrt.verify import checks as engine_checks  # loaded if a bundle has an engine

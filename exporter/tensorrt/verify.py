@@ -35,7 +35,7 @@ def checks(
     directory: Path,
     manifest: Manifest,
     expected: Reference | None,
-    bounds: Callable[[bool], Tolerance],
+    bounds: Callable[..., Tolerance],
     *,
     trust: bool,
 ) -> Iterator[Check]:
@@ -45,7 +45,7 @@ def checks(
     elsewhere run only with `trust`.
     """
     for record in engines_of(manifest):
-        tolerance = bounds(bool(record.options.get("tf32")))
+        tolerance = bounds(tf32=bool(record.options.get("tf32")))
         why_not = None if first_gpu() is not None else "there is no NVIDIA GPU here"
         try:
             if expected is not None:
